@@ -1,13 +1,14 @@
-"""The speed that a user gets: from JPEG files to a trained model, by the README's command and nothing else.
+"""Measure the speed that a user gets, from JPEG files to a trained model, with the README's command.
 
     python benchmarks/end_to_end.py --gpus 1 2 4
     python benchmarks/end_to_end.py --gpus 1 --configs vil_small --no-cuda-graphs     # train_imagenet.py's options
-    python benchmarks/end_to_end.py --gpus 4 --data-dir /imagenet                     # files of your own
+    python benchmarks/end_to_end.py --gpus 4 --data-dir /imagenet                     # your own files
 
-Without --data-dir it makes a data set in memory: 1,000 classes, files of 500x375 pixels and about 100 KB, many names
-for each file. A run is `torchrun train_imagenet.py -c configs/NAME.yaml --data-dir DIR` for two epochs. Rates are those
-of the second one, which begins behind step 100; beside it stands what the same run makes of noise in place of files,
-which needs no loader. The first step is another run's, timed from the command to the checkpoint written behind it.
+Without --data-dir, the program creates a data set in memory: 1,000 classes of files of 500x375 pixels and about 100 KB,
+with many names for each file. A run is `torchrun train_imagenet.py -c configs/NAME.yaml --data-dir DIR` for two epochs.
+The reported rates are those of the second epoch, which begins after step 100. The column "of noise" is the rate of the
+same run with synthetic data, which needs no loader. The time of the first step is measured in another run, from the
+command to the checkpoint after that step.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configs", nargs="+", default=["vil_tiny"], help="of configs/")
+    parser.add_argument("--configs", nargs="+", default=["vil_tiny"], help="names of files in configs/")
     parser.add_argument("--gpus", nargs="+", type=int, default=[1])
-    parser.add_argument("--data-dir", type=Path, help="a data set to train on, in place of one that is made")
-    parser.add_argument("--images", type=int, default=102_400, help="of a made epoch")
-    parser.add_argument("--distinct", type=int, default=10_000, help="files of the made data set")
-    parser.add_argument("--validation-images", type=int, default=50_000, help="of the made data set")
+    parser.add_argument("--data-dir", type=Path, help="data set to train on, instead of a generated one")
+    parser.add_argument("--images", type=int, default=102_400, help="training images of the generated data set")
+    parser.add_argument("--distinct", type=int, default=10_000, help="distinct files of the generated data set")
+    parser.add_argument(
+        "--validation-images", type=int, default=50_000, help="validation images of the generated data set"
+    )
     options, passed_on = parser.parse_known_args()
     print(f"{format_environment()}\n{os.cpu_count()} cores; options: {' '.join(passed_on) or 'none'}\n")
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -59,7 +62,7 @@ def main() -> None:
 
 
 def make_data(folder: Path, images: int, validation_images: int, distinct: int) -> Path:
-    """An ImageNet of links to so many files."""
+    """Create a data set with ImageNet's layout from hard links to `distinct` files."""
     files = [folder / "files" / f"{i}.jpg" for i in range(distinct)]
     files[0].parent.mkdir(parents=True)
     with Pool() as pool:
@@ -75,7 +78,7 @@ def make_data(folder: Path, images: int, validation_images: int, distinct: int) 
 
 
 def write_image(seed: int, path: Path) -> None:
-    """Shapes and grain of 500x375 pixels, in a file about as large as that of a photo."""
+    """Write an image of random shapes and grain, 500x375 pixels, with the file size of a typical photo."""
     random_numbers = np.random.default_rng(seed)
     shapes = Image.fromarray(random_numbers.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((500, 375))
     grain = Image.fromarray(random_numbers.integers(0, 256, (375, 500, 3), dtype=np.uint8))
@@ -83,7 +86,7 @@ def write_image(seed: int, path: Path) -> None:
 
 
 def measure(config: str, gpus: int, data_dir: Path, options, passed_on: list[str], folder: Path) -> None:
-    """Runs a config on so many GPUs and prints a line of the table."""
+    """Measure a config on this number of GPUs and print a line of the table."""
     start, name = training(gpus, ROOT / "configs" / f"{config}.yaml"), f"{config}-{gpus}"
     files = [*start, "--data-dir", str(data_dir), "--output", str(folder), *passed_on]
     noise = [*start, "--synthetic", str(options.images // 2), "--output", str(folder), *passed_on]
@@ -101,13 +104,13 @@ def measure(config: str, gpus: int, data_dir: Path, options, passed_on: list[str
 
 
 def training(gpus: int, config: Path | str) -> list[str]:
-    """The command that trains by a config on so many GPUs."""
+    """Return the command that trains a config on this number of GPUs."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
     return [sys.executable, *launcher, str(ROOT / "train_imagenet.py"), "-c", str(config)]
 
 
 def last_epoch(command: list[str], folder: Path) -> dict[str, str]:
-    """The last row of a run's summary."""
+    """Run the command and return the last row of the run's summary."""
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{' '.join(command)}:\n{result.stderr[-3000:]}")

@@ -1,10 +1,11 @@
-"""Exported files on this machine's CPU, one image: their size, and their latency beside DeiT's in the same runtime.
+"""Measure exported files on this machine's CPU with one image: size, and latency compared with DeiT in the same
+runtime.
 
     python benchmarks/exported.py --folder /tmp/exported [--models vil_tiny deit_tiny_patch16_224] [--threads 2]
 
-Files that are in the folder already are not made again. In each round every file of a runtime runs three images and the
-last is timed, so that whatever else the machine does meets all of them. The least and the median of the rounds are
-reported, and the ratio of the least to that of the DeiT of the same size.
+Existing files in the folder are reused. In each round, every file of a runtime processes three images and the last one
+is timed, so that other load of the machine affects all files equally. The program reports minimum and median over the
+rounds, and the ratio of the minimum to that of the DeiT of the same size.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FORMATS = ("onnx", "pt2")
 
 
 def runner(path: Path, name: str, threads: int):
-    """A function that runs one image."""
+    """Return a function that runs the file on one image."""
     image = torch.randn(1, *timm.get_pretrained_cfg(name).input_size)
     if path.suffix == ".pt2":
         module = torch.export.load(path).module()
@@ -42,7 +43,7 @@ def runner(path: Path, name: str, threads: int):
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="where the files are or will be")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the exported files")
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

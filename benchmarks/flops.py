@@ -1,10 +1,10 @@
-"""Parameters, FLOPs and activations of models, from one image on the meta device, which computes nothing.
+"""Count parameters, FLOPs and activations of models for one image on the meta device, without computing anything.
 
     python benchmarks/flops.py [--models vil_tiny deit_tiny_patch16_224] [--img-size 224]
 
-GFLOPs are what FlopCounterMode counts, by the convention of kernels/flops.py: 2 for a multiplication with its addition.
-GMACs are half of that, as timm's tables have them. One column counts 9 for each element of state, as VMamba and its
-like do. Activations are the elements of what products, convolutions and scans put out.
+GFLOPs are counted by FlopCounterMode with the convention of vil/kernels/flops.py: 2 for a multiplication and its
+addition. GMACs are half of the GFLOPs, as in timm's tables. One column counts 9 FLOPs for each element of state, as
+VMamba and similar papers do. Activations are the output elements of products, convolutions and scans.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PRODUCTS = (
 
 
 class CountOutputs(TorchDispatchMode):
-    """Adds up the elements of what `PRODUCTS` put out."""
+    """Dispatch mode that sums the output elements of `PRODUCTS`."""
 
     total = 0
 
@@ -45,12 +45,12 @@ class CountOutputs(TorchDispatchMode):
 
 
 def measure(name: str, img_size: int) -> tuple[float, float, float, float]:
-    """Millions of parameters, GFLOPs, GFLOPs with 9 an element of state, and millions of activations."""
+    """Return millions of parameters, GFLOPs, GFLOPs with 9 for each element of state, and millions of activations."""
     with torch.device("meta"):
         model, image = create_model(name, img_size=img_size).eval(), torch.empty(1, 3, img_size, img_size)
     for module in model.modules():
         if hasattr(module, "fused_attn"):
-            module.fused_attn = False  # but the products that it is
+            module.fused_attn = False  # count attention as its products instead
     with torch.no_grad(), FlopCounterMode(display=False) as counter, CountOutputs() as outputs:
         model(image)
     total, by_operator = counter.get_total_flops(), counter.get_flop_counts()["Global"]

@@ -1,12 +1,12 @@
-"""GPU hours of recipes on ImageNet-1k, projected from the measured speed of each of their phases.
+"""Project GPU hours of recipes on ImageNet-1k from the measured speed of each phase.
 
     python benchmarks/hours.py configs/vil_tiny.yaml configs/vil_tiny_phases.yaml
     python benchmarks/hours.py configs/vil_tiny.yaml configs/vil_tiny_best.yaml --gpus 8
     python benchmarks/hours.py configs/vil_tiny_best.yaml --teacher-checkpoint FILE    # options of train_imagenet.py
 
-Each phase is trained for two epochs of noise as users train, and the second one counts. A recipe's hours are those of
-all its epochs: of 1,281,167 images each, and an evaluation of 50,000. Loading images is no part of it. The last columns
-compare with the first recipe: whole with whole, and epoch with epoch.
+Each phase is trained on synthetic data for two epochs, and the second epoch is measured. A recipe's hours include all
+its epochs, each with 1,281,167 training and 50,000 validation images. Data loading is not included. The last columns
+compare with the first recipe, in total and for each epoch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ VALIDATION = 50_000  # images of ImageNet-1k
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configs", nargs="+", help="files of configs/ or others")
-    parser.add_argument("--gpus", type=int, default=1, help="of one machine")
-    parser.add_argument("--images", type=int, default=65536, help="of an epoch that is measured")
+    parser.add_argument("configs", nargs="+", help="config files")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs of this machine")
+    parser.add_argument("--images", type=int, default=65536, help="synthetic images of a measured epoch")
     options, passed_on = parser.parse_known_args()
     print(
         "| config | phase | pixels | epochs | images/s | evaluation, images/s | GPU hours | of the first | an epoch |"
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def gpu_hours(phase: Config, images_per_second: float, evaluated_per_second: float, gpus: int) -> float:
-    """Of all epochs of a phase; images/s are those of all GPUs together."""
+    """Return the GPU hours of all epochs of a phase; the rates in images/s are totals over all GPUs."""
     trained = IMAGENET // phase.global_batch_size * phase.global_batch_size
     return gpus * phase.epochs * (trained / images_per_second + VALIDATION / evaluated_per_second) / 3600
 
@@ -60,7 +60,7 @@ def gpu_hours(phase: Config, images_per_second: float, evaluated_per_second: flo
 def measure(
     path: str, config: Config, number: int, options: argparse.Namespace, passed_on: list[str]
 ) -> tuple[float, float]:
-    """Images/s of training and evaluation in a phase."""
+    """Return the training and evaluation throughput of a phase in images/s."""
     chosen = ["--epochs", "2"]
     if config.phases:
         chosen = ["--phases", json.dumps(config.phases[number] | dict(epochs=2))]

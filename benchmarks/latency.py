@@ -1,11 +1,11 @@
-"""Latency on a CPU: one image and a training step beside timm's models of the same size, and the scan.
+"""Measure latency on a CPU: inference and training step beside timm's models of the same size, and the scan.
 
     python benchmarks/latency.py [--models vil_small deit_small_patch16_224] [--threads 2] [--rounds 20]
 
-Rivals take turns in one process, so that whatever else the machine does meets all of them. Each line has the least and
-the median in milliseconds, and the ratio of the least to that of the rival: models to the last one, the cpu backend to
-the reference, the training step of the demo's model to that with the reference. With one thread the times are of the
-processor, which tell something on a busy machine too.
+Competitors take turns in one process, so that other load of the machine affects all of them equally. Each line has the
+minimum and the median in milliseconds, and the ratio of the minimum to that of a competitor: models are compared with
+the last one, the cpu backend with the reference, and the training step of the demo's model with the same step using the
+reference. With one thread, CPU time is measured instead of wall time, which is meaningful on a busy machine, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round."""
+    """Return the milliseconds of each call in each round."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 2):
@@ -63,7 +63,7 @@ def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
 
 
 def report(times: dict[str, list[float]], other: str | None = None) -> None:
-    """The least, the median, and the ratio to the last or to another."""
+    """Print minimum, median, and the ratio to the last entry or to `other`."""
     other = other or [*times][-1]
     for name, t in times.items():
         ratio = min(t) / min(times[other])
@@ -78,7 +78,7 @@ def one_image(names: list[str], img_size: int, rounds: int) -> dict[str, list[fl
 
 
 def step_of_two_images(names: list[str], img_size: int, rounds: int) -> dict[str, list[float]]:
-    """Forward and backward in fp32."""
+    """Measure forward and backward in fp32 on two images."""
     images = torch.randn(2, 3, img_size, img_size)
 
     def step(model):
@@ -90,7 +90,7 @@ def step_of_two_images(names: list[str], img_size: int, rounds: int) -> dict[str
 
 
 def scans(recurrence: str, B: int, D: int, L: int, rounds: int, N: int = 16) -> dict[str, dict[str, list[float]]]:
-    """Both directions in one call, forward without gradients and the gradients of all inputs."""
+    """Measure both directions in one call: forward without gradients, and the gradients of all inputs."""
     shapes = [(2, B, L, D), (2, B, L, D), (2, B, L, N), (2, B, L, N), (2, D), (2, D)]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     scan = longhorn_scan
@@ -115,7 +115,7 @@ def scans(recurrence: str, B: int, D: int, L: int, rounds: int, N: int = 16) -> 
 
 
 def training_steps(rounds: int) -> dict[str, list[float]]:
-    """Forward, backward and AdamW of configs/digits.yaml's model."""
+    """Measure forward, backward and AdamW of configs/digits.yaml's model."""
     model = timm.create_model("vil_tiny", embed_dim=64, depth=4, patch_size=8, img_size=32, num_classes=10).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     images, labels = torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))

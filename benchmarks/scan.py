@@ -1,11 +1,12 @@
-"""Times the scan, both directions of a block in one call, against the published kernels and this GPU's floors.
+"""Time the scan of both directions of a block against published kernels and the hardware limits of this GPU.
 
     python benchmarks/scan.py --json benchmarks/results/h200_scan.json     # then benchmarks/tables.py
     python benchmarks/scan.py --shapes 4,768,1025 --backends cuda --dtype float16
 
-Forward and backward are captured in a CUDA graph and its replays timed with events; the median is printed in
-microseconds. `forward` is what training runs: it saves states for backward. `backward` ends with the gradients of
-every input. `times` is what the papers' own kernels took on an H200, two calls, one for each direction, over this.
+Forward and backward are captured in a CUDA graph, whose replays are timed with events; the program prints the median in
+microseconds. `forward` is the training forward, which also saves states for backward. `backward` computes the gradients
+of every input. `times` is the ratio of the papers' own kernels on an H200, with one call for each direction, to this
+time.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def line(row: dict) -> str:
 
 
 def time_backend(backend: str, recurrence: str, B: int, D: int, L: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Microseconds of forward and of backward."""
+    """Return the microseconds of forward and of backward."""
     g = torch.Generator("cuda").manual_seed(0)
 
     def randn(*shape, dtype=dtype):
@@ -106,7 +107,7 @@ def time_backend(backend: str, recurrence: str, B: int, D: int, L: int, dtype: t
 
 
 def microseconds(f, calls: int = 10, replays: int = 11) -> float:
-    """Median over replays of a CUDA graph of some calls."""
+    """Return the median time of a call over replays of a CUDA graph with several calls."""
     f()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -126,7 +127,7 @@ def microseconds(f, calls: int = 10, replays: int = 11) -> float:
 
 
 def floors(recurrence, B, D, L, dtype, bandwidth: float, clock: float) -> list[tuple[float, float]]:
-    """Microseconds that issuing the fp32 instructions and moving the bytes take at least, for each pass."""
+    """Return the minimum microseconds to issue the fp32 instructions and to move the bytes, for each pass."""
     G, size = len(REVERSE), dtype.itemsize
     elements, keys = G * B * L * D, G * B * L * STATE_SIZE
     kept = G * B * D * chunk_state_count(L) * STATE_SIZE * 4
@@ -140,13 +141,13 @@ def floors(recurrence, B, D, L, dtype, bandwidth: float, clock: float) -> list[t
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a large copy on this GPU."""
+    """Return the bandwidth of a large copy on this GPU, in bytes read and written a second."""
     source, target = torch.ones(2, 2**29, device="cuda")
     return 2 * source.nbytes / microseconds(lambda: torch.neg(source, out=target)) * 1e6
 
 
 def max_clock() -> float:
-    """Hertz; what the driver names as the maximum."""
+    """Return the maximum clock in hertz that the driver reports."""
     query = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits", "--id=0"]
     return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * 1e6
 

@@ -1,10 +1,10 @@
-"""Writes the measured tables of the README and of docs/benchmarks.md anew from the files in benchmarks/results.
+"""Regenerate the tables of measurements in README.md and docs/benchmarks.md from the files in benchmarks/results.
 
     python benchmarks/tables.py
 
-A table stands behind a comment with its name, `<!-- table: models -->`. The files are those that `scan.py --json` and
-`throughput.py --json` write, named after the GPU; h200_published.json holds what the papers' own code and ours did in
-one process, with a program that is no part of this repository.
+Each table follows a comment with its name, `<!-- table: models -->`. The files are written by `scan.py --json` and
+`throughput.py --json` and named after the GPU. h200_published.json compares the papers' own code with ours in one
+process, measured by a program that is not part of this repository.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def results(name: str) -> dict:
 
 
 def write_results(path: Path, rows: list[dict], **head: object) -> None:
-    """A file of results with a line for each row, to be read and compared by people."""
+    """Write a JSON file of results with one line for each row, so that people can read and compare it."""
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     fields = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def measured_models() -> list[dict]:
 
 
 def number(value: float | None) -> str:
-    """One digit behind the point below a thousand, if it is no zero."""
+    """Format with one decimal below 1000, unless the decimal is 0."""
     if value is None:
         return "-"
     return f"{int(value + 0.5)}" if value >= 1000 else f"{value:.1f}".removesuffix(".0")
@@ -74,7 +74,7 @@ def scan() -> str:
         by_backend.setdefault((row["recurrence"], *row["shape"]), {})[row["backend"]] = row
     rows = []
     for (recurrence, *shape), of in by_backend.items():
-        if shape == [4, 768, 6085]:  # half of the row before it
+        if shape == [4, 768, 6085]:  # half of the previous row's batch
             continue
         floors = [f"{floor:.2f}" for floor in of["cuda"]["of_fp32_floor"]]
         us = {backend: [number(of[backend][f"{p}_us"]) for p in ("forward", "backward")] for backend in of}
@@ -135,7 +135,9 @@ def speed() -> str:
 
 
 def sizes() -> str:
-    """The models of the package. GFLOPs stand in docs/architecture.md, which benchmarks/flops.py prints."""
+    """Tabulate the models of the package. GFLOPs are read from docs/architecture.md, which benchmarks/flops.py
+    prints.
+    """
     page = (ROOT / "docs" / "architecture.md").read_text()
     measured = {r["model"]: r for r in measured_models() if (r["task"], r["img_size"]) == ("train", 224)}
     rows = []
@@ -161,7 +163,7 @@ def tiny_imagenet_top1(name: str, study: str, column: int) -> str:
 
 
 def results_of_tiny_models() -> str:
-    """Accuracy on Tiny ImageNet beside the throughput at 224 pixels on the H100."""
+    """Tabulate accuracy on Tiny ImageNet beside the throughput at 224 pixels on the H100."""
     measured = {
         (row["model"], row["task"], row["img_size"], row["batch"]): row for row in results("h100_pooled")["rows"]
     }
@@ -187,7 +189,7 @@ TABLES = {
 
 
 def renewed(page: str) -> str:
-    """A page with its tables from the files."""
+    """Return the page with regenerated tables."""
     pattern = r"(<!-- table: ([\w ]+) -->\n)(?:\|.*\n)*"
     return re.sub(pattern, lambda found: found[1] + TABLES[found[2]](), page)
 

@@ -1,13 +1,13 @@
-"""Speed and memory of whole models on a GPU, and where the time of a step goes: ours beside timm's DeiT.
+"""Measure throughput and memory of whole models on a GPU, and GPU time by kernel, beside timm's DeiT.
 
     python benchmarks/throughput.py --json benchmarks/results/h200_models.json     # then benchmarks/tables.py
     python benchmarks/throughput.py --models vil_small --cases train,224,128 infer,224,1 --modes eager graph
     python benchmarks/throughput.py --models vil_small --resolutions 224 512 1024     # training against resolution
 
-A training step is forward, backward and fused AdamW; both tasks run under bf16 autocast, on random images that lie on
-the device. Modes: `eager`; `compiled`, the whole model by torch.compile without graph breaks; `graph` and
-`compiled+graph`, the whole step of either replayed as a CUDA graph. A cell is images/s / peak GiB allocated. A mode
-that fails is named so, and its error stands below the tables.
+A training step is forward, backward and fused AdamW. Training and inference run under bf16 autocast, on random images
+in GPU memory. The modes are `eager`; `compiled`, the whole model by torch.compile without graph breaks; `graph` and
+`compiled+graph`, which replay the whole step as a CUDA graph. A cell is images/s / peak GiB allocated. The errors of
+failed modes are printed below the tables.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vil.info import git_commit
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
 MODELS = ["vil_small", "vim_small", "deit_small_patch16_224", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]
-PATCHES = 128 * 14**2  # of a training batch, at any resolution: 128 images of 224 pixels
+PATCHES = 128 * 14**2  # patches of a training batch at any resolution, as in 128 images of 224 pixels
 
 
 class Case(NamedTuple):
@@ -61,7 +61,7 @@ CASES = [
     Case("infer", 1248, 8),
     Case("train", 1248, 4),
 ]
-# group: the kernels whose name matches, where none before it does
+# groups of kernels: the first pattern that matches a kernel's name determines its group
 GROUPS = {
     "scan forward": r"scan_forward",
     "scan backward": r"scan_backward|reduce_partials",
@@ -82,7 +82,7 @@ class Result:
     mode: str
     images_per_second: float = 0.0
     peak_gib: float = 0.0
-    kernel_ms: dict[str, float] | None = None  # of a step, by group
+    kernel_ms: dict[str, float] | None = None  # milliseconds of a step by group of kernels
     error: str | None = None
 
     def cell(self) -> str:
@@ -94,7 +94,7 @@ def main() -> None:
     options = parse_options()
     device = torch.device(options.device)
     if device.type == "cuda":
-        # one for everything, and one that can be captured: cuBLAS keeps 64 MiB for every stream on which a model trains
+        # Use one capturable stream for everything, because cuBLAS keeps 64 MiB for every stream that trains a model.
         torch.cuda.set_stream(torch.cuda.Stream())
     modes = [mode for mode in MODES if mode in options.modes]
     print(f"{described(device)}, commit {git_commit()}, bf16 autocast\n")
@@ -107,13 +107,13 @@ def main() -> None:
             print(row(results[-1]), flush=True)
             if options.json:
                 save(options.json, results, device)
-        for of_model in results:  # when all is timed: a profiler may make later launches slower
+        for of_model in results:  # after all timings, because a profiler may slow down later launches
             note_kernels(of_model, device)
         if options.json:
             save(options.json, results, device)
     except KeyboardInterrupt:
-        print("\ninterrupted: the rest was not measured")
-    print("\nMilliseconds of GPU time of a step in the best mode, by group of kernels, and of the step itself:\n")
+        print("\ninterrupted: the remaining cases were not measured")
+    print("\nGPU time of a step in the best mode in milliseconds, by group of kernels, and time of the whole step:\n")
     print("| case | model | mode |", *(f"{group} |" for group in GROUPS), "sum | step |")
     print("| --- | --- | --- |", *("--- |" for _ in GROUPS), "--- | --- |")
     for of_model in results:
@@ -127,7 +127,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=None)
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=CASES, metavar="TASK,PIXELS,BATCH")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--resolutions", nargs="+", type=int, help="train at each of these instead of the cases")
+    parser.add_argument("--resolutions", nargs="+", type=int, help="image sizes to train at, instead of --cases")
     parser.add_argument("--json", type=Path, help="write every result to this file, for tables.py")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
@@ -143,7 +143,7 @@ def described(device: torch.device) -> str:
 
 
 def save(path: Path, results: list[list[Result]], device: torch.device) -> None:
-    """A row for each model and case, with its modes and the kernels of one that has them."""
+    """Write a row for each model and case, with its modes and the kernels of the best mode."""
     rows = []
     for of_model in results:
         rows.append(dict(model=of_model[0].model, **of_model[0].case._asdict()))
@@ -157,7 +157,7 @@ def save(path: Path, results: list[list[Result]], device: torch.device) -> None:
 
 
 def measure(model: str, case: Case, modes: list[str], device: torch.device) -> list[Result]:
-    """A result for each mode."""
+    """Return a result for each mode."""
     results = []
     for compiled in (False, True):
         step = None
@@ -167,7 +167,7 @@ def measure(model: str, case: Case, modes: list[str], device: torch.device) -> l
             try:
                 step = step or build_step(model, case, compiled, device)
                 measure_step(step, result, device)
-            except Exception as error:  # of whatever kind: the table is about what works
+            except Exception as error:  # any error is reported in the table
                 result.error = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         del step
         torch._dynamo.reset()
@@ -178,7 +178,7 @@ def measure(model: str, case: Case, modes: list[str], device: torch.device) -> l
 
 
 def note_kernels(results: list[Result], device: torch.device) -> None:
-    """Adds the kernels of a step in the best mode."""
+    """Profile a step in the best mode and store the time by kernel."""
     if (best := best_of(results)) and device.type == "cuda":
         step = build_step(best.model, best.case, best.mode.startswith("compiled"), device)
         best.kernel_ms = kernel_milliseconds(step)
@@ -188,12 +188,14 @@ def note_kernels(results: list[Result], device: torch.device) -> None:
 
 
 def build_step(model_name: str, case: Case, compiled: bool, device: torch.device) -> Callable[[], object]:
-    """A step of training or inference that has run a few times, so that it is compiled and its memory is allocated."""
+    """Return a training or inference step that has run a few times, so that it is compiled and its memory is
+    allocated.
+    """
     torch.manual_seed(0)
     model = timm.create_model(model_name, img_size=case.img_size).to(device)
     images = torch.randn(case.batch, 3, case.img_size, case.img_size, device=device)
     targets = torch.randint(1000, (case.batch,), device=device)
-    parameters = sorted(model.parameters(), key=torch.Tensor.numel, reverse=True)  # as train_imagenet.py has them
+    parameters = sorted(model.parameters(), key=torch.Tensor.numel, reverse=True)  # sorted as in train_imagenet.py
     optimizer = torch.optim.AdamW(parameters, fused=True, capturable=device.type == "cuda")
     model.train(case.task == "train")
     if compiled:
@@ -227,7 +229,7 @@ def measure_step(step: Callable[[], object], result: Result, device: torch.devic
 
 
 def capture(step: Callable[[], object]) -> Callable[[], None]:
-    """The replay of a CUDA graph of a step."""
+    """Capture a step as a CUDA graph and return its replay."""
     for _ in range(3):
         step()
     graph = torch.cuda.CUDAGraph()
@@ -237,7 +239,7 @@ def capture(step: Callable[[], object]) -> Callable[[], None]:
 
 
 def seconds(call: Callable[[], object], device: torch.device, rounds: int = 3, least: float = 0.2) -> float:
-    """Seconds of a call: the median of rounds, each of as many calls as take `least` seconds."""
+    """Return the seconds of a call: the median over rounds of at least `least` seconds each."""
 
     def round_of(calls: int) -> float:
         start = time.perf_counter()
@@ -253,7 +255,7 @@ def seconds(call: Callable[[], object], device: torch.device, rounds: int = 3, l
 
 
 def kernel_milliseconds(step: Callable[[], object], steps: int = 3) -> dict[str, float]:
-    """GPU time of a step by group of kernels, which are the same with and without a CUDA graph."""
+    """Return the GPU time of a step by group of kernels, which does not depend on CUDA graphs."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
@@ -273,14 +275,14 @@ def best_of(results: list[Result]) -> Result | None:
 
 
 def row(results: list[Result]) -> str:
-    """A line of the table of speeds."""
+    """Format a line of the table of throughput."""
     model, case, best = results[0].model, results[0].case, best_of(results)
     cells = [str(case), model, *(r.cell() for r in results), best.mode if best else "-"]
     return f"| {' | '.join(cells)} |"
 
 
 def profile_row(results: list[Result]) -> str:
-    """A line of the table of kernels."""
+    """Format a line of the table of kernels."""
     model, case, best = results[0].model, results[0].case, best_of(results)
     times = best.kernel_ms if best and best.kernel_ms else {}
     cells = [str(case), model, best.mode if best else "-"]

@@ -1,21 +1,21 @@
-"""The worth of pre-trained weights where real images are few: scikit-learn's digits, 20 and 5 a class to learn from.
+"""Measure the value of pre-trained weights with few real images: scikit-learn's digits, 20 and 5 training images a
+class.
 
     python -m research.transfer --weights weights/vil_tiny_fractals.safetensors --jobs 7 --out output/transfer.json
 
-A model of full size at 224 pixels is trained from scratch and fine-tuned from the weights, by `train_imagenet.py`, with
-one budget and recipe (research/configs/transfer.yaml): they differ in the start alone. The top-1 of the weights'
-average after the last epoch counts. Beside that a logistic regression reads frozen features, the pooled class token:
-of the weights, of random ones, and, in place of features, the 64 pixels; a support vector machine with an RBF kernel
-reads the pixels as well.
+A full-size model at 224 pixels is trained from scratch and fine-tuned from the weights by `train_imagenet.py`, with one
+budget and recipe (research/configs/transfer.yaml), so that the runs differ only in the initial weights. The result is
+the top-1 of the EMA weights after the last epoch. As a comparison, a logistic regression is fitted to frozen features
+(the pooled class token) of the weights, to features of random weights, and to the 64 pixels; a support vector machine
+with an RBF kernel is fitted to the pixels.
 
-A seed draws the training images, and decides the initial weights and the order and augmentation of the images. The 450
-images that are reported on are always the same. Nothing is chosen on them: the learning rate, and the penalty of the
-regression, are those with the best mean over seeds that are not reported, on training images that were held out for it;
-every way has a list of its own length to choose from, RATES or PENALTIES. The ways are compared by the paired t-test
-over the seeds.
+A seed samples the training images and determines the initial weights, the order and the augmentation of the images. The
+450 reported images are always the same, and nothing is chosen on them. The learning rate, and the penalty of the
+regression, are those with the best mean over seeds that are not reported, on held-out training images; every way has
+its own list of settings, RATES or PENALTIES. The ways are compared by the paired t-test over the seeds.
 
-Runs that are done are in the JSON file, and a second call goes on with the others, also where a list of settings has
-grown; what a call that was stopped has left without a comparison is not reported. Options that are not known here go to
+Finished runs are stored in the JSON file, and a second call continues with the other runs, also if a list of settings
+has grown. Runs of an interrupted call that cannot be compared yet are not reported. Unknown options are passed to
 `train_imagenet.py`, such as --device cpu.
 """
 
@@ -72,18 +72,18 @@ SCRATCH, FINE_TUNED = "from scratch", "fine-tuned"
 PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS = "linear, features", "linear, features of random weights", "linear, pixels"
 KERNEL_MACHINE = "RBF kernel, pixels"
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates
-PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)  # C of the classifiers: the larger, the weaker the penalty
+PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)  # C of the classifiers; larger values are weaker penalties
 SETTINGS = dict.fromkeys((SCRATCH, FINE_TUNED), RATES)
 SETTINGS |= dict.fromkeys((PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS, KERNEL_MACHINE), PENALTIES)
 COMPARED = ((FINE_TUNED, SCRATCH), (PROBE, PROBE_OF_RANDOM), (PROBE, PROBE_OF_PIXELS))
-CHOICE_SEEDS = (100, 101)  # on which settings are chosen, and nothing is reported
-EPOCH = 800  # training files: copies of the few images
-RUN_BYTES = 2**29  # of a run's three checkpoints, with room to spare
-AT_ONCE = 128  # images whose features are computed together
+CHOICE_SEEDS = (100, 101)  # seeds that select settings and are not reported
+EPOCH = 800  # training files of an epoch, which are copies of the few images
+RUN_BYTES = 2**29  # upper bound of the size of a run's three checkpoints
+AT_ONCE = 128  # batch size of the feature extraction
 
 
 class Run(NamedTuple):
-    """One result: a way of learning with its setting, the images a class, and whether it is to choose the setting."""
+    """One result: a way of learning with its setting, the images a class, and whether it selects the setting."""
 
     way: str
     per_class: int
@@ -97,16 +97,16 @@ class Run(NamedTuple):
 
 
 class Results:
-    """The rows of runs that are done, in a JSON file as well if there is one, which says what machine each call had.
+    """Rows of finished runs, also in a JSON file if there is one, with the machine of each call.
 
     Args:
-        path: The JSON file.
-        about: What all runs of a file have in common.
-        machine: Of this call.
-        settings: To choose from, by way; the list may be another than that of earlier calls.
+        path: Path of the JSON file.
+        about: Values that all runs of a file have in common.
+        machine: Machine of this call.
+        settings: Settings to choose from, by way; earlier calls may have had other settings.
 
     Raises:
-        SystemExit: The file is of other weights, another recipe, other options or an earlier version.
+        SystemExit: The file has other weights, another recipe, other options, or is of an earlier version.
     """
 
     def __init__(self, path: Path | None, about: dict[str, Any], machine: dict[str, Any], settings: dict[str, Any]):
@@ -116,9 +116,11 @@ class Results:
         if path and path.exists():
             found = json.loads(path.read_text())
             if differing := [name for name in self.about if found.get(name) != self.about[name]]:
-                sys.exit(f"error: {path} has results of another {', '.join(differing)}: give --out another file")
+                sys.exit(
+                    f"error: {', '.join(differing)} must equal that of the results in {path}: choose another --out"
+                )
             if "calls" not in found:
-                sys.exit(f"error: {path} does not say what machine it is of (an earlier version): give --out another")
+                sys.exit(f"error: {path} of an earlier version does not store its machine: choose another --out")
             self.rows, self.earlier_calls = found["runs"], found["calls"]
         self.found = len(self.rows)
 
@@ -130,7 +132,7 @@ class Results:
 
     @property
     def seconds(self) -> float:
-        """That these calls together took."""
+        """Total seconds of these calls."""
         return sum(call["seconds"] for call in self.calls)
 
     def __contains__(self, run: Any) -> bool:
@@ -148,12 +150,18 @@ class Results:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", type=Path, required=True, help="of the pre-trained model")
+    parser.add_argument("--weights", type=Path, required=True, help="file with the pre-trained weights")
     parser.add_argument("-c", "--config", type=Path, default=ROOT / "research" / "configs" / "transfer.yaml")
-    parser.add_argument("--per-class", type=int, nargs="+", default=[20, 5], help="training images (default: 20 5)")
-    parser.add_argument("--seeds", type=int, default=5, help="how many are reported, from 0 (default: 5)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--out", type=Path, help="JSON of all runs; what it has is not done again")
+    parser.add_argument(
+        "--per-class",
+        type=int,
+        nargs="+",
+        default=[20, 5],
+        help="numbers of training images of each class (default: 20 5)",
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="number of reported seeds, counted from 0 (default: 5)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs")
+    parser.add_argument("--out", type=Path, help="JSON file of all runs; its runs are not repeated")
     options, training_options = parser.parse_known_args()
     words = ["-c", str(options.config), *training_options]
     config = load_config("", words)
@@ -176,7 +184,7 @@ def do_all(
     options: argparse.Namespace, choice_seeds: Iterable[int], results: Results, pool: Executor | None,
     prepare: Callable[[Run], None], training: Callable[[Run], dict], probe: Callable[[Run], dict],
 ) -> None:  # fmt: skip
-    """Does what is missing of a study: the runs that settings are chosen on, and then those that are reported."""
+    """Run what is missing of a study: first the runs that select settings, then the reported runs."""
     for seeds, rehearse in ((choice_seeds, True), (range(options.seeds), False)):
         runs = [
             Run(way, per_class, setting, seed, rehearse)
@@ -192,7 +200,7 @@ def do_missing(
     runs: Sequence[Run], results: Results, pool: Executor | None, prepare: Callable[[Run], None],
     training: Callable[[Run], dict], probe: Callable[[Run], dict],
 ) -> None:  # fmt: skip
-    """Adds the outcomes that are not there yet, of training, behind `prepare`, or of a `probe`: the way's name says."""
+    """Add the missing outcomes, of `training` after `prepare` or of `probe`, depending on the way's name."""
     missing = [run for run in runs if run not in results]
     trained = [run for run in missing if run.way.startswith((SCRATCH, FINE_TUNED))]
     for run in trained:
@@ -207,16 +215,16 @@ def do_missing(
 
 
 def fast_folder(jobs: int) -> str | None:
-    """For checkpoints that nobody reads: memory, if there is enough of it."""
+    """Return the shared-memory folder for temporary checkpoints if it has enough space, otherwise None."""
     fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * jobs * RUN_BYTES
     return str(SHARED_MEMORY) if fits else None
 
 
 def processes(jobs: int) -> AbstractContextManager[Executor | None]:
-    """Where runs are trained beside each other; None where it is one at a time, which this process can do."""
+    """Return a pool of processes for parallel runs, or None if this process runs them one at a time."""
     if jobs == 1:
         return nullcontext()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of each process
     context = multiprocessing.get_context("spawn")
     gpus = context.Queue()
     for gpu, _ in zip(cycle(visible_gpus() or [""]), range(jobs)):
@@ -225,16 +233,17 @@ def processes(jobs: int) -> AbstractContextManager[Executor | None]:
 
 
 def begin_process(gpus: Queue[str]) -> None:
-    """Takes one of the GPUs for this process, and keeps quiet."""
+    """Assign one of the GPUs to this process and disable its log."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
-    # a process that was spawned would spawn its loaders' workers, one after the other, for ten seconds each
+    # with "spawn", the inherited start method, each worker of a loader would take ten seconds to start
     multiprocessing.set_start_method(None, force=True)
-    end_with_parent(signal.SIGKILL)  # a run that is asked to stop would end, and its process wait for the next
+    # SIGTERM would only end the current run, and the process would wait for the next run
+    end_with_parent(signal.SIGKILL)
     logging.disable(logging.WARNING)
 
 
 def outcomes(pool: Executor | None, function: Callable[[Run], dict], runs: Sequence[Run]) -> Iterator[tuple[Run, dict]]:
-    """Each run with its outcome, as they are done."""
+    """Iterate over runs and their outcomes in order of completion."""
     if not pool:
         yield from ((run, function(run)) for run in runs)
         return
@@ -252,7 +261,7 @@ def images_of(folder: str, run: Run) -> Path:
 
 
 def write_images(folder: str, run: Run) -> None:
-    """The images of a run, which others of its seed share."""
+    """Write the images of a run, which runs with the same seed share."""
     path, copies = images_of(folder, run), max(1, EPOCH // (10 * run.per_class))
     if not path.exists():
         with redirect_stdout(io.StringIO()):
@@ -260,7 +269,7 @@ def write_images(folder: str, run: Run) -> None:
 
 
 def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, Any]:
-    """The outcome of one run of train_imagenet.py; a loss that is not finite counts as 0%."""
+    """Return the outcome of one run of train_imagenet.py; a diverged run counts as 0%."""
     start = ["--pretrained-path", weights] if run.way == FINE_TUNED else []
     return train_on(images_of(folder, run), [*words, *start], folder, run)
 
@@ -289,9 +298,9 @@ class Features:
     """Features of all digits, (1797, C), for each way of `classify`.
 
     Args:
-        config: The options of the runs, for the model and what is done to an image before it.
+        config: Options of the runs, for the model and the preprocessing.
         weights: File of the pre-trained model.
-        device: Where the model runs.
+        device: Device of the model.
     """
 
     def __init__(self, config: Config, weights: str, device: str):
@@ -316,7 +325,7 @@ class Features:
         return torch.cat(parts).cpu().numpy()
 
     def _images(self, data_config: dict[str, Any]) -> Iterator[torch.Tensor]:
-        """(B, 3, H, W) uint8, as they are evaluated on."""
+        """Iterate over preprocessed batches (B, 3, H, W) uint8, as in evaluation."""
         if not hasattr(self, "prepared"):
             names = ("input_size", "crop_pct", "crop_mode", "interpolation")
             transform = create_transform(**{name: data_config[name] for name in names}, use_prefetcher=True)
@@ -326,7 +335,7 @@ class Features:
 
 
 def frozen(name: str, weights: str | None, seed: int, device: torch.device, **arguments: Any) -> Any:
-    """A model without a head, to read features of; its weights are random without a file."""
+    """Return a model without a head for feature extraction, with random weights if no file is given."""
     seed_everything(seed)
     model: Any = create_model(name, weights, num_classes=10, **arguments)
     model.reset_classifier(0)
@@ -334,12 +343,14 @@ def frozen(name: str, weights: str | None, seed: int, device: torch.device, **ar
 
 
 def regression(penalty: float) -> Pipeline:
-    """A classifier of features; the larger C = `penalty` is, the weaker it is."""
+    """Return a logistic regression on standardized features; a larger C = `penalty` is weaker."""
     return make_pipeline(StandardScaler(), LogisticRegression(C=penalty, max_iter=5000))
 
 
 def classify(features: Features, run: Run) -> dict[str, Any]:
-    """The top-1 of a logistic regression, or a support vector machine, on features of the run's training images."""
+    """Return the top-1 of a logistic regression or a support vector machine on features of the run's training
+    images.
+    """
     found, classes = features(run.way, run.seed), features.digits.target
     train_N, validation_N = split_digits(classes, run.per_class, run.seed, run.rehearse)
     classifier = SVC(C=run.setting) if run.way == KERNEL_MACHINE else regression(run.setting)
@@ -348,21 +359,21 @@ def classify(features: Features, run: Run) -> dict[str, Any]:
 
 
 def chosen(rows: Iterable[dict[str, Any]], way: str, per_class: int) -> float:
-    """The setting with the best mean over the seeds to choose on, the least of several that are equal."""
+    """Return the setting with the best mean over the selecting seeds; the smallest on ties."""
     rows = [row for row in rows if row["rehearse"] and (row["way"], row["per_class"]) == (way, per_class)]
     tried = sorted({row["setting"] for row in rows})
     return max(tried, key=lambda setting: mean(row["top1"] for row in rows if row["setting"] == setting))
 
 
 def by_seed(rows: Sequence[dict[str, Any]], way: str, per_class: int) -> dict[int, float]:
-    """The top-1 of the reported runs at the chosen setting."""
+    """Return the top-1 of the reported runs at the chosen setting."""
     run = (way, per_class, chosen(rows, way, per_class), False)
     own = [row for row in rows if (row["way"], row["per_class"], row["setting"], row["rehearse"]) == run]
     return {row["seed"]: row["top1"] for row in sorted(own, key=lambda row: row["seed"])}
 
 
 def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, float]]]:
-    """The top-1 by images a class, way and seed, of seeds that all ways have: a call that was stopped leaves others."""
+    """Return the top-1 by images a class, way and seed, of seeds that all ways have."""
     found, ways = {}, dict.fromkeys(row["way"] for row in rows)
     for per_class in dict.fromkeys(row["per_class"] for row in rows if not row["rehearse"]):
         of_ways = {way: by_seed(rows, way, per_class) for way in ways}
@@ -372,7 +383,7 @@ def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, fl
 
 
 def ways_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: mean and deviation of every way over the `complete` seeds."""
+    """Return a Markdown table with mean and deviation of every way over the `complete` seeds."""
     table = [["images a class", "way", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
     for per_class, ways in complete(rows).items():
         for way, own in ways.items():
@@ -382,13 +393,13 @@ def ways_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def differences_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: the differences of the ways that are compared, over the `complete` seeds."""
+    """Return a Markdown table of the differences between the compared ways over the `complete` seeds."""
     pairs = [(n, ways, *pair) for n, ways in complete(rows).items() for pair in COMPARED]
     return tested([(n, first, second, paired(ways[first], ways[second])) for n, ways, first, second in pairs])
 
 
 def tested(found: Sequence[tuple[int, str, str, Difference | None]]) -> str:
-    """Markdown: images a class, two ways and their difference, where there are seeds enough for one."""
+    """Return a Markdown table of images a class, two ways and their difference, without rows of too few seeds."""
     found = [row for row in found if row[-1]]
     table = [["images a class", "first", "less", "points (95% interval)", "p", "p (Holm)"]]
     for (n, first, second, gap), corrected in zip(found, holm([gap.p_value for *_, gap in found])):

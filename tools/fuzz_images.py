@@ -1,11 +1,11 @@
-"""Image files of many formats, damaged at random or made slow, through the loaders and to the pictures of vil.viz.
+"""Fuzz the loaders and vil.viz with image files of many formats that are randomly damaged or slow to decode.
 
     python tools/fuzz_images.py --count 20000
     python tools/fuzz_images.py --count 2000 --slow --paths evaluation viz
     python tools/fuzz_images.py --count 2000 --paths device --formats jpeg --device cuda
 
-Every file must be read or counted, none may end a loader or take more than 20 s, and the processes that read them may
-not take more memory than they are given. The files of a seed are always the same.
+Every file must be read or counted as unreadable. No file may end a loader or take more than 20 s, and the reading
+processes may not exceed their memory limit. A seed always gives the same files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from vil.data.samplers import TrainingBatches
 from vil.data.splits import open_split
 from vil.viz import __main__ as viz
 
-AT_ONCE = 100  # files on the disk
+AT_ONCE = 100  # number of files on disk at a time
 PATHS = ("training", "device", "evaluation")
 DATA_CONFIG = dict(
     input_size=(3, 32, 32), crop_pct=0.875, crop_mode="center", interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3
@@ -52,11 +52,11 @@ NUMBERS = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 9000, 60000, 2**24
 
 
 def corpus(formats: str = "") -> dict[str, bytes]:
-    """Whole files by format and variant, those whose name has `formats` in it."""
+    """Return intact files by format and variant, for names that contain `formats`."""
     files = {}
     for name, (image, kind, options) in variants().items():
         if formats in name:
-            if options.get("save_all"):  # anew each time: Pillow leaves the settings of one format in an image
+            if options.get("save_all"):  # new images each time, because Pillow stores a format's settings in them
                 options["append_images"] = [image.convert("RGB").rotate(90), image.convert("RGB").rotate(180)]
             image.copy().save(file := io.BytesIO(), kind, **options)
             files[name] = file.getvalue()
@@ -67,7 +67,7 @@ def corpus(formats: str = "") -> dict[str, bytes]:
 
 
 def variants() -> dict[str, tuple[Image.Image, str, dict]]:
-    """The pictures of the corpus, their format, and the options that they are saved with."""
+    """Return the images of the corpus with their formats and save options."""
     y, x = np.mgrid[:48, :64]
     noise = np.random.default_rng(0).integers(0, 40, (48, 64))
     rgb = Image.fromarray(np.stack([4 * x, 5 * y, 2 * x + 2 * y], axis=-1).astype(np.uint8))
@@ -99,38 +99,38 @@ def variants() -> dict[str, tuple[Image.Image, str, dict]]:
 
 
 def metadata() -> tuple[bytes, Image.Exif, PngImagePlugin.PngInfo]:
-    """A colour profile, a camera's notes and a PNG's text, the same each time."""
+    """Return a fixed colour profile, EXIF data and PNG text."""
     text = PngImagePlugin.PngInfo()
     text.add_text("Comment", "one " * 50, zip=True)
     text.add_itxt("Title", "two " * 20, zip=True)
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     exif = Image.Exif()
     exif[274], exif[305] = 6, "software"
-    return profile[:24] + bytes(12) + profile[36:], exif, text  # without the time at which the profile was made
+    return profile[:24] + bytes(12) + profile[36:], exif, text  # without the creation time of the profile
 
 
 def chunk(name: bytes, data: bytes) -> bytes:
-    """Of a PNG."""
+    """Return a PNG chunk."""
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
 def segments(marker: int, data: bytes, count: int = 1) -> bytes:
-    """Of a JPEG."""
+    """Return `count` copies of a JPEG segment."""
     return (bytes((0xFF, marker)) + struct.pack(">H", len(data) + 2) + data) * count
 
 
 def tiff(pixels: bytes, tags: dict[int, int], order: str = "<") -> bytes:
-    """A grey picture of 32x24, but for what the tags say by their numbers; Pillow writes no such files."""
+    """Return a 32x24 greyscale TIFF with tags overridden by number; Pillow cannot write such files."""
     tags = {256: 32, 257: 24, 258: 8, 259: 1, 262: 1, 273: 0, 277: 1, 278: 24, 279: len(pixels)} | tags
     start = 14 + 12 * len(tags)
-    tags |= {name: start for name in (273, 324) if name in tags}  # where its strip or tile is
+    tags |= {name: start for name in (273, 324) if name in tags}  # offset of the strip or tile
     entries = (struct.pack(f"{order}HHII", name, 4, 1, value) for name, value in sorted(tags.items()))
     mark = b"II*\0" if order == "<" else b"MM\0*"
     return mark + struct.pack(f"{order}IH", 8, len(tags)) + b"".join(entries) + bytes(4) + pixels
 
 
 def sharing(length: int, tags: int) -> bytes:
-    """A TIFF of so many tags more, whose values are the same bytes."""
+    """Return a TIFF with additional tags whose values share the same bytes."""
     entries = (struct.pack("<HHII", 1000 + i, 1, length, 8) for i in range(min(tags, 60000)))
     whole = tiff(b"", {})
     return whole[:8] + struct.pack("<H", 9 + min(tags, 60000)) + whole[10:-4] + b"".join(entries) + bytes(4 + length)
@@ -144,8 +144,8 @@ def large(kind: str, width: int, height: int, **options) -> bytes:
 
 
 def slow(name: str, chance: random.Random) -> bytes:
-    """A file that is in order, or nearly so, and made to cost more time or memory than a picture of its size."""
-    n = int(2 ** chance.uniform(8, 24))  # bytes, or nearly so many
+    """Return a valid or almost valid file that costs more time or memory than typical images of its size."""
+    n = int(2 ** chance.uniform(8, 24))  # approximate size in bytes
     side = int(2 ** chance.uniform(0, 13.5))
     size = side, min(max(1, int(side * 2 ** chance.uniform(-7, 7))), 16000, 2**26 // side)
     small, jpeg = large("PNG", 9, 7), large("JPEG", 9, 7)
@@ -207,7 +207,7 @@ def repeat(content: bytearray, chance: random.Random) -> bytearray:
 
 
 def write_number(content: bytearray, chance: random.Random) -> bytearray:
-    """In place of what may be a length, a size or an offset."""
+    """Overwrite a place that may hold a length, a size or an offset."""
     place = chance.randrange(min(len(content), chance.choice((64, 1024, len(content)))))
     kind = chance.choice(("<H", ">H", "<I", ">I"))
     number = chance.choice(NUMBERS) % 2 ** (8 * struct.calcsize(kind))
@@ -216,13 +216,13 @@ def write_number(content: bytearray, chance: random.Random) -> bytearray:
 
 
 def splice(content: bytearray, chance: random.Random) -> bytearray:
-    """With the rest of another file of the corpus."""
+    """Replace the end of the file by the end of another file of the corpus."""
     other = chance.choice(SPLICED)
     return content[: chance.randrange(len(content))] + other[chance.randrange(len(other)) :]
 
 
 def change_chunks(content: bytearray, chance: random.Random) -> bytearray:
-    """Of a PNG, with right checksums, without which nothing reads them; of others the segments that begin with 0xff."""
+    """Change the chunks of a PNG, with valid checksums, or of other files the segments that begin with 0xff."""
     if not content.startswith(b"\x89PNG"):
         parts = content.split(b"\xff")
         chance.shuffle(parts) if chance.random() < 0.1 else parts.insert(
@@ -258,7 +258,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
 
 
 def write_files(root: Path, count: int, seed: int, formats: str = "", is_slow: bool = False) -> None:
-    """{train,val}/{damaged,whole}: so many damaged or slow files, and whole ones in the other class."""
+    """Write `count` damaged or slow files, and intact files, to {train,val}/{damaged,whole}."""
     chance, files, names = random.Random(seed), corpus(formats), [name for name in SLOW if formats in name]
     for folder in ("damaged", "whole"):
         (root / "train" / folder).mkdir(parents=True)
@@ -273,21 +273,21 @@ def write_files(root: Path, count: int, seed: int, formats: str = "", is_slow: b
 
 @dataclass
 class Outcome:
-    """What became of an epoch over the files."""
+    """Statistics of an epoch over the files."""
 
     files: int
     images: int = 0
     unreadable: int = 0
     seconds: float = 0.0
-    megabytes: float = 0.0  # by which the process grew, at most, and those of the guard's
-    slowest: tuple[float, str] = (0.0, "")  # seconds of a file, and its name
-    errors: collections.Counter = field(default_factory=collections.Counter)  # by their kinds
-    names: set[str] = field(default_factory=set)  # of what could not be read
+    megabytes: float = 0.0  # peak growth of this process, plus that of the guard's processes
+    slowest: tuple[float, str] = (0.0, "")  # seconds and name of the slowest file
+    errors: collections.Counter = field(default_factory=collections.Counter)  # counts of errors by type
+    names: set[str] = field(default_factory=set)  # names of unreadable files
     ended_by: str = ""
 
 
 def read_all(root: Path, path: str, device: torch.device, gigabytes: float | None) -> Outcome:
-    """Goes through a loader's epoch in this process."""
+    """Run an epoch of a loader in this process."""
     is_training = path in ("training", "device")
     dataset = open_split(str(root), "", "train" if is_training else "val")
     outcome = Outcome(len(dataset))
@@ -323,7 +323,7 @@ def read_all(root: Path, path: str, device: torch.device, gigabytes: float | Non
 
 
 def drawn(file: str) -> bool:
-    """Whether vil.viz reads it."""
+    """Return whether vil.viz can read the file."""
     try:
         return bool(viz.read_pictures([Path(file)]))
     except ConfigError:
@@ -332,7 +332,7 @@ def drawn(file: str) -> bool:
 
 @contextlib.contextmanager
 def noted(outcome: Outcome):
-    """Adds what is said of files, and the slowest one."""
+    """Record the errors of files, and the slowest file."""
 
     class Noted(logging.Handler):
         def emit(self, record):
@@ -361,12 +361,12 @@ def noted(outcome: Outcome):
 
 
 def memory(what: str) -> float:
-    """Megabytes of this process."""
+    """Return a memory figure of this process from /proc, in megabytes."""
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(what))
 
 
 def in_a_child(*arguments) -> Outcome:
-    """`read_all` in a process of its own, whose limit and whose end are not this one's."""
+    """Run `read_all` in a child process, which has its own memory limit and may crash."""
     receive, send = CONTEXT.Pipe(duplex=False)
     child = Forked(target=_send_outcome, args=(send, arguments))
     child.start()
@@ -381,7 +381,7 @@ def in_a_child(*arguments) -> Outcome:
 
 def _send_outcome(pipe, arguments) -> None:
     torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where libtiff and libjpeg complain
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discard messages of libtiff and libjpeg
     pipe.send(read_all(*arguments))
 
 
@@ -389,8 +389,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--slow", action="store_true", help="files that are slow or large, not broken")
-    parser.add_argument("--formats", default="", help="only files of the corpus with this in their name")
+    parser.add_argument("--slow", action="store_true", help="use slow or large files instead of damaged ones")
+    parser.add_argument("--formats", default="", help="use only files of the corpus whose name contains this")
     parser.add_argument("--paths", nargs="+", choices=(*PATHS, "viz"), default=PATHS)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     options = parser.parse_args()
@@ -404,7 +404,7 @@ def main() -> None:
             count = min(AT_ONCE, options.count - first)
             write_files(root, count, options.seed + first, options.formats, options.slow)
             for path in options.paths:
-                on_gpu = options.device.type == "cuda"  # its driver takes more address space than there is memory
+                on_gpu = options.device.type == "cuda"  # the driver reserves more address space than there is memory
                 run = read_all if on_gpu else in_a_child
                 outcome = run(root, path, options.device, None if on_gpu else 2.5)
                 errors = ", ".join(f"{name} {count}" for name, count in outcome.errors.most_common())

@@ -1,6 +1,7 @@
-"""timm's own tests of its models, run on ours: `python tools/timm_suite.py [--all] [options of pytest]`.
+"""Run timm's own model tests on this package's models: `python tools/timm_suite.py [--all] [options of pytest]`.
 
-Takes the tests from the source package of the installed timm: all that timm runs on its own vision transformers.
+The tests come from the source package of the installed timm and include all tests that timm runs on its vision
+transformers.
 """
 
 import argparse
@@ -17,8 +18,8 @@ import timm
 
 import vil  # noqa: F401  registers the models
 
-# What timm's test file has to know about our models: the names that are no convolutional networks, and the module whose
-# models have forward_intermediates().
+# Changes to timm's test file: names of models that are not convolutional networks, and the module whose models have
+# forward_intermediates().
 FILTERS = f"""
 NON_STD_FILTERS += {timm.list_models(module="vision_longhorn")}
 FEAT_INTER_FILTERS += ["vision_longhorn"]
@@ -27,7 +28,7 @@ ANCHOR = "NUM_NON_STD = len(NON_STD_FILTERS)\n"
 
 
 class Select:
-    """Keeps the tests of these models."""
+    """Pytest plugin that selects the tests of these models."""
 
     def __init__(self, models: list[str]):
         self.models = models
@@ -39,7 +40,9 @@ class Select:
 
 
 def fetch_tests(folder: Path) -> Path:
-    """Downloads the source package of the installed timm and returns its test file, made aware of our models."""
+    """Download the source package of the installed timm, add our models to its test file, and return the file's
+    path.
+    """
     release = f"timm-{version('timm')}"
     command = ["download", "--quiet", "--no-deps", "--no-binary", "timm", "--dest", folder, release.replace("-", "==")]
     subprocess.run([sys.executable, "-m", "pip", *command], check=True)
@@ -51,14 +54,16 @@ def fetch_tests(folder: Path) -> Path:
     tests = folder / release / "tests" / "test_models.py"
     source = tests.read_text()
     if source.count(ANCHOR) != 1:
-        raise SystemExit(f"timm's tests have changed: {ANCHOR.strip()!r} is not in test_models.py of {release}")
+        raise SystemExit(
+            f"test_models.py of {release} must contain {ANCHOR.strip()!r}: adapt tools/timm_suite.py to the new tests"
+        )
     tests.write_text(source.replace(ANCHOR, FILTERS + ANCHOR))
     return tests
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every model, not only the tiny ones")
+    parser.add_argument("--all", action="store_true", help="test every model instead of only the tiny ones")
     args, pytest_args = parser.parse_known_args()
     models = timm.list_models("*" if args.all else "*_tiny*", module="vision_longhorn")
     os.environ["TORCH_BACKEND"] = "vil"
@@ -66,7 +71,7 @@ def main() -> int:
         tests = fetch_tests(Path(folder))
         config = tests.parents[1] / "pyproject.toml"
         options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-c", str(config), "--rootdir", str(config.parent)]
-        # pytest's own exit code, which is not 0 if no test was selected
+        # pytest's exit code is nonzero if no test was selected
         return pytest.main([*options, *pytest_args, str(tests)], plugins=[Select(models)])
 
 

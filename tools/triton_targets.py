@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels of a block of 16 states, bf16, for GPUs that are not here; prints one line for each.
+"""Compile the Triton kernels of a block (16 states, bf16) for GPUs that are not present, and print a line for each.
 
     python tools/triton_targets.py cuda:75 cuda:80 hip:gfx90a hip:gfx942 hip:gfx1100
 
@@ -14,7 +14,8 @@ from triton.compiler import ASTSource
 
 from vil.kernels.scan import triton_scan
 
-POINTERS = {"x", "step_logits", "k", "q", "dy", "values", "y", "dx", "dstep_logits"}  # bf16; all others fp32
+# bf16 pointers; all others are fp32
+POINTERS = {"x", "step_logits", "k", "q", "dy", "values", "y", "dx", "dstep_logits"}
 CONSTANTS = dict(N=16, BLOCK_D=32, H=4, CHUNK=64, KEEP=True, SKIP=True, STEP_BIAS=True, SEGMENTED=True, GRADIENTS=True)
 CONSTANTS |= dict(BLOCK=128)
 NUMBERS = {"B", "L", "D", "G", "segment_chunks", "segments", "states"}
@@ -32,7 +33,7 @@ def source(kernel, longhorn: bool) -> ASTSource:
             signature[name] = "i64"
         else:
             signature[name] = "i32" if name in NUMBERS else "*bf16" if name in POINTERS else "*fp32"
-    if longhorn and "A" in signature:  # which it has none of
+    if longhorn and "A" in signature:  # Longhorn has no A
         signature["A"], constants["A"] = "constexpr", None
     return ASTSource(kernel, signature, constexprs=constants)
 

@@ -1,8 +1,9 @@
-"""Draws the README's figure: an image's way through the model, and one block, for light and for dark pages.
+"""Draw the README's figure of the model and one block, for light and dark pages.
 
     python docs/figures/block.py        # writes docs/images/block-light.svg and block-dark.svg
 
-Coordinates are pixels of the page, from the top left. Everything is a shape: no font and no bitmap is needed to see it.
+Coordinates are pixels of the page, from the top left. The figure consists of vector shapes only, so that no font and no
+bitmap is needed to display it.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ THEMES = {
     "dark": dict(ink="#e6edf3", soft="#9aa6b2", line="#78848f", box="#1c232c", edge="#46515d", panel="#12171e",
                  accent="#ff922b", tint="#33241a", forward="#74c0fc", backward="#b197fc"),
 }  # fmt: skip
-TOKENS, SIDE, STEP, LEFT = 17, 20, 24.5, 24  # 16 patches with the class token in their middle
+TOKENS, SIDE, STEP, LEFT = 17, 20, 24.5, 24  # 16 patches with the class token in the middle
 
 
 class Canvas:
-    """Boxes, arrows and words in the colours of one theme."""
+    """Drawing of boxes, arrows and text in the colours of one theme."""
 
     def __init__(self, axes: Axes, theme: dict[str, str]):
         self.axes, self.theme = axes, theme
 
     def box(self, x, y, width, height, words="", *, fill="box", edge="edge", ink="ink", size=9.0, radius=5):
-        """A rounded box around (x, y)."""
+        """Draw a rounded box around (x, y)."""
         corner = x - width / 2, y - height / 2
         style = f"round,pad=0,rounding_size={radius}"
         colours = dict(facecolor=self.theme[fill], edgecolor=self.theme[edge], linewidth=0.9)
@@ -49,7 +50,7 @@ class Canvas:
         self.axes.plot(xs, ys, color=self.theme[colour], linewidth=width, **style)
 
     def arrow(self, *points, colour="line", width=1.2, head=5.0):
-        """A line whose last stretch ends in a head; stretches are horizontal or vertical."""
+        """Draw a polyline of horizontal and vertical segments with an arrowhead at its end."""
         (x0, y0), (x, y) = points[-2:]
         length = max(abs(x - x0), abs(y - y0))
         dx, dy = (x - x0) / length, (y - y0) / length
@@ -65,7 +66,7 @@ class Canvas:
 
 
 def draw_photo(axes: Axes, x: float, y: float, scale: float, crop: tuple[float, float, float]) -> None:
-    """A landscape of 100 by 100, scaled; of it the square (left, top, side) whose corner comes to lie at (x, y)."""
+    """Draw the square (left, top, side) of a 100x100 landscape, scaled, with its corner at (x, y)."""
     left, top, side = crop
 
     def place(points):
@@ -91,7 +92,7 @@ def token_x(i: int) -> float:
 
 
 def draw_image(canvas: Canvas) -> None:
-    """The photo with its grid of patches, and the first tokens: patches with the class token in their middle."""
+    """Draw the photo with its patch grid, and the token sequence with the class token in the middle."""
     axes, theme = canvas.axes, canvas.theme
     draw_photo(axes, LEFT, 28, 1.0, (0, 0, 100))
     for i in range(1, 4):
@@ -118,7 +119,7 @@ def draw_image(canvas: Canvas) -> None:
 
 
 def draw_stack(canvas: Canvas) -> None:
-    """The blocks over all tokens, and what becomes of the class token."""
+    """Draw the blocks over all tokens, and the path of the class token to the head."""
     middle, right = token_x(8) + SIDE / 2, token_x(16) + SIDE
     canvas.arrow((middle, 240), (middle, 256))
     for shift in (8, 4, 0):
@@ -144,10 +145,12 @@ def draw_stack(canvas: Canvas) -> None:
 
 
 def draw_block(canvas: Canvas) -> None:
-    """Norm, projection to u and z, a scan of u in each direction, mean, gate by z, projection, residual."""
+    """Draw one block: norm, projection to u and z, a scan of u in each direction, mean, gate by z, projection,
+    residual.
+    """
     ahead, back, gate, residual = 560, 672, 768, 852
     middle = (ahead + back) / 2
-    for y, corner in ((266, 34), (342, 466)):  # of the stack, to the panel's
+    for y, corner in ((266, 34), (342, 466)):  # from the stack's corners to the panel's
         canvas.line((token_x(16) + SIDE + 10, y), (482, corner), colour="edge", width=0.8)
     canvas.box(684, 250, 404, 452, fill="panel", radius=12)
     canvas.words(500, 46, "One block", weight="bold", size=10, align="left")

@@ -1,4 +1,4 @@
-"""Draws training speed against the size of images, for light and for dark pages.
+"""Plot training throughput against image size, for light and dark pages.
 
 python docs/figures/speed.py        # benchmarks/results/h100_resolutions.json to docs/images/speed-*.svg
 """
@@ -22,7 +22,7 @@ LINES = {
 
 
 def draw(theme: dict[str, str]) -> Figure:
-    """Megapixels a second, which a cost linear in the pixels keeps level; at each point the images a second."""
+    """Plot megapixels a second, constant for a cost linear in pixels, and label each point with images a second."""
     rows = json.loads((ROOT / "benchmarks" / "results" / "h100_resolutions.json").read_text())["rows"]
     sizes = sorted({row["img_size"] for row in rows})
     speeds = {m: {r["img_size"]: r["graph"]["images_per_second"] for r in rows if r["model"] == m} for m in LINES}
@@ -47,7 +47,7 @@ def draw(theme: dict[str, str]) -> Figure:
 
 
 def write(axes: Axes, words: str, x: float, y: float, shift: tuple[float, float], **style) -> None:
-    """Words beside a point, so many 72nds of an inch away."""
+    """Write text beside a point, shifted by an offset in points (1/72 inch)."""
     style = dict(ha="center", fontsize=9) | style
     axes.annotate(words, (x, y), xytext=shift, textcoords="offset points", **style)
 

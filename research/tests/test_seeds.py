@@ -356,12 +356,18 @@ def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stub
         assert not (root / "others").exists()  # before anything is trained
 
     refused(command, "test_split must equal .*earlier.json, test, got None: leave out --earlier")
-    refused([*command, "--test-split", "val"], "other test_split: test, not val")  # its images have the same names
-    for split, match in (("test", "other test_images"), ("val", "other images"), ("train", "other images")):
+    refused(
+        [*command, "--test-split", "val"], "test_split must equal .*, test, got val"
+    )  # its images have the same names
+    for split, match in (
+        ("test", "test_images must equal"),
+        ("val", "images must equal"),
+        ("train", "images must equal"),
+    ):
         shutil.copytree(root / "images", moved, dirs_exist_ok=True)
         enlarge(moved / split / "dog" / "6.png")
         refused([*judged, "--data-dir", str(moved)], match)
-    refused([*judged, "--lr", "1"], r"other options: \[\], not \['--lr', '1'\]")
+    refused([*judged, "--lr", "1"], r"options must equal .*, \[\], got \['--lr', '1'\]")
     found = json.loads(earlier.read_text())
     for name in ("images", "test_split"):
         earlier.write_text(json.dumps({key: value for key, value in found.items() if key != name}))

@@ -1,7 +1,7 @@
-"""Which functions a test reaches in any of its processes: a plugin of pytest for the copy that run.py makes.
+"""Pytest plugin for the copy of run.py that records which functions each test calls, in any of its processes.
 
-With MUTANT_UNDER_TEST=stats it writes a line for each test to REACHED/<process>.jsonl; with a mutant it gives the
-tests a group of processes and a folder of their own.
+With MUTANT_UNDER_TEST=stats the plugin writes a line for each test to REACHED/<process>.jsonl. With a mutant the plugin
+gives the tests their own process group and temporary folder.
 """
 
 import functools
@@ -20,7 +20,7 @@ NOTICED = os.path.abspath("../noticed.txt")
 
 
 def in_this_process() -> None:
-    """Has mutmut write down what is called, and know functions of a script by the name of its file."""
+    """Make mutmut record function calls, with functions of a script under the name of its file."""
     trampoline.record_trampoline_hit = record
     trampoline.get_mutant_under_test = lambda: named_as_here(os.environ.get("MUTANT_UNDER_TEST", ""))
 
@@ -45,7 +45,7 @@ def record(function: str, caller: str | None = None) -> None:
 
 
 class Reached:
-    """Writes what each test reaches. A fixture's functions and seconds are those of all tests that ask for it."""
+    """Records the functions that each test calls. Calls and seconds of a fixture count for all tests that use it."""
 
     def __init__(self, folder: Path):
         self.results, self.file = folder / f"{os.getpid()}.jsonl", folder / f"{os.getpid()}.txt"
@@ -55,12 +55,12 @@ class Reached:
 
     def pytest_collection_finish(self):
         processes = importlib.import_module("processes")
-        first = processes.Forked(target=int)  # whose server takes its time, which is no test's
+        first = processes.Forked(target=int)  # start the slow fork server, so that its time does not count for a test
         first.start()
         first.join()
 
     def take(self) -> set[str]:
-        """What was called since this was asked last."""
+        """Return the functions called since the last call of this method."""
         record.cache_clear()
         names = set(self.file.read_text().split()) if self.file.exists() else set()
         self.file.write_text("")
@@ -96,7 +96,7 @@ class Reached:
 
 
 class Noticed:
-    """Writes which test notices the mutant, and how."""
+    """Records which test detects the mutant, and how."""
 
     def __init__(self, mutant: str):
         self.mutant = mutant
@@ -120,4 +120,4 @@ def pytest_configure(config):
         config.pluginmanager.register(Noticed(mutant))
         config.option.basetemp = os.path.abspath(f"../temporary/{mutant}")
         os.setpgrp()
-        signal.signal(signal.SIGXCPU, lambda *_: os.killpg(0, signal.SIGKILL))  # its time is over
+        signal.signal(signal.SIGXCPU, lambda *_: os.killpg(0, signal.SIGKILL))  # the time limit is exceeded

@@ -1,9 +1,9 @@
-"""`make mutants`: which changes of the code would the tests notice? mutmut makes them, this chooses tests and reports.
+"""`make mutants`: mutation testing with mutmut, with tests chosen for each mutant.
 
-mutmut writes into the folder that it runs in, so it runs in a copy of the checkout, .mutants/mutants.
-Two steps: every test is run once to see which functions it reaches, in any process; then every mutant of a function
-meets the tests that reach it, fastest first, until one fails. Both are kept: the next run takes only tests in files
-that have changed, and mutants that nothing has noticed. `rm -rf .mutants` forgets.
+mutmut writes into the folder that it runs in, so it runs in a copy of the checkout, .mutants/mutants. First, every test
+runs once to record which functions it calls, in any process. Then every mutant of a function runs with the tests that
+call the function, fastest first, until one test fails. Both results are cached: the next run repeats only tests of
+changed files, and mutants that survived. `rm -rf .mutants` clears the cache.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / ".mutants"
-COPY = WORK / "mutants"  # mutmut's name for it
-NOT_NOTICED = (None, 0, 5, 33)  # exit codes of pytest and mutmut: passed, no tests
+COPY = WORK / "mutants"  # mutmut requires this name
+NOT_NOTICED = (None, 0, 5, 33)  # exit codes of surviving mutants in pytest and mutmut: passed, no tests
 NOTHING = "nothing.x_nothing__mutmut_"
 BUDGET = 60  # seconds of tests for each mutant
 LISTED = Path(__file__).with_name("listed.txt")
@@ -34,7 +34,7 @@ def is_mutated(path: Path) -> bool:
 
 
 def copy_repository() -> list[Path]:
-    """Returns what is copied."""
+    """Copy the checkout and return the copied paths."""
     shutil.rmtree(COPY / "tests", ignore_errors=True)
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
@@ -49,7 +49,7 @@ def copy_repository() -> list[Path]:
 
 
 def what_tests_reach(files: list[str], paths: list[Path], jobs: int) -> dict[str, dict]:
-    """For each test its seconds and the functions it reaches, of files that have changed since they were last run."""
+    """Return the seconds and called functions of each test, from the cache or, for changed files, from a run."""
     cache = WORK / "reached.json"
     known = json.loads(cache.read_text()) if cache.exists() else {}
     others = hashlib.sha256()
@@ -77,7 +77,7 @@ def what_tests_reach(files: list[str], paths: list[Path], jobs: int) -> dict[str
 
 
 def chosen_tests(tests: list[dict]) -> tuple[list[str], float]:
-    """Tests of about BUDGET seconds: of every parametrized one the fastest first, then their others."""
+    """Choose tests of about BUDGET seconds: the fastest case of each parametrized test first, then other cases."""
     groups = defaultdict(list)
     for test in sorted(tests, key=lambda test: test["seconds"]):
         groups[test["test"].split("[")[0]].append(test)
@@ -108,7 +108,7 @@ def run_mutants(mutants, tests: dict[str, dict], jobs: int) -> None:
             data.save()
     (WORK / "temporary").mkdir(exist_ok=True)
     plan.sort(key=lambda planned: planned[0])
-    # now and then one that does not exist, which must survive
+    # add some mutants that do not exist and must survive
     plan = [(*planned[:2], f"{NOTHING}{i}", planned[3]) for i, planned in enumerate(plan) if i % 20 == 0] + plan
     plan.sort(key=lambda planned: planned[0])
     data_of, results = {name: data for _, data, name, _ in plan}, []
@@ -128,7 +128,8 @@ def run_mutants(mutants, tests: dict[str, dict], jobs: int) -> None:
         for seconds, _, name, chosen in plan:
             while not runner.has_capacity():
                 wait_for_one()
-            runner.submit(name, chosen, math.ceil(2 * (2 * seconds + 15)), seconds)  # half of it on the wall's clock
+            # half of the limit counts wall time
+            runner.submit(name, chosen, math.ceil(2 * (2 * seconds + 15)), seconds)
         runner.signal_work_complete()
         while runner.pending_count():
             wait_for_one()
@@ -142,7 +143,7 @@ def run_mutants(mutants, tests: dict[str, dict], jobs: int) -> None:
 
 
 def read_listed() -> list[tuple[str, str, set[str]]]:
-    """Of each block of listed.txt the file, the function and the lines of the change."""
+    """Return file, function and changed lines of each block of listed.txt."""
     blocks = []
     for block in LISTED.read_text().split("\n\n"):
         lines = [line for line in block.splitlines() if line and not line.startswith("#")]
@@ -153,7 +154,7 @@ def read_listed() -> list[tuple[str, str, set[str]]]:
 
 
 def report(mutants) -> None:
-    """Prints the share that was noticed, file by file, and writes the others to .mutants/survivors.txt."""
+    """Print the share of detected mutants by file, and write survivors to .mutants/survivors.txt."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
     from mutmut.utils.format_utils import orig_function_and_class_names_from_key
 
@@ -180,7 +181,7 @@ def report(mutants) -> None:
     for path, row in rows.items():
         counts = "".join(f"{row[name]:8}" for name in ("mutants", "noticed", "listed", "left", "untested"))
         print(f"{path:36}{counts}{row['noticed'] / max(1, row['mutants'] - row['listed']):8.1%}")
-    if n := rows["all"]["mutants"] - rows["all"]["listed"]:  # Wilson's interval
+    if n := rows["all"]["mutants"] - rows["all"]["listed"]:  # Wilson's score interval
         share = rows["all"]["noticed"] / n
         middle = (share + 1.92 / n) / (1 + 3.84 / n)
         half = 1.96 / (1 + 3.84 / n) * math.sqrt(share * (1 - share) / n + 0.96 / n**2)
