@@ -319,7 +319,7 @@ def test_tiny_imagenet_is_split_by_names_and_travels_in_parts(tmp_path, monkeypa
         assert data == content[f"train/{label}/images/{file}"]
     names = sorted((f"n01_{i}.JPEG" for i in range(60)), key=lambda n: hashlib.sha256(f"0 {n}".encode()).hexdigest())
     assert {f"choose/n01/{name}" for name in names[:50]} == {name for name in found if name.startswith("choose/n01/")}
-    with pytest.raises(SystemExit, match="parts exists"):
+    with pytest.raises(SystemExit, match="parts must not exist"):
         tiny_imagenet.main()
     for words in (["mv", "tiny/val", "tiny/test"], ["commit", "-qm", "moved"]):
         subprocess.run([*git, *words], check=True)
