@@ -487,7 +487,7 @@ def test_the_command_takes_a_checkpoint_and_the_document_has_what_prepares_pictu
     assert [node.op_type for node in proto.graph.node if node.domain or node.op_type == "Scan"] == ["Scan"]
     images = torch.randn(2, 3, 16, 16)
     *stages, use = (record.getMessage() for record in caplog.records if record.name == "vil.export")
-    assert [stage.partition(":")[0] for stage in stages] == [f"vil_tiny.onnx, {n} of 2" for n in (1, 2)]
+    assert [stage.partition(":")[0] for stage in stages] == [f"vil_tiny.onnx, step {n} of 2" for n in (1, 2)]
     exec(use.removeprefix("in Python: "), used := dict(onnxruntime=onnxruntime, images=images.numpy()))
     found = [torch.from_numpy(used[name]) for name in ("logits", "features_0")]
     logits, maps = naive_outputs(trained, images)

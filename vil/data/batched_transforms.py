@@ -94,8 +94,9 @@ def _rows_of_similar_size(sides: np.ndarray, step: int = 256, most_pixels: int =
 
 
 def _resize_weights(axis_3B: Tensor, size: int, longest: int, interpolation: str) -> Tensor:
-    """Return (B, size, longest): the weight of each input pixel in each output pixel; 0 beyond an image's own
-    length.
+    """Return the weight of each input pixel in each output pixel, (B, size, longest).
+
+    Pixels beyond an image's own length have weight 0. `axis_3B` holds lengths, resized lengths and offsets.
     """
     lengths, resized, offsets = axis_3B[:, :, None, None]
     place = torch.arange(size, device=axis_3B.device)[:, None] + offsets
