@@ -150,9 +150,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(change, plain_kernels, plain):
-    """Forward and every gradient, of the first, a middle and the last; nothing found before is used."""
-    for place in (0, 1, 2):
-        model = randomised(small(depth=3, img_size=32)).train()
+    """Forward and every gradient, of the first and the last; nothing found before is used."""
+    for place in (0, 1):
+        model = randomised(small(depth=2, img_size=32)).train()
         x = random_images(2, 3, 32, 32, dtype=torch.float64)
         model(x).sum().backward()
         assert plain_kernels

@@ -164,32 +164,37 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
     monkeypatch.setattr(compiler.Launch, "run", at_once)
     run_forward, run_backward = forward.forward.__wrapped__, backward.backward.__wrapped__
 
-    def calls(seed, given):
-        block = make_block(mixer, C, seed=seed)
-        weights = weights_of(block, detach=True)
-        x, dy, dnext = torch.randn(3, B, L, C)
-        normed = Normed(torch.randn(B * L, C).to(dtype), torch.rand(B * L)) if given else None
-        options = Options(block.mixer.recurrence, 1e-5, dtype, class_token_only, hopper)
-        yield options, True, Inputs(x, torch.rand(B), normed, weights).flat()
-        _, *after, uz, mean, states, packed, A, pooled, xhat, rstd = run_forward(
-            options, True, Inputs(x, torch.rand(B), normed, weights).flat()
-        )
-        saved = SavedForBackward(uz, mean, states, packed, A, pooled, *(normed or (xhat, rstd)))
-        dnext = None if after[0] is None else dnext.flatten(0, 1).to(dtype)
-        dy = dy[:, : 1 if class_token_only else L].contiguous()
-        how = BackwardOptions(block.mixer.recurrence, class_token_only, given)
-        yield how, weights.sizes(), True, [dy, dnext, *after, torch.rand(B), weights.norm, weights.in_proj, *saved]
+    def unpacked(results):
+        """Packed weights, between which there may be anything, as their parts."""
+        sizes = weights_of(make_block(mixer, C)).sizes()
+        parts = kernels.PackedWeights.of(results[6], sizes)
+        return [*results[:6], torch.cat([part.double().flatten() for part in parts]), *results[7:]]
 
-    functions = run_forward, run_backward
-    for given in (False, True):
-        plans = [Plan(function, call, CPU) for function, call in zip(functions, calls(0, given), strict=True)]
-        for seed in (0, 1):
-            for function, replayed, call in zip(functions, plans, calls(seed, given), strict=True):
-                results = zip(replayed(call[-1]), function(*call), strict=True)
-                for i, (found, expected) in enumerate(results):
-                    if function is run_forward and i == 6:  # packed weights, between which there may be anything
-                        sizes = weights_of(make_block(mixer, C)).sizes()
-                        found, expected = (torch.cat([
-                            part.double().flatten() for part in kernels.PackedWeights.of(t, sizes)
-                        ]) for t in (found, expected))  # fmt: skip
-                    assert found is None if expected is None else torch.equal(found, expected), (i, found, expected)
+    def check(replayed, results):
+        for i, (found, expected) in enumerate(zip(replayed, results, strict=True)):
+            assert found is None if expected is None else torch.equal(found, expected), (i, found, expected)
+
+    for given, seeds in ((False, (0, 1)), (True, (0,))):
+        plans = []
+        for seed in seeds:
+            block = make_block(mixer, C, seed=seed)
+            weights = weights_of(block, detach=True)
+            x, dy, dnext = torch.randn(3, B, L, C)
+            normed = Normed(torch.randn(B * L, C).to(dtype), torch.rand(B * L)) if given else None
+            options = Options(block.mixer.recurrence, 1e-5, dtype, class_token_only, hopper)
+            call = options, True, Inputs(x, torch.rand(B), normed, weights).flat()
+            if not plans:
+                plans.append(Plan(run_forward, call, CPU))
+            results = run_forward(*call)
+            check(unpacked(plans[0](call[-1])), unpacked(results))
+
+            _, *after, uz, mean, states, packed, A, pooled, xhat, rstd = results
+            saved = SavedForBackward(uz, mean, states, packed, A, pooled, *(normed or (xhat, rstd)))
+            dnext = None if after[0] is None else dnext.flatten(0, 1).to(dtype)
+            dy = dy[:, : 1 if class_token_only else L].contiguous()
+            how = BackwardOptions(block.mixer.recurrence, class_token_only, given)
+            tensors = [dy, dnext, *after, torch.rand(B), weights.norm, weights.in_proj, *saved]
+            call = how, weights.sizes(), True, tensors
+            if len(plans) < 2:
+                plans.append(Plan(run_backward, call, CPU))
+            check(plans[1](tensors), run_backward(*call))
