@@ -177,6 +177,8 @@ class TarReader(ClassReader, ReaderImageInTar):
 
     def __init__(self, root: str, use_list: bool = True):
         ReaderImageInTar.__init__(self, root, cache_tarinfo=None if use_list else False)
+        if any(member.issparse() for member, *_ in self.samples):  # of a list; `check_tar` has refused others
+            raise ValueError("a sparse member, which can claim any size")
         members = [_path_of(member, child) for member, _, child in self.samples]
         shown = [i for i, path in enumerate(members) if not any(map(is_hidden, path.split("/")))]
         self.left_out = Counter({"hidden": len(members) - len(shown)} if len(shown) < len(members) else {})

@@ -21,18 +21,18 @@ from webdataset.gopen import gopen_schemes
 from webdataset.tariterators import base_plus_ext, group_by_keys, url_opener
 
 from ..config import ConfigError
-from .decoder import MOST_BYTES, UnfitImageError
+from .decoder import UnfitImageError
 from .images import UNREADABLE, Unreadable, open_file, read_image
+from .tars import Stream, members, read_member
 
 LOCAL = "local-shards"  # scheme of the files that webdataset may open
 LABELS = "cls", "json"  # suffixes
 NUMBERS = 2**20
-MOST_LABEL = 2**20  # bytes of a label, of a tar file's notes on a member
-MOST_MEMBER = 2**34  # bytes of a file in a shard, which tarfile counts up to in small steps wherever the shard ends
-MOST_INFO = 2**26  # bytes of _info.json
+MOST_LABEL = 2**20  # bytes of a label
+MOST_IMAGE = 2**28  # bytes of an image, which a compressed shard may hold many of
+MOST_INFO = 2**24  # bytes of _info.json
 MOST_SHUFFLED = 2**31  # bytes of samples that wait for their turn
 FEWEST_BYTES = 1024  # of a sample: the headers of an image and of its label
-NOTES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 class Shards(ReaderWds):
@@ -74,7 +74,9 @@ class Shards(ReaderWds):
             known.add(path)
             if not path.startswith(os.path.join(root, "")) or (os.path.exists(path) and not os.path.isfile(path)):
                 raise ConfigError(f"the shard {name!r} is no regular file in {root!r}: copy it there, not a link to it")
-            room += os.path.getsize(path) // FEWEST_BYTES if os.path.exists(path) else 0
+            if os.path.exists(path):
+                with open_file(path) as file:
+                    room += Stream(file).most(os.path.getsize(path)) // FEWEST_BYTES
         if not isinstance(count, int) or not 0 <= count <= room:
             raise ConfigError(
                 f"the shards of {root!r} cannot have {count!r} samples, but at most {room}: see _info.json"
@@ -120,20 +122,21 @@ class Shards(ReaderWds):
         suffixes = {*self.input_key.split(";"), *LABELS}
         for shard in shards:
             try:
-                with tarfile.open(fileobj=shard["stream"], mode="r|*", tarinfo=_Member) as tar:
-                    for member in tar:
-                        tar.members = []  # type: ignore[attr-defined]  # which tarfile collects
-                        if (claimed := tar.offset - member.offset_data) > MOST_MEMBER:
-                            raise tarfile.ReadError(f"{claimed} bytes of a member")
-                        suffix = (base_plus_ext(member.name)[1] or "").lower()
-                        if not member.isreg() or suffix not in suffixes or re.match(r"__[^/]*__($|/)", member.name):
-                            continue
-                        most = MOST_LABEL if suffix in LABELS else MOST_BYTES
-                        file = tar.extractfile(member) if member.size <= most else None  # else unreadable
-                        yield dict(fname=member.name, data=file.read() if file else b"", __url__=shard["url"])
+                stream = Stream(shard["stream"])
+                for member in members(stream):
+                    suffix = (base_plus_ext(member.name)[1] or "").lower()
+                    is_read = member.is_file and suffix in suffixes and not re.match(r"__[^/]*__($|/)", member.name)
+                    data = read_member(stream, member, (MOST_LABEL if suffix in LABELS else MOST_IMAGE) * is_read)
+                    if is_read:  # what is too large has no data, and is unreadable
+                        yield dict(fname=member.name, data=data, __url__=shard["url"])
+            except tarfile.HeaderError as error:
+                self._report(shard, f"what follows is lost, behind the broken header of a member: {error}")
             except Exception as error:
-                log_and_continue(tarfile.ReadError(f"{shard['url'].removeprefix(f'{LOCAL}:')}: {error!r}"))
+                self._report(shard, error)
             yield {}  # its last sample ends here, whole or not
+
+    def _report(self, shard: dict, error: object) -> None:
+        log_and_continue(tarfile.ReadError(f"{shard['url'].removeprefix(f'{LOCAL}:')}: {error}"))
 
     def _shuffled(self, samples: Iterator[dict]) -> Iterator[dict]:
         """webdataset's shuffle, but large samples take their turn earlier."""
@@ -192,17 +195,3 @@ def _open_local(url: str, *_, **__):
 
 def _bytes_of(sample: dict) -> int:
     return sum(len(value) for value in sample.values() if isinstance(value, bytes))
-
-
-class _Member(tarfile.TarInfo):
-    """A tar file's header, whose notes tarfile reads as a whole; where one is broken it takes the file to end."""
-
-    @classmethod
-    def frombuf(cls, *args, **kwargs):
-        try:
-            member = super().frombuf(*args, **kwargs)
-        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:
-            raise tarfile.ReadError(f"what follows is lost, behind the broken header of a member: {error}") from None
-        if member.type in NOTES and member.size > MOST_LABEL:
-            raise tarfile.ReadError(f"{member.size} bytes of notes on a member")
-        return member

@@ -17,8 +17,9 @@ from ..classes import find, quoted
 from ..config import DATASETS, Config, ConfigError
 from ..processes import warn
 from .folders import SPLIT_NAMES, ClassReader, FolderReader, TarReader, is_hidden
-from .images import restrict_pillow
+from .images import open_file, restrict_pillow
 from .synthetic import SyntheticImages
+from .tars import check_tar
 
 
 def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int | None = None, **kwargs):
@@ -126,6 +127,8 @@ def _open_tar(path: Path):
     timm keeps such a list beside a file of more than 10 GB, and reads it with an unpickler that runs no code.
     """
     listed = path.with_name(f"_{path.stem}_tarinfos.pickle")
+    with open_file(path) as file:
+        check_tar(file)
     try:
         reader = TarReader(str(path))
     except ConfigError:
