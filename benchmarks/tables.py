@@ -64,8 +64,9 @@ def scan_beside() -> str:
         pairs = list(zip(scan["published_us"], scan["ours_us"]))
         cells = [number(us) for pair in zip(*pairs) for us in pair]
         rows.append([", ".join(map(str, scan["shape"])), *cells, *(f"{theirs / ours:.1f}" for theirs, ours in pairs)])
-    times = ["forward, times", "backward, times"]
-    return table(["B, D, L", "published forward", "backward", "ours, forward", "backward", *times], rows)
+    ratios = ["ratio forward", "ratio backward"]
+    ours = ["this package, forward", "this package, backward"]
+    return table(["B, D, L", "published, forward", "published, backward", *ours, *ratios], rows)
 
 
 def scan() -> str:
@@ -81,7 +82,8 @@ def scan() -> str:
         forward, backward = us["cuda"]
         cells = [forward, floors[0], backward, floors[1], *us["triton"]]
         rows.append([recurrence, ", ".join(map(str, shape)), *cells])
-    head = ["CUDA forward, us", "of the floor", "backward, us", "of the floor", "Triton forward", "backward"]
+    head = ["CUDA forward, us", "lower bound / time"] + ["CUDA backward, us", "lower bound / time"]
+    head += ["Triton forward, us", "Triton backward, us"]
     return table(["recurrence", "B, D, L", *head], rows)
 
 
@@ -95,7 +97,7 @@ def models_beside() -> str:
         speeds = [m["published_vim"], m["vil"], m["deit"], m["deit_compiled"]]
         theirs, ours, *others = map(number, speeds)
         rows.append([f"{m['size']}: {described(m)}", theirs, ours, f"{m['vil'] / m['published_vim']:.1f}", *others])
-    return table(["", "ViM, published code", "ViL", "times", "DeiT", "DeiT compiled"], rows)
+    return table(["case", "ViM, published code", "ViL", "ViL / ViM", "DeiT", "DeiT compiled"], rows)
 
 
 def models() -> str:

@@ -232,8 +232,8 @@ def images_per_second(runs: Runs) -> dict[str, float]:
 def models_table(runs: Runs, judged: Judged | None) -> str:
     """Return a Markdown table of every model's test accuracy, once all runs are finished, and training cost."""
     top1 = top1_of_test(runs, judged)
-    table = [["model", "parameters", "rate", "runs", "test top-1 %, mean ± deviation", "seeds", "choosing split %",
-              "its average of weights %", "GPU minutes of training", "images/s"]]  # fmt: skip
+    table = [["model", "parameters", "learning rate", "runs", "test top-1 %, mean ± deviation", "seeds",
+              "selection split %", "selection split, EMA %", "GPU minutes of training", "images/s"]]  # fmt: skip
     for model, stage in ((VIL, "seeds"), (VIM, "seeds"), (POOLED, "seeds"), (DEIT, "seeds"), (DEIT, "compiled")):
         own = of_seeds(runs, model) if stage == "seeds" else [run for run in runs if run["stage"] == stage]
         name, cells = model + (", compiled" if stage == "compiled" else ""), ["-"] * 4
@@ -257,7 +257,7 @@ def models_table(runs: Runs, judged: Judged | None) -> str:
 def differences_table(runs: Runs, judged: Judged | None) -> str:
     """Return a Markdown table of the protocol's three comparisons, once all runs are finished."""
     top1 = top1_of_test(runs, judged)
-    table = [["first", "less", "points (95% interval)", "half of it", "p (Welch)", "p (Holm)", f"within ±{MARGIN:g}"]]
+    table = [["model", "minus", "points (95% interval)", "half-width", "p (Welch)", "p (Holm)", f"within ±{MARGIN:g}"]]
     gaps = [welch(top1[first], top1[second]) for first, second in COMPARED] if top1 else []
     corrected = holm([gap.p_value for gap in gaps])
     for i, (first, second) in enumerate(COMPARED):

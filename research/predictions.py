@@ -71,7 +71,9 @@ def compare_images(runs: list[dict[str, Any]], judged: Judged) -> str:
     """Return a Markdown table that compares the first model with each other model, image by image, for each seed."""
     columns = {(run["model"], run["seed"]): judged.right_NM[:, i] for i, run in enumerate(runs)}
     first, *others = dict.fromkeys(run["model"] for run in runs)
-    table = [["", "seed", "both right", "only the first", "only the second", "neither", "difference", "McNemar's p"]]
+    table = [
+        ["models", "seed", "both correct", "only the first", "only the second", "neither", "difference", "McNemar's p"]
+    ]
     for other in others:
         for (model, seed), right_N in columns.items():
             if model == other and (first, seed) in columns:

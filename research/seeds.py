@@ -404,8 +404,10 @@ def report(runs: list[dict[str, Any]]) -> str:
     """Return a Markdown table of each model's mean and deviation over seeds, and of the first model's differences."""
     top1 = top1_by_seed(runs)
     first = next(iter(top1), "")
-    less = f"{first} less this (95% interval), paired by seed"
-    table = [["model", "parameters", "top-1 %, mean ± deviation", "seeds", "s an epoch", less, "unpaired (Welch)"]]
+    difference = f"{first} minus this model (95% interval), paired by seed"
+    table = [
+        ["model", "parameters", "top-1 %, mean ± deviation", "seeds", "s per epoch", difference, "unpaired (Welch)"]
+    ]
     for model, by_seed in top1.items():
         own = [run for run in runs if run["model"] == model]
         found = [test(top1[first], by_seed) if model != first else None for test in (paired, welch)]

@@ -50,7 +50,7 @@ def comparisons() -> str:
     found = {name: seeds.top1_by_seed(runs_of(name)) for name in STUDIES}
     by_test = [[test(top1[vil], top1[vim]) for top1 in found.values()] for test in (paired, welch)]
     corrected = [holm([gap.p_value for gap in gaps]) for gaps in by_test]
-    tests = "ViL less ViM (95% interval), paired by seed", "p (Holm)", "unpaired (Welch)", "p (Holm)"
+    tests = "ViL minus ViM (95% interval), paired by seed", "p (Holm)", "unpaired (Welch)", "p (Holm)"
     table = [["images", "seeds", "ViL %", "ViM %", "DeiT % (seeds)", *tests]]
     for name, *gaps in zip(found, *by_test, *corrected):
         first, second, third = (found[name].get(model, {}) for model in (vil, vim, deit))
@@ -64,7 +64,14 @@ def comparisons() -> str:
 
 def equal_time() -> str:
     """Compare validation accuracies at equal training time: ViL at its end, ViM at the same time and at its end."""
-    head = ["images", "seconds of training", "epochs of ViM by then", "ViL %", "ViM % then", "ViM % at its end"]
+    head = [
+        "images",
+        "seconds of training",
+        "epochs of ViM in this time",
+        "ViL %",
+        "ViM % in this time",
+        "ViM % at the end",
+    ]
     table = [head]
     for name in ("rehearsal", "rehearsal2"):
         runs = runs_of(name)
@@ -114,7 +121,9 @@ def recipes() -> str:
     if complete := plain and all(len(top1) == RECIPE_SEEDS for top1 in found.values()):
         gaps = [welch(top1, plain) for top1 in found.values()]
         corrected = holm([gap.p_value for gap in gaps])
-    table = [["recipe", "runs", "test top-1 %, mean ± deviation", "less plain (95% interval)", "p (Welch)", "p (Holm)"]]
+    table = [
+        ["recipe", "runs", "test top-1 %, mean ± deviation", "minus baseline (95% interval)", "p (Welch)", "p (Holm)"]
+    ]
     for i, (name, top1) in enumerate(found.items()):
         cells = ["-"] * 4
         if complete:
@@ -125,7 +134,9 @@ def recipes() -> str:
 
 def weights() -> str:
     """Tabulate mean ± deviation of every way to use the weights, by image size and images a class."""
-    table = [["pixels", "images a class", "draws", *transfer.SETTINGS, f"{transfer.FINE_TUNED} less from scratch"]]
+    table = [
+        ["pixels", "images per class", "samples", *transfer.SETTINGS, f"{transfer.FINE_TUNED} minus {transfer.SCRATCH}"]
+    ]
     for size, name in ((224, "transfer"), (112, "transfer_112")):
         for per_class, ways in transfer.complete(runs_of(name)).items():
             gap = paired(ways[transfer.FINE_TUNED], ways[transfer.SCRATCH])

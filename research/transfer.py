@@ -384,7 +384,7 @@ def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, fl
 
 def ways_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table with mean and deviation of every way over the `complete` seeds."""
-    table = [["images a class", "way", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
+    table = [["images per class", "method", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
     for per_class, ways in complete(rows).items():
         for way, own in ways.items():
             setting = f"{chosen(rows, way, per_class):g}"
@@ -401,7 +401,7 @@ def differences_table(rows: Sequence[dict[str, Any]]) -> str:
 def tested(found: Sequence[tuple[int, str, str, Difference | None]]) -> str:
     """Return a Markdown table of images a class, two ways and their difference, without rows of too few seeds."""
     found = [row for row in found if row[-1]]
-    table = [["images a class", "first", "less", "points (95% interval)", "p", "p (Holm)"]]
+    table = [["images per class", "method", "minus", "points (95% interval)", "p", "p (Holm)"]]
     for (n, first, second, gap), corrected in zip(found, holm([gap.p_value for *_, gap in found])):
         table.append([str(n or "all"), first, second, str(gap), f"{gap.p_value:.2g}", f"{corrected:.2g}"])
     return markdown_table(table)
