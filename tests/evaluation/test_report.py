@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -17,6 +18,7 @@ from timm.data.dataset import IterableImageDataset
 from vil.data.splits import open_split
 from vil.evaluation.comparison import Comparison
 from vil.evaluation.report import calibration, report_page
+from vil.files import write_atomically
 
 VOID = {"meta", "img", "br", "path", "rect"}
 NAMES = dict(enumerate(["<script>alert(1)</script>", *CLASSES[1:]]))
@@ -90,6 +92,20 @@ def test_the_page_needs_nothing_else_and_runs_nothing(found):
     assert (f"{both}\n{single}<" in found[-1]) == several
     assert found[-1].count(">Validation</") == 2  # in the window's title, too
     assert found[-1].count("<h3>vil_tiny, best.pt</h3>") == 2 * 2 * several  # above the tables and the mistakes of each
+
+
+def test_names_of_folders_files_and_classes_need_not_be_utf_8(image_folder, tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    for name, pictures in ((b"caf\xe9", "ant"), (b"\xff", "bee")):
+        shutil.copytree(image_folder / "val" / pictures, folder / "val" / os.fsdecode(name))
+        (folder / "val" / os.fsdecode(name) / "0.png").rename(folder / "val" / os.fsdecode(name + b"/\xe9.png"))
+    images = open_split(str(folder), "", "val")
+    judged = Comparison.of(np.repeat([0, 1], VAL_IMAGES), *(np.tile(v, (14, 1, 1)) for v in ([[1, 0]], [[0.7, 0.3]])))
+    names = {number: name for name, number in images.reader.class_to_idx.items()}
+    models = [MODEL | dict(weights=str(folder / "best.pt"), images=14)]
+    page = report_page(f"Validation on {folder}", models, judged, names, [str(folder)], images)
+    write_atomically(tmp_path / "index.html", page)
+    assert len(Page((tmp_path / "index.html").read_text(encoding="utf-8")).captions) == VAL_IMAGES
 
 
 def test_classes_and_confusions_are_counted_as_scikit_learn_does(found):

@@ -1,5 +1,6 @@
 """Options of a run: the files in configs/, what overrides what, the types of values, and what is refused."""
 
+import contextlib
 import math
 import re
 
@@ -203,6 +204,43 @@ def test_what_others_call_an_option_is_answered_with_ours(tmp_path):
     others = [word for words in SYNONYMS.values() for word in words.split()]
     assert len(others) == len({*others} - {*FIELDS})  # none has the name of another
     assert {*SYNONYMS} == {*answers.values()}
+
+
+DIGITS = "9" * 5000  # more than Python turns into text
+
+
+@pytest.mark.parametrize("text", [
+    f"epochs: {DIGITS}", f"lr: -{DIGITS}", f"lr: {DIGITS}.0", "seed: 0x" + "f" * 5000, f"unknown: {DIGITS}",
+    "seed: 0b" + "1" * 20000, f"experiment: {DIGITS}", f"model_kwargs: {{depth: {DIGITS}}}", f"epochs: '{DIGITS}'",
+    f"phases: [{{epochs: {DIGITS}}}]", f"opt_betas: [{DIGITS}, 1]", f"img_size: [{DIGITS}, 16]", f"model: '{DIGITS}'",
+    f"pin_mem: true\nvflip: {DIGITS}", "lr: 1e999", "lr: .inf", "epochs: 1.0e+999", "lr: " + "1:" * 3000 + "1",
+    f"checkpoint_interval: {DIGITS}m", "model_kwargs: " + "[" * 5000, "unknown: " + "{a: " * 3000 + "}" * 3000,
+], ids=lambda text: text[:20])  # fmt: skip
+def test_a_number_or_nesting_of_any_size_is_refused_in_a_short_line(tmp_path, text):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config("", ["-c", str(tmp_path / "c.yaml")])
+    assert len(str(caught.value)) < 700
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [
+    ["--epochs", DIGITS], ["--lr", "1e999"], ["--model-kwargs", f"depth={DIGITS}"], ["--img-size", DIGITS, "16"],
+    ["--model-kwargs", "depth=" + "[" * 5000], ["--phases", f"{{epochs: {DIGITS}}}"], ["--scale", "nan", "1"],
+    ["--model", DIGITS], ["--input-size", "3", DIGITS, DIGITS], [f"--{DIGITS}", "1"], ["--opt", DIGITS],
+], ids=lambda words: words[0][:20])  # fmt: skip
+def test_a_word_of_any_size_on_the_command_line_is_refused_in_a_short_line(words):
+    with pytest.raises(ConfigError) as caught:
+        load_config("", words)
+    assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_an_integer_of_any_size_in_a_checkpoint_is_refused_or_text(name):
+    huge = 10**5000
+    for value in (huge, -huge, [huge], {"depth": huge}, [{"epochs": huge}]):
+        with contextlib.suppress(ConfigError):
+            options_of_checkpoint({name: value}, "x.pt")
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,6 @@ def real_labels(images, num_classes: int, file: str | None = None) -> np.ndarray
         raise ConfigError(
             f"ReaL labels are for ImageNet's validation images (ILSVRC2012_val_*.JPEG, all of them): {error!r}"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read the ReaL labels {file}: {error}") from error
     return right
