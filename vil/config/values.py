@@ -134,7 +134,7 @@ def convert(name: str, value: Any, source: str) -> Any:
         return None
     if kind is list:
         return _checked_phases(value, source)
-    if kind is dict and isinstance(value, list):  # the command line's KEY=VALUE words
+    if kind is dict and isinstance(value, list) and all(isinstance(word, str) for word in value):  # KEY=VALUE words
         return parse_key_values(value)
     if may_be_pair(name) and isinstance(value, (list, tuple)) and len(value) in (1, 2):
         sides = tuple(convert(name, side, source) for side in value)
