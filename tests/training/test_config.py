@@ -147,7 +147,7 @@ def test_a_number_is_within_its_range():
         ("weight_deacy: 0.1", "unknown option 'weight_deacy' in .*c.yaml; did you mean 'weight_decay'"),
         ("zzz: 1", "unknown option 'zzz' in .*c.yaml$"),
         ("epochs: many", "option 'epochs' in .*c.yaml must be int, not 'many'"),
-        ("epochs: 2.7\nlr: fast\nremode: x\nlrr: 1", "4 errors:\n- .*epochs.*\n- .*lr.*\n- .*lrr.*\n- remode"),
+        ("epochs: 2.7\nlr: fast\nremode: x\nlrr: 1", "4 errors: .1. .*epochs.* .2. .*lr.* .3. .*lrr.* .4. remode"),
         ("epochs: 2.7", "option 'epochs' in .*c.yaml must be int, not 2.7"),
         ("epochs: .inf", "option 'epochs' in .*c.yaml must be int, not inf"),
         ("epochs: " + "x" * 300, r"option 'epochs' in .*c.yaml must be int, not 'x{196}\.\.\.$"),
@@ -410,3 +410,10 @@ def test_the_help_names_every_option_with_its_default(capsys):
 )  # fmt: skip
 def test_images_are_mixed_if_there_is_a_way_and_a_chance(options, mixing):
     assert Config(**options).mixing is mixing
+
+
+def test_an_empty_word_for_an_option_that_may_be_left_out_leaves_it_out(tmp_path):
+    """As `--resume "$CHECKPOINT"` of a script, and as timm writes it."""
+    assert load_config("", ["--resume", "", "--data-dir", "", "--interpolation", ""]) == load_config("", [])
+    (tmp_path / "vil_tiny.yaml").write_text("resume: ''\ninterpolation: ''\n")
+    assert load_config("", ["-c", str(tmp_path / "vil_tiny.yaml")]) == load_config("", [])

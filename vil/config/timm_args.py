@@ -16,7 +16,7 @@ from ..text import shown
 from .options import FIELDS, SYNONYMS, ConfigError
 from .values import convert, kind_of, unknown_option
 
-EMPTY = (None, "", False, [], {})  # which mean "not given" or "off" to timm
+EMPTY: tuple = (None, "", False, [], {})  # which mean "not given" or "off" to timm
 RENAMED = {
     "data": "data_dir", "drop_connect": "drop_path", "initial_checkpoint": "pretrained_path", "input_size": "img_size",
 }  # fmt: skip

@@ -51,7 +51,9 @@ def _parse_yaml(text: str, source: str) -> Any:
             raise ConfigError("has an alias (*), which options have no use for: write out what it stands for")
         return yaml.load(text, _Loader)
     except RecursionError:
-        raise ConfigError(f"{source} nests values too deeply for options") from None
+        raise ConfigError(
+            f"{source} is not YAML: maximum recursion depth exceeded, as its values are nested too deeply"
+        ) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-32
         if isinstance(error, ConfigError):
             raise ConfigError(f"{source} {error}") from None
@@ -96,12 +98,14 @@ def checked(values: dict[str, Any], source: str, errors: Sequence[str] = ()) -> 
             errors.append(unknown_option(name, f"in {source}", FIELDS))
             continue
         try:
-            converted[name] = convert(name, value, source)
+            empty = value == "" and kind_of(name)[1]  # as in scripts that pass on an empty variable
+            converted[name] = None if empty else convert(name, value, source)
         except ConfigError as error:
             errors.append(str(error))
     errors += wrong_choices(converted) + unknown_models(converted)
     if len(errors) > 1:
-        errors = ["\n- ".join([f"{source} has {len(errors)} errors:", *errors])]
+        numbered = (f"({number}) {error}" for number, error in enumerate(errors, start=1))
+        errors = [f"{source} has {len(errors)} errors: {' '.join(numbered)}"]
     if errors:
         raise ConfigError(errors[0])
     return converted
@@ -130,7 +134,7 @@ def may_be_pair(name: str) -> bool:
 
 def convert(name: str, value: Any, source: str) -> Any:
     kind, optional = kind_of(name)
-    if optional and (value is None or value in ("", "none", "null") or value == ["none"]):
+    if optional and (value is None or value in ("none", "null") or value == ["none"]):
         return None
     if kind is list:
         return _checked_phases(value, source)
