@@ -209,15 +209,13 @@ def without_numba(monkeypatch):
 
 def test_without_numba_the_reference_runs_and_says_so_once(without_numba):
     x, k = torch.randn(1, 3, 5), torch.randn(1, 3, 4)
-    with pytest.warns(
-        UserWarning, match=r"the cpu backend cannot run: numba is missing; .*The reference takes over\.$"
-    ):
+    with pytest.warns(UserWarning, match=r"the cpu backend cannot run: numba is missing.*Using the reference\.$"):
         y = longhorn_scan(x, x, k, k)
     assert torch.equal(y, longhorn_scan(x, x, k, k, backend="reference"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert backends.choose("auto", x, 4, 1) == "reference"
-    with pytest.raises(RuntimeError, match="the cpu backend cannot run: numba is missing; `pip install numba`"):
+    with pytest.raises(RuntimeError, match="the cpu backend cannot run: numba is missing: pip install numba"):
         longhorn_scan(x, x, k, k, backend="cpu")
 
 
@@ -232,9 +230,9 @@ def test_what_the_kernels_do_not_take_is_of_the_reference():
     x, k = torch.zeros(1, 2, 3), torch.zeros(1, 2, 65)
     assert backends.choose("auto", x, 64, 1) == "cpu"
     assert backends.choose("auto", x, 65, 1) == backends.choose("auto", x.double(), 4, 1) == "reference"
-    with pytest.raises(ValueError, match="the cpu backend takes up to 64 states and 63 directions, not 65 and 1"):
+    with pytest.raises(ValueError, match="the cpu backend supports up to 64 states and 63 directions, got 65 and 1"):
         longhorn_scan(x, x, k, k, backend="cpu")
-    with pytest.raises(ValueError, match="the cpu backend needs tensors on a CPU; x is on meta"):
+    with pytest.raises(ValueError, match="must be on a CPU for the cpu backend, got x on meta"):
         longhorn_scan(*(t.to("meta") for t in (x, x, k, k)), backend="cpu")
 
 
@@ -281,7 +279,7 @@ def test_a_kernel_that_needs_python_is_refused_before_it_is_loaded(monkeypatch):
         return kernel
 
     monkeypatch.setattr(cpu_kernels, "needs_python", needs_python, raising=False)
-    with pytest.raises(RuntimeError, match="needs_python of .* calls .*, which a kernel cannot"):
+    with pytest.raises(RuntimeError, match="needs_python of .* must not call external functions"):
         compiler.compile_kernel(cpu_kernels.__name__, "needs_python", ())
 
 

@@ -1,19 +1,21 @@
-"""Operators on plain tensors; they know nothing of vision. Imported as `vil.kernels`. One folder an operator:
+"""Operators on plain tensors, independent of vision models. Each operator has a folder:
 
-`scan`      the recurrences: `naive` defines them, `interface` has the public functions, `operator` is `vil::scan`, run
-            by `cuda_scan` (CUDA C++), `triton_scan` and `cpu_scan` (Numba); `chunked` is plain PyTorch, anywhere
-`block`     the operator around the scan, the model's residual block: `naive` defines it, `fused` says which block runs
-            as one operator, `operator` is `vil::block`, `forward` and `backward` launch its kernels, `cpu` is for CPUs
-`augment`   augmentation of images, before all that
+`scan`      the recurrences: `naive` is the reference implementation, `interface` has the public functions, `operator`
+is `vil::scan`, which runs on `cuda_scan` (CUDA C++), `triton_scan` or `cpu_scan` (Numba); `chunked` is plain PyTorch
+for any device
+`block`     the model's residual block around the scan: `naive` is the reference implementation, `fused` decides which
+block runs as one operator, `operator` is `vil::block`, `forward` and `backward` launch its kernels, `cpu` is the CPU
+version
+`augment`   augmentation of image batches
 
-and what these share:
+Shared modules:
 
-`backends`  which backend runs tensors here, or why not
-`checks`    what operators refuse before they read a tensor
-`cuda`      headers of CUDA sources, and what compiles, launches and replays kernels
-`cpu`       the same for kernels in Numba's Python
+`backends`  which backend runs these tensors here, or why not
+`checks`    validation of operators' arguments
+`cuda`      headers of CUDA sources, and compilation, launch and replay of kernels
+`cpu`       the same for kernels written in Python and compiled by Numba
 `cache`     compiled code on disk
-`flops`     what PyTorch's FlopCounterMode counts for the operators
+`flops`     FLOP formulas of the operators for PyTorch's FlopCounterMode
 """
 
 from . import flops

@@ -1,9 +1,9 @@
-"""A cache on disk of code that is loaded and run: what nobody but this user or root can have written.
+"""Disk cache of compiled code that only this user or root can have written.
 
-The folder and its entries are theirs and not for others to write; no link is followed. An entry begins with a digest,
-so that what a full disk or a killed process has left is made anew; it is called .sealed, not .cubin, since versions
-before this one would load it as it is. Where there is no folder to use there is no cache, which costs a compilation a
-process.
+The folder and its entries must belong to this user or root and must not be writable by others; symbolic links are not
+followed. An entry starts with a digest, so that truncated entries of a full disk or a killed process are replaced.
+Entries are called .sealed instead of .cubin, because earlier versions would load them without checks. Without a usable
+folder there is no cache, and each process compiles again.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from pathlib import Path
 from typing import NoReturn
 
 DIGEST_BYTES = 32
-STALE = 3600  # seconds after which nobody is still writing to a temporary file
+STALE = 3600  # seconds after which a temporary file is stale
 _warned = False
 
 
 def read(name: str, key: bytes) -> bytes | None:
-    """What was written under this name for this key, or None if there is nothing or what there is cannot be trusted."""
+    """Return the content written under this name and key, or None if it is missing or untrusted."""
     try:
         with _folder() as (path, folder), open(name, "rb", opener=_opener(folder)) as file:
             _check_writers(path / name, os.fstat(file.fileno()))
             digest, content = file.read(DIGEST_BYTES), file.read()
-    except (OSError, RuntimeError):  # the latter of Path.home() for a user without one
+    except (OSError, RuntimeError):  # RuntimeError: Path.home() of a user without a home folder
         return None
     return content if digest == _digest(key, content) else None
 
 
 def write(name: str, key: bytes, content: bytes) -> None:
-    """Keeps the content, if it can be kept: whole, or nothing of it."""
+    """Write the content atomically if possible; errors are ignored."""
     temporary = f".{name}.{secrets.token_hex(8)}.tmp"
     with contextlib.suppress(OSError, RuntimeError), _folder() as (_, folder):
         _remove_stale(folder)
@@ -57,18 +57,18 @@ def _digest(key: bytes, content: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[tuple[Path, int]]:
-    """The folder, made if it is missing, and a descriptor of it; an OSError or RuntimeError if it cannot be used."""
+    """Yield the folder, created if missing, and its descriptor; raise an OSError or RuntimeError if it is unusable."""
     if os.name != "posix":
-        raise OSError("only POSIX says who can have written a file")
+        raise OSError("the cache needs POSIX file permissions")
     path = Path(
         os.environ.get("VIL_CACHE_DIR")
         or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vision-longhorn"
     )
     if path.is_symlink():
-        _distrust(path, "is a symbolic link, which leads to what others may choose", "Remove it")
+        _distrust(path, "is a symbolic link, whose target others may control", "Remove it")
     for folder in reversed((path, *path.parents)):
         folder.mkdir(mode=0o700, exist_ok=True)
-    # what is checked is what is used, wherever others may move the path
+    # the descriptor guarantees that the checked folder is the used folder, even if the path is replaced
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _check_writers(path, os.fstat(descriptor))
@@ -78,37 +78,37 @@ def _folder() -> Iterator[tuple[Path, int]]:
 
 
 def _opener(folder: int):
-    # without waiting, should the name be that of a pipe
+    # O_NONBLOCK: do not wait if the name is a pipe
     return lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
 
 
 def _check_writers(path: Path, status: os.stat_result) -> None:
-    """Raises an OSError if others can have written what is there, or if it is neither folder nor file."""
+    """Raise an OSError if other users can have written to the path, or if it is neither folder nor file."""
     if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
-        raise OSError(f"{path} is no file")
+        raise OSError(f"{path} is not a regular file")
     if status.st_uid not in (os.geteuid(), 0):
-        _distrust(path, f"belongs to another user, number {status.st_uid}", "Remove it")
+        _distrust(path, f"belongs to another user (uid {status.st_uid})", "Remove it")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         _distrust(path, "can be written by other users", f"`chmod go-w {path}`")
 
 
 def _distrust(path: Path, reason: str, remedy: str) -> NoReturn:
-    """Raises an OSError, and says why once a process."""
+    """Raise an OSError, and warn about the reason once a process."""
     global _warned
     if not _warned:
         _warned = True
         warnings.warn(
-            f"{path} {reason}. Kernels are compiled without it, as what is kept there would be run. {remedy}, or name "
-            "a folder of your own by VIL_CACHE_DIR.",
+            f"{path} {reason}. Kernels are compiled without this cache, because cached code is executed. {remedy}, or "
+            "set VIL_CACHE_DIR to a folder of your own.",
             stacklevel=2,
         )
     raise PermissionError(f"{path} {reason}")
 
 
 def _remove_stale(folder: int) -> None:
-    """What processes that were killed in the middle of writing have left."""
+    """Remove temporary files of killed processes."""
     for name in os.listdir(folder):
         if re.fullmatch(r"\..+\.sealed\.[0-9a-f]{16}\.tmp", name):
-            with contextlib.suppress(OSError):  # of another process that removes it
+            with contextlib.suppress(OSError):  # another process may remove it at the same time
                 if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime < time.time() - STALE:
                     os.unlink(name, dir_fd=folder)

@@ -1,4 +1,4 @@
-"""What operators check of the tensors that they are given, before anything reads one."""
+"""Validation of operators' tensor arguments."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-KINDS = 4096  # that are remembered
+KINDS = 4096  # maximum number of remembered kinds
 
-Row = tuple[str, Tensor | None, str, torch.dtype | None]  # of a table that `check` reads
+# row of a table for `check`: name, tensor, dimension letters, dtype
+Row = tuple[str, Tensor | None, str, torch.dtype | None]
 
 
 def check(sizes: dict[str, int], *table: Row) -> None:
-    """Raises a ValueError that names the first tensor that does not fit, unless all do.
+    """Raise a ValueError that names the first tensor with a wrong dtype, device or shape.
 
     Args:
-        sizes: Of dimensions, by their letters. Those that it lacks are taken from the first tensor that has them.
-        table: Name, tensor (None passes), the letters of its dimensions and its dtype, or None for any floating one.
-            The device of the first is that of all.
+        sizes: Sizes of dimensions by letter. Missing sizes are taken from the first tensor that has the dimension.
+        table: Name, tensor (None is skipped), dimension letters, and dtype, or None for any floating-point dtype. All
+            tensors must be on the first tensor's device.
     """
     device = given(table[0][1]).device
     for name, t, layout, dtype in table:
         if t is None:
             continue
         if t.dtype != dtype and (dtype is not None or not t.is_floating_point()):
-            raise ValueError(f"{name} is {t.dtype}; it must be {dtype or 'a floating-point tensor'}")
+            raise ValueError(f"dtype of {name} must be {dtype or 'a floating-point dtype'}, got {t.dtype}")
         if t.device != device:
-            raise ValueError(f"{name} is on {t.device} but {table[0][0]} on {device}; move them to one device")
+            raise ValueError(
+                f"{name} must be on {device}, as {table[0][0]}, got {t.device}: move all tensors to one device"
+            )
         if t.dim() != len(layout) or any(sizes.setdefault(letter, n) != n for letter, n in zip(layout, t.shape)):
             shapes = ", ".join(f"{n} {tuple(other.shape)}" for n, other, *_ in table if other is not None)
             expected = ", ".join(f"{letter} = {n}" for letter, n in sizes.items() if letter in layout)
@@ -37,10 +40,12 @@ def check(sizes: dict[str, int], *table: Row) -> None:
 
 
 def check_given(**tensors: Tensor | None) -> None:
-    """Raises a ValueError that names the first that is None, which PyTorch lets pass for any tensor of an operator."""
+    """Raise a ValueError that names the first tensor that is None, because PyTorch accepts None for an operator's
+    tensors.
+    """
     for name, t in tensors.items():
         if t is None:
-            raise ValueError(f"{name} must be a tensor; it is None")
+            raise ValueError(f"{name} must be a tensor, got None")
 
 
 def given(t: Tensor | None) -> Tensor:
@@ -50,16 +55,16 @@ def given(t: Tensor | None) -> Tensor:
 
 
 def check_choice(name: str, value: object, choices: Iterable) -> None:
-    """Raises a ValueError unless the value is one of the choices."""
+    """Raise a ValueError unless the value is one of the choices."""
     if value not in choices:
-        raise ValueError(f"{name} {value!r} is none of {[*choices]}")
+        raise ValueError(f"{name} must be one of {[*choices]}, got {value!r}")
 
 
 _kind_of = attrgetter("shape", "dtype", "device")
 
 
 def once_a_kind(check: Callable[..., None]) -> Callable[..., None]:
-    """Runs a check of tensors and lists of them by their shapes, dtypes and devices once for all that have the same."""
+    """Cache a check's success by the shapes, dtypes and devices of its tensor arguments."""
     passed: set[tuple] = set()
 
     @functools.wraps(check)
@@ -71,7 +76,7 @@ def once_a_kind(check: Callable[..., None]) -> Callable[..., None]:
         try:
             if kind in passed:
                 return
-        except TypeError:  # a compiler's symbolic sizes
+        except TypeError:  # symbolic sizes of a compiler are not hashable
             return check(*arguments)
         check(*arguments)
         if len(passed) >= KINDS:
@@ -82,7 +87,7 @@ def once_a_kind(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def aligned(t: Tensor | None) -> Tensor | None:
-    """As kernels read parameters: without gaps, and from where the widest instruction can."""
+    """Return a parameter as kernels read it: contiguous and aligned to 16 bytes."""
     if t is None:
         return None
     t = t.contiguous()
@@ -90,7 +95,7 @@ def aligned(t: Tensor | None) -> Tensor | None:
 
 
 def refuse_second_derivative(ctx, *_) -> None:
-    """Raise instead of computing the gradient of a gradient, of which PyTorch would drop a part with a warning."""
+    """Raise an error for second derivatives, where PyTorch would warn and return wrong values."""
     raise NotImplementedError(
         "a scan is differentiable once: models and operators of this package cannot differentiate twice, so gradient "
         "penalties and Hessians are not supported"

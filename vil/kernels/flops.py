@@ -1,20 +1,21 @@
-"""What PyTorch's FlopCounterMode counts for our operators. The count is a model's, whichever operators run it.
+"""FLOP formulas of the operators for PyTorch's FlopCounterMode. A model's count does not depend on the operators it
+uses.
 
-PyTorch counts products alone, 2 FLOPs for a multiplication with its addition, and nothing for elementwise functions.
-The recurrence is a product too, of its coefficients and states: it counts what there is to compute for each of its
-G B L D N elements of state, and nothing for what has fewer (step sizes, norms of keys, the skip connection).
+PyTorch counts only products, 2 FLOPs for a multiplication and its addition, and nothing for elementwise functions. The
+recurrence counts as a product of its coefficients and states: all operations on each of its G B L D N elements of state
+count, and operations with fewer elements (step sizes, norms of keys, the skip connection) do not.
 
     forward, 7    decay 1 - eps k^2 or exp(A dt) (2), drive k (eps x) or b (dt x) (1), decay S + drive (2), q S (2)
-    backward      q dy and what comes from later tokens (3), the gradients of q (2), decay (1), drive (2) and key (2);
-                  and by the decay Longhorn's of eps (2) and key (2), or Mamba's of its exponent (1), dt (2) and A (2)
+    backward      q dy plus gradients from later tokens (3), gradients of q (2), decay (1), drive (2) and key (2); via
+    the decay, Longhorn's eps (2) and key (2), or Mamba's exponent (1), dt (2) and A (2)
 
-That is 14 for Longhorn's gradient and 15 for Mamba's. States, projections and whatever else backward computes once more
-to save memory do not count. The convention of VMamba and its like is 9 for forward, `FIELD_CONVENTION`.
+The sum is 14 for Longhorn's gradient and 15 for Mamba's. States, projections and other values that backward recomputes
+to save memory do not count. VMamba and similar papers count 9 for forward, `FIELD_CONVENTION`.
 
-The block's operators count what its parts do by themselves: also for tokens that nobody needs after the last block, and
-for the convolution's padding, K - 1 tokens more.
+The block's operators count what their parts count separately, including tokens that are not needed after the last
+block, and the K - 1 additional tokens of the convolution's padding.
 
-B batch    L tokens    C model width    D inner width    N states    R rank    P = R + 2N    K taps    G directions
+    B batch    L tokens    C model width    D inner width    N states    R rank    P = R + 2N    K taps    G directions
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 
 _logger = logging.getLogger("torch.utils.flop_counter")
 _level = _logger.level
-_logger.setLevel(logging.ERROR)  # where there is no Triton it would say so with each `import vil`
+_logger.setLevel(logging.ERROR)  # suppress a warning about missing Triton at each `import vil`
 from torch.utils.flop_counter import conv_flop_count, register_flop_formula  # noqa: E402
 
 _logger.setLevel(_level)
@@ -82,7 +83,7 @@ def block_backward(
 
 
 def _block_products(B: int, L: int, C: int, directions: list, lines: Sequence[int]) -> tuple[int, int]:
-    """FLOPs of a block's matrix products and convolutions, and its elements of state."""
+    """Return the FLOPs of a block's matrix products and convolutions, and its number of state elements."""
     S = lines[0] + 1 if lines else L  # tokens that the recurrence reads
     (D, _, K), _, (P, _), (_, R) = directions[:4]
     each = (L + K - 1) * D * K + S * D * P + S * R * D
@@ -92,9 +93,9 @@ def _block_products(B: int, L: int, C: int, directions: list, lines: Sequence[in
 def convolution_backward(
     dy, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, output_mask, *_, **__
 ) -> int:  # fmt: skip
-    """As PyTorch counts it, apart from groups, which it leaves out of the weights' gradient."""
+    """Count as PyTorch does, but include the groups, which PyTorch's formula omits for the gradient of the weights."""
     return sum(output_mask[:2]) * conv_flop_count(x, weight, dy, transposed)
 
 
-# for FlopCounterMode(custom_mapping=CORRECTED), where backward is to be counted
+# for FlopCounterMode(custom_mapping=CORRECTED) when counting backward
 CORRECTED = {torch.ops.aten.convolution_backward: convolution_backward}

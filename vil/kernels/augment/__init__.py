@@ -1,6 +1,6 @@
-"""Launches the kernels of augment.cu, which augment batches of images; `vil.data.batched_transforms` defines them.
+"""Launches of the augmentation kernels in augment.cu; `vil.data.batched_transforms` is the reference implementation.
 
-What is known of each image goes to the GPU in one copy a call, from pinned memory, so that the host waits for nothing.
+Each call copies all per-image parameters to the GPU in one copy from pinned memory, so that the host never waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..cuda.compiler import launch
 
-# an operation's code is its place
+# the opcode of an operation is its index
 OPERATIONS = (
     "", "Affine", "AutoContrast", "Equalize", "Invert", "Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast",
     "Brightness", "Sharpness", "GaussianBlur",
@@ -23,7 +23,8 @@ TABLES = [CODES[name] for name in OPERATIONS[1:] if name not in ("Affine", "Colo
 MACROS = {name.upper(): code for name, code in CODES.items() if name}
 COLOURS = "red", "green", "blue"
 NOISE = {"const": 0, "rand": 1, "pixel": 2}
-ROWS = 16  # of the result that a block of crop_resize_flip makes: their sums fill the 48 KB that every block may have
+# output rows of a thread block of crop_resize_flip: their sums fill the 48 KB of shared memory that every block can use
+ROWS = 16
 SHARED_BYTES = 48 * 1024
 
 CROP = np.dtype([("pixels", "i8"), ("row", "i8"), ("plane", "i8"), ("flip", "i8"), ("axes", "i8", (2, 4))])
@@ -35,7 +36,7 @@ def crop_resize_flip(
     images: Sequence[Tensor], places_B: np.ndarray, sizes_B2: np.ndarray, boxes_B4: np.ndarray, flips_B: np.ndarray,
     size: tuple[int, int], interpolation: str, resized_B2: np.ndarray, offsets_B2: np.ndarray,
 ) -> Tensor:  # fmt: skip
-    """As `batched_transforms.crop_resize_flip`; `sizes` are those of each crop's image, which holds its box."""
+    """Run `batched_transforms.crop_resize_flip` on a GPU; `sizes_B2` are the sizes of each crop's image."""
     images, device = [image.contiguous() for image in images], images[0].device
     (H, W), count = size, len(places_B)
     crops = np.empty(count, CROP)
@@ -45,7 +46,7 @@ def crop_resize_flip(
     lengths_B2 = boxes_B4[:, 2:]
     support_B2 = (1 + (interpolation == "bicubic")) * np.maximum(lengths_B2 / resized_B2, 1)
     taps_B2 = np.minimum(2 * np.ceil(support_B2).astype(np.int64) + 1, lengths_B2)
-    ends = ((2 + taps_B2) * size).cumsum()  # of each axis's weights, behind their first and last pixels
+    ends = ((2 + taps_B2) * size).cumsum()  # ends of each axis's weights, which follow their first and last pixels
     starts_B2 = np.concatenate([[0], ends[:-1]]).reshape(-1, 2)
     crops["axes"] = np.stack([lengths_B2, resized_B2, offsets_B2, starts_B2], axis=2)
     records, weights = _to_device(crops, device), torch.empty(int(ends[-1]), dtype=torch.int32, device=device)
@@ -63,7 +64,7 @@ def crop_resize_flip(
 def apply_operations(
     images: Tensor, codes_BT: np.ndarray, arguments_BTA: np.ndarray, fill: Sequence[int], interpolation: str
 ) -> Tensor:
-    """As `batched_transforms.apply_operations`, but that a blur has a box's radius and two weights for arguments."""
+    """Run `batched_transforms.apply_operations` on a GPU; a blur's arguments are a box's radius and two weights."""
     (count, _, H, W), turns = images.shape, codes_BT.shape[1]
     images = images.contiguous()
     operations = np.empty((turns, count), OPERATION)
@@ -97,7 +98,7 @@ def finish(
     images: Tensor, mean: Sequence[float], std: Sequence[float], erasing_B4: np.ndarray | None,
     keys_B: np.ndarray | None, mode: str, mixing_B6: np.ndarray | None, partners_B: np.ndarray | None,
 ) -> Tensor:  # fmt: skip
-    """As `batched_transforms.finish`."""
+    """Run `batched_transforms.finish` on a GPU."""
     count, _, H, W = images.shape
     rests = np.zeros(count, REST)
     if erasing_B4 is not None:
@@ -115,6 +116,8 @@ def finish(
 
 
 def _to_device(records: np.ndarray, device: torch.device) -> Tensor:
-    """Their bytes. Pageable memory might have the host wait for all that is queued before the copy."""
+    """Copy the bytes of records to the device; a copy from pageable memory could block the host until queued work is
+    done.
+    """
     host = torch.from_numpy(records.reshape(-1).view(np.uint8))
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Backward of the fused block on NVIDIA GPUs: it computes convolutions, projections and gate once more.
+"""Backward of the fused block on NVIDIA GPUs, which recomputes convolutions, projections and gate.
 
 B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
-M tokens whose output was wanted    H tokens that a direction read for it    E columns of uz
+M output tokens    H tokens that each direction reads    E columns of uz
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .weights import BackwardInputs, BackwardOptions, BlockWeights, DirectionWei
 
 
 class DirectionGradients(NamedTuple):
-    """Of both directions' weights as kernels compute them: in parts, to be summed."""
+    """Gradients of both directions' weights, partly as partial sums that remain to be added."""
 
     filters: Tensor
     x_proj: Tensor
@@ -37,14 +37,15 @@ class DirectionGradients(NamedTuple):
 
 @planned()
 def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Gradients of x, xhat (None unless it was given), out_proj, both A_log or None, and what `unpack_gradients` has.
+    """Return gradients of x, xhat (None unless it was given), out_proj, both A_log or None, and those of
+    `unpack_gradients`.
 
     Args:
-        options: How forward has run.
-        sizes: The weights', which are packed among what was saved, as they were.
-        in_one: Whether `unpack_gradients` is to have one tensor.
-        flat: The gradients of x' and, or None, of xhat'; xhat' and its factors, or None twice; the scale or None; norm
-            and in_proj, for the gradients of their product; and `SavedForBackward`.
+        options: Options of forward.
+        sizes: Sizes of the weights, which are saved packed.
+        in_one: Whether `unpack_gradients` returns one tensor.
+        flat: Gradients of x' and of xhat' (or None); xhat' and its factors (or None twice); the scale or None; norm and
+            in_proj, for the gradients of their product; and `SavedForBackward`.
     """
     dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, saved = BackwardInputs.of(map(aligned, flat))
     xhat_TC, rstd_T = given(saved.xhat), given(saved.rstd)
@@ -65,7 +66,7 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
     else:
         duz_BLE = torch.empty_like(saved.uz)
         du_BLD, dz_BMD = duz_BLE.chunk(2, dim=-1)
-    # du is free until the convolutions' gradient, which overwrites it while it reads the tokens around
+    # dy shares memory with du, which the convolutions' gradient overwrites while reading neighbouring dy
     dy_BLD = du_BLD if options.lines is None else torch.empty_like(saved.mean)
     gated_BMD = kernels.gate_outproj_backward(
         dout_TC, w.out_proj, saved.mean, z_BMD, scale_B, tokens.wanted(dy_BLD), dz_BMD
@@ -81,11 +82,11 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
         norm_C, in_proj, sizes, dfolded, dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dtype, in_one
     )
 
-    if options.class_token_only:  # zeros for the residual stream of the other tokens
+    if options.class_token_only:  # the residual stream of the other tokens has zero gradients
         dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.class_token, L // 2)).view(-1, C)
     if not options.norm_given:
         dx_TC, _ = kernels.norm_backward(dxhat_TC, xhat_TC, rstd_T, dx_TC)
-    # the derivative of -exp(A_log) is itself
+    # A = -exp(A_log) is its own derivative
     dA_log = None if saved.A is None else (dA_2DN * saved.A).to(norm_C.dtype)
     return [
         dx_TC.view(B, L, C), dxhat_TC if options.norm_given else None, dout_proj.to(norm_C.dtype), dA_log, *dweights
@@ -96,7 +97,7 @@ def _through_directions(
     recurrence: str, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights, saved: SavedForBackward,
     tokens: Tokens,
 ) -> DirectionGradients:  # fmt: skip
-    """Scan, projections and convolutions of both directions; writes du."""
+    """Backpropagate through scan, projections and convolutions of both directions; writes du."""
     p = project(u_BLD, w, tokens.H, True)
     dv_2BHD, dstep_logits_2BHD, dk_2BHN, dq_2BHN, dA_2DN, dchannels = scans.scan_backward(
         recurrence, tokens.read_by_both(dy_BLD), p.v, given(p.step_logits), p.k, p.q, saved.A, w.skip,
@@ -115,7 +116,7 @@ def _through_lines(
     recurrence: str, lines: Lines, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights,
     saved: SavedForBackward,
 ) -> DirectionGradients:  # fmt: skip
-    """Scan, projections and convolutions of both directions of a pooled block; writes du."""
+    """Backpropagate through scan, projections and convolutions of both directions of a pooled block; writes du."""
     p, dy_BSD = project_pooled(given(saved.pooled), w), kernels.sum_lines(dy_BLD, lines)
     dmeans_2BSD, dstep_logits_2BSD, dk_2BSN, dq_2BSN, dA_2DN, dchannels = scans.scan_backward(
         recurrence, dy_BSD.expand(2, -1, -1, -1), p.v, given(p.step_logits), p.k, p.q, saved.A, None, w.step_bias,
@@ -130,17 +131,17 @@ def _through_lines(
     dfilters, dskips = kernels.pooled_conv_backward(
         u_BLD, dy_BLD, dmeans_2BSD, w.conv, w.conv_bias, w.skip, du_BLD, lines
     )
-    # the scan has had no skip
+    # the scan of a pooled block has no skip
     return DirectionGradients(dfilters, dx_proj, dstep_proj, dskips, dchannels[:, 1], dA_2DN)
 
 
 def _through_in_proj(
     duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, xhat_TC: Tensor, tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the projection that contains the norm's weight, and of xhat."""
+    """Return the gradients of xhat and of the projection that contains the norm's weight."""
     (B, L, E), duz_TE = duz_BLE.shape, duz_BLE.flatten(0, 1)
     dfolded, dxhat_TC = _mm(duz_TE.t(), xhat_TC), torch.mm(duz_TE, w.in_proj[:E])
-    if tokens.class_token_only:  # what z adds
+    if tokens.class_token_only:  # contribution of z
         dz_BD = dz_BMD.squeeze(1)
         xhat_BC, dxhat_BC = (tokens.wanted(t_TC.view(B, L, -1)).squeeze(1) for t_TC in (xhat_TC, dxhat_TC))
         dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])
@@ -151,11 +152,11 @@ def _through_in_proj(
 def named_gradients(
     dout_proj: Tensor, dA_logs: Sequence[Tensor], dnorm: Tensor, din_proj: Tensor, *others
 ) -> BlockWeights:
-    """The gradients of all weights: those of both A_log, if there are, and what `unpack_gradients` has."""
+    """Name the gradients of all weights: those of both A_log, if present, and those of `unpack_gradients`."""
     first, second = DirectionWeights(*others[:6], *dA_logs[:1]), DirectionWeights(*others[6:], *dA_logs[1:])
     return BlockWeights(dnorm, din_proj, dout_proj, (first, second))
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32."""
+    """Return a @ b in fp32."""
     return torch.mm(a, b) if a.dtype.itemsize >= 4 else torch.mm(a, b, out_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What the fused operators of a block take: their limits, and checks of calls that name what does not fit."""
+"""Argument limits of the fused block operators, and checks that name the invalid argument."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .tokens import Tokens
 from .weights import BlockWeights, Inputs, Normed, Options
 
 FP32 = torch.float32
-TAPS = (2, 3, 4)  # of the convolutions that there are kernels for
-WEIGHTS = 2**32 - 1  # elements of in_proj, counted in 32 bits
+TAPS = (2, 3, 4)  # convolution widths that the kernels support
+WEIGHTS = 2**32 - 1  # maximum elements of in_proj, which kernels index with 32 bits
 
-# The letters of dimensions: E 2D, P R + 2N, K taps, S states between chunks, l pooled tokens, U columns of uz, W of
-# packed weights.
+# Dimension letters: E 2D, P R + 2N, K taps, S states between chunks, l pooled tokens, U columns of uz, W packed
+# weights.
 DIRECTION = dict(conv="D1K", conv_bias="D", x_proj="PD", step_proj="DR", step_bias="D", skip="D", A_log="DN")
-# The fields of `SavedForBackward` with their dtypes, None for that of products.
+# Fields of `SavedForBackward` with dimensions and dtypes; None is the dtype of products.
 SAVED: dict[str, tuple[str, torch.dtype | None]] = {
     "uz": ("BLU", None), "mean": ("BMD", None), "states": ("2BSND", FP32), "packed": ("W", None), "A": ("2DN", FP32),
     "pooled": ("2BlD", None), "xhat": ("TC", None), "rstd": ("T", FP32),
@@ -28,7 +28,9 @@ SAVED: dict[str, tuple[str, torch.dtype | None]] = {
 
 
 def unobserved(t: Tensor) -> bool:
-    """Whether nobody is to see an operator but autograd: no compiler, no mode, no transformation, no kind of tensor."""
+    """Return whether only autograd can see an operator: no compiler, mode, functional transform or tensor subclass is
+    active.
+    """
     return not (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -39,18 +41,18 @@ def unobserved(t: Tensor) -> bool:
 
 
 def check_lists(recurrence: str, pooled: bool, **lists: list[Tensor]) -> None:
-    """Raises a ValueError unless these arguments of a schema hold as many tensors as there are names for."""
+    """Raise a ValueError unless these list arguments of a schema have the expected lengths."""
     check_choice("recurrence", recurrence, backends.RECURRENCES)
     selective = recurrence == "selective"
     lengths = dict(directions=[14 if selective else 12], saved=[6 + selective + pooled])
     for name, tensors in lists.items():
         expected = lengths.get(name, [0, 2])
         if len(tensors) not in expected:
-            raise ValueError(f"{name} must hold {' or '.join(map(str, expected))} tensors; it holds {len(tensors)}")
+            raise ValueError(f"{name} must hold {' or '.join(map(str, expected))} tensors, got {len(tensors)}")
 
 
 def check_forward(options: Options, keep: bool, flat: list[Tensor | None]) -> None:
-    """Raises a ValueError that names what does not fit, unless there are kernels for these inputs."""
+    """Raise a ValueError that names the argument for which there are no kernels."""
     x, _, _, _, norm, in_proj, out_proj, *_ = flat
     check_given(x_BLC=x, norm_C=norm, in_proj=in_proj, out_proj=out_proj)
     x_BLC, scale_B, normed, weights = Inputs.of(flat)
@@ -67,15 +69,15 @@ def check_backward(
     recurrence, class_token_only, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions,
     saved,
 ) -> None:  # fmt: skip
-    """The same for backward, of the schema's arguments."""
+    """Raise a ValueError that names the invalid argument of the backward schema."""
     check_lists(recurrence, lines is not None, directions=directions, saved=saved, next_normed=next_normed)
     residual, weights = ("dx_BMC", dx_BMC, "BMC", FP32), BlockWeights.of([norm_C, in_proj, out_proj, *directions])
     sizes = _check_weights(residual, scale_B, weights)
     next_normed = Normed(*next_normed) if next_normed else None
     if dnext_TC is not None and (next_normed is None or class_token_only):
-        raise ValueError("dnext_TC is the gradient of next_normed[0], which is not given or has none")
+        raise ValueError("dnext_TC must be None unless next_normed is given and class_token_only is False")
     dtype = saved[0].dtype
-    check_choice("the dtype of saved[0] (uz),", dtype, backends.DTYPES)
+    check_choice("dtype of saved[0] (uz)", dtype, backends.DTYPES)
     sizes.update({"2": 2, "t": sizes["B"] * sizes["M"]})
     sizes["W"] = kernels.packed_size(weights.sizes(), dtype)
     rows = [
@@ -92,7 +94,7 @@ def check_backward(
     if (sizes["M"], sizes["U"]) != expected:
         found = f"{sizes['M']} and {sizes['U']}"
         need = "{} tokens and saved[0] (uz) {} columns".format(*expected)
-        raise ValueError(f"with class_token_only={class_token_only} dx_BMC must have {need}, not {found}")
+        raise ValueError(f"with class_token_only={class_token_only} dx_BMC must have {need}, got {found}")
     read = lines.S if lines else tokens.H
     sizes.update(T=sizes["B"] * tokens.L, l=read, S=chunk_state_count(read))
     check(sizes, residual, *rows)
@@ -100,7 +102,7 @@ def check_backward(
 
 def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:
     if lines and (min(lines[:2]) < 1 or lines.L != L or class_token_only):
-        raise ValueError(f"lines {tuple(lines)} must have the {L} tokens of x, less the class token, and all put out")
+        raise ValueError(f"lines must cover the {L - 1} patches of x, with class_token_only=False, got {tuple(lines)}")
 
 
 def _saved_fields(recurrence: str, lines: Lines | None) -> list[tuple[str, str, torch.dtype | None]]:
@@ -123,7 +125,7 @@ def _check_weights(residual: Row, scale_B: Tensor | None, weights: BlockWeights)
     name_of_x, x, _, _ = residual
     check_given(norm_C=norm_C, in_proj=in_proj, out_proj=out_proj, **{name_of_x: x})
     dtype = norm_C.dtype
-    check_choice("the dtype of norm_C,", dtype, backends.DTYPES)
+    check_choice("dtype of norm_C", dtype, backends.DTYPES)
     fields = len([t for t in directions[0] if t is not None])
     sizes = {"1": 1}
     check(
@@ -140,10 +142,10 @@ def _check_weights(residual: Row, scale_B: Tensor | None, weights: BlockWeights)
     if 0 in (given(x).numel(), D, R):
         raise ValueError(f"{name_of_x}, out_proj and step_proj must not be empty")
     if E != 2 * D or P != R + 2 * N:
-        raise ValueError(f"in_proj and x_proj must have 2 D = {2 * D} and R + 2 N = {R + 2 * N} rows, not {E} and {P}")
-    check_choice("the number of states in x_proj,", N, backends.STATE_SIZES)
-    check_choice("the number of taps in conv,", sizes["K"], TAPS)
+        raise ValueError(f"in_proj and x_proj must have 2 D = {2 * D} and R + 2 N = {R + 2 * N} rows, got {E} and {P}")
+    check_choice("number of states in x_proj", N, backends.STATE_SIZES)
+    check_choice("number of taps in conv", sizes["K"], TAPS)
     if D > backends.CHANNELS or E * C > WEIGHTS:
         limits = f"{backends.CHANNELS} channels and in_proj of {WEIGHTS} elements"
-        raise ValueError(f"the kernels take up to D = {limits}, not {D} and {E * C}")
+        raise ValueError(f"D must be at most {limits}, got {D} and {E * C}")
     return sizes

@@ -1,4 +1,4 @@
-"""The convolutions of a block with SiLU."""
+"""Convolutions of a block with SiLU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..cuda import compiler, hardware
 from ..cuda.elements import ELEMENT, vector_width
 from ..cuda.plan import place
 
-WARPS = 4  # of a CTA, as in conv.cu
+WARPS = 4  # warps of a CTA, as in conv.cu
 
 
 def conv(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tensor:
-    """v_2BHD = silu(conv(u)) of the H tokens that each direction reads first; the last tap is the token itself."""
+    """Return v_2BHD = silu(conv(u)) for the first H tokens of each direction; the last tap is the token itself."""
     (B, L, D), dtype, taps = u_BLD.shape, u_BLD.dtype, conv_2DK.shape[2]
     v_2BHD, vector = u_BLD.new_empty(2, B, H, D), vector_width(16 // dtype.itemsize, u_BLD)
     macros = dict(INPUT=ELEMENT[dtype], VECTOR=vector, TAPS=taps)
@@ -29,7 +29,9 @@ def conv(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tenso
 
 
 def stretch_of(threads: int, L: int, multiprocessors: int) -> int:
-    """Tokens that a thread takes, a multiple of 4: few enough for 512 threads a multiprocessor."""
+    """Return the tokens of a thread, a multiple of 4 that gives each multiprocessor at least 512 threads if
+    possible.
+    """
     stretch = 64
     while stretch > 8 and threads * -(-L // stretch) < 512 * multiprocessors:
         stretch //= 2
@@ -37,7 +39,7 @@ def stretch_of(threads: int, L: int, multiprocessors: int) -> int:
 
 
 def plain(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tensor:
-    """The definition of `conv`."""
+    """Reference implementation of `conv`."""
 
     def one(u_BLD, weight_DK, bias_D):
         padded_BDL = F.pad(u_BLD.mT, (weight_DK.shape[1] - 1, 0))

@@ -1,4 +1,4 @@
-"""The gradients of a block's convolutions."""
+"""Gradients of a block's convolutions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..cuda.plan import place
 from . import conv
 from .plain import gradients
 
-WARPS = 4  # of a CTA, as in conv_backward.cu
+WARPS = 4  # warps of a CTA, as in conv_backward.cu
 
 
 def conv_backward(
     u_BLD: Tensor, dv_2BHD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
     du_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the convolutions, given those of v, less what its projections add, and of these.
+    """Write du_BLD and return the gradients of filters and biases, (parts, 2, K + 1, D), to be summed; biases are last.
 
-    They are of the H tokens that each direction reads first; others have none. Writes du_BLD; returns the gradients of
-    weights and biases, the biases last: (parts, 2, K + 1, D), to be summed.
+    Inputs are the gradients of v without its projections' contribution, and the gradients of the projections, for the
+    first H tokens of each direction; other tokens have zero gradients.
     """
     B, L, D = u_BLD.shape
     P, taps, size = dprojected_2TP.shape[2], conv_2DK.shape[2], u_BLD.element_size()
@@ -40,10 +40,10 @@ def conv_backward(
 
 
 def share(B: int, L: int, most: int) -> tuple[int, int]:
-    """Tokens of a stretch, and parts of all stretches, of which `most` keep the GPU busy.
+    """Return the tokens of a stretch, and the number of parts of all stretches, of which `most` keep the GPU busy.
 
-    There are no more parts than that, as another kernel adds them. They all get as many stretches, four at a time, and
-    these are as long as that allows.
+    There are at most `most` parts, because another kernel adds them. All parts have equally many stretches, in groups
+    of four, and the stretches are as long as possible.
     """
     most = max(1, most)
     rounds = -(-B * -(-L // 256) // (4 * most))
@@ -61,7 +61,7 @@ def plain(
     u_BLD: Tensor, dv_2BHD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
     du_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The definition of `conv_backward`, in one part."""
+    """Reference implementation of `conv_backward`, in one part."""
     dv_2BHD = dv_2BHD + (dprojected_2TP @ x_proj_2PD).view_as(dv_2BHD)
     inputs, H = [u_BLD, conv_2DK, conv_bias_2D], dv_2BHD.shape[2]
     found_BLD, dconv, dconv_bias = gradients(lambda u, w, b: conv.plain(u, w, b, H), inputs, dv_2BHD)

@@ -1,4 +1,4 @@
-"""Convolutions, projections of what they find and the step's logits: one kernel where it fits, else three steps."""
+"""Convolutions, their projections and the step logits, in one kernel if supported, otherwise in three steps."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from ..cuda.elements import ELEMENT, vector_width
 from ..cuda.plan import place
 from . import conv as convolutions
 
-STRIPS = 48  # of two tokens, that a CTA takes
+STRIPS = 48  # strips of two tokens in a CTA
 
 
 def conv_xproj(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int,
     project_step: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """v_2BHD, convolution and SiLU of both directions; its projections v x_proj^T (2, T, P); and the step's logits.
+    """Return v_2BHD (convolution and SiLU of both directions), projections v x_proj^T (2, T, P), and step logits (2, T,
+    D).
 
-    The step is the first R columns. Its logits, step step_proj^T (2, T, D), are None without `project_step`. All are
-    of the H tokens that each direction reads first, T in all. The last of the K taps is the token itself.
+    The step is the first R columns of the projections. Its logits, step step_proj^T, are None if `project_step` is
+    False. All results are for the first H tokens of each direction, T in all. The last of the K taps is the token
+    itself.
     """
     (B, L, D), P, R, dtype = u_BLD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2], u_BLD.dtype
     if not fits(u_BLD, P, conv_2DK.shape[2]):
@@ -40,9 +42,10 @@ def conv_xproj(
 
 
 def fits(u_BLD: Tensor, P: int, taps: int) -> bool:
-    """Whether it is one kernel.
+    """Return whether one kernel supports the inputs.
 
-    That is so where its copies and 32-bit offsets within two sequences reach, and there is a CTA a multiprocessor.
+    The kernel requires aligned copies, 32-bit offsets within two sequences, and at least one CTA for each
+    multiprocessor.
     """
     _, L, D = u_BLD.shape
     shape = u_BLD.dtype.itemsize == 2 and D % 64 == 0 and P <= 80 and taps == 4 and L >= 24
@@ -55,13 +58,13 @@ def _strips(u_BLD: Tensor) -> int:
 
 
 def macros_of(dtype: torch.dtype, D: int, P: int, R: int, taps: int, project_step: bool, shared: int) -> dict:
-    """Of conv_xproj.cu, where a CTA may have `shared` bytes."""
+    """Return the macros of conv_xproj.cu for `shared` bytes of shared memory in a CTA."""
 
     def block_bytes(k_tile):
         rows = 96 + 6 * (taps - 1)
         return 2 * (rows * (k_tile + 16) * 2 + 2 * k_tile * (taps + 1) * 4 + 2 * P * k_tile * 2) + rows * 4
 
-    split = 2 if P > 64 else 1  # a warp has no registers for the sums of wide projections and all channels' inputs
+    split = 2 if P > 64 else 1  # for wide projections, a warp lacks the registers for all channels
     k_tile = 128 if split == 2 and D % 128 == 0 and block_bytes(128) <= shared else 64
     return dict(
         INPUT=ELEMENT[dtype], TAPS=taps, PROJECTIONS=P, RANK=R, LOGITS=int(project_step), SPLIT=split, K_TILE=k_tile,
@@ -73,7 +76,7 @@ def plain(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int,
     project_step: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The definition of `conv_xproj`, always with the step's logits."""
+    """Reference implementation of `conv_xproj`, always with step logits."""
     v_2BHD = convolutions.plain(u_BLD, conv_2DK, conv_bias_2D, H)
     projected_2TP = v_2BHD.flatten(1, 2) @ x_proj_2PD.mT
     return v_2BHD, projected_2TP, projected_2TP[..., : step_proj_2DR.shape[2]] @ step_proj_2DR.mT

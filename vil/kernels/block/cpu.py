@@ -1,10 +1,11 @@
-"""The bidirectional block on CPUs in fp32, by few passes over memory, and its gradient.
+"""Bidirectional block on CPUs in fp32, with few passes over memory, and its gradient.
 
-Convolutions of both directions, norm, gate and the scan are kernels that Numba compiles; products are PyTorch's.
-`fused_operator` says for which tensors: compilers, modes and transformations see the block's parts in its place.
+Convolutions of both directions, norm, gate and the scan are kernels compiled by Numba; products are PyTorch's.
+`fused_operator` decides for which tensors the block runs fused: compilers, modes and functional transforms see the
+block's separate parts instead.
 
-B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
-P columns of x_proj, R + 2N
+    B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
+    P columns of x_proj, R + 2N
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from .tokens import Tokens
 from .weights import BlockWeights, DirectionWeights, Normed, Options, needs_gradients
 
 REVERSE = (False, True)
-ROWS = 16  # tokens of a task
+ROWS = 16  # rows (tokens) of a task
 
 
 class Saved(NamedTuple):
-    """What forward keeps for backward, beside its inputs."""
+    """Tensors that forward saves for backward, beside its inputs."""
 
     rstd: Tensor  # (T,) of the norm
     h: Tensor  # (T, C), normed
@@ -41,7 +42,7 @@ class Saved(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """What the scan reads."""
+    """Inputs of the scan."""
 
     x: Tensor
     step_logits: Tensor
@@ -55,7 +56,7 @@ class Scanned(NamedTuple):
 def block(
     x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None, normed: Normed | None = None
 ) -> tuple[Tensor, None]:
-    """As `operator.block`, but in fp32 whatever the options, and with no norm for the next block."""
+    """Run `operator.block` on a CPU, always in fp32 and without the norm for the next block."""
     x_BLC, weights = x_BLC.contiguous(), BlockWeights.of([t.contiguous() for t in weights.flat()])
     scale_B = None if scale_B is None else scale_B.contiguous()
     if needs_gradients(x_BLC, weights):
@@ -86,7 +87,7 @@ class _Block(torch.autograd.Function):
 def _forward(
     options: Options, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, keep: bool
 ) -> tuple[Tensor, Saved | None]:
-    """Return x' and what backward needs, with the states if `keep`; a pooled block has no backward."""
+    """Return x' and the tensors for backward, with states if `keep`; a pooled block has no backward."""
     (B, L, C), T = x_BLC.shape, x_BLC.shape[0] * x_BLC.shape[1]
     x_TC = x_BLC.view(T, C)
     h_TC, rstd_T = torch.empty_like(x_TC), x_TC.new_empty(T)
@@ -106,11 +107,12 @@ def _forward(
 
 
 def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """v, what x_proj makes of it, and the step's logits, of both directions."""
+    """Return v, its projections and the step logits of both directions."""
     T, (_, D, _, R, K) = uz_TE.shape[0], weights.sizes()
     v_2TD, filters = uz_TE.new_empty(2, T, D), _filters(weights)
     _channels("conv_forward", K, B, L, D, *_token_places(uz_TE, L), *_addresses(*filters, v_2TD))
-    projected_2TP = torch.bmm(_both(weights, "x_proj"), v_2TD.mT).mT.contiguous()  # by rows: a fifth less time
+    # row-major, which takes a fifth less time
+    projected_2TP = torch.bmm(_both(weights, "x_proj"), v_2TD.mT).mT.contiguous()
     return v_2TD, projected_2TP, torch.bmm(projected_2TP[..., :R], _both(weights, "step_proj").mT)
 
 
@@ -158,7 +160,7 @@ def _scanned(v_2TD, projected_2TP, step_logits_2TD, B: int, L: int, weights: Blo
 def _backward(
     options: Options, dy_BLC: Tensor, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, saved: Saved
 ) -> tuple[Tensor, BlockWeights]:
-    """Gradients of x and of all weights."""
+    """Return the gradients of x and of all weights."""
     (B, L, C), D, T = x_BLC.shape, weights.out_proj.shape[1], len(saved.uz)
     x_TC, dout_TC = x_BLC.view(T, C), dy_BLC.view(T, C)
     duz_TE, gated_TD, dy_TD = (torch.empty_like(t) for t in (saved.uz, saved.v[0], saved.v[0]))
@@ -176,14 +178,14 @@ def _backward(
 def _through_directions(
     recurrence: str, dy_BLD: Tensor, weights: BlockWeights, saved: Saved, duz_TE: Tensor
 ) -> tuple[DirectionWeights, DirectionWeights]:
-    """Scan, projections and convolutions: the gradients of both directions' weights; writes that of u."""
+    """Return the gradients of both directions' weights, from scan, projections and convolutions; writes du."""
     (B, L, D), T, R, K = dy_BLD.shape, len(duz_TE), weights.sizes().R, weights.sizes().K
     scanned = _scanned(saved.v, saved.projected, saved.step_logits, B, L, weights)
     dv_2BLD, dstep_logits_2BLD, dk_2BLN, dq_2BLN, dA_2DN, dchannels_22D = scans.backward(
         recurrence, dy_BLD.expand(2, B, L, D), *scanned, saved.states, REVERSE
     )
     dv_2TD, dstep_logits_2TD = dv_2BLD.view(2, T, D), dstep_logits_2BLD.view(2, T, D)
-    # few rows, not few columns: their products take half the time
+    # products with few rows take half the time of products with few columns
     dstep_2RT = torch.bmm(_both(weights, "step_proj").mT, dstep_logits_2TD.mT)
     dprojected_2TP = torch.cat([dstep_2RT.mT, dk_2BLN.view(2, T, -1), dq_2BLN.view(2, T, -1)], dim=2)
     dv_2TD.baddbmm_(dprojected_2TP, _both(weights, "x_proj"))
@@ -193,7 +195,7 @@ def _through_directions(
     tensors = *_filters(weights), dv_2TD, duz_TE, dfilters
     _channels("conv_backward", K, B, L, D, *_token_places(saved.uz, L), *_addresses(*tensors))
     dfilters_2KD, (dskip_2D, dstep_bias_2D) = dfilters.sum(0), dchannels_22D.unbind(1)
-    dA_log = (None, None) if scanned.A is None else dA_2DN * scanned.A  # the derivative of -exp(A_log) is itself
+    dA_log = (None, None) if scanned.A is None else dA_2DN * scanned.A  # A = -exp(A_log) is its own derivative
     first, second = (
         DirectionWeights(
             dfilters_2KD[g, :K].t().unsqueeze(1), dfilters_2KD[g, K], dx_proj_2PD[g], dstep_proj_2DR[g],
@@ -212,7 +214,7 @@ def _gate(uz_TE, y_2BLD, scale_B, gated_TD) -> tuple[int, ...]:
 
 
 def _token_places(uz_TE: Tensor, L: int) -> tuple[int, int, int]:
-    """Of u: where it is, and the distance of images and of tokens."""
+    """Return the address of u and the byte strides of images and tokens."""
     E = uz_TE.shape[1]
     return uz_TE.data_ptr(), 4 * L * E, 4 * E
 

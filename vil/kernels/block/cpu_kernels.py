@@ -1,7 +1,7 @@
-"""What is around the scan of a block on CPUs, in the part of Python that Numba compiles; `cpu` launches it.
+"""CPU kernels of a block's parts around the scan, in the subset of Python that Numba compiles; `cpu` launches them.
 
-Rows are tokens; u and z are the halves of rows of uz. Addresses and strides are in bytes. A task is a run of rows, or a
-block of `LANES` channels of one image, of which the convolutions keep a window of tokens.
+Rows are tokens; u and z are the halves of rows of uz. Addresses and strides are in bytes. A task is a range of rows, or
+a block of `LANES` channels of one image, for which the convolutions keep a window of tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..cpu.language import (
     store_rows,
 )  # fmt: skip
 
-AHEAD = 4  # tokens, of which the rows are fetched
-WINDOW = 8  # tokens, a power of 2 and at least those that both filters see or two of one reach
+AHEAD = 4  # tokens to prefetch ahead
+WINDOW = 8  # tokens, a power of 2: at least those that both filters see, and twice a filter's reach
 
 
 @inlined
@@ -40,7 +40,7 @@ def row(address, size):
 
 
 def norm_forward():
-    """h = gamma x rho and rho, with rho = 1 / sqrt(mean(x^2) + eps)."""
+    """Kernel of h = gamma x rho and rho, with rho = 1 / sqrt(mean(x^2) + eps)."""
 
     def kernel(arguments):
         _, _, tasks, rows, C, T, eps_bits, x0, gamma0, h0, rho0 = to_fixed_tuple(carray(arguments, (11,)), 11)
@@ -63,7 +63,7 @@ def norm_forward():
 
 
 def norm_backward():
-    """Adds x's gradient to dx; a task's part of gamma's is a row of dgamma."""
+    """Kernel that adds x's gradient to dx; each row of dgamma is a task's part of gamma's gradient."""
 
     def kernel(arguments):
         (_, _, tasks, rows, C, T, x0, gamma0, rho0, dh0, dout0, dx0, dgamma0) = to_fixed_tuple(
@@ -92,7 +92,7 @@ def norm_backward():
 
 
 def gate_forward():
-    """scale (y_0 + y_1) / 2 * silu(z)."""
+    """Kernel of scale (y_0 + y_1) / 2 * silu(z)."""
 
     def kernel(arguments):
         (_, _, tasks, rows, D, T, L, z0, zt, y0, y1, scale0, gated0) = to_fixed_tuple(carray(arguments, (13,)), 13)
@@ -113,7 +113,7 @@ def gate_forward():
 
 
 def gate_backward():
-    """Gradients of z, of y in either direction, and the gated again."""
+    """Kernel of the gradients of z and of y in either direction, and of the recomputed gate's output."""
 
     def kernel(arguments):
         (_, _, tasks, rows, D, T, L, z0, zt, y0, y1, scale0, gated0, dgated0, dy0, dz0) = to_fixed_tuple(
@@ -142,7 +142,7 @@ def gate_backward():
 
 @inlined
 def take_filters(weights0, bias0, g, D, first, width, taps, weights, bias):
-    """A direction's filters (D, 1, taps) as rows of channels, and their biases."""
+    """Copy a direction's filters (D, 1, taps) as rows of channels, and their biases."""
     source = row(weights0 + BYTES * first * taps, width * taps)
     for i in range(taps):
         for d in range(width):
@@ -154,7 +154,7 @@ def take_filters(weights0, bias0, g, D, first, width, taps, weights, bias):
 
 @inlined
 def see(u1, ul, t, L, width, window):
-    """Puts token t, zeros if there is none, into the window."""
+    """Store token t, or zeros after the last token, in the window."""
     if t < L:
         prefetch_row(u1 + (t + AHEAD) * ul)
         load_rows(u1 + t * ul, 0, width, 1, window[t % WINDOW : t % WINDOW + 1])
@@ -163,7 +163,9 @@ def see(u1, ul, t, L, width, window):
 
 
 def conv_forward(taps: int):
-    """v_g = silu(conv_g(u)), causal in the order in which g reads; tap i of g = 0 sees token t - taps + 1 + i."""
+    """Kernel of v_g = silu(conv_g(u)), causal in the order of direction g; tap i of g = 0 sees token t - taps + 1
+    + i.
+    """
     of_weights, of_window, two = 2 * taps * LANES, WINDOW * LANES, 2 * LANES
 
     def kernel(arguments):
@@ -202,7 +204,7 @@ def conv_forward(taps: int):
 
 
 def conv_backward(taps: int):
-    """du, and an image's part of the gradients of filters and biases, (B, 2, taps + 1, D)."""
+    """Kernel of du, and of an image's part of the gradients of filters and biases, (B, 2, taps + 1, D)."""
     of_weights, of_window, two, of_sums = 2 * taps * LANES, WINDOW * LANES, 2 * LANES, 2 * (taps + 1) * LANES
 
     def kernel(arguments):
@@ -226,7 +228,8 @@ def conv_backward(taps: int):
             take_filters(w1, bias1, 1, D, first, width, taps, weights, bias)
             u1, dv1, du1 = u0 + b * ub + BYTES * first, dv0 + BYTES * (b * L * D + first), du0 + b * ub + BYTES * first
             clear(window, WINDOW)
-            clear(before, WINDOW)  # gradients of what the filters put out for the last tokens, of either direction
+            # gradients of the filters' outputs for the last tokens, one buffer for each direction
+            clear(before, WINDOW)
             clear(behind, WINDOW)
             clear(sums, 2 * (taps + 1))
             for t in range(taps - 1):
@@ -261,7 +264,7 @@ def conv_backward(taps: int):
                 else:
                     clear(before[t % WINDOW : t % WINDOW + 1], 1)
                     clear(behind[t % WINDOW : t % WINDOW + 1], 1)
-                seen = t - (taps - 1)  # by all that have read it now
+                seen = t - (taps - 1)  # the token that no filter reads any more
                 if seen >= 0:
                     for d in range(LANES):
                         total = ZERO
@@ -279,7 +282,9 @@ def conv_backward(taps: int):
 
 @inlined
 def place_in_line(i, count, length):
-    """Of token i in the order of lines: the number of its pooled token, of its line, and its place there."""
+    """Return the indices of the pooled token and of the line of token i in the order of lines, and its position in the
+    line.
+    """
     center = count * length // 2
     patch = i - (i > center)
     line = patch // length
@@ -306,7 +311,7 @@ def see_in_line(u1, ul, i, count, length, next, next_line, width, window):
 
 
 def pool_forward(taps: int):
-    """Means of v_g = silu(conv_g(u)) over lines; what skips the recurrence, (skip_0 v_0 + skip_1 v_1) / 2, over u."""
+    """Kernel of the means of v_g = silu(conv_g(u)) over lines; writes (skip_0 v_0 + skip_1 v_1) / 2 over u."""
     of_weights, of_window, two = 2 * taps * LANES, WINDOW * LANES, 2 * LANES
 
     def kernel(arguments):
@@ -366,7 +371,7 @@ def pool_forward(taps: int):
 
 
 def pooled_gate_forward():
-    """scale ((y_0 + y_1) / 2 + what skips) silu(z), over what skips; y is of a token's line."""
+    """Kernel of scale ((y_0 + y_1) / 2 + skipped) silu(z), written over `skipped`; y is that of a token's line."""
 
     def kernel(arguments):
         (_, _, tasks, rows, D, T, L, uz0, uzt, y0, y1, scale0, count, length, columns) = to_fixed_tuple(

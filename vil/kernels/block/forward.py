@@ -1,7 +1,7 @@
 """Forward of the fused block on NVIDIA GPUs: a few kernels and products, whose order is recorded once and replayed.
 
 B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
-M tokens whose output is wanted    H tokens that a direction reads for it    E columns of uz
+M output tokens    H tokens that each direction reads    E columns of uz
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REVERSE = (False, True)
 
 
 class Projected(NamedTuple):
-    """What the recurrence reads of H tokens, for both directions."""
+    """Inputs of the recurrence for H tokens of both directions."""
 
     v: Tensor  # (2, B, H, D)
     k: Tensor  # (2, B, H, N)
@@ -35,12 +35,14 @@ class Projected(NamedTuple):
 
 @planned(check_forward)
 def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """x'; xhat' and its factors, or None twice; and `SavedForBackward` if `keep`. Of the tensors of `Inputs`."""
+    """Return x'; xhat' and its factors, or None twice; and `SavedForBackward` if `keep`. `flat` holds the tensors of
+    `Inputs`.
+    """
     x_BLC, scale_B, normed, weights = Inputs.of(map(aligned, flat))
     (B, L, C), D, dtype = x_BLC.shape, weights.out_proj.shape[1], options.dtype
     tokens, x_TC = Tokens(L, options.class_token_only), x_BLC.view(-1, C)
     tiles = None if options.class_token_only else kernels.empty_tiles(B * L, weights.out_proj, dtype)
-    # a product that is no part of a kernel is written over the residual stream
+    # a separate product is written over the residual stream, which must be a copy
     copy = not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
     packed, norm = kernels.pack_weights(weights, dtype, tiles, None if normed else x_TC, options.eps, copy)
     w, A_2DN = PackedWeights.of(packed, weights.sizes()), A_of(weights)
@@ -68,7 +70,7 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
 def _read_tokens(
     options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None, tokens: Tokens
 ) -> tuple[kernels.Read, None, Tensor]:
-    """What the gate reads, if the recurrence has read every token; and its states."""
+    """Return the inputs of the gate and the states, for a recurrence over every token."""
     schedule, from_step = kernels.schedule_scan(options.recurrence, u_BLD, tokens.H, w.x_proj, w.step_proj)
     p = project(u_BLD, w, tokens.H, not from_step)
     y_2BHD, states = scans.scan_forward(
@@ -81,7 +83,7 @@ def _read_tokens(
 def _read_lines(
     options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None
 ) -> tuple[kernels.Read, Tensor, Tensor]:
-    """The same, if it has read the means of lines; they are the second result."""
+    """Return the inputs of the gate, the means of lines, and the states, for a recurrence over lines."""
     lines = options.lines
     assert lines is not None
     means_2BSD, skipped_BLD = kernels.pool(u_BLD, w.conv, w.conv_bias, w.skip, lines)
@@ -97,7 +99,7 @@ def _read_lines(
 
 
 def project_pooled(means_2BSD: Tensor, w: PackedWeights) -> Projected:
-    """Projections of what a pooled block's recurrence reads."""
+    """Project the means of lines to the inputs of a pooled block's recurrence."""
     R, P = w.step_proj.shape[2], w.x_proj.shape[1]
     projected_2TP = torch.bmm(means_2BSD.flatten(1, 2), w.x_proj.mT)
     step_logits_2TD = torch.bmm(projected_2TP[..., :R], w.step_proj.mT)
@@ -107,13 +109,13 @@ def project_pooled(means_2BSD: Tensor, w: PackedWeights) -> Projected:
 
 
 def A_of(weights: BlockWeights) -> Tensor | None:
-    """A (2, D, N), if the recurrence has rates."""
+    """Return A (2, D, N) of the selective recurrence, or None."""
     first, second = (direction.A_log for direction in weights.directions)
     return None if first is None or second is None else -torch.stack([first.float(), second.float()]).exp()
 
 
 def split(uz_BLE: Tensor, xhat_TC: Tensor, w: PackedWeights, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """u of all tokens and z of those that are put out."""
+    """Return u of all tokens and z of the output tokens."""
     if not tokens.class_token_only:
         u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
         return u_BLD, z_BLD
@@ -123,7 +125,9 @@ def split(uz_BLE: Tensor, xhat_TC: Tensor, w: PackedWeights, tokens: Tokens) -> 
 
 
 def project(u_BLD: Tensor, w: PackedWeights, H: int, project_step: bool) -> Projected:
-    """Convolutions and projections of the H tokens that each direction reads; the step's logits if wanted."""
+    """Return convolutions and projections of the first H tokens of each direction, with step logits if
+    `project_step`.
+    """
     B, R, P = len(u_BLD), w.step_proj.shape[2], w.x_proj.shape[1]
     v_2BHD, projected_2TP, step_logits_2TD = kernels.conv_xproj(
         u_BLD, w.conv, w.conv_bias, w.x_proj, w.step_proj, H, project_step

@@ -1,4 +1,4 @@
-"""The one question whether a block runs fused, and by which operator: that for NVIDIA GPUs, that for CPUs, or none."""
+"""Choice of the fused operator of a block: the one for NVIDIA GPUs, the one for CPUs, or none."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from .weights import BlockWeights
 
 
 def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -> Callable | None:
-    """The operator that computes a block of these weights over this residual stream on this machine, or None.
+    """Return the operator that computes a block of these weights for this residual stream on this machine, or None.
 
-    It takes (x_BLC, weights, options, scale_B, normed) and returns x' and its norm or None: `operator.block` says more.
+    The operator accepts (x_BLC, weights, options, scale_B, normed) and returns x' and its norm or None, as
+    `operator.block`.
     """
     dtype, device, sizes = weights.norm.dtype, x_BLC.device, weights.sizes()
     fits = [t is not None and t.dtype == dtype and t.device == device and is_plain(t) for t in weights.flat()]
@@ -27,13 +28,13 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -
     backend = backends.backend_for(device)
     if backend == "cuda":
         return None if backends.transformed() else operator.block
-    # compilers and whoever else looks on are shown the parts of a block on a CPU
+    # on a CPU, compilers and other observers must see the separate parts of a block
     hidden = dtype == FP32 and unobserved(x_BLC) and not torch.is_autocast_enabled("cpu")
-    if backend != "cpu" or not hidden or (pooled and torch.is_grad_enabled()):  # which has no backward there
+    if backend != "cpu" or not hidden or (pooled and torch.is_grad_enabled()):  # pooled blocks have no backward on CPUs
         return None
     return cpu.block
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is values in memory, and none that stands for others, as those of torchao and DTensor do."""
+    """Return whether a tensor owns its values, unlike wrapper subclasses such as those of torchao and DTensor."""
     return not hasattr(type(tensor), "__tensor_flatten__")

@@ -1,4 +1,4 @@
-"""The gate of a block: the mean of both directions times silu(z), and its gradient."""
+"""Gate of a block, the mean of both directions times silu(z), and its gradient."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ..cuda.elements import ELEMENT, vector_width
 from .lines import Lines
 from .plain import gradients
 
-WARPS = 4  # of a CTA, as in gate.cu
+WARPS = 4  # warps of a CTA, as in gate.cu
 
 
 class Read(NamedTuple):
-    """What a gate takes the mean of."""
+    """The two tensors that a gate averages."""
 
     first: Tensor  # (B, L, D), of one direction; or, in a pooled block, what both skip of each token
     second: Tensor  # (B, L, D), of the other; or (B, S, D), what both found for each line
     lines: Lines | None = None
 
     def arguments(self) -> dict:
-        """As kernels take them."""
+        """Return the arguments of kernels."""
         lines = (self.lines or Lines(0, 0, False)).arguments()
         return dict(y_0=self.first, y_1=self.second, **lines)
 
 
 def gate(y: Read, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    """scale * mean * silu(z) of the mean of what is read; and that mean if `keep`, else an empty tensor."""
+    """Return scale * mean * silu(z), and the mean if `keep`, otherwise an empty tensor."""
     B, L, D = y.first.shape
     gated_BLD = z_BLD.new_empty(B, L, D)
     mean_BLD = torch.empty_like(gated_BLD) if keep else gated_BLD.new_empty(0)
@@ -45,7 +45,7 @@ def gate(y: Read, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Te
 def gate_backward(
     dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor, dz_BLD: Tensor
 ) -> Tensor:
-    """Writes dy_BLD, of either direction, and dz_BLD; returns gated_BLD once more."""
+    """Write dy_BLD, equal for both directions, and dz_BLD; return the recomputed gated_BLD."""
     B, L, D = mean_BLD.shape
     gated_BLD = torch.empty_like(mean_BLD)
     arguments = dict(
@@ -58,7 +58,7 @@ def gate_backward(
 
 
 def token_stride(t_BLD: Tensor) -> int:
-    """From one token to the next, also of the next image: L may be 1."""
+    """Return the stride from one token to the next, which also holds across images, even if L is 1."""
     return t_BLD.stride(0) // t_BLD.shape[1]
 
 
@@ -68,7 +68,7 @@ def _launch(entry: str, dtype: torch.dtype, vector: int, tokens: int, arguments:
 
 
 def plain(y: Read, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    """The definition of `gate`."""
+    """Reference implementation of `gate`."""
     second_BLD = y.second if y.lines is None else y.second[:, y.lines.pooled_in_memory().to(z_BLD.device)]
     mean_BLD = (y.first + second_BLD) / 2
     return mean_BLD * F.silu(z_BLD) * (1 if scale_B is None else scale_B[:, None, None]), mean_BLD
@@ -77,7 +77,7 @@ def plain(y: Read, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[T
 def plain_backward(
     dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor, dz_BLD: Tensor
 ) -> Tensor:
-    """The definition of `gate_backward`."""
+    """Reference implementation of `gate_backward`."""
 
     def gated(mean_BLD, z_BLD):
         return plain(Read(mean_BLD, mean_BLD), z_BLD, scale_B, True)[0]

@@ -1,4 +1,4 @@
-"""Gate, product with out_proj and residual addition: one kernel for few tokens or on Hopper, else two steps."""
+"""Gate, product with out_proj and residual addition: one kernel for few tokens or on Hopper, otherwise two steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .norm_backward import plain_norm
 
 
 def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
-    """Whether `gate_outproj` is one kernel: there is one for few tokens and, on Hopper, one for many."""
+    """Return whether `gate_outproj` is one kernel, for few tokens or, on Hopper, for many tokens."""
     T, C = x_TC.shape
     if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or vector_width(4, x_TC) < 4:
         return False
@@ -26,10 +26,10 @@ def gate_outproj(
     x_TC: Tensor, y: Read, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """x + gated out_proj^T, with `gate`'s two results; written over x unless `fuses_product`.
+    """Return x + gated out_proj^T and the two results of `gate`; the sum is written over x unless `fuses_product`.
 
-    And its norm with the factors, as `pack_weights` has them, if `eps` is given and there are `tiles`, else an empty
-    list.
+    The third result is the norm of the sum and its factors, as in `pack_weights`, if `eps` and `tiles` are given,
+    otherwise an empty list.
     """
     (B, L, D), (T, C), dtype = y.first.shape, x_TC.shape, z_BLD.dtype
     if not fuses_product(x_TC, D, dtype):
@@ -49,12 +49,12 @@ def gate_outproj(
 
 
 def few_ctas(T: int, C: int) -> int:
-    """CTAs of `gate_outproj_of_few`: one for 16 tokens and 48 outputs."""
+    """Return the number of CTAs of `gate_outproj_of_few`: one for 16 tokens and 48 outputs."""
     return -(-T // 16) * (C // 48)
 
 
 def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """x += a @ b, with no rounding in between."""
+    """Compute x += a @ b without intermediate rounding."""
     if a.dtype == x.dtype:
         return torch.addmm(x, a, b, out=x)
     return torch.addmm(x, a, b, out_dtype=x.dtype, out=x)
@@ -64,7 +64,7 @@ def plain(
     x_TC: Tensor, y: Read, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """The definition of `gate_outproj`, with the norm whenever `eps` is given."""
+    """Reference implementation of `gate_outproj`, with the norm whenever `eps` is given."""
     gated_BLD, mean_BLD = gates.plain(y, z_BLD, scale_B, keep)
     out_TC = x_TC + gated_BLD.flatten(0, 1) @ out_proj_CD.t()
     return out_TC, mean_BLD, [] if eps is None else list(plain_norm(out_TC, eps, out_TC.dtype))

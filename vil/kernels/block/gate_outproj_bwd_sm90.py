@@ -1,4 +1,6 @@
-"""Backward of gate and product with out_proj: one kernel for many tokens on Hopper, else a product and the gate's."""
+"""Backward of gate and product with out_proj: one kernel for many tokens on Hopper, otherwise a product and a gate
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ def gate_outproj_backward(
     dout_TC: Tensor, out_proj_CD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor,
     dz_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`gate_backward` of the product's gradient dout out_proj.
+    """Run `gate_backward` on the gradient dout out_proj of the product.
 
-    On Hopper both are one kernel, if the tokens fill the GPU and z and dz are halves of uz and its gradient.
+    On Hopper, product and gate are one kernel if the tokens fill the GPU, and z and dz are halves of uz and of its
+    gradient.
     """
     (T, C), (_, L, D) = dout_TC.shape, mean_BLD.shape
     dout_TC = dout_TC.contiguous()
@@ -28,8 +31,8 @@ def gate_outproj_backward(
         dgated_BLD = torch.mm(dout_TC, out_proj_CD).view_as(mean_BLD)
         return gates.gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
     gated_BLD = torch.empty_like(mean_BLD)
-    slices = D // 128  # of channels; a CTA has one of them and a multiprocessor's shared memory
-    blocks = max(1, hardware.multiprocessors(place(dout_TC)) // slices)  # of each
+    slices = D // 128  # slices of 128 channels; a CTA has one slice and a multiprocessor's whole shared memory
+    blocks = max(1, hardware.multiprocessors(place(dout_TC)) // slices)  # CTAs of each slice
     rounds, tokens = forward.shares(T, blocks)
     macros = macros_of(dout_TC.dtype, C)
     compiler.launch("block/gate_outproj_bwd_sm90", "gate_outproj_backward", macros, blocks * slices, 384, dict(
@@ -41,7 +44,7 @@ def gate_outproj_backward(
 
 
 def macros_of(dtype: torch.dtype, C: int) -> dict:
-    """Weights of 128 channels, and as many slots for each of two groups as fit."""
+    """Return the macros for weights of 128 channels, and as many slots for each of two warp groups as fit."""
     weights, slot = C * 128 * 2, 64 * 128 + 2 * 8
     slots = (227 * 1024 - weights - 8) // (2 * slot)
     return dict(INPUT=ELEMENT[dtype], WIDTH=C, SLOTS=slots, CTA_BYTES=weights + 2 * slots * slot + 8)
@@ -51,6 +54,6 @@ def plain(
     dout_TC: Tensor, out_proj_CD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor,
     dz_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The definition of `gate_outproj_backward`."""
+    """Reference implementation of `gate_outproj_backward`."""
     dgated_BLD = (dout_TC @ out_proj_CD).view_as(mean_BLD)
     return gates.plain_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)

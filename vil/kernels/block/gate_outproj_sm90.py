@@ -11,17 +11,17 @@ from ..cuda.plan import place
 from .gate import Read, token_stride
 from .norm_backward import empty_norm
 
-STAGES, SLOTS = 5, 2  # weights and tokens on their way at once
+STAGES, SLOTS = 5, 2  # pipeline stages of weights and of tokens
 
 
 def fits(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this kernel and its backward take these tokens."""
+    """Return whether this kernel and its backward support these tokens."""
     shape = dtype.itemsize == 2 and C in (192, 384) and D == 2 * C
     return shape and hardware.is_hopper(device) and 64 * hardware.multiprocessors(device) <= T
 
 
 def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Room for out_proj as this kernel wants it and `pack_weights` writes it, if it is to run."""
+    """Allocate the tiled copy of out_proj that `pack_weights` writes, or return None if the kernel is not used."""
     C, D = out_proj.shape
     takes = fits(T, C, D, dtype, place(out_proj))
     return torch.empty_like(out_proj, dtype=dtype, memory_format=torch.contiguous_format) if takes else None
@@ -31,9 +31,9 @@ def gate_outproj_sm90(
     x_TC: Tensor, y: Read, z_BLD: Tensor, scale_B: Tensor | None, tiles: Tensor, mean_BLD: Tensor | None,
     eps: float | None,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """x + gated out_proj^T and, with `eps`, its norm and factors, else an empty list; writes `mean_BLD` if given.
+    """Return x + gated out_proj^T and, if `eps` is given, its norm and factors; writes `mean_BLD` if given.
 
-    x is to be at a multiple of 16 bytes and z the last half of uz.
+    x must be aligned to 16 bytes, and z must be the last half of uz.
     """
     (_, L, D), (T, C), dtype = y.first.shape, x_TC.shape, z_BLD.dtype
     assert token_stride(z_BLD) == 2 * D
@@ -58,6 +58,6 @@ def macros_of(dtype: torch.dtype, C: int, keep: bool, pooled: bool) -> dict:
 
 
 def shares(T: int, blocks: int) -> tuple[int, int]:
-    """How often each of two groups of every block on Hopper takes tokens, at most 64 at a time, and how many."""
+    """Return how often each of the two warp groups of every block takes tokens, and how many (at most 64)."""
     rounds = -(-T // (2 * 64 * blocks))
     return rounds, -(-T // (2 * rounds * blocks))

@@ -1,9 +1,9 @@
 # ruff: noqa: F401
-"""The kernels of a block but the scan, as forward and backward call them.
+"""All kernels of a block except the scan, as forward and backward call them.
 
-Each is in a module that has the name of its source: limits, macros, launch and, as `plain`, its definition. Where a
-kernel has dynamic shared memory, the host's count of its bytes is the macro CTA_BYTES, which the kernel compares with
-its own. docs/kernels/block.md says what each computes.
+Each kernel has a module with the name of its source, with limits, macros, launch and, as `plain`, the reference
+implementation. If a kernel has dynamic shared memory, the macro CTA_BYTES is the host's count of its bytes, which the
+kernel compares with its own count. docs/kernels/block.md explains what each kernel computes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .unpack_gradients import unflatten, unpack_gradients
 def schedule_scan(
     recurrence: str, u_BLD: Tensor, H: int, x_proj_2PD: Tensor, step_proj_2DR: Tensor
 ) -> tuple[Schedule, bool]:  # fmt: skip
-    """How the scan of H tokens in both directions runs, and whether it computes their step logits itself."""
+    """Return the schedule of the scan of H tokens in both directions, and whether the scan computes the step logits."""
     (_, P, _), (_, _, R) = x_proj_2PD.shape, step_proj_2DR.shape
     schedule = forward_schedule(recurrence, u_BLD[:, :H].expand(2, -1, -1, -1), (P - R) // 2, R)
     return schedule, schedule.projects_step(H, R)

@@ -1,4 +1,4 @@
-"""In what lines a pooled block reads the patches of an image: rows, or columns."""
+"""Lines of patches (rows or columns) that a pooled block reads."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ from torch import Tensor
 
 
 class Lines(NamedTuple):
-    """Each line of patches is one pooled token, and the class token one more, at index number // 2.
+    """Shape of the lines: each line of patches is one pooled token, and the class token is another, at index number //
+    2.
 
     The class token is at index number * length // 2 of the sequence, both in the order of lines and in memory, where
-    patches are row by row.
+    patches are row-major.
     """
 
     number: int
     length: int
-    columns: bool  # lines are columns
+    columns: bool  # whether lines are columns
 
     @classmethod
     def of(cls, h: int, w: int, columns: bool) -> Lines:
-        """Those of a grid of patches."""
+        """Return the lines of a grid of patches."""
         return cls(w, h, True) if columns else cls(h, w, False)
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Lines | None:
-        """From an operator's argument, where there are none if the block is not pooled."""
+        """Return the lines of an operator's argument, which is empty if the block is not pooled."""
         if len(numbers) not in (0, 3):
-            raise ValueError(f"lines must hold number, length and columns, or nothing; it holds {len(numbers)} numbers")
+            raise ValueError(f"lines must hold number, length and columns, or nothing, got {len(numbers)} numbers")
         return cls(numbers[0], numbers[1], bool(numbers[2])) if numbers else None
 
     @property
     def S(self) -> int:
-        """Pooled tokens."""
+        """Number of pooled tokens."""
         return self.number + 1
 
     @property
     def L(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return self.number * self.length + 1
 
     def arguments(self) -> dict[str, int]:
-        """As lines.cuh takes them."""
+        """Return the arguments of lines.cuh."""
         next, next_line = (self.number, 1) if self.columns else (1, self.length)
         return dict(count=self.number, length=self.length, next=next, next_line=next_line)
 
     def order(self) -> Tensor:
-        """The number in memory of each token, in the order of lines."""
+        """Return the memory index of each token, in the order of lines."""
         patches = torch.arange(self.L - 1)
         if self.columns:
             patches = patches.view(self.length, self.number).t().flatten()
@@ -57,29 +58,31 @@ class Lines(NamedTuple):
         return torch.cat([patches[:center], torch.tensor([center]), patches[center:]])
 
     def pooled(self) -> Tensor:
-        """The pooled token of each token, in the order of lines."""
+        """Return the index of each token's pooled token, in the order of lines."""
         lines = torch.arange(self.L - 1) // self.length
         lines, center = lines + (lines >= self.number // 2), (self.L - 1) // 2
         return torch.cat([lines[:center], torch.tensor([self.number // 2]), lines[center:]])
 
     def pooled_in_memory(self) -> Tensor:
-        """The same of each token as it is in memory."""
+        """Return the index of each token's pooled token, in memory order."""
         return self.pooled()[self.order().argsort()]
 
 
 def cta_shape(D: int, vector: int) -> tuple[int, int]:
-    """CTAs that share a token's channels, and threads of each: whole warps, up to 192."""
+    """Return the number of CTAs that share a token's channels, and the threads of each: whole warps, up to 192."""
     groups = -(-D // (vector * 192))
     return groups, -(-D // (vector * groups * 32)) * 32
 
 
 def in_order(t_BLX: Tensor, lines: Lines) -> Tensor:
-    """Tokens in the order of lines, for definitions."""
+    """Reorder tokens to the order of lines, for reference implementations."""
     return t_BLX[:, lines.order().to(t_BLX.device)]
 
 
 def line_means(v_BLD: Tensor, lines: Lines) -> Tensor:
-    """The mean of each pooled token (B, S, D), of tokens in the order of lines; for definitions."""
+    """Return the mean of each pooled token (B, S, D), for tokens in the order of lines; for reference
+    implementations.
+    """
     pooled = lines.pooled().to(v_BLD.device)
     sums_BSD = v_BLD.new_zeros(v_BLD.shape[0], lines.S, v_BLD.shape[2]).index_add(1, pooled, v_BLD)
     return sums_BSD / pooled.bincount(minlength=lines.S)[:, None]

@@ -1,4 +1,4 @@
-"""The definition of the block's operator in plain PyTorch, on any device.
+"""Reference implementation of the block's operator in plain PyTorch, for any device.
 
 B batch    L tokens    C model width    D inner width    N states of a channel    R rank of the step projection
 """
@@ -14,7 +14,7 @@ from .weights import BlockWeights, DirectionWeights, Options
 
 
 def block(x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None) -> Tensor:
-    """x + scale * out_proj(mean of both directions * silu(z)); the arguments are those of `operator.block`."""
+    """Return x + scale * out_proj(mean of both directions * silu(z)); the arguments are those of `operator.block`."""
     h_BLC = F.rms_norm(x_BLC, weights.norm.shape, weights.norm, options.eps)
     u_BLD, z_BLD = F.linear(h_BLC, weights.in_proj).chunk(2, dim=-1)
     forward, backward = (direction(options.recurrence, u_BLD, weights.directions[g], reverse=g == 1) for g in (0, 1))
@@ -23,7 +23,7 @@ def block(x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tenso
 
 
 def direction(recurrence: str, u_BLD: Tensor, weights: DirectionWeights, *, reverse: bool) -> Tensor:
-    """y_BLD of one direction: convolution and SiLU, projections of each token, and the recurrence over them."""
+    """Return y_BLD of one direction: convolution and SiLU, projections of each token, and the recurrence over them."""
     D, _, taps = weights.conv.shape
     u_BDL = u_BLD.mT.flip(-1) if reverse else u_BLD.mT
     v_BDL = F.silu(F.conv1d(F.pad(u_BDL, (taps - 1, 0)), weights.conv, weights.conv_bias, groups=D))

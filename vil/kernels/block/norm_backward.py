@@ -1,4 +1,4 @@
-"""The gradient of the norm without its weight, whose forward is part of other kernels (norm.cuh)."""
+"""Gradient of the norm without its weight, whose forward is part of other kernels (norm.cuh)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..cuda.elements import ELEMENT
 
 
 def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of x, of which xhat is one use and the residual stream the other; and the same in xhat's dtype."""
+    """Return the gradient of x, which both xhat and the residual stream use, in fp32 and in xhat's dtype."""
     (T, C), rounds = xhat_TC.shape, xhat_TC.dtype != dresidual_TC.dtype
     dx_TC = torch.empty_like(dresidual_TC)
     rounded_TC = torch.empty_like(xhat_TC) if rounds else dx_TC
@@ -23,18 +23,18 @@ def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_T
 
 
 def empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Room for xhat in `dtype` and its factors (T,)."""
+    """Allocate xhat in `dtype` and its factors (T,)."""
     return [torch.empty_like(x_TC, dtype=dtype), x_TC.new_empty(len(x_TC))]
 
 
 def plain_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The definition of the norm: xhat and its factors."""
+    """Reference implementation of the norm; returns xhat and its factors."""
     rstd_T = (x_TC.square().mean(-1) + eps).rsqrt()
     return (x_TC * rstd_T[:, None]).to(dtype), rstd_T
 
 
 def plain(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition of `norm_backward`."""
+    """Reference implementation of `norm_backward`."""
     projected = xhat_TC * (dxhat_TC * xhat_TC).mean(-1, keepdim=True)
     dx_TC = dresidual_TC + rstd_T[:, None] * (dxhat_TC - projected)
     return dx_TC, dx_TC

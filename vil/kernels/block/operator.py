@@ -1,21 +1,22 @@
-"""The bidirectional block as one PyTorch operator for NVIDIA GPUs, `vil::block`, and its gradient.
+"""Bidirectional block as one PyTorch operator for NVIDIA GPUs, `vil::block`, and its gradient.
 
-It computes what `naive.block` defines by fewer kernels and with fewer tensors kept for backward: the norm's weight is
-folded into the projection behind it, both directions share each kernel, the residual addition is part of the last
-product, and backward computes convolutions, projections and gate again.
+The operator computes `naive.block` with fewer kernels and fewer tensors saved for backward. The norm's weight is folded
+into the projection after it, both directions share each kernel, the residual addition is part of the last product, and
+backward recomputes convolutions, projections and gate.
 
-Blocks one behind the other pass on a fused add-norm: beside the residual stream x its norm without a weight, xhat, and
-(x, xhat) -> (x', xhat'). Both have gradients, and that of xhat' becomes one of x' as backward begins.
+Consecutive blocks share a fused add-norm: beside the residual stream x, a block returns its norm without a weight,
+xhat, and computes (x, xhat) -> (x', xhat'). Both have gradients, and the gradient of xhat' is added to that of x' at
+the start of backward.
 
-In a pooled block the recurrence reads the means of lines of patches (lines.py), and no v, y, step, key or query of all
-tokens lies in memory: what the gate and the gradients need of v they compute again from u.
+In a pooled block, the recurrence reads the means of lines of patches (lines.py), and v, y, steps, keys and queries of
+all tokens are never stored: the gate and the gradients recompute what they need of v from u.
 
-If the class token's output alone is wanted, as of a model's last block, each direction runs over the half of the tokens
-that it reads up to there, and z, the gate and the last product are of that token.
+If only the class token's output is needed, as in a model's last block, each direction processes the half of the tokens
+up to the class token, and z, the gate and the last product are computed for the class token only.
 
     block              the function that models call
     _Block             its gradient
-    _block, _fake_*    what the schemas stand for, with tensors that are not there left out of lists
+    _block, _fake_*    implementations of the schemas, in which missing tensors are omitted from lists
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ torch.library.define(
 def block(
     x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None, normed: Normed | None = None
 ) -> tuple[Tensor, Normed | None]:
-    """x' = x + scale * out_proj(mixer(norm(x))) of the residual stream x (fp32), and its norm.
+    """Return x' = x + scale * out_proj(mixer(norm(x))) of the residual stream x, and its norm.
 
     Args:
         x_BLC: Residual stream, fp32.
-        weights: All of one dtype.
-        options: How it is computed.
+        weights: Weights, all of one dtype.
+        options: Options of the computation.
         scale_B: Stochastic depth: 0 or 1 / (1 - rate) for each image. None for 1.
-        normed: What the block before has returned beside x, if its eps was the same.
+        normed: The norm that the previous block returned beside x, if its eps was equal.
 
     Returns:
-        x', and its norm if `options.norm_next` and that costs nothing, else None.
+        x', and its norm if `options.norm_next` and the norm is free, otherwise None.
     """
     if normed is not None and normed.xhat.dtype != options.dtype:
         normed = None
@@ -83,12 +84,12 @@ def block(
 
 
 def at_once(t: Tensor) -> bool:
-    """Whether the operator may run without PyTorch's dispatcher, which takes the host longer."""
+    """Return whether the operator may run without PyTorch's dispatcher, which costs host time."""
     return t.device.type == "cuda" and unobserved(t)
 
 
 def _listed(options: Options, keep: bool, flat: list[Tensor | None]) -> tuple:
-    """The arguments of the schema, from those of `forward`."""
+    """Convert the arguments of `forward` to those of the schema."""
     x_BLC, scale_B, xhat_TC, rstd_T, norm_C, in_proj, out_proj, *directions = flat
     normed = [] if xhat_TC is None else [xhat_TC, rstd_T]
     return *options[:-1], options.lines or (), x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, keep
@@ -98,7 +99,7 @@ def _unlisted(
     recurrence, eps, dtype, class_token_only, norm_next, lines, x_BLC, normed, scale_B, norm_C, in_proj, out_proj,
     directions, keep,
 ):  # fmt: skip
-    """The arguments of `forward`, from those of the schema."""
+    """Convert the arguments of the schema to those of `forward`."""
     check_lists(recurrence, bool(lines), directions=directions, normed=normed)
     flat = [x_BLC, scale_B, *(normed or (None, None)), norm_C, in_proj, out_proj, *directions]
     return Options(recurrence, eps, dtype, class_token_only, norm_next, Lines.read(lines)), keep, flat
@@ -113,7 +114,7 @@ def _block_backward(
     recurrence, class_token_only, norm_given, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
     directions, saved,
 ):  # fmt: skip
-    """Gradients of x, of xhat (an empty tensor unless `norm_given`) and of the weights as they are given."""
+    """Return gradients of x, of xhat (an empty tensor unless `norm_given`) and of the weights in their order."""
     weights = [norm_C, in_proj, out_proj, *directions]
     check_backward(
         recurrence, class_token_only, Lines.read(lines), dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj,
@@ -125,7 +126,7 @@ def _block_backward(
     dx_BLC, dxhat_TC, dout_proj, dA_log, *dweights = backward(
         options, BlockWeights.of(weights).sizes(), False, [*flat, *saved]
     )
-    # an operator's results share no memory with others, and none with what it was given
+    # an operator's results must not share memory with each other or with its arguments
     dA_logs = () if dA_log is None else [t.clone() for t in dA_log]
     gradients = named_gradients(dout_proj, dA_logs, *dweights).flat()
     if dx_BLC.data_ptr() == dx_BMC.data_ptr():
@@ -174,9 +175,9 @@ def _fake_block_backward(
 
 
 class _Block(torch.autograd.Function):
-    """The operator with its gradient. PyTorch's `register_autograd` would do, but takes the host longer.
+    """Autograd function of the operator, which costs less host time than PyTorch's `register_autograd`.
 
-    It runs at once if it is told the sizes of the weights, else by the dispatcher.
+    The function bypasses the dispatcher if it receives the sizes of the weights.
     """
 
     @staticmethod
@@ -185,7 +186,7 @@ class _Block(torch.autograd.Function):
         run = forward if at_once else _below_autograd
         y_BMC, next_xhat_TC, next_rstd_T, *saved = run(options, True, list(flat))
         outputs = next_xhat_TC, next_rstd_T, *(() if at_once else saved)
-        ctx.set_materialize_grads(False)  # no gradients of zeros for what is only kept
+        ctx.set_materialize_grads(False)  # do not create zero gradients for tensors that are only saved
         ctx.mark_non_differentiable(*[t for t in outputs[1:] if t is not None])
         _, scale_B, xhat_TC, rstd_T, norm_C, in_proj, *others = flat
         norm_given = xhat_TC is not None
@@ -193,7 +194,7 @@ class _Block(torch.autograd.Function):
             saved = *saved[:-2], xhat_TC, rstd_T
         ctx.options = BackwardOptions(options.recurrence, options.class_token_only, norm_given, options.lines)
         ctx.sizes, ctx.shape = sizes, y_BMC.shape
-        # the other weights are packed, but the operator's schema has them
+        # other weights are saved packed, but the operator's schema needs them unpacked
         kept = () if at_once else others
         ctx.save_for_backward(next_xhat_TC, next_rstd_T, scale_B, norm_C, in_proj, *saved, *kept)
         return y_BMC, *outputs
@@ -219,19 +220,19 @@ class _Block(torch.autograd.Function):
         return None, None, dx_BLC, None, dxhat_TC if ctx.options.norm_given else None, None, *gradients
 
 
-# `_Block.apply` without its question whether functions are transformed, which `unobserved` has answered
+# `_Block.apply` without its check for functional transforms, which `unobserved` has done
 _apply = super(torch.autograd.Function, _Block).apply
 
 
 @functools.lru_cache(maxsize=256)
 def _stand_ins(sizes: Sizes) -> list[Tensor]:
-    """Tensors of the sizes of what `unpack_gradients` has, in no memory."""
+    """Return meta tensors with the shapes of the gradients of `unpack_gradients`."""
     norm_C, in_proj, _, *directions = sizes.shapes()
     return [torch.empty(shape, device="meta") for shape in (norm_C, in_proj, *directions)]
 
 
 def _below_autograd(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """What `forward` returns, by the operator."""
+    """Run `forward` through the operator."""
     with torch._C._AutoDispatchBelowAutograd():
         y_BMC, next_normed, saved = torch.ops.vil.block(*_listed(options, keep, flat))
     norm_given = Inputs.of(flat).normed is not None

@@ -1,4 +1,6 @@
-"""A block's weights as its kernels and products take them, packed into one tensor; and the norm of its input."""
+"""Packing of a block's weights into one tensor for kernels and products, combined with the norm of the block's
+input.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from ..cuda.elements import ELEMENT
 from .norm_backward import empty_norm, plain_norm
 from .weights import BlockWeights, Sizes
 
-ALIGNMENT = 64  # elements, where weights and gradients that share memory begin
+ALIGNMENT = 64  # elements; alignment of weights and gradients that share memory
 
 
 class PackedWeights(NamedTuple):
-    """The weights as the kernels and products take them: projections in the products' dtype, others in fp32."""
+    """Weights as kernels and products read them: projections in the products' dtype, others in fp32."""
 
     in_proj: Tensor  # (2D, C), the norm's weight in it: in_proj @ (norm * xhat) = (in_proj * norm) @ xhat
     out_proj: Tensor  # (C, D)
@@ -32,7 +34,7 @@ class PackedWeights(NamedTuple):
 
     @classmethod
     def of(cls, packed: Tensor, sizes: Sizes) -> PackedWeights:
-        """Views of what `pack_weights` has written: `packed_size` elements of the products' dtype."""
+        """Return views of the tensor that `pack_weights` wrote, with `packed_size` elements of the products' dtype."""
         views, start = [], 0
         for shape, fp32 in _parts(sizes):
             length = _length(shape, packed.dtype, fp32)
@@ -45,30 +47,30 @@ class PackedWeights(NamedTuple):
 
 
 def _parts(sizes: Sizes) -> list[tuple[tuple[int, ...], bool]]:
-    """The shapes of `PackedWeights`, and which are in fp32 at least."""
+    """Return the shapes of `PackedWeights`, and which are at least fp32."""
     C, D, _, _, K = sizes
     products = (2 * D, C), (C, D), (2, sizes.padded_P, D), (2, D, sizes.padded_R)
     return [*((shape, False) for shape in products), ((2, D, K), True), *3 * [((2, D), True)]]
 
 
 def _length(shape: tuple[int, ...], dtype: torch.dtype, fp32: bool) -> int:
-    """Elements of `dtype` that a part takes, so that the next begins where vectors do."""
+    """Return the elements of `dtype` of a part, padded so that the next part is aligned."""
     elements = math.prod(shape) * (2 if fp32 and dtype.itemsize < 4 else 1)
     return elements + -elements % ALIGNMENT
 
 
 def packed_size(sizes: Sizes, dtype: torch.dtype) -> int:
-    """Elements of `dtype` that all weights take."""
+    """Return the elements of `dtype` of all packed weights."""
     return sum(_length(shape, dtype, fp32) for shape, fp32 in _parts(sizes))
 
 
 def pack_weights(
     weights: BlockWeights, dtype: torch.dtype, tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The weights of a block, all of one dtype, as `PackedWeights` sees them; and `tiles` as `gate_outproj` does.
+    """Pack the weights of a block into one tensor for `PackedWeights`, and write `tiles` for `gate_outproj`.
 
-    And the norm of x_TC but for its weight, if it is given: x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in
-    fp32, and x or a copy, which costs little here.
+    If x_TC is given, also return its norm without weight, x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in
+    fp32, and x or a copy of x, which costs little in this kernel.
     """
     C, D, _, R, K = sizes = weights.sizes()
     packed = weights.norm.new_empty(packed_size(sizes, dtype), dtype=dtype)
@@ -92,13 +94,15 @@ def pack_weights(
 
 
 def by_direction(prefix: str, directions: Sequence[Sequence[Tensor | None]]) -> dict:
-    """The first six weights of both directions as kernels call them, with the prefix d for gradients."""
+    """Name the first six weights of both directions as kernels do, with the prefix d for gradients."""
     names = "conv", "conv_bias", "x_proj", "step", "step_bias", "skip"
     return {f"{prefix}{name}_{g}": t for g, weights in enumerate(directions) for name, t in zip(names, weights)}
 
 
 def plain_packed(weights: BlockWeights, dtype: torch.dtype) -> PackedWeights:
-    """The definition of `PackedWeights`, in the dtype of the parameters or, of both directions' weights, in `dtype`."""
+    """Reference implementation of `PackedWeights`, in the parameters' dtype or, for both directions' weights, in
+    `dtype`.
+    """
     first, second = weights.directions
     conv, conv_bias, x_proj, step_proj, step_bias, skip = [
         torch.stack(pair).to(dtype) for pair in zip(first[:6], second[:6])
@@ -112,7 +116,7 @@ def plain_packed(weights: BlockWeights, dtype: torch.dtype) -> PackedWeights:
 def plain(
     weights: BlockWeights, dtype: torch.dtype, tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The definition of `pack_weights`, but for tiles."""
+    """Reference implementation of `pack_weights`, without tiles."""
     packed = weights.norm.new_zeros(packed_size(weights.sizes(), dtype), dtype=dtype)
     for part, value in zip(PackedWeights.of(packed, weights.sizes()), plain_packed(weights, dtype)):
         part.copy_(value)

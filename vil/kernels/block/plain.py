@@ -1,4 +1,4 @@
-"""Gradients for the plain definitions of kernels: what each computes, by PyTorch's operators, on any device."""
+"""Gradients of the kernels' reference implementations, by autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recurrence of a pooled block reads: the means of convolved tokens over lines of patches."""
+"""Inputs of a pooled block's recurrence: means of convolved tokens over lines of patches."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from . import conv
 from .lines import Lines, cta_shape, in_order, line_means
 
 VECTOR = 2
-WARPS = {2: 30, 4: 24}  # of a multiprocessor, by the bytes of an element
+WARPS = {2: 30, 4: 24}  # warps of a multiprocessor, by element size in bytes
 
 
 def pool(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, skip_2D: Tensor, lines: Lines
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """means_2BSD over lines of v = silu(conv(u)), whose last tap is the token itself; and skip * v, summed over both.
+    """Return means_2BSD of v = silu(conv(u)) over lines, and skip * v summed over both directions.
 
-    Tokens are in memory row by row, here as there.
+    The last tap is the token itself. Tokens are row-major in memory, in inputs and results.
     """
     B, L, D = u_BLD.shape
     means_2BSD = u_BLD.new_empty(2, B, lines.S, D)
@@ -36,14 +36,14 @@ def pool(
 
 
 def plain_v(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, lines: Lines) -> Tensor:
-    """v_2BLD of both directions, in the order of lines, as is u in memory."""
+    """Return v_2BLD of both directions in the order of lines, for u in memory order."""
     return conv.plain(in_order(u_BLD, lines), conv_2DK, conv_bias_2D, lines.L)
 
 
 def plain(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, skip_2D: Tensor, lines: Lines
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The definition of `pool`."""
+    """Reference implementation of `pool`."""
     v_2BLD = plain_v(u_BLD, conv_2DK, conv_bias_2D, lines)
     skipped_BLD = (skip_2D[:, None, None] * v_2BLD).sum(0)[:, lines.order().argsort().to(u_BLD.device)]
     return torch.stack([line_means(v_BLD, lines) for v_BLD in v_2BLD]), skipped_BLD

@@ -1,4 +1,4 @@
-"""The gradients of a pooled block's convolutions and skips."""
+"""Gradients of a pooled block's convolutions and skips."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .lines import Lines, cta_shape, in_order, line_means
 from .plain import gradients
 from .pool import plain_v
 
-VECTOR, WARPS = 2, 12  # of a multiprocessor
+VECTOR, WARPS = 2, 12  # maximum vector width; warps of a multiprocessor
 SEGMENT = 64  # as in lines.cuh
 
 
@@ -20,10 +20,10 @@ def pooled_conv_backward(
     u_BLD: Tensor, dy_BLD: Tensor, dmeans_2BSD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, skip_2D: Tensor,
     du_BLD: Tensor, lines: Lines,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of weights and biases (parts, 2, K + 1, D), the biases' last, and of skips (parts, 2, D), to be summed.
+    """Write du_BLD and return the gradients of filters and biases (parts, 2, K + 1, D), and of skips (parts, 2, D).
 
-    dy_BLD is the gradient of what either direction puts out, dmeans_2BSD that of what the recurrence reads. Writes
-    du_BLD.
+    Biases are last, and parts are to be summed. dy_BLD is the gradient of either direction's output, and dmeans_2BSD is
+    the gradient of the recurrence's input.
     """
     (B, L, D), taps = u_BLD.shape, conv_2DK.shape[2]
     vector = vector_width(VECTOR, u_BLD, du_BLD)
@@ -42,7 +42,7 @@ def pooled_conv_backward(
 
 
 def share(B: int, L: int, most: int) -> tuple[int, int]:
-    """Tokens of a stretch, a multiple of 4, and parts of all stretches, of which `most` keep the GPU busy."""
+    """Return the tokens of a stretch, a multiple of 4, and the number of parts, of which `most` keep the GPU busy."""
     most = max(1, most)
     rounds = -(-B * -(-L // SEGMENT) // most)
     stretch = max(8, -(-L // (4 * max(-(-L // SEGMENT), most * rounds // B))) * 4)
@@ -53,7 +53,7 @@ def plain(
     u_BLD: Tensor, dy_BLD: Tensor, dmeans_2BSD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, skip_2D: Tensor,
     du_BLD: Tensor, lines: Lines,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The definition of `pooled_conv_backward`, in one part."""
+    """Reference implementation of `pooled_conv_backward`, in one part."""
 
     def read_and_skipped(u_BLD, conv_2DK, conv_bias_2D, skip_2D):
         v_2BLD = plain_v(u_BLD, conv_2DK, conv_bias_2D, lines)

@@ -1,4 +1,4 @@
-"""Projections and scan of a pooled block's lines: one kernel for few images, else three products and the scan's."""
+"""Projections and scan of a pooled block's lines: one kernel for few images, otherwise three products and a scan."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from ..scan import naive
 from ..scan.chunks import CHUNK
 from ..scan.launches import common_macros
 
-CHANNELS, MOST_LINES = 32, CHUNK  # of a CTA; more have states between chunks, which backward wants
+# channels of a CTA; maximum number of lines without states between chunks, which backward would need
+CHANNELS, MOST_LINES = 32, CHUNK
 
 
 def fits(means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
-    """Whether `scan_lines` takes them: each CTA projects all channels of its image, which pays if there are few."""
+    """Return whether `scan_lines` supports the inputs, which must be few, because each CTA projects all channels of an
+    image.
+    """
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     shape = means_2BSD.dtype.itemsize == 2 and D % 128 == R % 8 == 0 and P - R == 32 and S <= MOST_LINES
     device = place(means_2BSD)
@@ -27,7 +30,7 @@ def scan_lines(
     recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, A_2DN: Tensor | None,
     step_bias_2D: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y_BSD of both directions, added up, and the states between chunks, of which there are none.
+    """Return y_BSD summed over both directions, and the empty states between chunks.
 
     The first R of the P columns of x_proj are the step.
     """
@@ -54,7 +57,7 @@ def plain(
     recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, A_2DN: Tensor | None,
     step_bias_2D: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The definition of `scan_lines`, less the states, of which there are none."""
+    """Reference implementation of `scan_lines`, without the empty states."""
     P, R = x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     projected_2BSP = means_2BSD @ x_proj_2PD.mT[:, None]
     step, k, q = projected_2BSP.split((R, (P - R) // 2, (P - R) // 2), dim=-1)

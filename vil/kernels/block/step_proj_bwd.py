@@ -1,4 +1,4 @@
-"""Backward of the projection from the step to its logits: one kernel where it fits, else products of cuBLAS."""
+"""Backward of the projection from step to step logits: one kernel if supported, otherwise cuBLAS products."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ..cuda.plan import place
 def step_proj_backward(
     dstep_logits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of all columns of the projections (2, T, P): dstep_logits step_proj, dk and dq; and of step_proj.
+    """Return the gradients of all columns of the projections (2, T, P), and of step_proj.
 
-    The latter, dstep_logits^T step, in parts of the tokens: (2, parts, D, R) in fp32.
+    The columns are dstep_logits step_proj, dk and dq. The gradient of step_proj, dstep_logits^T step, is in parts of
+    the tokens: (2, parts, D, R) in fp32.
     """
     (_, T, D), R, N = dstep_logits_2TD.shape, step_proj_2DR.shape[2], dk_2TN.shape[2]
     if not fits(dstep_logits_2TD.dtype, D, R):
@@ -35,7 +36,9 @@ def step_proj_backward(
 
 
 def fits(dtype: torch.dtype, D: int, R: int) -> bool:
-    """Whether it is one kernel: a warp's registers hold its part of step_proj and of its gradient."""
+    """Return whether one kernel supports the sizes, so that a warp's registers hold its part of step_proj and its
+    gradient.
+    """
     return dtype.itemsize == 2 and D <= 768 and R <= 24 and D % 128 == R % 8 == 0
 
 
@@ -47,7 +50,9 @@ def macros_of(dtype: torch.dtype, D: int, R: int, N: int) -> dict:
 
 
 def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
-    """a^T b in fp32 by parts of the tokens (2, parts, M, N): one product would leave most of the GPU idle."""
+    """Return a^T b in fp32 by parts of the tokens (2, parts, M, N), because one product would leave most of the GPU
+    idle.
+    """
     T = a_2TM.shape[1]
     parts = next(parts for parts in range(min(T, 16), 0, -1) if T % parts == 0)
     a, b = (t.unflatten(1, (parts, -1)).flatten(0, 1) for t in (a_2TM, b_2TN))
@@ -61,11 +66,11 @@ def _bmm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
 def plain(
     dstep_logits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The definition of `step_proj_backward`, in one part."""
+    """Reference implementation of `step_proj_backward`, in one part."""
     dprojected_2TP = torch.cat([dstep_logits_2TD @ step_proj_2DR, dk_2TN, dq_2TN], dim=-1)
     return dprojected_2TP, plain_products(dstep_logits_2TD, step_2TR)
 
 
 def plain_products(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
-    """The definition of `products_over_tokens`, in one part."""
+    """Reference implementation of `products_over_tokens`, in one part."""
     return (a_2TM.mT @ b_2TN)[:, None]

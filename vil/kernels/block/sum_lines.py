@@ -10,7 +10,7 @@ from .lines import Lines, cta_shape
 
 
 def sum_lines(e_BLD: Tensor, lines: Lines) -> Tensor:
-    """The sums over lines (B, S, D) of tokens that are in memory row by row."""
+    """Return the sums over lines (B, S, D) of tokens that are row-major in memory."""
     B, _, D = e_BLD.shape
     sums_BSD = e_BLD.new_empty(B, lines.S, D)
     vector = vector_width(16 // e_BLD.element_size(), e_BLD)
@@ -22,6 +22,6 @@ def sum_lines(e_BLD: Tensor, lines: Lines) -> Tensor:
 
 
 def plain(e_BLD: Tensor, lines: Lines) -> Tensor:
-    """The definition of `sum_lines`."""
+    """Reference implementation of `sum_lines`."""
     pooled = lines.pooled_in_memory().to(e_BLD.device)
     return e_BLD.new_zeros(e_BLD.shape[0], lines.S, e_BLD.shape[2]).index_add(1, pooled, e_BLD)

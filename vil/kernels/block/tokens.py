@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a block reads and puts out."""
+"""Selection of the tokens that a block reads and returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """All L tokens; or, for the class token in the middle alone, the half that each direction reads up to there."""
+    """All L tokens; or, if only the class token is needed, the half of the tokens that each direction reads up to
+    it.
+    """
 
     L: int
     class_token_only: bool
@@ -20,29 +22,31 @@ class Tokens(NamedTuple):
 
     @property
     def M(self) -> int:
-        """How many are put out."""
+        """Number of output tokens."""
         return 1 if self.class_token_only else self.L
 
     @property
     def H(self) -> int:
-        """How many each direction reads: the first of the sequence, or the last."""
+        """Number of tokens that each direction reads: the first of the sequence, or the last."""
         return self.L // 2 + 1 if self.class_token_only else self.L
 
     def columns(self, D: int) -> int:
-        """Columns of uz: u and z, or u alone, as z is of the tokens that are put out."""
+        """Return the columns of uz: u and z, or only u, because z is needed for output tokens only."""
         return D if self.class_token_only else 2 * D
 
     def wanted(self, t_BLX: Tensor) -> Tensor:
-        """Those that are put out, as a view."""
+        """Return the output tokens as a view."""
         return t_BLX.narrow(1, self.class_token, 1) if self.class_token_only else t_BLX
 
     def wanted_of_both(self, y_2BHD: Tensor) -> Tensor:
-        """Those that are put out, of what both directions have read."""
+        """Return the output tokens of both directions' results."""
         if not self.class_token_only:
             return y_2BHD
         return torch.stack([y_2BHD[0, :, self.class_token], y_2BHD[1, :, 0]]).unsqueeze(2)
 
     def read_by_both(self, t_BLX: Tensor) -> Tensor:
-        """What each direction reads (2, B, H, X), as a view: that of the second begins L - H tokens later."""
+        """Return the tokens that each direction reads (2, B, H, X) as a view; the second direction starts L - H tokens
+        later.
+        """
         B, _, X = t_BLX.shape
         return t_BLX.as_strided((2, B, self.H, X), ((self.L - self.H) * t_BLX.stride(1), *t_BLX.stride()))

@@ -1,4 +1,4 @@
-"""The gradients of a block's weights, from those of the packed ones."""
+"""Gradients of a block's weights from the gradients of the packed weights."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def unpack_gradients(
     norm_C: Tensor, in_proj: Tensor, sizes: Sizes, dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
     dstep_proj: Tensor, dskips: Tensor, dstep_bias: Tensor, dtype: torch.dtype, in_one: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of norm_C, in_proj and each direction's first six weights, from those of what `pack_weights` makes.
+    """Return gradients of norm_C, in_proj and each direction's first six weights from those of the packed weights.
 
     Args:
         norm_C, in_proj: The weights, for the gradients of their product.
-        sizes: The weights'.
-        dfolded: Of the projection that contains the norm's weight.
-        dfilters: (parts, 2, taps + 1, D), to be summed over parts, the bias behind the taps.
+        sizes: Sizes of the weights.
+        dfolded: Gradient of the projection that contains the norm's weight.
+        dfilters: (parts, 2, taps + 1, D), to be summed over parts, with the bias after the taps.
         dx_proj: (2, parts, padded R + 2N, D), to be summed over parts.
-        dstep_proj: (2, other parts, D, padded R).
+        dstep_proj: (2, other parts, D, padded R), to be summed over parts.
         dskips: (parts, 2, D), to be summed over parts.
         dstep_bias: (2, D).
-        dtype: Of the products.
-        in_one: All in one tensor, for `unflatten`.
+        dtype: Dtype of the products.
+        in_one: Whether to return all gradients in one tensor, for `unflatten`.
     """
     C, D, _, R, K = sizes
     norm, in_proj_shape, _, *directions = sizes.shapes()
@@ -52,7 +52,7 @@ def unpack_gradients(
 
 
 def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Views of it one behind the other, with these shapes, at a fraction of what one view by one takes the host."""
+    """Return consecutive views of a flat tensor with the shapes of `like`, with little host time."""
     return list(torch._C._nn.unflatten_dense_tensors(flat, like))
 
 
@@ -60,7 +60,7 @@ def plain(
     norm_C: Tensor, in_proj: Tensor, sizes: Sizes, dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
     dstep_proj: Tensor, dskips: Tensor, dstep_bias: Tensor, dtype: torch.dtype, in_one: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """The definition of `unpack_gradients`."""
+    """Reference implementation of `unpack_gradients`."""
 
     def packed(norm_C, in_proj, *directions):
         weights = BlockWeights.of([norm_C, in_proj, in_proj, *directions])

@@ -1,10 +1,10 @@
-"""What travels between a block and its operators, by name: weights, sizes, options, and what backward keeps.
+"""Named tuples of a block's operators: weights, sizes, options, and tensors saved for backward.
 
-The schema of `vil::block` knows tensors and lists alone: `flat` and `of` are where names end and begin.
+The schema of `vil::block` supports only tensors and lists; `flat` and `of` convert between names and lists.
 
-C model width    D inner width    N states of a channel    R rank of the step projection    P = R + 2N    K taps
-B batch    L tokens    T tokens of the batch    M tokens whose output is wanted    S states between chunks
-E columns of uz, 2D, or D for the class token alone
+    C model width    D inner width    N states of a channel    R rank of the step projection    P = R + 2N    K taps
+    B batch    L tokens    T tokens of the batch    M output tokens    S states between chunks
+    E columns of uz: 2D, or D for the class token only
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .lines import Lines
 
 
 class Sizes(NamedTuple):
-    """The sizes of a block's weights."""
+    """Sizes of a block's weights."""
 
     C: int
     D: int
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
     @property
     def padded_R(self) -> int:
-        """A multiple of 8, which fast matrix products need."""
+        """R padded to a multiple of 8, as fast matrix products need."""
         return self.R + -self.R % 8
 
     @property
@@ -42,14 +42,14 @@ class Sizes(NamedTuple):
         return self.padded_R + 2 * self.N
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the weights but A_log, in the order of `BlockWeights.flat`."""
+        """Return the shapes of all weights except A_log, in the order of `BlockWeights.flat`."""
         C, D, _, R, K = self
         direction: list[tuple[int, ...]] = [(D, 1, K), (D,), (self.P, D), (D, R), (D,), (D,)]
         return [(C,), (2 * D, C), (C, D), *direction, *direction]
 
 
 class DirectionWeights(NamedTuple):
-    """The weights of one direction of a block, or their gradients."""
+    """Weights of one direction of a block, or their gradients."""
 
     conv: Tensor  # (D, 1, K)
     conv_bias: Tensor  # (D,)
@@ -61,7 +61,7 @@ class DirectionWeights(NamedTuple):
 
 
 class BlockWeights(NamedTuple):
-    """The weights of a block, or their gradients."""
+    """Weights of a block, or their gradients."""
 
     norm: Tensor  # (C,)
     in_proj: Tensor  # (2D, C): u, then z
@@ -69,7 +69,7 @@ class BlockWeights(NamedTuple):
     directions: tuple[DirectionWeights, DirectionWeights]  # first token to last, last token to first
 
     def flat(self) -> list[Tensor]:
-        """Return all weights as one list, which has no A_log unless the recurrence has one."""
+        """Return all weights as one list, with A_log only for the selective recurrence."""
         first, second = self.directions
         if first.A_log is None or second.A_log is None:
             return [self.norm, self.in_proj, self.out_proj, *first[:6], *second[:6]]
@@ -77,7 +77,7 @@ class BlockWeights(NamedTuple):
 
     @classmethod
     def of(cls, flat: Sequence[Tensor]) -> BlockWeights:
-        """From what `flat` returns."""
+        """Return the weights from a list of `flat`."""
         norm, in_proj, out_proj, *directions = flat
         half = len(directions) // 2
         return cls(
@@ -85,7 +85,9 @@ class BlockWeights(NamedTuple):
         )
 
     def sizes(self) -> Sizes:
-        """Those of the block: a method, as torch.compile of PyTorch 2.10 follows no property of a NamedTuple."""
+        """Return the sizes. This is a method because torch.compile of PyTorch 2.10 does not support properties of a
+        NamedTuple.
+        """
         (C, D), direction = self.out_proj.shape, self.directions[0]
         R = direction.step_proj.shape[1]
         return Sizes(C, D, (direction.x_proj.shape[0] - R) // 2, R, direction.conv.shape[2])
@@ -96,38 +98,38 @@ def needs_gradients(x_BLC: Tensor, weights: BlockWeights) -> bool:
 
 
 class Options(NamedTuple):
-    """How a block is computed."""
+    """Options of a block's computation."""
 
     recurrence: str  # "longhorn" or "selective"
-    eps: float  # of the norm
-    dtype: torch.dtype  # of products, and of all that is kept but sums
-    class_token_only: bool = False  # the output of the middle token alone
-    norm_next: bool = False  # the norm of the output, too, if that costs nothing
-    lines: Lines | None = None  # of patches whose means the recurrence reads, in a pooled block
+    eps: float  # epsilon of the norm
+    dtype: torch.dtype  # dtype of products and of all saved tensors except sums
+    class_token_only: bool = False  # return only the middle token
+    norm_next: bool = False  # also return the norm of the output, if it is free
+    lines: Lines | None = None  # lines of patches whose means the recurrence of a pooled block reads
 
 
 class BackwardOptions(NamedTuple):
-    """What backward asks of how forward has computed the block."""
+    """Options of forward that backward needs."""
 
     recurrence: str
     class_token_only: bool
-    norm_given: bool  # the norm was given, so that its gradient is a result
+    norm_given: bool  # whether the norm was given, so that its gradient is returned
     lines: Lines | None = None
 
 
 class Normed(NamedTuple):
-    """The norm of a residual stream but for its weight, as a fused add-norm hands it on."""
+    """Norm of a residual stream without its weight, passed from block to block by the fused add-norm."""
 
     xhat: Tensor  # (T, C): rstd x, in the dtype of products
     rstd: Tensor  # (T,): 1 / sqrt(mean(x^2) + eps), in fp32
 
 
 class Inputs(NamedTuple):
-    """The tensors of forward."""
+    """Tensors of forward."""
 
     x: Tensor  # (B, L, C)
-    scale: Tensor | None  # (B,), of stochastic depth
-    normed: Normed | None  # of x, if the block before has handed it on
+    scale: Tensor | None  # (B,), factors of stochastic depth
+    normed: Normed | None  # norm of x from the previous block
     weights: BlockWeights
 
     def flat(self) -> list[Tensor | None]:
@@ -135,33 +137,33 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, flat: Iterable[Tensor | None]) -> Inputs:
-        """Return the inputs from what `flat` returns."""
+        """Return the inputs from a list of `flat`."""
         x, scale, xhat, rstd, *weights = flat
         normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
         return cls(given(x), scale, normed, BlockWeights.of([given(t) for t in weights]))
 
 
 class SavedForBackward(NamedTuple):
-    """What forward keeps: in the dtype of products, but for states, A and rstd in fp32."""
+    """Tensors that forward saves, in the dtype of products, except states, A and rstd in fp32."""
 
     uz: Tensor  # (B, L, E)
-    mean: Tensor  # (B, M, D), of what both directions put out
+    mean: Tensor  # (B, M, D), mean of both directions' outputs
     states: Tensor  # (2, B, S, N, D), between chunks
-    packed: Tensor  # the weights as kernels read them
+    packed: Tensor  # packed weights
     A: Tensor | None  # (2, D, N) of the selective recurrence
-    pooled: Tensor | None  # (2, B, lines.S, D): what the recurrence has read in a pooled block
-    xhat: Tensor | None  # of `Normed`; this and the next are None if the block was given them
+    pooled: Tensor | None  # (2, B, lines.S, D): inputs of a pooled block's recurrence
+    xhat: Tensor | None  # xhat and rstd of `Normed`; None if they were given to the block
     rstd: Tensor | None
 
     def flat(self) -> list[Tensor]:
-        """Without what there is not."""
+        """Return the list of all tensors that are not None."""
         return [t for t in self if t is not None]
 
     @classmethod
     def of(
         cls, flat: Sequence[Tensor], recurrence: str, pooled: bool, norm_given: bool = False
     ) -> SavedForBackward:  # fmt: skip
-        """From what `flat` returns."""
+        """Return the saved tensors from a list of `flat`."""
         uz, mean, states, packed, *others = flat
         A = others.pop(0) if recurrence == "selective" else None
         means = others.pop(0) if pooled else None
@@ -169,12 +171,12 @@ class SavedForBackward(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The tensors of backward."""
+    """Tensors of backward."""
 
     dx: Tensor  # (B, M, C), the gradient of x'
     dnext: Tensor | None  # (B M, C), the gradient of next_normed.xhat
     next_normed: Normed | None  # the norm of x' that forward has returned
-    scale: Tensor | None  # (B,), of stochastic depth
+    scale: Tensor | None  # (B,), factors of stochastic depth
     norm: Tensor  # (C,), the weight
     in_proj: Tensor  # (2D, C)
     saved: SavedForBackward

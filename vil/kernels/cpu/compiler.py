@@ -1,8 +1,8 @@
-"""Python functions to machine code: Numba at first use, a cache of the binaries on disk, and PyTorch's threads.
+"""Compilation of Python functions by Numba at first use, with a disk cache of machine code, run on PyTorch's threads.
 
-A kernel takes one argument, numbers of 64 bits: the number of the next task, that of the next thread, and what `launch`
-is given behind them. What Numba makes of it is LLVM's intermediate code; the machine code of that is kept, which a
-second process loads by llvmlite alone, a tenth of the time that importing Numba takes.
+A kernel has one argument, an array of 64-bit numbers: the index of the next task, the index of the next thread, and
+then the arguments of `launch`. Numba compiles the function to LLVM IR. The machine code is cached, and a second process
+loads it with llvmlite only, which takes a tenth of the time of importing Numba.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from .. import cache
 
 _logger = logging.getLogger(__name__)
 
-COUNTERS = 2  # the first numbers of a kernel's arguments: next task, next thread
-LANES = 64  # channels of a task: four of the widest vectors, and states of all of them in the first cache
-FAST = {"contract", "reassoc"}  # sums in any order; NaN and infinity stay what they are
-# functions that Numba knows; torch.export puts others in their places while it traces
+COUNTERS = 2  # counters at the start of a kernel's arguments: next task, next thread
+LANES = 64  # channels of a task: four of the widest vectors, whose states all fit in the L1 cache
+FAST = {"contract", "reassoc"}  # allows any order of sums, but preserves NaN and infinity
+# builtins that Numba needs; torch.export replaces them while tracing
 PYTHONS_OWN = {(builtins, "min"): min, (builtins, "max"): max, (math, "pow"): math.pow}
-_addresses: dict[tuple, int] = {}  # of the kernels that are loaded
+_addresses: dict[tuple, int] = {}  # addresses of loaded kernels
 _lock = threading.RLock()
 
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why kernels cannot be compiled or loaded on this machine, or None."""
+    """Return why kernels cannot be compiled or loaded on this machine, or None if they can."""
     if importlib.util.find_spec("numba") is None:
-        return "numba is missing; `pip install numba` brings it"
+        return "numba is missing: pip install numba"
     try:
         load(f"{__package__}.language", "nothing", ())
-    except Exception as e:  # a NumPy that Numba does not know, or a library that does not load, however it fails
-        return f"numba does not work ({type(e).__name__}: {e}); `pip install --upgrade numba` may help"
+    except Exception as e:  # an unsupported NumPy or a broken library raises various types
+        return f"numba does not work ({type(e).__name__}: {e}): try pip install --upgrade numba"
     return None
 
 
 class Kernel:
-    """A function by the name of its factory in a module beside, compiled for its constants at first use."""
+    """Kernel of a factory in a neighbouring module, compiled for its constants at first use."""
 
     def __init__(self, module: str, factory: str, *constants: int):
         self.address = load(module, factory, constants)
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
     def launch(self, tasks: int, *numbers: int) -> None:
-        """Runs it in as many threads as PyTorch uses, but no more than there are tasks."""
+        """Run the kernel in PyTorch's number of threads, but at most one thread for each task."""
         arguments = (ctypes.c_int64 * (COUNTERS + len(numbers)))(0, 0, *numbers)
         threads = min(torch.get_num_threads(), tasks)
         parallel = _parallel() if threads > 1 else None
@@ -69,13 +69,14 @@ class Kernel:
 
 @functools.cache
 def _parallel() -> Callable | None:
-    """OpenMP's call of a function in several threads, from the library that PyTorch itself is linked to.
+    """Return OpenMP's function that runs a function in several threads, from the library that PyTorch is linked to.
 
-    So its threads are PyTorch's, which wait for work for a while, and two pools do not fight over cores.
+    Therefore the threads are PyTorch's, which spin for a while after work, and no second thread pool competes for
+    cores.
     """
     library = Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{'dylib' if sys.platform == 'darwin' else 'so'}"
     try:
-        parallel = ctypes.CDLL(str(library)).GOMP_parallel  # looked up in what the library needs, too
+        parallel = ctypes.CDLL(str(library)).GOMP_parallel  # also searched in the library's dependencies
     except (OSError, AttributeError):
         return None
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
@@ -84,7 +85,7 @@ def _parallel() -> Callable | None:
 
 
 def load(module: str, factory: str, constants: tuple[int, ...]) -> int:
-    """The address of the kernel's machine code, from the cache or compiled now."""
+    """Return the address of the kernel's machine code, from the cache or compiled now."""
     import llvmlite.binding as llvm
 
     with _lock:
@@ -106,7 +107,9 @@ def load(module: str, factory: str, constants: tuple[int, ...]) -> int:
 
 @functools.cache
 def _say_once() -> None:
-    _logger.warning("compiling kernels for this CPU, some 25 s of a core in all, which later processes find done")
+    _logger.warning(
+        "compiling kernels for this CPU (about 25 s on one core in total); later processes load them from the cache"
+    )
 
 
 def _symbol(factory: str, constants: tuple[int, ...]) -> str:
@@ -115,7 +118,7 @@ def _symbol(factory: str, constants: tuple[int, ...]) -> str:
 
 @contextlib.contextmanager
 def _pythons_own():
-    """Within it `PYTHONS_OWN` are in their places."""
+    """Restore the original builtins of `PYTHONS_OWN` inside the context."""
     others = {place: getattr(*place) for place in PYTHONS_OWN}
     try:
         for place, function in PYTHONS_OWN.items():
@@ -128,7 +131,7 @@ def _pythons_own():
 
 @_pythons_own()
 def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> bytes:
-    """An object file with the kernel."""
+    """Compile the kernel to an object file."""
     import llvmlite.binding as llvm
     from numba import cfunc, types
 
@@ -138,7 +141,7 @@ def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> byt
     symbol = _symbol(factory, constants)
     text = compiled.inspect_llvm().replace(compiled.native_name, symbol)
     code = llvm.parse_assembly(text)
-    for f in code.functions:  # so that what Numba adds for exceptions, of which there are none, is found to be unused
+    for f in code.functions:  # lets LLVM remove Numba's exception handling, which kernels do not use
         if not f.is_declaration and f.name != symbol:
             f.linkage = "internal"
     machine = _machine(llvm)
@@ -149,16 +152,16 @@ def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> byt
     passes.run(code, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
     missing = [f.name for f in code.functions if f.is_declaration and not f.name.startswith("llvm.")]
     if missing:
-        raise RuntimeError(f"{factory} of {module} calls {', '.join(missing)}, which a kernel cannot")
+        raise RuntimeError(f"kernel {factory} of {module} must not call external functions, got {', '.join(missing)}")
     return machine.emit_object(code)
 
 
 @functools.cache
 def _widen_vectors() -> None:
-    """Has Numba compile for vectors of 512 bits where the CPU has them.
+    """Make Numba use 512-bit vectors if the CPU supports them.
 
-    For Intel's CPUs LLVM keeps to 256, to spare other programs a lower clock. Numba asks once in a process what its CPU
-    can do: one that has compiled something else before stays with that.
+    For Intel CPUs, LLVM prefers 256 bits to avoid lower clock rates. Numba reads the CPU's features once in a process:
+    if a process has compiled something before, the features stay unchanged.
     """
     from numba.core import codegen, config
 
@@ -173,7 +176,7 @@ def _wide(features: str) -> str:
 
 @functools.cache
 def _target(llvm) -> tuple[object, str, str]:
-    """LLVM's target of this machine, the name of its CPU and what that can do."""
+    """Return LLVM's target of this machine, the name of its CPU and the CPU's features."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_triple(llvm.get_process_triple())
@@ -189,7 +192,7 @@ def _machine(llvm):
 
 @functools.cache
 def _engine():
-    """What owns all code that is loaded."""
+    """Return the execution engine that owns all loaded code."""
     import llvmlite.binding as llvm
 
     empty = llvm.parse_assembly("")

@@ -1,9 +1,9 @@
-"""What kernels are written with: memory by its address, a task that no other thread has, functions that vectorise.
+"""Building blocks of CPU kernels: memory by address, task counters, and functions that vectorize.
 
-Importing it imports Numba, which takes a third of a second: only what compiles does.
+Importing this module imports Numba, which takes a third of a second; only the compiler imports it.
 
-A kernel is a function of `longs(arguments)`, see `compiler`. It runs in several threads at once, each of which takes
-tasks until there is none. Its loops over `LANES` channels become vector instructions; what is local has no alias.
+A kernel is a function of `longs(arguments)`, see `compiler`. The kernel runs in several threads at once, each of which
+processes tasks until none is left. Loops over `LANES` channels become vector instructions; local memory has no aliases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FLOAT, LONG = ir.FloatType(), ir.IntType(64)
 
 @intrinsic
 def floats(context, address):
-    """The floats at an address, for `carray`."""
+    """Cast an address to a pointer to floats, for `carray`."""
 
     def generate(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], FLOAT.as_pointer())
@@ -34,7 +34,7 @@ def floats(context, address):
 
 @intrinsic(prefer_literal=True)
 def local_floats(context, count):
-    """So many floats of the thread's stack, not initialised, for `carray`; a constant number."""
+    """Allocate a constant number of uninitialized floats on the thread's stack, for `carray`."""
     size = count.literal_value
 
     def generate(context, builder, signature, arguments):
@@ -47,7 +47,7 @@ def local_floats(context, count):
 
 @intrinsic
 def address_of(context, pointer):
-    """Where the floats are."""
+    """Return the address of a pointer to floats."""
 
     def generate(context, builder, signature, arguments):
         return builder.ptrtoint(arguments[0], LONG)
@@ -57,7 +57,7 @@ def address_of(context, pointer):
 
 @intrinsic
 def count_up(context, counter):
-    """What the first of these numbers was before this made it one more; no two threads get the same."""
+    """Atomically increment the first number and return its previous value."""
 
     def generate(context, builder, signature, arguments):
         return builder.atomic_rmw("add", arguments[0], LONG(1), "monotonic")
@@ -67,7 +67,7 @@ def count_up(context, counter):
 
 @intrinsic
 def second(context, numbers):
-    """Where the second of these numbers is."""
+    """Return a pointer to the second number."""
 
     def generate(context, builder, signature, arguments):
         return builder.gep(arguments[0], [LONG(1)], source_etype=LONG)
@@ -77,7 +77,7 @@ def second(context, numbers):
 
 @intrinsic
 def as_float(context, bits):
-    """The float with these bits."""
+    """Reinterpret the bits as a float."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], FLOAT)
@@ -95,7 +95,9 @@ def _as_bits(context, value):
 
 @intrinsic
 def load_lanes(context, address, values):
-    """Copies `LANES` floats from there to an array, by whole vectors: of a loop that is unrolled LLVM makes none."""
+    """Copy `LANES` floats from an address to an array by whole vectors, which LLVM would not do for an unrolled
+    loop.
+    """
 
     def generate(context, builder, signature, arguments):
         vector = ir.VectorType(FLOAT, LANES).as_pointer()
@@ -108,7 +110,7 @@ def load_lanes(context, address, values):
 
 @intrinsic
 def store_lanes(context, address, values):
-    """Copies them from an array to there."""
+    """Copy `LANES` floats from an array to an address by whole vectors."""
 
     def generate(context, builder, signature, arguments):
         vector = ir.VectorType(FLOAT, LANES).as_pointer()
@@ -120,7 +122,7 @@ def store_lanes(context, address, values):
 
 
 class _Vector(types.Type):
-    """`WIDTH` floats, with +, - and *: inner loops are written in them where LLVM would not keep sums in registers."""
+    """Vector type of `WIDTH` floats with +, - and *, for inner loops whose sums LLVM would not keep in registers."""
 
 
 vector = _Vector("vector")
@@ -153,7 +155,7 @@ def _place(context, builder, kind, values, index):
 
 @intrinsic
 def load(context, values, index):
-    """The vector that begins with the float of this number in an array's memory."""
+    """Load the vector that starts at this index of an array."""
 
     def generate(context, builder, signature, arguments):
         return builder.load(_place(context, builder, signature.args[0], *arguments), align=BYTES)
@@ -182,7 +184,7 @@ def broadcast(context, value):
 
 @intrinsic
 def total(context, values):
-    """The sum of a vector."""
+    """Return the sum of a vector."""
 
     def generate(context, builder, signature, arguments):
         of_vector = ir.FunctionType(FLOAT, (FLOAT, FLOATS))
@@ -206,7 +208,7 @@ def _prefetch(context, address):
 
 @intrinsic
 def square_root(context, value):
-    """By an instruction, not by a function of a library that a process may lack."""
+    """Compute the square root by an instruction, instead of a library function that a process may lack."""
 
     def generate(context, builder, signature, arguments):
         return builder.call(builder.module.declare_intrinsic("llvm.sqrt", [FLOAT]), arguments)
@@ -215,22 +217,22 @@ def square_root(context, value):
 
 
 ZERO, ONE, TWO, HALF = np.float32(0), np.float32(1), np.float32(2), np.float32(0.5)
-BYTES = 4  # of a float
+BYTES = 4  # bytes of a float
 LOG2_E, LN_2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
 _SMALLEST, _LARGEST, _INFINITE = np.float32(-126), np.float32(126), np.float32(128)
 _INFINITY = np.float32(np.inf)
-_ROUND = np.float32(1.5 * 2**23)  # added, it leaves no bits for a fraction
+_ROUND = np.float32(1.5 * 2**23)  # adding this number rounds to an integer
 _POWERS = [np.float32(np.log(2) ** i / np.prod(range(1, i + 1))) for i in range(1, 7)]
-_P1, _P2, _P3, _P4, _P5, _P6 = _POWERS  # of 2^f for |f| <= 1/2, to 1e-7
+_P1, _P2, _P3, _P4, _P5, _P6 = _POWERS  # coefficients of 2^f for |f| <= 1/2, accurate to 1e-7
 _A3, _A5, _A7, _A9, _A11, _A13 = [np.float32(1 / i) for i in (3, 5, 7, 9, 11, 13)]
 
-# not to be reassociated: what `_ROUND` adds must not be cancelled
+# no reassociation, which would cancel `_ROUND`
 _exactly = njit(fastmath={"contract"}, error_model="numpy")
 
 
 @_exactly
 def exp2_clamped(x):
-    """2^x for x clamped to [-126, 126], where it is a normal number; NaN of NaN."""
+    """Return 2^x for x clamped to [-126, 126], the range of normal numbers; NaN for NaN."""
     x = _SMALLEST if x < _SMALLEST else x
     x = _LARGEST if x > _LARGEST else x
     rounded = x + _ROUND
@@ -241,7 +243,7 @@ def exp2_clamped(x):
 
 @_exactly
 def exp2(x):
-    """2^x, at least 2^-126; infinity from 2^127 on, and NaN of NaN."""
+    """Return 2^x, at least 2^-126; infinity from 2^127 on, and NaN for NaN."""
     return _INFINITY if x > _LARGEST + ONE else exp2_clamped(x)
 
 
@@ -252,7 +254,7 @@ def sigmoid(x):
 
 @_exactly
 def softplus(x):
-    """log(1 + exp(x)) as max(x, 0) + log1p(u) with u = exp(-|x|), log1p(u) = 2 artanh(u / (2 + u))."""
+    """Compute log(1 + exp(x)) as max(x, 0) + log1p(u) with u = exp(-|x|) and log1p(u) = 2 artanh(u / (2 + u))."""
     u = exp2_clamped(-LOG2_E * abs(x))
     s = u / (TWO + u)
     z = s * s
@@ -260,9 +262,9 @@ def softplus(x):
     return (ZERO if x < ZERO else x) + TWO * s * series
 
 
-# Rows of `LANES` channels, as kernels work on them. A last block of fewer channels is padded with zeros.
+# Rows of `LANES` channels. A last block of fewer channels is padded with zeros.
 
-# by LLVM: Numba's own way takes it several times as long
+# inlined by LLVM, because Numba's own inlining takes several times as long
 inlined = njit(error_model="numpy", fastmath=FAST, forceinline=True)
 
 
@@ -273,7 +275,7 @@ def lanes(address):
 
 @inlined
 def load_rows(address, stride, width, rows, values):
-    """Copies rows of channels from there, with zeros behind them."""
+    """Copy rows of channels from an address, padded with zeros."""
     for n in range(rows):
         if width < LANES:
             source = lanes(address + n * stride)
@@ -297,23 +299,23 @@ def store_row(address, width, values):
 
 @inlined
 def store_rows(address, stride, width, rows, values):
-    """Copies rows of channels to there."""
+    """Copy rows of channels to an address."""
     for n in range(rows):
         store_row(address + n * stride, width, values[n])
 
 
 @inlined
 def prefetch_row(address):
-    """Begins to fetch `LANES` channels, whatever is there; a vector is a line of the cache."""
+    """Prefetch `LANES` channels at any address; a vector is a cache line."""
     for d in range(0, LANES, WIDTH):
         _prefetch(address + BYTES * d)
 
 
 @inlined
 def readable_row(start, stride, t, ahead, width, padded):
-    """The address where `LANES` channels of row t can be read: its own, or that of what they are copied to and padded.
+    """Return an address where `LANES` channels of row t can be read, copying and padding a shorter row.
 
-    Begins to fetch the row that is `ahead` of it.
+    Also prefetch the row that is `ahead` rows later.
     """
     prefetch_row(start + (t + ahead) * stride)
     address = start + t * stride
@@ -331,7 +333,7 @@ def clear(values, rows):
 
 
 def nothing():
-    """A kernel that shows whether kernels can be made."""
+    """Empty kernel that tests whether kernels can be compiled."""
 
     def kernel(arguments):
         count_up(arguments)

@@ -1,4 +1,4 @@
-"""What kernels in CUDA C++ share: headers, `compiler`, which makes and launches them, `plan`, which replays them."""
+"""Infrastructure of kernels in CUDA C++: headers, `compiler` for compilation and launch, `plan` for replay."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from . import compiler
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why this machine cannot run them on this GPU, or None."""
+    """Return why this machine cannot run CUDA kernels on this GPU, or None if it can."""
     if torch.version.hip:
-        return "The cuda backend needs an NVIDIA GPU and a PyTorch built for it"
+        return "the cuda backend needs an NVIDIA GPU and a CUDA build of PyTorch"
     capability = torch.cuda.get_device_capability(device)
     if capability < compiler.OLDEST:
-        return f"The cuda backend needs compute capability 8.0; {device} has {capability[0]}.{capability[1]}"
+        found = f"{capability[0]}.{capability[1]} on {device}"
+        return f"compute capability must be at least 8.0 for the cuda backend, got {found}"
     return compiler.unavailable()
 
 
-@torch.compiler.assume_constant_result  # as torch.compile cannot look into the imports behind it
+@torch.compiler.assume_constant_result  # torch.compile cannot trace the imports inside
 def runs_on(device: torch.device) -> bool:
-    """Whether this machine runs them on this device."""
+    """Return whether this machine runs CUDA kernels on this device."""
     return device.type == "cuda" and unavailable(device) is None

@@ -1,4 +1,4 @@
-"""CUDA C++ to kernels: NVRTC through NVIDIA's `cuda.core` at first use, and a cache of the binaries on disk."""
+"""Compilation of CUDA C++ by NVRTC through NVIDIA's `cuda.core` at first use, with a disk cache of the binaries."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from .. import cache
 SOURCES = Path(__file__).parents[1]
 OLDEST = (8, 0)
 HOPPER = (9, 0)
-ONLY_HOPPER = {"block/gate_outproj_sm90", "block/gate_outproj_bwd_sm90"}  # by instructions that no other generation has
-# of what kernels' pointers point to; what is not here are structs
+ONLY_HOPPER = {"block/gate_outproj_sm90", "block/gate_outproj_bwd_sm90"}  # use instructions of sm_90 only
+# dtypes of pointer parameters; other pointees are structs
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "float": torch.float32, "int": torch.int32,
     "unsigned char": torch.uint8,
 }  # fmt: skip
-ROUNDS_PRODUCTS = {"augment/augment"}  # before it adds them up, as PIL does
+ROUNDS_PRODUCTS = {"augment/augment"}  # rounds products before adding them, as PIL does
 
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why kernels cannot be compiled on this machine, or None if they can."""
+    """Return why kernels cannot be compiled on this machine, or None if they can."""
     try:
         import cuda.core  # noqa: F401
         from cuda.bindings import nvrtc
 
         nvrtc.nvrtcVersion()
-    except Exception as e:  # a missing package, or a library that does not load, in whatever way it fails
+    except Exception as e:  # missing packages and libraries raise various types
         extra = "cu" + (torch.version.cuda or "13").partition(".")[0]
         reason = f"NVRTC or cuda.core is missing ({type(e).__name__}: {e})"
-        return f"{reason}; `pip install 'cuda-core[{extra}]'` brings both"
+        return f"{reason}: pip install 'cuda-core[{extra}]'"
     return None
 
 
 @functools.cache
 def source(name: str) -> str:
-    """The text of `name`.cu, each file that it includes in place of the first `#include` of it."""
+    """Return the text of `name`.cu, with each included file inserted at its first `#include`."""
     included: set[Path] = set()
 
     def text(path: Path) -> str:
@@ -58,7 +58,7 @@ def source(name: str) -> str:
 
 
 def compile_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...], log=None) -> bytes:
-    """The machine code of `name`.cu for `arch` (sm_90, say), compiled now; `log` gets registers and spills."""
+    """Compile `name`.cu for `arch` (such as sm_90) and return the cubin; `log` receives register counts and spills."""
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
@@ -72,7 +72,9 @@ def compile_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...], 
 
 
 def cached_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...]) -> bytes:
-    """The same from the cache on disk, which it fills. `VIL_CACHE_DIR` says where; the user's cache otherwise."""
+    """Return the cubin from the disk cache, compiling it if missing. `VIL_CACHE_DIR` overrides the user's cache
+    folder.
+    """
     from cuda.bindings import nvrtc
 
     key = repr((source(name), arch, macros, nvrtc.nvrtcVersion()[1:])).encode()
@@ -100,7 +102,7 @@ def _kernel(name: str, entry: str, device_index: int, macros: tuple[tuple[str, o
     arch = f"sm_{major}{minor}" + ("a" if name in ONLY_HOPPER else "")
     cubin = cached_cubin(name, arch, tuple(sorted(macros)))
     kernel = ObjectCode.from_cubin(cubin).get_kernel(entry)
-    if shared_bytes > 48 * 1024:  # more than every kernel may take without asking
+    if shared_bytes > 48 * 1024:  # the limit without an explicit attribute
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, driver.CUdevice(device_index))
         if error != driver.CUresult.CUDA_SUCCESS:
@@ -116,21 +118,21 @@ def _config(ctas: int, threads: int, shared_bytes: int):
 
 
 class Parameter(NamedTuple):
-    """One of a kernel, as its source has it."""
+    """Parameter of a kernel, as declared in its source."""
 
     name: str
-    pointee: str | None  # of a pointer, else None
+    pointee: str | None  # pointed-to type; None for a number
     type: str
 
 
 @functools.cache
 def parameters(name: str, entry: str) -> tuple[Parameter, ...]:
-    """Those of the `extern "C"` kernel `entry` in `name`.cu, in their order: what its launch has to give it."""
+    """Return the parameters of the `extern "C"` kernel `entry` in `name`.cu in order."""
     text = re.sub(r"//.*", "", source(name))
     bounds = r"(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+)?"
     found = re.search(rf'extern "C" __global__ void\s+{bounds}{entry}\(([^{{]*)\)\s*{{', text)
     if found is None:
-        raise ValueError(f"{name}.cu has no kernel {entry}")
+        raise ValueError(f"kernel {entry} must be defined in {name}.cu")
     listed = found[1]
     for macro, a, b, body in re.findall(r"#define (\w+)\((\w+), (\w+)\) (.*)", text):
 
@@ -151,7 +153,7 @@ def parameters(name: str, entry: str) -> tuple[Parameter, ...]:
 
 @functools.cache
 def _dtype(name: str, pointee: str, macros: tuple[tuple[str, object], ...]) -> torch.dtype | None:
-    """Of what a kernel's pointer points to; None for a struct, whose bytes are its own."""
+    """Return the dtype that a kernel's pointer points to; None for a struct."""
     names = dict(re.findall(r"typedef (\w[\w ]*?) (\w+);", source(name)))
     names = {own: of for of, own in names.items()} | {macro: str(value) for macro, value in macros}
     pointee = re.sub(r"Pack<(\w+),.*>", r"\1", pointee)
@@ -161,19 +163,19 @@ def _dtype(name: str, pointee: str, macros: tuple[tuple[str, object], ...]) -> t
 
 
 class Launch:
-    """A kernel of `name`.cu with its CTAs, its numbers and where its pointers go: what can run again and again.
+    """Configured launch of a kernel of `name`.cu with its grid and arguments, which can run repeatedly.
 
     Args:
-        name, entry: The file, without its ending, and the kernel in it.
-        macros: What the file is compiled with.
-        ctas, threads: Thread blocks, and threads of one.
-        arguments: By the names that the kernel's own list of parameters has: a tensor or None for each pointer, of the
-            dtype that it points to, an int for each `i64` and a float for each `double`.
-        shared_bytes: Dynamic shared memory of a CTA.
+        name, entry: The source file without its extension, and the kernel.
+        macros: Macros to compile the file with.
+        ctas, threads: Number of thread blocks, and threads of a block.
+        arguments: Values by parameter name: a tensor or None for each pointer, of the pointed-to dtype, an int for each
+            `i64` and a float for each `double`.
+        shared_bytes: Dynamic shared memory of a block in bytes.
 
     Raises:
-        TypeError: An argument is missing, is none of the kernel's, or is of another type than its parameter.
-        ValueError: The tensors are not on one device.
+        TypeError: An argument is missing, unknown, or of another type than its parameter.
+        ValueError: The tensors are on different devices.
     """
 
     def __init__(
@@ -181,41 +183,45 @@ class Launch:
     ):  # fmt: skip
         self.name, self.entry, self.macros = name, entry, macros
         self.ctas, self.threads, self.shared_bytes = ctas, threads, shared_bytes
-        self.kernel = self.config = None  # until it runs
+        self.kernel = self.config = None  # set by the first run
         self.values: list[int | float] = []
-        self.tensors: list[tuple[int, torch.Tensor]] = []  # with their places among the values
+        self.tensors: list[tuple[int, torch.Tensor]] = []  # with their indices in `values`
         key, wanted = tuple(macros.items()), parameters(name, entry)
         if arguments.keys() != {p.name for p in wanted}:
             missing = [p.name for p in wanted if p.name not in arguments]
             unknown = [own for own in arguments if own not in {p.name for p in wanted}]
-            raise TypeError(f"{entry} of {name}.cu lacks {missing} and does not take {unknown}")
+            raise TypeError(
+                f"arguments of {entry} in {name}.cu must match its parameters: missing {missing}, unknown {unknown}"
+            )
         for place, parameter in enumerate(wanted):
             value, pointee = arguments[parameter.name], parameter.pointee
             if isinstance(value, torch.Tensor) and pointee is not None:
                 dtype = _dtype(name, pointee, key)
                 if dtype not in (None, value.dtype):
-                    raise TypeError(f"{parameter.name} of {entry} is {value.dtype}; {name}.cu takes {dtype}")
+                    raise TypeError(
+                        f"dtype of {parameter.name} of {entry} must be {dtype} in {name}.cu, got {value.dtype}"
+                    )
                 self.tensors.append((place, value))
                 value = 0
             elif value is None and pointee is not None:
                 value = 0
             elif isinstance(value, int | float) and (parameter.type == "double" or isinstance(value, int)):
                 if pointee is not None or parameter.type not in ("i64", "double"):
-                    raise TypeError(f"{parameter.name} of {entry} is a number; {name}.cu takes {parameter.type}")
+                    raise TypeError(f"{parameter.name} of {entry} must be {parameter.type} in {name}.cu, got a number")
                 value = float(value) if parameter.type == "double" else +value
             else:
-                raise TypeError(f"{parameter.name} of {entry} is {value!r}; {name}.cu takes {parameter.type}")
+                raise TypeError(f"{parameter.name} of {entry} must be {parameter.type} in {name}.cu, got {value!r}")
             self.values.append(value)
         devices = {t.device for _, t in self.tensors}
         if len(devices) > 1:
             found = ", ".join(sorted(map(str, devices)))
-            raise ValueError(f"{entry} needs its tensors on one GPU; they are on {found}")
+            raise ValueError(f"tensors of {entry} must be on one GPU, got {found}")
 
     def run(self) -> None:
-        """On the GPU of the tensors and on PyTorch's stream there."""
+        """Run the kernel on the tensors' GPU and on PyTorch's current stream."""
         device = self.tensors[0][1].device
         if device.type != "cuda":
-            raise ValueError(f"{self.entry} needs its tensors on one GPU; they are on {device}")
+            raise ValueError(f"tensors of {self.entry} must be on one GPU, got {device}")
         values = self.values.copy()
         for place, t in self.tensors:
             values[place] = t.data_ptr()
@@ -223,10 +229,11 @@ class Launch:
             self.run_with(values, current_stream(device))
 
     def run_with(self, values: list[int | float], stream) -> None:
-        """With these values, addresses among them, on this stream of the current GPU."""
+        """Run the kernel with these values, which include addresses, on this stream of the current GPU."""
         if self.kernel is None:
             device = torch.cuda.current_device()
-            self.config = _config(self.ctas, self.threads, self.shared_bytes)  # first: other threads ask for the kernel
+            # set before `kernel`, which other threads test
+            self.config = _config(self.ctas, self.threads, self.shared_bytes)
             self.kernel = _kernel(self.name, self.entry, device, tuple(self.macros.items()), self.shared_bytes)
         _launcher()(stream, self.config, self.kernel, *values)
 
@@ -234,7 +241,7 @@ class Launch:
 def launch(
     name: str, entry: str, macros: dict, ctas: int, threads: int, arguments: dict, shared_bytes: int = 0
 ) -> None:  # fmt: skip
-    """Runs a kernel: `Launch` says what the arguments are. While a plan is recorded, it becomes a part of that."""
+    """Run a kernel with the arguments of `Launch`, or add it to the plan that is being recorded."""
     one = Launch(name, entry, macros, ctas, threads, arguments, shared_bytes)
     if recording := getattr(_thread, "recording", None):
         recording.launch(one)
@@ -243,17 +250,17 @@ def launch(
 
 
 def current_stream(device: torch.device):
-    """PyTorch's, of the current GPU, as `cuda.core` takes it; None where there is none."""
+    """Return PyTorch's current stream of the current GPU for `cuda.core`; None for other devices."""
     if device.type != "cuda":
         return None
-    if not hasattr(_thread, "bound"):  # as in autograd's threads before PyTorch's first kernel
+    if not hasattr(_thread, "bound"):  # autograd's threads have no context before PyTorch's first kernel
         _bind(device.index)
-    # what torch.cuda.current_stream gives, in a tenth of its time
+    # equal to torch.cuda.current_stream, in a tenth of its time
     return _stream(torch._C._cuda_getCurrentRawStream(device.index), device.index)
 
 
 def on(index: int):
-    """A context in which this GPU is the current one."""
+    """Return a context in which this GPU is the current one."""
     return contextlib.nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index)
 
 
@@ -261,7 +268,7 @@ _thread = threading.local()
 
 
 def _bind(index: int) -> None:
-    """Gives this thread the device's context, without which nothing can be launched."""
+    """Make the device's context current in this thread, as launches require."""
     from cuda.core import Device
 
     Device(index).set_current()

@@ -1,4 +1,4 @@
-"""Elements of tensors as elements.cuh sees them: their types, and how many of them one instruction moves."""
+"""Element types of elements.cuh, and numbers of elements that one instruction moves."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ ELEMENT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"
 
 
 def common_power_of_two(limit: int, *sizes: int) -> int:
-    """The largest power of 2, at most `limit`, that divides all sizes."""
+    """Return the largest power of 2, at most `limit`, that divides all sizes."""
     while any(size % limit for size in sizes):
         limit //= 2
     return limit
 
 
 def vector_width(limit: int, *tensors: Tensor) -> int:
-    """Neighbouring elements, at most `limit`, that one instruction can move in every row of every tensor."""
+    """Return how many neighbouring elements, at most `limit`, one instruction can move in every row of every tensor."""
     return min(
         common_power_of_two(limit, t.data_ptr() // t.element_size(), *t.stride()[:-1], t.shape[-1]) for t in tensors
     )

@@ -1,4 +1,4 @@
-"""The GPU that a launch is for. Tests that stand in for one replace these functions."""
+"""Properties of the GPU of a launch. Tests replace these functions to simulate a GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from .compiler import HOPPER
 
-SCHEDULERS = 4  # of a multiprocessor
-CTA_BYTES = 99 * 1024  # of shared memory that a CTA may have on every GPU from sm_80 on
-MULTIPROCESSOR_BYTES = 228 * 1024  # of an H200's, of which each CTA takes 1 KiB more than it asks for
+SCHEDULERS = 4  # schedulers of a multiprocessor
+CTA_BYTES = 99 * 1024  # shared memory of a CTA that every GPU since sm_80 supports
+MULTIPROCESSOR_BYTES = 228 * 1024  # shared memory of an H200 multiprocessor; each CTA uses 1 KiB more than requested
 
 
 @functools.cache
@@ -21,7 +21,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a CTA may have."""
+    """Return the maximum shared memory of a CTA in bytes."""
     properties: Any = torch.cuda.get_device_properties(device)  # whose stub lacks this field
     return properties.shared_memory_per_block_optin
 

@@ -1,15 +1,15 @@
-"""Functions of tensors that cost the host little: recorded once for tensors of one kind, then replayed on addresses.
+"""Functions of tensors that are recorded once for each kind of inputs and then replayed with little host time.
 
-A function that asks for its tensors' sizes, allocates, views, multiplies and launches kernels does the same again for
-tensors of the same shapes, strides, dtypes, device and alignment. So its first call for such tensors runs on stand-ins
-on PyTorch's meta device, where nothing is computed, and what it does is written down: kernels with their grids and
-numbers, PyTorch's operators, and buffers, of which small ones share an allocation, and large ones that are made and
-freed at once. Views and questions leave no trace.
+A function that reads sizes, allocates, takes views, calls products and launches kernels repeats the same steps for
+tensors of equal shapes, strides, dtypes, device and alignment. Therefore the first call for such tensors runs on
+placeholders on PyTorch's meta device, without computing anything, and records the steps: kernels with their grids and
+numbers, PyTorch operators, and buffers. Small buffers share an allocation, as do large buffers with the same lifetime.
+Views and queries of sizes leave no steps.
 
     forward = planned()(forward)
 
-The function uses tensors by PyTorch's operators and `compiler.launch` alone, does not look at values, returns a list of
-tensors and None, and asks `place` for the device of a tensor.
+The function may use tensors only by PyTorch operators and `compiler.launch`, must not read values, returns a list of
+tensors and None, and calls `place` for the device of a tensor.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import compiler
 from .compiler import Launch, on
 
-PLANS = 1024  # that a function keeps
+PLANS = 1024  # maximum number of plans of a function
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-ALIGNMENT = 256  # bytes, of a buffer within an allocation
-SMALL = 1 << 22  # bytes, of a buffer that is worth no allocation of its own
+ALIGNMENT = 256  # bytes; alignment of buffers that share an allocation
+SMALL = 1 << 22  # bytes; smaller buffers share allocations
 aten = torch.ops.aten
 ALLOCATIONS = {
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
     aten.new_empty_strided.default,
 }  # fmt: skip
-# the same by PyTorch's own bindings, which the host calls in less time
+# equal PyTorch bindings with less host overhead
 BINDINGS: dict[Any, Callable] = {
     aten.mm.default: torch.mm,
     aten.bmm.default: torch.bmm,
@@ -48,15 +48,15 @@ BINDINGS: dict[Any, Callable] = {
 
 
 def place(t: Tensor) -> torch.device:
-    """The device that the tensor is on or, while a plan is recorded, will be."""
+    """Return the device that the tensor is on or, while a plan is recorded, will be on."""
     recording = getattr(compiler._thread, "recording", None)
     return recording.device if recording and t.device.type == "meta" else t.device
 
 
 def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
-    """The same function of tensors, lists of them and None, and hashable values, by plans on NVIDIA's GPUs.
+    """Decorate a function of tensors, lists of them and None, and hashable values, to replay plans on NVIDIA GPUs.
 
-    `check`, of the same arguments, runs before a plan is made, for tensors of that kind alone.
+    `check` takes the same arguments and runs once for each kind of tensors, before a plan is recorded.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -74,7 +74,7 @@ def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
                     values.append((list, len(argument)))
                 else:
                     values.append(argument)
-            # of each tensor what a plan depends on
+            # the properties of each tensor that a plan depends on
             key = tuple(values), tuple([
                 None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15)
                 for t in tensors
@@ -98,22 +98,22 @@ def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor of a plan: a buffer, seen as it is (no size) or by size, stride and offset, in elements."""
+    """View of a buffer: the whole buffer (no size), or size, stride and offset in elements."""
 
     buffer: int
     size: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
     offset: int = 0
-    of_input: bool = False  # whose storage may begin ahead of it
+    of_input: bool = False  # the storage may begin before the input
 
 
 class Plan:
-    """What a function does with tensors of one kind.
+    """Recorded steps of a function for tensors of one kind.
 
     Args:
-        function: Of `arguments`; it returns a list of tensors and None.
-        arguments: Tensors, lists of them and None, and values.
-        device: That the tensors are on.
+        function: Function of `arguments` that returns a list of tensors and None.
+        arguments: Tensors, lists of tensors and None, and values.
+        device: Device of the tensors.
     """
 
     def __init__(self, function: Callable, arguments: tuple, device: torch.device):
@@ -135,16 +135,16 @@ class Plan:
         self.buffers = len(recording.bases)
 
     def __call__(self, given: list[Any]) -> list[Tensor | None]:
-        """The function's results for its tensors, those of lists with None among them, one after the other."""
+        """Replay the plan for a flat list of the function's tensors, and return the function's results."""
         if self.device.type == "cuda" and self.device.index != torch._C._cuda_getDevice():
             with on(self.device.index):
                 return self(given)
         tensors: list[Tensor | None] = [None] * self.buffers
         addresses = [0] * self.buffers
         for i, buffer, behind in self.inputs:
-            t = tensors[buffer] = given[i]  # a tensor, as those that are None are no inputs
+            t = tensors[buffer] = given[i]  # None is never an input
             addresses[buffer] = t.data_ptr() - behind
-        # neither autograd nor autocast has a part in this, and both take the host time
+        # autograd and autocast are not needed here and cost host time
         with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
             stream = compiler.current_stream(self.device)
             for step in self.steps:
@@ -161,51 +161,51 @@ def see(tensors: list, view: View) -> Tensor:
 
 
 class Buffer(NamedTuple):
-    """Memory of a recording, and the tensor that PyTorch or the caller gives for all of it."""
+    """Memory of a recording, and the tensor that spans it."""
 
     tensor: Tensor
     kind: str  # "input", "result" of an operator, or "empty"
 
 
 class Empty(NamedTuple):
-    """A step that allocates a buffer."""
+    """Step that allocates a buffer."""
 
     buffer: int
 
 
 class Call(NamedTuple):
-    """A step that calls one of PyTorch's operators. Launches of kernels are steps, too."""
+    """Step that calls a PyTorch operator. A `Launch` is a step, too."""
 
     operator: Callable
     args: tuple
     kwargs: dict
     result: Any
     read: list[Tensor]
-    made: list[tuple[Tensor, int]]  # tensors of the result in memory of their own, with their buffers
+    made: list[tuple[Tensor, int]]  # tensors of the result that own memory, with their buffers
 
 
 class Allocation(NamedTuple):
-    """Memory that buffers share."""
+    """Memory that several buffers share."""
 
     buffers: list[int]
     size: int  # bytes
-    dtype: torch.dtype  # as operators see it
+    dtype: torch.dtype  # dtype of the views that operators use
 
 
 class Recording(TorchDispatchMode):
-    """Writes down what is done with stand-ins for tensors on `device`."""
+    """Records what happens to placeholders for tensors on `device`."""
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
-        self.bases: list[Buffer] = []  # which also keeps every storage, and so its number, in use
-        self.numbers: dict[int, int] = {}  # of buffers, by their storage
-        self.inputs: list[tuple[int, int]] = []  # buffers, and the bytes that they lie behind a multiple of 16
-        self.starts: dict[int, int] = {}  # of buffers in their allocations, in bytes
+        self.bases: list[Buffer] = []  # keeps storages alive, so that their numbers stay unique
+        self.numbers: dict[int, int] = {}  # buffer numbers by storage
+        self.inputs: list[tuple[int, int]] = []  # buffers, and their byte offsets from a multiple of 16
+        self.starts: dict[int, int] = {}  # byte offsets of buffers in their allocations
         self.steps: list[Empty | Call | Launch] = []
 
     def input(self, t: Tensor) -> Tensor:
-        """A stand-in of the same layout, as far behind a multiple of 16 bytes."""
+        """Return a placeholder with the same layout and the same offset from a multiple of 16 bytes."""
         behind = t.data_ptr() & 15
         offset = behind // t.element_size()
         reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
@@ -224,7 +224,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # of products into a tensor that is given there are not all on the meta device
+        # some products with out= are not implemented on the meta device
         result = kwargs["out"] if "out" in kwargs else operator(*args, **kwargs)
         new = [t for t in tree_leaves(result) if t.untyped_storage()._cdata not in self.numbers]
         if operator in ALLOCATIONS:
@@ -240,7 +240,7 @@ class Recording(TorchDispatchMode):
         self.steps.append(one)
 
     def finish(self, results: list) -> tuple[list[Callable], list]:
-        """The steps as functions of tensors and addresses by buffer, and where results are then."""
+        """Return the steps as functions of tensors and addresses by buffer, and the views of the results."""
         kept = {self.number_of(t) for t in results if isinstance(t, Tensor)}
         last = {buffer: i for i, step in enumerate(self.steps) for buffer in self._used(step)}
         allocations = self._allocations(last, kept)
@@ -260,9 +260,10 @@ class Recording(TorchDispatchMode):
         return steps, [self._view(t) if isinstance(t, Tensor) else t for t in results]
 
     def _allocations(self, last: dict[int, int], kept: set[int]) -> dict[int, Allocation]:
-        """What is allocated for buffers that are not kept, by the first: small ones, or large ones of the same time.
+        """Return shared allocations by buffer, for small buffers, and for large buffers with the same lifetime.
 
-        All of an allocation are of one dtype, if operators see them, and are freed with that which is used last.
+        All buffers of an allocation have one dtype if operators use them, and are freed after the last use of any of
+        them.
         """
         seen = {self.number_of(t) for step in self.steps if isinstance(step, Call) for t in step.read}
         together: dict[tuple, list[int]] = {}
@@ -306,7 +307,7 @@ class Recording(TorchDispatchMode):
     def _launching(self, one: Launch) -> Callable:
         pointers = [(at, self.number_of(t), t.data_ptr()) for at, t in one.tensors]
         values = one.values
-        one.tensors = []  # of which the kernel is to keep nothing
+        one.tensors = []  # the launch must not keep the tensors alive
 
         def launch(_, addresses, stream):
             own = values.copy()
@@ -327,7 +328,7 @@ class Recording(TorchDispatchMode):
         places = [i for i, t in enumerate(tree_leaves(result)) if any(t is m for m, _ in made)]
         numbers = [buffer for _, buffer in made]
 
-        if len(seen) == len(args) == 2 and len(numbers) == 1 and not others and not kwargs:  # a product
+        if len(seen) == len(args) == 2 and len(numbers) == 1 and not others and not kwargs:  # a matrix product
 
             def call_for_product(tensors, addresses, _, a=args[0], b=args[1], number=numbers[0]):
                 t = tensors[number] = call(see(tensors, a), see(tensors, b))
@@ -336,7 +337,7 @@ class Recording(TorchDispatchMode):
             return call_for_product
 
         def prepare(tensors):
-            if others:  # in lists, or by keywords
+            if others:  # tensors in lists or keyword arguments
                 return tree_map(functools.partial(_seen, tensors), (args, kwargs))
             own = args.copy()
             for i, view in seen:

@@ -1,4 +1,6 @@
-"""backward.cu: all gradients of the scan, for both recurrences, all dtypes and state sizes."""
+"""Variants of backward.cu, which computes all gradients of the scan for both recurrences, all dtypes and state
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from .launches import Kernel, align, common_macros
 
 
 class Cta(NamedTuple):
-    """The warps and memory of a CTA of backward.cu, and how many of it share a multiprocessor."""
+    """Warps and memory of a CTA of backward.cu, and the number of CTAs that share a multiprocessor."""
 
     warps: int
     shared_bytes: int
@@ -23,7 +25,9 @@ class Cta(NamedTuple):
 
 @dataclass(frozen=True)
 class Backward:
-    """A variant: a lane has 4 states of each of its `channels`. `cycles` and `start` are the cost model's."""
+    """Variant in which a lane has 4 states of each of its `channels`. `cycles` and `start` are inputs of the cost
+    model.
+    """
 
     channels: int
     cycles: tuple[int, ...]
@@ -33,14 +37,16 @@ class Backward:
         return min(self.channels, max(1, N // 4))
 
     def tile(self, N: int) -> int:
-        """Tokens, of which each of the N / 4 lanes that share a channel prepares at least one."""
+        """Return the tokens of a tile, of which each of the N / 4 lanes that share a channel prepares at least one."""
         return max(8, N // 4)
 
     def cta(self, N: int, itemsize: int, channels: int) -> Cta:
-        """For lanes of so many channels: as many warps as every GPU's shared memory has room for, at most 4."""
+        """Return the CTA for lanes of `channels` channels: up to 4 warps, as many as fit in every GPU's shared
+        memory.
+        """
         groups, parts, tile, warps = 128 // N, N // 4, self.tile(N), 4
         row = groups * channels
-        # in the order of backward_memory.cuh
+        # in the order of the structs in backward_memory.cuh
         warp_bytes = (
             2 * 3 * align(tile * row * itemsize)
             + 2 * align(4 * row) + 2 * 4 * tile * (row + 8)  # skip and bias; step sizes and slopes
@@ -52,11 +58,11 @@ class Backward:
         while keys_bytes + warps * warp_bytes > CTA_BYTES:
             warps //= 2
         shared_bytes = keys_bytes + warps * warp_bytes
-        resident = (3 if itemsize == 2 and N in (16, 32) else 2) * 4 // warps  # as registers suffice
+        resident = (3 if itemsize == 2 and N in (16, 32) else 2) * 4 // warps  # limited by registers
         return Cta(warps, shared_bytes, min(resident, MULTIPROCESSOR_BYTES // (shared_bytes + 1024)))
 
     def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
-        """Channels of a scheduler's warp, and how many such warps it runs at once."""
+        """Return the channels of a warp, and how many warps a scheduler runs at once."""
         cta = self.cta(N, itemsize, self.lane_channels(N))
         return 128 * self.lane_channels(N) / N, cta.warps * cta.resident / SCHEDULERS
 

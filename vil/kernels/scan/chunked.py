@@ -1,14 +1,14 @@
-"""The plain PyTorch backend of both scans, public name "reference": any device, float64 too, by chunks of tokens.
+"""Plain PyTorch backend of both scans, with the public name "reference", for any device and also float64, by chunks.
 
-Both are diagonal linear recurrences over tokens, S_t = decay_t * S_{t-1} + drive_t and y_t = q_t . S_t, and differ only
-in their coefficients. A recurrence is a class with those coefficients and their gradients; one scan serves both.
-Products over a chunk of tokens are single calls of PyTorch; one loop over the tokens is left, for the states.
-`naive` is the definition, which this has to reproduce like every backend.
+Both recurrences are diagonal and linear over tokens, S_t = decay_t * S_{t-1} + drive_t and y_t = q_t . S_t, and differ
+only in their coefficients. A recurrence is a class with those coefficients and their gradients; one scan serves both.
+Products over a chunk of tokens are single PyTorch calls; only the states need a loop over the tokens. `naive` is the
+reference implementation that every backend must reproduce.
 
     L tokens    T tokens of a chunk    S chunks    G directions    B batch    D channels    N states of a channel
 
-Inside this file tensors are `_GLB*`: `x_GLBD[:, t]` is what each direction reads at its own step t, so a single pass
-over the tokens runs all directions, the reversed one starting from the last token of the image.
+Tensors inside this file are `_GLB*`: `x_GLBD[:, t]` is what each direction reads at its own step t. Therefore a single
+pass over the tokens runs all directions, and reversed directions start from the last token of the image.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from torch import Tensor
 from ..backends import transformed
 from ..checks import check, check_choice, check_given, once_a_kind, refuse_second_derivative
 
-# Tokens that are worked on at once. Forward saves the state ahead of each chunk; backward computes the others again.
+# Tokens of a chunk. Forward saves the state before each chunk, and backward recomputes the other states.
 CHUNK = 16
-# The batch is worked on in slices of so many state elements: a chunk's buffers stay in cache, and PyTorch does a
-# token of one on the calling thread. For so little work that beats two threads, by far if the cores are busy.
+# Maximum state elements of a slice of the batch. A chunk's buffers then stay in cache, and PyTorch computes each token
+# on the calling thread, which is faster than two threads for so little work, in particular on busy cores.
 SLICE_ELEMENTS = 2**15
 
 
 class Recurrence(Protocol):
-    """Coefficients of a diagonal linear recurrence. Its inputs are `_GTB*` per token, then `_GND` per channel."""
+    """Coefficients of a diagonal linear recurrence, from inputs `_GTB*` for each token and `_GND` for each channel."""
 
     @staticmethod
     def coefficients(decay_GTBND: Tensor, drive_GTBND: Tensor, *inputs: Tensor) -> None:
-        """Writes the coefficients into the first two arguments."""
+        """Write the coefficients into the first two arguments."""
 
     @staticmethod
     def gradients(
         ddecay_GTBND: Tensor, ddrive_GTBND: Tensor, decay_GTBND: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Returns the gradient of each input, from those of the coefficients; may overwrite the latter."""
+        """Return the gradient of each input from those of the coefficients, which may be overwritten."""
 
 
 class Longhorn:
@@ -56,7 +56,7 @@ class Longhorn:
 
     @staticmethod
     def step_size(step_logits_GTBD: Tensor, k_GTBN: Tensor) -> Tensor:
-        # where exp overflows to infinity the step size is 0, which is its limit
+        # if exp overflows, the step size is 0, its limit
         return (1 + torch.exp(-step_logits_GTBD) + k_GTBN.square().sum(-1, keepdim=True)).reciprocal()
 
     @staticmethod
@@ -75,7 +75,7 @@ class Longhorn:
         dinput_GTBD = _sum_states(k_GTBN, ddrive_GTBND)  # dL/d(eps x)
         deps_GTBD = x_GTBD * dinput_GTBD - _sum_states(k_GTBN.square(), ddecay_GTBND)
         dx_GTBD = eps_GTBD * dinput_GTBD
-        # the clamp keeps eps * exp at its limit 1, not 0 * infinity, where exp overflows
+        # if exp overflows, the clamp gives eps * exp its limit 1 instead of 0 * infinity
         exp_GTBD = torch.exp(-step_logits_GTBD).clamp(max=torch.finfo(x_GTBD.dtype).max)
         dstep_logits_GTBD = deps_GTBD * eps_GTBD * (eps_GTBD * exp_GTBD)
         dnorm_GTB1 = -(eps_GTBD.square() * deps_GTBD).sum(-1, keepdim=True)  # dL/d(k.k)
@@ -114,10 +114,10 @@ def scan(
     recurrence: str, x_GBLD: Tensor, step_logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, A_GDN: Tensor | None,
     skip_GD: Tensor | None, step_bias_GD: Tensor | None, reverse: list[bool],
 ) -> Tensor:  # fmt: skip
-    """y_GBLD in x's dtype of G directions, of which `reverse[g]` says whether it runs from the last token to the first.
+    """Return y_GBLD in x's dtype for G directions; direction g runs from the last token to the first if `reverse[g]`.
 
-    The arguments are those of `vil::scan`, of any floating-point dtypes. State and sums are in float32, or in float64
-    if x is.
+    The arguments are those of `vil::scan`, in any floating-point dtypes. State and sums are in float64 if x is,
+    otherwise in float32.
     """
     dtype = torch.float64 if x_GBLD.dtype == torch.float64 else torch.float32
     x, step_logits, k, q = (t.to(dtype) for t in (x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN))
@@ -132,12 +132,12 @@ def scan(
 
 
 def _as_read(t_GBLX: Tensor, reverse: list[bool]) -> Tensor:
-    """Tokens first, and in the order in which each direction reads them."""
+    """Return tokens first, in the order in which each direction reads them."""
     return torch.stack([(t.flip(1) if r else t).transpose(0, 1) for t, r in zip(t_GBLX.unbind(0), reverse)])
 
 
 def _in_image_order(t_GLBX: Tensor, reverse: list[bool]) -> Tensor:
-    """The batch first again, and tokens in the order of the image."""
+    """Return the batch first, with tokens in the order of the image."""
     return torch.stack([(t.flip(0) if r else t).transpose(0, 1) for t, r in zip(t_GLBX.unbind(0), reverse)])
 
 
@@ -154,14 +154,14 @@ _INPUTS = {
 
 @once_a_kind
 def _check(recurrence, q_GLBN, inputs, backward=False, dy_GLBD=None, chunk_states_GSBND=None) -> None:
-    """Raises a ValueError that names what the operators cannot scan."""
+    """Raise a ValueError that names the argument that the operators do not support."""
     check_choice("recurrence", recurrence, RECURRENCES)
     check_given(q_GLBN=q_GLBN)
     if backward:
         check_given(dy_GLBD=dy_GLBD, chunk_states_GSBND=chunk_states_GSBND)
     rows = _INPUTS[recurrence]
     if len(inputs) != len(rows):
-        raise ValueError(f"inputs must hold {len(rows)} tensors for the {recurrence} recurrence, not {len(inputs)}")
+        raise ValueError(f"inputs must hold {len(rows)} tensors for the {recurrence} recurrence, got {len(inputs)}")
     sizes: dict[str, int] = {}
     of_q, dtype = ("q_GLBN", q_GLBN, "GLBN", None), q_GLBN.dtype
     check(sizes, of_q, *((name, t, layout, dtype) for (name, layout), t in zip(rows, inputs)))
@@ -172,16 +172,16 @@ def _check(recurrence, q_GLBN, inputs, backward=False, dy_GLBD=None, chunk_state
 def _scan(recurrence: str, q_GLBN: Tensor, *inputs: Tensor) -> Tensor:
     if transformed():
         return _TransformedScan.apply(recurrence, q_GLBN, *inputs)[0]
-    # torch.jit.trace looks whether a graph is the same without gradients
+    # torch.jit.trace compares the graphs with and without gradients
     keep = torch.jit.is_tracing() or (torch.is_grad_enabled() and any(t.requires_grad for t in (q_GLBN, *inputs)))
     return _scan_forward(recurrence, q_GLBN, list(inputs), keep)[0]
 
 
-# The scan is an operator of PyTorch's dispatcher so that torch.compile, torch.export, torch.fx and the meta device see
-# one node in place of its loop over the tokens.
+# Register the scan as an operator, so that torch.compile, torch.export, torch.fx and the meta device see one node
+# instead of a loop over the tokens.
 @torch.library.custom_op("vil::reference_scan", mutates_args=())
 def _scan_forward(recurrence: str, q_GLBN: Tensor, inputs: list[Tensor], keep: bool) -> tuple[Tensor, Tensor]:
-    """Returns y_GLBD and, if `keep`, the state before every `CHUNK` tokens for backward (else none)."""
+    """Return y_GLBD and, if `keep`, the state before every `CHUNK` tokens for backward (otherwise an empty tensor)."""
     _check(recurrence, q_GLBN, inputs)
     G, L, B, N = q_GLBN.shape
     D = inputs[0].shape[-1]
@@ -204,14 +204,14 @@ def _scan_forward(recurrence: str, q_GLBN: Tensor, inputs: list[Tensor], keep: b
 def _scan_backward(
     recurrence: str, dy_GLBD: Tensor, chunk_states_GSBND: Tensor, q_GLBN: Tensor, inputs: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Returns dq_GLBN and the gradient of each input."""
+    """Return dq_GLBN and the gradient of each input."""
     _check(recurrence, q_GLBN, inputs, True, dy_GLBD, chunk_states_GSBND)
     G, L, B, N = q_GLBN.shape
     dq_GLBN = torch.empty_like(q_GLBN)
     dinputs = [torch.empty_like(t) if _is_per_token(t) else torch.zeros_like(t) for t in inputs]
     buffers = _chunk_buffers(4, q_GLBN, dy_GLBD.shape[-1])
     for batch in _batch_slices(G, B, N, dy_GLBD.shape[-1]):
-        # dL/dS_t through the tokens after t
+        # dL/dS_t via the tokens after t
         from_later_GBND = torch.zeros_like(chunk_states_GSBND[:, :1, batch]).squeeze(1)
         for i, chunk in reversed(list(enumerate(_chunks(L)))):
             index, S_GBND = (slice(None), chunk, batch), chunk_states_GSBND[:, i, batch]
@@ -239,7 +239,7 @@ def _scan_backward(
 def _run_chunk(
     recurrence: str, S_GBND: Tensor, decay_GTBND: Tensor, states_GTBND: Tensor, inputs: list[Tensor]
 ) -> None:
-    """Writes the decay and the states of a chunk of tokens, given the state before it."""
+    """Write the decays and the states of a chunk of tokens, given the state before the chunk."""
     RECURRENCES[recurrence].coefficients(decay_GTBND, states_GTBND, *inputs)
     for decay_GBND, drive_GBND in zip(decay_GTBND.unbind(1), states_GTBND.unbind(1), strict=True):
         S_GBND = drive_GBND.addcmul_(decay_GBND, S_GBND)
@@ -271,7 +271,7 @@ def _backward(ctx, dy_GLBD, _):
 
 
 class _TransformedScan(torch.autograd.Function):
-    """The same for torch.func's transformations, which do not take the gradient of an operator."""
+    """Autograd function of the scan for torch.func, which does not use an operator's registered gradient."""
 
     generate_vmap_rule = True
 
@@ -290,7 +290,7 @@ class _TransformedScan(torch.autograd.Function):
 
 
 class _TransformedGradient(torch.autograd.Function):
-    """The gradient, which has none itself."""
+    """Gradient of the scan, which has no gradient itself."""
 
     generate_vmap_rule = True
 
@@ -307,7 +307,9 @@ class _TransformedGradient(torch.autograd.Function):
 
 
 def _over_directions(run: Callable, info, in_dims: tuple, *arguments):
-    """torch.vmap of an operator: what it maps over becomes directions, each of which has weights of its own."""
+    """Implement torch.vmap of an operator: the mapped dimension becomes directions, each of which has its own
+    weights.
+    """
 
     def folded(t, dim):
         if isinstance(t, list):
@@ -319,7 +321,7 @@ def _over_directions(run: Callable, info, in_dims: tuple, *arguments):
     def unfolded(t):
         return t.unflatten(0, (info.batch_size, -1)) if isinstance(t, Tensor) else [unfolded(part) for part in t]
 
-    # a list of which nothing is mapped over has one dim for all
+    # an unmapped list has one dim for all tensors
     dims = [[None] * len(t) if isinstance(t, list) and dim is None else dim for t, dim in zip(arguments, in_dims)]
     first, second = run(*map(folded, arguments, dims))
     return (unfolded(first), unfolded(second)), (0, 0 if isinstance(second, Tensor) else [0] * len(second))
@@ -329,14 +331,14 @@ _scan_forward.register_vmap(functools.partial(_over_directions, _scan_forward))
 _scan_backward.register_vmap(functools.partial(_over_directions, _scan_backward))
 _scan_forward.register_autograd(_backward, setup_context=_save_for_backward)
 _scan_backward.register_autograd(refuse_second_derivative)
-for _device in ("cpu", "cuda", "mps", "xpu"):  # the state is never kept in less than fp32, whatever the autocast
-    with contextlib.suppress(ValueError):  # PyTorch 2.10 takes the first two
+for _device in ("cpu", "cuda", "mps", "xpu"):  # the state is at least fp32, also under autocast
+    with contextlib.suppress(ValueError):  # PyTorch 2.10 supports only the first two
         _scan_forward.register_autocast(_device, torch.float32)
         _scan_backward.register_autocast(_device, torch.float32)
 
 
 def _is_per_token(t: Tensor) -> bool:
-    return t.dim() == 4  # _GLB*; a per-channel parameter is _GND
+    return t.dim() == 4  # _GLB*; parameters of channels are _GND
 
 
 def _slice(inputs: list[Tensor], chunk: slice, batch: slice) -> list[Tensor]:
@@ -353,7 +355,9 @@ def _batch_slices(G: int, B: int, N: int, D: int) -> list[slice]:
 
 
 def _chunk_buffers(count: int, q_GLBN: Tensor, D: int) -> Tensor:
-    """Memory for `count` tensors GTBND of a chunk and a slice, allocated once: its pages cost more than the sums."""
+    """Allocate `count` tensors GTBND for a chunk and a slice once, because page faults would cost more than the
+    sums.
+    """
     G, L, B, N = q_GLBN.shape
     images = max((batch.stop - batch.start for batch in _batch_slices(G, B, N, D)), default=0)
     return q_GLBN.new_empty(count, G, min(CHUNK, L), images, N, D)
@@ -372,5 +376,5 @@ def _sum_states(n_GTBN: Tensor, S_GTBND: Tensor) -> Tensor:
 
 
 def _sum_channels(S_GTBND: Tensor, d_GTBD: Tensor) -> Tensor:
-    # as vector times matrix: an order of magnitude faster on CPUs than matrix times vector
+    # vector times matrix is an order of magnitude faster on CPUs than matrix times vector
     return torch.matmul(d_GTBD.unsqueeze(-2), S_GTBND.transpose(-1, -2)).squeeze(-2)

@@ -1,11 +1,12 @@
-"""The scan's kernels for CPUs, in the part of Python that Numba compiles; `cpu_scan` launches them, and says with what.
+"""CPU kernels of the scan, in the subset of Python that Numba compiles; `cpu_scan` launches them.
 
-A task is a block of `LANES` channels of one image and direction. It walks over the tokens with the states of these
-channels in the first cache; the loops over channels become vector instructions. A last block of fewer channels is
-copied to where there are as many, zeros behind it.
+A task is a block of `LANES` channels of one image and direction. The task loops over the tokens with the states of
+these channels in the L1 cache, and loops over channels become vector instructions. A last block of fewer channels is
+copied to a buffer that is padded with zeros.
 
-A factory makes the kernel for N states. Addresses (x_data) and strides are in bytes, each tensor's of directions (x_G),
-images (x_B) and tokens (x_L); channels, states and outputs are contiguous. x_start is where a task's sequence begins.
+A factory creates the kernel for N states. Addresses (x_data) and strides are in bytes, with each tensor's strides of
+directions (x_G), images (x_B) and tokens (x_L); channels, states and outputs are contiguous. x_start is the start of a
+task's sequence.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ from ..cpu.language import (
     total,
 )  # fmt: skip
 
-AHEAD = 2  # tokens, of which the rows are fetched
-FORWARD, BACKWARD = 30, 41  # arguments
+AHEAD = 2  # tokens to prefetch ahead
+FORWARD, BACKWARD = 30, 41  # numbers of arguments of the kernels
 
 
 @inlined
 def locate(task, blocks, B, D):
-    """Direction, image, the number of both, and first channel and width of a task's block."""
+    """Return direction, image, the index of the sequence, and first channel and width of a task's block."""
     first, sequence = task % blocks * LANES, task // blocks
     return sequence // B, sequence % B, sequence, first, min(LANES, D - first)
 
 
 def _forward(N: int, chunk: int, rows_of_A: int, advance):
-    """The walk over tokens; `advance` goes a token further with the states and writes its y."""
+    """Kernel that loops over tokens; `advance` updates the states by one token and writes its y."""
     of_states, of_A = N * LANES, max(1, rows_of_A) * LANES
 
     def kernel(arguments):
@@ -138,13 +139,15 @@ def selective_forward(N: int, chunk: int):
 
 
 def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back):
-    """The walk over chunks from the last to the first: through one once more, then back.
+    """Kernel that loops over chunks from the last to the first: recompute a chunk forward, then go backward.
 
     Args:
+        N: Number of states.
+        chunk: Tokens of a chunk.
         rows_of_A: N, or 0 for a recurrence without A.
-        kept_arrays: Of states of a chunk, between the two.
-        again: Goes a token further with the states, keeps what `back` needs of it and writes its dq.
-        back: Goes a token back with the states' gradients and writes its dx, dstep_logits and dk.
+        kept_arrays: Number of arrays of states that are kept for a chunk.
+        again: Updates the states by one token, keeps what `back` needs and writes the token's dq.
+        back: Goes back one token with the states' gradients and writes the token's dx, dstep_logits and dk.
     """
     of_states, of_A, of_sums = N * LANES, max(1, rows_of_A) * LANES, N * WIDTH
     of_kept, of_steps, two = kept_arrays * chunk * N * LANES, chunk * LANES, 2 * LANES
@@ -183,7 +186,7 @@ def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back)
             dy_start = dy_data + g * dy_G + b * dy_B + BYTES * first
             dx_start = dx_data + BYTES * (sequence * L * D + first)
             dstep_logits_start = dstep_logits_data + BYTES * (sequence * L * D + first)
-            # a block's part of the sums over channels that dk and dq are
+            # partial sums of dk and dq over the block's channels
             part = BYTES * L * N * (task % blocks * (tasks // blocks) + sequence)
             dk_start, dq_start = dk_data + part, dq_data + part
             clear(dA, rows_of_A)
@@ -215,7 +218,7 @@ def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back)
                     )  # fmt: skip
                     store_row(dx_start + BYTES * t * D, width, dx)
                     store_row(dstep_logits_start + BYTES * t * D, width, dstep_logits)
-            image = b * (tasks // blocks // B) + g  # the number of image and direction, for sums over images
+            image = b * (tasks // blocks // B) + g  # index of image and direction, for sums over images
             store_rows(dchannels_data + BYTES * (image * 2 * D + first), BYTES * D, width, 2, dchannels)
             store_rows(dA_data + BYTES * (image * N * D + first), BYTES * D, width, rows_of_A, dA)
 
@@ -223,10 +226,10 @@ def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back)
 
 
 def longhorn_backward(N: int, chunk: int):
-    """By the residuals r = x - k S of a chunk of tokens, as docs/kernels derives it.
+    """Kernel of Longhorn's gradients from the residuals r = x - k S of a chunk's tokens, as derived in docs/kernels.
 
-    With e the step size it keeps e (2 r - x): their sum with the states' gradients is that of k, and, as
-    e r = (e (2 r - x) + e x) / 2, that of the step size.
+    With the step size e, the kernel keeps e (2 r - x). The sum of these values with the states' gradients is the
+    gradient of k and, as e r = (e (2 r - x) + e x) / 2, gives the gradient of the step size.
     """
 
     @inlined
@@ -282,7 +285,7 @@ def longhorn_backward(N: int, chunk: int):
 
 
 def selective_backward(N: int, chunk: int):
-    """By the decays of a chunk's tokens and the states before them, which it keeps."""
+    """Kernel of Mamba's gradients, which keeps the decays of a chunk's tokens and the states before them."""
 
     @inlined
     def again(i, S, A, x, step_logits, dy, k, step_bias, kept, step_sizes, slopes, drive, dq):

@@ -1,7 +1,7 @@
-"""The scan on CPUs: launches the kernels of `cpu_kernels`, which Numba compiles at first use. `operator` says the rest.
+"""Scan on CPUs: launches the kernels of `cpu_kernels`, which Numba compiles at first use. `operator` has the interface.
 
-States and sums are in fp32 whatever the inputs have. Every task writes what is its own, and sums over tasks are in a
-fixed order: the result does not depend on the number of threads.
+States and sums are in fp32 for all input dtypes. Every task writes its own results, and sums over tasks have a fixed
+order, so that results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def forward(
     recurrence: str, x: Tensor, step_logits: Tensor, k: Tensor, q: Tensor, A: Tensor | None, skip: Tensor | None,
     step_bias: Tensor | None, reverse: tuple[bool, ...], keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y_GBLD, and the states between chunks of `CHUNK` tokens if `keep`."""
+    """Return y_GBLD, and the states between chunks of `CHUNK` tokens if `keep`."""
     (G, B, L, D), N, blocks = x.shape, k.shape[-1], _blocks(x)
     inputs = [_readable(t) for t in (x, step_logits, k, q)]
     parameters = _parameters(inputs[0], A, skip, step_bias)
@@ -38,13 +38,15 @@ def backward(
     recurrence: str, dy: Tensor, x: Tensor, step_logits: Tensor, k: Tensor, q: Tensor, A: Tensor | None,
     skip: Tensor | None, step_bias: Tensor | None, states: Tensor, reverse: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of x, step_logits, k, q, A (empty without A), and of skip and step_bias as one tensor (G, 2, D)."""
+    """Return gradients of x, step_logits, k, q, A (empty without A), and of skip and step_bias as one tensor (G,
+    2, D).
+    """
     (G, B, L, D), N, blocks = x.shape, k.shape[-1], _blocks(x)
     inputs, dy = [_readable(t) for t in (x, step_logits, k, q)], _readable(dy)
     parameters = _parameters(inputs[0], A, skip, step_bias)
     new, tasks = dy.new_empty, G * B * blocks  # in fp32
     dx, dstep_logits = new(2, G, B, L, D)
-    parts = new(2, blocks, G, B, L, N)  # of dk's and dq's sums over channels
+    parts = new(2, blocks, G, B, L, N)  # partial sums of dk and dq over channels
     dchannels = new(B, G, 2, D)  # and over images
     dA = new((B, G, N, D) if A is not None else 0)
     scratch = new(min(torch.get_num_threads(), tasks), CHUNK, LANES, (N if A is None else 2 * N) + 2)
@@ -67,7 +69,7 @@ def _blocks(x: Tensor) -> int:
 
 
 def _readable(t: Tensor) -> Tensor:
-    """In fp32, with contiguous channels."""
+    """Convert to fp32 with contiguous channels."""
     t = t.to(torch.float32)
     return t if t.stride(-1) == 1 else t.contiguous()
 

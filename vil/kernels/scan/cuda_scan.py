@@ -1,7 +1,7 @@
-"""The CUDA backend of the scan: from tensors to launches.
+"""CUDA backend of the scan, from tensors to kernel launches.
 
-`heuristics.choose` says which variant of a kernel runs and how sequences are cut. Each kernel has its limits and macros
-in the module beside it:
+`heuristics.choose` selects the variant of a kernel and the segments of a sequence. Each kernel has its limits and
+macros in a module:
 
 | kernels | source and module | result |
 | --- | --- | --- |
@@ -35,10 +35,10 @@ def scan_forward(
     skip_GD: Tensor | None, step_bias_GD: Tensor | None, reverse: Sequence[bool], keep: bool,
     schedule: Schedule | None = None, step_proj_GDR: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """y_GBLD, and if `keep` the states between chunks (G, B, chunks - 1, N, D) that backward starts from.
+    """Return y_GBLD and, if `keep`, the states between chunks (G, B, chunks - 1, N, D) for backward.
 
-    `schedule` overrides the cost model's. If it `projects_step`, the step (G, B, L, R) may stand in place of the step
-    logits, with the weights that project it to them.
+    `schedule` overrides the cost model's choice. If the schedule `projects_step`, the step (G, B, L, R) and the weights
+    that project it may replace the step logits.
     """
     x, step_logits, k, q = rows(x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N = x.shape, k.shape[-1]
@@ -68,7 +68,7 @@ def scan_forward(
 
 
 def forward_schedule(recurrence: str, x_GBLD: Tensor, N: int, R: int) -> Schedule:
-    """How `scan_forward` runs for whole rows such as x where a step of rank R may stand in place of its logits."""
+    """Return the schedule of `scan_forward` for rows such as x, if a step of rank R may replace the step logits."""
     return _choose("forward", recurrence, x_GBLD, N, x_GBLD.shape[-1] % 8 == 0, step=R % 8 == 0)
 
 
@@ -77,9 +77,10 @@ def scan_backward(
     A_GDN: Tensor | None, skip_GD: Tensor | None, step_bias_GD: Tensor | None, chunk_states_GBSND: Tensor,
     reverse: Sequence[bool], schedule: Schedule | None = None, overwrite_step_logits: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """dx, dstep_logits, dk and dq like their inputs; dA_GDN (empty without A); dskip and dstep_bias as (G, 2, D).
+    """Return dx, dstep_logits, dk and dq like their inputs; dA_GDN (empty without A); dskip and dstep_bias as (G, 2,
+    D).
 
-    With `overwrite_step_logits` their gradient is written over the step logits.
+    With `overwrite_step_logits`, the gradient of the step logits overwrites them.
     """
     dy, x, step_logits, k, q = rows(dy_GBLD, x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N = x.shape, k.shape[-1]
@@ -95,7 +96,7 @@ def scan_backward(
     dstep_logits = step_logits if overwrite_step_logits else new(x.shape)
     dchannels = new(G, 2, D, dtype=torch.float32)
     dA = new((G, D, N) if A_GDN is not None else 0, dtype=torch.float32)
-    # what CTAs leave for `reduce_partials`: dk and dq over their channels, dchannels and dA over their tokens
+    # partial sums of CTAs for `reduce_partials`: dk and dq over their channels, dchannels and dA over their tokens
     segments_of_all, columns, tokens_of_all = B * segments, dchannels.numel() + dA.numel(), G * B * L
     key_partials = new(kernel.ctas, G, B, L, 2, N, dtype=torch.float32)
     channel_partials = new(segments_of_all, columns, dtype=torch.float32)
@@ -118,7 +119,7 @@ forward, backward = planned()(scan_forward), planned()(scan_backward)
 
 
 def between_segments(recurrence, value, step_logits, k, q, A, step_bias, reverse, segment_chunks, *, gradients: bool):
-    """`states_between_segments` by the variants that are for such inputs."""
+    """Run `states_between_segments` with the variants for these inputs."""
     kind = "backward" if gradients else "forward"
     variant = heuristics.segment_variant(kind, recurrence, k.shape[-1], value.element_size())
     read = value, step_logits, k, q, A, step_bias

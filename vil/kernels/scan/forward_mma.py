@@ -1,4 +1,4 @@
-"""forward_mma.cu: the forward scan of Longhorn, two tokens at a time on tensor cores."""
+"""Variants of forward_mma.cu, Longhorn's forward scan of two tokens at a time on tensor cores."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from .launches import Kernel, common_macros
 
 
 def has_mma(recurrence: str, N: int, itemsize: int) -> bool:
-    """Whether the kernels on tensor cores take such inputs."""
+    """Return whether the tensor-core kernels support these inputs."""
     return recurrence == "longhorn" and N == 16 and itemsize == 2
 
 
 class ForwardMma(NamedTuple):
-    """A variant: 16 channels for each of the `consumers`. A multiprocessor runs one CTA.
+    """Variant with 16 channels for each of the `consumers`. A multiprocessor runs one CTA.
 
-    `producers` are the roles of the other warps: 0 copies, -1 prepares factors of states, n > 0 those of n units of 8
-    tokens of a consumer's channels, of which each consumer has `tile` / 8. `cycles` and `start` are the cost model's.
+    `producers` are the roles of the other warps: 0 copies, -1 prepares factors of states, and n > 0 prepares the
+    factors of n units of 8 tokens of a consumer's channels; each consumer has `tile` / 8 units. `cycles` and `start`
+    are inputs of the cost model.
     """
 
     consumers: int
@@ -34,11 +35,13 @@ class ForwardMma(NamedTuple):
         return self.consumers + len(self.producers)
 
     def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
-        """Channels of a scheduler's warp, and how many such warps it runs at once."""
+        """Return the channels of a warp, and how many warps a scheduler runs at once."""
         return 16 * self.consumers / SCHEDULERS, 1
 
     def shared_bytes(self, rank: int = 0) -> int:
-        """Shared memory of a CTA that is given step logits, or with a rank the step that they are projected from."""
+        """Return the shared memory of a CTA for step logits or, with a rank, for the step that they are projected
+        from.
+        """
         channels, pairs, states = 16 * self.consumers, self.tile // 2, 16
         inputs = self.tile * (channels + (rank or channels)) + (2 * self.tile + 4) * states
         state_factors = pairs * (6 * 32 + 8)

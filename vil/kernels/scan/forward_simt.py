@@ -1,4 +1,4 @@
-"""forward_simt.cu: the forward scan by FMAs, for both recurrences, all dtypes and state sizes."""
+"""Variants of forward_simt.cu, the forward scan with FMAs for both recurrences, all dtypes and state sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .launches import Kernel, align, common_macros
 
 
 class Lanes:
-    """Occupancy of a variant whose lanes have `channels` neighbours and `states` of the states of each."""
+    """Occupancy of a variant whose lanes have `channels` neighbouring channels and `states` of the states of each."""
 
     states: int
     channels: int
@@ -23,20 +23,20 @@ class Lanes:
 
     @property
     def resident(self) -> int:
-        """How many CTAs of 16-bit inputs with 16 states share a multiprocessor."""
+        """Number of CTAs that share a multiprocessor, for 16-bit inputs with 16 states."""
         return SCHEDULERS * len(self.cycles) // self.warps
 
     def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
-        """Channels of a scheduler's warp, and how many such warps it runs at once."""
+        """Return the channels of a warp, and how many warps a scheduler runs at once."""
         return 32 * self.channels / max(1, N // self.states), len(self.cycles)
 
 
 @dataclass(frozen=True)
 class ForwardSimt(Lanes):
-    """A variant: a lane has `channels` neighbours, and `states` of the states of each.
+    """Variant whose lanes have `channels` neighbouring channels and `states` of the states of each.
 
     `unroll` tokens are interleaved, with `ahead` loaded before they are needed; `tile` tokens are in shared memory.
-    `cycles` and `start` are the cost model's (heuristics.py).
+    `cycles` and `start` are inputs of the cost model (heuristics.py).
     """
 
     states: int
@@ -50,16 +50,16 @@ class ForwardSimt(Lanes):
     def kernel(
         self, recurrence: str, x: Tensor, step_logits: Tensor, N: int, source: str = "forward_simt", **macros
     ) -> Kernel:  # fmt: skip
-        """That of `source`, which includes simt_scan.cuh, for tensors like these."""
+        """Return the kernel of `source`, which includes simt_scan.cuh, for tensors like these."""
         states = min(self.states, N)
         groups = 32 * states // N
-        # a warp's row of channels is copied by at most 32 lanes
+        # at most 32 lanes copy a warp's row of channels
         vector = vector_width(16 // x.element_size(), x, step_logits)
         channels = min(common_power_of_two(self.channels, x.shape[-1]), max(1, 32 * vector // groups))
         vector = min(vector, groups * channels)
         unroll, stages = self.unroll if N <= 16 else 4, 3
         tile = max(min(self.tile, 1024 // N), unroll, 32 // groups)
-        # wider inputs and longer keys take more registers, which fewer CTAs leave
+        # wider inputs and longer keys need more registers, so fewer CTAs are resident
         resident = self.resident if x.element_size() * N <= 32 else self.resident * 2 // 3
         row = tile * groups * channels
         warp_bytes = (2 if self.ahead else 1) * 4 * row + stages * 2 * align(row * x.element_size())

@@ -1,14 +1,15 @@
-"""Which variant of a kernel runs, and into how many segments it cuts a sequence: a small cost model.
+"""Cost model that selects the variant of a kernel and the number of segments of a sequence.
 
-A variant says how channels and their states are dealt to the lanes of a warp. Many in a lane share the cost of reading
-keys and of addressing, but leave fewer warps, too few for a small batch to keep the GPU busy. Its time is measured on
-an H200, in cycles: `cycles[w - 1]` for a token of w warps that share a scheduler, and `start` before their first token.
-As many warps of a scheduler as there are numbers run at once, the others in waves after them. A scan takes
+A variant distributes channels and their states among the lanes of a warp. More of them in a lane share the cost of
+reading keys and of addressing, but result in fewer warps, too few to keep the GPU busy with a small batch. Times were
+measured on an H200 in cycles: `cycles[w - 1]` for a token of w warps that share a scheduler, and `start` before their
+first token. A scheduler runs as many warps at once as there are numbers in `cycles`, and further warps in later waves.
+A scan takes
 
     waves * (start + tokens * cycles[warps of a scheduler - 1])
 
-Cutting sequences into segments that run in parallel multiplies the warps. It costs a pass of its own over all segments
-but one (`SEGMENT_STATES`), more launches (`LAUNCHES`), and what is passed from one segment to the next (`PASSED`).
+Cutting sequences into segments that run in parallel multiplies the warps. Segments cost another pass over all segments
+except one (`SEGMENT_STATES`), more launches (`LAUNCHES`), and passing states from one segment to the next (`PASSED`).
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from .forward_mma import ForwardMma, has_mma
 from .forward_simt import ForwardSimt
 from .segments import SegmentGradientsMma, SegmentStates
 
-LAUNCHES = 8000  # cycles
-STEP_LOGITS = 8000  # cycles that their product takes, which ForwardMma does itself if it is given the step
-PASSED = 20 / 13  # cycles of a multiprocessor for a state between segments: moved five times, at 13 bytes a cycle
+LAUNCHES = 8000  # cycles of additional launches
+STEP_LOGITS = 8000  # cycles of the product for step logits, which ForwardMma can compute itself from the step
+PASSED = 20 / 13  # multiprocessor cycles for a state between segments, which is moved five times at 13 bytes a cycle
 
 
 class Schedule(NamedTuple):
-    """How a scan is launched: by which variant of its kernel, and with how many chunks in each of its segments."""
+    """Variant of a scan's kernel, and the number of chunks in each segment."""
 
     variant: ForwardSimt | ForwardMma | Backward
     segment_chunks: int
 
     def segments(self, L: int) -> int:
-        """How many a sequence of L tokens is cut into."""
+        """Return the number of segments of a sequence of L tokens."""
         return -(-L // (self.segment_chunks * CHUNK))
 
     def projects_step(self, L: int, R: int) -> bool:
-        """Whether the scan takes a step of rank R in place of the logits that are projected from it."""
+        """Return whether the scan accepts a step of rank R instead of the logits that are projected from it."""
         return isinstance(self.variant, ForwardMma) and self.segments(L) == 1 and R % 8 == 0
 
 
@@ -56,7 +57,7 @@ FORWARD_SIMT = {
         ForwardSimt(4, 2, tile=32, cycles=(190, 256), unroll=8),
     ],
 }
-# the second for what the first leaves multiprocessors idle with, and for GPUs with less shared memory
+# the second variant is for inputs that leave multiprocessors idle, and for GPUs with less shared memory
 FORWARD_MMA = [
     ForwardMma(6, (2, 2, -1, -1, 2, 2, 0, 2, 2), cycles=(87,), start=19000),
     ForwardMma(3, (2, -1, -1, 0, 2, 1, 1), cycles=(52,), start=6500),
@@ -75,34 +76,43 @@ BACKWARD = {
 def forward_variants(
     recurrence: str, N: int, itemsize: int, vectors: bool = True, shared_bytes: int = 227 * 1024
 ) -> Sequence[ForwardSimt | ForwardMma]:
-    """`vectors`: whether 8 neighbours of every row can be moved as one; `shared_bytes`: what a CTA may have."""
+    """Return the forward variants for these inputs.
+
+    Args:
+        recurrence: "longhorn" or "selective".
+        N: Number of states.
+        itemsize: Bytes of an input's element.
+        vectors: Whether 8 neighbours of every row can be moved by one instruction.
+        shared_bytes: Maximum shared memory of a CTA.
+    """
     if not (has_mma(recurrence, N, itemsize) and vectors):
         return FORWARD_SIMT[recurrence]
     return FORWARD_SIMT[recurrence] + [v for v in FORWARD_MMA if v.shared_bytes() <= shared_bytes]
 
 
 def segment_variant(kind: str, recurrence: str, N: int, itemsize: int) -> SegmentStates | SegmentGradientsMma:
-    """The kernel that finds the states between segments (`kind` "forward") or their gradients ("backward")."""
+    """Return the kernel for the states between segments (`kind` "forward") or their gradients ("backward")."""
     mma = kind == "backward" and has_mma(recurrence, N, itemsize)
     return SEGMENT_GRADIENTS_MMA if mma else SEGMENT_STATES[recurrence]
 
 
 def backward_variants(recurrence: str, N: int) -> list[Backward]:
-    return [v for v in BACKWARD[recurrence] if N < 64 or v.channels <= 2]  # tiles of 16 tokens take more registers
+    return [v for v in BACKWARD[recurrence] if N < 64 or v.channels <= 2]  # tiles of 16 tokens need more registers
 
 
 def cycles(
     variant: ForwardSimt | ForwardMma | SegmentGradientsMma | Backward, channels: int, N: int, itemsize: int,
     tokens: int, multiprocessors: int, short: int = 0,
 ) -> float:  # fmt: skip
-    """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments).
+    """Estimate the cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments).
 
-    `short` more have so few tokens that none waits for them, but share schedulers with warps that start beside them.
+    Another `short` channels have so few tokens that no warp waits for them, but share schedulers with warps that start
+    at the same time.
     """
     of_warp, at_once = variant.occupancy(N, itemsize)
-    one_each = of_warp * SCHEDULERS * multiprocessors  # channels that give every scheduler a warp
+    one_each = of_warp * SCHEDULERS * multiprocessors  # channels that fill every scheduler with one warp
     waves = math.ceil(channels / (one_each * at_once))
-    # CTAs of a last wave that is not full are where CTAs end first, side by side on few multiprocessors
+    # CTAs of an incomplete last wave share the few multiprocessors whose CTAs end first
     warps = min(math.ceil((channels + short) / one_each), math.ceil(at_once))
     return waves * (variant.start + tokens * variant.cycles[warps - 1])
 
@@ -112,7 +122,7 @@ def choose(
     kind: str, recurrence: str, sequences: int, D: int, L: int, N: int, itemsize: int, multiprocessors: int,
     vectors: bool = True, shared_bytes: int = 227 * 1024, step: bool = False,
 ) -> Schedule:  # fmt: skip
-    """The variant that the model expects to be fastest, and the chunks of a segment.
+    """Return the schedule that the cost model expects to be fastest.
 
     Args:
         kind: "forward" or "backward".
@@ -120,9 +130,9 @@ def choose(
         sequences: Directions times batch.
         D, L, N: Channels, tokens and states.
         itemsize: Bytes of an input's element.
-        multiprocessors: Of the GPU.
-        vectors, shared_bytes: As `forward_variants` takes them.
-        step: Whether the step may stand in place of the step logits.
+        multiprocessors: Number of the GPU's multiprocessors.
+        vectors, shared_bytes: As in `forward_variants`.
+        step: Whether the step may replace the step logits.
     """
     chunks, channels = -(-L // CHUNK), sequences * D
     candidates: Sequence[ForwardSimt | ForwardMma | Backward]
@@ -132,7 +142,7 @@ def choose(
         candidates = backward_variants(recurrence, N)
     segment = segment_variant(kind, recurrence, N, itemsize)
     costs = {}
-    # a long sequence need not be tried in every way
+    # try at most about 128 segment lengths of a long sequence
     for segment_chunks in range(chunks, 0, -max(1, chunks // 128)):
         segments = -(-chunks // segment_chunks)
         tokens = min(L, segment_chunks * CHUNK)

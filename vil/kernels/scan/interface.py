@@ -1,6 +1,8 @@
-"""The public functions `longhorn_scan` and `selective_scan`: their checks, and the way to a backend.
+"""Public functions `longhorn_scan` and `selective_scan`: argument checks and choice of a backend.
 
-`naive` defines what they compute. B batch, L tokens, D channels, N states of a channel, G directions.
+`naive` is the reference implementation.
+
+    B batch    L tokens    D channels    N states of a channel    G directions
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def longhorn_scan(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Longhorn's recurrence over the tokens of a sequence (Liu et al., 2024, Algorithm 1, eq. 6).
+    """Run Longhorn's recurrence over the tokens of a sequence (Liu et al., 2024, Algorithm 1, eq. 6).
 
     For every channel d with its own state row S[d], and beta = sigmoid(beta_logits + beta_bias)::
 
@@ -64,32 +66,32 @@ def longhorn_scan(
         S_t[d, n] = (1 - eps_t[d] * k_t[n]^2) * S_{t-1}[d, n] + eps_t[d] * k_t[n] * x_t[d],    S_0 = 0
         y_t[d]    = S_t[d] . q_t + skip[d] * x_t[d]
 
-    G directions run in one pass when every tensor is stacked along a new first dimension (`x_GBLD`, `skip_GD`, ...)
-    and `reverse` holds one bool for each.
+    G directions run in one pass if every tensor is stacked along a new first dimension (`x_GBLD`, `skip_GD`, ...) and
+    `reverse` holds one bool for each direction.
 
     Args:
-        x_BLD: What is remembered. float16, bfloat16, float32 or float64, like every tensor here; those per token
-            are computed on in float32 if they differ.
-        beta_logits_BLD: Logits of beta, the weight of recalling the new pair against keeping the state.
+        x_BLD: Values to remember. All tensors are float16, bfloat16, float32 or float64; if the dtypes of the per-token
+            tensors differ, computation is in float32.
+        beta_logits_BLD: Logits of beta, the weight of recalling the new pair compared with keeping the state.
         k_BLN: Keys, shared by the channels.
         q_BLN: Queries, shared by the channels.
         skip_D: Weight of x in the output. None for no skip connection.
-        beta_bias_D: Added to the logits. None for no bias.
+        beta_bias_D: Bias that is added to the logits. None for no bias.
         reverse: Whether to run from the last token to the first.
-        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (GPUs; experimental on all but NVIDIA's sm_90), "cpu"
-            (Numba, CPUs), "reference" (plain PyTorch, any device), or "auto" for the first that supports the inputs.
-        initial_state: S_0 (B, D, N), the final state of the tokens before, to go on from. None for zeros.
-        return_final_state: Whether to return the state behind the last token, too.
+        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "cpu" (Numba, CPUs), "reference" (plain PyTorch,
+            any device), or "auto" for the first of these that supports the inputs.
+        initial_state: S_0 (B, D, N), such as the final state of earlier tokens. None for zeros.
+        return_final_state: Whether to also return the state after the last token.
 
     Returns:
-        y_BLD in x's dtype, or with `return_final_state` a tuple of it and S_L (B, D, N) in float32 (float64 if x is).
-        State and sums are in float32 (float64 if x is). Differentiable once in every tensor argument. NaN and infinity
-        in the inputs propagate. A state takes the time of N tokens to go in and of N to come out, unless there is one
-        token alone, and all are computed on in float32.
+        y_BLD in x's dtype or, with `return_final_state`, a tuple of y_BLD and S_L (B, D, N) in float32 (float64 if x
+        is). State and sums are in float32 (float64 if x is). The result is differentiable once with respect to every
+        tensor argument. NaN and infinity in the inputs propagate. An initial state and a final state each cost the time
+        of N tokens, unless there is only one token, and make the computation float32.
 
     Raises:
-        ValueError: A shape, dtype, device or the backend does not fit; the message names it.
-        RuntimeError: The machine cannot run a backend asked for by name.
+        ValueError: A shape, dtype, device or the backend is not supported; the message names the argument.
+        RuntimeError: This machine cannot run the requested backend.
     """
     tensors, directions, stacked = _stack(
         reverse, BLD=dict(x=x_BLD, beta_logits=beta_logits_BLD), BLN=dict(k=k_BLN, q=q_BLN),
@@ -138,40 +140,40 @@ def selective_scan(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Mamba's selective state space over the tokens of a sequence (Gu & Dao, 2023, Algorithm 2).
+    """Run Mamba's selective state space over the tokens of a sequence (Gu & Dao, 2023, Algorithm 2).
 
     For every channel d with its own state row S[d], and dt = softplus(dt_logits + dt_bias)::
 
         S_t[d, n] = exp(A[d, n] * dt_t[d]) * S_{t-1}[d, n] + dt_t[d] * b_t[n] * x_t[d],    S_0 = 0
         y_t[d]    = S_t[d] . c_t + skip[d] * x_t[d]
 
-    G directions run in one pass when every tensor is stacked along a new first dimension (`x_GBLD`, `A_GDN`, ...)
-    and `reverse` holds one bool for each.
+    G directions run in one pass if every tensor is stacked along a new first dimension (`x_GBLD`, `A_GDN`, ...) and
+    `reverse` holds one bool for each direction.
 
     Args:
-        x_BLD: Input of the state space. float16, bfloat16, float32 or float64, like every tensor here; those per token
-            are computed on in float32 if they differ.
+        x_BLD: Input of the state space. All tensors are float16, bfloat16, float32 or float64; if the dtypes of the
+            per-token tensors differ, computation is in float32.
         dt_logits_BLD: Time step before the softplus.
-        A_DN: Rate of each state; negative, so that it decays.
+        A_DN: Rate of each state; negative, so that the state decays.
         b_BLN: Input projection, shared by the channels.
         c_BLN: Output projection, shared by the channels.
         skip_D: Weight of x in the output. None for no skip connection.
-        dt_bias_D: Added to the time step's logits. None for no bias.
+        dt_bias_D: Bias that is added to the time step's logits. None for no bias.
         reverse: Whether to run from the last token to the first.
-        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (GPUs; experimental on all but NVIDIA's sm_90), "cpu"
-            (Numba, CPUs), "reference" (plain PyTorch, any device), or "auto" for the first that supports the inputs.
-        initial_state: S_0 (B, D, N), the final state of the tokens before, to go on from. None for zeros.
-        return_final_state: Whether to return the state behind the last token, too.
+        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "cpu" (Numba, CPUs), "reference" (plain PyTorch,
+            any device), or "auto" for the first of these that supports the inputs.
+        initial_state: S_0 (B, D, N), such as the final state of earlier tokens. None for zeros.
+        return_final_state: Whether to also return the state after the last token.
 
     Returns:
-        y_BLD in x's dtype, or with `return_final_state` a tuple of it and S_L (B, D, N) in float32 (float64 if x is).
-        State and sums are in float32 (float64 if x is). Differentiable once in every tensor argument. NaN and infinity
-        in the inputs propagate. A state takes the time of N tokens to go in and of N to come out, unless there is one
-        token alone, and all are computed on in float32.
+        y_BLD in x's dtype or, with `return_final_state`, a tuple of y_BLD and S_L (B, D, N) in float32 (float64 if x
+        is). State and sums are in float32 (float64 if x is). The result is differentiable once with respect to every
+        tensor argument. NaN and infinity in the inputs propagate. An initial state and a final state each cost the time
+        of N tokens, unless there is only one token, and make the computation float32.
 
     Raises:
-        ValueError: A shape, dtype, device or the backend does not fit; the message names it.
-        RuntimeError: The machine cannot run a backend asked for by name.
+        ValueError: A shape, dtype, device or the backend is not supported; the message names the argument.
+        RuntimeError: This machine cannot run the requested backend.
     """
     tensors, directions, stacked = _stack(
         reverse, BLD=dict(x=x_BLD, dt_logits=dt_logits_BLD), DN=dict(A=A_DN), BLN=dict(b=b_BLN, c=c_BLN),
@@ -200,7 +202,7 @@ def _scan(
 
 
 def _on_kernels(backend: str, recurrence: str, x, step_logits, k, q, A, skip, step_bias, reverse: list[bool]) -> Tensor:
-    """y_GBLD by `vil::scan`, whose inputs per token have one dtype and whose state has one of a few sizes."""
+    """Run `vil::scan`, whose per-token inputs need one dtype and whose number of states must be in `STATE_SIZES`."""
     dtype = x.dtype if x.dtype == step_logits.dtype == k.dtype == q.dtype else torch.float32
     size = next(n for n in STATE_SIZES if n >= k.shape[-1])
     inputs = [x.to(dtype), step_logits.to(dtype), _pad(k.to(dtype), size), _pad(q.to(dtype), size)]
@@ -211,16 +213,16 @@ def _on_kernels(backend: str, recurrence: str, x, step_logits, k, q, A, skip, st
 
 
 def _pad(t: Tensor, state_size: int) -> Tensor:
-    # a state whose key and query are 0 stays 0 and is never read
+    # padded states have zero keys and queries, so they stay 0 and are never read
     return t if t.shape[-1] == state_size else F.pad(t, (0, state_size - t.shape[-1]))
 
 
 def _stack(
     reverse: bool | Sequence[bool], **layouts: dict[str, Tensor | None]
 ) -> tuple[list[Tensor | None], list[bool], bool]:
-    """Check tensors against their layouts, the letters of each keyword, and give all a dimension of directions.
+    """Check tensors against their layouts, the letters of each keyword, and add a dimension of directions if missing.
 
-    Returns the tensors in the order of the arguments, `reverse` as a list, and whether the dimension was there already.
+    Returns the tensors in the order of the arguments, `reverse` as a list, and whether the dimension existed.
     """
     stacked = not isinstance(reverse, bool)
     directions = [reverse] if isinstance(reverse, bool) else list(reverse)

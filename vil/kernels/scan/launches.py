@@ -1,4 +1,4 @@
-"""A kernel of the scan as it is launched, and what all launches share."""
+"""Compiled kernels of the scan, and arguments that their launches share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
 
 
 class Kernel(NamedTuple):
-    """A source of this folder as it is compiled and launched for some tensors.
+    """Source of this folder with macros and launch parameters for some tensors.
 
-    `macros` are explained in recurrences.cuh. `ctas` of `threads` cover the channels of a sequence; each has
+    `macros` are explained in recurrences.cuh. `ctas` of `threads` cover the channels of a sequence. Each CTA has
     `shared_bytes` of shared memory, which the source compares with its own count (CTA_BYTES).
     """
 
@@ -28,12 +28,12 @@ class Kernel(NamedTuple):
     shared_bytes: int
 
     def launch(self, entry: str, sequences: int, **arguments) -> None:
-        """Runs `entry` for so many sequences or segments."""
+        """Run `entry` for a number of sequences or segments."""
         place = f"scan/{self.source}", entry, self.macros
         compiler.launch(*place, sequences * self.ctas, self.threads, arguments, self.shared_bytes)
 
     def launch_beside(self, entry: str, ctas: int, threads: int, **arguments) -> None:
-        """Runs another kernel of the same source, which needs no shared memory of the host's."""
+        """Run another kernel of the same source, without dynamic shared memory."""
         compiler.launch(f"scan/{self.source}", entry, self.macros, ctas, threads, arguments)
 
 
@@ -42,19 +42,19 @@ def common_macros(recurrence: str, x: Tensor, N: int) -> dict:
 
 
 def align(n: int) -> int:
-    """To a whole number of the widest vectors, in bytes."""
+    """Round up bytes to a multiple of the widest vector."""
     return -(-n // 16) * 16
 
 
 def rows(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as the kernels read them: last dimension contiguous, tokens fewer than 2^31 bytes apart."""
+    """Return tensors as the kernels read them: last dimension contiguous, tokens fewer than 2^31 bytes apart."""
     return [
         t if t.stride(-1) == 1 and abs(t.stride(-2)) * t.element_size() < 2**31 else t.contiguous() for t in tensors
     ]
 
 
 def tokens(**tensors: Tensor) -> dict:
-    """Arguments for parameters TOKENS(T, name)."""
+    """Return the arguments for parameters TOKENS(T, name)."""
     arguments: dict[str, Tensor | int] = {}
     for name, t in tensors.items():
         arguments[f"{name}_data"] = t
@@ -63,5 +63,5 @@ def tokens(**tensors: Tensor) -> dict:
 
 
 def mask(reverse: Sequence[bool]) -> int:
-    """Bit g: whether direction g is reversed."""
+    """Return the bit mask of reversed directions."""
     return sum(1 << g for g, reversed_ in enumerate(reverse) if reversed_)

@@ -1,13 +1,13 @@
-"""The definition of both scans, token by token, as the papers print them; every backend has to reproduce it.
+"""Reference implementation of both scans, token by token as in the papers; every backend must reproduce it.
 
-They take the arguments of `vil.kernels.longhorn_scan` and `vil.kernels.selective_scan`, with three differences:
+The arguments are those of `vil.kernels.longhorn_scan` and `vil.kernels.selective_scan`, with three differences:
 
 - There is no `backend`, and nothing of this package is imported. Gradients are autograd's.
-- There is one direction. The public functions also run G of them in one call, stacked along a new first dimension:
-  direction g is the function here of `x_GBLD[g]`, `k_GBLN[g]`, `skip_GD[g]` and so on, with `reverse[g]`.
-- State and sums have the dtype of the inputs, not float32 at least. Give it float64 for the truth.
+- There is one direction. The public functions also run G directions in one call, stacked along a new first dimension:
+direction g is this function of `x_GBLD[g]`, `k_GBLN[g]`, `skip_GD[g]` and so on, with `reverse[g]`.
+- State and sums have the dtype of the inputs, instead of at least float32. Use float64 for ground truth.
 
-B batch    L tokens    D channels    N states of a channel
+    B batch    L tokens    D channels    N states of a channel
 """
 
 import torch
@@ -19,16 +19,16 @@ def longhorn(
     beta_bias_D: Tensor | None = None, *, reverse: bool = False, initial_state: Tensor | None = None,
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Longhorn's recurrence (Liu et al., 2024, Algorithm 1, eq. 6).
+    """Run Longhorn's recurrence (Liu et al., 2024, Algorithm 1, eq. 6).
 
         beta_t[d] = sigmoid(beta_logits_t[d] + beta_bias[d])
         eps_t[d]  = beta_t[d] / (1 + beta_t[d] * (k_t . k_t))
         S_t[d, n] = (1 - eps_t[d] * k_t[n]^2) * S_{t-1}[d, n] + eps_t[d] * k_t[n] * x_t[d]
         y_t[d]    = S_t[d] . q_t + skip[d] * x_t[d]
 
-    Tokens are read from the first to the last, or with `reverse` from the last to the first. The state before the first
-    of them that is read is `initial_state` (B, D, N), or zero. Returns y_BLD, and with `return_final_state` a tuple of
-    it and the state after the last token that is read (B, D, N).
+    Tokens are read from the first to the last or, with `reverse`, from the last to the first. The state before the
+    first token read is `initial_state` (B, D, N), or zero. Returns y_BLD or, with `return_final_state`, a tuple of
+    y_BLD and the state (B, D, N) after the last token read.
     """
     B, L, D = x_BLD.shape
     S_BDN = x_BLD.new_zeros(B, D, k_BLN.shape[-1]) if initial_state is None else initial_state
@@ -51,15 +51,15 @@ def selective(
     dt_bias_D: Tensor | None = None, *, reverse: bool = False, initial_state: Tensor | None = None,
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Mamba's selective state space (Gu & Dao, 2023, Algorithm 2), the recurrence of Vision Mamba.
+    """Run Mamba's selective state space (Gu & Dao, 2023, Algorithm 2), the recurrence of Vision Mamba.
 
         dt_t[d]   = softplus(dt_logits_t[d] + dt_bias[d]) = log(1 + exp(dt_logits_t[d] + dt_bias[d]))
         S_t[d, n] = exp(A[d, n] * dt_t[d]) * S_{t-1}[d, n] + dt_t[d] * b_t[n] * x_t[d]
         y_t[d]    = S_t[d] . c_t + skip[d] * x_t[d]
 
-    Tokens are read from the first to the last, or with `reverse` from the last to the first. The state before the first
-    of them that is read is `initial_state` (B, D, N), or zero. Returns y_BLD, and with `return_final_state` a tuple of
-    it and the state after the last token that is read (B, D, N).
+    Tokens are read from the first to the last or, with `reverse`, from the last to the first. The state before the
+    first token read is `initial_state` (B, D, N), or zero. Returns y_BLD or, with `return_final_state`, a tuple of
+    y_BLD and the state (B, D, N) after the last token read.
     """
     B, L, D = x_BLD.shape
     S_BDN = x_BLD.new_zeros(B, D, b_BLN.shape[-1]) if initial_state is None else initial_state

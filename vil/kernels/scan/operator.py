@@ -1,14 +1,14 @@
 """The scan as PyTorch operators over G stacked directions: `vil::scan`, `vil::scan_backward`, their fakes and checks.
 
-`kernels/backends.py` says which module runs them: `cuda_scan` (CUDA C++), `triton_scan` (Triton) or `cpu_scan` (Numba).
-Each has `forward` and `backward` on inputs of one dtype and a state size of `STATE_SIZES`:
+`vil/kernels/backends.py` selects the module that runs the operators: `cuda_scan` (CUDA C++), `triton_scan` (Triton) or
+`cpu_scan` (Numba). Each module has `forward` and `backward` for inputs of one dtype and a state size in `STATE_SIZES`:
 
     forward(recurrence, x, step_logits, k, q, A, skip, step_bias, reverse, keep) -> y, states
     backward(recurrence, dy, x, step_logits, k, q, A, skip, step_bias, states, reverse)
         -> dx, dstep_logits, dk, dq, dA, dchannels
 
-The arguments are those of the public functions. Mamba's dt_logits are step_logits here, its b is k and its c is q; A is
-None for Longhorn. `states` are those between chunks of tokens, and dchannels are the gradients of skip and step_bias.
+The arguments are those of the public functions. Mamba's dt_logits are step_logits here, b is k and c is q; A is None
+for Longhorn. `states` are the states between chunks of tokens, and dchannels are the gradients of skip and step_bias.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from .chunks import chunk_state_count
 
 @functools.cache
 def _module(backend: str, device: torch.device) -> ModuleType:
-    """Has `forward` and `backward` of the backend; a ValueError or RuntimeError says why it cannot run here."""
+    """Return the backend's module with `forward` and `backward`; raise a ValueError or RuntimeError if it cannot run
+    here.
+    """
     return importlib.import_module(f".{resolve(backend, device)}_scan", __package__)
 
 
-# Defined by schemas: the first call of a `torch.library.custom_op` imports torch.compile's machinery, 2 seconds of it.
+# Use schemas, because the first call of a `torch.library.custom_op` imports torch.compile, which takes 2 seconds.
 torch.library.define(
     "vil::scan",
     "(str backend, str recurrence, Tensor x_GBLD, Tensor step_logits_GBLD, Tensor k_GBLN, Tensor q_GBLN, Tensor? A_GDN,"
@@ -49,14 +51,14 @@ scan, scan_backward = torch.ops.vil.scan, torch.ops.vil.scan_backward
 def _check(
     backend, recurrence, x, step_logits, k, q, A, skip, step_bias, directions, backward=False, dy=None, states=None
 ):  # fmt: skip
-    """Raises a ValueError that names what kernels cannot run over, unless they can over all of these."""
+    """Raise a ValueError that names the argument that kernels do not support."""
     check_choice("backend", backend, ("auto", *KERNELS))
     check_choice("recurrence", recurrence, RECURRENCES)
     check_given(x_GBLD=x, step_logits_GBLD=step_logits, k_GBLN=k, q_GBLN=q)
     if backward:
         check_given(dy_GBLD=dy, states_GBSND=states)
     if (A is None) != (recurrence == "longhorn"):
-        raise ValueError(f"A_GDN {'is needed by' if A is None else 'is not of'} the {recurrence} recurrence")
+        raise ValueError(f"A_GDN must {'be a tensor' if A is None else 'be None'} for the {recurrence} recurrence")
     sizes: dict[str, int] = {}
     of_x, fp32 = ("x_GBLD", x, "GBLD", x.dtype), torch.float32
     check(
@@ -67,15 +69,17 @@ def _check(
     sizes["S"] = chunk_state_count(sizes["L"])
     check(sizes, of_x, ("states_GBSND", states, "GBSND", fp32))
     if directions != sizes["G"]:
-        raise ValueError(f"reverse must hold a bool for each of {sizes['G']} directions; it holds {directions}")
+        raise ValueError(f"reverse must hold a bool for each of {sizes['G']} directions, got {directions}")
     if reason := unfit(backend, x, sizes["N"], sizes["G"]):
         raise ValueError(reason)
-    check_choice("the number of states in k_GBLN,", sizes["N"], STATE_SIZES)
+    check_choice("number of states in k_GBLN", sizes["N"], STATE_SIZES)
 
 
 @torch.library.impl("vil::scan", ("CPU", "CUDA"))
 def _scan(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, reverse, keep):
-    """y and, if `keep`, the states between chunks of tokens (G, B, chunks - 1, N, D), else an empty tensor."""
+    """Return y and, if `keep`, the states between chunks of tokens (G, B, chunks - 1, N, D), otherwise an empty
+    tensor.
+    """
     _check(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, len(reverse))
     if x.numel() == 0:
         return _fake_scan(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, reverse, keep)
@@ -86,7 +90,9 @@ def _scan(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, reverse
 
 @torch.library.impl("vil::scan_backward", ("CPU", "CUDA"))
 def _scan_backward(backend, recurrence, dy, x, step_logits, k, q, A, skip, step_bias, states, reverse):
-    """Gradients of x, step_logits, k, q, A (empty without A), and of skip and step_bias as one tensor (G, 2, D)."""
+    """Return gradients of x, step_logits, k, q, A (empty without A), and of skip and step_bias as one tensor (G,
+    2, D).
+    """
     _check(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, len(reverse), True, dy, states)
     if x.numel() == 0:
         found = _fake_scan_backward(backend, recurrence, dy, x, step_logits, k, q, A, skip, step_bias, states, reverse)
@@ -99,7 +105,9 @@ def _scan_backward(backend, recurrence, dy, x, step_logits, k, q, A, skip, step_
 @torch.library.register_fake("vil::scan")
 def _fake_scan(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, reverse, keep):
     if torch.onnx.is_in_onnx_export():
-        raise NotImplementedError("ONNX has no such scan: vil.export.export_model(model, 'model.onnx') writes one")
+        raise NotImplementedError(
+            "torch.onnx cannot export the fused scan: use vil.export.export_model(model, 'model.onnx')"
+        )
     _check(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, len(reverse))
     G, B, L, D = x.shape
     states = (G, B, chunk_state_count(L), k.shape[-1], D) if keep else (0,)
@@ -116,7 +124,7 @@ def _fake_scan_backward(backend, recurrence, dy, x, step_logits, k, q, A, skip, 
 
 
 def _save_for_backward(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # no gradient of zeros for the states
+    ctx.set_materialize_grads(False)  # do not create zero gradients for the states
     ctx.backend, ctx.recurrence, *tensors, ctx.reverse, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
 

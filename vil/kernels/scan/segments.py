@@ -1,4 +1,4 @@
-"""segment_states.cu and segment_gradients_mma.cu: state passing between the segments of a sequence."""
+"""Variants of segment_states.cu and segment_gradients_mma.cu, and state passing between the segments of a sequence."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .launches import Kernel, common_macros, mask, tokens
 
 
 class SegmentStates(ForwardSimt):
-    """A variant of segment_states.cu, whose lanes are those of forward_simt.cu."""
+    """Variant of segment_states.cu, with the lanes of forward_simt.cu."""
 
 
 @dataclass(frozen=True)
 class SegmentGradientsMma(Lanes):
-    """The variant of segment_gradients_mma.cu, for what `has_mma` takes: 8 times `channels` a warp."""
+    """Variant of segment_gradients_mma.cu, for inputs of `has_mma`, with 8 times `channels` channels a warp."""
 
     cycles: tuple[int, ...]
     states: int = 4
@@ -46,11 +46,11 @@ def states_between_segments(
     step_logits: Tensor, k: Tensor, q: Tensor, A: Tensor | None, step_bias: Tensor | None, reverse: Sequence[bool],
     segment_chunks: int, *, gradients: bool,
 ) -> Tensor:  # fmt: skip
-    """The states between segments (G, B, segments - 1, N, D); with `gradients`, their gradients instead.
+    """Return the states between segments (G, B, segments - 1, N, D) or, with `gradients`, their gradients.
 
-    `variant` finds how segments end, `passing` is that of the kernel that joins them; `value` is x, or with `gradients`
-    dy. While it runs it takes twice as much memory again, and for SegmentGradientsMma 176 bytes for a token of each
-    direction.
+    `variant` computes the states at the ends of segments, and `passing` is the variant of the kernel that joins them;
+    `value` is x or, with `gradients`, dy. The call temporarily needs twice the result's memory in addition, and for
+    SegmentGradientsMma 176 bytes for a token of each direction.
     """
     (G, B, L, D), N, segments = value.shape, k.shape[-1], -(-value.shape[2] // (segment_chunks * CHUNK))
     sequences = G * B * (segments - 1)

@@ -1,12 +1,13 @@
-"""A state in and out of a scan on any backend: tokens ahead of the sequence write it, tokens behind it read it.
+"""Initial and final states of a scan on any backend, by additional tokens before and after the sequence.
 
-One token alone, as where a sequence is generated, takes a step of the recurrence as it is printed. Else, with N states
-of a channel, token n of those ahead writes to state n of every channel and to no other:
+A single token, as in autoregressive generation, is one step of the recurrence. Otherwise, with N states of a channel,
+additional token n before the sequence writes only state n of every channel:
 
     Longhorn    beta = 1 and k = e_n, a unit vector: eps = 1 / 2, so that S[d, n] becomes x[d] / 2
     Mamba       b = e_n / dt with dt so small that nothing decays: S[d, n] becomes x[d]
 
-Token n of those behind has k = 0 (of Mamba dt = 0, too), which changes no state, and q = e_n: y[d] is S[d, n].
+Additional token n after the sequence has k = 0 (and dt = 0 for Mamba), so that the state does not change, and q = e_n,
+so that y[d] is S[d, n].
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """The tensors of a scan of G directions, in the order of `vil::scan`."""
+    """Tensors of a scan of G directions, in the order of `vil::scan`."""
 
     x: Tensor  # (G, B, L, D)
     step_logits: Tensor  # (G, B, L, D)
@@ -32,11 +33,11 @@ class Inputs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The step logits of tokens that write and of those that read, and what keys and x of the former are times."""
+    """Step logits of writing and of reading tokens, and the factors of writing tokens' keys and x."""
 
     writing: float
     reading: float
-    key: Callable[[Tensor], Tensor]  # of the step logit
+    key: Callable[[Tensor], Tensor]  # key factor as a function of the step logit
     x: float
 
 
@@ -51,9 +52,9 @@ def scan_with_states(
     scan: Callable[..., Tensor], recurrence: str, inputs: Inputs, reverse: list[bool],
     initial_GBDN: Tensor | None, final: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """y_GBLD and, if `final`, the states behind the last token (G, B, D, N), by a backend's `scan` of `inputs`.
+    """Return y_GBLD and, if `final`, the states after the last token (G, B, D, N), by a backend's `scan` of `inputs`.
 
-    Both are computed in float32 at least, as the states are among the tokens.
+    Both are computed at least in float32, because the states are among the tokens.
     """
     x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN, A_GDN, skip_GD, step_bias_GD = inputs
     (G, B, L, D), N, tokens = x_GBLD.shape, k_GBLN.shape[-1], TOKENS[recurrence]
@@ -91,7 +92,7 @@ def scan_with_states(
 
 
 def _step(x_GB1D, step_logits_GB1D, k_GB1N, q_GB1N, A_GDN, S_GBDN) -> tuple[Tensor, Tensor]:
-    """y_GB1D without the skip connection, and the state behind the token."""
+    """Return y_GB1D without the skip connection, and the state after the token."""
     x_GBD1, step_logits_GBD1 = x_GB1D.mT, step_logits_GB1D.mT
     if A_GDN is None:
         beta_GBD1 = torch.sigmoid(step_logits_GBD1)

@@ -1,17 +1,15 @@
-"""The scan in Triton. `TRITON_INTERPRET=1` runs it on a CPU.
+"""The scan in Triton, for any GPU that Triton supports. `TRITON_INTERPRET=1` runs it on a CPU.
 
-The kernels have run on NVIDIA's sm_90 (H200) and interpreted on CPUs. They are experimental on other GPUs, for which
-they compile but on which nobody has run them (docs/hardware.md).
+One program scans BLOCK_D channels of a segment of a sequence, with the states as a tensor in registers. A segment is
+the whole sequence, unless this would leave most of a large GPU idle. In that case, sequences are cut into segments that
+run in parallel, and a pass over each segment from a zero state computes the states between segments (state passing).
+The recurrences are those of `naive`; docs/kernels derives their gradients.
 
-One program scans BLOCK_D channels of a segment of a sequence, its states a tensor in registers. A segment is all of
-the sequence, unless that leaves much of a large GPU without work: then sequences are cut into segments that run in
-parallel, and a pass over each from a zero state finds the states between them (state passing). The recurrences are
-those of `naive`; docs/kernels derives their gradients.
-
-Tensors have three dimensions, (H, N / H, BLOCK_D), of which a suffix names the first two N, or 1 if they are 1 or equal
-along them: H threads share a channel's states. Backward sums over states and over channels, and is fastest with 4
-channels a thread, 16 bytes in fp32; forward, which sums over states alone, has H = 1. Each of a channel's H threads
-loads what the channel has once, such as x, so that all tensors lie among the threads alike and no value has to move.
+Tensors have three dimensions, (H, N / H, BLOCK_D). The first two are called N in a suffix, or 1 if they have size 1 or
+equal values. H threads share a channel's states. Backward sums over states and over channels, and is fastest with 4
+channels a thread, 16 bytes in fp32; forward, which sums only over states, has H = 1. Each of a channel's H threads
+loads the channel's values, such as x, so that all tensors have the same layout and no value has to move between
+threads.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from torch import Tensor
 
 from .chunks import CHUNK, chunk_state_count
 
-PROGRAMS = 1024  # of backward, each with the states of a chunk in memory of its own
-FUSE = True  # a product and a sum in one instruction: Triton's default until 3.9, which warns that 3.10 has another
-CHANNELS = 2**16  # of all sequences: what fills a large GPU in blocks of 64
+PROGRAMS = 1024  # maximum programs of backward, each with memory for the states of a chunk
+FUSE = True  # fuse multiplications and additions: Triton's default until 3.9, which warns that 3.10 changes the default
+CHANNELS = 2**16  # channels of all sequences that fill a large GPU in blocks of 64
 
 
 @triton.jit
 def _step_size(step_logit, kk, LONGHORN: tl.constexpr):
-    """eps = 1 / (1 + exp(-step_logit) + k.k), or dt = softplus(step_logit)."""
+    """Compute eps = 1 / (1 + exp(-step_logit) + k.k), or dt = softplus(step_logit)."""
     if LONGHORN:
         step = 1 / (1 + kk + tl.exp(-step_logit))
     else:
@@ -50,19 +48,19 @@ def _over_states(v_ND):
 
 @triton.jit
 def _state_numbers(N: tl.constexpr, H: tl.constexpr):
-    """The number of each state."""
+    """Return the index of each state."""
     return tl.arange(0, N // H)[None, :, None] * H + tl.arange(0, H)[:, None, None]
 
 
 @triton.jit
 def _decay(step_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
-    """dS_t / dS_{t-1}."""
+    """Return dS_t / dS_{t-1}."""
     return 1 - step_1D * k_N1 * k_N1 if LONGHORN else tl.exp(A_ND * step_1D)
 
 
 @triton.jit
 def _update(S_ND, x_1D, step_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
-    """S_t from S_{t-1}."""
+    """Compute S_t from S_{t-1}."""
     if LONGHORN:
         S_ND += step_1D * k_N1 * (x_1D - k_N1 * S_ND)
     else:
@@ -72,7 +70,7 @@ def _update(S_ND, x_1D, step_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
 
 @triton.jit
 def _channel_numbers(program, D, H: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The channels of a program, for each of the threads that share them."""
+    """Return the indices of a program's channels, repeated for each of the threads that share a channel."""
     d_D = (program % tl.cdiv(D, BLOCK_D)) * BLOCK_D + tl.arange(0, BLOCK_D)
     return tl.broadcast_to(d_D[None, None, :], (H, 1, BLOCK_D))
 
@@ -81,9 +79,9 @@ def _channel_numbers(program, D, H: tl.constexpr, BLOCK_D: tl.constexpr):
 def _locate(
     program, B, L, D, segment_chunks, reverse, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SEGMENTED: tl.constexpr
 ):  # fmt: skip
-    """Segment and sequence of a program, where the sequence starts and which way it goes, and the segment's tokens.
+    """Return a program's segment and sequence, the sequence's start and stride, and the segment's first and last token.
 
-    Segments, of `segment_chunks` chunks, are numbered through all sequences.
+    Segments of `segment_chunks` chunks are numbered across all sequences.
     """
     blocks, segments = tl.cdiv(D, BLOCK_D), tl.cdiv(tl.cdiv(L, CHUNK), segment_chunks) if SEGMENTED else 1
     segment = (program // blocks).to(tl.int64)
@@ -97,7 +95,7 @@ def _locate(
 
 @triton.jit
 def _load_parameter(p, sequence, B, D, d_1D, HAVE: tl.constexpr):
-    """A parameter of each channel, 0 if there is none."""
+    """Load a parameter of each channel; 0 if there is none."""
     v_1D = tl.zeros_like(d_1D).to(tl.float32)
     if HAVE:
         v_1D = tl.load(p + (sequence // B) * D + d_1D, mask=d_1D < D, other=0)
@@ -114,7 +112,7 @@ def _load_A(A, sequence, B, D, d_1D, n_N1, N: tl.constexpr, LONGHORN: tl.constex
 
 @triton.jit
 def _initial(initial_states, segment, D, d_1D, n_N1, N: tl.constexpr, SEGMENTED: tl.constexpr):
-    """The state (or gradient of one) that a segment starts from: zero if it is all of the sequence."""
+    """Load the state (or gradient of a state) that a segment starts from; zero if the segment is the whole sequence."""
     S_ND = tl.zeros_like(n_N1 * d_1D).to(tl.float32)
     if SEGMENTED:
         S_ND = tl.load(initial_states + (segment * N + n_N1) * D + d_1D, mask=d_1D < D, other=0)
@@ -135,9 +133,9 @@ def _segment_states_kernel(
     N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LONGHORN: tl.constexpr, STEP_BIAS: tl.constexpr,
     GRADIENTS: tl.constexpr,
 ):  # fmt: skip
-    """Runs each segment from a zero state: the state it ends in and the product of its decays.
+    """Run each segment from a zero state, and store its final state and the product of its decays.
 
-    With GRADIENTS the values are dy, and G = dL/dS runs from the last token to the first: G = decay (G + q dy).
+    With GRADIENTS, the values are dy, and G = dL/dS runs from the last token to the first: G = decay (G + q dy).
     """
     program = tl.program_id(0)
     segment, sequence, first, stride, begin, end = _locate(
@@ -171,7 +169,9 @@ def _segment_states_kernel(
 
 @triton.jit
 def _pass_states_kernel(ends, decays, segments, states, BLOCK: tl.constexpr, GRADIENTS: tl.constexpr):
-    """Replaces the ends by the state before each segment, or with GRADIENTS by the gradient after it."""
+    """Replace the final states by the state before each segment or, with GRADIENTS, by the gradient after each
+    segment.
+    """
     state = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     state_before = tl.zeros((BLOCK,), tl.float32)
     for i in range(segments):
@@ -200,7 +200,7 @@ def _forward_kernel(
     S_ND = _initial(initial_states, segment, D, d_1D, n_N1, N, SEGMENTED)
     x_1D, step_logit_1D, k_N1, q_N1 = _load_token(x, step_logits, k, q, row, D, d_1D, n_N1, step_bias_1D, N)
     for t in range(begin, end):
-        # the next token is on its way while this one is worked on
+        # prefetch the next token
         next_row = row + tl.where(t + 1 < end, stride, 0)
         following = _load_token(x, step_logits, k, q, next_row, D, d_1D, n_N1, step_bias_1D, N)
         if KEEP:  # noqa: SIM102 (Triton leaves out what a constant rules out only if nothing else is in the condition)
@@ -233,7 +233,7 @@ def _backward_kernel(
         )  # fmt: skip
         d_1D = _channel_numbers(program, D, H, BLOCK_D)
         inside = d_1D < D
-        writes = inside & (tl.arange(0, H)[:, None, None] == 0)  # one of the H threads that have the same
+        writes = inside & (tl.arange(0, H)[:, None, None] == 0)  # one of the H threads with equal values
         A_ND = _load_A(A, sequence, B, D, d_1D, n_N1, N, LONGHORN)
         skip_1D = _load_parameter(skip, sequence, B, D, d_1D, SKIP)
         step_bias_1D = _load_parameter(step_bias, sequence, B, D, d_1D, STEP_BIAS)
@@ -244,7 +244,7 @@ def _backward_kernel(
         for i in range(own_chunks):
             start = begin + (own_chunks - 1 - i) * CHUNK
             tokens = tl.minimum(CHUNK, end - start)
-            # the chunk once more, storing the state before each token
+            # recompute the chunk, storing the state before each token
             saved_ND = chunk_states + ((sequence * (chunks - 1) + start // CHUNK - 1) * N + n_N1) * D + d_1D
             S_ND = tl.load(saved_ND, mask=d_1D < tl.where(start > 0, D, 0), other=0)
             row = first + stride * start
@@ -258,7 +258,7 @@ def _backward_kernel(
                 S_ND = _update(S_ND, x_1D, step_1D, k_N1, A_ND, LONGHORN)
                 x_1D, step_logit_1D, k_N1, _ = following
             tl.debug_barrier()
-            # the loads of two tokens, but of keys and queries, are on their way while one is worked on
+            # pipeline the loads of the next two tokens, except keys and queries
             for back in tl.range(tokens, num_stages=3):
                 j = tokens - 1 - back
                 row = first + stride * (start + j)
@@ -273,9 +273,9 @@ def _backward_kernel(
                     eps_G_ND = step_1D * G_ND
                     dx_1D = _over_states(k_N1 * eps_G_ND)
                     eps_deps_1D = _over_states(k_N1 * eps_G_ND * residual_ND)
-                    # eps * exp(-step_logit), whose limit is 1 where exp overflows
+                    # eps * exp(-step_logit), which has the limit 1 if exp overflows
                     dstep_logit_1D = eps_deps_1D * step_1D * tl.minimum(tl.exp(-step_logit_1D), 3e38)
-                    # the sum over channels takes in that of dL/d(k.k) = -eps^2 deps
+                    # the sum over channels includes that of dL/d(k.k) = -eps^2 deps
                     dk_ND = eps_G_ND * (2 * residual_ND - x_1D) - 2 * k_N1 * (step_1D * eps_deps_1D)
                     dk_N1 = tl.sum(dk_ND, axis=2, keep_dims=True)
                     G_ND -= k_N1 * k_N1 * eps_G_ND
@@ -306,7 +306,7 @@ def forward(
     recurrence: str, x_GBLD: Tensor, step_logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, A_GDN: Tensor | None,
     skip_GD: Tensor | None, step_bias_GD: Tensor | None, reverse: tuple[bool, ...], keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y_GBLD, and the states between chunks of `CHUNK` tokens if `keep`; arguments as `operator` says."""
+    """Return y_GBLD, and the states between chunks of `CHUNK` tokens if `keep`; arguments as in `operator`."""
     x, step_logits, k, q = (t.contiguous() for t in (x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
     y, initial_states = torch.empty_like(x), None
@@ -329,11 +329,13 @@ def backward(
     A_GDN: Tensor | None, skip_GD: Tensor | None, step_bias_GD: Tensor | None, states_GBSND: Tensor,
     reverse: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx, dstep_logits, dk and dq like their inputs; dA_GDN (empty without A) and dskip and dstep_bias as (G, 2, D)."""
+    """Return dx, dstep_logits, dk and dq like their inputs; dA_GDN (empty without A); dskip and dstep_bias as (G, 2,
+    D).
+    """
     dy, x, step_logits, k, q = (t.contiguous() for t in (dy_GBLD, x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
     segment_chunks, segments, block_d = _schedule(x, 16)
-    block_d = min(block_d, 1024 // N)  # 32 registers for a tensor of states, of which several are live
+    block_d = min(block_d, 1024 // N)  # limit a tensor of states to 32 registers, because several are live
     blocks = triton.cdiv(D, block_d)
     programs = min(PROGRAMS, G * B * segments * blocks)
     dx, dstep_logits, final_gradients = torch.empty_like(x), torch.empty_like(x), None
