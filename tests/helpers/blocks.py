@@ -15,7 +15,7 @@ MIXERS = [LonghornMixer, MambaMixer]
 
 
 def make_block(mixer, dim, drop_path=0.0, seed=0, pool=None, **dd):
-    """A block none of whose parameters is at a special value."""
+    """Return a block without special values, such as 0 or 1, in its parameters."""
     torch.manual_seed(seed)
     block = Block(dim, mixer, drop_path, pool)
     with torch.no_grad():
@@ -26,7 +26,7 @@ def make_block(mixer, dim, drop_path=0.0, seed=0, pool=None, **dd):
 
 
 def outcome(block, x, dy, autocast=None, **kwargs):
-    """Output and every gradient, by name."""
+    """Return the output and every gradient, by name."""
     x = x.detach().clone().requires_grad_()
     block.zero_grad()
     with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
@@ -36,7 +36,7 @@ def outcome(block, x, dy, autocast=None, **kwargs):
 
 
 def weights_of(block, detach=False):
-    """The weights as the operators take them."""
+    """Return the weights in the form that the operators accept."""
     if detach:
         return BlockWeights.of([p.detach() for p in weights_of(block).flat()])
     mixer = block.mixer
@@ -54,7 +54,7 @@ def options_of(block, dtype, class_token_only=False, norm_next=False, lines=None
 
 
 def on_an_emulated_gpu(monkeypatch, multiprocessors=1, hopper=False):
-    """As `emulator.as_if_on_a_gpu`, with products of 16-bit types with results in fp32, which CPUs have not."""
+    """Apply `emulator.as_if_on_a_gpu`, and emulate 16-bit products with fp32 results, which CPUs do not support."""
 
     def product(a, b):
         return a.float() @ b.float()
@@ -67,7 +67,7 @@ def on_an_emulated_gpu(monkeypatch, multiprocessors=1, hopper=False):
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU, the second one."""
+    """Tensor that claims to be on the second GPU."""
 
     device = torch.device("cuda", 1)
 
@@ -86,7 +86,7 @@ class Scale(torch.nn.Module):
 
 @contextlib.contextmanager
 def operator_on_a_cpu():
-    """The operator takes tensors on a CPU, for what is to stand for its kernels there."""
+    """Register the operator for CPU tensors, for tests that replace its kernels."""
     with torch.library._scoped_library("vil", "IMPL") as library:
         library.impl("block", lambda *arguments: operator._block(*arguments), "CPU")
         library.impl("block_backward", lambda *arguments: operator._block_backward(*arguments), "CPU")
@@ -94,7 +94,9 @@ def operator_on_a_cpu():
 
 
 def close(value, truth, dtype, name, roundings=1):
-    """But for rounding: of the result, of products that are kept, and of the factors that `conv_xproj` multiplies."""
+    """Assert equality up to rounding: of the result, of saved products, and of the factors that `conv_xproj`
+    multiplies.
+    """
     own = {torch.float32: 1e-6, torch.bfloat16: 1e-4, torch.float16: 2e-5}[value.dtype]
     if name == "conv_xproj":
         own = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]

@@ -1,4 +1,4 @@
-"""Runs the CUDA kernels on a CPU, compiled by g++: `launch` is that of `vil.kernels.cuda.compiler`."""
+"""Run the CUDA kernels on a CPU, compiled by g++; `launch` replaces that of `vil.kernels.cuda.compiler`."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ import torch
 from vil.kernels.cuda import compiler, hardware
 
 EMULATED = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-# PTX and what else is the GPU's, and what it does
+# C++ replacements of PTX and other GPU code
 MEANING = {
     r'asm\("{.reg .b16 a, b;.*?"r"\(word\)\);': "f.at[0] = from_fp16(word & 0xffff), f.at[1] = from_fp16(word >> 16);",
     r'asm\("cvt.rn.bf16x2.f32 .*?;"[^;]*;': "word = to_bf16(low) | to_bf16(high) << 16;",
@@ -51,7 +51,7 @@ MEANING = {
         "product = to_fp16(from_fp16(a & 0xffff) * from_fp16(b & 0xffff))"
         " | to_fp16(from_fp16(a >> 16) * from_fp16(b >> 16)) << 16;"
     ),
-    # with half of the columns of a: the others are zeros
+    # the other half of the columns of a is zero
     r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16.*?"f"\(start\)\);': (
         "for (int i = 0; i < 4; i++) product[i] = start; multiply_fragments([](unsigned bits) {"
         " return __uint_as_float(bits << 16); }, product, {a_0, a_1, 0, 0, b, 0});"
@@ -70,7 +70,7 @@ MEANING = {
     r'asm\("" : [^;]*;': ";",
     r"extern __shared__ __align__\(\d+\) char shared\[\];": "char *shared = shared_memory;",
     r"__shared__ (\w+) (\w+)(\[.*\]);": r"static \1 \2\3; static unsigned of_\2; emulator::begin_as_nan(\2, of_\2);",
-    # vectors, which a GPU moves only from and to their multiples
+    # a GPU moves vectors only at aligned addresses
     r"(DEVICE Pack<T, C> load\(const T \*p\) {)": r"\1 emulator::check_aligned(p, sizeof(Pack<T, C>));",
     r"(DEVICE void store\(T \*p, Pack<T, C> v\) {)": r"\1 emulator::check_aligned(p, sizeof v);",
     r"#pragma unroll.*": "",
@@ -78,17 +78,17 @@ MEANING = {
 }
 
 
-# a longjmp to another stack is no mistake here: nothing is to look for it
+# -U_FORTIFY_SOURCE allows a longjmp to another stack
 COMMAND = ["g++", "-std=c++17", "-Og", "-w", "-fno-exceptions", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 COMMAND += ["-shared", "-fPIC"]
 AHEAD, BEHIND = (Path(__file__).parent / "emulator.cpp").read_text().split("/* KERNELS */")
-# what was compiled before, by what it was compiled from; may be removed at any time
+# compiled kernels by the hash of their source; may be removed at any time
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "emulated"
 
 
 @functools.cache
 def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
-    hopper = (compiler.SOURCES / "cuda/sm90.cuh").read_text()  # of which emulator.cpp has its own
+    hopper = (compiler.SOURCES / "cuda/sm90.cuh").read_text()  # emulator.cpp has its own version of sm90.cuh
     kernels = compiler.source(name).replace(hopper.partition('#include "types.cuh"\n')[2], "")
     for ptx, meaning in MEANING.items():
         kernels = re.sub(ptx, meaning, kernels, flags=re.S if ptx.startswith("asm") else 0)
@@ -104,14 +104,14 @@ def _compiled(program: str) -> Path:
         subprocess.run([*COMMAND, *arguments], input=program, text=True, check=True)
 
     how = f"{_compiler()}{COMMAND}{AHEAD}"
-    # what is ahead of all kernels is read once; the compiler takes X.h.gch, where that suits it, for X.h
+    # The common header is precompiled: the compiler uses X.h.gch, if suitable, instead of X.h.
     header = kept(how, ".h", lambda file: file.write_text(AHEAD))
     kept(how, ".h.gch", lambda file: run("-x", "c++-header", header, "-o", file))
     return kept(how + program, ".so", lambda file: run("-include", header, "-x", "c++", "-", "-o", file))
 
 
 def kept(key: str, suffix: str, make: Callable[[Path], object]) -> Path:
-    """The file that `make` writes, made once for all processes and runs of the tests."""
+    """Return the file that `make` writes, created once for all processes and runs of the tests."""
     file = CACHE / (hashlib.sha256(key.encode()).hexdigest() + suffix)
     if not file.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -128,19 +128,19 @@ def _compiler() -> str:
 
 
 def as_if_on_a_gpu(monkeypatch, multiprocessors=1, hopper=False, shared_bytes=227 << 10):
-    """Kernels run emulated, and what launches ask of a GPU is answered."""
+    """Run kernels emulated, and simulate the GPU properties that launches read."""
     monkeypatch.setattr(compiler, "launch", launch)
     answers = dict(multiprocessors=multiprocessors, is_hopper=hopper, shared_bytes=shared_bytes)
     for question, answer in answers.items():
         monkeypatch.setattr(hardware, question, lambda device, answer=answer: answer)
 
 
-_needed: list | None = None  # while `compiling`, what to compile
+_needed: list | None = None  # kernels to compile inside `compiling`
 
 
 @contextlib.contextmanager
 def compiling():
-    """What is launched within is not run, but compiled: at the end, two at a time, for what is launched later."""
+    """Compile kernels instead of running them; at the end of the context, all are compiled, two at a time."""
     global _needed
     _needed = []
     try:
@@ -152,7 +152,7 @@ def compiling():
 
 
 def launch(name, entry, macros, ctas, threads, arguments, shared_bytes=0, *, blocks=None):
-    """`blocks`: how many of the grid's last ones run, for tensors that are too large for all."""
+    """Emulate a launch. `blocks` limits it to the last blocks of the grid, for tensors too large to compute in full."""
     checked = compiler.Launch(name, entry, macros, ctas, threads, arguments, shared_bytes)
     if _needed is not None:
         _needed.append((name, tuple(sorted(macros.items()))))
@@ -165,7 +165,7 @@ def launch(name, entry, macros, ctas, threads, arguments, shared_bytes=0, *, blo
 
 
 def run_with(checked, values, stream=None, *, blocks=None):
-    """As `Launch.run_with`: on addresses, around which nobody watches."""
+    """Emulate `Launch.run_with`, which passes addresses and so has no guards around tensors."""
     library, entries = _library(checked.name, tuple(sorted(checked.macros.items())))
     first, shared_bytes = (
         0 if blocks is None else max(0, checked.ctas - blocks),
@@ -180,12 +180,14 @@ def run_with(checked, values, stream=None, *, blocks=None):
         raise RuntimeError(f"{checked.entry}: {failure.decode()}")
 
 
-GUARD, COPIED = 1 << 14, 1 << 28  # bytes; larger tensors, of which a test touches little, are left where they are
+GUARD, COPIED = 1 << 14, 1 << 28  # bytes; larger tensors are not copied between guards
 
 
 @contextlib.contextmanager
 def _guarded(entry: str, tensors: list[torch.Tensor]):
-    """How far each tensor is from a copy between NaN that nobody may write; at the end it is copied back."""
+    """Yield the offset of each tensor's copy between NaN guards that must not be written; copy results back at
+    the end.
+    """
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
     storages = {start: storage for start, storage in storages.items() if storage.nbytes() <= COPIED}
     bytes_of = {start: torch.tensor([], dtype=torch.uint8).set_(storage) for start, storage in storages.items()}
@@ -205,16 +207,17 @@ def _guarded(entry: str, tensors: list[torch.Tensor]):
         content.copy_(now)
 
 
-_sparse: list | None = None  # while `sparse_where_large`, what is
+_sparse: list | None = None  # sparse tensors inside `sparse_where_large`
 
 
 def sparse(size, dtype=torch.float32, stride=None) -> torch.Tensor:
-    """Zeros amid zeros, terabytes of them if need be: only what is written takes memory."""
+    """Return a tensor of zeros surrounded by zeros, up to terabytes large; only written pages use memory."""
     if _sparse is not None:
         _limit_memory(None)
     stride = stride or [math.prod(size[i + 1 :]) for i in range(len(size))]
     elements, around = 1 + sum((n - 1) * s for n, s in zip(size, stride)), 1 << 33
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.11
+    # the name exists since Python 3.11
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     memory = mmap.mmap(-1, elements * dtype.itemsize + 2 * around, flags=flags)
     tensor = torch.frombuffer(memory, dtype=dtype, count=elements, offset=around).as_strided(size, stride)
     if _sparse is not None:
@@ -224,7 +227,7 @@ def sparse(size, dtype=torch.float32, stride=None) -> torch.Tensor:
 
 
 def _limit_memory(more: int | None) -> None:
-    """How many bytes this process may take beside what it has: a copy of something sparse shall fail."""
+    """Limit this process to `more` bytes beyond its current memory, so that copying a sparse tensor fails."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     taken = int(re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
     resource.setrlimit(resource.RLIMIT_DATA, (hard if more is None else taken + more, hard))
@@ -232,7 +235,7 @@ def _limit_memory(more: int | None) -> None:
 
 @functools.cache
 def has_sparse() -> bool:
-    """Whether this machine gives memory that is not touched; some reserve it."""
+    """Return whether this machine allows to reserve untouched memory."""
     try:
         return sparse((1 << 40,)).numel() > 0
     except OSError:
@@ -241,7 +244,7 @@ def has_sparse() -> bool:
 
 @contextlib.contextmanager
 def sparse_where_large(blocks: int = 16):
-    """What is allocated within is sparse if it is large; a `launch` that runs only so many of the last blocks."""
+    """Make large allocations sparse, and let `launch` run only the last `blocks` blocks."""
     global _sparse
     real, real_like, real_new = torch.empty, torch.empty_like, torch.Tensor.new_empty
 

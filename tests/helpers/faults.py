@@ -1,6 +1,6 @@
 """Training runs of a few real processes that tests can signal, kill and starve, started in a fraction of a second.
 
-The processes are forked from one that has imported everything, and talk over gloo, or on GPUs over NCCL.
+The processes are forked from a process that has imported everything, and communicate over gloo, or over NCCL on GPUs.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from vil import checkpoint
 MEASURED = (
     "images_per_second", "data_wait_percent", "gpu_wait_percent", "peak_memory_gib", "eval_images_per_second",
 )  # fmt: skip
-# eight steps an epoch, so that there is much of it to be interrupted in
+# eight steps an epoch leave many points to interrupt
 OPTIONS = SMALL | dict(global_batch_size=8, epochs=2, workers=0, checkpoint_interval="1", experiment="run")
 
 
 class Run:
-    """The processes of one start of train_imagenet.py, its folder is `output`/run.
+    """Processes of one start of train_imagenet.py, whose run folder is `output`/run.
 
     Args:
-        output: Where it writes.
-        processes: How many.
-        prepare: Called in each process before it trains.
-        options: Of the config, besides OPTIONS, and the device: a CPU if it is not given.
+        output: Output folder.
+        processes: World size.
+        prepare: Function that each process calls before training.
+        options: Config options in addition to OPTIONS, and the device (default: CPU).
     """
 
     def __init__(self, output: Path, processes: int, prepare: Callable[[], None] | None = None, **options):
         self.folder, self.log = output / "run", output / "log.txt"
-        for left in self.folder.glob(".last.pt.*"):  # by a process killed before
+        for left in self.folder.glob(".last.pt.*"):  # temporary files of a killed process
             left.unlink()
         config = output / "faults.yaml"
         config.write_text(yaml.safe_dump(OPTIONS | dict(device="cpu", output=str(output), resume="auto") | options))
@@ -53,7 +53,7 @@ class Run:
             process.start()
 
     def wait(self, seconds: float = 300) -> list[int]:
-        """The exit codes of all processes, which must end by themselves; -9 for one that SIGKILL ended."""
+        """Return the exit codes of all processes, which must end by themselves; -9 after SIGKILL."""
         end = time.monotonic() + seconds
         for process in self.ranks:
             process.join(max(0, end - time.monotonic()))
@@ -64,7 +64,7 @@ class Run:
         return [process.exitcode for process in self.ranks]
 
     def finished(self, seconds: float = 300) -> dict:
-        """Its result, once all processes have ended without an error."""
+        """Return the run's result after all processes have ended without an error."""
         codes = self.wait(seconds)
         assert codes == [0] * len(codes), self.log.read_text()[-3000:]
         return result(self.folder)
@@ -78,11 +78,11 @@ class Run:
 
     def signal(self, number: signal.Signals, *ranks: int) -> None:
         for rank in ranks or range(len(self.ranks)):
-            with contextlib.suppress(ProcessLookupError):  # it ended before
+            with contextlib.suppress(ProcessLookupError):  # the process has ended already
                 os.kill(self.ranks[rank].pid, number)
 
     def wait_for_saves(self, count: int) -> None:
-        """Returns once a number of checkpoints have been completed since it was last called, or the run is over."""
+        """Wait until `count` more checkpoints have been completed, or the run is over."""
         while count and self.is_running():
             now = self._last_file()
             if now != self.seen:
@@ -92,16 +92,16 @@ class Run:
     def _last_file(self) -> int | None:
         try:
             return (self.folder / "last.pt").stat().st_ino
-        except FileNotFoundError:  # or between two renamings
+        except FileNotFoundError:  # or between two renames
             return None
 
     def wait_until_it_heeds_signals(self) -> None:
-        """All processes, as from when they have something to save."""
+        """Wait until all processes have signal handlers, which they install when they have something to save."""
         while self.is_running() and not all(signal.SIGUSR1 in signals(rank.pid, "SigCgt") for rank in self.ranks):
             time.sleep(0.001)
 
     def wait_for_words(self, words: str) -> None:
-        """Returns once the log has them, or the run is over."""
+        """Wait until the log contains the words, or the run is over."""
         while self.is_running() and words not in self.said():
             time.sleep(0.01)
 
@@ -110,7 +110,7 @@ class Run:
             pass
 
     def said(self) -> str:
-        """The log of all processes."""
+        """Return the log of all processes."""
         return self.log.read_text() if self.log.exists() else ""
 
     def result(self) -> dict:
@@ -137,7 +137,7 @@ class Torchrun:
 
     @property
     def workers(self) -> list[int]:
-        """Its training processes."""
+        """Process ids of the training processes."""
         children = Path(f"/proc/{self.launcher.pid}/task").glob("*/children")
         return [int(child) for file in children for child in file.read_text().split()]
 
@@ -155,13 +155,13 @@ class Torchrun:
         return self.launcher.exitcode
 
     def cut_the_power(self) -> None:
-        os.kill(self.launcher.pid, signal.SIGSTOP)  # it is not to learn of its processes' end
+        os.kill(self.launcher.pid, signal.SIGSTOP)  # torchrun must not notice the end of its processes
         for process in (*self.workers, self.launcher.pid):
             os.kill(process, signal.SIGKILL)
 
 
 def result(folder: Path) -> dict:
-    """What the last checkpoint of a run holds, without what differs from one run to another."""
+    """Return the content of a run's last checkpoint, without values that differ between identical runs."""
     saved = checkpoint.read_checkpoint(folder / "last.pt")
     history = [without_measured(row) for row in saved["history"]]
     names = ("epoch", "state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler")
@@ -169,12 +169,12 @@ def result(folder: Path) -> dict:
 
 
 def without_measured(row: dict) -> dict:
-    """A row of summary.csv without the columns that differ from one run to another."""
+    """Return a row of summary.csv without the columns that differ between identical runs."""
     return {name: value for name, value in row.items() if name not in MEASURED}
 
 
 def same(value, other) -> bool:
-    """Whether two results, or parts of them, are equal, tensors bit for bit."""
+    """Return whether two results, or parts of results, are equal, with tensors bitwise identical."""
     if isinstance(value, torch.Tensor):
         return torch.equal(value, other)
     if isinstance(value, dict):
@@ -185,13 +185,13 @@ def same(value, other) -> bool:
 
 
 def assert_same(result: dict, truth: dict) -> None:
-    """Two results are equal, bit for bit."""
+    """Assert that two results are bitwise identical."""
     for part in truth:
         assert same(result[part], truth[part]), part
 
 
 def before(owner: type, method: str, act: Callable[[], None], call: int = 1, rank: int = 0) -> None:
-    """Has one process do something before one of its calls of a method; for `prepare`."""
+    """Make one process call `act` before one of its calls of a method; for `prepare`."""
     original, calls = getattr(owner, method), []
 
     def called(*arguments):
@@ -210,7 +210,7 @@ def _launch(words: list[str], log: str) -> None:
     become(0, 1, 0, log, log)
     draw_nothing()
     spawn = importlib.import_module("torch.multiprocessing.spawn")
-    spawn._prctl_pr_set_pdeathsig = lambda number: None  # this package does so itself
+    spawn._prctl_pr_set_pdeathsig = lambda number: None  # this package sets the signal itself
     main(words)
 
 
@@ -233,7 +233,7 @@ def is_running(pid: int) -> bool:
 
 
 def signals(pid: int, what: str) -> set[int]:
-    """Those that a process catches (SigCgt), ignores (SigIgn) or has blocked (SigBlk)."""
+    """Return the signals that a process catches (SigCgt), ignores (SigIgn) or blocks (SigBlk)."""
     try:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The figures that a picture is drawn from, to look into what is drawn."""
+"""Access to the Matplotlib figures behind saved images."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 
 def kept_figures(monkeypatch) -> list[Figure]:
-    """Fills with every figure that is saved from now on, whose `saved_to` is the name of the file, if there is one."""
+    """Return a list that receives every figure saved from now on, with the file name as `saved_to`."""
     figures, save = [], Figure.savefig
 
     def savefig(figure, file, *args, **kwargs):
@@ -21,7 +21,7 @@ def kept_figures(monkeypatch) -> list[Figure]:
 
 
 def drawn(figure: Figure) -> list:
-    """The words of each part of a figure, and the numbers of its maps and curves."""
+    """Return the text of each part of a figure, and the values of its maps and curves."""
     return [
         (
             [axis.get_title(), axis.get_xlabel(), axis.get_ylabel(), *(line.get_label() for line in axis.get_lines())],

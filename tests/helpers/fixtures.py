@@ -1,8 +1,9 @@
-"""Fixtures that the tests of the product and those of research share; a conftest.py imports what its folder uses."""
+"""Fixtures shared by the tests of the package and of research; a conftest.py imports the fixtures of its folder."""
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy and PyTorch: tests run beside each other, and fork
+# set before importing NumPy and PyTorch, because tests run in parallel and fork
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import signal
 
@@ -13,18 +14,18 @@ from PIL import Image
 from processes import run, train_command
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported, by whichever test
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads the variable at its first import
 
-# a shell's background job ignores it, and so would all that is started here
+# background jobs of a shell ignore SIGINT, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CLASSES = ("ant", "bee", "cat", "dog")
-TRAIN_IMAGES, VAL_IMAGES = 17, 7  # of each class: no multiples of a batch
+TRAIN_IMAGES, VAL_IMAGES = 17, 7  # images of each class, not multiples of a batch
 
 
 @pytest.fixture(autouse=True)
 def signal_handlers():
-    """A `Trainer` that a test makes here takes the schedulers' signals: they are given back."""
+    """Restore the signal handlers that a `Trainer` of a test replaces."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield
     for number, handler in handlers.items():
@@ -33,7 +34,7 @@ def signal_handlers():
 
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory):
-    """{train,val}/{ant,bee,cat,dog}/*.png, noise of another colour in each class."""
+    """Return a folder {train,val}/{ant,bee,cat,dog}/*.png with noise of a different colour in each class."""
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for split, count in (("train", TRAIN_IMAGES), ("val", VAL_IMAGES)):
@@ -49,7 +50,7 @@ def image_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory, image_folder):
-    """The folder of a run of two epochs in one process."""
+    """Return the folder of a finished run of two epochs in one process."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     run(train_command(folder, image_folder), pictures=True)
     return folder
@@ -57,12 +58,13 @@ def uninterrupted(tmp_path_factory, image_folder):
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    monkeypatch.setattr("vil.training.summary.plot_history", lambda history: b"")  # which takes longer than small runs
+    # plotting takes longer than small runs
+    monkeypatch.setattr("vil.training.summary.plot_history", lambda history: b"")
 
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Every new tensor is NaN, or full of another number, until it is written."""
+    """Fill every new tensor with NaN, or with another number, until it is written."""
 
     def poisoned(make):
         def made(*args, **kwargs):

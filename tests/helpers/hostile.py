@@ -1,6 +1,7 @@
-"""Calls of operators with what does not fit and with odd layouts, for tests/kernels/test_hostile_operators.py.
+"""Operator calls with invalid arguments and unusual layouts, for tests/kernels/test_hostile_operators.py.
 
-A call is a dict of an operator's arguments by name. Sizes differ in it, so that none passes for another.
+A call is a dict of an operator's arguments by name. All sizes in a call differ, so that no dimension can be mistaken
+for another.
 """
 
 import re
@@ -23,7 +24,7 @@ def random_tensors(seed=0):
 
 
 def emulate(monkeypatch):
-    """Has CUDA kernels of operators run emulated on a CPU; returns the list of entries that they will launch."""
+    """Run operators' CUDA kernels emulated on a CPU; return the list of entries that they launch."""
     launched = []
 
     def launch(*arguments):
@@ -42,7 +43,7 @@ def run(call, named):
 
 
 def places(named):
-    """Where there is a tensor: the name of an argument, and the place in it if it is a list."""
+    """Iterate over the positions of tensors: the name of an argument, and the index if it is a list."""
     for name, value in named.items():
         if isinstance(value, torch.Tensor):
             yield name, None
@@ -51,7 +52,7 @@ def places(named):
 
 
 def changed(named, place, change):
-    """The same call with another tensor there, or None if it cannot be changed so."""
+    """Return the call with a changed tensor at this position, or None if the change does not apply."""
     name, i = place
     t = change(named[name] if i is None else named[name][i])
     if t is None:
@@ -63,7 +64,7 @@ def on_this_machine(named):
     return tree_map_only(torch.Tensor, torch.Tensor.cuda, named) if GPU else named
 
 
-# What does not fit
+# Invalid arguments
 
 
 def longer(dim):
@@ -89,12 +90,12 @@ WRONG = {
     "complex": lambda t: t.to(torch.complex64),
     "elsewhere": lambda t: t.cpu() if t.is_cuda else t.to("meta"),
 }
-# Tensors whose dtype or place others are compared with, or that have a size which only they have
+# tensors that determine the expected dtype or device, or that alone have a size
 FIRST = ("x_GBLD", "x_BLC", "norm_C", "q_GLBN", "dx_BMC", ("saved", 0))
 
 
 def assert_each_wrong_tensor_is_refused(call, named, but=()):
-    """By an error of Python's that names the argument, and its size or dtype."""
+    """Assert that each invalid tensor raises a Python error that names the argument."""
     count = 0
     for place in places(named):
         for what in WRONG.keys() - {*but}:
@@ -112,7 +113,7 @@ def assert_each_wrong_tensor_is_refused(call, named, but=()):
     assert count > 40
 
 
-# Layouts, which are none of the caller's concern
+# Memory layouts, which must not matter to the caller
 
 
 def copied_into(make):
@@ -147,5 +148,5 @@ def assert_same(actual, expected):
 
 
 def kinds(results):
-    """What compilers have to know of results."""
+    """Return the properties of results that compilers need."""
     return [(t.shape, t.dtype, t.stride(), t.device) for t in tree_leaves(results)]

@@ -1,6 +1,7 @@
-"""Evaluation from its definition: every image through the model by itself, its logits kept, and a page of formulas.
+"""Independent evaluation: every image runs through the model alone, and metrics are computed from saved logits.
 
-It imports nothing of ours. Images are opened by PIL and prepared by timm's own transform, built from literal options.
+This module imports nothing from the package. PIL opens the images, and timm's transform with literal options prepares
+them.
 """
 
 import math
@@ -13,7 +14,7 @@ from timm.data import create_transform
 
 
 def saved_logits(model, folder, numbers, unreadable=(), **options):
-    """(names, targets_N, logits_NC) of folder/CLASS/*, where `numbers` says which class a folder is."""
+    """Return (names, targets_N, logits_NC) of folder/CLASS/*, with class indices from `numbers`."""
     transform = create_transform(options.pop("input_size"), is_training=False, **options)
     names, targets, logits = [], [], []
     for path in sorted(Path(folder).glob("*/*")):
@@ -26,14 +27,14 @@ def saved_logits(model, folder, numbers, unreadable=(), **options):
 
 
 def only(logits_NC, classes):
-    """The logits of a model that must answer with one of `classes`."""
+    """Restrict the logits to `classes`, so that a model must answer with one of them."""
     restricted = np.full_like(logits_NC, -np.inf)
     restricted[:, classes] = logits_NC[:, classes]
     return restricted
 
 
 def right(logits_NC, allowed, most):
-    """Whether one of the `most` best classes of each image is among those allowed for it."""
+    """Return whether one of each image's `most` best classes is allowed for the image."""
     best = np.argsort(-logits_NC, axis=1)[:, :most]
     return np.array([bool(set(classes) & set(own)) for classes, own in zip(best.tolist(), allowed)])
 
@@ -45,7 +46,9 @@ def mean_cross_entropy(logits_NC, targets_N):
 
 
 def numbers(logits_NC, targets_N, allowed=None):
-    """What validate.py is to report. `allowed`: the right classes of each image; images with none do not count."""
+    """Return the values that validate.py must report. `allowed` are the correct classes of each image; images with none
+    do not count.
+    """
     allowed = [{target} for target in targets_N.tolist()] if allowed is None else [set(own) for own in allowed]
     counted = np.array([bool(own) for own in allowed])
     top1, top5 = (right(logits_NC, allowed, most)[counted] for most in (1, 5))
@@ -58,20 +61,20 @@ def numbers(logits_NC, targets_N, allowed=None):
 
 
 def paired(first_N, second_N):
-    """How many images both models, the first alone, the second alone and neither get right."""
+    """Return how many images both models, only the first, only the second and neither classify correctly."""
     cells = [(True, True), (True, False), (False, True), (False, False)]
     return [sum((a, b) == cell for a, b in zip(first_N.tolist(), second_N.tolist())) for cell in cells]
 
 
 def wilson_interval(correct, n):
-    """Wilson's 95% interval of a share, in percent."""
+    """Return Wilson's 95% interval of a share, in percent."""
     p, z = correct / n, 1.959964
     centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return [100 * (centre + sign * half) / (1 + z * z / n) for sign in (-1, 1)]
 
 
 def paired_interval(both, only_first, only_second, neither):
-    """Agresti and Min (2005), in points: half an image more in each cell, then Wald's of paired proportions."""
+    """Return the interval of Agresti and Min (2005) in points: Wald's, with half an image added to each cell."""
     n = both + only_first + only_second + neither + 2
     p12, p21 = (only_first + 0.5) / n, (only_second + 0.5) / n
     half = 1.959964 * math.sqrt((p12 + p21 - (p12 - p21) ** 2) / n)
@@ -79,6 +82,6 @@ def paired_interval(both, only_first, only_second, neither):
 
 
 def mcnemar(only_first, only_second):
-    """The chance that as many fair coins fall at least as unevenly."""
+    """Return the probability that fair coin tosses are at least as uneven."""
     n, fewer = only_first + only_second, min(only_first, only_second)
     return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)

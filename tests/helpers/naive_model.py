@@ -1,6 +1,7 @@
-"""The models once more, as literally as they are printed: each direction by itself, on an explicitly flipped sequence.
+"""Independent implementation of the models, with each direction computed separately on an explicitly flipped sequence.
 
-Independent of `vil`: weights come as a dictionary under our names or under those of ViM's published checkpoints.
+This module does not import `vil`. Weights are a dictionary with this package's names or those of ViM's published
+checkpoints.
 """
 
 import torch
@@ -43,7 +44,9 @@ def rms_norm(x, weight, eps=1e-5):
 
 
 def recurrence_inputs(u, w, names):
-    """What the recurrence of one direction reads, from its first token to its last: v, step logits, k, q and rates."""
+    """Return one direction's inputs of the recurrence, from its first token to its last: v, step logits, k, q and
+    rates.
+    """
     width, rank = w[names["conv"] + ".weight"].shape[-1], w[names["step"] + ".weight"].shape[1]
     states = (w[names["x_proj"]].shape[0] - rank) // 2
     padded = F.pad(u.transpose(1, 2), (width - 1, 0))
@@ -55,7 +58,7 @@ def recurrence_inputs(u, w, names):
 
 
 def check_known(w):
-    """A block with weights that are read nowhere here would be compared with another recurrence than its own."""
+    """Raise an error for weights that this module does not read, because the comparison would be invalid."""
     read = {"norm.weight", "mixer.in_proj.weight", "mixer.out_proj.weight"}
     for names in (*OURS["directions"], *PUBLISHED["directions"]):
         read |= {f"{names[name]}.{kind}" for name in ("conv", "step") for kind in ("weight", "bias")}
@@ -68,12 +71,12 @@ def scan(v, logits, k, q, rates, skip=None):
 
 
 def direction(u, w, names):
-    """One direction, which reads u (B, L, D) from its first token to its last."""
+    """Compute one direction, which reads u (B, L, D) from its first token to its last."""
     return scan(*recurrence_inputs(u, w, names), w[names["skip"]])
 
 
 def block(x, w, names, scale=None, eps=1e-5):
-    """The whole residual block on tokens (B, L, C); stochastic depth multiplies an image's update by its `scale`."""
+    """Compute the residual block on tokens (B, L, C); stochastic depth multiplies an image's update by its `scale`."""
     check_known(w)
     u, z = F.linear(rms_norm(x, w["norm.weight"], eps), w["mixer.in_proj.weight"]).chunk(2, dim=-1)
     forward = direction(u, w, names["directions"][0])
@@ -83,7 +86,7 @@ def block(x, w, names, scale=None, eps=1e-5):
 
 
 def block_weights(w, names=OURS):
-    """The weights of each block in turn, under their names within it."""
+    """Iterate over the weights of each block, with names relative to the block."""
     i = 0
     while any(name.startswith(prefix := names["block"].format(i)) for name in w):
         yield {name.removeprefix(prefix): t for name, t in w.items() if name.startswith(prefix)}
@@ -91,7 +94,7 @@ def block_weights(w, names=OURS):
 
 
 def residual_stream(images, w, names=OURS, stride=16, scales=None):
-    """The tokens (B, L, C) before the first block and after each."""
+    """Return the tokens (B, L, C) before the first block and after each block."""
     x = F.conv2d(images, w["patch_embed.proj.weight"], w["patch_embed.proj.bias"], stride=stride)
     x = x.flatten(2).transpose(1, 2)
     middle = x.shape[1] // 2
@@ -103,20 +106,20 @@ def residual_stream(images, w, names=OURS, stride=16, scales=None):
 
 
 def patches_and_class_token(tokens):
-    """Tokens (B, L, C) as patches (B, L - 1, C) and class token (B, C)."""
+    """Split tokens (B, L, C) into patches (B, L - 1, C) and class token (B, C)."""
     middle = (tokens.shape[1] - 1) // 2
     return torch.cat([tokens[:, :middle], tokens[:, middle + 1 :]], dim=1), tokens[:, middle]
 
 
 def model(images, w, names=OURS, stride=16, scales=None, pool="token"):
-    """Images to logits."""
+    """Compute the logits of images."""
     patches, class_token = patches_and_class_token(residual_stream(images, w, names, stride, scales)[-1])
     pooled = rms_norm(class_token, w[names["norm"]]) if pool == "token" else rms_norm(patches, w[names["norm"]]).mean(1)
     return F.linear(pooled, w["head.weight"], w["head.bias"])
 
 
 def published_vim(embed_dim, depth, grid=(14, 14), num_classes=1000, patch_size=16, seed=0):
-    """Random weights of a ViM under the names, shapes and dtype of the published checkpoints."""
+    """Return random ViM weights with the names, shapes and dtype of the published checkpoints."""
     g = torch.Generator().manual_seed(seed)
     inner, rank, states = 2 * embed_dim, -(-embed_dim // 16), 16
 

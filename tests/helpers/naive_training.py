@@ -1,7 +1,7 @@
-"""Training and evaluation once more, from the formulas: AdamW, cosine, clipping, EMA and the losses, one line each.
+"""Independent training and evaluation from the formulas: AdamW, cosine, clipping, EMA and the losses, one line each.
 
-Independent of `vil.training` and of train_imagenet.py: only the models are shared, and the rule by which seeds follow
-from a place in the run. Crops are whole images.
+This module does not use `vil.training` or train_imagenet.py. Only the models are shared, and the rule that derives
+seeds from the position in the run. Crops are whole images.
 """
 
 import copy
@@ -17,7 +17,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def read_split(folder, size):
-    """Normalised images (N, 3, H, W) and targets (N,): classes, and images within a class, in the order of names."""
+    """Return normalized images (N, 3, H, W) and targets (N,), sorted by class name and file name."""
     paths = sorted(folder.glob("*/*.png"))
     classes = sorted({path.parent.name for path in paths})
     resized = [Image.open(path).convert("RGB").resize((size, size), Image.Resampling.BICUBIC) for path in paths]
@@ -31,14 +31,16 @@ def seed_of(*place):
 
 
 def rate_of(epoch, o):
-    """Linear warm-up from the rate of the first epoch, then the cosine that ends at min_lr after the last."""
+    """Return the learning rate: linear warm-up from the first epoch's rate, then a cosine that ends at min_lr after the
+    last.
+    """
     if epoch < o.warmup_epochs:
         return o.warmup_lr + (o.lr - o.warmup_lr) * epoch / o.warmup_epochs
     return o.min_lr + (o.lr - o.min_lr) * (1 + math.cos(math.pi * epoch / o.epochs)) / 2
 
 
 def layer_of(name):
-    """Of a model with two blocks: the stem, each block, the last one with the norm behind it, and the head."""
+    """Return the layer index in a model with two blocks: stem, each block (the last one with the norm), head."""
     stem = name in ("cls_token", "pos_embed") or name.startswith("patch_embed")
     return 0 if stem else {"blocks.0": 1, "blocks.1": 2, "norm.wei": 2}.get(name[:8], 3)
 
@@ -48,7 +50,7 @@ def is_decayed(name, parameter):
 
 
 def mixed(images, targets, classes, place, o):
-    """Mixup of each eight images with their mirror image in the list; smoothed one-hot targets, mixed likewise."""
+    """Mix each group of eight images with its reversed order (mixup), and the smoothed one-hot targets likewise."""
     one_hot = torch.eye(classes)[targets] * (1 - o.smoothing) + o.smoothing / classes
     if o.mixup == 0:
         return images, one_hot
@@ -62,7 +64,7 @@ def mixed(images, targets, classes, place, o):
 
 
 def loss_of_labels(logits, shares, o):
-    """Cross-entropy; or for each class the negative log-likelihood of its being one, with a target of 0 to 1."""
+    """Return the cross-entropy, or the binary cross-entropy of each class with targets from 0 to 1."""
     if not o.bce_loss:
         return -(shares * logits.log_softmax(1)).sum(1).mean()
     targets = shares if o.bce_target_thresh is None else (shares > o.bce_target_thresh).float()
@@ -72,7 +74,9 @@ def loss_of_labels(logits, shares, o):
 
 
 def distilled(logits, taught, o):
-    """Touvron et al. (2021): equation 3, the teacher's decision as label, or 2, the divergence of softened answers."""
+    """Return the loss of Touvron et al. (2021): equation 3, hard labels of the teacher, or 2, KL of softened
+    outputs.
+    """
     if o.distillation == "hard":
         return -logits.log_softmax(1)[torch.arange(len(logits)), taught.argmax(1)].mean()
     ours, theirs = (x / o.distillation_tau for x in (logits, taught))
@@ -81,7 +85,7 @@ def distilled(logits, taught, o):
 
 
 def answers(teacher, images):
-    """A teacher's logits for images that are normalised for the student: its own mean and std, its size if fixed."""
+    """Return a teacher's logits for images normalized for the student, with the teacher's mean, std and fixed size."""
     cfg = teacher.pretrained_cfg
     pixels = images * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
     if cfg["fixed_input_size"]:
@@ -93,7 +97,7 @@ def answers(teacher, images):
 
 @torch.no_grad()
 def adamw(model, gradients, moments, rate, t, o):
-    """The step numbered t, from 1, with decoupled weight decay."""
+    """Apply AdamW step t, counted from 1, with decoupled weight decay."""
     beta1, beta2 = o.opt_betas
     for name, p in model.named_parameters():
         lr = rate * (o.layer_decay or 1) ** (3 - layer_of(name))
@@ -106,10 +110,10 @@ def adamw(model, gradients, moments, rate, t, o):
 
 
 def evaluated(model, images, targets):
-    """Mean cross-entropy, top-1 and top-5 in percent."""
+    """Return mean cross-entropy, and top-1 and top-5 in percent."""
     with torch.no_grad():
         logits = model.eval()(images).double()
-    ranks = (logits > logits.gather(1, targets[:, None])).sum(1)  # classes above the right one
+    ranks = (logits > logits.gather(1, targets[:, None])).sum(1)  # number of classes with larger logits
     loss = (logits.logsumexp(1) - logits.gather(1, targets[:, None])[:, 0]).mean().item()
     return {
         "loss": loss,
@@ -119,7 +123,9 @@ def evaluated(model, images, targets):
 
 
 def grown(source, model):
-    """The model with the weights of one for images of another size; the class token's position is the middle one."""
+    """Return a model with another model's weights for another image size; the class token's position stays in the
+    middle.
+    """
     weights = source.state_dict()
     rows, middle = weights["pos_embed"][0], len(weights["pos_embed"][0]) // 2
     sides = [patched.patch_embed.grid_size for patched in (source, model)]
@@ -161,7 +167,7 @@ def train_phase(folder, o, micro_batch, changes, teacher, model, average, found)
     moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in model.named_parameters()}
     batch = o.global_batch_size
     micro_batch, steps = micro_batch or batch, len(images) // batch
-    unique = math.ceil(batch / max(1, o.aug_repeats))  # images of a batch, each of which is in it so many times
+    unique = math.ceil(batch / max(1, o.aug_repeats))  # distinct images of a batch, each repeated
     for epoch in range(first, first + o.epochs):
         order = np.random.default_rng((o.seed, epoch)).permutation(len(images))
         for step in range(steps):
@@ -173,7 +179,7 @@ def train_phase(folder, o, micro_batch, changes, teacher, model, average, found)
             for start in range(0, batch, micro_batch):
                 place, part = (o.seed, epoch, step * batch + start), chosen[start : start + micro_batch]
                 x, y = mixed(images[part], targets[part], classes, place, o)
-                torch.manual_seed(seed_of(*place, 2))  # of stochastic depth
+                torch.manual_seed(seed_of(*place, 2))  # seed of stochastic depth
                 logits = model.train()(x)
                 losses.append(loss_of_labels(logits, y, o))
                 if teacher:

@@ -1,4 +1,4 @@
-"""Pictures in files, loaders of them, and what timm and PIL alone make of them, image by image."""
+"""Image files, loaders of them, and reference results of timm and PIL, image by image."""
 
 import io
 import random
@@ -20,9 +20,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 DATA_CONFIG = dict(input_size=(3, 12, 16), crop_pct=0.8, crop_mode="center", interpolation="bilinear")
 DATA_CONFIG |= dict(mean=(0.3, 0.5, 0.6), std=(0.4, 0.2, 0.3))
-PHOTOS = [Image.fromarray(pixels) for pixels in load_sample_images().images]  # a temple, a flower: 427 x 640 pixels
+# photos of a temple and a flower, 427 x 640 pixels
+PHOTOS = [Image.fromarray(pixels) for pixels in load_sample_images().images]
 PHOTO = PHOTOS[0].resize((60, 40))
-# a run's options under the names that timm's transform has for them, and what they are if not given
+# names and defaults of a run's options in timm's transform
 MEANS = {name: DATA_CONFIG[name] for name in ("mean", "std")}
 RECIPE = dict(scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), hflip=0.5, color_jitter=0.3)
 RECIPE |= dict(auto_augment="rand-m9-mstd0.5-inc1", interpolation="bicubic")
@@ -54,7 +55,7 @@ def encode(image, **options):
 
 
 def damage_tables(jpeg):
-    """A file that looks as it should, but which no decoder takes: its first Huffman table is none."""
+    """Damage a file's first Huffman table, which only decoding reveals."""
     place = jpeg.index(b"\xff\xc4") + 5
     return jpeg[:place] + b"\xff" * 16 + jpeg[place + 16 :]
 
@@ -65,7 +66,7 @@ def without_adobes_mark(jpeg):
 
 
 def training_set(folder, device=CPU, rank=0, world_size=1, epoch=0, input_size=(3, 12, 16), **options):
-    """A loader of the training split, and the (index, seed) of every image of an epoch."""
+    """Return a loader of the training split, and the (index, seed) of every image of an epoch."""
     config = Config(**dict(data_dir=str(folder), global_batch_size=8, workers=0, aug_repeats=0) | options)
     dataset = open_split(config.data_dir, "", "train", is_training=True)
     micro_batch, _ = split_global_batch(config, world_size)
@@ -76,7 +77,7 @@ def training_set(folder, device=CPU, rank=0, world_size=1, epoch=0, input_size=(
 
 
 def joined(loader):
-    """All images of a loader, and their targets."""
+    """Return all images and targets of a loader."""
     images, targets = zip(*loader)
     assert len(loader) == len(images)
     assert all(part.dtype == torch.uint8 for part in images)
@@ -84,9 +85,9 @@ def joined(loader):
 
 
 def by_timm(dataset, keys, input_size=(3, 12, 16), **options):
-    """The images and targets by timm's transform, each from its seed, and how many could not be read.
+    """Return timm's images and targets, each with its own seed, and the number of unreadable images.
 
-    The next image takes the place of a broken one.
+    The next image replaces a broken one.
     """
     options = {TIMMS_NAMES.get(name, name): value for name, value in options.items()}
     transform = create_transform(input_size, is_training=True, use_prefetcher=True, **MEANS | RECIPE | options)

@@ -1,4 +1,4 @@
-"""The kernels of a block by the definitions beside them, as forward and backward call them."""
+"""Replacement of a block's kernels by their reference implementations."""
 
 import torch
 
@@ -21,7 +21,7 @@ from vil.kernels.block.plain import gradients
 
 
 class PlainKernels:
-    """What forward and backward call, by the definitions beside the kernels; nothing is fused."""
+    """The kernels that forward and backward call, as unfused reference implementations."""
 
     Read, sum_lines = gate.Read, staticmethod(sum_lines.plain)
     packed_size = staticmethod(pack_weights.packed_size)
@@ -61,7 +61,7 @@ class PlainKernels:
 
 
 def in_tiles(out_proj):
-    """The weights as wgmma reads them: 32 channels of all outputs after another, in rows of 64 bytes."""
+    """Return the weights as wgmma reads them: blocks of 32 channels of all outputs, in rows of 64 bytes."""
     (C, D), outputs = out_proj.shape, torch.arange(len(out_proj))
     place = outputs // 16 * 16 + outputs % 4 // 2 * 8 + outputs % 16 // 4 * 2 + outputs % 2
     eighths = torch.arange(4) ^ place[:, None] // 2 % 4

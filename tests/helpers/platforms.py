@@ -1,9 +1,9 @@
-"""Trains as train_imagenet.py does where what macOS or Windows lack has been taken away, as far as one can elsewhere.
+"""Run train_imagenet.py after removing what macOS or Windows lack, as far as another system can simulate them.
 
-python tests/helpers/platforms.py DARWIN.yaml WIN32.yaml
+    python tests/helpers/platforms.py DARWIN.yaml WIN32.yaml
 
-Ctrl-C interrupts each run in the middle of its second epoch; then it goes on. The loader's workers are new
-interpreters, as there: they import this file, and lack the same.
+Ctrl-C interrupts each run in the middle of its second epoch, and the run is then resumed. The loader's workers are new
+interpreters, as on these platforms; they import this file and lack the same features.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ MISSING = {
     },
 }  # fmt: skip
 MODULES = {"darwin": ("triton", "cuda"), "win32": ("triton", "cuda", "fcntl", "resource", "pwd", "grp", "termios")}
-LIBRARIES = ("timm", "torch.utils.data")  # which know better than this file what they lack
+LIBRARIES = ("timm", "torch.utils.data")  # libraries that check the platform themselves
 
 
 def become(platform: str) -> None:
-    """Takes away what the platform lacks, before this package is imported."""
+    """Remove what the platform lacks, before this package is imported."""
     for module, names in MISSING[platform].items():
         for name in names:
             delattr(module, name)
@@ -43,7 +43,7 @@ def become(platform: str) -> None:
 
 
 def train(platform: str, config: str) -> None:
-    """A run with workers until Ctrl-C, which is all that there is on Windows, and to its end without them."""
+    """Train with workers until Ctrl-C, the only signal on Windows, and then to the end without workers."""
     multiprocessing.set_start_method("spawn", force=True)
     os.environ["PLATFORM"] = platform
     whole = SimpleNamespace(**vars(os))
@@ -54,11 +54,11 @@ def train(platform: str, config: str) -> None:
     from vil.kernels import cache
     from vil.training import summary
 
-    cache.os = whole  # or each run would compile its kernels
+    cache.os = whole  # otherwise each run would compile its kernels
     summary.plot_history = lambda history: b""
     sys.argv = ["train_imagenet.py", "-c", config]
     until_imports = (ROOT / "train_imagenet.py").read_text().partition("\nimport dataclasses\n")[0]
-    exec(until_imports, {"__name__": "__main__"})  # what it does of signals that come early
+    exec(until_imports, {"__name__": "__main__"})  # the script's handling of early signals
     import train_imagenet
 
     save = train_imagenet.Trainer.checkpoint_if_due

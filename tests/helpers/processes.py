@@ -1,4 +1,4 @@
-"""Command lines of small runs, and running them as a user does."""
+"""Command lines of small runs, and functions that run them as a user does."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ from unittest import mock
 
 import yaml
 
-# the tests of a mutant are in a process that was forked from such a one
+# a mutant's tests run in a process that was forked by this server
 UNDER_TEST = os.environ.get("MUTANT_UNDER_TEST", "stats") != "stats"
 CONTEXT = multiprocessing.get_context("fork" if UNDER_TEST else "forkserver")
 CONTEXT.set_forkserver_preload(
@@ -25,12 +25,12 @@ CONTEXT.set_forkserver_preload(
 )
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = dict(os.environ)
-# every random part of the recipe, in a model of seconds
+# every random part of the recipe, in a model that trains in seconds
 SMALL = dict(model_kwargs=dict(embed_dim=32, depth=2, patch_size=8), img_size=16, global_batch_size=16, warmup_epochs=1)
 
 
 class Forked(CONTEXT.Process):
-    """A process from a server that has the environment of all tests, not of the one that happens to start it."""
+    """Process forked from a server that has the environment of all tests, instead of the current test's."""
 
     def start(self):
         with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
@@ -38,12 +38,12 @@ class Forked(CONTEXT.Process):
 
 
 def script(name):
-    """The start of a command line."""
+    """Return the start of a command line."""
     return [sys.executable, str(ROOT / name)]
 
 
 def train_command(folder, image_folder, **options):
-    """The command line of a small run that writes to `folder`/run."""
+    """Return the command line of a small run that writes to `folder`/run."""
     config = folder / "small.yaml"
     run_options = dict(data_dir=str(image_folder), output=str(folder), experiment="run", epochs=2, workers=1)
     config.write_text(yaml.safe_dump(SMALL | run_options | options))
@@ -51,11 +51,12 @@ def train_command(folder, image_folder, **options):
 
 
 def run(command, count=1, check=True, output=None, pictures=False):
-    """How a command line of Python ends, in processes forked from one that has imported everything already.
+    """Run Python command lines in processes forked from one that has imported everything, and return how they ended.
 
-    It prints to `output` if that is given. Curves are not drawn without need: that takes longer than a small run.
+    Stdout goes to `output` if given. Curves are plotted only on request, because plotting takes longer than a small
+    run.
     """
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # several processes, no GPU to share
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # several processes cannot share a GPU
     with tempfile.TemporaryDirectory() as folder:
         files = [output or os.path.join(folder, name) for name in ("stdout", "stderr")]
         where = count, free_port(), *files
@@ -94,18 +95,18 @@ def _exit_codes(processes):
         process.start()
     for process in processes:
         process.join(300)
-        process.kill()  # if it still runs
+        process.kill()  # if the process still runs
         process.join()
     return [process.exitcode for process in processes]
 
 
 def _said(file):
-    """A file's text without the lines in which PyTorch 2.10 says that processes have met."""
+    """Return a file's text without the lines of PyTorch 2.10 about connected processes."""
     return re.sub(r"\[Gloo\].*\n", "", Path(file).read_text())
 
 
 class Ended(NamedTuple):
-    """How one of several processes ended: what its function returned, its exit status, what it said."""
+    """Result of one of several processes: return value, exit status and output."""
 
     value: Any
     status: int
@@ -113,7 +114,7 @@ class Ended(NamedTuple):
 
 
 def in_processes(count, function, *args, port=None) -> list[Ended]:
-    """Runs `function(rank, *args)` in processes that may meet by `join_processes`."""
+    """Run `function(rank, *args)` in processes that can form a group by `join_processes`."""
     with tempfile.TemporaryDirectory() as folder:
         files = [os.path.join(folder, str(rank)) for rank in range(count)]
         port, pipes = port or free_port(), [CONTEXT.Pipe(duplex=False) for _ in range(count)]
@@ -130,28 +131,29 @@ def _call(function, args, pipe, file, rank, count, port):
     from vil import processes
 
     become(rank, count, port, file, file)
-    processes.GRACE = 1  # second, for a process whose neighbour has failed
+    processes.GRACE = 1  # seconds, for a process whose neighbour has failed
     pipe.send(function(rank, *args))
 
 
 def become(rank, processes, port, stdout, stderr):
-    """Makes this process one of several that write to the same files."""
+    """Make this process one of several ranks that write to the same files."""
     import torch
 
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # of loaders' workers, in place of importing everything again
+    # fork the loaders' workers instead of importing everything again
+    multiprocessing.set_start_method("fork", force=True)
     if processes > 1:
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
     for standard, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
-    logging.getLogger().handlers.clear()  # pytest's, of which a forked process has copies
-    # pytest may have put something else there
+    logging.getLogger().handlers.clear()  # a forked process has copies of pytest's handlers
+    # pytest may have replaced these
     sys.stdout, sys.stderr = (os.fdopen(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
 
 
 def free_port() -> int:
-    """A port below those that connections take by themselves, one of which may take this one before it is used."""
+    """Return a port below the ephemeral range, because another connection could take an ephemeral port first."""
     for port in random.SystemRandom().sample(range(20000, 32000), 100):
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind(("localhost", port))

@@ -1,4 +1,4 @@
-"""What tests of the scan share: inputs of both recurrences, their definitions, and the errors against these."""
+"""Shared code of the scan's tests: inputs of both recurrences, reference implementations, and errors."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,13 +24,13 @@ def selective_inputs(B, L, D, N, dtype=torch.float64, seed=0):
 
 
 def of_recurrence(recurrence):
-    """What makes its inputs, and its definition."""
+    """Return the function that creates a recurrence's inputs, and its reference implementation."""
     both = {"longhorn": (longhorn_inputs, naive.longhorn), "selective": (selective_inputs, naive.selective)}
     return both[recurrence]
 
 
 def in_order(recurrence, inputs):
-    """x, step logits, k, q, A, skip and bias of a public function's inputs."""
+    """Return x, step logits, k, q, A, skip and bias of a public function's inputs."""
     x, step_logits, *rest = inputs
     A = rest.pop(0) if recurrence == "selective" else None
     k, q, skip, bias = rest if len(rest) > 2 else (*rest, None, None)
@@ -38,7 +38,7 @@ def in_order(recurrence, inputs):
 
 
 def of_both_directions(recurrence, shape, dtype, device):
-    """Inputs of each direction, parameters in fp32; and stacked, for `in_order`."""
+    """Return inputs of each direction, with parameters in fp32, and the stacked inputs for `in_order`."""
     make, _ = of_recurrence(recurrence)
     pair = [[t.detach() if t.dim() == 3 else t.detach().float() for t in make(*shape, dtype, seed)] for seed in (0, 1)]
     return pair, [torch.stack(tensors).to(device) for tensors in zip(*pair)]
@@ -62,14 +62,16 @@ def exact(inputs):
 
 
 def outputs_and_gradients(f, inputs, dy_dtype=torch.float64, **kwargs):
-    """The output, and the gradient of every input for one random gradient of the output, rounded to `dy_dtype`."""
+    """Return the output, and the gradient of every input for one random gradient of the output, rounded to
+    `dy_dtype`.
+    """
     y = f(*inputs, **kwargs)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return [y, *torch.autograd.grad(y, inputs, dy.to(dy_dtype).to(y.dtype))]
 
 
 class StandIn:
-    """A backend's module by the definition, which refuses what real ones could not take."""
+    """Replacement of a backend's module by the reference, which rejects what real backends do not support."""
 
     def __init__(self):
         self.kept, self.state_sizes, self.dtypes = [], [], []
@@ -94,11 +96,11 @@ class StandIn:
     def backward(self, recurrence, dy, x, step_logits, k, q, A, skip, step_bias, states, reverse):
         leaves = [t if t is None else t.detach().double() for t in (x, step_logits, k, q, A, skip, step_bias)]
         given = [t.requires_grad_() for t in leaves if t is not None]
-        with ThreadPoolExecutor(1) as another:  # inside of an operator this thread has no autograd
+        with ThreadPoolExecutor(1) as another:  # autograd is disabled in this thread inside an operator
             y = another.submit(self.y, recurrence, *leaves, reverse).result()
         found = iter(torch.autograd.grad(y, given, dy.double()))
         *per_token, dA, dskip, dbias = (t if t is None else next(found) for t in leaves)
-        none = x.new_full((len(x), x.shape[-1]), float("nan"))  # which nobody may read
+        none = x.new_full((len(x), x.shape[-1]), float("nan"))  # NaN shows unwanted reads
         dchannels = torch.stack([none if t is None else t for t in (dskip, dbias)], dim=1).float()
         dA = x.new_empty(0, dtype=torch.float32) if dA is None else dA.float()
         return *(t.to(x.dtype) for t in per_token), dA, dchannels

@@ -1,4 +1,4 @@
-"""Compiles kernels without a GPU and reads what NVRTC reports: registers that do not fit are spilled to memory."""
+"""Compile kernels without a GPU and check NVRTC's report for register spills."""
 
 import io
 import os
@@ -15,7 +15,7 @@ NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVR
 
 
 def log_of_compiling(file, arch, macros):
-    """The report of ptxas, kept from the first time."""
+    """Return the report of ptxas, cached."""
     from cuda.bindings import nvrtc
 
     def compile_cubin(path):
@@ -29,10 +29,10 @@ def log_of_compiling(file, arch, macros):
 
 
 def assert_no_spills(kernels):
-    """`kernels` are (file, architecture, macros), which NVRTC compiles two at a time.
+    """Assert that no kernel spills registers; `kernels` are (file, architecture, macros), compiled two at a time.
 
-    Releases of NVRTC differ: 13.2 spills a pointer of pool, which lies still in it; 13.0 a word of conv_xproj for
-    sm_90 and up to 116 bytes for others, on which nothing is measured.
+    NVRTC versions differ: 13.2 spills a pointer of pool that does not change, 13.0 spills a word of conv_xproj for
+    sm_90 and up to 116 bytes for architectures on which nothing was measured.
     """
     kernels = [kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,4 @@
-"""What all tests of kernels have in common."""
+"""Fixtures of all kernel tests."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from vil import block
 
 @pytest.fixture(autouse=True)
 def fused_blocks(monkeypatch):
-    """Blocks are fused, with VIL_FUSED=0 as well, and are what they were again afterwards."""
+    """Enable fused blocks, also with VIL_FUSED=0, and restore the setting afterwards."""
     monkeypatch.setattr(block, "_fused", True)

@@ -1,4 +1,4 @@
-"""Augmentation kernels and their definition against PIL and timm: emulated on small images, on a GPU on large ones."""
+"""Augmentation kernels and their reference against PIL and timm: emulated on small images, on a GPU on large ones."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ of_kernels = pytest.mark.parametrize("where", KERNELS, indirect=True)
 
 @pytest.fixture(params=["definition", *KERNELS])
 def where(request, monkeypatch):
-    """The device of images, how many to try, their size, and whether PIL's pixels are to be met exactly."""
+    """Device of the images, number and size of images, and whether the pixels must equal PIL's exactly."""
     if request.param == "emulated":
         emulate(monkeypatch)
     if request.param == "gpu":
@@ -59,7 +59,7 @@ def batch(images, device):
 
 
 def assert_levels(images, expected, most, share):
-    """No grey level is further off than `most`, and of no image more than `share` of the values at all."""
+    """Assert that grey levels differ by at most `most`, and that at most `share` of the values differ in any image."""
     for i, (image, truth) in enumerate(zip(images.cpu(), expected, strict=True)):
         levels = (image.int() - truth.int()).abs()
         assert levels.max() <= most, i
@@ -84,9 +84,10 @@ def test_crops_of_any_size_are_pils(where, interpolation):
             flips.append(numbers.random() < 0.5)
             expected.append(tensor(crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flips[-1] else crop))
         decoded = [tensor(image).to(where.device) for image in images]
-        decoded[0] = decoded[0].mT.contiguous().mT  # one that is not in the order of its pixels
+        decoded[0] = decoded[0].mT.contiguous().mT  # one image with transposed memory
         crops = crop_resize_flip(decoded, np.array(boxes), np.array(flips), size, interpolation)
-        # fp32 rounds sums of exactly half a level as it happens to, once in each direction; small crops have many
+        # fp32 may round sums of exactly half a level either way, once in each direction; small crops have many such
+        # sums
         assert_levels(crops, expected, *((0, 0) if where.exact else (2, 0.1)))
 
 
@@ -104,7 +105,7 @@ def test_images_of_extreme_shapes_are_resized_as_by_pil(where, shape):
 @pytest.mark.parametrize("crop_pct", [0.875, 1.0, 1.3])
 @pytest.mark.parametrize("interpolation", METHODS)
 def test_windows_are_those_of_timms_evaluation(where, interpolation, crop_pct):
-    """Also of more pixels than what is resized has."""
+    """Windows may also have more pixels than the resized image."""
     height, width = where.size
     transform = create_transform(
         (3, height, height), is_training=False, use_prefetcher=True, interpolation=interpolation, crop_pct=crop_pct
@@ -143,13 +144,13 @@ def test_a_crop_that_is_not_in_its_image_is_refused(where):
 
 
 def random_operation(numbers, name=None):
-    """One of timm's with an argument: its name, argument, code and arguments here."""
+    """Return one of timm's operations with an argument: its name and argument, and the opcode and arguments here."""
     name = name or numbers.choice([*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
     ranges = dict(Posterize=(0, 8), Solarize=(0, 256), SolarizeAdd=(0, 110), Rotate=(-30, 30), GaussianBlur=(0.1, 2))
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
-    if name in ("TranslateX", "TranslateY"):  # by halves, with which pixels come from the very edge
+    if name in ("TranslateX", "TranslateY"):  # multiples of a half, for which pixels come from the very edge
         return name, numbers.randint(-40, 40) / 2
-    if name not in ranges:  # blends by tenths, whose levels are often whole numbers but for rounding
+    if name not in ranges:  # factors in tenths, whose levels are often integers up to rounding
         return name, numbers.randint(1, 19) / 10
     argument = numbers.uniform(*ranges[name])
     return name, int(argument) if name in ("Posterize", "Solarize", "SolarizeAdd") else argument
@@ -163,7 +164,7 @@ def by_timm(image, name, argument, interpolation="bicubic"):
 
 
 def encoded(operations, size):
-    """Codes and arguments of (name, argument) of each image in each turn."""
+    """Return opcodes and arguments of each image in each turn from (name, argument)."""
     codes = np.zeros((len(operations), len(operations[0])), np.uint8)
     arguments = np.zeros((*codes.shape, batched_transforms.ARGUMENTS))
     for i, turns in enumerate(operations):
@@ -192,7 +193,7 @@ def test_every_operation_is_timms(where, name, interpolation):
         given = pixels.clone()
         result = apply_operations(pixels, codes, arguments, FILL, interpolation)
         exact = where.exact or name not in ("AutoContrast", *batched_transforms.GEOMETRIC)
-        # fp32 in place of PIL's double, and PIL drops what is behind the point
+        # fp32 instead of PIL's double, and PIL truncates
         assert_levels(result, expected, *((0, 0) if exact else (1, 1 if width < 4 else 0.1)))
         assert torch.equal(pixels, given)
 
@@ -204,7 +205,7 @@ def test_every_image_of_a_batch_has_its_own_operations_turn_by_turn(where, inter
     images = [smooth(height, width, i) for i in range(30)]
     operations = [[random_operation(numbers) for _ in range(3)] for _ in images]
     codes, arguments = encoded(operations, (height, width))
-    codes[::5, 1], codes[0] = 0, 0  # none in that turn; in none
+    codes[::5, 1], codes[0] = 0, 0  # no operation in that turn; no operation in any turn
     expected = []
     for i, (image, turns) in enumerate(zip(images, operations)):
         for turn, (name, argument) in enumerate(turns):
@@ -227,7 +228,7 @@ def test_every_image_goes_through_its_own_operations_in_order(where):
 
 @pytest.mark.parametrize("interpolation", METHODS)
 def test_a_batch_is_transformed_where_it_is(interpolation):
-    """A tensor of no device but "meta" takes none of another for an operand."""
+    """Operands of a tensor on "meta" must be on "meta", too."""
     images = [torch.empty(3, 20, 30 + i, dtype=torch.uint8, device="meta") for i in range(3)]
     boxes, flips = np.array([[0, 0, 20, 30]] * 3), np.array([True, False, True])
     crops = crop_resize_flip(images, boxes, flips, (8, 12), interpolation)
@@ -298,14 +299,14 @@ def test_images_are_normalised_erased_and_mixed(where, shape):
 
 
 def erased(device, keys, mode, size=(64, 64), **mixes):
-    """What becomes of images that are erased wholly."""
+    """Return images after erasing them completely."""
     images = torch.zeros(len(keys), 3, *size, dtype=torch.uint8, device=device)
     boxes = np.tile(np.array([0, 0, *size], np.int32), (len(keys), 1))
     return finish(images, MEAN, STD, boxes, np.array(keys, np.uint32), mode, **mixes).cpu()
 
 
 def test_erased_pixels_are_standard_normal_and_independent(where):
-    """Of neighbours, rows, channels and images, also of neighbouring keys."""
+    """Independent means uncorrelated between neighbours, rows, channels and images, also for neighbouring keys."""
     values = erased(where.device, range(20), "pixel").double()
     for moment, power, variance in ((0, 1, 1), (1, 2, 2), (3, 4, 96)):
         assert abs((values**power).mean() - moment) < 5 * (variance / values.numel()) ** 0.5
@@ -355,7 +356,7 @@ def philox(counters, key):
 
 @of_kernels
 def test_the_kernels_noise_is_philox_and_box_mullers(where):
-    answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Random123's, of zeros
+    answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Random123's test vector for zeros
     assert philox([[0] * 4], (0, 0)).tolist() == [answer]
     key, (height, width) = 0xDEADBEEF, (9, 11)
     for mode, kind in (("pixel", 2), ("rand", 1)):

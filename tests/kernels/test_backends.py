@@ -1,4 +1,4 @@
-"""What is around the GPU backends, on a CPU: which one runs, what it is handed, and what becomes of its results."""
+"""Selection of the GPU backends on a CPU: which backend runs, its arguments, and the handling of its results."""
 
 import sys
 import warnings
@@ -15,7 +15,7 @@ from vil.kernels.scan import chunked, operator
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # with which Triton takes tensors on a CPU
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # lets Triton accept CPU tensors
     module = StandIn()
     monkeypatch.setattr(operator, "_module", lambda backend, device: module)
     return module
@@ -37,7 +37,7 @@ def test_any_number_of_states_is_padded_to_one_that_kernels_have(scan, definitio
 @SCANS
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_inputs_of_several_dtypes_lose_only_the_rounding_of_the_output(scan, definition, make_inputs, low, stand_in):
-    """Kernels take one dtype; gradients have that of their inputs."""
+    """Kernels run in one dtype, but gradients have the dtype of their inputs."""
     for mixed in range(4):
         inputs = make_inputs(2, 5, 3, 4, torch.float32)
         per_token = [i for i, t in enumerate(inputs) if t.dim() == 3]
@@ -67,7 +67,7 @@ def test_states_are_kept_only_for_a_backward_that_can_come(
     assert kept == [False, False]
     for i, leaf in enumerate(inputs):
         scan(*frozen[:i], leaf, *frozen[i + 1 :], backend=backend)
-    skip = len(inputs) - 2  # which the reference adds outside of its operator
+    skip = len(inputs) - 2  # the reference adds the skip outside its operator
     assert kept[2:] == [i != skip or backend == "triton" for i in range(len(inputs))]
 
 
@@ -119,14 +119,14 @@ def test_only_interpreted_triton_takes_tensors_on_a_cpu(monkeypatch):
             with pytest.raises(ValueError, match=f"must be on a GPU for the {name} backend, got x on cpu"):
                 selective_scan(x, x, A, k, k, backend=name)
             with pytest.raises(ValueError, match=f"must be on a GPU for the {name} backend, got x on cpu"):
-                backends.resolve(name, x.device)  # as an operator asks that is called by itself
+                backends.resolve(name, x.device)  # as an operator that is called directly does
         assert backends.choose("auto", x, 4, 1) == "cpu"
     assert backends.choose("triton", x, 4, 1) == "triton"
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes this machine look as if it had a GPU: of AMD or not, with or without what CUDA kernels and Triton need."""
+    """Simulate a machine with an NVIDIA or AMD GPU, with or without the software that CUDA and Triton kernels need."""
 
     def look(hip=None, missing=None, triton=True):
         backends._backend_for.cache_clear()
@@ -147,7 +147,7 @@ def test_the_first_backend_that_the_machine_can_run_is_taken(machine):
         assert [backends.resolve(name, device) for name in ("auto", "cuda", "triton")] == ["cuda", "cuda", "triton"]
         machine(hip="6.2")
         assert [backends.resolve(name, device) for name in ("auto", "triton")] == ["triton", "triton"]
-        assert backends.backend_for(torch.device("mps")) == "reference"  # which has kernels of nobody
+        assert backends.backend_for(torch.device("mps")) == "reference"  # there are no MPS kernels
     machine(missing="no NVRTC here")
     with pytest.warns(UserWarning, match="no NVRTC here. The triton backend takes over"):
         assert backends.backend_for(device) == "triton"

@@ -1,4 +1,4 @@
-"""The fused block against the plain one: its algebra on a CPU with plain kernels, and on a GPU as it is."""
+"""The fused block against the unfused one: its algebra on a CPU with reference kernels, and as it is on a GPU."""
 
 import copy
 import traceback
@@ -35,7 +35,9 @@ from vil.kernels.scan import heuristics as variants
 
 @pytest.fixture
 def plain_kernels(monkeypatch):
-    """The operator on a CPU, in fp64, with plain kernels; a list of whether a block, in turn, was handed its norm."""
+    """Run the operator on a CPU in fp64 with reference kernels; yield a list of whether each block received its
+    norm.
+    """
     handed, pack_weights = [], PlainKernels.pack_weights
     monkeypatch.setattr(PlainKernels, "pack_weights", lambda *a: handed.append(a[3] is None) or pack_weights(*a))
     for module in (operator, forward, backward):
@@ -47,14 +49,14 @@ def plain_kernels(monkeypatch):
     for module in (contract, fused_operators):
         monkeypatch.setattr(module, "FP32", torch.float64)
         monkeypatch.setattr(module, "backends", SimpleNamespace(**{**vars(backends), **as_on_a_gpu}))
-    monkeypatch.setattr(operator, "check_backward", lambda *_: None)  # there are no states
+    monkeypatch.setattr(operator, "check_backward", lambda *_: None)  # reference kernels have no states
     with operator_on_a_cpu():
         yield handed
 
 
 @pytest.fixture
 def plain():
-    """Switches the fused kernels off and, after the test, on."""
+    """Disable the fused kernels during the test."""
     yield lambda: vil_block.set_fused(False)
     vil_block.set_fused(True)
 
@@ -62,7 +64,7 @@ def plain():
 @pytest.mark.parametrize("size", [(16, 80), (32, 48)])
 @pytest.mark.parametrize("mixer", ["vil_tiny", "vim_tiny"])
 def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, plain_kernels):
-    """With stochastic depth in training and without in evaluation, with the norms handed over and not."""
+    """In training with stochastic depth and in evaluation without, with and without passing the norms on."""
     model = randomised(small(mixer, depth=3, img_size=size, drop_path_rate=0.5))
     x, weights = random_images(5, 3, *size, dtype=torch.float64), dict(model.named_parameters())
     scales = stochastic_depth([0, 0.25, 0.5], len(x), seed=3)
@@ -86,7 +88,7 @@ def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, plain_k
 
 @pytest.mark.parametrize("between", ["hook", "eps", "dtype", "unfused"])
 def test_what_comes_between_fused_blocks_is_not_passed_over(between, plain_kernels, plain):
-    """By what one block has computed of the next one's norm."""
+    """A module between blocks must invalidate the precomputed norm of the next block."""
     model = randomised(small(depth=3, img_size=32)).eval()
     if between == "hook":
         model.blocks[0].register_forward_hook(lambda module, args, output: output * torch.arange(32))
@@ -106,7 +108,7 @@ def test_what_comes_between_fused_blocks_is_not_passed_over(between, plain_kerne
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_second_derivative_is_refused_and_not_taken_for_none(at_once, plain_kernels, monkeypatch):
-    """As in a penalty of gradients, whose own gradient would lack a part."""
+    """A gradient penalty would otherwise silently lack a part of its gradient."""
     monkeypatch.setattr(operator, "at_once", lambda t: at_once)
     model = randomised(small(depth=2, img_size=32)).eval()
     x = random_images(2, 3, 32, 32, dtype=torch.float64).requires_grad_()
@@ -122,7 +124,7 @@ def replace_weight(block):
 
 
 def call_through(block):
-    """As libraries do that move weights about: a forward of the instance's own."""
+    """Replace a module's forward on the instance, as libraries that move weights do."""
     forward = block.mixer.out_proj.forward
     block.mixer.out_proj.forward = lambda y: 2 * forward(y)
 
@@ -150,7 +152,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(change, plain_kernels, plain):
-    """Forward and every gradient, of the first and the last; nothing found before is used."""
+    """Forward and every gradient, for changes of the first, a middle and the last block; nothing may be cached."""
     for place in (0, 1):
         model = randomised(small(depth=2, img_size=32)).train()
         x = random_images(2, 3, 32, 32, dtype=torch.float64)
@@ -194,7 +196,7 @@ def test_a_model_with_parameters_of_the_caller_and_a_hook_on_every_module(plain_
 def test_the_operator_and_its_definition_have_the_gradients_of_the_plain_block(
     mixer, scaled, how, tokens, middle, plain_kernels, plain
 ):
-    """In fp64, kernels aside: folding, projections and every derivative by hand."""
+    """In fp64 without kernels: weight folding, projections and every hand-written derivative."""
     plain()
     block = make_block(mixer, 24, dtype=torch.float64)
     x, dy = torch.randn(2, 3, tokens, 24, dtype=torch.float64)
@@ -218,7 +220,7 @@ def test_the_operator_and_its_definition_have_the_gradients_of_the_plain_block(
 
 
 class Chain(torch.nn.Module):
-    """Blocks that pass on what they know of the next one's norm."""
+    """Blocks that pass on the next block's norm."""
 
     def __init__(self, blocks, class_token_only):
         super().__init__()
@@ -230,7 +232,7 @@ class Chain(torch.nn.Module):
 
 @pytest.mark.parametrize("middle", [False, True])
 def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(middle, plain_kernels, plain):
-    """In fp64, kernels aside."""
+    """In fp64 without kernels."""
     chain = Chain([make_block(LonghornMixer, 24, seed=i, dtype=torch.float64) for i in range(3)], middle)
     x, dy = torch.randn(2, 3, 9, 24, dtype=torch.float64)
     plain()
@@ -243,7 +245,7 @@ def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(mid
 
 
 def test_seven_calls_lead_from_a_model_to_a_kernel(plain_kernels, monkeypatch):
-    """Here six: where a plan runs in place of the last, its own and that of its step follow."""
+    """Six calls here; when a plan replaces the last one, the plan and its step follow."""
     monkeypatch.setattr(operator, "at_once", lambda t: True)
     model, ways = small(depth=2, img_size=32).double().eval(), []
     ours = str(Path(vil_block.__file__).parent), str(Path(backends.__file__).parent)
@@ -274,8 +276,7 @@ def test_a_frozen_model_gives_its_images_a_gradient(runs_at_once, plain_kernels,
 # With a GPU
 
 
-# channels that do and do not fill vectors and warps, one token, more tokens than a stretch, a batch of several parts,
-# one that fills a GPU
+# channels that fill vectors and warps or not, one token, more tokens than a stretch, a batch of several parts,
 SHAPES = [(4, 197, 384), (1, 50, 100), (3, 1, 64), (2, 1030, 48), (33, 33, 192), (1, 7, 18), (110, 133, 192)]
 TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 
@@ -285,7 +286,7 @@ TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, plain):
-    """Outputs and every gradient; in low precision with no larger an error than that of the plain block."""
+    """Outputs and every gradient; in low precision, errors must not exceed those of the unfused block."""
     block = make_block(mixer, shape[2], device="cuda")
     x, dy = torch.randn(2, *shape, device="cuda")
     truth = outcome(copy.deepcopy(block).double(), x.double(), dy.double(), class_token_only=middle)
@@ -297,11 +298,11 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
         vil_block.set_fused(True)
         for name, expected in truth.items():
             assert torch.equal(fused[name], again[name]), name
-            if expected.norm() == 0:  # of rates that only the token behind the first could show
+            if expected.norm() == 0:  # rates that only a second token could show
                 assert fused[name].norm() == 0, name
                 continue
             error = relative_error(fused[name], expected)
-            # gradients that come from one token of one image are sums of few terms, which may cancel
+            # gradients from one token of one image are sums of few terms, which may cancel
             most = max(3 * tolerance if middle else tolerance, 2 * relative_error(reference[name], expected))
             assert error < most, (autocast, name, error)
 
@@ -310,7 +311,7 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
 @pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("shape", [(64, 197, 384), (64, 197, 192), (2, 70, 64)])
 def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
-    """On Hopper those of the first two shapes are."""
+    """On Hopper, the first two shapes pass norms on."""
     chain = Chain([make_block(LonghornMixer, shape[2], seed=i) for i in range(3)], middle).cuda()
     x, dy = torch.randn(2, *shape, device="cuda")
     found = outcome(chain, x, dy, torch.bfloat16)
@@ -322,7 +323,7 @@ def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
 
 @EMULATED
 @pytest.mark.parametrize("middle", [False, True])
-# the others with one kernel for gate and product, of few tokens, of many, and of many on Hopper
+# the others fuse gate and product: for few tokens, for many, and for many on Hopper
 @pytest.mark.parametrize(
     ("shape", "multiprocessors", "hopper", "dtype"),
     [
@@ -334,7 +335,7 @@ def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
 def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
     mixer, shape, multiprocessors, hopper, dtype, middle, monkeypatch, autocast_on_gpus
 ):
-    """All kernels of a block together, forward and every gradient; cuBLAS's products by PyTorch in fp32."""
+    """All kernels of a block together, forward and every gradient; PyTorch computes cuBLAS's products in fp32."""
     tolerance = 2.5e-2 if dtype == torch.bfloat16 else 3e-3
     blocks.on_an_emulated_gpu(monkeypatch, multiprocessors, hopper)
     project = hopper and mixer is LonghornMixer
@@ -359,7 +360,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
 
 
 def noted(monkeypatch, project):
-    """Entries that are launched, emulated, and whether each scan projects its steps, as one of few chunks may."""
+    """Run emulated, and record the launched kernels and whether each scan projects its steps."""
     monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
     launched, projecting = [], []
     monkeypatch.setattr(
@@ -383,7 +384,9 @@ def noted(monkeypatch, project):
 
 
 def exactly(block, x, dy, dnext, middle):
-    """Output and gradients of the independent block in fp64; dnext is the gradient of its norm without a weight."""
+    """Return output and gradients of the independent block in fp64; dnext is the gradient of its norm without a
+    weight.
+    """
     (scale,) = stochastic_depth([0.25], len(x), seed=1, dtype=x.dtype)
     assert scale.all()
     weights = {name: p.detach().double().requires_grad_() for name, p in block.named_parameters()}
@@ -399,7 +402,7 @@ def exactly(block, x, dy, dnext, middle):
 
 
 def by_kernels(block, x, dy, dnext, middle, amid_others, dtype):
-    """The same by the operator, and the norm that it gives; amid other blocks it is given one, too."""
+    """Return output, gradients and norm of the operator, as a single block or between other blocks that pass norms."""
     x, normed = x.clone().requires_grad_(), None
     if amid_others:
         xhat, rstd = PlainKernels.rms_norm(x.flatten(0, 1), block.norm.eps, dtype)
@@ -417,7 +420,7 @@ def by_kernels(block, x, dy, dnext, middle, amid_others, dtype):
 
 
 def as_foretold(run, foretell):
-    """A part of the operator, of which what compilers are told of its results is checked against them."""
+    """Call a part of the operator and compare its results with its fake implementation."""
 
     def checked(*arguments):
         results = run(*arguments)
@@ -430,7 +433,7 @@ def as_foretold(run, foretell):
 
 @pytest.fixture
 def autocast_on_gpus():
-    """Switches autocast on for GPUs, to a dtype; here, where there is none, `torch.autocast` would not."""
+    """Enable autocast for GPUs with a dtype; without a GPU, `torch.autocast` would disable itself."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
 
     def switch(enabled, dtype):
@@ -445,8 +448,8 @@ def autocast_on_gpus():
 def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most():
     block, (B, L, C) = make_block(LonghornMixer, 384, device="cuda"), (4, 2048, 384)
     x = torch.randn(B, L, C, device="cuda", requires_grad=True)
-    torch.cuda.empty_cache()  # of which blocks that are up to a MiB too large would be taken
-    for _ in range(2):  # what the first allocates for good does not count
+    torch.cuda.empty_cache()  # the cache could return blocks that are up to 1 MiB too large
+    for _ in range(2):  # permanent allocations of the first call do not count
         with torch.autocast("cuda", torch.bfloat16):
             y = block(x)
         before = torch.cuda.memory_allocated()
@@ -459,7 +462,7 @@ def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("mixer", "middle"), [(LonghornMixer, True), (MambaMixer, False)])
 def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle, device, monkeypatch):
-    """Emulated on a CPU: its schema, its autograd and what compilers are told, of sizes that they do not know, too."""
+    """Emulated on a CPU: schema, autograd and fake results, also with dynamic shapes."""
     if device == "cpu":
         blocks.on_an_emulated_gpu(monkeypatch)
     block = make_block(mixer, 16, device=device)
@@ -498,13 +501,13 @@ def test_compiled_and_checkpointed_and_captured_blocks_equal_the_eager_one(autoc
 
 @pytest.mark.gpu
 def test_models_in_several_threads_and_streams_do_what_they_do_alone():
-    """With plans of one kind in all, and of others."""
+    """With equal and with different kinds of plans."""
     torch.manual_seed(0)
     model = timm.create_model("vil_tiny", img_size=64, depth=3, num_classes=5).cuda()
     images = [torch.randn(2 + i % 3, 3, 64, 64, device="cuda") for i in range(8)]
 
     def outcome(x):
-        # PyTorch's cache of cast weights is one for all threads, which have streams of their own here
+        # threads share PyTorch's cache of cast weights, but have separate streams here
         with torch.cuda.stream(torch.cuda.Stream()), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             y = model(x)
             return [y.detach(), *torch.autograd.grad(y.float().square().sum(), list(model.parameters()))]
@@ -516,7 +519,7 @@ def test_models_in_several_threads_and_streams_do_what_they_do_alone():
         found = list(pool.map(outcome, images))
     torch.cuda.synchronize()
     for results, alone in zip(found, expected):
-        for one, other in zip(results, alone, strict=True):  # of products that cuBLAS may choose otherwise
+        for one, other in zip(results, alone, strict=True):  # cuBLAS may choose other algorithms for products
             assert relative_error(one, other.double()) < 1e-2
 
 
@@ -526,7 +529,7 @@ def test_models_in_several_threads_and_streams_do_what_they_do_alone():
     [("vil_tiny", 64, 8, None), ("vil_tiny", 224, 128, None), ("vil_tiny_pooled", 224, 128, "reduce-overhead")],
 )
 def test_a_compiled_training_step_has_the_gradients_of_the_eager_one(name, size, batch, mode):
-    """In bf16, and with many tokens on Hopper, where blocks pass on norms."""
+    """In bf16, and with many tokens on Hopper, for which blocks pass norms on."""
     model = timm.create_model(name, img_size=size, depth=3, num_classes=5).cuda()
     images = torch.randn(batch, 3, size, size, device="cuda")
 
@@ -538,7 +541,7 @@ def test_a_compiled_training_step_has_the_gradients_of_the_eager_one(name, size,
     expected = gradients(model)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, mode=mode)
-    for _ in range(3):  # the last one replays CUDA graphs
+    for _ in range(3):  # the last iteration replays CUDA graphs
         found = gradients(compiled)
     for value, truth in zip(found, expected):
         assert relative_error(value, truth) < 0.03

@@ -1,4 +1,4 @@
-"""Each kernel of a block against the definition beside it: emulated on a CPU, and on a GPU."""
+"""Each kernel of a block against its reference implementation: emulated on a CPU, and on a GPU."""
 
 import functools
 import math
@@ -31,7 +31,7 @@ from vil.kernels.cuda.elements import ELEMENT
 
 @NVRTC
 @pytest.mark.parametrize(
-    ("arch", "dtype", "shared"),  # of which K_TILE depends on the memory that a CTA may have
+    ("arch", "dtype", "shared"),  # K_TILE depends on the shared memory of a CTA
     [("sm_90", "bf16", 227), ("sm_90", "float", 227), ("sm_80", "bf16", 163), ("sm_120", "bf16", 99)],
 )
 def test_kernels_of_the_block_compile_without_spills(arch, dtype, shared):
@@ -76,13 +76,13 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype, shared):
 
 
 def random_tensors(device, *kinds):
-    """Of these sizes and dtypes."""
+    """Return random tensors of these sizes and dtypes."""
     random = torch.Generator().manual_seed(0)
     return [torch.randn(size, generator=random).to(device, dtype) for size, dtype in kinds]
 
 
 def on_both(emulated, on_a_gpu):
-    """Cases (shape, Hopper, dtype) by emulation, the first in fp16 too, and on a GPU."""
+    """Return cases (shape, Hopper, dtype) for emulation, the first also in fp16, and for a GPU."""
     cases = [(*case, torch.bfloat16) for case in emulated] + [(*emulated[0], torch.float16)]
     large = [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *on_a_gpu]
     return pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def on_both(emulated, on_a_gpu):
     )  # fmt: skip
 
 
-# B, L, C and multiprocessors: several tiles and a part of one, sequences that end inside; and few tokens
+# B, L, C and multiprocessors: several tiles and a partial one, sequences that end inside a tile, and few tokens
 GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
 
 
@@ -128,7 +128,7 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
         exactly = Read(read.first.double(), read.second.double(), read.lines)
         gated, truth = PlainKernels.gate(exactly, z.double(), None if scale_B is None else scale_B.double(), keep)
         expected = x + gated.to(dtype).double().flatten(0, 1) @ out_proj.double().t()
-        assert relative_error(out, expected) < 1e-4  # where rounding to `dtype` goes the other way
+        assert relative_error(out, expected) < 1e-4  # values may round to `dtype` the other way
         if keep:
             close(mean, truth, dtype, "mean")
         assert len(norm) == (0 if tiles is None else 2)
@@ -136,7 +136,7 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
             close(value, truth, dtype, "norm")
 
 
-# B, L, C and multiprocessors: groups of 33 to 50 tokens and fewer, also in the last of several rounds; and of 2 or none
+# B, L, C and multiprocessors: groups of 33 to 50 tokens and fewer, also in the last of several rounds, and of 2 or none
 GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (7, 83, 192, 9), (3, 3, 192, 12), (1, 65, 384, 1)]
 
 
@@ -144,7 +144,7 @@ GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (7, 83, 192, 9), (3, 3, 192
 def test_gate_outproj_backward_equals_the_plain_one(dtype, device, shape, hopper, monkeypatch, poison):
     if device == "cpu":
         monkeypatch.setattr(compiler, "launch", emulator.launch)
-        monkeypatch.setattr(gate_outproj_sm90, "fits", lambda *args: True)  # also for few tokens
+        monkeypatch.setattr(gate_outproj_sm90, "fits", lambda *args: True)  # use the kernel also for few tokens
         monkeypatch.setattr("vil.kernels.block.gate.gate_backward", None)
     B, L, C, multiprocessors = shape
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
@@ -153,7 +153,7 @@ def test_gate_outproj_backward_equals_the_plain_one(dtype, device, shape, hopper
         device, ((B * L, C), dtype), ((C, D), dtype), ((B, L, D), dtype), ((B, L, 2 * D), dtype), ((B,), torch.float32)
     )
     z = uz[..., D:]
-    # few tokens are left to two kernels, with the product in between
+    # few tokens use two kernels and a product between them
     roundings = 1 if gate_outproj_sm90.fits(B * L, C, D, dtype, dout.device) else 3
     for scale_B in scale, None:
         duz, again = (torch.empty_like(uz) for _ in range(2))
@@ -188,7 +188,7 @@ def test_gate_outproj_backward_is_one_kernel_where_its_copies_can_be(monkeypatch
         assert entry(**case) == "gate_backward"
 
 
-TAPS, RANKS = 4, [(8, 4), (24, 8)]  # with their numbers of states
+TAPS, RANKS = 4, [(8, 4), (24, 8)]  # pairs of rank and number of states
 SHAPES = [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36), (2, 67, 4, 128), (5, 26, 4, 64), (9, 21, 4, 33)]
 
 
@@ -211,7 +211,7 @@ def calls_of_conv_xproj(tokens, B, L, C, D, backward=False):
 def calls_of_step_proj_backward(tokens, B, L, C, D):
     for R, N in RANKS:
         step = tokens(2, B * L, R + 2 * N)[..., :R]
-        if step.dtype == torch.float32 or D % 128 == 0:  # products of 16-bit types in fp32 are for GPUs
+        if step.dtype == torch.float32 or D % 128 == 0:  # only GPUs support 16-bit products with fp32 results
             yield tokens(2, B * L, D), step, tokens(2, D, R), *tokens(2, 2, B * L, N)
 
 
@@ -245,7 +245,7 @@ def calls_of_unpack_gradients(tokens, B, L, C, D):
     P, R = weights.sizes().padded_P, weights.sizes().padded_R
     dfolded, dfilters, dx_proj = torch.randn(2 * D, C), torch.randn(parts, 2, TAPS + 1, D), torch.randn(2, parts, P, D)
     dstep_proj, dskips, dchannels = torch.randn(2, parts, D, R), torch.randn(parts + 1, 2, D), torch.randn(2, 2, D)
-    for of_skips in (dskips, dchannels[None, :, 0]):  # of a pooled block, and as the scan has them
+    for of_skips in (dskips, dchannels[None, :, 0]):  # as in a pooled block, and as in the scan
         yield (
             weights.norm, weights.in_proj, weights.sizes(), dfolded, dfilters, dx_proj, dstep_proj, of_skips,
             dchannels[:, 1], tokens(0).dtype,
@@ -262,11 +262,11 @@ CALLS = {
     "pack_weights": calls_of_pack_weights,
     "unpack_gradients": calls_of_unpack_gradients,
 }
-WRITTEN = {"conv_backward": 1, "gate_backward": 2}  # tensors (B, L, D) that these are given to write
+WRITTEN = {"conv_backward": 1, "gate_backward": 2}  # numbers of tensors (B, L, D) that the kernels write to
 
 
 def results(name, kernel, inputs, written):
-    """What a kernel or its definition returns and writes, with parts of sums added."""
+    """Return what a kernel or its reference returns and writes, with partial sums added."""
     values = kernel(*inputs, *written)
     if name == "conv_backward":
         values = values.sum(0, keepdim=True)

@@ -1,4 +1,4 @@
-"""Kernels of the fused block, emulated: where a norm's eps counts, many images of a block, offsets beyond 32 bits."""
+"""Emulated kernels of the fused block: a norm's eps, many images a block, and offsets beyond 32 bits."""
 
 import functools
 
@@ -21,12 +21,12 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    """The kernels run on the CPU, as if on a GPU of one multiprocessor that is not Hopper's."""
+    """Run kernels on the CPU, as on a GPU with one multiprocessor that is not Hopper."""
     emulator.as_if_on_a_gpu(monkeypatch)
 
 
 def small_tokens(T, C):
-    """Tokens whose mean squares are 0, far below an eps of 1e-5, about that and far above."""
+    """Return tokens whose mean squares are 0, far below an eps of 1e-5, about 1e-5 and far above."""
     return torch.randn(T, C) * torch.tensor([0, 1e-4, 3e-3, 1.0])[torch.arange(T) % 4, None]
 
 
@@ -40,7 +40,7 @@ def block_weights(C, dtype=torch.float32):
 
 
 def exactly(*tensors):
-    """In fp64; also in lists and named tuples."""
+    """Convert to fp64, also in lists and named tuples."""
     return tree_map_only(torch.Tensor, torch.Tensor.double, tensors)
 
 
@@ -57,14 +57,14 @@ def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
 
 
 def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
-    """The weights of a block as its kernels want them."""
+    """Packed weights for 16-bit parameters, and their gradients."""
     weights = block_weights(8, BF16)
     C, D, _, _, K = sizes = weights.sizes()
     packed, _ = kernels.pack_weights(weights, BF16, None, None, 1e-5, True)
     views = kernels.PackedWeights.of(packed, sizes)
     for value, truth in zip(views, PlainKernels.pack(*exactly(weights), torch.float64), strict=True):
         close(value, truth, BF16, "packed")
-    # projections in the type of products, what other kernels read in fp32
+    # projections in the products' dtype, other weights in fp32
     assert [t.dtype for t in views] == 4 * [BF16] + 4 * [torch.float32]
     shapes = (
         (2 * D, C), (3, 2, K + 1, D), (2, 5, sizes.padded_P, D), (2, 7, D, sizes.padded_R), (4, 2, D), (2, D)
@@ -81,7 +81,7 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
 
 
 def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, poison):
-    """On Hopper, where out_proj adds nothing to small tokens."""
+    """On Hopper, with an out_proj that adds nothing to small tokens."""
     emulator.as_if_on_a_gpu(monkeypatch, hopper=True)
     B, L, C = 2, 96, 192
     x, out_proj = small_tokens(B * L, C), torch.zeros(C, 2 * C, dtype=BF16)
@@ -97,7 +97,7 @@ def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, pois
 @pytest.mark.parametrize(("B", "L"), [(11, 16), (13, 5), (5, 21), (2, 600)])
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 33), (BF16, 64)])
 def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dtype, D, B, L, poison):
-    """Stretches of even and odd numbers of tiles, one after the other in the same memory."""
+    """Stretches with even and odd numbers of tiles, consecutively in the same memory."""
     for H in (L, L // 2 + 1):
         sizes = (B, L, D), (2, B, H, D), (2, B * H, 16), (2, 16, D)
         inputs = *[torch.randn(size).to(dtype) for size in sizes], torch.randn(2, D, 4), torch.randn(2, D)
@@ -110,7 +110,7 @@ def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dt
 
 @pytest.mark.parametrize(("B", "L"), [(2, 70), (6, 25), (3, 97)])
 @pytest.mark.parametrize("project_step", [False, True])
-@pytest.mark.parametrize(("D", "R"), [(256, 48), (192, 48), (128, 40)])  # 128 channels at once, 64
+@pytest.mark.parametrize(("D", "R"), [(256, 48), (192, 48), (128, 40)])  # 128 channels at once, or 64
 def test_wide_projections_of_two_warps_for_the_same_tokens_emulated(D, R, B, L, project_step, poison):
     u, x_proj = torch.randn(B, L, 2 * D).to(BF16)[..., D:], (torch.randn(2, R + 32, D) / D**0.5).to(BF16)
     inputs = u, torch.randn(2, D, 4), torch.randn(2, D), x_proj, torch.randn(2, D, R).to(BF16)
@@ -121,12 +121,12 @@ def test_wide_projections_of_two_warps_for_the_same_tokens_emulated(D, R, B, L, 
             close(value, expected, BF16, "conv_xproj")
 
 
-# Which kernels run, as if on an H200 or an A100
+# Choice of kernels on a simulated H200 or A100
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(entry, CTAs) of every launch, of which none runs."""
+    """Record (entry, CTAs) of every launch without running it."""
     found = []
     monkeypatch.setattr(compiler, "launch", lambda name, entry, macros, ctas, *_: found.append((entry, ctas)))
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 132)
@@ -160,7 +160,7 @@ def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, e
         return entry, ctas if fused else None
 
     assert run() == run(dtype=torch.float16) == (entry, ctas)
-    # other widths and types, and rows that vectors cannot read
+    # other widths and dtypes, and rows that vectors cannot read
     if entry != "gate_outproj":
         assert run(columns=C + 1)[0] == "gate"
     assert run(dtype=torch.float32)[0] == run(D=3 * C)[0] == "gate"
@@ -194,17 +194,17 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
         return entry, ctas
 
     assert run() == run(dtype=torch.float16) == ("conv_xproj", 2)
-    assert run(B=3, L=97) == ("conv_xproj", 4)  # of 147 pairs of tokens 48 each
-    assert run(R=48) == run(R=40) == run()  # so is P = 80 and 72
+    assert run(B=3, L=97) == ("conv_xproj", 4)  # 147 pairs of tokens, 48 in each CTA
+    assert run(R=48) == run(R=40) == run()  # P = 80 and P = 72
     assert run(L=95)[0] == run(B=16, L=24)[0] == "conv_xproj"  # 96 pairs
     for other in (
         dict(L=94),  # too few for two CTAs of 48
-        dict(B=16, L=23),  # a CTA's tokens would be of more than five sequences
+        dict(B=16, L=23),  # a CTA would span more than five sequences
         dict(D=96), dict(R=40, N=24), dict(taps=3), dict(dtype=torch.float32), dict(stride=68),
         dict(stride=128, start=4),
     ):  # fmt: skip
         assert run(**other)[0] == "conv", other
-    for apart in (11_184_808, 11_184_816) if emulator.has_sparse() else ():  # 96 of them are up to 2^31 bytes
+    for apart in (11_184_808, 11_184_816) if emulator.has_sparse() else ():  # 96 tokens span up to 2^31 bytes
         reached = "conv_xproj" if 2 * 96 * apart < 2**31 else "conv"
         assert run(u=emulator.sparse((2, 96, 64), BF16, (0, apart, 1)))[0] == reached
 
@@ -230,11 +230,11 @@ def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
     D, R, dtype, one_kernel, launched, monkeypatch
 ):
     product = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))  # as on a GPU
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))  # as GPUs support
     T, N = 1000, 16
     sizes = (2, T, D), (2, T, R), (2, D, R), (2, T, N), (2, T, N)
     dprojected, dstep_proj = kernels.step_proj_backward(*[torch.zeros(size, dtype=dtype) for size in sizes])
-    # a CTA for every two multiprocessors, or for each 16 tokens
+    # one CTA for every two multiprocessors, or for each 16 tokens
     assert launched == ([("step_proj_backward", 2 * min(63, 66))] if one_kernel else [])
     assert (dprojected.shape, dprojected.dtype) == ((2, T, R + 2 * N), dtype)
     assert (dstep_proj.shape, dstep_proj.dtype) == ((2, 63 if one_kernel else 10, D, R), torch.float32)
@@ -250,7 +250,7 @@ def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
 def test_gradients_of_convolutions_keep_a_gpu_busy_as_when_they_were_measured(B, L, most, stretch, parts):
     assert conv_backward.share(B, L, most) == (stretch, parts)
     assert stretch % 4 == 0
-    rounds = -(-B * -(-L // stretch) // (4 * parts))  # of four stretches
+    rounds = -(-B * -(-L // stretch) // (4 * parts))  # rounds of four stretches
     assert (rounds - 1) * 4 * parts < B * -(-L // stretch)
 
 
@@ -262,14 +262,14 @@ def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(B, L, D, vector
     assert conv.stretch_of(B * D // vector, L, 132) == stretch
 
 
-# Tensors of more than 2^32 elements, of which this machine has no more than is touched: all but the last image are 0,
+# Tensors of more than 2^32 elements, of which this machine stores only touched pages: all images except the last are 0,
 # and only the last CTAs of every grid run.
 L = 50
 
 
 @pytest.fixture
 def large(monkeypatch):
-    """Makes a tensor that is random at its end."""
+    """Return a large tensor that is random at its end."""
     if not emulator.has_sparse():
         pytest.skip("needs memory that is not reserved")
 
@@ -284,7 +284,7 @@ def large(monkeypatch):
 
 
 def end(t):
-    """The last image of a batch, or as many tokens."""
+    """Return the last image of a batch, or the last tokens."""
     return t[..., -1:, :, :] if t.dim() > 2 and t.shape[-2] == L else t[..., -L:, :]
 
 
@@ -315,7 +315,7 @@ def test_offsets_of_more_than_32_bits_of_norms_emulated(large):
     assert torch.equal(end(rounded), end(dx).to(BF16))
 
 
-@pytest.mark.parametrize("D", [40, 64])  # for the kernel of convolutions alone, and with projections
+@pytest.mark.parametrize("D", [40, 64])  # for the kernel of convolutions without projections, and with
 def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeypatch):
     B, P, R = 2**21 + 3, 16, 8
     u, conv, conv_bias = large(B, L, 2 * D)[..., :D], torch.randn(2, D, 4), torch.randn(2, D)
@@ -350,7 +350,7 @@ def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
 def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatch):
     B, C, D = 2**18 + 1, 192, 384
     T = B * L
-    emulator.as_if_on_a_gpu(monkeypatch, -(-T // 128), hopper=True)  # each group has tokens once
+    emulator.as_if_on_a_gpu(monkeypatch, -(-T // 128), hopper=True)  # each group gets tokens once
     monkeypatch.setattr(compiler, "launch", functools.partial(emulator.launch, blocks=6))
     x, y, z = large(T, C, dtype=torch.float32), large(2, B, L, D), large(B, L, 2 * D)[..., D:]
     scale, out_proj = torch.rand(B), torch.randn(C, D).to(BF16)
@@ -362,7 +362,7 @@ def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatc
     close(end(mean), mean_truth, BF16, "mean")
     for value, expected in zip(norm, normed(end(out), 1e-5), strict=True):
         close(value[-L:], expected, BF16, "norm")
-    # for three slices of channels, of each CTA two rounds of two groups of 64 tokens
+    # for three slices of channels, with two rounds of two groups of 64 tokens in each CTA
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 3 * -(-T // 256))
     dout, duz = large(T, C), emulator.sparse((B, L, 2 * D), BF16)
     gated = kernels.gate_outproj_backward(dout, out_proj, mean, z, scale, *duz.chunk(2, dim=-1))

@@ -1,4 +1,4 @@
-"""Compiling, caching and launching the CUDA kernels, without a GPU: NVRTC compiles; stand-ins take what a GPU would."""
+"""Compilation, cache and launch of CUDA kernels without a GPU: NVRTC compiles, and stand-ins record launches."""
 
 import io
 import os
@@ -16,7 +16,7 @@ from vil.kernels import cuda
 from vil.kernels.cuda import compiler
 
 NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
-# `if constexpr` is of C++17
+# `if constexpr` needs C++17
 TINY = """#include "types.cuh"
 extern "C" __global__ void tiny(int *p) {
     if constexpr (sizeof(p) == 8) *p = VALUE;
@@ -34,7 +34,7 @@ entry(BOTH(const float, x), float *__restrict__ y, i64 count, // of y
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """A kernel of a header and a source, in place of ours, and an empty cache."""
+    """Replace the sources by a header and a kernel, and the cache by an empty one."""
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "types.cuh").write_text("// a header\n")
@@ -61,18 +61,18 @@ def test_a_kernel_is_compiled_for_its_architecture_and_with_its_macros(tiny):
             cubin = compiler.compile_cubin("tiny", arch, (("VALUE", value),))
             assert b"tiny" in cubin
             assert [has(cubin, v) for v in VALUES] == [v == value for v in VALUES]
-            assert number in cubin[48:50]  # of the flags of an ELF file for a GPU, of CUDA 12 or 13
+            assert number in cubin[48:50]  # flags of the ELF file for CUDA 12 or 13
     log = io.StringIO()
     compiler.compile_cubin("tiny", "sm_80", (("VALUE", 1),), log)
     assert "0 bytes spill stores" in log.getvalue()
     (tiny / "types.cuh").write_text(f"#undef VALUE\n#define VALUE {VALUES[1]}\n")
     compiler.source.cache_clear()
-    assert has(code(), VALUES[1])  # of the header, which is included
+    assert has(code(), VALUES[1])  # from the included header
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What was compiled; the code is a count of that."""
+    """Record compilations; the code is their count."""
     pytest.importorskip("cuda.bindings")
     found = []
 
@@ -106,7 +106,7 @@ DIFFERENCES = {
 @pytest.mark.parametrize("differs", DIFFERENCES)
 def test_the_cache_returns_only_what_was_compiled_from_the_same(differs, tiny, compiled, monkeypatch):
     first, arguments = code(), DIFFERENCES[differs](tiny, monkeypatch)
-    compiler.source.cache_clear()  # as in another process
+    compiler.source.cache_clear()  # as in a new process
     found = [code(**arguments), code(**arguments)]
     assert found == [first if differs == "nothing" else b"code 2"] * 2
     assert len(compiled) == (1 if differs == "nothing" else 2)
@@ -131,7 +131,7 @@ def test_the_cache_is_where_the_environment_says(tiny, compiled, tmp_path, monke
 
 
 def codes(_, sources, cache):
-    """What a process gets that knows of nothing but a folder of sources."""
+    """Return the code that a new process gets for a folder of sources."""
     compiler.SOURCES = sources
     os.environ["VIL_CACHE_DIR"] = str(cache)
     return [code(value=value) for value in VALUES] * 2
@@ -147,12 +147,12 @@ def test_processes_that_start_at_once_on_a_cold_cache_all_get_the_kernel(tiny, t
     assert cubins == cubins[:2] * 4
 
 
-# Launches, of which stand-ins for cuda.core take what a GPU would
+# Launches, recorded by stand-ins for cuda.core
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Two GPUs with compute capability 9.0, of which the first is current; what they are given."""
+    """Simulate two GPUs with compute capability 9.0, the first of them current, and record their launches."""
     core, bindings = pytest.importorskip("cuda.core"), pytest.importorskip("cuda.bindings")
     state = SimpleNamespace(current=0, launches=[], bound=[], asked=[], loaded=[], capability=(9, 0))
     success = bindings.driver.CUresult.CUDA_SUCCESS
@@ -217,13 +217,13 @@ def test_a_launch_passes_tensors_as_pointers_and_numbers_in_64_bits_as_the_kerne
     launch(y=None, count=True)
     (current, stream, config, kernel, values), (*_, others) = gpu.launches
     assert values == (x.data_ptr(), 0, y.data_ptr(), 2**40, 1.0, w.data_ptr())
-    assert [type(v) for v in values] == [int, int, int, int, float, int]  # which cuda.core passes in 64 bits
+    assert [type(v) for v in values] == [int, int, int, int, float, int]  # cuda.core passes these as 64 bits
     assert others[2:4] == (0, 1)
     assert type(others[3]) is int
     assert (config.grid, config.block, config.shmem_size) == ((7, 1, 1), (64, 1, 1), 100)
     assert kernel.entry == "entry"
     assert gpu.loaded[0] == ("scan/forward_simt", "sm_90", (("A", "x"), ("B", 1), ("INPUT", "bf16")))
-    # on the GPU that has the tensors, whichever is current, and as PyTorch orders its work there
+    # launches go to the tensors' GPU, whichever is current, and to PyTorch's current stream there
     assert (current, stream, gpu.bound) == (1, "PyTorch's stream of GPU 1", [1])
     assert gpu.current == 0
 
@@ -272,7 +272,7 @@ def test_a_thread_is_bound_to_the_gpu_once_and_a_kernel_loaded_once(gpu):
     ("name", "capability", "arch"),
     [
         ("scan/forward_simt", (8, 0), "sm_80"), ("scan/forward_simt", (12, 1), "sm_121"),
-        ("block/gate_outproj_sm90", (9, 0), "sm_90a"),  # whose instructions are not of sm_90
+        ("block/gate_outproj_sm90", (9, 0), "sm_90a"),  # uses instructions that plain sm_90 lacks
     ],
 )  # fmt: skip
 def test_kernels_are_compiled_for_the_gpu_that_has_the_tensors(name, capability, arch, gpu):
@@ -303,7 +303,7 @@ def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(other, first):
         compiler.launch("block/gate", "gate_backward", dict(POOLED=0, INPUT="float"), 1, 32, arguments)
 
 
-# What is missing
+# Missing packages and GPUs
 
 
 @NVRTC

@@ -1,4 +1,4 @@
-"""What is the cpu backend's alone: precision, threads, cache, and who takes over; test_operators.py has the rest."""
+"""Properties of the cpu backend: precision, threads, cache, and fallback; test_operators.py tests its results."""
 
 import functools
 import importlib.metadata
@@ -28,13 +28,13 @@ def on_cpu(scan):
 
 @pytest.mark.parametrize("logit", [-1e4, -100.0, -20.0, -5.0, 0.0, 5.0, 20.0, 80.0])
 def test_time_steps_keep_their_relative_precision(logit):
-    """With one token y = dt b x c: the softplus and its gradient."""
+    """With one token, y = dt b x c isolates the softplus and its gradient."""
     inputs = selective_inputs(1, 1, 70, 4, torch.float32)
     inputs[1] = torch.full_like(inputs[1], logit).requires_grad_()
     inputs[-2:] = [torch.zeros_like(t).requires_grad_() for t in inputs[-2:]]
     y, *gradients = outputs_and_gradients(on_cpu(selective_scan), inputs)
     truth, *expected = outputs_and_gradients(naive.selective, exact(inputs), torch.float32)
-    if logit < -87:  # where fp32 has no normal numbers
+    if logit < -87:  # below the normal numbers of fp32
         assert y.abs().max() < 1e-36
     else:
         assert relative_error(y, truth) < 3e-7
@@ -44,7 +44,7 @@ def test_time_steps_keep_their_relative_precision(logit):
 def test_rates_that_are_steep_or_grow():
     for scale in (-1e4, -30.0, 0.5, 200.0):
         inputs = selective_inputs(1, 9, 5, 4, torch.float32)
-        inputs[2] = (-scale * inputs[2].detach()).requires_grad_()  # A is negative
+        inputs[2] = (-scale * inputs[2].detach()).requires_grad_()  # A must be negative
         with torch.no_grad():
             y, truth = selective_scan(*inputs, backend="cpu"), selective_scan(*inputs, backend="reference")
         finite = torch.isfinite(truth)
@@ -56,7 +56,8 @@ def test_rates_that_are_steep_or_grow():
 @SCANS
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, definition, make_inputs, poison):
-    assert not compiler.FAST & {"fast", "nnan", "ninf"}  # with which one LLVM keeps them, and another may not
+    # with these flags, LLVM versions may or may not preserve NaN and infinity
+    assert not compiler.FAST & {"fast", "nnan", "ninf"}
     for which in range(len(make_inputs(1, 1, 1, 1))):
         inputs = [t.detach().clone() for t in make_inputs(2, 70, 66, 4, torch.float32)]
         inputs[which][(0, 5, 1) if inputs[which].dim() == 3 else (1,) * inputs[which].dim()] = poison
@@ -68,7 +69,7 @@ def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, definit
             assert torch.equal(y, truth)
         else:  # infinite logits have a limit
             assert y[~truth].logical_not().all() or which == 1
-        assert torch.isfinite(found[0]).sum() > found[0].numel() / 3  # other images or channels
+        assert torch.isfinite(found[0]).sum() > found[0].numel() / 3  # values of other images or channels
         for a, e in zip(found[1:], expected[1:], strict=True):
             assert a[torch.isnan(e)].isfinite().logical_not().all() or poison == poison
 
@@ -95,7 +96,7 @@ def test_any_number_of_threads_gives_the_same_bits(scan, definition, make_inputs
     threads(1)
     expected = outputs_and_gradients(on_cpu(scan), inputs)
     for count in (2, 5, 64, None):
-        if count is None:  # one, where the library of threads is not found
+        if count is None:  # one thread if the threading library is missing
             monkeypatch.setattr(compiler, "_parallel", lambda: None)
         else:
             threads(count)
@@ -104,14 +105,14 @@ def test_any_number_of_threads_gives_the_same_bits(scan, definition, make_inputs
 
 
 def test_a_kernel_has_no_more_threads_than_tasks(threads, monkeypatch):
-    """Those without one would begin for nothing, and have no scratch memory."""
+    """Additional threads would have no work and no scratch memory."""
     started, call = [], compiler._parallel()
     monkeypatch.setattr(compiler, "_parallel", lambda: lambda *given: started.append(given[2]) or call(*given))
     threads(3)
-    for channels in (64, 65, 129, 193):  # of which a task has 64
+    for channels in (64, 65, 129, 193):  # a task has 64 channels
         x, k = torch.randn(1, 2, channels), torch.randn(1, 2, 4)
         longhorn_scan(x, x, k, k, backend="cpu")
-    assert started == [2, 3, 3]  # one task is the caller's own
+    assert started == [2, 3, 3]  # the calling thread runs one task itself
 
 
 def test_calls_from_several_threads_at_once(threads):
@@ -136,7 +137,7 @@ def test_calls_from_several_threads_at_once(threads):
 
 
 def _scan_in_a_worker(inputs, queue):
-    torch.set_num_threads(1)  # as DataLoader's workers do: OpenMP's threads are not there behind a fork
+    torch.set_num_threads(1)  # as in DataLoader workers, because OpenMP's threads do not survive a fork
     queue.put(longhorn_scan(*inputs, backend="cpu").sum().item())
 
 
@@ -152,7 +153,7 @@ def test_a_forked_worker_scans(threads):
     worker.join()
 
 
-# Compilation, its cache, and machines without
+# Compilation, cache, and machines without Numba
 
 
 SCRIPT = """
@@ -166,7 +167,7 @@ assert compiler.load("vil.kernels.cpu.language", "nothing", ())  # again
 
 
 def start_without_numba(script):
-    """From a process that has not imported Numba."""
+    """Start from a process that has not imported Numba."""
     anew = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
     return (anew if UNDER_TEST else run)([sys.executable, str(script)])
 
@@ -190,7 +191,7 @@ def test_later_processes_load_what_the_first_has_compiled_without_numba(tmp_path
     binary = entry.read_bytes()
     entry.write_bytes(binary[:-100] + bytes(100))
     assert imports_numba()
-    assert not imports_numba()  # the entry is a good one again; of the same bytes only if names within it are the same
+    assert not imports_numba()  # the entry is valid again; its bytes are equal only if internal names are
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The block on CPUs against `naive_model` in fp64, and who computes it when."""
+"""The block on CPUs against `naive_model` in fp64, and the conditions under which it runs fused."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ MIXERS = pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
 
 
 def a_block(mixer, C, conv_width=4, state_size=16, seed=0, pool=None):
-    """Of weights that differ in every place from what they are initialised to, and another eps than models have."""
+    """Return a block whose weights all differ from their initialization, with an unusual eps."""
     torch.manual_seed(seed)
     block = Block(C, mixer, pool=pool)
     block.norm.eps = 0.1
@@ -30,7 +30,7 @@ def a_block(mixer, C, conv_width=4, state_size=16, seed=0, pool=None):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the kernels have computed a block, and whether its scan has kept states for backward."""
+    """Record each call of the block's kernels, as whether its scan saved states for backward."""
     made, scans = [], cpu.scans
 
     def forward(*arguments):
@@ -46,7 +46,7 @@ def gradients(y, block, x, seed=1):
     return torch.autograd.grad(y, [x, *block.parameters()], dy.to(y.dtype))
 
 
-# tokens around the reach of a filter and a chunk, more channels than a task has, no multiples of anything
+# numbers of tokens around a filter's reach and a chunk, more channels than a task has, no multiples of anything
 @MIXERS
 @pytest.mark.parametrize("shape", [(1, 1, 16), (2, 2, 8), (1, 3, 24), (2, 5, 24), (3, 70, 40), (1, 130, 64)])
 @pytest.mark.parametrize("scaled", [False, True])
@@ -70,7 +70,7 @@ def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison
 
 @MIXERS
 def test_other_filters_and_numbers_of_states(mixer, calls, monkeypatch):
-    """Against the plain composition, which other tests compare."""
+    """Against the unfused composition, which other tests check."""
     block, x = a_block(mixer, 24, conv_width=3, state_size=4), torch.randn(2, 9, 24, requires_grad=True)
     y = block(x)
     assert calls == [True]
@@ -90,10 +90,11 @@ def test_layouts_inference_and_the_class_token(mixer, calls):
         with mode():
             assert torch.equal(block(x), expected)
             assert torch.equal(block(x, class_token_only=True), expected[:, 4:5])
-            assert relative_error(block(x[1:]), expected[1:].double()) < 1e-6  # products of other sizes
+            # products of other sizes round differently
+            assert relative_error(block(x[1:]), expected[1:].double()) < 1e-6
     assert calls == [True] + [False] * 6
     with torch.no_grad():
-        for parameter in block.parameters():  # of any strides
+        for parameter in block.parameters():  # parameters with any strides
             storage = torch.full((*parameter.shape[::-1], 2), float("nan"))
             storage[..., 0].copy_(parameter.permute(*reversed(range(parameter.dim()))))
             parameter.set_(storage[..., 0].permute(*reversed(range(parameter.dim()))))
@@ -102,7 +103,7 @@ def test_layouts_inference_and_the_class_token(mixer, calls):
 
 @MIXERS
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(mixer, calls):
-    """A weight, the input, or all weights, as where only the gradient of the image is wanted."""
+    """Freeze one weight, the input, or all weights, as for gradients of the image only."""
     block, x = a_block(mixer, 16), torch.randn(2, 5, 16, requires_grad=True)
     tensors = {"x": x, **dict(block.named_parameters())}
     expected = dict(zip(tensors, torch.autograd.grad(block(x).sum(), tensors.values())))
@@ -114,13 +115,13 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(mixer, calls):
         for name, t in tensors.items():
             assert t.grad is None if name in frozen else torch.equal(t.grad, expected[name]), name
     x.requires_grad_(False)
-    block(x)  # of which nothing is to be kept
+    block(x)  # nothing must be saved
     assert calls == [True] * 3 + [False]
 
 
 @MIXERS
 def test_any_number_of_threads_gives_what_one_gives(mixer):
-    """But for the rounding of PyTorch's matrix products; with the same number bit for bit."""
+    """Up to rounding of PyTorch's matrix products; bitwise identical with the same number of threads."""
     block, x = a_block(mixer, 40), torch.randn(3, 33, 40, requires_grad=True)
     before = torch.get_num_threads()
     try:
@@ -138,12 +139,12 @@ def test_any_number_of_threads_gives_what_one_gives(mixer):
         torch.set_num_threads(before)
 
 
-# one line, lines of one patch, one patch, the class token between lines and inside of one
+# one line, lines of one patch, one patch, and the class token between lines or inside a line
 @MIXERS
 @pytest.mark.parametrize("pool", ["rows", "columns"])
 @pytest.mark.parametrize("grid", [(3, 4), (4, 3), (3, 3), (7, 5), (1, 5), (5, 1), (1, 1)])
 def test_a_pooled_block_equals_its_parts_in_fp64(mixer, pool, grid, poison, calls):
-    """Which tests/model/test_pooled.py compares with loops."""
+    """tests/model/test_pooled.py compares the parts with loops."""
     block, x = a_block(mixer, 40, pool=pool), torch.randn(3, grid[0] * grid[1] + 1, 40)
     lines, scale = vil_block.lines_of(block, x, grid), torch.tensor([1.5, 0.0, 2.0])
     with torch.no_grad():
@@ -152,7 +153,7 @@ def test_a_pooled_block_equals_its_parts_in_fp64(mixer, pool, grid, poison, call
                          for s in (None, scale))  # fmt: skip
         assert torch.equal(block(x, grid=grid), found)
     assert calls == [False] * 3
-    trained = block(x, grid=grid)  # as gradients are those of the parts
+    trained = block(x, grid=grid)  # gradients use the separate parts
     assert calls == [False] * 3
     truth = block.double()(x.double(), grid=grid)
     assert relative_error(found, truth) < 2e-6
@@ -181,7 +182,7 @@ def test_checkpointing_recomputes_the_same(calls):
     y = run_blocks(blocks, x, checkpointing=True)
     for a, e in zip(gradients(y, block, x), expected, strict=True):
         assert torch.equal(a, e)
-    assert calls == [True] * 5  # once, and twice for each that is computed again
+    assert calls == [True] * 5  # once, and twice for each recomputed block
 
 
 def test_a_second_derivative_is_refused():
@@ -217,7 +218,7 @@ def test_others_see_the_parts_of_a_block(calls):
         torch.testing.assert_close(traced(x), expected)
         functional = torch.func.functional_call(block, dict(block.named_parameters()), x)
         torch.testing.assert_close(functional, expected)
-        calls.clear()  # which is no other than a call
+        calls.clear()  # equal to a direct call
         with FlopCounterMode(display=False) as flops:
             block(x)
         assert flops.get_total_flops() > 0
