@@ -149,7 +149,7 @@ def test_the_first_backend_that_the_machine_can_run_is_taken(machine):
         assert [backends.resolve(name, device) for name in ("auto", "triton")] == ["triton", "triton"]
         assert backends.backend_for(torch.device("mps")) == "reference"  # there are no MPS kernels
     machine(missing="no NVRTC here")
-    with pytest.warns(UserWarning, match="no NVRTC here. The triton backend takes over"):
+    with pytest.warns(UserWarning, match="no NVRTC here. Using the triton backend"):
         assert backends.backend_for(device) == "triton"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it says so once
