@@ -216,6 +216,20 @@ def from_checkpoint(
     return loaded
 
 
+def unwrapped(model: Any) -> Any:
+    """Return the model inside of wrappers of PyTorch and timm, which hide its attributes.
+
+    These are DataParallel, DistributedDataParallel, AveragedModel, timm's EMA models and compiled models, also within
+    one another.
+    """
+    while type(model).__module__.partition(".")[0] in ("torch", "timm"):
+        inner = [part for name in ("_orig_mod", "module", "ema") if (part := getattr(model, name, None)) is not None]
+        if not inner:
+            break
+        model = inner[0]
+    return model
+
+
 def input_size(model: Any, config: dict[str, Any] | None = None) -> tuple[int, int, int]:
     """The channels, height and width that a model was built for, which timm's `config` of its images may not know."""
     channels, *size = (config or resolve_model_data_config(model))["input_size"]
@@ -238,7 +252,8 @@ def data_config_of(model: Any, **chosen: Any) -> dict[str, Any]:
     Raises:
         ConfigError: The model does not accept images of three channels.
     """
+    model = unwrapped(model)
     if (channels := getattr(model, "in_chans", 3)) != 3:
         raise ConfigError(f"the model takes images of {channels} channels, and pictures have 3")
-    config = chosen_data_config(getattr(model, "_orig_mod", model), **chosen)  # timm fails on compiled models
+    config = chosen_data_config(model, **chosen)
     return config | {"input_size": input_size(model, config)}

@@ -27,7 +27,7 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import nn
 
-from ..factory import input_size
+from ..factory import input_size, unwrapped
 from ..files import write_atomically
 from ..text import label_of
 from .formats import OPSET, Run, arguments_of, onnx_packages, to_onnx, to_pt2, to_safetensors
@@ -82,7 +82,8 @@ def export_model(
     model's.
 
     Args:
-        model: A timm model. The export is in fp32 and eval mode; the model itself stays unchanged.
+        model: A timm model, also in wrappers of PyTorch or timm. The export is in fp32 and eval mode; the model itself
+            stays unchanged.
         path: Path *.onnx, *.pt2, or *.safetensors (weights in half precision); the file is written atomically. A path
             without an extension is a folder, which receives model.safetensors, config.json and, unless it exists,
             README.md.
@@ -96,7 +97,7 @@ def export_model(
         ExportError: A package is missing, the format does not support the request, or the exported outputs differ from
             the model's.
     """
-    path = Path(path)
+    path, model = Path(path), unwrapped(model)
     check_options(path, opset, features)
     exported = Exported(model, features)
     described = describe(model, preprocessing)

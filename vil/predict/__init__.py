@@ -26,10 +26,10 @@ from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
 from ..checkpoint import check_preprocessing
+from ..classes import names_of
 from ..config import ConfigError, options_of_checkpoint
 from ..devices import default_device
-from ..factory import data_config_of, from_checkpoint
-from ..published import IMAGENET_CLASSES
+from ..factory import data_config_of, from_checkpoint, unwrapped
 from ..text import label_of, one_line, printable
 
 _logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def predict(
     """The most probable classes of an image, the best first; for several images a list of such lists.
 
     Args:
-        model: A model of timm, which runs where it is, or a checkpoint: a file of train_imagenet.py, a .safetensors
+        model: A model of timm on its own device, also in wrappers of PyTorch or timm, or a checkpoint: a file of train_imagenet.py, a .safetensors
             file or folder of vil.export, or its .onnx.
         images: The path of a file, a Pillow image, or an array (H, W) or (H, W, 3) of uint8 or uint16; or several.
         topk: How many classes of each image.
@@ -137,10 +137,11 @@ class Classifier:
             torch.tensor(self.data_config[name], device=self.device).view(-1, 1, 1) * 255 for name in ("mean", "std")
         )
         logits = self.run((images.to(self.device) - mean) / std)
-        if logits.dim() != 2 or len(logits) != len(images) or not logits.shape[1]:
-            raise ConfigError(
-                f"the model makes {tuple(logits.shape)} of {len(images)} images, and no row of classes each"
-            )
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(images) or not logits.shape[1]:
+            raise ConfigError(f"the model makes {shape} of {len(images)} images, and no row of classes each")
+        if self.label_names and len(self.label_names) != logits.shape[1]:
+            raise ConfigError(f"the model has {logits.shape[1]} classes but {len(self.label_names)} label_names")
         best = logits.float().softmax(-1).topk(min(topk, logits.shape[-1]))
         return [
             [Prediction(self._label(number), share, number) for share, number in zip(*row)]
@@ -148,7 +149,7 @@ class Classifier:
         ]
 
     def _label(self, number: int) -> str:
-        return self.label_names[number] if number < len(self.label_names) else str(number)
+        return self.label_names[number] if self.label_names else str(number)
 
 
 def open_picture(image: Any) -> Image.Image:
@@ -172,27 +173,30 @@ def open_picture(image: Any) -> Image.Image:
 
 def classifier_of(model: nn.Module | str | os.PathLike, device: str | None = None) -> Classifier:
     """A model or checkpoint as `predict` takes it."""
-    if not isinstance(model, nn.Module):
+    if isinstance(model, (str, os.PathLike)):
         if Path(model).suffix == ".onnx":
             return _of_onnx(Path(model))
         model = from_checkpoint(Path(model)).to(device or default_device())
-    if not getattr(model, "num_classes", 1):
+    inner = unwrapped(model)
+    if not getattr(inner, "num_classes", 1):
         raise ConfigError("the model has no classes to predict, as its head was taken off (num_classes=0)")
-    weight = next(model.parameters())
+    if not getattr(inner, "pretrained_cfg", None):
+        _logger.warning(
+            "%s has no pretrained_cfg: images are prepared by timm's defaults, and classes are shown by index. Give "
+            "a model of timm, or set model.pretrained_cfg", type(inner).__name__,
+        )  # fmt: skip
+    module: nn.Module = model if isinstance(model, nn.Module) else inner  # timm's ModelEma is not a module
+    weight = next(module.parameters())
 
     def run(images: Tensor) -> Tensor:
-        modes = [(part, part.training) for part in model.modules()]
+        modes = [(part, part.training) for part in module.modules()]
         try:
-            return model.eval()(images.to(weight.dtype))
+            return module.eval()(images.to(weight.dtype))
         finally:
             for part, was_training in modes:
                 part.training = was_training
 
-    known: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
-    classes, names = getattr(model, "num_classes", None), known.get("label_names") or ()
-    is_imagenet = classes == IMAGENET_CLASSES and str(known.get("tag")).endswith("in1k")
-    names = names if len(names) == classes else ()  # else they are of a head that was replaced
-    return Classifier(run, weight.device, data_config_of(model), _readable(names, is_imagenet))
+    return Classifier(run, weight.device, data_config_of(inner), _readable(names_of(inner)))
 
 
 def _of_onnx(path: Path) -> Classifier:
@@ -240,11 +244,9 @@ def _judged(config: dict[str, Any], names: Any, path: Path) -> list[str]:
     return names
 
 
-def _readable(names: Sequence[str], is_imagenet: bool = False) -> Sequence[str]:
-    """Names of classes: ImageNet's in words."""
-    if not names and not is_imagenet:
+def _readable(names: Sequence[str]) -> Sequence[str]:
+    """Return class names with ImageNet's in words instead of WordNet ids."""
+    if not names:
         return ()
-    imagenet = ImageNetInfo()
-    ids = imagenet.label_names()
-    in_words = {name: imagenet.label_name_to_description(name) for name in ids}
-    return [in_words.get(name, name) for name in names or ids]
+    in_words = ImageNetInfo().label_descriptions(as_dict=True)
+    return [in_words.get(name, name) for name in names]

@@ -47,7 +47,7 @@ def _probabilities(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
 
 def patch_sums(model: VisionLonghorn, values_BHW: Tensor) -> Tensor:
     """Sum pixel values (B, H, W) over each patch and return (B, h, w)."""
-    h, w = model.grid_of(values_BHW[:, None])
+    h, w = check_model(model).grid_of(values_BHW[:, None])
     return F.adaptive_avg_pool2d(values_BHW, (h, w)) * (values_BHW[0].numel() / (h * w))
 
 
@@ -92,7 +92,7 @@ def effective_receptive_field(model: VisionLonghorn, images: Tensor, token: str 
         TypeError: The model is not a VisionLonghorn.
         ValueError: `token` is unknown.
     """
-    check_model(model)
+    model = check_model(model)
     if token not in ("centre", "class"):
         raise ValueError(f"token must be 'centre' or 'class', got {token!r}")
     images = images.clone().requires_grad_()

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from ..vision_longhorn import VisionLonghorn
-from .traces import blocks_of, patch_maps, trace_scans
+from .traces import blocks_of, check_model, patch_maps, trace_scans
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,7 +77,7 @@ def plot_scans(
 
     traces = trace_scans(model, images)
     blocks = range(len(traces)) if blocks is None else blocks
-    step = {"longhorn": "beta", "selective": "dt"}[blocks_of(model)[0].mixer.recurrence]
+    step = {"longhorn": "beta", "selective": "dt"}[blocks_of(check_model(model))[0].mixer.recurrence]
     columns = [
         (name, field) for name, field in zip(("relevance", step, "state norm"), ("relevance", "step", "state_norm"))
     ]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..block import KNOWN_MIXERS, Block, LonghornDirection, at_least_fp32, repeat_rows, transpose_grid
+from ..factory import unwrapped
 from ..kernels.scan.chunked import RECURRENCES
 from ..vision_longhorn import VisionLonghorn, split_class_token
 
@@ -45,7 +46,7 @@ def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
     Raises:
         TypeError: The model is not a VisionLonghorn, or a mixer's class is unknown.
     """
-    check_model(model)
+    model = check_model(model)
     for block in blocks_of(model):
         if type(block.mixer) not in KNOWN_MIXERS:
             name = type(block.mixer).__name__
@@ -65,10 +66,12 @@ def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
     return traces
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise a TypeError if the model is not a VisionLonghorn."""
+def check_model(model: nn.Module) -> VisionLonghorn:
+    """Return the VisionLonghorn inside of wrappers of PyTorch and timm; raise a TypeError for other models."""
+    model = unwrapped(model)
     if not isinstance(model, VisionLonghorn):
         raise TypeError(f"model must be a VisionLonghorn, got {type(model).__name__}")
+    return model
 
 
 def blocks_of(model: VisionLonghorn) -> list[Block]:
@@ -149,7 +152,7 @@ def patch_maps(model: VisionLonghorn, values_BGL: Tensor, image_size: Sequence[i
     """Reshape token values (B, G, L) to patch maps (B, G, h, w), dropping the class token."""
     patches, _ = split_class_token(values_BGL.flatten(0, 1).unsqueeze(-1))
     height, width = image_size[-2:]
-    grid = model.patch_embed.dynamic_feat_size((height, width))
+    grid = check_model(model).patch_embed.dynamic_feat_size((height, width))
     return patches.reshape(*values_BGL.shape[:2], *grid)
 
 

@@ -1,0 +1,124 @@
+"""Models inside of PyTorch's and timm's wrappers: they keep their class names and their preprocessing."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import timm
+import torch
+from models import small, with_random_parameters
+from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import vil
+from vil.config import ConfigError
+from vil.export import export_model
+from vil.factory import unwrapped
+
+NAMES = ["ant", "bee", "cat", "dog"]
+OWN = dict(mean=(0.3, 0.5, 0.6), std=(0.4, 0.2, 0.3), crop_pct=0.7, interpolation="bilinear")
+WRAPPERS = {
+    "DataParallel": nn.DataParallel,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "ModelEma": ModelEma,
+    "ModelEmaV2": ModelEmaV2,
+    "ModelEmaV3": ModelEmaV3,
+    "AveragedModel": AveragedModel,
+    "compiled DataParallel": lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
+    "DataParallel of compiled": lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
+    "EMA of AveragedModel": lambda model: ModelEmaV3(AveragedModel(model)),
+}
+PIXELS = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+
+
+def named(**arguments):
+    model = with_random_parameters(small(num_classes=4, **arguments)).eval()
+    with torch.no_grad():
+        model.head.weight.normal_(std=0.3)
+    model.pretrained_cfg = dict(model.pretrained_cfg, label_names=NAMES, **OWN)
+    return model
+
+
+@pytest.fixture(params=WRAPPERS)
+def wrapped(request):
+    torch.manual_seed(0)
+    model = named(img_size=(24, 32), patch_size=8)
+    return model, WRAPPERS[request.param](model)
+
+
+def test_predictions_are_those_of_the_model_inside(wrapped):
+    model, outer = wrapped
+    expected, found = vil.predict(model, PIXELS), vil.predict(outer, PIXELS)
+    assert [p.label for p in found] == [p.label for p in expected]
+    assert {p.label for p in found} == {*NAMES}
+    assert [p.probability for p in found] == pytest.approx([p.probability for p in expected], rel=1e-4)
+
+
+def test_exported_files_have_the_names_and_preprocessing_of_the_model_inside(wrapped, tmp_path):
+    _, outer = wrapped
+    export_model(outer, tmp_path / "weights.safetensors")
+    config = vil.from_checkpoint(tmp_path / "weights.safetensors").pretrained_cfg
+    assert config["label_names"] == NAMES
+    assert {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}.items() >= (
+        OWN.items()
+    )
+
+
+def test_the_insides_of_a_wrapped_model_can_be_seen(wrapped):
+    model, outer = wrapped
+    images = torch.randn(1, 3, 24, 32)
+    for part in (vil.viz.reading, vil.viz.effective_receptive_field):
+        torch.testing.assert_close(part(unwrapped(outer), images), part(model, images))
+        torch.testing.assert_close(part(outer, images), part(model, images))
+    assert vil.viz.patch_sums(outer, images[:, 0]).shape == (1, 3, 4)
+
+
+def test_a_distributed_model_is_found_inside(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        found = vil.predict(DistributedDataParallel(named(img_size=16, patch_size=8)), PIXELS)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert {p.label for p in found} == {*NAMES}
+
+
+def test_a_model_without_a_configuration_is_told_and_one_without_logits_refused(caplog):
+    model = named(img_size=32, patch_size=8)
+    with caplog.at_level(logging.WARNING):
+        found = vil.predict(nn.Sequential(model), PIXELS)
+    assert {p.label for p in found} == {"0", "1", "2", "3"}
+    assert "Sequential has no pretrained_cfg" in caplog.text
+    features = timm.create_model("resnet18", features_only=True)
+    with pytest.raises(ConfigError, match="makes list of 1 images"):
+        vil.predict(features, PIXELS)
+
+
+def test_timms_pretrained_models_of_1000_classes_have_imagenets_names():
+    """Whatever their tag is called: timm lists 1,321, of which 54 tags do not end in in1k."""
+    from vil.classes import names_of
+
+    ids = timm.data.ImageNetInfo().label_names()
+    for name in timm.list_pretrained():
+        config = timm.get_pretrained_cfg(name)
+        if config.num_classes == 1000:
+            model = nn.Identity()
+            model.num_classes, model.pretrained_cfg = 1000, config.to_dict()
+            assert names_of(model) == ids, name
+    model.num_classes = 10  # of a head that was replaced
+    assert names_of(model) == []
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_an_onnx_file_with_names_of_other_classes_is_refused(tmp_path, count):
+    onnx = pytest.importorskip("onnx")
+    export_model(named(img_size=16, patch_size=8), path := tmp_path / "model.onnx")
+    assert {p.label for p in vil.predict(path, PIXELS)} == {*NAMES}
+    proto = onnx.load(path)
+    said = {entry.key: entry.value for entry in proto.metadata_props}
+    onnx.helper.set_model_props(proto, said | dict(label_names=json.dumps([*"abcdef"[:count]])))
+    onnx.save(proto, path)
+    with pytest.raises(ConfigError, match=f"has 4 classes but {count} label_names"):
+        vil.predict(path, PIXELS)
