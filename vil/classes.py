@@ -121,7 +121,7 @@ def names_of(model: Any) -> list[str]:
     if names:
         return [str(name) for name in names] if len(names) == classes else []  # otherwise the head was replaced
     tag = str(config.get("tag") or "")
-    timms = timm.get_pretrained_cfg(f"{config.get('architecture')}.{tag}") if tag else None
+    timms = timm.get_pretrained_cfg(f"{config.get('architecture')}.{tag}", allow_unregistered=True) if tag else None
     is_imagenet = "in1k" in tag or (timms is not None and timms.num_classes == IMAGENET_CLASSES)
     return list(ImageNetInfo().label_names()) if is_imagenet and classes == IMAGENET_CLASSES else []
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from models import small, with_random_parameters
 from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 import vil
 from vil.config import ConfigError
 from vil.export import export_model
-from vil.factory import unwrapped
+from vil.factory import create_model, unwrapped
 
 NAMES = ["ant", "bee", "cat", "dog"]
 OWN = dict(mean=(0.3, 0.5, 0.6), std=(0.4, 0.2, 0.3), crop_pct=0.7, interpolation="bilinear")
@@ -35,7 +34,7 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
 
 
 def named(**arguments):
-    model = with_random_parameters(small(num_classes=4, **arguments)).eval()
+    model = create_model("vil_tiny", num_classes=4, embed_dim=32, depth=2, **arguments).eval()
     with torch.no_grad():
         model.head.weight.normal_(std=0.3)
     model.pretrained_cfg = dict(model.pretrained_cfg, label_names=NAMES, **OWN)
@@ -86,9 +85,9 @@ def test_a_distributed_model_is_found_inside(tmp_path):
 
 
 def test_a_model_without_a_configuration_is_told_and_one_without_logits_refused(caplog):
-    model = named(img_size=32, patch_size=8)
+    model = named(img_size=224, patch_size=112)
     with caplog.at_level(logging.WARNING):
-        found = vil.predict(nn.Sequential(model), PIXELS)
+        found = vil.predict(nn.Sequential(model), np.zeros((32, 32, 3), np.uint8))
     assert {p.label for p in found} == {"0", "1", "2", "3"}
     assert "Sequential has no pretrained_cfg" in caplog.text
     features = timm.create_model("resnet18", features_only=True)
