@@ -169,10 +169,10 @@ class Trainer:
         share_cores(device, config.workers)
         seed_everything(config.seed)
         fresh = dataclasses.replace(config, pretrained_path=None) if phase else config
-        self.model = build_model(fresh, num_classes).to(device)
+        self.label_names = checkpoint.labels_of(class_names(train_set))
+        self.model = build_model(fresh, num_classes, label_names=self.label_names).to(device)
         seen = {name: getattr(config, name) for name in ("img_size", "crop_pct", "interpolation")}
         data_config = chosen_data_config(self.model, **seen)
-        self.label_names = checkpoint.labels_of(class_names(train_set))
         self.teacher = None
         if config.teacher:
             self.teacher = Teacher(config, num_classes, self.label_names, data_config, self.model)

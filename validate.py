@@ -35,6 +35,7 @@ from tqdm import tqdm
 import vil  # noqa: F401  registers the models
 from vil import output
 from vil.checkpoint import Checkpoint
+from vil.classes import Reordered, check_order, imagenet_ids, names_of
 from vil.config import ConfigError, Parser, check_choices, confirm_dataset, convert, parse_key_values
 from vil.data.loaders import evaluation_loader
 from vil.data.splits import class_names, count_images, describe_split
@@ -50,7 +51,6 @@ from vil.output import LostResultError, errors_in_a_line, print_result
 from vil.processes import init_processes, is_first_process
 from vil.published import IMAGENET_CLASSES, published_for
 from vil.streams import outlive_output
-from vil.text import label_of
 
 PAGE = "index.html"
 SHARED = "crop_pct", "crop_mode", "interpolation"  # of two models: the first's
@@ -200,9 +200,9 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     """Runs the models, of the settings in `runs`, over the split."""
     share_cores(device, options.workers)
     settings = runs[0]
-    names = "img_size", "crop_pct", "interpolation", "mean", "std", "crop_mode"
-    choices = [{name: run[name] for name in names} for run in runs]
-    data_config, *others = [data_config_of(model, **chosen) for chosen, model in zip(choices, models)]
+    chosen = "img_size", "crop_pct", "interpolation", "mean", "std", "crop_mode"
+    choices = [{name: run[name] for name in chosen} for run in runs]
+    data_config, *others = [data_config_of(model, **choice) for choice, model in zip(choices, models)]
     num_classes = models[0].num_classes
     if any(model.num_classes != num_classes for model in models):
         raise ConfigError("the models have " + " and ".join(str(model.num_classes) for model in models) + " classes")
@@ -210,15 +210,20 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     for run in runs[1:]:
         run |= {name: settings[name] for name in SHARED}
     confirm_dataset(settings, vars(options), settings["checkpoint"])
-    learned = settings["source"].label_names if settings["source"] else []
+    learned = [run["source"].label_names if run["source"] else names_of(model) for run, model in zip(runs, models)]
+    owners = [str(run["source"] or run["model"]) for run in runs]
     place = settings["data_dir"], settings["dataset"], settings["split"]
-    images, classes = open_test_split(*place, num_classes, learned)
+    images, classes = open_test_split(*place, num_classes, learned[0], owners[0])
     if world_size > (count := count_images(images)):
         raise ConfigError(f"{world_size} processes share {count} images: start no more than one for each")
     if rank == 0:
         logging.warning("%s", describe_split(settings["split"], images))
-    for source in filter(None, (run["source"] for run in runs)):
-        warn_of_other_classes(images, source)
+    numbers = class_names(images)
+    reference = learned[0] or sorted(numbers, key=lambda name: numbers[name])
+    for m, (names, owner) in enumerate(zip(learned, owners)):
+        other = owners[0] if learned[0] else f"the split {settings['split']!r}"
+        if order := check_order(names, reference, owner, other, "the models and the split must have the same classes"):
+            judged[m] = Reordered(judged[m], order).to(device)
     notes = ["the moving average of its weights"] if settings["use_ema"] and len(runs) == 1 else []
     if classes:
         judged = [OnlyClasses(model, classes, num_classes).to(device) for model in judged]
@@ -226,6 +231,8 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     labels = None
     if options.real_labels is not None:
         labels = real_labels(images, num_classes, options.real_labels or None)
+        if order := check_order(imagenet_ids(), learned[0], "the ReaL labels", owners[0], "leave out --real-labels"):
+            labels = labels[:, order]
         notes.append("judged by ReaL labels, without the images that have none")
     loader = evaluation_loader(images, data_config, device, options.workers, options.batch_size, rank, world_size)
     batches = tqdm(loader, total=len(loader), unit="batch", disable=None if rank == 0 else True)
@@ -242,23 +249,8 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     if len(models) > 1 and rank == 0:
         batch = evaluate.normalised(next(iter(loader))[0])
         speeds = [measure_speed(model, batch, precision) for model in models]
-    names = {number: name for name, number in class_names(images).items()} or dict(enumerate(learned))
+    names = {number: name for name, number in numbers.items()} or dict(enumerate(reference))
     return Outcome(results, notes, names, comparison, speeds, images)
-
-
-def warn_of_other_classes(images, source: Checkpoint) -> None:
-    """Warn if classes of a dataset have other names than those of a checkpoint."""
-    learned, numbers = dict(enumerate(source.label_names)), class_names(images)
-    if len(learned) == IMAGENET_CLASSES and all(name == str(number) for name, number in numbers.items()):
-        return  # ImageNet-V2, whose folders are numbered
-    pairs = [(label_of(name), learned.get(number)) for name, number in numbers.items()]
-    others = [pair for pair in pairs if pair[0] != pair[1]]
-    if learned and others and is_first_process():
-        logging.warning(
-            "%d of the %d classes here have another name than in %s, such as %r for %r: the accuracy says nothing "
-            "unless they mean the same",
-            len(others), len(numbers), source, *others[0],
-        )  # fmt: skip
 
 
 def same_input(model: torch.nn.Module, own: dict[str, Any], shared: dict[str, Any]) -> torch.nn.Module:

@@ -5,12 +5,15 @@ Names are compared in one form (`normal`), because a file system may store "é" 
 
 from __future__ import annotations
 
+import functools
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import timm
+import torch
 from timm.data import ImageNetInfo
+from torch import Tensor, nn
 
 from .config import ConfigError
 from .published import IMAGENET_CLASSES
@@ -121,9 +124,30 @@ def names_of(model: Any) -> list[str]:
     if names:
         return [str(name) for name in names] if len(names) == classes else []  # otherwise the head was replaced
     tag = str(config.get("tag") or "")
-    timms = timm.get_pretrained_cfg(f"{config.get('architecture')}.{tag}", allow_unregistered=True) if tag else None
-    is_imagenet = "in1k" in tag or (timms is not None and timms.num_classes == IMAGENET_CLASSES)
-    return list(ImageNetInfo().label_names()) if is_imagenet and classes == IMAGENET_CLASSES else []
+    timms = f"{config.get('architecture')}.{tag}"
+    own = timm.get_pretrained_cfg(timms) if timm.is_model_pretrained(timms) else None
+    is_imagenet = "in1k" in tag or (own is not None and own.num_classes == IMAGENET_CLASSES)
+    return imagenet_ids() if is_imagenet and classes == IMAGENET_CLASSES else []
+
+
+@functools.cache
+def imagenet_ids() -> list[str]:
+    """Return the WordNet ids of ImageNet's 1000 classes by index."""
+    return list(ImageNetInfo().label_names())
+
+
+class Reordered(nn.Module):
+    """A classifier whose outputs are put in another order (see `check_order`)."""
+
+    order: Tensor
+
+    def __init__(self, model: nn.Module, order: list[int]):
+        super().__init__()
+        self.model = model
+        self.register_buffer("order", torch.tensor(order))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)[:, self.order]
 
 
 def quoted(names: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from .checkpoint import Checkpoint, fitted, load_weights
+from .classes import first_difference, order_of
 from .config import ConfigError
 from .processes import warn
 from .state_dicts import parts_of
@@ -23,11 +25,24 @@ from .text import nearest, one_line, printable
 from .vision_longhorn import VisionLonghorn, resample_pos_embed
 
 
-def create_model(model: str, pretrained_path: str | Path | Checkpoint | None = None, **arguments: Any) -> nn.Module:
+def create_model(
+    model: str,
+    pretrained_path: str | Path | Checkpoint | None = None,
+    *,
+    label_names: Sequence[str] = (),
+    **arguments: Any,
+) -> nn.Module:
     """Create timm's model of this name, initialized with the weights in a file if one is given.
 
-    The file's head is kept if it has as many classes as the model. Position embeddings and patches are resampled. If
-    `depth` is less than the file's, the model has the file's first blocks.
+    The file's head is kept if it has as many classes as the model. If the class names in the file and `label_names` are
+    the same in another order, the head's rows are reordered; if they are other classes, the head is new. Position
+    embeddings and patches are resampled. If `depth` is less than the file's, the model has the file's first blocks.
+
+    Args:
+        model: timm's name.
+        pretrained_path: File of weights, or its content.
+        label_names: Class names of the data by index; empty if unknown.
+        arguments: The model's.
 
     Raises:
         ConfigError: There is no such model, it does not take the arguments, or it does not fit the weights.
@@ -38,6 +53,7 @@ def create_model(model: str, pretrained_path: str | Path | Checkpoint | None = N
     if source:
         given = _first_blocks(source.weights(), arguments.get("depth"))
         weights = _adapted(model, arguments, given, source, start=True)
+        weights, head = _fit_head(model, weights, source, label_names)
         classes = _classes_of(model, weights) or -1  # timm: -1 for a new head
         start = dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
@@ -55,7 +71,7 @@ def create_model(model: str, pretrained_path: str | Path | Checkpoint | None = N
         raise ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}") from error
     if source:
         taken = printable(_what_was_taken(created, weights, given))
-        warn(__name__, "started from %s: %s", source, taken)
+        warn(__name__, "started from %s: %s%s", source, taken, printable(head))
     return created
 
 
@@ -128,12 +144,36 @@ def _how_it_was_built(source: Checkpoint | None) -> str:
     return "; it was built with " + shlex.join(["--model", saved["model"], *words])
 
 
-def _classes_of(model: str, weights: dict[str, Tensor]) -> int:
-    """Those that a file's head has, whose name timm knows for each model; 0 without one."""
+def _heads_of(model: str) -> tuple[str, ...]:
+    """Return the names of a model's classifiers, as timm knows them."""
     known = timm.get_pretrained_cfg(model)
     head = (known.classifier if known else None) or "head"
-    name = f"{head if isinstance(head, str) else head[0]}.bias"
+    return (head,) if isinstance(head, str) else tuple(head)
+
+
+def _classes_of(model: str, weights: dict[str, Tensor]) -> int:
+    """Return the number of classes of a file's head; 0 without a head."""
+    name = f"{_heads_of(model)[0]}.bias"
     return weights[name].numel() if name in weights else 0
+
+
+def _fit_head(
+    model: str, weights: dict[str, Tensor], source: Checkpoint, label_names: Sequence[str]
+) -> tuple[dict[str, Tensor], str]:
+    """Return the weights with the rows of the head in the order of `label_names`, and what became of the head.
+
+    Weights of other classes are returned without their head.
+    """
+    if not label_names or not (names := source.label_names):
+        return weights, ""
+    heads = [f"{head}.{part}" for head in _heads_of(model) for part in ("weight", "bias")]
+    heads = [name for name in heads if name in weights and len(weights[name]) == len(names)]
+    if (order := order_of(names, label_names)) is None:
+        difference = first_difference(names, label_names, "the file", "the data")
+        return {name: t for name, t in weights.items() if name not in heads}, f"; the head is new: {difference}"
+    if order == [*range(len(order))]:
+        return weights, ""
+    return weights | {name: weights[name][order] for name in heads}, "; the head's rows follow the class names"
 
 
 def _what_was_taken(model: nn.Module, weights: dict[str, Tensor], given: dict[str, Tensor]) -> str:

@@ -59,7 +59,7 @@ def own_run(folder, names, **config):
             dict(teacher="vil_tiny", teacher_checkpoint="OWN7"),
             "own.pt must have 4 classes, as the run, got 7",
         ),
-        (dict(teacher="vil_tiny", teacher_checkpoint="OWN"), "class 1 is 'cat' in .*own.pt, but 'bee' in this run"),
+        (dict(teacher="vil_tiny", teacher_checkpoint="OWN"), "class 1 is 'wasp' in .*own.pt, but 'bee' in this run"),
         (
             dict(teacher="inception_v3", teacher_checkpoint="LARGE", phases=[dict(img_size=96), dict(img_size=16)]),
             r"does not support 16x16 images \(\w+: .*--img-size",
@@ -78,7 +78,7 @@ def test_a_teacher_that_will_not_do_is_refused_before_work_starts(
         OTHER=lambda: weights_of(tmp_path / "resnet.pth"),
         MORE=lambda: weights_of(tmp_path / "more.pth", num_classes=9),
         OWN7=lambda: own_run(tmp_path, None, num_classes=7),
-        OWN=lambda: own_run(tmp_path, ["ant", "cat", "bee", "dog"]),
+        OWN=lambda: own_run(tmp_path, ["ant", "wasp", "cat", "dog"]),
         LARGE=lambda: weights_of(tmp_path / "large.pth", "inception_v3", aux_logits=False),
     )
     if (given := options.get("teacher_checkpoint")) in files:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.data import ImageNetInfo, RealLabelsImagenet
+from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
-from ..classes import order_of
+from ..classes import imagenet_ids, order_of
 from ..config import ConfigError
 from ..data.splits import check_count, class_names, follow_classes, limit_classes, open_split
 from ..published import IMAGENET_CLASSES
@@ -44,8 +44,8 @@ def open_test_split(
     names = sorted(numbers, key=lambda name: numbers[name])
     if not names or order_of(names, label_names or names) == [*range(num_classes)]:
         return images, None
-    imagenet = ImageNetInfo().label_names()
-    is_imagenet = num_classes == IMAGENET_CLASSES and list(label_names or imagenet) == imagenet
+    imagenet = imagenet_ids()
+    is_imagenet = num_classes == IMAGENET_CLASSES and {*(label_names or imagenet)} == {*imagenet}
     if not label_names and (not is_imagenet or not {*names} <= {*imagenet}):
         check_count(images, num_classes, split, data_dir)
     images, present = follow_classes(images, label_names or imagenet, owner, data_dir, dataset, split)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,16 @@ from ..config import Config, ConfigError
 from ..factory import create_model
 
 
-def build_model(config: Config, num_classes: int, weights: dict[str, Tensor] | None = None) -> nn.Module:
+def build_model(
+    config: Config, num_classes: int, weights: dict[str, Tensor] | None = None, label_names: Sequence[str] = ()
+) -> nn.Module:
     """Create the model of a run, randomly initialized or from `pretrained_path`.
 
     Args:
         config: Options of the run.
         num_classes: Number of classes.
         weights: State dict to load instead of `pretrained_path`, from the same model; resampled to this image size.
+        label_names: Class names of the data by index, which the head of `pretrained_path` follows.
 
     Raises:
         ConfigError, CheckpointError: As `vil.factory.create_model`, or the model does not support activation
@@ -31,7 +35,9 @@ def build_model(config: Config, num_classes: int, weights: dict[str, Tensor] | N
     if weights is not None:
         overlay = dict(state_dict=dict(weights), num_classes=num_classes)
         arguments |= dict(pretrained=True, pretrained_cfg_overlay=overlay)
-    model: Any = create_model(config.model, None if weights else config.pretrained_path, **arguments)
+    model: Any = create_model(
+        config.model, None if weights else config.pretrained_path, label_names=label_names, **arguments
+    )
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing()

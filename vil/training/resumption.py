@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import checkpoint
 from ..checkpoint import BrokenCheckpointError, CheckpointError
+from ..classes import first_difference, order_of
 from .meter import EpochMeter
 from .summary import best_top1
 
@@ -89,13 +90,13 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path, m
 
 
 def check_same_classes(saved: dict[str, Any], names: list[str], path: Path) -> None:
-    """Raises a CheckpointError that says so where a class of a checkpoint has another name in the run that resumes."""
-    for number, (was, now) in enumerate(zip(saved["label_names"], names)):
-        if was != now:
-            raise CheckpointError(
-                f"{path} is of a run whose class {number} is {was!r}, here it is {now!r}: give the folders of the "
-                "classes their names back, or start another run with --experiment NAME"
-            )
+    """Raise a CheckpointError if a checkpoint has other class names than the run that resumes, or another order."""
+    own = saved["label_names"]
+    if own and names and (order_of(own, names) != [*range(len(own))]):
+        raise CheckpointError(
+            f"{first_difference(own, names, str(path), 'this run')}: give the class folders their old names, or start "
+            "another run with --experiment NAME"
+        )
 
 
 def check_same_teacher(saved: dict[str, Any], teacher: str | None, path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import checkpoint
+from ..classes import check_order, names_of
 from ..config import Config, ConfigError
 from ..factory import from_checkpoint
 from ..text import one_line
@@ -28,7 +29,7 @@ class Teacher:
     Args:
         config: Options of the run, with the teacher's name and checkpoint.
         num_classes: Number of classes of the run.
-        label_names: Class names of the run by index; may be empty.
+        label_names: Class names of the run by index; may be empty. The teacher's logits follow these names.
         data_config: timm's data config of the student's images.
         student: The student, on its device.
 
@@ -48,13 +49,10 @@ class Teacher:
     ):
         self.name, device = str(config.teacher), next(student.parameters()).device
         model: Any = _load(self.name, config.teacher_checkpoint, num_classes)
-        names = model.pretrained_cfg.get("label_names") if config.teacher_checkpoint else None
-        for number, (own, ours) in enumerate(zip(names or (), label_names)):
-            if own != ours:
-                raise ConfigError(
-                    f"classes of the teacher must equal the run's: class {number} is {own!r} in "
-                    f"{config.teacher_checkpoint}, but {ours!r} in this run"
-                )
+        names = names_of(model) if not config.teacher_checkpoint else model.pretrained_cfg.get("label_names") or ()
+        owner = f"the teacher {config.teacher_checkpoint or self.name}"
+        order = check_order(names, label_names, owner, "this run", "choose a teacher of the same classes")
+        self.order = None if order is None else torch.tensor(order, device=device)
         self.digest = checkpoint.digest(model.state_dict())  # identifies the teacher's weights
         # the fast layout of convolutions
         layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
@@ -83,7 +81,8 @@ class Teacher:
         images_B3HW = torch.addcmul(self.shift, images_B3HW, self.scale)
         if self.size and self.size != images_B3HW.shape[2:]:
             images_B3HW = F.interpolate(images_B3HW, self.size, mode="bicubic", antialias=True)
-        return self.model(images_B3HW.contiguous(memory_format=self.layout)).float()
+        logits = self.model(images_B3HW.contiguous(memory_format=self.layout)).float()
+        return logits if self.order is None else logits.index_select(1, self.order)
 
     def _try_out(self, input_size: tuple[int, ...], num_classes: int) -> float:
         """Run the teacher on an image of the student's size and return the GFLOPs."""

@@ -1,0 +1,103 @@
+"""Training from weights, and with a teacher, whose classes have names: the class indices follow the names."""
+
+import dataclasses
+
+import pytest
+import timm
+import torch
+from fixtures import CLASSES
+from pictures import CPU, small_config
+from processes import SMALL
+
+from train_imagenet import Trainer
+from vil import checkpoint
+from vil.config import ConfigError
+from vil.factory import create_model
+from vil.training.building import build_model
+
+ARGUMENTS = dict(SMALL["model_kwargs"], img_size=16)
+
+
+def written(folder, names, model="vil_tiny", **arguments):
+    """A checkpoint with class names, and its state dict."""
+    torch.manual_seed(len(names))
+    built = timm.create_model(model, num_classes=len(names), **arguments)
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    options = {name: value for name, value in arguments.items() if name != "img_size"}
+    config = dict(model=model, model_kwargs=options, img_size=arguments.get("img_size", 224), num_classes=len(names))
+    state = dict(config=config, label_names=list(names), state_dict=built.state_dict())
+    checkpoint.save_checkpoint(state, folder / "w.pt")
+    return folder / "w.pt", built.state_dict()
+
+
+def started(path, names, **arguments):
+    arguments = dict(num_classes=len(names)) | ARGUMENTS | arguments
+    model = create_model("vil_tiny", path, label_names=names, **arguments)
+    return model.state_dict()
+
+
+def test_a_head_of_the_same_classes_is_kept_in_the_order_of_the_names(tmp_path, caplog):
+    path, weights = written(tmp_path, ["1", "10", "11", "2"], **ARGUMENTS)
+    same, natural = started(path, ["1", "10", "11", "2"]), started(path, ["1", "2", "10", "11"])
+    for name in ("head.weight", "head.bias"):
+        assert torch.equal(same[name], weights[name])
+        assert torch.equal(natural[name], weights[name][[0, 3, 1, 2]])
+    assert torch.equal(natural["norm.weight"], weights["norm.weight"])
+    assert "the head's rows follow the class names" in caplog.messages[1]
+    assert "rows" not in caplog.messages[0]
+
+
+@pytest.mark.parametrize(("names", "word"), [(CLASSES, "'ant'"), (["1", "10", "11", "x"], "class 3 is '2'")])
+def test_a_head_of_as_many_other_classes_is_new(tmp_path, caplog, names, word):
+    path, weights = written(tmp_path, ["1", "10", "11", "2"], **ARGUMENTS)
+    found = started(path, names)
+    assert torch.equal(found["norm.weight"], weights["norm.weight"])
+    for row in weights["head.weight"]:
+        assert not (found["head.weight"] == row).all(1).any()
+    (line,) = [message for message in caplog.messages if "the head is new" in message]
+    assert word in line
+
+
+def test_a_head_without_names_on_one_side_is_kept(tmp_path):
+    path, weights = written(tmp_path, ["a", "b", "c"], **ARGUMENTS)
+    torch.save(weights, tmp_path / "plain.pth")
+    for head in (started(path, [], num_classes=3), started(tmp_path / "plain.pth", ["d", "e", "f"])):
+        assert torch.equal(head["head.weight"], weights["head.weight"])
+
+
+def test_both_heads_of_a_distilled_model_follow_the_names(tmp_path):
+    small = dict(img_size=16, patch_size=8, embed_dim=12, depth=1, num_heads=3)
+    path, weights = written(tmp_path, ["b", "a"], "deit_tiny_distilled_patch16_224", **small)
+    found = create_model("deit_tiny_distilled_patch16_224", path, label_names=["a", "b"], num_classes=2, **small)
+    for name in ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias"):
+        assert torch.equal(found.state_dict()[name], weights[name].flip(0))
+
+
+def test_a_run_starts_with_the_head_in_the_order_of_its_folders(image_folder, tmp_path):
+    path, weights = written(tmp_path, [*CLASSES[::-1]], **ARGUMENTS)
+    config = small_config(image_folder, output=str(tmp_path), pretrained_path=str(path))
+    trainer = Trainer(config, CPU, 0, 1)
+    assert torch.equal(trainer.model.state_dict()["head.weight"], weights["head.weight"].flip(0))
+    assert not torch.equal(build_model(config, 4).state_dict()["head.weight"], weights["head.weight"].flip(0))
+
+
+def test_a_teachers_logits_follow_the_names_of_the_run(image_folder, tmp_path):
+    images, found = torch.randn(2, 3, 16, 16), {}
+    for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
+        path, weights = written(tmp_path, CLASSES, **ARGUMENTS)
+        saved = torch.load(path, weights_only=True)
+        turned = {name: t[[*order]] if name.startswith("head.") else t for name, t in weights.items()}
+        names = [CLASSES[i] for i in order]
+        checkpoint.save_checkpoint(dict(config=saved["config"], label_names=names, state_dict=turned), path)
+        config = small_config(image_folder, output=str(tmp_path / str(order)), teacher="vil_tiny")
+        config = dataclasses.replace(config, teacher_checkpoint=str(path))
+        found[order] = Trainer(config, CPU, 0, 1).teacher(images)
+    torch.testing.assert_close(*found.values())
+
+
+def test_a_teacher_of_other_classes_is_refused(image_folder, tmp_path):
+    path, _ = written(tmp_path, ["ant", "bee", "cat", "wasp"], **ARGUMENTS)
+    config = small_config(image_folder, output=str(tmp_path), teacher="vil_tiny", teacher_checkpoint=str(path))
+    with pytest.raises(ConfigError, match="class 3 is 'wasp' in the teacher .*w.pt, but 'dog' in this run: choose"):
+        Trainer(config, CPU, 0, 1)
