@@ -19,7 +19,7 @@ LAYERS = """
     vil.vision_longhorn
     vil.text vil.launch vil.streams
     vil.config vil.files vil.info vil.published
-    vil.classes
+    vil.classes vil.state_dicts vil.torch_files
     vil.checkpoint vil.devices vil.processes
     vil.factory vil.output
     vil.data vil.cuda_graphs

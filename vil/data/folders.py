@@ -39,8 +39,9 @@ add_img_extensions((".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".
 class ClassFolders:
     """The classes of a split: which folder's images belong to which class.
 
-    A class is the folder that an image is in, as timm has it. Its name is the folder's name; if another class folder
-    has the same name, it is the path of the folder inside the folder that holds all classes. Images beside all class folders belong to no class.
+    A class is the folder that an image is in, as timm has it. Its name is the folder's name. If several class folders
+    have the same name, it is the path of the folder inside the folder that holds all classes. Images beside all class
+    folders belong to no class.
 
     Args:
         files: The images.
