@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from research import transfer
-from research.compare import holm, listed, spread, welch
+from research.compare import Difference, holm, listed, spread, welch
 from research.seeds import ROOT, digest_of, machine
 from research.transfer import FINE_TUNED, SCRATCH, Results
 from vil.data.splits import open_split
@@ -264,7 +264,7 @@ def differences_table(rows: Rows) -> str:
     return markdown_table(table)
 
 
-def difference(rows: Rows, first: Way, second: Way):
+def difference(rows: Rows, first: Way, second: Way) -> Difference | None:
     """Return the difference by Welch's test, or None before both ways have all seeds."""
     both = by_seed(rows, first), by_seed(rows, second)
     return welch(*both) if all(map(is_complete, both)) else None
