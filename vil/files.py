@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import importlib
 import logging
 import os
 import re
@@ -14,14 +15,15 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from .text import one_line, printable
 
+fcntl: Any
 try:
-    import fcntl
+    fcntl = importlib.import_module("fcntl")
 except ImportError:  # Windows
-    import msvcrt
+    fcntl = None
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -213,7 +215,8 @@ class FolderLock:
 def _lock(file: int, folder: Path) -> bool:
     """Lock an open file. Return False if another process holds the lock."""
     try:
-        if os.name == "nt":
+        if fcntl is None:
+            msvcrt: Any = importlib.import_module("msvcrt")
             msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
         else:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -226,7 +229,7 @@ def _lock(file: int, folder: Path) -> bool:
 
 def _unlock(file: int, process: int) -> None:
     """Unlock and close a file. Workers forked from the process only close their copy."""
-    if os.name != "nt" and os.getpid() == process:  # Windows unlocks a file when it is closed
+    if fcntl is not None and os.getpid() == process:  # Windows unlocks a file when it is closed
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)

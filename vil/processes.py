@@ -61,8 +61,8 @@ def init_processes(process: SimpleNamespace) -> torch.device:
     Raises:
         ConfigError: These processes cannot meet or do not meet. The message names the variables and the remedy.
     """
-    if error := launch_error():
-        raise ConfigError(error)
+    if problem := launch_error():
+        raise ConfigError(problem)
     try:
         return init_distributed_device(process)
     except UNMET as error:

@@ -104,7 +104,7 @@ def _check_byte_order(is_little: bool) -> None:
 
 def _fill(storage: Tensor, values: Any) -> None:
     """Read the values of a storage. The last read of an archive's part compares its checksum."""
-    view = memoryview(storage.numpy())
+    view = storage.numpy().data
     for start in range(0, len(view), 2**20):
         piece = view[start : start + 2**20]
         if values.readinto(piece) != len(piece):
@@ -127,6 +127,7 @@ class _Machine:
         stack: list[Any] = []
         outer: list[list[Any]] = []  # stacks below the marks
         memo: dict[int, Any] = {}
+        argument: Any
         for opcode, argument, _ in pickletools.genops(program):
             name = opcode.name
             if name in LITERALS:
@@ -179,7 +180,8 @@ class _Machine:
 
     def storage(self, identity: Any) -> Tensor:
         """Return the 1-D tensor of a storage. `load` reads the values later."""
-        kind, dtype, key, _, count, *view = identity if type(identity) is tuple and len(identity) < 7 else [None] * 5
+        fields: Any = identity if type(identity) is tuple and len(identity) < 7 else [None] * 5
+        kind, dtype, key, _, count, *view = fields
         if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str or view not in ([], [None]):
             raise TorchFileError("it refers to something that is not a storage of a tensor")
         if key not in self.storages:

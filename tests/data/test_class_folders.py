@@ -58,7 +58,8 @@ def test_folders_with_equal_names_are_classes_of_their_own(tmp_path, packed):
 
 
 def test_the_splitting_tool_makes_the_classes_that_training_would_have(tmp_path, caplog):
-    write(tmp_path, *(f"all/{leaf}/{i}.png" for leaf in ("church/indoor", "bazaar/indoor", "cat", "x/y") for i in (1, 2)))
+    leaves = "church/indoor", "bazaar/indoor", "cat", "x/y"
+    write(tmp_path, *(f"all/{leaf}/{i}.png" for leaf in leaves for i in (1, 2)))
     before = class_names(open_split(str(tmp_path), "", "all"))
     folders.split_folder(tmp_path / "all", tmp_path / "split")
     for split in ("train", "validation"):

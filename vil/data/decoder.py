@@ -77,7 +77,8 @@ def _is_in_proportion(length: int, width: int, height: int) -> bool:
 
 def _essence_of_jpeg(data: bytes) -> bytes | None:
     """Read the segments before the first scan one after the other: a decoder searches what lies between segments."""
-    view, kept, place, frame = memoryview(data), [data[:2]], 2, None
+    kept: list[bytes | memoryview] = [data[:2]]
+    view, place, frame = memoryview(data), 2, None
     for _ in range(MOST_PARTS):
         start, marker, length = data[place : place + 1], data[place + 1 : place + 2], data[place + 2 : place + 4]
         end = place + 2 + int.from_bytes(length, "big")
@@ -113,7 +114,8 @@ def _essence_of_jpeg(data: bytes) -> bytes | None:
 def _essence_of_png(data: bytes) -> bytes | None:
     if not _is_in_proportion(len(data), *struct.unpack_from(">II", data, 16)):
         return None
-    view, kept, place, of_pixels, others = memoryview(data), [data[:8]], 8, 0, 0
+    kept: list[bytes | memoryview] = [data[:8]]
+    view, place, of_pixels, others = memoryview(data), 8, 0, 0
     while place < len(data) and others <= MOST_PARTS and of_pixels <= MOST_PARTS + len(data) // FEWEST_BYTES:
         kind, end = data[place + 4 : place + 8], place + 12 + int.from_bytes(data[place : place + 4], "big")
         if kind in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):

@@ -106,10 +106,12 @@ class ClassReader(Reader):
     """What the readers of folders and of tar files share: classes by folder, and their description.
 
     Attributes:
+        root: The folder or tar file.
         class_to_idx: Index of each class, by name.
         left_out: How many files are not read, by file name extension.
     """
 
+    root: str
     class_to_idx: dict[str, int]
     left_out: Counter[str]
     targets: list[int]
@@ -325,12 +327,12 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
     for file, folder in zip(files, folders):
         if folder in classes:
             classes[folder].append(Path(file))
-    if tops := {path.split("/")[0] for path in classes}:
-        if all(name.lower() in {"test", *chain(*SPLIT_NAMES.values())} for name in tops):
-            raise ValueError(
-                f"{source} is split already, into {', '.join(sorted(tops))}: train on it as it is, or split one of "
-                "these folders"
-            )
+    tops = {path.split("/")[0] for path in classes}
+    if tops and all(name.lower() in {"test", *chain(*SPLIT_NAMES.values())} for name in tops):
+        raise ValueError(
+            f"{source} is split already, into {', '.join(sorted(tops))}: train on it as it is, or split one of "
+            "these folders"
+        )
     if found is None or len(classes) < 2:
         raise ValueError(f"{source} has {len(classes)} folders of images: it needs one for each class")
     for note in found.notes():

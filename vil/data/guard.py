@@ -81,7 +81,7 @@ class Guard:
         if self._child is not None:
             self._child.kill()
             self._child.wait()
-            for pipe in (self._child.stdin, self._child.stdout):
+            for pipe in filter(None, (self._child.stdin, self._child.stdout)):
                 with contextlib.suppress(OSError):  # what the process has not read
                     pipe.close()
             self._child = None
@@ -93,7 +93,7 @@ def _start() -> subprocess.Popen:
     The interpreter is isolated (-I, -S) and runs in the root folder, because it would import modules from the current
     folder, which may hold files from anybody.
     """
-    folders = [str(Path(package.__file__).absolute().parents[1]) for package in (PIL, np)]
+    folders = [str(Path(str(package.__file__)).absolute().parents[1]) for package in (PIL, np)]
     code = (
         f"import sys; sys.path += {folders!r}; import runpy; runpy.run_path({decoder.__file__!r}, run_name='__main__')"
     )
