@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from contextlib import redirect_stdout
-from types import SimpleNamespace
 
 import naive_evaluation as naive
 import numpy as np
@@ -19,7 +18,6 @@ from processes import SMALL, run, script
 from timm.data import ImageNetInfo
 
 import validate
-from vil.checkpoint import Checkpoint
 from vil.evaluation.comparison import Speed
 from vil.export import export_model
 from vil.factory import from_checkpoint

@@ -210,7 +210,7 @@ def without_numba(monkeypatch):
 
 def test_without_numba_the_reference_runs_and_says_so_once(without_numba):
     x, k = torch.randn(1, 3, 5), torch.randn(1, 3, 4)
-    with pytest.warns(UserWarning, match=r"the cpu backend cannot run: numba is missing.*Using the reference instead\.$"):
+    with pytest.warns(UserWarning, match="numba is missing.*Using the reference instead"):
         y = longhorn_scan(x, x, k, k)
     assert torch.equal(y, longhorn_scan(x, x, k, k, backend="reference"))
     with warnings.catch_warnings():

@@ -38,7 +38,7 @@ class Stream:
         def __init__(self, stream: Stream):
             self.stream = stream
 
-        def read(self, count: int = -1) -> bytes:  # type: ignore[override]
+        def read(self, count: int = -1) -> bytes:
             return self.stream.raw(count)
 
     def most(self, size: int) -> int:

@@ -53,8 +53,8 @@ def predict(
     """The most probable classes of an image, the best first; for several images a list of such lists.
 
     Args:
-        model: A model of timm on its own device, also in wrappers of PyTorch or timm, or a checkpoint: a file of train_imagenet.py, a .safetensors
-            file or folder of vil.export, or its .onnx.
+        model: A model of timm on its own device, also in wrappers of PyTorch or timm, or a checkpoint: a file of
+            train_imagenet.py, a .safetensors file or folder of vil.export, or its .onnx.
         images: The path of a file, a Pillow image, or an array (H, W) or (H, W, 3) of uint8 or uint16; or several.
         topk: How many classes of each image.
         batch_size: Images that the model gets at once.
@@ -248,5 +248,5 @@ def _readable(names: Sequence[str]) -> Sequence[str]:
     """Return class names with ImageNet's in words instead of WordNet ids."""
     if not names:
         return ()
-    in_words = ImageNetInfo().label_descriptions(as_dict=True)
+    in_words: Any = ImageNetInfo().label_descriptions(as_dict=True)  # a dictionary, whatever the annotation says
     return [in_words.get(name, name) for name in names]
