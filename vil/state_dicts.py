@@ -100,14 +100,15 @@ def without_wrappers(weights: dict[str, Any]) -> dict[str, Any]:
         StateDictError: Two names become the same.
     """
     names = {name: name for name in weights}
-    if all(name.startswith(IN_FRONT) for name in names if name != COUNTER) and len(names) > 1:
-        names.pop(COUNTER, None)
     while True:
         before = dict(names)
         for name in names:
             for wrapper in INSIDE:
                 names[name] = names[name].replace(wrapper, "")
-            names[name] = names[name].removeprefix(IN_FRONT)
+        averaged = {name: short for name, short in names.items() if short != COUNTER}
+        if averaged and all(short.startswith(IN_FRONT) for short in averaged.values()):
+            names = averaged
+        names = {name: short.removeprefix(IN_FRONT) for name, short in names.items()}
         for wrapper in OF_ALL:
             if all(name.startswith(wrapper) for name in names.values()):
                 names = {name: short.removeprefix(wrapper) for name, short in names.items()}

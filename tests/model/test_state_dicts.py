@@ -66,6 +66,9 @@ FILES = {
     "checkpointed": {n.replace("blocks.1.", "blocks.1._checkpoint_wrapped_module."): t for n, t in WEIGHTS.items()},
     "AveragedModel": AveragedModel(MODEL).state_dict(),
     "ModelEmaV3": {"state_dict": ModelEmaV3(MODEL).state_dict()},
+    "compiled AveragedModel": prefixed("_orig_mod.module.") | {"_orig_mod.n_averaged": torch.tensor(3)},
+    "ModelEmaV3 of AveragedModel": ModelEmaV3(AveragedModel(MODEL)).state_dict(),
+    "AveragedModel of AveragedModel": AveragedModel(AveragedModel(MODEL)).state_dict(),
 }  # fmt: skip
 
 
