@@ -529,7 +529,7 @@ def test_bad_input_is_named_without_a_traceback(models, folders, command, tmp_pa
 def test_more_processes_than_images_are_refused(command, monkeypatch):
     """A process without an image would not know of how many classes a table is."""
     of_23 = lambda process: vars(process).update(rank=22, world_size=23) or torch.device("cpu")  # noqa: E731
-    monkeypatch.setattr(validate, "init_distributed_device", of_23)
+    monkeypatch.setattr(validate, "init_processes", of_23)
     with pytest.raises(SystemExit, match="^error: 23 processes share 22 images: start no more than one for each$"):
         command(*VIL_PT)
 
