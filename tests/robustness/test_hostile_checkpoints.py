@@ -16,6 +16,7 @@ import re
 import struct
 import sys
 import tarfile
+import threading
 import zipfile
 from types import SimpleNamespace
 from unittest import mock
@@ -359,6 +360,32 @@ def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write,
     with pytest.raises(CheckpointError, match="Bad CRC-32"):
         checkpoint.read_weights(path)
     assert checkpoint.digest({"b": torch.ones(2), "a": torch.arange(3)}) == "c0ac27d2"  # as in files that there are
+
+
+def test_a_file_that_is_replaced_meanwhile_is_read_as_one_file(tmp_path, small, write):
+    """Whichever of two files a reader gets, the weights are those that the same file calls the best."""
+    good, bad = ({name: torch.full_like(value, number) for name, value in small.items()} for number in (1, 2))
+    files = []
+    for best, worse in (("state_dict", "state_dict_ema"), ("state_dict_ema", "state_dict")):
+        files.append(write(best=best, **{best: good, worse: bad}).read_bytes())
+    path, ended = tmp_path / "best.pt", threading.Event()
+    path.write_bytes(files[0])
+
+    def replace():
+        while not ended.is_set():
+            for content in files:
+                (tmp_path / "next.pt").write_bytes(content)
+                os.replace(tmp_path / "next.pt", path)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        for _ in range(15):
+            model = vil.from_checkpoint(path)
+            assert all((value == 1).all() for value in model.state_dict().values())
+    finally:
+        ended.set()
+        thread.join()
 
 
 def saved(thing, **how):
