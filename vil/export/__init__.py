@@ -87,7 +87,7 @@ def export_model(
         path: Path *.onnx, *.pt2, or *.safetensors (weights in half precision); the file is written atomically. A path
             without an extension is a folder, which receives model.safetensors, config.json and, unless it exists,
             README.md.
-        features: Indices of blocks whose feature maps are additional outputs.
+        features: Indices of blocks whose feature maps are additional outputs, in ascending order.
         opset: ONNX opset version.
         metadata: Additional metadata entries, beside the model's name and preprocessing.
         **preprocessing: mean, std, crop_pct, crop_mode and interpolation for the metadata, if they differ from timm's
