@@ -57,6 +57,7 @@ from vil import checkpoint
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.cuda_graphs import Replayed, unchanged
 from vil.data.augmentation import BatchAugmentation
+from vil.data.images import UnreadableSplitError
 from vil.data.loaders import describe, evaluation_loader, micro_batches, training_loader, unreadable_images
 from vil.data.samplers import TrainingBatches, split_global_batch
 from vil.data.seeds import derive_seed, seed_everything
@@ -77,13 +78,14 @@ from vil.processes import (
 from vil.streams import exit_at_once, outlive_output
 from vil.text import one_line
 from vil.training import resumption
+from vil.training.best import BestCheckpoint
 from vil.training.building import build_model, build_optimizer, build_scheduler
 from vil.training.gradients import FlatGradients
-from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
+from vil.training.interruption import CheckpointTimer, PreemptedError, StoppedError
 from vil.training.losses import Loss
 from vil.training.meter import Bottleneck, EpochMeter
 from vil.training.phases import announce, carried_over, check_phases, folder_of, phase_at_hand
-from vil.training.summary import Reporter, best_top1, epoch_line
+from vil.training.summary import Reporter, epoch_line
 from vil.training.teacher import Teacher
 from vil.training.update import ListedEma, Update
 
@@ -101,10 +103,10 @@ def main() -> None:
     try:
         config = load_config(__doc__, saved_options=checkpoint.saved_config)
         train(config, *join_processes(known_device(config.device)))
-    except PreemptedError as notice:
+    except StoppedError as notice:
         if is_first_process():
             print(notice, file=sys.stderr)
-        status = PREEMPTED
+        status = notice.status
     except Exception as error:
         foreseen = isinstance(error, FORESEEN)
         if dist.is_initialized():  # at once: tidying up would wait for other processes, which may be gone
@@ -197,6 +199,7 @@ class Trainer:
 
         self.lock = lock  # the first process has the folder's
         self.history: list[dict] = []  # a row for each epoch done: summary.csv
+        self.best = BestCheckpoint(self.folder)
         self.meter = EpochMeter()  # the steps done in the epoch at hand
         self.bottleneck = Bottleneck(max(1, min(config.log_interval, self.batches.steps // 3)))
         if resumed := from_first_process(self.take_folder):
@@ -301,22 +304,26 @@ class Trainer:
                 self.checkpoint_if_due()  # a signal that came since the last look
                 stack.pop_all()  # the next phase has the lock
         if report and last:
-            tqdm.write(report.closing_line(self.history))
+            tqdm.write(report.closing_line(self.history, self.best.find(self.history)))
 
     def train_one_epoch(self, epoch: int, bar: tqdm) -> None:
         """Trains on the global batches of an epoch that have not been trained on yet."""
         self.model.train()
         loss = torch.zeros((), device=self.device)
         batches = micro_batches(self.train_loader, self.batches, epoch, self.meter.steps)
-        for i, ((images, targets), position) in enumerate(self.meter.timed(batches), start=1):
+        for i, ((images, targets), position) in enumerate(self.meter.timed(self.timer.watched(batches)), start=1):
+            is_last = i % self.batches.accumulation == 0
+            all_loaded = self.timer.all_loaded() if is_last else None
             images, targets = self.augment(images, targets, epoch, position)
             # what the model draws (stochastic depth) follows from the seed and the place in the run as well
             seed_everything(derive_seed(self.config.seed, epoch, position, 2))
             for start in range(0, len(images), self.at_once):
                 part = slice(start, start + self.at_once)
                 loss = loss + (self.replayed or self.backward)(images[part], targets[part])
-            if i % self.batches.accumulation:
+            if not all_loaded:
                 continue
+            if not all_loaded():
+                break
             self.meter.add(loss, self.update())
             loss = torch.zeros_like(loss)
             if self.meter.steps % self.config.log_interval == 0:
@@ -327,6 +334,7 @@ class Trainer:
                 self.bottleneck.look(self.meter, describe(self.train_loader), *waits)
             bar.update(self.config.global_batch_size)
             self.checkpoint_if_due()
+        self.stop_if_not_loaded()
         self.check_finite()
 
     def backward(self, images: Tensor, targets: Tensor) -> Tensor:
@@ -349,9 +357,11 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         self.share_statistics()
-        images = takewhile(lambda _: not self.timer.signalled, self.val_loader)
+        images = takewhile(lambda _: not self.timer.signalled, self.timer.watched(self.val_loader))
         results = self.evaluator(images)
-        row = {"eval_images_per_second": results[0].images_per_second}
+        if results[0].unreadable and not results[0].images:
+            self.timer.fail(UnreadableSplitError("no image of the validation split can be read"))
+        row = {"eval_images": results[0].images, "eval_images_per_second": results[0].images_per_second}
         for suffix, result in zip(("", "_ema"), results):
             row |= {f"eval_{name}{suffix}": getattr(result, name) for name in ("loss", "top1", "top5")}
         skipped = sum_over_processes(torch.tensor(unreadable_images(self.train_loader)))
@@ -385,22 +395,44 @@ class Trainer:
 
     def checkpoint_if_due(self) -> None:
         """Called by all processes after the same steps."""
-        if not self.timer.due(self.steps):
-            return
-        self.check_finite()  # a checkpoint never holds a model that is lost
-        self.share_statistics()  # or the checkpoint would have the first process's alone
-        self.save()
-        if self.timer.stop:
-            raise PreemptedError(
-                f"stopped by a signal: {self.folder / 'last.pt'} holds step {self.meter.steps} of epoch "
-                f"{len(self.history) + 1}, and --resume auto goes on from there"
+        if self.timer.due(self.steps):
+            self.checkpoint()
+
+    def stop_if_not_loaded(self) -> None:
+        """Save the last finished step and stop all processes if one of them could not load the images of the next."""
+        if self.timer.failure and self.meter.steps < self.batches.steps:
+            self.timer.all_loaded()()  # for which the others wait in their step
+        if self.timer.failed:
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint, and stop if a signal came or images could not be loaded."""
+        self.check_finite()  # a checkpoint never holds a model that has diverged
+        self.share_statistics()  # or the checkpoint would only have those of rank 0
+        saved = "no step was finished, so there is nothing to save"
+        if self.history or self.meter.steps:
+            self.save()
+            saved = (
+                f"{self.folder / 'last.pt'} holds step {self.meter.steps} of epoch {len(self.history) + 1}, and "
+                "--resume auto goes on from there"
             )
+        if self.timer.failed:
+            raise StoppedError(f"stopped because images could not be read: {saved}")
+        if self.timer.stop:
+            raise PreemptedError(f"stopped by a signal: {saved}")
 
     def save(self) -> None:
-        """Writes last.pt, and at the end of an epoch best.pt if the model or its average is the best so far."""
+        """Write last.pt, and at the end of an epoch best.pt if the model or its EMA is the best so far."""
         if self.rank > 0:
             return
-        state = {
+        state = self.state()
+        if self.meter.steps == 0 and self.best.is_beaten_by(self.history[-1]):
+            self.best.write(state)
+        checkpoint.save_checkpoint(state, self.folder / "last.pt", previous=self.folder / "previous.pt")
+
+    def state(self) -> dict[str, Any]:
+        """Return the content of last.pt."""
+        return {
             "arch": self.config.model,
             "epoch": len(self.history),
             "config": self.saved_config,
@@ -412,12 +444,6 @@ class Trainer:
             "scheduler": self.scheduler.state_dict(),
             **{name: part.state_dict() for name, part in self.parts().items()},
         }
-        if self.meter.steps == 0 and best_top1(self.history[-1]) >= max(map(best_top1, self.history)):
-            better_average = self.ema and self.history[-1]["eval_top1_ema"] >= self.history[-1]["eval_top1"]
-            best = {"best": "state_dict_ema" if better_average else "state_dict"}
-            best |= {name: part for name, part in state.items() if name != "optimizer"}  # which is twice the weights
-            checkpoint.save_checkpoint(best, self.folder / "best.pt")
-        checkpoint.save_checkpoint(state, self.folder / "last.pt", previous=self.folder / "previous.pt")
 
     def take_folder(self) -> list | None:
         """Keeps other runs out of the folder, and returns the file that this one goes on from with what it holds."""
@@ -470,6 +496,9 @@ class Trainer:
         if done := len(self.history) - self.epochs.start:
             self.scheduler.step(done)
         if self.rank == 0:
+            self.best.resume(self.history)
+            if self.history and not self.best.row and not self.meter.steps and not begins:
+                self.best.write(self.state())
             steps, epochs = self.batches.steps, self.config.total_epochs
             if len(self.history) < epochs:
                 place = f"step {self.meter.steps} of {steps} of epoch {len(self.history) + 1} of {epochs}"

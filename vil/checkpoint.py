@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -22,7 +21,7 @@ from torch import nn
 
 from . import torch_files
 from .config import ConfigError, options_of_checkpoint
-from .files import cause_of, machine_error_in, remedy_for, write_atomically
+from .files import cause_of, is_of_machine, machine_error_in, remedy_for, retried, write_atomically
 from .launch import is_first_process
 from .state_dicts import StateDictError, find_state_dict, parts_of, within_own_prefix, without_wrappers
 from .text import LONGEST_LABEL, label_of, printable
@@ -318,17 +317,23 @@ def _content(path: str | Path, whole: bool) -> Any:
             f"{path} cannot be read as a checkpoint; it is an exported program: export a .safetensors, or an .onnx for "
             "vil.predict"
         )
-    try:
+
+    def read() -> Any:
         with open(path, "rb") as file:
-            content = (_read_safetensors if path.suffix == ".safetensors" else torch_files.load)(file, whole)
+            return (_read_safetensors if path.suffix == ".safetensors" else torch_files.load)(file, whole)
+
+    try:
+        content = retried(read)
         digests = content.get("digest") if whole and _is_ours(content) else None
         for name, said in (digests or {}).items():
             if name in content and digest(content[name], content.get("metadata")) != said:
                 raise torch_files.TorchFileError(f"the checksum of its {name} is wrong")
         return content
     except Exception as error:  # what the readers raise on broken files has no common type
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # EINVAL: zipfile seeks nowhere
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if is_of_machine(error):  # the file may be intact
+            raise CheckpointError(
+                f"{path} cannot be read: {cause_of(error)}. To continue, {remedy_for(error)}"
+            ) from error
         raise _broken(path, error) from error
 
 

@@ -51,8 +51,13 @@ class FolderInUseError(RuntimeError):
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Return whether an error is the machine's, as of a disk or its memory, and not of a file's content."""
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
+    """Return whether an error is the machine's, as of a disk or its memory, and not of a file's content.
+
+    Readers of damaged files raise OSErrors without a number, or with EINVAL if they seek to a negative position.
+    """
+    if isinstance(error, OSError):
+        return error.errno not in (None, errno.EINVAL)
+    return isinstance(error, MemoryError) or (type(error) is RuntimeError and "allocate memory" in str(error))
 
 
 def machine_error_in(error: BaseException | None) -> BaseException | None:
@@ -64,7 +69,7 @@ def machine_error_in(error: BaseException | None) -> BaseException | None:
 
 def remedy_for(error: BaseException) -> str:
     """Return what a user can do about an error of the machine."""
-    number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+    number = error.errno if isinstance(error, OSError) else errno.ENOMEM * is_of_machine(error)
     return next((remedy for remedy, numbers in REMEDIES.items() if number in numbers), "check the disk and its mount")
 
 
@@ -78,11 +83,24 @@ def retried(act: Callable[[], T]) -> T:
     for pause in BACK_OFFS:
         try:
             return act()
-        except (OSError, MemoryError) as error:
+        except Exception as error:
             if not is_of_machine(error):
                 raise
         time.sleep(pause)
     return act()
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is something at a path. An error of the machine is raised, and not taken for absence."""
+
+    def look() -> bool:
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    return retried(look)
 
 
 def write_atomically(

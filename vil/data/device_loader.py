@@ -25,7 +25,7 @@ from .batched_transforms import apply_operations, crop_resize_flip, to_device
 from .draws import DrawingTransform
 from .encoded import EncodedBatch, is_small, join_pieces
 from .host_loader import PieceLoader
-from .images import read_image
+from .images import MachineError, read_image
 from .kept import KeptImages
 from .nvjpeg import decoder
 from .samplers import EvaluationBatches
@@ -220,6 +220,8 @@ def decode(files: list[Tensor], device: torch.device) -> list[Tensor | None]:
     """Images (3, h, w) uint8 of JPEG files, by nvJPEG on a GPU; None for one that is refused."""
     try:
         return [*_decode_all(files, device)]
+    except MachineError:
+        raise
     except Exception:  # of one of them, it does not say which
         return [None] if len(files) == 1 else [image for file in files for image in decode([file], device)]
 

@@ -8,7 +8,6 @@ A folder of class folders, without splits, becomes one with train and validation
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import posixpath
 import random
@@ -17,6 +16,7 @@ import tarfile
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 
@@ -28,6 +28,7 @@ from timm.utils.misc import natural_key
 
 from ..classes import check_distinct, ends_of, quoted
 from ..config import ConfigError
+from ..files import retried
 from ..processes import warn
 
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
@@ -146,13 +147,19 @@ class FolderReader(ClassReader, ReaderImageFolder):
 
     Raises:
         RuntimeError: There are no images.
-        ConfigError: There are no class folders.
+        ConfigError: There are no class folders, or a link has no target.
     """
 
     def __init__(self, root: str, data_dir: str):
         Reader.__init__(self)
         self.root, self.left_out = root, Counter()
-        files = list_images(root, data_dir, self.left_out)
+        dangling: list[str] = []
+        files = list_images(root, data_dir, self.left_out, dangling)
+        if dangling:
+            raise ConfigError(
+                f"{len(dangling)} links in {root} have no target, such as {dangling[0]!r}: mount the disk that they "
+                "lead to, or remove them"
+            )
         if not files:
             raise RuntimeError(f"no images in subfolders of {root}{endings(self.left_out)}")
         targets = self.find_classes(files, folders_in(root, files), root)
@@ -213,10 +220,13 @@ def endings(left_out: Counter[str]) -> str:
     return "; not read as images: " + ", ".join(kinds) + ", ..." * (len(left_out) > 5) if left_out else ""
 
 
-def list_images(folder: str, data_dir: str, left_out: Counter[str] | None = None) -> list[str]:
+def list_images(
+    folder: str, data_dir: str, left_out: Counter[str] | None = None, dangling: list[str] | None = None
+) -> list[str]:
     """Files with the suffix of an image, in timm's order; one line says how many links were left out.
 
     The endings of other files are counted in `left_out`, and what is hidden: names that begin with a dot, `__MACOSX`.
+    Links without a target are listed in `dangling`, too.
     """
     found = _Found(folder)
     found.walk(folder)
@@ -226,6 +236,8 @@ def list_images(folder: str, data_dir: str, left_out: Counter[str] | None = None
         links_left_out += [link for link in links if not found.follow(link, os.path.realpath(data_dir))]
     if left_out is not None:
         left_out.update(found.others)
+    if dangling is not None:
+        dangling += found.dangling
     if links_left_out:
         warn(
             __name__,
@@ -243,6 +255,7 @@ class _Found:
     def __init__(self, folder: str):
         self.root, self.suffixes = os.path.realpath(folder), get_img_extensions(as_set=True)
         self.files: list[str] = []
+        self.dangling: list[str] = []
         self.others: Counter[str] = Counter()  # endings of files that are no images
         self.links: list[str] = []
         self.targets: set[str] = set()  # of links, and the folders below them
@@ -255,7 +268,7 @@ class _Found:
                 if (place := os.path.realpath(folder)) in self.targets:
                     continue
                 self.targets.add(place)
-            with contextlib.suppress(OSError), os.scandir(folder) as entries:  # as os.walk does
+            with retried(partial(os.scandir, folder)) as entries:
                 for entry in entries:
                     if is_hidden(entry.name):
                         self.others["hidden"] += 1
@@ -272,9 +285,11 @@ class _Found:
         """Takes what a link leads to, if that is in the data set and not yet met. Returns False if it is left out."""
         target = os.path.realpath(link)
         is_folder = os.path.isdir(target)
+        if not os.path.exists(target) and (self._is_image(link) or not os.path.splitext(link)[1]):  # or a class folder
+            self.dangling.append(link)
         if not is_folder and not self._is_image(link):
             return True
-        if os.path.exists(target):  # who reads one that leads nowhere says so
+        if os.path.exists(target):
             known = _is_in(target, self.root) or _is_in(self.root, target) or target in self.targets
             if known or not _is_in(target, data_dir):
                 return False

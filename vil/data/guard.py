@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import os
 import subprocess
@@ -107,7 +108,9 @@ def _start() -> subprocess.Popen:
     )
     assert child.stdout
     if not child.stdout.read(1):
-        raise OSError(f"the process that decodes images does not start: {sys.executable} {decoder.__file__}")
+        raise OSError(
+            errno.ENOEXEC, f"the process that decodes images does not start: {sys.executable} {decoder.__file__}"
+        )
     return child
 
 

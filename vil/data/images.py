@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import multiprocessing
 import os
 import stat
 import warnings
-from typing import BinaryIO
+from collections.abc import Callable
+from typing import Any, BinaryIO, TypeVar
 
 from PIL import Image
 
 from ..config import ConfigError
+from ..files import cause_of, is_of_machine, remedy_for, retried
+from ..text import label_of
 from .decoder import FORMATS, UnfitImageError, decode, essence, length_of
 from .guard import LateImageError, decode_guarded
 
 _logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NAMED, LATE = 1, 2  # what is known of an unreadable image
 UNREADABLE = -1  # target of an image that evaluation could not read and must not count
@@ -30,8 +36,38 @@ class WorkersError(ConfigError):
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
+class MachineError(WorkersError):
+    """The machine could not read a file, which may be intact."""
+
+
 class UnreadableSplitError(WorkersError):
     """No image of a split can be read."""
+
+
+def on_machine(name: str, act: Callable[[], T]) -> T:
+    """Return what `act` makes of a file. Errors of the machine are retried for about ten seconds.
+
+    Raises:
+        MachineError: The machine still failed. Errors that are due to the file's content are raised as they are.
+    """
+    try:
+        return retried(act)
+    except Exception as error:
+        if is_of_machine(error):
+            raise machine_error(name, error) from None  # whose traceback would hold the loader in a cycle
+        raise
+
+
+def machine_error(name: str, error: BaseException) -> MachineError:
+    """Return the MachineError of an error that `is_of_machine`."""
+    return MachineError(f"cannot read {label_of(name)}: {cause_of(error)}. To continue, {remedy_for(error)}")
+
+
+class SteadyFile(io.FileIO):
+    """A file whose reads are retried while the machine fails."""
+
+    def readinto(self, buffer: Any) -> int:
+        return on_machine(str(self.name), lambda: super(SteadyFile, self).readinto(buffer))
 
 
 def open_file(path: str | os.PathLike) -> BinaryIO:
@@ -67,9 +103,16 @@ def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
 
     Raises:
         UnfitImageError: The file is not an image, damaged or beyond the limits.
-        OSError: The file cannot be read, or the guard's process does not start.
+        FileNotFoundError: There is no such file.
+        MachineError: The machine cannot read the file at a path, or start the guard's process.
     """
-    return image_of(read_bytes(file))
+    if not isinstance(file, (str, os.PathLike)):
+        return image_of(read_bytes(file))
+    path = os.fspath(file)
+    if not os.path.lexists(path):  # most likely a typing error, which is not worth ten seconds
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    data = on_machine(path, lambda: read_bytes(path))
+    return on_machine(path, lambda: image_of(data))
 
 
 def image_of(data: bytes) -> Image.Image:

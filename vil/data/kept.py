@@ -43,7 +43,8 @@ class KeptImages:
         if found:
             self.choose_room(sum(image.nbytes for image, *_ in found.values()) / len(found))
         for index, kept in found.items():
-            self.room = (self.room or 0) - kept[0].nbytes
+            before = self.images.pop(index, None)  # of a file that has changed
+            self.room = (self.room or 0) + (before[0].nbytes if before else 0) - kept[0].nbytes
             if self.room < 0:
                 return
             self.images[index] = kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import os
@@ -20,7 +21,17 @@ from torch.utils.data import Dataset
 from .decoder import UnfitImageError, essence, open_image
 from .draws import DrawingTransform
 from .encoded import EncodedImage, is_plain_jpeg, is_small
-from .images import UNREADABLE, Unreadable, UnreadableSplitError, image_of, open_file, read_bytes, read_image, reason
+from .images import (
+    UNREADABLE,
+    MachineError,
+    Unreadable,
+    UnreadableSplitError,
+    image_of,
+    on_machine,
+    open_file,
+    read_bytes,
+    reason,
+)
 from .seeds import seed_everything
 
 NEAR = 10  # images from an unreadable one on that training tries before others from all over the split
@@ -32,8 +43,9 @@ LARGE_FILE = 2**18  # bytes, where it is not known how many a file has
 class ImageReader(Dataset):
     """Images (C, H, W) uint8 and targets of a timm dataset, by (index, seed) of what is random in the transform.
 
-    A file that cannot be read, whatever is wrong with it, is named in a warning and counted in `unreadable`. Training
-    takes the next image instead; evaluation gets a blank one with the target `UNREADABLE`.
+    A file that was read and cannot be decoded is named in a warning and counted in `unreadable`. Training takes the
+    next image instead; evaluation gets a blank one with the target `UNREADABLE`. If the machine cannot read a file,
+    loading fails with a MachineError.
     """
 
     def __init__(self, dataset, transform, is_training: bool):
@@ -53,15 +65,17 @@ class ImageReader(Dataset):
         """The image of a file, before it is transformed."""
         for offset in self._offsets():
             i = (index + offset) % len(self)
+            name = self.dataset.reader.filename(i)
             try:
                 self.unreadable.refuse_late(i)
-                file, target = _open(self.dataset.reader, i)
-                with file:
-                    return read_image(file), target
+                data, target = on_machine(name, functools.partial(self._file, i))
+                return on_machine(name, functools.partial(image_of, data)), target
+            except MachineError:
+                raise
             except Exception as error:  # decoders raise all kinds
                 # not the error itself, whose traceback would hold this frame, and through it the loader, in a cycle:
                 # where that is collected, workers wait for the end of a queue that has gone before it
-                name, last = self.dataset.reader.filename(i), reason(error)
+                last = reason(error)
                 self.unreadable.add(i, name, error)
         if self.is_training:
             raise UnreadableSplitError(
@@ -69,6 +83,12 @@ class ImageReader(Dataset):
                 f"({last})"
             )
         return Image.new("RGB", (256, 256)), UNREADABLE
+
+    def _file(self, index: int) -> tuple[bytes, int]:
+        """Return the content of a file, and the target."""
+        file, target = _open(self.dataset.reader, index)
+        with file:
+            return read_bytes(file), target
 
     def _offsets(self) -> Iterable[int]:
         """To an image, and in training to those that may take its place: some hundred, however many there are."""

@@ -21,8 +21,9 @@ from webdataset.gopen import gopen_schemes
 from webdataset.tariterators import base_plus_ext, group_by_keys, url_opener
 
 from ..config import ConfigError
+from ..files import is_of_machine
 from .decoder import UnfitImageError
-from .images import UNREADABLE, Unreadable, open_file, read_image
+from .images import UNREADABLE, MachineError, SteadyFile, Unreadable, image_of, machine_error, on_machine, open_file
 from .tars import Stream, members, read_member
 
 LOCAL = "local-shards"  # scheme of the files that webdataset may open
@@ -114,8 +115,8 @@ class Shards(ReaderWds):
 
     def _samples(self, shards: Iterator[dict]) -> Iterator[dict]:
         """The encoded image and label of each sample."""
-        members = self._members(url_opener(shards, handler=log_and_continue))
-        samples = group_by_keys(members, handler=log_and_continue)
+        members = self._members(url_opener(shards, handler=_log_or_stop))
+        samples = group_by_keys(members, handler=_log_or_stop)
         return islice(samples, self.global_worker_id, None, self.global_num_workers) if self._are_few else samples
 
     def _members(self, shards: Iterator[dict]) -> Iterator[dict]:
@@ -132,6 +133,10 @@ class Shards(ReaderWds):
             except tarfile.HeaderError as error:
                 self._report(shard, f"what follows is lost, behind the broken header of a member: {error}")
             except Exception as error:
+                if is_of_machine(error):
+                    raise machine_error(shard["url"].removeprefix(f"{LOCAL}:"), error) from None
+                if isinstance(error, MachineError):
+                    raise
                 self._report(shard, error)
             yield {}  # its last sample ends here, whole or not
 
@@ -171,8 +176,10 @@ class Shards(ReaderWds):
                 return None
             if self.num_classes and target >= self.num_classes:
                 raise UnfitImageError(f"its class is {target}, of {self.num_classes}")
-            image = read_image(io.BytesIO(getfirst(sample, self.input_key)))
+            image = on_machine(sample["__key__"], lambda: image_of(getfirst(sample, self.input_key)))
             return dict(image=image, target=target)
+        except MachineError:
+            raise
         except Exception as error:
             name = f"{sample['__url__'].removeprefix(f'{LOCAL}:')}: {sample['__key__']}"
             self.unreadable.add(zlib.crc32(name.encode()) % NUMBERS, name, error)
@@ -190,7 +197,17 @@ def _open_local(url: str, *_, **__):
     path = url.removeprefix(f"{LOCAL}:")
     if path.endswith("info.json") and os.path.getsize(path) > MOST_INFO:
         raise UnfitImageError(f"{path!r} has more than {MOST_INFO} bytes")
-    return open_file(path)
+    on_machine(path, lambda: open_file(path).close())  # which refuses what is not a regular file
+    return io.BufferedReader(on_machine(path, lambda: SteadyFile(path)))
+
+
+def _log_or_stop(error: Exception) -> bool:
+    """Handle an error of webdataset: log what is wrong with a file, and raise an error of the machine."""
+    if isinstance(error, MachineError):
+        raise error
+    if is_of_machine(error):
+        raise machine_error(getattr(error, "filename", None) or "a shard", error) from None
+    return log_and_continue(error)
 
 
 def _bytes_of(sample: dict) -> int:

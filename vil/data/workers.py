@@ -20,9 +20,10 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from ..config import ConfigError
+from ..files import is_of_machine
 from ..processes import SCHEDULERS_SIGNALS
 from ..streams import outlive_output
-from .images import WorkersError, restrict_pillow
+from .images import MachineError, WorkersError, restrict_pillow
 
 _logger = logging.getLogger(__name__)
 
@@ -187,9 +188,13 @@ class LostWorkerError(ConfigError):
 
 @contextmanager
 def lost_workers_named() -> Iterator[None]:
-    """Has PyTorch's error of a worker that is gone say what to do."""
+    """Have errors of lost workers, and of the machine in other packages' data sets, say what to do."""
     try:
         yield
+    except OSError as error:  # PyTorch raises an error of a worker again, without its number
+        if is_of_machine(error) or "[Errno " in str(error):
+            raise MachineError(f"cannot read the data set: {str(error).rpartition('Error: ')[2].strip()}") from None
+        raise
     except RuntimeError as error:
         if isinstance(error.__cause__, LostWorkerError):  # which PyTorch has caught, and knows less
             raise error.__cause__ from None

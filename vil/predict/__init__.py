@@ -127,8 +127,12 @@ class Classifier:
         return [next(best) if isinstance(image, Tensor) else image for image in prepared]
 
     def _prepared(self, image: Any) -> Tensor | Exception:
+        from ..data.images import MachineError
+
         try:
             return self.transform(open_picture(image))
+        except MachineError:
+            raise
         except Exception as error:  # decoders raise all kinds
             return error
 

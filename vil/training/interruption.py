@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ..data.images import MachineError, UnreadableSplitError
 from ..processes import SCHEDULERS_SIGNALS, is_first_process
 from ..streams import write_now
+
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PREEMPTED = 75  # exit status, EX_TEMPFAIL: stopped by a signal, everything saved; "try again later"
 SIGNALS = (*SCHEDULERS_SIGNALS, signal.SIGINT)
 
 
-class PreemptedError(RuntimeError):
+class StoppedError(RuntimeError):
+    """A run stopped after its checkpoint was written, because images could not be loaded."""
+
+    status = 1  # of the process
+
+
+class PreemptedError(StoppedError):
     """A signal stopped the run, after its checkpoint was written."""
+
+    status = PREEMPTED
 
 
 class CheckpointTimer:
-    """Tells all processes of a run alike that a checkpoint is due, or that it is time to stop.
+    """Tells all processes of a run that a checkpoint is due, or that it is time to stop.
 
     SIGTERM and SIGUSR1, the notices of cluster schedulers, and SIGINT (Ctrl-C) set `signalled`; nothing else happens at
-    that moment. A second SIGINT ends the process at once.
+    that moment. A second SIGINT ends the process at once. Images that cannot be loaded stop all processes too.
 
     Args:
         interval: '30m' for minutes, '500' for optimizer steps, None for none (see `Config.checkpoint_interval`).
@@ -36,22 +51,54 @@ class CheckpointTimer:
         self.seconds = 60 * number if in_minutes else float("inf")
         self.steps = float("inf") if in_minutes else number
         self.stop = self.signalled = False
+        self.failure: Exception | None = None  # why this process could not load images
+        self.failed = False  # whether a process could not
         self._restart(step)
         self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def due(self, step: int) -> bool:
-        """Whether to write a checkpoint now, after `step` steps; then `stop` says whether to stop as well.
+        """Return whether to write a checkpoint now, after `step` steps; then `stop` says whether to stop as well.
 
         All processes must call it after the same steps.
         """
         late = time.monotonic() - self._time >= self.seconds or step - self._step >= self.steps
-        flags = torch.tensor([late, self.signalled], dtype=torch.uint8)
+        flags = torch.tensor([late, self.signalled, self.failure is not None], dtype=torch.uint8)
         if dist.is_initialized():  # on the CPU, so that no one waits for a GPU
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-        late, self.stop = (bool(flag) for flag in flags)
+        late, signalled, self.failed = (bool(flag) for flag in flags)
+        self.stop = signalled or self.failed
         if late:
             self._restart(step)
         return late or self.stop
+
+    def watched(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield batches until they cannot be loaded, which becomes the `failure` and is logged."""
+        try:
+            yield from batches
+        except (MachineError, UnreadableSplitError) as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Log why this process cannot load images. All processes stop at the next `due` or `all_loaded`."""
+        self.failure = error
+        _logger.error("error: %s", error)
+
+    def all_loaded(self) -> Callable[[], bool]:
+        """Begin to tell all processes whether this one has loaded its images of a step.
+
+        Returns:
+            A function that returns whether all processes have. It waits for the slowest process.
+        """
+        flag = torch.tensor([self.failure is not None], dtype=torch.uint8)
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True) if dist.is_initialized() else None
+
+        def wait() -> bool:
+            if work:
+                work.wait()
+            self.failed = bool(flag)
+            return not self.failed
+
+        return wait
 
     def give_back(self) -> None:
         """Has signals go where they went before; one that came meanwhile stays noted."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checkpoint
+from .. import checkpoint, files
 from ..checkpoint import BrokenCheckpointError, CheckpointError
 from ..classes import first_difference, order_of
 from .meter import EpochMeter
@@ -28,8 +28,15 @@ HARMLESS = (
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The checkpoints that a run in a folder goes on from, the newest first."""
-    return [path for path in (folder / "last.pt", folder / "previous.pt") if path.exists()]
+    """Return the checkpoints from which a run in a folder can be resumed, the newest first.
+
+    Raises:
+        CheckpointError: The machine cannot tell.
+    """
+    try:
+        return [path for path in (folder / "last.pt", folder / "previous.pt") if files.exists(path)]
+    except OSError as error:
+        raise CheckpointError(f"cannot look for checkpoints in {folder}: {error}") from error
 
 
 def resolve_resume(resume: str | None, folder: Path) -> str | None:
@@ -39,12 +46,13 @@ def resolve_resume(resume: str | None, folder: Path) -> str | None:
 
 
 def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint that a run in `folder` goes on from, and what it holds; None for a fresh start.
+    """Return the checkpoint from which a run in `folder` is resumed, with its content; None for a fresh start.
 
-    That is the newest of the folder's two that can be read; a broken one is put aside as *.broken, with a warning.
+    The newest checkpoint that is not damaged is taken. A damaged one is renamed to *.broken, with a warning.
 
     Raises:
-        CheckpointError: None can be read, or the folder holds a run and nothing says to resume it.
+        CheckpointError: All checkpoints are damaged, the machine cannot read one, or the folder holds a run and
+            `resume` is not given.
     """
     found, resume = files_of(folder), resolve_resume(resume, folder)
     if resume not in (None, "auto"):

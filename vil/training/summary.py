@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import math
@@ -84,10 +85,10 @@ class Reporter:
             except Exception as error:  # external packages and networks raise various types
                 _logger.warning("%s: %s; training goes on", log.__name__, error)
 
-    def closing_line(self, history: list[dict[str, Any]]) -> str:
-        """Return a line with the best accuracy and the paths of the best checkpoint and the curve."""
+    def closing_line(self, history: list[dict[str, Any]], problem: str | None = None) -> str:
+        """Return where the weights of the best epoch are, or the problem with best.pt."""
         curve = f", its curve {self.folder / 'curve.png'}" * self.draws
-        return f"best: {_best(history)}: {self.folder / 'best.pt'}{curve}"
+        return f"best: {_best(history)}: {self.folder / 'best.pt'}{f' {problem}' if problem else ''}{curve}"
 
 
 def best_top1(row: dict[str, Any]) -> float:
@@ -95,13 +96,24 @@ def best_top1(row: dict[str, Any]) -> float:
     return max(row["eval_top1"], row.get("eval_top1_ema", 0.0))
 
 
-def _best_row(history: list[dict[str, Any]]) -> dict[str, Any]:
+def is_better(row: dict[str, Any], best: dict[str, Any]) -> bool:
+    """Return whether an epoch is at least as good as the best one so far.
+
+    An epoch that was evaluated on fewer images is worse, whatever its top-1 is. Rows of old runs lack this number.
+    """
+    images, most = (epoch.get("eval_images") for epoch in (row, best))
+    if images is not None and most is not None and images != most:
+        return images > most
+    return best_top1(row) >= best_top1(best)
+
+
+def best_row(history: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the history row of the best epoch (the latest one on ties)."""
-    return max(reversed(history), key=best_top1)
+    return functools.reduce(lambda best, row: row if is_better(row, best) else best, history)
 
 
 def _best(history: list[dict[str, Any]]) -> str:
-    row = _best_row(history)
+    row = best_row(history)
     return f"top-1 {best_top1(row):.2f}% in epoch {row['epoch']:.0f}"
 
 
@@ -204,7 +216,7 @@ def plot_history(history: list[dict[str, Any]]) -> bytes:
                 values = [row.get(name, math.nan) for row in history]
                 axis.plot(epochs, values, "-" if len(epochs) > 1 else "o", label=label)
         if title in ALWAYS:
-            axis.axvline(_best_row(history)["epoch"], color="grey", linestyle=":")
+            axis.axvline(best_row(history)["epoch"], color="grey", linestyle=":")
         axis.set_title(title)
         axis.set_xlabel("epoch")
         axis.grid(alpha=0.3)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..checkpoint import Checkpoint
 from ..config import ConfigError
 from ..data.folders import list_images
-from ..data.images import read_image
+from ..data.images import MachineError, read_image
 from ..factory import create_model, data_config_of, from_checkpoint
 from ..files import write_atomically
 from ..output import errors_in_a_line
@@ -160,6 +160,8 @@ def read_pictures(files: list[Path]) -> list[tuple[Path, Image.Image]]:
     for path in files:
         try:
             found.append((path, read_image(path)))
+        except MachineError:
+            raise
         except Exception as error:  # PIL's decoders have no common exception type
             print(f"{str(path)!r} cannot be read as an image: {error}", file=sys.stderr)
         if len(found) == MOST_READ:
