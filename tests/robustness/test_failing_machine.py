@@ -1,0 +1,281 @@
+"""A machine that fails to read a file is not a broken file: the run saves its last step and stops, or reads again."""
+
+import errno
+import functools
+import io
+import os
+import shutil
+import sys
+
+import pytest
+from faults import assert_same
+from processes import run, script, train_command
+
+from vil import checkpoint, files
+from vil.checkpoint import BrokenCheckpointError, CheckpointError
+from vil.config import ConfigError
+from vil.data.images import MachineError, read_image
+from vil.data.kept import KeptImages
+from vil.data.splits import open_split
+from vil.training.best import BestCheckpoint
+from vil.training.resumption import find_resumed
+from vil.training.summary import best_row
+
+READS = ("open", "read")
+
+
+def fail_reads(number, words, times, call="open"):
+    """Make this process's opening or reading of files with `words` in their path fail, as often as a file says."""
+    import builtins
+
+    original = builtins.open
+
+    def is_failing(path):
+        if not isinstance(path, (str, os.PathLike)) or words not in os.fspath(path):
+            return False
+        with original(times, "r+") as counter:
+            left = int(counter.read())
+            counter.seek(0)
+            counter.write(f"{left - 1:<10}")
+        return left > 0
+
+    def failing_open(path, *arguments, **options):
+        if call == "open" and is_failing(path):
+            raise OSError(number, os.strerror(number), path)
+        file = original(path, *arguments, **options)
+        if call == "read" and is_failing(path):
+            return _Unreadable(number)
+        return file
+
+    builtins.open = failing_open
+
+
+class _Unreadable(io.BytesIO):
+    def __init__(self, number):
+        super().__init__(b"x" * 100)
+        self.number = number
+
+    def read(self, *_):
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.fixture
+def failing(tmp_path):
+    """Returns what makes a run's reads fail; `left` says how many of them are still to fail."""
+    left = tmp_path / "left"
+
+    def prepare(number, words, times, call="open"):
+        left.write_text(f"{times:<10}")
+        return functools.partial(_prepare, number, words, str(left), call)
+
+    prepare.left = left
+    return prepare
+
+
+def _prepare(number, words, left, call):
+    files.BACK_OFFS = (0.01, 0.02)
+    fail_reads(number, words, left, call)
+
+
+CAUSES = [(errno.ESTALE, "open"), (errno.EIO, "read"), (errno.EACCES, "open"), (errno.ENOENT, "open")]
+CAUSES += [(errno.EMFILE, "open")]
+
+
+@pytest.mark.parametrize(("number", "call"), CAUSES, ids=str)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_whose_images_cannot_be_read_saves_its_last_step_and_stops(
+    start, tmp_path, undisturbed, failing, workers, number, call
+):
+    """The same images are then read again, and the run ends as if nothing had been."""
+    if workers and (number, call) != CAUSES[0]:
+        pytest.skip("one cause is enough for workers")
+    never = start(1, workers=workers, checkpoint_interval=None, prepare=failing(number, "train/cat/3.png", 10**6, call))
+    assert never.wait() == [1]
+    said = never.said()
+    assert "Traceback" not in said
+    assert "cannot read" in said
+    assert "train/cat/3.png" in said
+    assert os.strerror(number) in said
+    if (never.folder / "last.pt").exists():
+        saved = checkpoint.read_checkpoint(never.folder / "last.pt")
+        assert f"holds step {len(saved['progress']['losses'])} of epoch {len(saved['history']) + 1}" in said
+    else:
+        assert "nothing to save" in said
+    again = start(1, workers=workers, checkpoint_interval=None)
+    assert_same(again.finished(), undisturbed(1).result())
+
+
+def test_all_processes_save_and_stop_if_one_cannot_read_its_images(start, undisturbed, failing):
+    two = start(2, checkpoint_interval=None, prepare=failing(errno.EIO, "train/dog/1.png", 10**6))
+    assert two.wait() == [1, 1]
+    assert "gone" not in two.said()  # nobody ended before the others
+    assert two.said().count("stopped because images could not be read") == 1
+    assert_same(start(2, checkpoint_interval=None).finished(), undisturbed(2).result())
+
+
+def test_an_evaluation_whose_images_cannot_be_read_is_repeated_when_the_run_is_resumed(start, undisturbed, failing):
+    one = start(1, checkpoint_interval=None, prepare=failing(errno.ESTALE, "val/ant/2.png", 10**6))
+    assert one.wait() == [1]
+    stopped = one.result()
+    assert (stopped["epoch"], len(stopped["losses"])) == (0, 8)
+    assert not (one.folder / "best.pt").exists()
+    assert_same(start(1, checkpoint_interval=None).finished(), undisturbed(1).result())
+
+
+def test_reads_that_fail_once_or_twice_change_nothing(start, undisturbed, failing):
+    assert_same(start(1, prepare=failing(errno.EIO, "train/ant/", 2)).finished(), undisturbed(1).result())
+
+
+def test_validation_ends_with_a_line_if_an_image_cannot_be_read(image_folder, uninterrupted, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(image_folder, data)
+    (data / "val" / "bee" / "1.png").unlink()
+    (data / "val" / "bee" / "1.png").symlink_to("/missing/mount/1.png")
+    words = ["--checkpoint", str(uninterrupted / "run" / "best.pt"), "--data-dir", str(data), "--workers", "1"]
+    ended = run([*script("validate.py"), *words, "--split", "val"], check=False)
+    assert ended.returncode == 1
+    assert "bee/1.png" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_evaluation_without_a_readable_image_is_an_error(image_folder, uninterrupted, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(image_folder, data)
+    for file in (data / "val").rglob("*.png"):
+        file.write_bytes(b"broken")
+    best = uninterrupted / "run" / "best.pt"
+    words = ["--checkpoint", str(best), "--data-dir", str(data), "--workers", "1", "--split", "val"]
+    ended = run([*script("validate.py"), *words], check=False)
+    assert ended.returncode == 1
+    assert "no image of the validation split can be read" in ended.stderr
+    assert "top-1" not in ended.stdout
+    ended = run(train_command(tmp_path, data), check=False)
+    assert ended.returncode == 1
+    assert "no image of the validation split can be read" in ended.stderr
+    assert len(checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["progress"]["losses"]) > 0
+
+
+def test_a_link_without_a_target_is_refused_at_the_start(image_folder, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(image_folder, data)
+    for name in ("bee/9.png", "wasp"):  # an image and a class
+        (link := data / "train" / name).symlink_to(tmp_path / "missing" / "mount")
+        with pytest.raises(ConfigError, match=f"links in .* have no target, such as .*{name}.*: mount the disk"):
+            open_split(str(data), "", "train")
+        link.unlink()
+    open_split(str(data), "", "train")
+
+
+def test_a_missing_file_is_not_waited_for_and_a_failing_disk_is_an_error_of_a_line(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError):
+        read_image(tmp_path / "missing.png")
+    (tmp_path / "a.png").write_bytes(b"x")
+    monkeypatch.setattr(files, "BACK_OFFS", (0,))
+    monkeypatch.setattr(os, "stat", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle")))
+    with pytest.raises(MachineError, match=r"^cannot read .*a.png: Stale file handle"):
+        read_image(tmp_path / "a.png")
+
+
+def test_a_guard_that_does_not_start_is_an_error_of_the_machine(tmp_path, monkeypatch):
+    from PIL import Image
+
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.gif")
+    monkeypatch.setattr(files, "BACK_OFFS", (0,))
+    monkeypatch.setattr("vil.data.guard.of_process", lambda _: __import__("vil.data.guard").data.guard.Guard())
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(MachineError, match=r"cannot read .*a.gif: .*does not start"):
+        read_image(tmp_path / "a.gif")
+
+
+PARTS = dict(config={}, history=[], progress={}, scheduler={}, state_dict={}, optimizer={})
+
+
+@pytest.mark.parametrize("call", READS)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_an_intact_checkpoint_that_the_disk_does_not_give_stays_where_it_is(tmp_path, monkeypatch, number, call):
+    for epoch in (1, 2):
+        checkpoint.save_checkpoint(PARTS | {"epoch": epoch}, tmp_path / "last.pt", tmp_path / "previous.pt")
+    monkeypatch.setattr(files, "BACK_OFFS", (0, 0))
+    monkeypatch.setattr("builtins.open", open)  # to have it back
+    (left := tmp_path / "left").write_text(f"{10**6:<10}")
+    fail_reads(number, "last.pt", str(left), call)
+    with pytest.raises(CheckpointError, match=rf"last.pt cannot be read: {os.strerror(number)}") as refused:
+        find_resumed("auto", tmp_path)
+    assert not isinstance(refused.value, BrokenCheckpointError)
+    assert {"last.pt", "previous.pt"} <= {path.name for path in tmp_path.iterdir()}
+    left.write_text(f"{2:<10}")  # two attempts fail
+    assert find_resumed("auto", tmp_path)[1]["epoch"] == 2
+
+
+def rows(*epochs):
+    return [dict(epoch=i, eval_top1=top1, **count) for i, (top1, count) in enumerate(epochs, start=1)]
+
+
+def test_an_epoch_evaluated_on_fewer_images_is_not_the_best():
+    full, third = dict(eval_images=900), dict(eval_images=300)
+    assert best_row(rows((50, full), (100, third), (40, full)))["epoch"] == 1
+    assert best_row(rows((100, third), (50, full), (40, full)))["epoch"] == 2
+    assert best_row(rows((50, {}), (60, full), (60, full), (55, {})))["epoch"] == 3  # rows of old runs lack the number
+
+
+def lose(best):
+    best.unlink()
+
+
+def truncate(best):
+    os.truncate(best, best.stat().st_size // 2)
+
+
+def take_anothers(best):
+    saved = checkpoint.Checkpoint(best).content
+    for row in saved["history"]:
+        row["images_per_second"] += 1
+    checkpoint.save_checkpoint(saved, best)
+
+
+@pytest.mark.parametrize("damage", [lose, truncate, take_anothers])
+def test_a_lost_best_checkpoint_is_noticed_and_written_again(image_folder, tmp_path, damage):
+    run(train_command(tmp_path, image_folder, epochs=2))
+    best = tmp_path / "run" / "best.pt"
+    damage(best)
+    ended = run(train_command(tmp_path, image_folder, epochs=3, resume="auto"))
+    assert ended.stderr.count(f"{best} is ") == 1
+    assert "It will hold the best of the epochs from here on" in ended.stderr
+    history = checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]
+    held = checkpoint.Checkpoint(best).content["history"]
+    assert len(held) in (2, 3)
+    assert held == history[: len(held)]
+    closing = ended.stdout.splitlines()[-1]
+    assert str(best) in closing
+    assert BestCheckpoint(tmp_path / "run").find(history) is None or f"holds epoch {len(held)}" in closing
+
+
+def test_a_run_resumed_in_another_folder_has_a_best_checkpoint_there(image_folder, tmp_path):
+    run(train_command(tmp_path, image_folder, epochs=2))
+    first = tmp_path / "run" / "last.pt"
+    options = dict(epochs=3, resume=str(first), experiment="other")
+    ended = run(train_command(tmp_path, image_folder, **options))
+    assert "best.pt is missing" in ended.stderr
+    assert (tmp_path / "other" / "best.pt").is_file()
+
+
+def test_the_closing_line_does_not_announce_a_file_that_is_gone(image_folder, tmp_path):
+    run(train_command(tmp_path, image_folder, epochs=2))
+    history = checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]
+    best = BestCheckpoint(tmp_path / "run")
+    assert best.find(history) is None
+    assert best.row is best_row(history)
+    (tmp_path / "run" / "best.pt").unlink()
+    assert best.find(history) == "is missing"
+    assert best.is_beaten_by(dict(history[0], eval_top1=0.0, eval_top1_ema=0.0))  # whatever comes is the best then
+
+
+def test_the_bytes_of_an_image_that_changed_are_counted_once():
+    import torch
+
+    kept = KeptImages(2, torch.device("cpu"), room=1000)
+    image = torch.zeros(3, 10, 10, dtype=torch.uint8)
+    for version in range(10):
+        kept.add({0: (image, 0, (version, 0))})
+        assert kept.get(0, (version, 0)) is not None
+    assert kept.room == 700
