@@ -359,7 +359,7 @@ class Trainer:
         self.share_statistics()
         images = takewhile(lambda _: not self.timer.signalled, self.timer.watched(self.val_loader))
         results = self.evaluator(images)
-        if results[0].unreadable and not results[0].images:
+        if results[0].is_blind:
             self.timer.fail(UnreadableSplitError("no image of the validation split can be read"))
         row = {"eval_images": results[0].images, "eval_images_per_second": results[0].images_per_second}
         for suffix, result in zip(("", "_ema"), results):

@@ -37,6 +37,7 @@ from vil import output
 from vil.checkpoint import Checkpoint
 from vil.classes import Reordered, check_order, imagenet_ids, names_of
 from vil.config import ConfigError, Parser, check_choices, confirm_dataset, convert, parse_key_values
+from vil.data.images import UnreadableSplitError
 from vil.data.loaders import evaluation_loader
 from vil.data.splits import class_names, count_images, describe_split
 from vil.data.workers import share_cores
@@ -239,6 +240,8 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     predictions, precision = Predictions(), autocast(device, options.amp, "bfloat16")
     evaluate = Evaluator(judged, data_config, device, precision, options.batch_size)
     results = evaluate(batches, predictions)
+    if results[0].is_blind:
+        raise UnreadableSplitError(f"no image of the split {settings['split']!r} can be read")
     if results[0].unreadable:
         notes.append(f"{results[0].unreadable} unreadable images were left out")
     comparison = None

@@ -68,8 +68,9 @@ class ImageReader(Dataset):
             name = self.dataset.reader.filename(i)
             try:
                 self.unreadable.refuse_late(i)
-                data, target = on_machine(name, functools.partial(self._file, i))
-                return on_machine(name, functools.partial(image_of, data)), target
+                path = os.path.join(getattr(self.dataset.reader, "root", ""), name)
+                data, target = on_machine(path, functools.partial(self._file, i))
+                return on_machine(path, functools.partial(image_of, data)), target
             except MachineError:
                 raise
             except Exception as error:  # decoders raise all kinds

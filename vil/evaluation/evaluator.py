@@ -32,6 +32,11 @@ class Evaluation:
     images_per_second: float
 
     @property
+    def is_blind(self) -> bool:
+        """Whether no image could be read, so that the numbers mean nothing."""
+        return self.unreadable > 0 and self.images == 0
+
+    @property
     def top1(self) -> float:
         return 100 * self.top1_correct / max(1, self.images)
 
