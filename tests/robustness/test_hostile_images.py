@@ -406,8 +406,10 @@ def test_links_are_not_followed_out_of_the_data_set_nor_twice(tmp_path, caplog):
     (tmp_path / "link").symlink_to(root)
     by_link = open_split(str(tmp_path / "link"), "", "train")
     assert {by_link.filename(i) for i in range(len(by_link))} == names
+    (outside / "ant").mkdir()
+    (outside / "1.jpg").rename(outside / "ant" / "1.jpg")
     (root / "test").symlink_to(outside)  # the split itself may lie elsewhere
-    assert [path for path, _ in open_split(str(root), "", "test").reader.samples] == [f"{root}/test/1.jpg"]
+    assert [path for path, _ in open_split(str(root), "", "test").reader.samples] == [f"{root}/test/ant/1.jpg"]
     assert {str(path.relative_to(root / "train")) for path in viz.image_files([root / "train"])} == names - linked
 
 
