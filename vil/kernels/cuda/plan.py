@@ -199,7 +199,7 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.bases: list[Buffer] = []  # keeps storages alive, so that their numbers stay unique
-        self.numbers: dict[int, int] = {}  # buffer numbers by storage
+        self.numbers: dict[torch.UntypedStorage, int] = {}  # buffer numbers by storage, which stay in use as keys
         self.inputs: list[tuple[int, int]] = []  # buffers, and their byte offsets from a multiple of 16
         self.starts: dict[int, int] = {}  # byte offsets of buffers in their allocations
         self.steps: list[Empty | Call | Launch] = []
@@ -215,18 +215,18 @@ class Recording(TorchDispatchMode):
         return standing_in
 
     def _add(self, t: Tensor, kind: str) -> int:
-        number = self.numbers[t.untyped_storage()._cdata] = len(self.bases)
+        number = self.numbers[t.untyped_storage()] = len(self.bases)
         self.bases.append(Buffer(t, kind))
         return number
 
     def number_of(self, t: Tensor) -> int:
-        return self.numbers[t.untyped_storage()._cdata]
+        return self.numbers[t.untyped_storage()]
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         # some products with out= are not implemented on the meta device
         result = kwargs["out"] if "out" in kwargs else operator(*args, **kwargs)
-        new = [t for t in tree_leaves(result) if t.untyped_storage()._cdata not in self.numbers]
+        new = [t for t in tree_leaves(result) if t.untyped_storage() not in self.numbers]
         if operator in ALLOCATIONS:
             for t in new:
                 self.steps.append(Empty(self._add(t, "empty")))
