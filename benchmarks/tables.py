@@ -156,12 +156,17 @@ def sizes() -> str:
     return table(head, rows)
 
 
-def tiny_imagenet_top1(name: str, study: str, column: int) -> str:
+def research_rows(page: str, name: str) -> list[list[str]]:
+    """Return the cells of a generated table in a page of research/, row by row, without the head."""
+    text = (ROOT / "research" / page).read_text()
+    lines = text.split(f"<!-- table: {name} -->\n")[1].split("<!-- end -->")[0].splitlines()[2:]
+    return [line.strip("| ").split(" | ") for line in lines]
+
+
+def tiny_imagenet_top1(model: str, study: str, column: int) -> str:
     """Return a model's accuracy from a table of research/photographs.md, or "-" if the table has no such model."""
-    page = (ROOT / "research" / "photographs.md").read_text()
-    rows = page.split(f"<!-- table: {study} -->")[1].split("<!-- end -->")[0]
-    row = re.search(rf"^\| {name} \| (.*) \|$", rows, re.M)
-    return row[1].split(" | ")[column].split(" ± ")[0] if row else "-"
+    rows = {cells[0]: cells for cells in research_rows("photographs.md", study)}
+    return rows[model][column].split(" ± ")[0] if model in rows else "-"
 
 
 def results_of_tiny_models() -> str:
@@ -172,7 +177,7 @@ def results_of_tiny_models() -> str:
     rows = []
     for name in ("vil_tiny_pooled", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224"):
         compiled = name.startswith("deit")
-        top1 = tiny_imagenet_top1(name, "photographs", 3), tiny_imagenet_top1(name, "literature", 1)
+        top1 = tiny_imagenet_top1(name, "photographs", 4), tiny_imagenet_top1(name, "literature", 2)
         speeds = [
             measured.get((name, *case), {}).get("compiled+graph" if compiled else "graph", {}).get("images_per_second")
             for case in (("train", 224, 128), ("infer", 224, 256))
@@ -183,10 +188,21 @@ def results_of_tiny_models() -> str:
     return table(["top-1 in %", *accuracy, "training, images/s", "inference, images/s"], rows)
 
 
+def clothing() -> str:
+    """Test accuracy on photographs of clothing, fine-tuned and from scratch."""
+    top1 = {tuple(cells[:3]): cells[5].split(" ± ")[0] for cells in research_rows("clothing_fair.md", "clothing-fair")}
+    shown = [("vil_tiny_pooled", "fine-tuned"), ("vil_tiny_pooled", "from scratch")]
+    shown.append(("deit_tiny_patch16_224", "fine-tuned"))
+    rows = [
+        [f"`{model}`, {start}", *(top1[model, start, epochs] for epochs in ("20", "100"))] for model, start in shown
+    ]
+    return table(["test top-1 in %", "20 epochs", "100 epochs"], rows)
+
+
 TABLES = {
     "results": results_of_tiny_models, "sizes": sizes,
     "speed": speed, "scan beside": scan_beside, "scan": scan, "models beside": models_beside,
-    "models": models, "pooled": pooled,
+    "models": models, "pooled": pooled, "clothing": clothing,
 }  # fmt: skip
 
 
