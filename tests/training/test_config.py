@@ -337,6 +337,7 @@ def test_timms_names_of_what_there_is_here_are_read(tmp_path, values, expected):
         (dict(pretrained=True), "--pretrained-path"), (dict(sched="step", decay_epochs=30), "decay_epochs"),
         (dict(opt="sgd", momentum=0.5), "momentum"), (dict(lr_cycle_limit=2, lr_cycle_mul=2.0), "lr_cycle_mul"),
         (dict(img_size=224, input_size=[3, 192, 192]), "contradicts 'img_size'"), (dict(jsd_loss=True), "jsd_loss"),
+        (dict(pin_mem=True, others={7: 1}), "others"),
     ],
 )  # fmt: skip
 def test_what_would_train_something_else_than_timm_is_refused(tmp_path, values, named):

@@ -109,13 +109,13 @@ def from_timm(
             else:
                 ignored.append(name)
         elif _is_empty(value):
-            ignored.append(name)
+            ignored.append(str(name))
         elif name in RENAMED or name in MODEL_ARGUMENTS:
             continue
         elif _changes_training(name, value, in_effect):
-            unsupported[name] = value
+            unsupported[str(name)] = value
         else:
-            ignored.append(name)
+            ignored.append(str(name))
     errors = _rename(values, options, source)
     return options, ignored, errors + _complaints(unsupported, options, given, source)
 
@@ -137,7 +137,8 @@ def _rename(values: Mapping[Any, Any], options: dict[Any, Any], source: str) -> 
         elif options[ours] != value and name != "data":  # timm, too, prefers data_dir
             errors.append(f"option {name!r} in {source} contradicts {ours!r}: give one of them")
     if arguments := {MODEL_ARGUMENTS[n]: values[n] for n in MODEL_ARGUMENTS if values.get(n)}:
-        options["model_kwargs"] = arguments | (options.get("model_kwargs") or {})
+        if isinstance(own := options.get("model_kwargs") or {}, dict):  # otherwise it is refused as it is
+            options["model_kwargs"] = arguments | own
     return errors
 
 
