@@ -136,9 +136,12 @@ def _rename(values: Mapping[Any, Any], options: dict[Any, Any], source: str) -> 
             options[ours] = value
         elif options[ours] != value and name != "data":  # timm, too, prefers data_dir
             errors.append(f"option {name!r} in {source} contradicts {ours!r}: give one of them")
-    if arguments := {MODEL_ARGUMENTS[n]: values[n] for n in MODEL_ARGUMENTS if values.get(n)}:
-        if isinstance(own := options.get("model_kwargs") or {}, dict):  # otherwise it is refused as it is
-            options["model_kwargs"] = arguments | own
+    arguments, own = (
+        {MODEL_ARGUMENTS[n]: values[n] for n in MODEL_ARGUMENTS if values.get(n)},
+        options.get("model_kwargs"),
+    )
+    if arguments and (own is None or isinstance(own, dict)):  # `checked` refuses other values
+        options["model_kwargs"] = arguments | (own or {})
     return errors
 
 
