@@ -11,6 +11,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import webdataset
@@ -197,6 +198,9 @@ def _open_local(url: str, *_, **__):
     path = url.removeprefix(f"{LOCAL}:")
     if path.endswith("info.json") and os.path.getsize(path) > MOST_INFO:
         raise UnfitImageError(f"{path!r} has more than {MOST_INFO} bytes")
+    listed = any((folder / "_info.json").exists() for folder in Path(path).parents)
+    if listed and not os.path.lexists(path):  # the mount is there, and the list names a file that is not
+        raise UnfitImageError(f"there is no file {path!r}")
     on_machine(path, lambda: open_file(path).close())  # which refuses what is not a regular file
     return io.BufferedReader(on_machine(path, lambda: SteadyFile(path)))
 
