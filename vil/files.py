@@ -84,7 +84,7 @@ def retried(act: Callable[[], T]) -> T:
         try:
             return act()
         except Exception as error:
-            if not is_of_machine(error):
+            if not is_of_machine(error) or isinstance(error, MemoryError):
                 raise
         time.sleep(pause)
     return act()

@@ -53,7 +53,7 @@ def on_machine(name: str, act: Callable[[], T]) -> T:
     try:
         return retried(act)
     except Exception as error:
-        if is_of_machine(error):
+        if is_of_machine(error) and not isinstance(error, MemoryError):  # which a decoder raises on a huge image
             raise machine_error(name, error) from None  # whose traceback would hold the loader in a cycle
         raise
 

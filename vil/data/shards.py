@@ -208,7 +208,7 @@ def _open_local(url: str, *_, **__):
 def _log_or_stop(error: Exception) -> bool:
     """Handle an error of webdataset: log what is wrong with a file, and raise an error of the machine."""
     if isinstance(error, MachineError):
-        raise error
+        raise MachineError(error.args[0]) from None  # webdataset appends the address to the message
     if is_of_machine(error):
         raise machine_error(getattr(error, "filename", None) or "a shard", error) from None
     return log_and_continue(error)
