@@ -137,7 +137,7 @@ def library(monkeypatch):
     ("answers", "asked", "error"),
     [
         ({}, [3], None), ({3: 7}, [3, 2], None), ({3: 7, 2: 9}, [3, 2], "nvJPEG failed: implementation not supported"),
-        ({3: 5}, [3], "nvJPEG failed: allocator failure"), ({3: 99}, [3], "nvJPEG: status 99"),
+        ({3: 5}, [3], "nvJPEG failed: allocator failure"), ({3: 99}, [3], "status 99"),
     ],
     ids=str,
 )  # fmt: skip

@@ -6,12 +6,10 @@ import os
 import platform
 import runpy
 import subprocess
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import ROOT
 
 import vil
 from vil import info, published
@@ -135,11 +133,3 @@ def test_published_numbers_are_those_of_the_papers():
     assert published.published_for("vil_base.tag") == published.published_for("deit_base") == {"ViM-base": (81.9, 95.8)}
     others = "resnet50", "vil_tiny_pooled", "deit_tiny_patch16_224.fb_in1k"  # which end in no size
     assert [published.published_for(name) for name in others] == [{}, {}, {}]
-
-
-@pytest.mark.parametrize("name", ["vil", "vision_longhorn"])
-def test_a_clone_that_python_takes_for_the_package_says_so(name):
-    clone = importlib.util.spec_from_file_location(name, ROOT / "__init__.py")
-    refused = pytest.raises(ImportError, match=f"^{ROOT} is a clone .* give the clone another name$")
-    with refused if name == "vil" else nullcontext():
-        clone.loader.exec_module(importlib.util.module_from_spec(clone))

@@ -1,7 +1,5 @@
 """Pooled models against loops over patches, rows and tokens, written from the definition in docs/architecture.md."""
 
-import re
-
 import pytest
 import timm
 import torch
@@ -123,8 +121,8 @@ def test_what_cannot_be_pooled_is_named():
 
     with pytest.raises(ValueError, match="got Mine"):
         vil.vision_longhorn.VisionLonghorn(mixer=Mine, pooled=True)
-    with pytest.raises(ValueError, match=r"given 7 tokens.*pass grid"):
+    with pytest.raises(ValueError, match="got 7.*grid"):
         random_block(LonghornMixer, "rows")(torch.randn(1, 7, 8, dtype=torch.float64))
     for grid, tokens in (((2, 2), 5), ((2, 4), 9)):
-        with pytest.raises(ValueError, match=re.escape(f"the grid {grid} has {tokens} tokens")):
+        with pytest.raises(ValueError, match=f"{tokens}.*got 7"):
             random_block(LonghornMixer, "rows")(torch.randn(1, 7, 8, dtype=torch.float64), grid=grid)
