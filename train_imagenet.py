@@ -1,15 +1,15 @@
-"""Trains an image classifier: ImageNet with ViM's recipe, or any folder of images.
+"""Train an image classifier on ImageNet with ViM's recipe, or on any folder of images.
 
     python train_imagenet.py -c configs/vil_tiny.yaml --data-dir /imagenet
     torchrun --nproc_per_node=8 train_imagenet.py -c configs/vil_tiny.yaml --data-dir /imagenet --resume auto
 
-A config file holds options under timm's names, and the command line overrides it. The recipe states the *global* batch:
-each process takes its share, in as many micro-batches as `batch_size` asks for, so any number of GPUs trains the same
-thing. Its `phases`, if it has some, are trained one after the other. The run's folder, OUTPUT/EXPERIMENT, gets
-config.yaml, info.txt, summary.csv, curve.png, last.pt and best.pt.
+A config file has options with timm's names, and the command line overrides the file. The recipe specifies the *global*
+batch size. Each process trains on its share in micro-batches of at most `batch_size`, so that results do not depend on
+the number of GPUs. If the recipe has `phases`, they are trained sequentially. The run folder, OUTPUT/EXPERIMENT,
+contains config.yaml, info.txt, summary.csv, curve.png, last.pt and best.pt.
 
-Ctrl-C, SIGTERM or SIGUSR1 makes it write a checkpoint and exit with status 75; `--resume auto` goes on as if nothing
-had happened, on as many processes as there are then. docs/reliability.md says what else it survives.
+Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint and exits with status 75. `--resume auto` resumes with the result of an
+uninterrupted run, also on another number of processes. docs/reliability.md lists other failures that a run survives.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import signal
 import sys
 from contextlib import ExitStack, suppress
 
-if __name__ == "__main__":  # before the other imports, which take seconds: until a step is trained nothing is to save
+if __name__ == "__main__":  # before the slow imports: there is nothing to save until a step is trained
 
     def end_at_once(*_):
         if os.environ.get("RANK", "0") == "0":
             with suppress(OSError):
-                if os.name == "nt" or select.select([], [2], [], 0)[1]:  # else a pipe that nobody reads would block
+                if os.name == "nt" or select.select([], [2], [], 0)[1]:  # a full pipe without a reader would block
                     os.write(2, b"\nstopped by a signal with nothing to save\n")
         os._exit(75)  # PREEMPTED
 
     for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
-        if hasattr(signal, name):  # Windows has no SIGUSR1
+        if hasattr(signal, name):  # Windows lacks SIGUSR1
             signal.signal(getattr(signal, name), end_at_once)
-    if hasattr(signal, "SIGHUP"):  # its terminal was closed: torchrun ends its processes then, a run alone goes on
+    if hasattr(signal, "SIGHUP"):  # when its terminal closes, torchrun ends its processes; a single process continues
         signal.signal(signal.SIGHUP, end_at_once if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_IGN)
 
 import dataclasses
@@ -91,7 +91,7 @@ from vil.training.update import ListedEma, Update
 
 
 class DivergenceError(RuntimeError):
-    """The loss is not finite."""
+    """The loss or the gradient is not finite."""
 
 
 FORESEEN = (ConfigError, checkpoint.CheckpointError, FolderInUseError, FirstProcessError, DivergenceError)
@@ -109,7 +109,7 @@ def main() -> None:
         status = notice.status
     except Exception as error:
         foreseen = isinstance(error, FORESEEN)
-        if dist.is_initialized():  # at once: tidying up would wait for other processes, which may be gone
+        if dist.is_initialized():  # exit at once, because cleaning up would wait for other processes, which may be gone
             print(f"error: {error}" if foreseen else traceback.format_exc(), file=sys.stderr, flush=True)
             exit_at_once(1)
         if foreseen:
@@ -120,25 +120,26 @@ def main() -> None:
 
 
 def train(config: Config, device: torch.device, rank: int, world_size: int) -> None:
-    """Goes through the phases of a run that are not done; most runs are one."""
+    """Train the remaining phases of a run; most runs have one phase."""
     lock, first = None, from_first_process(functools.partial(phase_at_hand, config))
     for phase in range(first, config.num_phases):
         trainer = Trainer(config, device, rank, world_size, phase, lock)
         trainer.run()
         lock, config = trainer.lock, dataclasses.replace(config, resume="auto")
         del trainer
-        gc.collect()  # its graphs and loaders, before the next phase has its own
+        gc.collect()  # free the graphs and loaders before the next phase creates its own
         torch.cuda.empty_cache()
 
 
 def options_to_save(config: Config, num_classes: int, folder: Path) -> dict[str, Any]:
-    """The options as a run's checkpoints say them.
+    """Return the options as a run's checkpoints store them.
 
     Raises:
-        ConfigError: A checkpoint may not say one of them.
+        ConfigError: An option must not be stored in a checkpoint.
     """
     options = dataclasses.asdict(config) | {"num_classes": num_classes}
-    if config.data_dir and Path(config.data_dir).is_dir():  # whoever reads it may be elsewhere
+    # absolute, because the checkpoint may be read from another folder
+    if config.data_dir and Path(config.data_dir).is_dir():
         options["data_dir"] = str(Path(config.data_dir).resolve())
     try:
         options_of_checkpoint(options, folder / "last.pt")
@@ -148,10 +149,10 @@ def options_to_save(config: Config, num_classes: int, folder: Path) -> dict[str,
 
 
 class Trainer:
-    """One process of a run: `run` goes through the epochs, `train_one_epoch` through the global batches of one.
+    """One process of a run: `run` loops over the epochs, `train_one_epoch` over the global batches of an epoch.
 
-    Of a run with phases it is one phase, counted from 0, which goes on from the folder; `lock` is that of the phase
-    before.
+    In a run with phases, a Trainer trains one phase, counted from 0, and resumes from the folder; `lock` is the lock of
+    the previous phase.
     """
 
     def __init__(
@@ -197,10 +198,10 @@ class Trainer:
         scaled = config.amp and config.amp_dtype == "float16" and device.type != "cpu"
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
 
-        self.lock = lock  # the first process has the folder's
-        self.history: list[dict] = []  # a row for each epoch done: summary.csv
+        self.lock = lock  # rank 0 holds the folder's lock
+        self.history: list[dict] = []  # a row for each finished epoch, as in summary.csv
         self.best = BestCheckpoint(self.folder)
-        self.meter = EpochMeter()  # the steps done in the epoch at hand
+        self.meter = EpochMeter()  # steps of the current epoch
         self.bottleneck = Bottleneck(max(1, min(config.log_interval, self.batches.steps // 3)))
         if resumed := from_first_process(self.take_folder):
             self.restore(*resumed)
@@ -217,7 +218,7 @@ class Trainer:
         self.fit_to_device(data_config["input_size"], num_classes)
 
     def compare_size(self, num_classes: int) -> None:
-        """Refuses a file of another model before one of the size that it says takes memory."""
+        """Reject a file of another model before a model of the claimed size uses memory."""
         path = resumption.resolve_resume(self.config.resume, self.folder)
         if path in (None, "auto"):
             return
@@ -230,7 +231,7 @@ class Trainer:
         checkpoint.load_weights(model, saved["state_dict"], path)
 
     def fit_to_device(self, input_size: tuple[int, ...], num_classes: int) -> None:
-        """Chooses how many images are trained on at once, and has a GPU do that as a CUDA graph."""
+        """Choose the micro-batch size and, on a GPU, capture forward and backward as a CUDA graph."""
         self.at_once = micro_batch = self.batches.micro_batch
         self.replayed = None
         if self.device.type != "cuda":
@@ -245,18 +246,19 @@ class Trainer:
 
     @property
     def accumulation(self) -> int:
-        """How many backward passes add up to this process's share of a global batch."""
+        """Number of backward passes for this process's share of a global batch."""
         return self.batches.accumulation * self.batches.micro_batch // self.at_once
 
     def tried_out(self, input_size: tuple[int, ...], num_classes: int) -> Replayed | None:
-        """Has the GPU do `backward` for `at_once` images. Returns it as a CUDA graph, if there is to be one."""
+        """Run `backward` on the GPU for `at_once` images, and return it as a CUDA graph if requested."""
         images = torch.zeros(self.at_once, *input_size, device=self.device)
         classes = images.new_zeros(self.at_once, dtype=torch.long)
         targets = images.new_zeros(self.at_once, num_classes) if self.config.mixing else classes
         changed = [self.gradients.flat, *self.model.buffers()]
-        optimizers_share = images.new_empty(2, self.gradients.flat.numel())  # which it takes later
+        optimizers_share = images.new_empty(2, self.gradients.flat.numel())  # memory that the optimizer needs later
         if self.config.cuda_graphs:
-            backward = weakref.WeakMethod(self.backward)  # or the run and its loaders would outlive what refers to them
+            # otherwise a reference cycle would keep the run and its loaders alive
+            backward = weakref.WeakMethod(self.backward)
             return Replayed(lambda *batch: backward()(*batch), [images, targets], "training", changed)
         with unchanged(changed):
             self.backward(images, targets)
@@ -265,7 +267,7 @@ class Trainer:
 
     @property
     def setup(self) -> str:
-        """The choices for this machine, in a line."""
+        """Line about the configuration chosen for this machine."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         graphs = ", as a CUDA graph" if self.replayed and self.replayed.graph else ""
         return (
@@ -281,7 +283,8 @@ class Trainer:
             logging.warning(self.setup)
         epochs, batch = self.config.total_epochs, self.config.global_batch_size
         last = self.epochs.stop == epochs
-        quiet = None if self.rank == 0 else True  # None: where nobody watches, one line an epoch will do
+        # None disables the progress bar unless stderr is a terminal; there is a line for each epoch
+        quiet = None if self.rank == 0 else True
         sizes = dict(total=len(self.epochs) * self.batches.steps * batch, initial=self.steps * batch)
         phase = {"phase": self.phase + 1} if self.config.phases else {}
         with ExitStack() as stack, tqdm(**sizes, unit="img", unit_scale=True, disable=quiet) as bar:
@@ -291,7 +294,7 @@ class Trainer:
                 bar.set_description(f"epoch {epoch + 1}/{epochs}{f', phase {self.phase + 1}' if phase else ''}")
                 self.train_one_epoch(epoch, bar)
                 row = {"epoch": epoch + 1, **phase, "lr": self.rate, **self.meter.summary(batch), **self.evaluate()}
-                self.checkpoint_if_due()  # a signal cuts an evaluation short: then that is repeated on resuming
+                self.checkpoint_if_due()  # a signal interrupts an evaluation, which is repeated on resuming
                 self.history.append(row)
                 self.meter = EpochMeter()
                 self.scheduler.step(epoch + 1 - self.epochs.start)
@@ -301,13 +304,13 @@ class Trainer:
                     tqdm.write(epoch_line(self.history, epochs))
             if not last:
                 self.timer.give_back()
-                self.checkpoint_if_due()  # a signal that came since the last look
-                stack.pop_all()  # the next phase has the lock
+                self.checkpoint_if_due()  # a signal since the last check
+                stack.pop_all()  # the next phase takes over the lock
         if report and last:
             tqdm.write(report.closing_line(self.history, self.best.find(self.history)))
 
     def train_one_epoch(self, epoch: int, bar: tqdm) -> None:
-        """Trains on the global batches of an epoch that have not been trained on yet."""
+        """Train on the remaining global batches of an epoch."""
         self.model.train()
         loss = torch.zeros((), device=self.device)
         batches = micro_batches(self.train_loader, self.batches, epoch, self.meter.steps)
@@ -315,7 +318,7 @@ class Trainer:
             is_last = i % self.batches.accumulation == 0
             all_loaded = self.timer.all_loaded() if is_last else None
             images, targets = self.augment(images, targets, epoch, position)
-            # what the model draws (stochastic depth) follows from the seed and the place in the run as well
+            # stochastic depth also depends only on the seed and the position in the run
             seed_everything(derive_seed(self.config.seed, epoch, position, 2))
             for start in range(0, len(images), self.at_once):
                 part = slice(start, start + self.at_once)
@@ -338,19 +341,19 @@ class Trainer:
         self.check_finite()
 
     def backward(self, images: Tensor, targets: Tensor) -> Tensor:
-        """Adds the gradient of a part of this process's share of a global batch; returns its part of the loss."""
+        """Add the gradient of a micro-batch, and return its part of the loss."""
         with self.precision:
             loss = self.loss_fn(self.network(images), targets, images) / self.accumulation
         self.gradients.add(self.scaler.scale(loss))
         return loss.detach()
 
     def update(self) -> Tensor:
-        """One step of the optimizer. Returns the norm of the gradient before it is clipped."""
+        """Run one optimizer step, and return the gradient norm before clipping."""
         self.gradients.average_over_processes()
         return self.apply_gradients()
 
     def share_statistics(self) -> None:
-        """Gives each process the mean of BatchNorm's statistics, which it has of its own images."""
+        """Average BatchNorm's running statistics over all ranks, because each rank has those of its own images."""
         if self.world_size > 1:
             for model in self.evaluator.models:
                 distribute_bn(model, self.world_size, reduce=True)
@@ -373,28 +376,28 @@ class Trainer:
 
     @property
     def steps(self) -> int:
-        """Those of this phase that are done."""
+        """Number of finished optimizer steps of this phase."""
         return (len(self.history) - self.epochs.start) * self.batches.steps + self.meter.steps
 
     def check_finite(self) -> None:
-        """Looks at the steps since the last look; only here does the host wait for the device."""
+        """Check the steps since the last call; only here does the host wait for the device."""
         first = len(self.meter.losses)
         self.meter.collect()
         for step in range(first, self.meter.steps):
-            # the scaler of float16 leaves out steps whose gradient overflows
+            # float16's gradient scaler skips steps whose gradient overflows
             values = {"loss": self.meter.losses[step], "gradient's norm": self.meter.norms[step]}
             for name in ("loss",) if self.scaler.is_enabled() else values:
                 if not math.isfinite(values[name]):
                     last = self.folder / "last.pt"
                     raise DivergenceError(
                         f"the {name} is {values[name]} at step {step + 1} of epoch {len(self.history) + 1}, at "
-                        f"learning rate {self.rate:.3g}; the last checkpoint, of before, is "
+                        f"learning rate {self.rate:.3g}; the last checkpoint before is "
                         f"{last if last.exists() else 'none yet'}. A lower --lr, --clip-grad or --no-amp may help; "
-                        "--resume auto goes on from the checkpoint"
+                        "--resume auto resumes from the checkpoint"
                     )
 
     def checkpoint_if_due(self) -> None:
-        """Called by all processes after the same steps."""
+        """Write a checkpoint if one is due. All ranks must call this after the same steps."""
         if self.timer.due(self.steps):
             self.checkpoint()
 
@@ -422,7 +425,7 @@ class Trainer:
             raise PreemptedError(f"stopped by a signal: {saved}")
 
     def save(self) -> None:
-        """Write last.pt, and at the end of an epoch best.pt if the model or its EMA is the best so far."""
+        """Write last.pt and, at the end of an epoch, best.pt if the model or its EMA weights are the best so far."""
         if self.rank > 0:
             return
         state = self.state()
@@ -446,16 +449,16 @@ class Trainer:
         }
 
     def take_folder(self) -> list | None:
-        """Keeps other runs out of the folder, and returns the file that this one goes on from with what it holds."""
+        """Lock the folder against other runs, and return the checkpoint that this run resumes from and its content."""
         try:
             self.lock = self.lock or FolderLock(self.folder)
         except OSError as error:
             raise ConfigError(
-                f"cannot write in {self.folder}: {error}. --output and --experiment name others"
+                f"cannot write to {self.folder}: {error}. Choose another folder with --output or --experiment"
             ) from error
         for path in (self.folder / f"{name}.pt" for name in ("last", "previous", "best")):
             if path.exists() and not path.is_file():
-                raise ConfigError(f"{path} is no file, and the run would write one there: move it away")
+                raise ConfigError(f"{path} exists but is not a regular file; move or remove it")
         if not (found := resumption.find_resumed(self.config.resume, self.folder)):
             return None
         path, saved = found
@@ -470,14 +473,14 @@ class Trainer:
         return [str(path), saved]
 
     def begins(self, saved: dict) -> bool:
-        """Whether a checkpoint is the end of the phase before this one."""
+        """Return whether a checkpoint is the end of the previous phase."""
         return self.phase > 0 and len(saved["history"]) == self.epochs.start and not saved["progress"].get("losses")
 
     def restore(self, path: str, saved: dict) -> None:
-        """Goes on from a checkpoint: with what it learned, but with the options of this run where they differ."""
+        """Resume from a checkpoint, with the options of this run if they differ."""
         begins, parts = self.begins(saved), self.parts()
         try:
-            if begins:  # all else starts anew
+            if begins:  # everything else starts anew
                 parts = {name: part for name, part in parts.items() if name.startswith("state_dict")}
                 before, num_classes = self.config.of_phase(self.phase - 1), self.saved_config["num_classes"]
                 saved |= {name: carried_over(before, num_classes, self.model, saved[name]) for name in parts}
@@ -507,7 +510,7 @@ class Trainer:
                 logging.warning("%s has trained its %d epochs: --epochs N trains on", path, len(self.history))
 
     def parts(self) -> dict:
-        """The parts that learn, which a checkpoint holds under timm's names."""
+        """Return the trained parts, which a checkpoint stores under timm's names."""
         parts = {"state_dict": self.model, "optimizer": self.optimizer, "amp_scaler": self.scaler}
         return parts | ({"state_dict_ema": self.ema.module} if self.ema else {})
 

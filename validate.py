@@ -1,18 +1,19 @@
-"""Top-1, top-5 and loss of a model on a validation split, beside the published numbers of its size.
+r"""Evaluate top-1, top-5 and loss of a model on a validation split, beside published accuracies of its size.
 
     python validate.py --checkpoint output/vil_tiny/best.pt --data-dir /imagenet
     python validate.py --model vim_tiny --checkpoint vim_t_midclstok_76p1acc.pth --data-dir /imagenet
     torchrun --nproc_per_node=8 validate.py --checkpoint output/vil_tiny/best.pt --data-dir /imagenet
 
-A checkpoint of train_imagenet.py knows its model, image size and data; options override what it says. Under torchrun
-each image is counted exactly once. Two models on the same images, with what can be said of their difference:
+A checkpoint of train_imagenet.py stores its model, image size and data; options override them. With torchrun, each
+image is counted exactly once. Two models can be compared on the same images:
 
     python validate.py --checkpoint output/vil_tiny/best.pt --data-dir /imagenet \\
         --against vim_t_midclstok_76p1acc.pth --against-model vim_tiny
     python validate.py --checkpoint output/vil_tiny/best.pt --data-dir /imagenet --against deit_tiny_patch16_224
 
-Other test sets are other splits, such as --data-dir /data --split imagenetv2-matched-frequency-format-val. A folder
-with some of ImageNet's classes, by their WordNet ids, is judged among these alone, as ImageNet-A and ImageNet-R are.
+Other test sets are other splits, such as --data-dir /data --split imagenetv2-matched-frequency-format-val. On a folder
+with some of ImageNet's classes, named by their WordNet ids, models choose only among these classes, as for ImageNet-A
+and ImageNet-R.
 """
 
 from __future__ import annotations
@@ -54,42 +55,54 @@ from vil.published import IMAGENET_CLASSES, published_for
 from vil.streams import outlive_output
 
 PAGE = "index.html"
-SHARED = "crop_pct", "crop_mode", "interpolation"  # of two models: the first's
+SHARED = "crop_pct", "crop_mode", "interpolation"  # settings of the first model that both models use
 
 
 def parse_options() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="timm model; the checkpoint's if it says")
-    parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the model")
-    parser.add_argument("--checkpoint", help="weights; timm's pretrained ones if not given")
+    parser.add_argument("--model", help="timm model name (default: the checkpoint's)")
+    parser.add_argument(
+        "--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="keyword arguments of the model"
+    )
+    parser.add_argument("--checkpoint", help="file with the weights (default: timm's pretrained weights)")
     average = dict(action=argparse.BooleanOptionalAction, default=None)
-    parser.add_argument("--use-ema", **average, help="the moving average of its weights, where best.pt does not say")
-    parser.add_argument("--data-dir", help="folder that holds the split")
+    parser.add_argument("--use-ema", **average, help="evaluate the EMA weights (best.pt chooses by itself)")
+    parser.add_argument("--data-dir", help="folder that contains the split")
     parser.add_argument("--dataset", help="timm dataset name, such as hfds/NAME; '' for folders and tar files")
     parser.add_argument("--split", help="name of the split (default: validation)")
-    parser.add_argument("--num-classes", help="classes of the model")
+    parser.add_argument("--num-classes", help="number of classes of the model")
     parser.add_argument("--img-size", nargs="+", metavar="SIZE", help="image size, or height and width")
     parser.add_argument("--crop-pct", help="share of the image inside the centre crop")
     parser.add_argument("--interpolation", help="interpolation of the resize")
-    parser.add_argument("--batch-size", default=128, help="images a process holds at once (default: 128)")
-    parser.add_argument("--workers", help="loader processes per process; by the cores there are if not given")
-    parser.add_argument("--device", help="a GPU if there is one")
+    parser.add_argument("--batch-size", default=128, help="batch size of each process (default: 128)")
+    parser.add_argument("--workers", help="workers of each process (chosen by the number of cores if not set)")
+    parser.add_argument("--device", help="device (a GPU if available)")
     parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast on GPUs")
-    parser.add_argument("--json", metavar="FILE", help="also write the results to a file; - for the standard output")
-    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write a page with all of it there, index.html")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to a JSON file; - for stdout")
+    parser.add_argument(
+        "--report", type=Path, metavar="FOLDER", help="write an HTML report with plots and mistakes, index.html"
+    )
     parser.add_argument("--csv", type=Path, metavar="FOLDER", help="write classes.csv and confusions.csv there")
     parser.add_argument(
         "--real-labels", nargs="?", const="", metavar="FILE",
-        help="judge by ImageNet's reassessed labels (ReaL): those that come with timm, or a JSON file of them",
+        help="evaluate with ImageNet's reassessed labels (ReaL), timm's or those of a JSON file",
     )  # fmt: skip
     two = parser.add_argument_group("comparison with a second model")
-    two.add_argument("--against", metavar="FILE|MODEL", help="its weights, or a timm model with pretrained ones")
     two.add_argument(
-        "--against-model", metavar="MODEL", help="timm model of these weights; the checkpoint's if it says"
+        "--against", metavar="FILE|MODEL", help="weights of the second model, or a timm model with pretrained weights"
     )
-    two.add_argument("--against-model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="its arguments")
-    two.add_argument("--against-use-ema", **average, help="the moving average of its weights")
-    two.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
+    two.add_argument(
+        "--against-model", metavar="MODEL", help="timm model name of these weights (default: the checkpoint's)"
+    )
+    two.add_argument(
+        "--against-model-kwargs",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="keyword arguments of the second model",
+    )
+    two.add_argument("--against-use-ema", **average, help="evaluate the second model's EMA weights")
+    two.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG plot of the comparison")
     options = parser.parse_args()
     if not options.against and (options.plot or options.against_model):
         parser.error("--against-model and --plot are for a comparison: give --against")
@@ -97,13 +110,13 @@ def parse_options() -> argparse.Namespace:
         if (value := getattr(options, name)) is not None:
             setattr(options, name, convert(name, value, "the command line"))
     check_choices(vars(options))
-    if is_first_process():  # which writes them, where it is
+    if is_first_process():  # rank 0 writes the files
         check_outputs(options)
     return options
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Raises a ConfigError if what is asked for could not be written in the end."""
+    """Raise a ConfigError if a requested output could not be written at the end."""
     tables = [options.csv / f"{name}.csv" for name in ("classes", "confusions")] if options.csv else []
     tables += [options.report / PAGE] if options.report else []
     output.check_outputs([*tables, *(Path(word) for word in (options.plot, options.json) if word and word != "-")])
@@ -133,7 +146,7 @@ def main() -> None:
 
 
 def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str, Any]:
-    """The model and data as the checkpoint says them, overridden by the command line."""
+    """Return the model and data of the checkpoint, overridden by the command line."""
     path = options.checkpoint
     source = Checkpoint(path) if path else None
     saved = source.options | source.preprocessing if source else {}
@@ -160,7 +173,7 @@ def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str
 
 
 def second_settings(options: argparse.Namespace, first: dict[str, Any]) -> dict[str, Any]:
-    """The same for the second model, on the data of the first."""
+    """Return the settings of the second model on the first model's data."""
     path = Path(options.against)
     is_file = path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors", ".bin")
     second = argparse.Namespace(**vars(options))
@@ -169,7 +182,7 @@ def second_settings(options: argparse.Namespace, first: dict[str, Any]) -> dict[
     second.model_kwargs, second.use_ema = options.against_model_kwargs, options.against_use_ema
     second.data_dir, second.dataset = first["data_dir"], first["dataset"]
     settings = resolve_settings(second, "--against-model")
-    if is_file:  # weights that come with their model say what they are for
+    if is_file:  # pretrained weights of timm specify their preprocessing
         settings |= {name: settings[name] or first[name] for name in ("num_classes", "img_size")}
     return settings | {name: first[name] for name in ("data_dir", "dataset", "split")}
 
@@ -187,7 +200,7 @@ def model_of(settings: dict[str, Any]) -> torch.nn.Module:
 
 @dataclass
 class Outcome:
-    """A result for each model, what a reader of it has to know, and what there is beside it for two models."""
+    """Results of the models, remarks for the reader, and the comparison of two models."""
 
     results: list[Evaluation]
     notes: list[str]
@@ -198,7 +211,7 @@ class Outcome:
 
 
 def validate(models, runs, options, device: torch.device, rank: int, world_size: int) -> Outcome:
-    """Runs the models, of the settings in `runs`, over the split."""
+    """Evaluate the models of the settings in `runs` on the split."""
     share_cores(device, options.workers)
     settings = runs[0]
     chosen = "img_size", "crop_pct", "interpolation", "mean", "std", "crop_mode"
@@ -257,10 +270,10 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
 
 
 def same_input(model: torch.nn.Module, own: dict[str, Any], shared: dict[str, Any]) -> torch.nn.Module:
-    """The second model on images that are prepared for the first.
+    """Adapt the second model to images that are prepared for the first.
 
     Raises:
-        ConfigError: They are of another size.
+        ConfigError: The models have different image sizes.
     """
     if own["input_size"] != shared["input_size"]:
         sizes = "{} and {}".format(shared["input_size"][1:], own["input_size"][1:])
@@ -274,10 +287,10 @@ def same_input(model: torch.nn.Module, own: dict[str, Any], shared: dict[str, An
 
 
 def report(runs: list[dict[str, Any]], models: list[torch.nn.Module], outcome: Outcome, options) -> None:
-    """Prints what was found and writes the files that were asked for.
+    """Print the results and write the requested files.
 
     Raises:
-        LostResultError: One or the other was not possible, and all else is done.
+        LostResultError: A result could not be written; all others were.
     """
     rows = [as_dict(*parts) for parts in zip(runs, models, outcome.results)]
     if options.against:
@@ -293,7 +306,7 @@ def report(runs: list[dict[str, Any]], models: list[torch.nn.Module], outcome: O
         write_files(runs, rows, outcome, options)
         if options.report:
             text += f"\n{options.report / PAGE}"
-    except OSError as error:  # of a full disk
+    except OSError as error:  # such as a full disk
         raise LostResultError(f"a file could not be written: {error}") from error
     finally:
         if options.json == "-":
@@ -347,7 +360,7 @@ def as_dict(settings: dict[str, Any], model: torch.nn.Module, result: Evaluation
 def as_comparison(rows: list[dict[str, Any]], outcome: Outcome) -> dict[str, Any]:
     found = outcome.comparison
     for row, speed in zip(rows, outcome.speeds):
-        row |= asdict(speed)  # in place of the speed of both models and the loader together
+        row |= asdict(speed)  # replaces the speed of both models and the loader together
     paired = {"top1": found.top1.as_dict(), "top5": found.top5.as_dict(), "agreement": found.agreement}
     return {"models": rows, "paired": paired, "notes": outcome.notes}
 

@@ -28,30 +28,33 @@ from .text import LONGEST_LABEL, label_of, printable
 
 _logger = logging.getLogger(__name__)
 
-VERSION = 3  # 1 knew no place within an epoch, 2 had the optimizer's parameters in another order
+VERSION = 3  # version 1 stored no position within an epoch, 2 had another order of the optimizer's parameters
 PARTS: dict[str, type] = {
     "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "num_images": int,
 }  # fmt: skip
-LARGEST = 1e6  # of a mean or standard deviation of pixels from 0 to 1, and one over the smallest
+LARGEST = 1e6  # largest mean or standard deviation of pixels in 0..1; its reciprocal is the smallest standard deviation
 MOST_CONFIG = 2**23  # bytes of config.json
 MOST_HEADER = 2**24  # bytes of the header of a .safetensors file, which may take 30 times as much memory
-MOST_OPTIONS = 10_000  # values in the options of a run
+MOST_OPTIONS = 10_000  # maximum number of values in the options of a run
 IN_FOLDER = "model.safetensors"  # the weights in a folder of `vil.export`
 PRODUCER = "vision-longhorn"  # in the metadata of .safetensors files that name their model
-MOST_RESAMPLED = 2**26  # values that resampling for images of another size may add to them
+MOST_RESAMPLED = 2**26  # maximum number of values that resampling to another image size may add
 MOST_TENSORS = 100_000  # of a .safetensors file
-READABLE = (zipfile.BadZipFile, SafetensorError, torch_files.TorchFileError)  # whose messages say what is wrong
+# errors whose messages explain the problem
+READABLE = (zipfile.BadZipFile, SafetensorError, torch_files.TorchFileError)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read, or used for this model; the message is printable, as names in it."""
+    """A checkpoint cannot be written, read, or used for this model. The message is printable, also if names in it are
+    not.
+    """
 
     def __init__(self, message: str):
         super().__init__(printable(message))
 
 
 class BrokenCheckpointError(CheckpointError):
-    """A file that cannot be read as a checkpoint: cut off, corrupt, or something else."""
+    """A file cannot be read as a checkpoint because it is truncated, corrupt, or of another format."""
 
 
 def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = None) -> None:
@@ -189,7 +192,7 @@ class Checkpoint:
             weights = without_wrappers(found.tensors)
         except StateDictError as error:
             raise CheckpointError(f"{self.path} {error}") from error
-        except Exception as error:  # of names that are not text, or of a file that is not a dict
+        except Exception as error:  # names that are not text, or a file that is not a dict
             raise _broken(file_of(self.path), error) from error
         if found.averaged and not (use_ema or self.is_ours) and is_first_process():
             _logger.warning("%s: using the EMA weights %s", self.path, found)
@@ -266,7 +269,9 @@ def labels_of(numbers: dict[str, int]) -> list[str]:
 
 
 def check_preprocessing(said: dict[str, Any], path: str | Path, channels: int = 3) -> None:
-    """Raises an error as `preprocessing` does, unless images of so many channels can be prepared as a file says."""
+    """Raise an error as `preprocessing` does, unless images with these channels can be prepared with the values of a
+    file.
+    """
     for name, least in {"mean": -LARGEST, "std": 1 / LARGEST}.items():
         values = said.get(name, [0.5])
         numbers = isinstance(values, list) and all(type(v) in (int, float) and least <= v <= LARGEST for v in values)
@@ -280,12 +285,12 @@ def check_preprocessing(said: dict[str, Any], path: str | Path, channels: int = 
 
 
 def pack_weights(weights: dict[str, torch.Tensor], options: dict[str, Any], metadata: dict[str, str]) -> bytes:
-    """The content of a .safetensors file that says its model.
+    """Return the content of a .safetensors file that stores its model's name and arguments.
 
     Args:
-        weights: A state dict, on the CPU.
-        options: Those of a run that make the model; `saved_config` finds them in the file.
-        metadata: Further entries of the file.
+        weights: State dict on the CPU.
+        options: Options of a run that define the model; `saved_config` reads them from the file.
+        metadata: Further metadata entries.
     """
     said = metadata | {"format": "pt", "producer": PRODUCER, "config": json.dumps(options)}
     said["digest"] = digest(weights, said)
@@ -293,9 +298,9 @@ def pack_weights(weights: dict[str, torch.Tensor], options: dict[str, Any], meta
 
 
 def digest(weights: Any, said: Any = None) -> str:
-    """A checksum of tensors by their names, and of texts, which changes with any bit of them; 100 MB take 0.05 s.
+    """Return a checksum of named tensors and texts, which takes 0.05 s for 100 MB.
 
-    It is CRC-32, which is against accidents: whoever changes a file on purpose can write another.
+    The checksum is CRC-32, which protects against accidents, but not against deliberate changes.
     """
     total = zlib.crc32(json.dumps(said or {}, sort_keys=True).encode())
     for name, value in sorted(weights.items() if isinstance(weights, dict) else (), key=lambda item: str(item[0])):
@@ -309,7 +314,7 @@ def _content(path: str | Path, whole: bool) -> Any:
     """Open, check and read a file from one file object."""
     path = file_of(path)
     if not path.is_file():
-        best = path.with_name("best.pt")  # of a folder that is a run's
+        best = path.with_name("best.pt")  # the folder may be a run folder
         is_of_run = path.name == IN_FOLDER and best.is_file()
         raise CheckpointError(f"there is no checkpoint {path}" + f": give {best}, to --resume last.pt" * is_of_run)
     if path.suffix in (".onnx", ".pt2"):
@@ -329,7 +334,7 @@ def _content(path: str | Path, whole: bool) -> Any:
             if name in content and digest(content[name], content.get("metadata")) != said:
                 raise torch_files.TorchFileError(f"the checksum of its {name} is wrong")
         return content
-    except Exception as error:  # what the readers raise on broken files has no common type
+    except Exception as error:  # readers raise various types for broken files
         if is_of_machine(error):  # the file may be intact
             raise CheckpointError(
                 f"{path} cannot be read: {cause_of(error)}. To continue, {remedy_for(error)}"
@@ -378,43 +383,45 @@ def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:
         content |= {"digest": {"state_dict": metadata.pop("digest")}, "metadata": metadata}
     said: dict[str, Any] = {name: metadata.get(name) for name in ("config", "label_names")}
     for name, text in said.items():
-        with suppress(ValueError, RecursionError):  # `Checkpoint` refuses what is not JSON
+        with suppress(ValueError, RecursionError):  # `Checkpoint` rejects values that are not JSON
             said[name] = text and json.loads(text)
     return {"version": VERSION, **content, **said}
 
 
 def _is_unfit(tensor: Any) -> str | None:
-    """Why a value of a state dict can be no weight, or None."""
+    """Return why a value of a state dict cannot be a weight, or None."""
     if not isinstance(tensor, torch.Tensor):
         return f"is no tensor but {type(tensor).__name__}"
     if tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() == 1):
         return f"is a tensor of {tensor.dtype}"
-    if tensor.is_floating_point() and not tensor.float().isfinite().all():  # as models compute with it
+    if tensor.is_floating_point() and not tensor.float().isfinite().all():  # as models do
         return "has values that are not finite"
     return None
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) -> None:
-    """Loads all of a model's weights from those of `read_weights`.
+    """Load all weights of a model from the result of `read_weights`.
 
     Raises:
-        CheckpointError: They are of another architecture or number of classes than the model.
+        CheckpointError: The weights have another architecture or number of classes than the model.
     """
     try:
         wanted, given = (sum(math.prod(tensor.shape) for tensor in w.values()) for w in (model.state_dict(), weights))
         if wanted > 4 * given + MOST_RESAMPLED:
             raise ValueError(f"it has {wanted} values, and the file {given}")
-        # a model without memory of its own takes the file's
+        # a model on the meta device uses the file's memory
         own = within_own_prefix(weights, model.state_dict())
         model.load_state_dict(fitted(own, model), assign=any(p.is_meta for p in model.parameters()))
-    except Exception as error:  # of timm's filters, and of names that are no text
+    except Exception as error:  # timm's filters and names that are not text raise various types
         lines = [line.strip()[:400] for line in str(error).splitlines()]
         reason = " ".join(lines[:6]) + parts_of(map(str, weights))
         raise CheckpointError(f"{path} does not fit the model: {reason}") from error
 
 
 def fitted(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Weights as they are if they have the model's shapes, or as timm's filter for it fits them to these."""
+    """Return the weights unchanged if they have the model's shapes, otherwise adapted by timm's filter for the
+    model.
+    """
     fit = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     if fit is None or {n: w.shape for n, w in weights.items()} == {n: t.shape for n, t in model.state_dict().items()}:
         return weights

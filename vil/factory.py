@@ -1,4 +1,4 @@
-"""Building the model of a run, with errors that a user can act on."""
+"""Creation of models from names and weights, with errors that a user can act on."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def create_model(
         given = _first_blocks(source.weights(), arguments.get("depth"))
         weights = _adapted(model, arguments, given, source, start=True)
         weights, head = _fit_head(model, weights, source, label_names)
-        classes = _classes_of(model, weights) or -1  # timm: -1 for a new head
+        classes = _classes_of(model, weights) or -1  # timm creates a new head for -1
         start = dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
         created = _create(model, arguments, **start)
         own = created.state_dict().keys()
-        if start and 2 * len(there := fitted(weights, created).keys() & own) < len(own):  # timm goes on
+        if start and 2 * len(there := fitted(weights, created).keys() & own) < len(own):  # timm would continue
             raise RuntimeError(f"{len(there)} of its {len(own)} tensors are in {source}")
     except RuntimeError as error:
         names = [] if timm.is_model(model) else timm.list_models()
         unknown = nearest(model, names) or "; timm.list_models() has those that there are" * bool(names)
         parts = parts_of(given) if source else ""
-        reason = printable(one_line(error, 2000) + parts)  # with names of tensors in it
+        reason = printable(one_line(error, 2000) + parts)  # the error may contain names of tensors
         raise ConfigError(f"cannot create the model {model}: {reason}{unknown}{_how_it_was_built(source)}") from error
-    except Exception as error:  # of arguments that are not what the model expects
+    except Exception as error:  # unexpected arguments raise various types
         raise ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}") from error
     if source:
         taken = printable(_what_was_taken(created, weights, given))
@@ -78,20 +78,21 @@ def create_model(
 def _create(model: str, arguments: dict[str, Any], **start: Any) -> nn.Module:
     try:
         created: Any = timm.create_model(model, **arguments | start)
-        # not in the config, whose keys timm knows: it could not read what its push_to_hf_hub writes
+        # an attribute instead of a config entry, because timm could not read configs that its push_to_hf_hub writes
+        # with it
         created.model_args = arguments
         return created
-    except TypeError as error:  # ResNet and its like take images of any size, and no argument that says it
+    except TypeError as error:  # ResNet and similar models accept images of any size, and no img_size argument
         unknown = [name for name in ("img_size", "drop_path_rate") if name in arguments and f"'{name}'" in str(error)]
         if not unknown:
             raise
         if unknown == ["drop_path_rate"] and arguments["drop_path_rate"]:
-            raise TypeError("it has no stochastic depth, so give --drop-path 0") from error
+            raise TypeError("the model does not support stochastic depth: set --drop-path 0") from error
     return _create(model, {name: value for name, value in arguments.items() if name not in unknown}, **start)
 
 
 def _first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
-    """Weights without the blocks from number `depth` on, if that is given; ours, or under ViM's published names."""
+    """Return the weights without the blocks from index `depth` on, for our names and ViM's published names."""
     blocks = {name: re.match(r"(?:blocks|layers)\.(\d+)\.", name) for name in weights}
     later = {name for name, block in blocks.items() if block and isinstance(depth, int) and int(block[1]) >= depth}
     return {name: tensor for name, tensor in weights.items() if name not in later}
@@ -100,12 +101,14 @@ def _first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
 def _adapted(
     model: str, arguments: dict[str, Any], weights: dict[str, Tensor], source: Checkpoint, start: bool = False
 ) -> dict[str, Tensor]:
-    """Weights with positions for the model's grid of patches, if their file says from which: it need not be square.
+    """Resample the position embeddings to the model's patch grid if the file stores its own grid, which need not be
+    square.
 
-    Pooled models have the weights of others and compute something else: to `start` from these is worth a warning.
+    Pooled and other models have interchangeable weights but compute different functions, so `start`ing from the other
+    kind logs a warning.
 
     Raises:
-        ConfigError: A pooled model is to have all weights of one that is not, or the other way round.
+        ConfigError: All weights of a pooled model would be loaded into another model, or vice versa.
     """
     said, positions = _said_by(source), weights.get("pos_embed")
     if "model" not in said or positions is None:
@@ -119,7 +122,7 @@ def _adapted(
         difference = f"{source} is of {said['model']}, whose scans read other tokens than those of {model}"
         if not start:
             raise ConfigError(f"{difference}: name {said['model']}")
-        warn(__name__, "%s: it learns more from weights of its own form", difference)
+        warn(__name__, "%s: weights of the same kind of model are a better start", difference)
     if positions.shape != built.pos_embed.shape:
         return weights
     grids = target.patch_embed.grid_size, built.patch_embed.grid_size
@@ -152,7 +155,7 @@ def _heads_of(model: str) -> tuple[str, ...]:
 
 
 def _classes_of(model: str, weights: dict[str, Tensor]) -> int:
-    """Return the number of classes of a file's head; 0 without a head."""
+    """Return the number of classes of a file's head, by timm's name of the head; 0 without a head."""
     name = f"{_heads_of(model)[0]}.bias"
     return weights[name].numel() if name in weights else 0
 
@@ -177,7 +180,7 @@ def _fit_head(
 
 
 def _what_was_taken(model: nn.Module, weights: dict[str, Tensor], given: dict[str, Tensor]) -> str:
-    """How the tensors `given` by a file were used by the model that was started from them, once on its grid."""
+    """Describe how a model that was started from a file used the file's tensors `given`."""
     own = model.state_dict()
     adapted = fitted(weights, model)
     taken = [n for n in own if n in adapted and torch.equal(adapted[n].to(own[n]), own[n])]
@@ -197,7 +200,7 @@ def load_model(model: str, path: str | Path | Checkpoint, use_ema: bool = False,
     """
     source = Checkpoint.of(path)
     weights = _adapted(model, arguments, source.weights(use_ema), source)
-    with torch.device("meta"):  # a file that asks for more than it holds is refused before memory is taken
+    with torch.device("meta"):  # reject a file that claims more than it holds before allocating memory
         load_weights(create_model(model, **arguments), weights, source.path)
     loaded = create_model(model, **arguments)
     load_weights(loaded, weights, source.path)
@@ -207,35 +210,35 @@ def load_model(model: str, path: str | Path | Checkpoint, use_ema: bool = False,
 def from_checkpoint(
     path: str | Path | Checkpoint, model: str | None = None, *, use_ema: bool | None = None, **arguments: Any
 ) -> nn.Module:
-    """A trained model, on the CPU and in evaluation mode, which knows what images it is for and what its classes are.
+    """Load a trained model on the CPU in eval mode, with its preprocessing and class names.
 
-    `timm.data.resolve_model_data_config(model)` gives their size, mean, standard deviation, crop and interpolation, as
-    `validate.py` prepares them; `model.pretrained_cfg["label_names"]` are the names of the classes by their numbers,
-    where the file says them.
+    `timm.data.resolve_model_data_config(model)` returns the size, mean, standard deviation, crop and interpolation of
+    its images, as `validate.py` prepares them. `model.pretrained_cfg["label_names"]` are the class names by index, if
+    the file stores them.
 
     Args:
-        path: A checkpoint of train_imagenet.py or a file or folder of weights of `vil.export`, which say their model
-            with its arguments, or any other file of weights.
-        model: timm's name of the model, where the file does not say it.
-        use_ema: Take the moving average of the weights. None: if the file says that it is better (best.pt does).
-        arguments: The model's, in place of what the file says; with `img_size` it is fitted to images of another size,
-            with `num_classes=0` it gives pooled features, without the file's head.
+        path: A checkpoint of train_imagenet.py or a file or folder of weights of `vil.export`, which store the model's
+            name and arguments, or any other file of weights.
+        model: timm's name of the model, if the file does not store it.
+        use_ema: Load the EMA weights. None loads them if the file says that they are better (best.pt does).
+        arguments: Keyword arguments of the model that override those of the file. `img_size` adapts the model to
+            another image size; `num_classes=0` removes the head, so that the model returns pooled features.
 
     Raises:
-        ConfigError: The file does not say its model and `model` is not given, there is no such model, or it does not
-            take the arguments.
-        CheckpointError: The file is missing or corrupt, or of another architecture or number of classes.
+        ConfigError: The file does not store its model's name and `model` is not given, the model is unknown, or it does
+            not support the arguments.
+        CheckpointError: The file is missing or corrupt, or has another architecture or number of classes.
     """
     source = Checkpoint.of(path)
     saved = source.options
     name = model or saved.get("model")
     if not name:
         call = f"vil.from_checkpoint({str(source)!r}, 'vim_tiny')"
-        raise ConfigError(f"{source} does not say its model: give the name as well, {call}")
+        raise ConfigError(f"{source} does not store its model's name: pass the name, {call}")
     said = {option: saved[option] for option in ("num_classes", "img_size") if saved.get(option)}
     arguments = said | (saved.get("model_kwargs") or {}) | arguments
     without_head = arguments.get("num_classes") == 0
-    if without_head:  # it is loaded with the head that the file has
+    if without_head:  # load the model with the file's head first
         arguments["num_classes"] = said.get("num_classes") or _classes_of(name, source.weights())
     if use_ema is None:
         use_ema = bool(source.average_is_best)
@@ -271,7 +274,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def input_size(model: Any, config: dict[str, Any] | None = None) -> tuple[int, int, int]:
-    """The channels, height and width that a model was built for, which timm's `config` of its images may not know."""
+    """Return the channels, height and width that a model was built for, which timm's data `config` may not contain."""
     channels, *size = (config or resolve_model_data_config(model))["input_size"]
     size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
     return getattr(model, "in_chans", channels), *size
@@ -294,6 +297,6 @@ def data_config_of(model: Any, **chosen: Any) -> dict[str, Any]:
     """
     model = unwrapped(model)
     if (channels := getattr(model, "in_chans", 3)) != 3:
-        raise ConfigError(f"the model takes images of {channels} channels, and pictures have 3")
+        raise ConfigError(f"the model must accept images of 3 channels, got {channels}")
     config = chosen_data_config(model, **chosen)
     return config | {"input_size": input_size(model, config)}

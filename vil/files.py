@@ -31,9 +31,10 @@ T = TypeVar("T")
 UNFINISHED = r"\..+\.[0-9a-f]{16}\.vil\.tmp"  # names of unfinished files, which no other program uses
 PATIENCE = 10  # seconds to wait for a folder's lock, because the workers of a killed run outlive it for some seconds
 BACK_OFFS = (0.1, 0.4, 1.5, 3.0, 5.0)  # seconds between two attempts to read, 10 in all
-IN_USE = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)  # of a lock that another process holds
-UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # of fsync
-MOST_HOLDER = 1000  # bytes of .holder that are shown
+IN_USE = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)  # error codes of a lock that another process holds
+# error codes of unsupported fsync
+UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
+MOST_HOLDER = 1000  # maximum bytes of .holder to show
 REMEDIES = {
     "make room there": (errno.ENOSPC, errno.EDQUOT),
     "give this user the permission": (errno.EACCES, errno.EPERM),
@@ -47,21 +48,18 @@ REMEDIES = {
 
 
 class FolderInUseError(RuntimeError):
-    """Another run holds the folder."""
+    """Another run holds the folder's lock."""
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Return whether an error is the machine's, as of a disk or its memory, and not of a file's content.
-
-    Readers of damaged files raise OSErrors without a number, or with EINVAL if they seek to a negative position.
-    """
+    """Return whether an error comes from the machine, such as its disk or memory, instead of a file's content."""
     if isinstance(error, OSError):
         return error.errno not in (None, errno.EINVAL)
     return isinstance(error, MemoryError) or (type(error) is RuntimeError and "allocate memory" in str(error))
 
 
 def machine_error_in(error: BaseException | None) -> BaseException | None:
-    """Return the error of the machine that led to an error, as to one of PyTorch's writer; None if there is none."""
+    """Return the machine's error that caused an error, such as one of PyTorch's writer; None if there is none."""
     while error is not None and not is_of_machine(error):
         error = error.__cause__ or error.__context__
     return error
@@ -178,7 +176,7 @@ def _sync_folder(folder: Path) -> None:
         return
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # a folder that may be written to need not be readable
+    except PermissionError:  # a writable folder need not be readable
         return
     try:
         _sync(descriptor, folder)

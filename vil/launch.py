@@ -1,4 +1,4 @@
-"""What launchers (torchrun, Slurm) tell a process in its environment."""
+"""Environment variables that launchers (torchrun, Slurm) set for a process."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ def is_first_process() -> bool:
 
 
 def named_processes() -> str:
-    """Return the variables of the environment that say which processes were started."""
+    """Return the environment variables that specify which processes were started."""
     names = "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
     return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
 
 def launch_error() -> str | None:
-    """Return why the processes that the environment names cannot meet, or None.
+    """Return why the processes that the environment names cannot form a process group, or None.
 
-    timm and PyTorch read WORLD_SIZE or else SLURM_NTASKS, and meet the other processes at MASTER_ADDR and MASTER_PORT.
-    An interactive Slurm job or a stray variable names processes that nobody has started.
+    timm and PyTorch read WORLD_SIZE or, if it is missing, SLURM_NTASKS, and connect to the other processes at
+    MASTER_ADDR and MASTER_PORT. An interactive Slurm job or a stray variable names processes that nobody has started.
     """
     name = next((name for name in ("WORLD_SIZE", "SLURM_NTASKS") if name in os.environ), None)
     if name is None:
         return None
-    by_slurm = "SLURM_PROCID" in os.environ  # as timm tells Slurm from torchrun
+    by_slurm = "SLURM_PROCID" in os.environ  # timm distinguishes Slurm from torchrun in this way
     needed = ("MASTER_ADDR", "MASTER_PORT") if by_slurm else ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
     numbers = [name for name in (name, "RANK", "SLURM_PROCID", "MASTER_PORT") if name in os.environ]
     missing = [name for name in needed if not os.environ.get(name)]

@@ -1,4 +1,4 @@
-"""Results and errors of commands, and tables that open as text in a spreadsheet."""
+"""Output of commands: results, one-line errors, and CSV tables that are safe in spreadsheets."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .config import ConfigError
 from .files import write_atomically
 from .text import label_of
 
-FORMULAS = "=+-@＝＋－＠"  # that begin one in a spreadsheet
+FORMULAS = "=+-@＝＋－＠"  # characters that start a formula in a spreadsheet
 
 
 def check_outputs(paths: Iterable[Path]) -> None:
-    """Raises a ConfigError if a file that is asked for could not be written in the end."""
+    """Raise a ConfigError if a requested output file could not be written at the end."""
     for path in paths:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and not path.is_file():
-                raise FileExistsError("there is something that is no file")
+                raise FileExistsError("it exists but is not a regular file")
             write_atomically(probe := path.with_name(f".{path.name}.{os.getpid()}"), b"")
             probe.unlink()
         except OSError as error:
@@ -34,15 +34,15 @@ def check_outputs(paths: Iterable[Path]) -> None:
 
 
 class LostResultError(RuntimeError):
-    """Nobody took what a command was asked for."""
+    """A requested result could not be written."""
 
 
 @contextmanager
 def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
-    """Ends a command with one line where its input, or what is asked for, is at fault, or Ctrl-C stops it.
+    """Exit with a one-line message for errors of the input or options, or for Ctrl-C.
 
     Args:
-        others: Types of errors that the command foresees beside those of all.
+        others: Additional exception types to handle.
     """
     foreseen: tuple[type[Exception], ...] = (ConfigError, CheckpointError, LostResultError, *others)
     try:
@@ -51,24 +51,25 @@ def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)  # as a shell expects it
+        sys.exit(128 + signal.SIGINT)  # the exit status that shells expect
 
 
 def print_result(text: str) -> None:
-    """Prints what a command was asked for.
+    """Print the result of a command.
 
     Raises:
-        LostResultError: Standard output does not take it.
+        LostResultError: stdout cannot be written to.
     """
     try:
         print(text, flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would try again at its end
-        raise LostResultError(f"the standard output did not take the result: {error}") from error
+        # otherwise the interpreter would flush again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise LostResultError(f"failed to write the result to stdout: {error}") from error
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """A table as CSV. Text is printable and quoted, and no spreadsheet takes it for a formula."""
+    """Return a table as CSV with printable, quoted text that no spreadsheet interprets as a formula."""
 
     def cell(value: Any) -> Any:
         if not isinstance(value, str):

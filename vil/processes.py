@@ -1,4 +1,4 @@
-"""The processes of a run: one a GPU, or several on a CPU, started by torchrun or Slurm."""
+"""Process group of a run: one process for each GPU, or several on a CPU, started by torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -25,24 +25,27 @@ from .config import ConfigError
 from .launch import is_first_process, launch_error, named_processes
 from .streams import exit_at_once
 
-GRACE = 20  # seconds in which a process may notice by itself that another is gone
-RESTART = 120  # seconds in which all processes have been started again, if they are
-# the notices of cluster schedulers, and what torchrun passes on when its terminal is closed; Windows has SIGTERM alone
+GRACE = 20  # seconds for a process to notice by itself that another process is gone
+RESTART = 120  # seconds to wait for all processes after a restart
+# signals of cluster schedulers, and SIGHUP, which torchrun forwards when its terminal closes; Windows has only SIGTERM
 NOTICES = ("SIGTERM", "SIGUSR1", *(["SIGHUP"] if "TORCHELASTIC_RUN_ID" in os.environ else []))
 SCHEDULERS_SIGNALS = tuple(getattr(signal, name) for name in NOTICES if hasattr(signal, name))
-UNMET = (ValueError, *([dist.DistError] if dist.is_available() else []))  # raised where processes do not meet
+# raised if the process group cannot be initialized
+UNMET = (ValueError, *([dist.DistError] if dist.is_available() else []))
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to get when the parent dies
 
 
 def join_processes(device: str) -> tuple[torch.device, int, int]:
-    """Meets the other processes, if there are any; returns this one's device, its rank and their number.
+    """Initialize the process group if there are several processes; return this process's device, rank and the world
+    size.
 
     Raises:
-        ConfigError: They do not meet.
+        ConfigError: The process group cannot be initialized.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()  # where torchrun itself is killed, its processes would go on, beside those of the next start
-    # the host's own messages go over gloo, which does not wait for a GPU and notices at once that a process is gone
+        # if torchrun is killed, its processes would otherwise keep running beside those of the next start
+        end_with_parent()
+    # the host communicates over gloo, which does not wait for a GPU and notices at once that a process is gone
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else None
     process = SimpleNamespace(device=device, dist_backend=backend, dist_url="vil://")
     with hearing_signals():
@@ -50,16 +53,16 @@ def join_processes(device: str) -> tuple[torch.device, int, int]:
     if process.world_size > 1:
         global _watch
         _watch = _Watch(process.rank, process.world_size)
-        sum_over_processes(torch.zeros(()))  # or one that has an error to tell would end while another still joins
+        sum_over_processes(torch.zeros(()))  # otherwise a process that fails could exit while another is still joining
         _watch.start()
     return chosen, process.rank, process.world_size
 
 
 def init_processes(process: SimpleNamespace) -> torch.device:
-    """Initialize the process group if the environment names several processes, as timm's `init_distributed_device`.
+    """Initialize the process group if the environment names several processes, like timm's `init_distributed_device`.
 
     Raises:
-        ConfigError: These processes cannot meet or do not meet. The message names the variables and the remedy.
+        ConfigError: The process group cannot be initialized. The message names the variables and the remedy.
     """
     if problem := launch_error():
         raise ConfigError(problem)
@@ -75,8 +78,9 @@ def init_processes(process: SimpleNamespace) -> torch.device:
 
 @contextmanager
 def hearing_signals() -> Iterator[None]:
-    """Has a thread call the handlers of signals: this one may wait, in PyTorch or for a thread, and run none then."""
-    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():  # which have no such place
+    """Run signal handlers in another thread, because the main thread cannot run them while it waits in PyTorch."""
+    # signal.set_wakeup_fd is not available here
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return
     reader, writer = os.pipe()
@@ -99,19 +103,19 @@ def hearing_signals() -> Iterator[None]:
 
 
 def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
-    """On Linux this process gets a signal when the one that started it is gone."""
+    """On Linux, send this process a signal when its parent process dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
 
 
 def warn(module: str, message: str, *values: object) -> None:
-    """Logs a warning of a module in the first process alone."""
+    """Log a warning of a module on rank 0 only."""
     if is_first_process():
         logging.getLogger(module).warning(message, *values)
 
 
 def leave_processes() -> None:
-    """Ends the connection to the other processes, once all of them have got here."""
+    """Destroy the process group after all processes have called this."""
     if _watch:
         sum_over_processes(torch.zeros(()))
         _watch.end()
@@ -119,9 +123,10 @@ def leave_processes() -> None:
 
 
 class _Watch(threading.Thread):
-    """Ends this process if the next one ends before `leave_processes`, and so, one after the other, all of them.
+    """Terminate this process if the next rank exits before `leave_processes`, so that a failure reaches all ranks.
 
-    A process that waits for its GPU would not notice: what other GPUs are to send never comes, and NCCL waits for it.
+    Otherwise a process that waits for its GPU would not notice the failure, because NCCL waits forever for missing
+    data.
     """
 
     def __init__(self, rank: int, world_size: int):
@@ -139,7 +144,7 @@ class _Watch(threading.Thread):
             exit_at_once(1)
 
     def end(self) -> None:
-        """All processes call it."""
+        """End the watch; all processes must call this."""
         dist.send(torch.zeros(()), self.previous, self.group)
         self.join()
 
@@ -148,9 +153,10 @@ _watch: _Watch | None = None
 
 
 def _rendezvous(url: str, **kwargs):
-    """PyTorch's, by environment variables, but processes that torchrun has restarted do not find those of before.
+    """Rendezvous by environment variables as in PyTorch, but restarted processes do not see the addresses before the
+    restart.
 
-    torchrun keeps its store over restarts, and in it the addresses of processes that are gone.
+    torchrun keeps its store across restarts, with the addresses of processes that no longer exist.
     """
     for store, rank, world_size in dist.rendezvous(url.replace("vil:", "env:"), **kwargs):
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -161,7 +167,9 @@ def _rendezvous(url: str, **kwargs):
 
 
 def _wait_for_all(store: dist.Store, rank: int, world_size: int) -> None:
-    """For a torchrun that starts its processes again after another machine has been lost, with the torchrun there."""
+    """Wait for all processes, because torchrun may restart its own although another machine and its torchrun are
+    lost.
+    """
     store.set(f"rank {rank}", "")
     try:
         store.wait([f"rank {other}" for other in range(world_size)], datetime.timedelta(seconds=RESTART))
@@ -172,19 +180,19 @@ def _wait_for_all(store: dist.Store, rank: int, world_size: int) -> None:
         )
 
 
-if dist.is_available():  # not in every build of PyTorch
+if dist.is_available():  # some builds of PyTorch lack torch.distributed
     dist.register_rendezvous_handler("vil", _rendezvous)
 
 
 def sum_over_processes(value: Tensor) -> Tensor:
-    """Adds up a tensor in place."""
+    """All-reduce a tensor in place by summation."""
     if dist.is_initialized():
         dist.all_reduce(value)
     return value
 
 
 def interleave_over_processes(mine: Tensor) -> Tensor:
-    """The rows (N, ...) of all processes, of which each gives one in turn, as long as it has some."""
+    """Gather the rows (N, ...) of all ranks in round-robin order."""
     if not dist.is_initialized():
         return mine
     counts = [torch.tensor(0, device=mine.device) for _ in range(dist.get_world_size())]
@@ -199,16 +207,16 @@ def interleave_over_processes(mine: Tensor) -> Tensor:
 
 
 class FirstProcessError(RuntimeError):
-    """The process of rank 0 has failed, for the reason given."""
+    """Rank 0 has failed for the given reason."""
 
 
 def from_first_process(function: Callable[[], Any]) -> Any:
-    """Gives every process the result of `function` in the process of rank 0: tensors, numbers, text and lists of them.
+    """Broadcast the result of `function` from rank 0: tensors, numbers, text and lists of them.
 
-    Nothing else is passed on, so that no other program on the network could have a process run what it likes.
+    No other types are transferred, so that no program on the network can make a process run code.
 
     Raises:
-        FirstProcessError: `function` has raised an error in the process of rank 0, which raises that itself.
+        FirstProcessError: `function` raised an error on rank 0; rank 0 itself raises that error.
     """
     if not dist.is_initialized():
         return function()

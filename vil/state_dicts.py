@@ -8,17 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-RAW = ("state_dict", "model_state_dict", "model", "net", "module")  # timm, PyTorch's tutorials, DeiT, DeepSpeed
+# keys of timm, PyTorch's tutorials, DeiT and DeepSpeed
+RAW = ("state_dict", "model_state_dict", "model", "net", "module")
 AVERAGED = ("state_dict_ema", "model_ema", "ema")
 # attributes of wrappers: within names, in front of some names, and in front of all names (Lightning's modules)
 INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 IN_FRONT = "module."
 OF_ALL = ("model.", "net.")
-COUNTER = "n_averaged"  # in PyTorch's AveragedModel, beside its module
+COUNTER = "n_averaged"  # counter of PyTorch's AveragedModel, beside its module
 
 
 class StateDictError(ValueError):
-    """A checkpoint whose state dict cannot be told without guessing."""
+    """A checkpoint's state dict cannot be identified without guessing."""
 
 
 class Found(NamedTuple):

@@ -21,10 +21,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # the first two pickles of a file without an archive
-PART_BYTES = 64  # of an archive for each part, at least: two headers
-DEEPEST, MOST = 20, 2_000_000  # levels of nested values (checkpoints have about five), and values of all levels
-MOST_CHARACTERS = 2**24  # of all texts, because a pickle can refer to one text many times
+MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # contents of the first two pickles of a legacy file
+PART_BYTES = 64  # minimum bytes of an archive for each part: two headers
+# maximum levels of nested values (checkpoints have about five), and maximum number of values
+DEEPEST, MOST = 20, 2_000_000
+MOST_CHARACTERS = 2**24  # maximum total length of texts, because a pickle can refer to one text many times
 MOST_ARGUMENTS, MOST_DIMENSIONS = 8, 64
 LARGEST, LARGEST_KEY = 2**128, 2**32  # integers; a dict of large keys can be slow, because their hashes collide
 
@@ -39,7 +40,7 @@ WITHOUT_EFFECT = {"PROTO", "FRAME"}
 
 
 class TorchFileError(ValueError):
-    """A file is damaged, or holds what weights do not need. The message says which."""
+    """A file is damaged, or contains values that weights do not need. The message gives the reason."""
 
 
 def load(file: BinaryIO, whole: bool = True) -> Any:
@@ -59,7 +60,7 @@ def load(file: BinaryIO, whole: bool = True) -> Any:
     is_archive = file.read(4) == b"PK\3\4"
     file.seek(0)
     content = (_load_archive if is_archive else _load_legacy)(file, _Machine(size, whole))
-    refuse_growth(content, MOST, 2 * size)  # twice, because two names may share a tensor
+    refuse_growth(content, MOST, 2 * size)  # twice the size, because two names may share a tensor
     return content
 
 
@@ -92,14 +93,14 @@ def _load_legacy(file: BinaryIO, machine: _Machine) -> Any:
     _check_byte_order(system["little_endian"])
     content = machine.run(file)
     for key in machine.run(file) if machine.whole else ():
-        file.read(8)  # the number of elements
+        file.read(8)  # skip the number of elements
         _fill(machine.storages[key], file)
     return content
 
 
 def _check_byte_order(is_little: bool) -> None:
     if is_little != (sys.byteorder == "little"):
-        raise TorchFileError("it is in the byte order of other machines")
+        raise TorchFileError("its byte order is not that of this machine")
 
 
 def _fill(storage: Tensor, values: Any) -> None:
@@ -169,7 +170,7 @@ class _Machine:
                 state = stack.pop()
                 if type(stack[-1]) not in (OrderedDict, argparse.Namespace) or type(state) is not dict:
                     raise TorchFileError(f"it sets attributes of {type(stack[-1]).__name__}")
-                stack[-1].__dict__ = state  # not a copy, because many objects may have one state
+                stack[-1].__dict__ = state  # not a copy, because many objects may share one state
             elif name == "BINPERSID":
                 stack.append(self.storage(stack.pop()))
             elif name == "STOP":
@@ -188,7 +189,9 @@ class _Machine:
             length = count * dtype.itemsize
             self.stored += length
             if not 0 <= length <= self.stored <= self.size:
-                raise TorchFileError(f"its tensors have {self.stored} bytes or more, and the file {self.size}")
+                raise TorchFileError(
+                    f"its tensors have at least {self.stored} bytes, but the file has only {self.size}"
+                )
             self.storages[key] = torch.empty(length, dtype=torch.uint8, device="cpu" if self.whole else "meta")
         return self.storages[key].view(dtype)
 
@@ -279,7 +282,7 @@ GLOBALS: dict[str, Any] = {
     **{f"{module} {name}Storage": kind for name, kind in STORAGES.items() for module in ("torch", "torch.cuda")},
     **{f"torch {name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "torch.storage UntypedStorage": torch.uint8,
-    "torch._tensor Tensor": None,  # an argument of `_of_subclass`
+    "torch._tensor Tensor": None,  # argument of `_of_subclass`
     "torch Tensor": None,
     "torch Size": _numbers,
     "torch device": _device,
@@ -290,7 +293,7 @@ GLOBALS: dict[str, Any] = {
     "torch._utils _rebuild_parameter_with_state": _parameter,
     "torch._tensor _rebuild_from_type_v2": _of_subclass,
     "collections OrderedDict": _ordered_dict,
-    "argparse Namespace": _namespace,  # of ViM's training script, which stores its options beside the weights
+    "argparse Namespace": _namespace,  # ViM's training script stores its options beside the weights
     "builtins complex": _complex,
     "__builtin__ complex": _complex,
 }
@@ -312,7 +315,9 @@ def refuse_growth(content: Any, most: int, most_bytes: float = math.inf) -> None
         characters += sum(len(value) for value in level if isinstance(value, str))
         claimed += sum(value.numel() * value.element_size() for value in level if isinstance(value, Tensor))
         if claimed > most_bytes:
-            raise TorchFileError(f"its tensors have {claimed} bytes or more, and the file {int(most_bytes) // 2}")
+            raise TorchFileError(
+                f"its tensors have at least {claimed} bytes, but the file has only {int(most_bytes) // 2}"
+            )
         if values > most or characters > MOST_CHARACTERS:
             raise TorchFileError(f"it has more than {most} values, or {MOST_CHARACTERS} characters in its texts")
     if level:

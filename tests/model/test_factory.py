@@ -61,7 +61,9 @@ def test_a_model_of_images_of_any_size_needs_not_be_told_it(tmp_path):
     with pytest.raises(ConfigError, match="unexpected keyword argument 'depths'"):
         create_model("resnet18", img_size=64, depths=3)
     create_model("densenet121", img_size=64, drop_path_rate=0.0, growth_rate=4)  # takes neither
-    with pytest.raises(ConfigError, match=r"model densenet121: .* no stochastic depth, so give --drop-path 0$"):
+    with pytest.raises(
+        ConfigError, match=r"model densenet121: .*does not support stochastic depth: set --drop-path 0$"
+    ):
         create_model("densenet121", drop_path_rate=0.1)
     words = ["--model", "dla34", "--data-dir", "x", "--drop-path", "0", "--grad-checkpointing"]
     with pytest.raises(ConfigError, match="^dla34 does not support activation checkpointing"):
@@ -166,7 +168,7 @@ def test_weights_are_not_taken_for_those_of_a_model_that_reads_other_tokens(name
     create_model(name, str(path), **arguments)
     assert "other tokens" not in caplog.text
     create_model(other, str(path), **arguments)
-    assert f"is of {name}, whose scans read other tokens than those of {other}: it learns more from" in caplog.text
+    assert f"is of {name}, whose scans read other tokens than those of {other}: weights of the same kind" in caplog.text
 
 
 def test_weights_of_others_need_the_name_of_their_model(tmp_path):

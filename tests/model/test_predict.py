@@ -316,7 +316,7 @@ def test_what_cannot_be_is_one_line(words, error, checkpoint, photos, tmp_path, 
 def test_a_model_without_classes_or_a_missing_checkpoint_is_said():
     with pytest.raises(ConfigError, match="no classes to predict"):
         vil.predict(small(img_size=32, patch_size=8, num_classes=0), np.zeros((32, 32, 3), np.uint8))
-    with pytest.raises(ConfigError, match="takes images of 1 channels, and pictures have 3"):
+    with pytest.raises(ConfigError, match="must accept images of 3 channels, got 1"):
         vil.predict(small(img_size=32, patch_size=8, in_chans=1), np.zeros((32, 32), np.uint8))
     with pytest.raises(ConfigError, match=r"the model makes \(1, 17, 5\) of 1 images, and no row of classes each"):
         vil.predict(small(img_size=32, patch_size=8, num_classes=5, global_pool=""), np.zeros((32, 32, 3), np.uint8))

@@ -140,7 +140,7 @@ def test_a_nan_and_then_a_broken_checkpoint_lose_nothing(undisturbed, start, rng
     os.truncate(last, size)
     assert_same(start().finished(), undisturbed().result())
     assert "last.pt cannot be read as a checkpoint" in two.said()
-    assert "previous.pt, the checkpoint before it" in two.said()
+    assert "previous.pt, the previous checkpoint" in two.said()
     assert last.with_suffix(".broken").stat().st_size == size
 
 

@@ -422,7 +422,11 @@ def exported():
         ("model.pth", exported(), "PytorchStreamReader failed|it holds no tensors"),
         ("model.onnx", onnx := b"\x08\n\x12\x07pytorch", "it is an exported program"),
         ("onnx.bin", onnx, "it holds no tensors"),
-        ("order.pt", in_the_byte_order_of("big"), "the byte order of other machines"),  # PyTorch dies of shapes alone
+        (
+            "order.pt",
+            in_the_byte_order_of("big"),
+            "its byte order is not that of this machine",
+        ),  # PyTorch dies of shapes alone
         ("program.pt", program(), "it is a TorchScript program"),
         ("legacy.tar", bytes(10240), "it holds no tensors"),
         ("code.pt", saved(pathlib.PurePosixPath("x")), r"it holds pathlib.*PurePosixPath, .* nothing .* may run code"),
@@ -644,7 +648,7 @@ def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(
         ("a: &x 1\nb: *x", r"c.yaml has an alias \(\*\)"),
         ("model_kwargs: !!python/object/apply:os.system [id]", "c.yaml is not YAML: could not determine a constructor"),
         ("opt: admw", "opt 'admw' is unknown; did you mean 'adamw'"),
-        ("aa: rand-q9", "aa 'rand-q9' is no policy that timm knows, like rand-m9-mstd0.5-inc1 or 3a"),
+        ("aa: rand-q9", "aa must be a policy of timm, such as rand-m9-mstd0.5-inc1 or 3a, got 'rand-q9'"),
         (b"lr: \xff\xfe", "c.yaml is not text in UTF-8"),
     ],
 )  # fmt: skip

@@ -65,7 +65,7 @@ def own_run(folder, names, **config):
             r"does not support 16x16 images \(\w+: .*--img-size",
         ),
         (dict(distillation="firm"), "distillation 'firm' is unknown; there are hard, soft"),
-        (dict(teacher_checkpoint="x.pth"), "teacher_checkpoint x.pth is of no teacher: give --teacher MODEL"),
+        (dict(teacher_checkpoint="x.pth"), "teacher_checkpoint x.pth needs a teacher: set --teacher MODEL"),
     ],
 )
 def test_a_teacher_that_will_not_do_is_refused_before_work_starts(

@@ -188,7 +188,7 @@ def test_an_option_that_one_phase_says_has_in_the_others_the_value_beside_them()
             "unknown option 'smooth' in phase 2 in the command line; did you mean 'smoothing'",
         ),
         ("--phases {lr: 1} {epochs: 0}", "option 'epochs' in phase 2 in the command line must be at least 1, not 0"),
-        ("--phases {aa: x}", "phase 1: aa 'x' is no policy that timm knows"),
+        ("--phases {aa: x}", "phase 1: aa must be a policy of timm.*got 'x'"),
         ("--phases 5", "phase 1 in the command line must be a table as {epochs: 100, lr: 4e-4}, not 5"),
         ("--resume last.pt --lr 1", "--lr would change nothing: the phases of last.pt say it. Give --phases"),
         ("-c FILE --lr 1", "--lr would change nothing: the phases of .*c.yaml say it. Give --phases"),

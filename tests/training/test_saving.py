@@ -239,7 +239,7 @@ def test_which_checkpoint_a_run_goes_on_from(present, resume, restarts, found, t
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     save(tmp_path / "previous.pt", 1)
-    with pytest.raises(CheckpointError, match="holds a run: --resume auto goes on with it, --experiment NAME starts"):
+    with pytest.raises(CheckpointError, match="contains a run: set --resume auto to resume it, or --experiment NAME"):
         find_resumed(None, tmp_path)
     with pytest.raises(CheckpointError, match="there is no checkpoint nowhere.pt"):
         find_resumed("nowhere.pt", tmp_path)
@@ -253,10 +253,10 @@ def test_a_broken_checkpoint_is_put_aside_for_the_one_before(tmp_path, caplog):
     assert (tmp_path / "last.broken").read_bytes() == b"cut off"
     assert not (tmp_path / "last.pt").exists()
     assert "last.pt cannot be read as a checkpoint" in caplog.text
-    assert re.search("going on from .*previous.pt.* is now .*last.broken", caplog.text)
+    assert re.search("resuming from .*previous.pt.* renamed to .*last.broken", caplog.text)
     (tmp_path / "previous.pt").write_bytes(b"this too")
     for _ in range(2):  # nor is it forgotten that there was one
-        with pytest.raises(CheckpointError, match="no checkpoint of .* can be read: --experiment NAME starts another"):
+        with pytest.raises(CheckpointError, match="no checkpoint of .* can be read: start another run"):
             find_resumed("auto", tmp_path)
 
 

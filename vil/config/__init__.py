@@ -1,4 +1,4 @@
-"""The options of a run, the command line and files that give them, and those that a checkpoint may decide."""
+"""Options of a run: definitions, command line and files, and the options that a checkpoint may set."""
 
 from .command_line import Parser, load_config
 from .options import DATASETS, FIELDS, SYNONYMS, Config, ConfigError, check_choices

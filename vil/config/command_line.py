@@ -1,4 +1,4 @@
-"""The command line of a training run: `-c FILE`, then options that win over the file's; `--help` lists them."""
+"""Command line of a training run: `-c FILE` and options that override the file; `--help` lists them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, but what is wrong is a ConfigError of a line, and an unknown option is answered with the nearest."""
+    """argparse parser that raises one-line ConfigErrors and suggests the nearest option for an unknown one."""
 
     def parse_args(self, args=None, namespace=None):
         options, unknown = self.parse_known_args(args, namespace)
@@ -39,18 +39,19 @@ def load_config(
     arguments: Sequence[str] | None = None,
     saved_options: Callable[[str], dict[str, Any]] | None = None,
 ) -> Config:
-    """Reads `-c FILE` and then the options of a command line, which win.
+    """Read `-c FILE` and the options of a command line, which override the file.
 
     Args:
-        description: The first lines of `--help`.
-        arguments: The command line; the program's own if not given.
-        saved_options: Reads those of a checkpoint, which hold where `--resume FILE` is given and no `-c`.
+        description: First lines of `--help`.
+        arguments: Words of the command line; the program's own if None.
+        saved_options: Function that reads the options of a checkpoint, which apply with `--resume FILE` but without
+            `-c`.
 
     Raises:
-        ConfigError: An option or value is wrong; the message names the option, and the nearest that exists. Or the
-            phases of the file say it as well.
+        ConfigError: An option or value is invalid, or a phase of the file overrides an option of the command line. The
+            message names the option, and the nearest valid one.
     """
-    # one option for each field; the values are checked like those of the file, by `checked`
+    # one option for each field; `checked` validates the values like those of the file
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=description, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of options")
@@ -79,7 +80,7 @@ def load_config(
             _logger.warning("%s: ignored %d options of timm that change nothing here: %s", path, len(ignored), names)
     resumed = given.get("resume")
     if saved_options and not path and resumed not in (None, "auto"):
-        folder = Path(resumed).resolve().parent  # it goes on where it is
+        folder = Path(resumed).resolve().parent  # resume in the checkpoint's folder
         from_file = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed)}
         confirm_dataset(from_file, given, resumed)
         confirm_teacher(from_file, given, resumed)

@@ -1,4 +1,4 @@
-"""The options of a training run: their names (timm's wherever it has one), defaults, ranges and choices."""
+"""Options of a training run: names (timm's if timm has the option), defaults, ranges and choices."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ..text import nearest, shown
 
 
 class ConfigError(ValueError):
-    """An option that does not exist, has a value of the wrong type, or contradicts another."""
+    """An option is unknown, has an invalid value, or contradicts another option."""
 
 
 def _option(
     default: Any, help: str, bare: Any = None, low: float = -math.inf, high: float = math.inf, above: float = -math.inf
 ) -> Any:
-    """A field of `Config`; `bare` is its value where the command line gives the flag alone.
+    """Define a field of `Config`; `bare` is its value if the command line gives the flag without a value.
 
-    A number, and each of a tuple's, is at least `low`, at most `high` and more than `above`.
+    Numbers, also in tuples, must be at least `low`, at most `high` and more than `above`.
     """
     return dataclasses.field(
         default=default, metadata={"help": help, "bare": bare, "low": low, "high": high, "above": above}
@@ -35,7 +35,7 @@ def _option(
 
 @dataclass
 class Config:
-    """A training run. Defaults are ViM's recipe where its sizes share it (see configs/)."""
+    """Options of a training run. Defaults are those of ViM's recipe that all its model sizes share (see configs/)."""
 
     # data
     data_dir: str | None = _option(None, "folder with the two splits, each a folder of class folders or a .tar of them")
@@ -68,7 +68,7 @@ class Config:
         "on a GPU, replay forward, backward and evaluation as CUDA graphs, which takes the host's work out of them",
     )
     torchcompile: bool = _option(False, "train through torch.compile, by which DeiT and its like gain, ViL hardly")
-    # optimisation
+    # optimization
     epochs: int = _option(300, "epochs", low=1)
     phases: list | None = _option(
         None, "phases of the run, one after the other: tables of the options that change, as '{epochs: 100, lr: 4e-4}'"
@@ -145,38 +145,42 @@ class Config:
         self.model_kwargs = self.model_kwargs or {}
         for name, option in (("drop_path_rate", "drop_path"), ("num_classes", "num_classes"), ("img_size", "img_size")):
             if name in self.model_kwargs:
-                raise ConfigError(f"model_kwargs has {name}, an option of its own: give --{option.replace('_', '-')}")
+                raise ConfigError(
+                    f"model_kwargs must not have {name}, which is an option: set --{option.replace('_', '-')}"
+                )
         if (channels := self.model_kwargs.get("in_chans", 3)) != 3:
-            raise ConfigError(f"model_kwargs has in_chans {shown(channels)}, but images here have three channels")
+            raise ConfigError(f"in_chans in model_kwargs must be 3, the channels of images, got {shown(channels)}")
         if self.model_kwargs.get("global_pool") == "":
-            raise ConfigError("model_kwargs has global_pool '', without which a model has no logits to train")
+            raise ConfigError(
+                "global_pool in model_kwargs must not be '', because training needs one row of logits for each image"
+            )
         interval = self.checkpoint_interval
         if interval is not None and not re.fullmatch(r"0*[1-9]\d{0,11}m?", interval):
             raise ConfigError(
-                f"checkpoint_interval {shown(interval)} is neither minutes ('30m') nor optimizer steps ('500')"
+                f"checkpoint_interval must be minutes ('30m') or optimizer steps ('500'), got {shown(interval)}"
             )
         if self.teacher_checkpoint and not self.teacher:
-            raise ConfigError(f"teacher_checkpoint {self.teacher_checkpoint} is of no teacher: give --teacher MODEL")
+            raise ConfigError(f"teacher_checkpoint {self.teacher_checkpoint} needs a teacher: set --teacher MODEL")
         if wrong := unknown_models(vars(self)):
             raise ConfigError(wrong[0])
         check_choices(vars(self))
         try:
             create_transform(16, is_training=True, auto_augment=self.aa)
-        except Exception as error:  # timm's parsers of policies have no common type
-            known = "like rand-m9-mstd0.5-inc1 or 3a"
-            raise ConfigError(f"aa {self.aa!r} is no policy that timm knows, {known}: {error}") from error
+        except Exception as error:  # timm's parsers of policies raise various types
+            known = "such as rand-m9-mstd0.5-inc1 or 3a"
+            raise ConfigError(f"aa must be a policy of timm, {known}, got {self.aa!r}: {error}") from error
         for name in ("scale", "ratio"):
             limits = getattr(self, name)
             if len(limits) != 2 or limits[0] > limits[1]:
-                raise ConfigError(f"{name} {limits} must be two numbers, the smaller one first")
+                raise ConfigError(f"{name} must be two numbers, the smaller one first, got {limits}")
         known = get_optimizer_info(self.opt)
         if self.opt_betas and known.has_betas and len(self.opt_betas) != known.num_betas:
-            raise ConfigError(f"opt_betas {self.opt_betas} must be {known.num_betas} numbers for {self.opt}")
+            raise ConfigError(f"opt_betas must be {known.num_betas} numbers for {self.opt}, got {self.opt_betas}")
 
         self._fill_phases()
 
     def _fill_phases(self) -> None:
-        """Has every phase say each option that one of them says, so that a phase's own `Config` has the same phases."""
+        """Set every option that any phase sets in all phases, so that the `Config` of a phase keeps the same phases."""
         phases = self.phases or []
         names = dict.fromkeys(name for phase in phases for name in phase)
         self.phases = [{name: phase.get(name, getattr(self, name)) for name in names} for phase in phases] or None
@@ -191,11 +195,11 @@ class Config:
         return len(self.phases or [{}])
 
     def of_phase(self, number: int) -> Config:
-        """The options that hold in a phase, counted from 0; in a run that is one phase, these."""
+        """Return the options of a phase, counted from 0; a run without phases has one."""
         return dataclasses.replace(self, **self.phases[number]) if self.phases else self
 
     def epochs_of_phase(self, number: int) -> range:
-        """Which epochs of the whole run, counted from 0, are those of a phase."""
+        """Return the epochs of a phase, counted from 0 over the whole run."""
         lengths = [phase.get("epochs", self.epochs) for phase in self.phases or [{}]]
         return range(sum(lengths[:number]), sum(lengths[: number + 1]))
 
@@ -209,11 +213,11 @@ class Config:
 
 
 def choices_of_options() -> dict[str, list[str]]:
-    """The values that each option by name can have."""
+    """Return the valid values of each option that has choices."""
     interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
     return {
         "opt": [name for name in map(str, list_optimizers()) if not get_optimizer_info(name).second_order],
-        "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # those that need no metric
+        "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # schedules that need no metric
         "train_interpolation": [*interpolations, "random"],
         "interpolation": interpolations,
         "amp_dtype": ["bfloat16", "float16"],
@@ -249,7 +253,7 @@ def unknown_models(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# what may change from one phase of a run to the next
+# options that may differ between phases
 PHASE_OPTIONS = (
     "epochs", "img_size", "global_batch_size", "batch_size", "grad_checkpointing", "drop_path", "opt", "opt_betas",
     "opt_eps", "lr", "weight_decay", "layer_decay", "clip_grad", "sched", "warmup_epochs", "warmup_lr", "min_lr",
@@ -257,10 +261,10 @@ PHASE_OPTIONS = (
     "reprob", "remode", "mixup", "cutmix", "mixup_prob", "mixup_switch_prob", "smoothing", "bce_loss",
     "bce_target_thresh", "bce_sum", "distillation", "distillation_alpha", "distillation_tau", "crop_pct",
 )  # fmt: skip
-DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers other than that of folders and tar files
+DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers for other data than folders and tar files
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
-# what other programs call them, where that is unlike ours (see `nearest`)
+# names of options in other programs, if unlike ours (see `nearest`)
 SYNONYMS = {
     "aa": "auto_augment autoaugment",
     "amp": "mixed_precision bf16 fp16",

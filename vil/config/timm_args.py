@@ -16,11 +16,11 @@ from ..text import shown
 from .options import FIELDS, SYNONYMS, ConfigError
 from .values import convert, kind_of, unknown_option
 
-EMPTY: tuple = (None, "", False, [], {})  # which mean "not given" or "off" to timm
+EMPTY: tuple = (None, "", False, [], {})  # values that timm treats as "not given" or "off"
 RENAMED = {
     "data": "data_dir", "drop_connect": "drop_path", "initial_checkpoint": "pretrained_path", "input_size": "img_size",
 }  # fmt: skip
-MODEL_ARGUMENTS = {"drop": "drop_rate", "gp": "global_pool"}  # that timm's train.py passes on to the model
+MODEL_ARGUMENTS = {"drop": "drop_rate", "gp": "global_pool"}  # options that timm's train.py passes to the model
 # options without counterpart, with the value by which timm trains as this package does
 UNSUPPORTED = {
     "amp_impl": "native", "apex_amp": False, "aug_splits": 0, "bce_pos_weight": None, "bn_eps": None,
@@ -102,7 +102,7 @@ def from_timm(
         if name in FIELDS:
             kind, optional = kind_of(name)
             empty = _is_empty(value) and kind is not bool
-            if name == "torchcompile":  # in timm the name of a backend
+            if name == "torchcompile":  # timm's value is the name of a backend
                 options[name] = True if value == "inductor" else value or False
             elif optional or not empty:
                 options[name] = None if empty else value
@@ -134,7 +134,7 @@ def _rename(values: Mapping[Any, Any], options: dict[Any, Any], source: str) -> 
                 continue
         if options.get(ours) is None:
             options[ours] = value
-        elif options[ours] != value and name != "data":  # timm, too, prefers data_dir
+        elif options[ours] != value and name != "data":  # timm also prefers data_dir
             errors.append(f"option {name!r} in {source} contradicts {ours!r}: give one of them")
     arguments, own = (
         {MODEL_ARGUMENTS[n]: values[n] for n in MODEL_ARGUMENTS if values.get(n)},
@@ -149,7 +149,7 @@ def img_size_of(input_size: Any, source: str) -> int | tuple[int, int]:
     """Return the image size of timm's `input_size`, which is channels, height and width.
 
     Raises:
-        ConfigError: It is anything else, or the channels are not three.
+        ConfigError: `input_size` has another form, or the number of channels is not three.
     """
     if not isinstance(input_size, (list, tuple)) or len(input_size) != 3 or input_size[0] not in (3, "3"):
         raise ConfigError(f"option 'input_size' in {source} must be 3, height and width, not {shown(input_size)}")
@@ -162,7 +162,7 @@ def _is_empty(value: Any) -> bool:
 
 def _changes_training(name: str, value: Any, options: Mapping[str, Any]) -> bool:
     """Return whether an option without counterpart has an effect together with the other options of a run."""
-    if name not in UNSUPPORTED:  # options of timm's forks, which are off if they are 0
+    if name not in UNSUPPORTED:  # options of timm's forks are off if they are 0
         return name not in HARMLESS and value != 0
     if value == UNSUPPORTED[name]:
         return False

@@ -1,4 +1,4 @@
-"""Which options a checkpoint decides for whoever loads it: it may come from anybody."""
+"""Validation of the options that an untrusted checkpoint may set."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from ..text import nearest, shown
 from .options import DATASETS, FIELDS, ConfigError, choices_of_options
 from .values import convert
 
-# what a checkpoint, which may come from anybody, does not decide: where files are read and written, and by what
+# options that an untrusted checkpoint must not set: where files are read and written, and with which programs
 NOT_FROM_CHECKPOINTS = {
     "output", "experiment", "resume", "pretrained_path", "teacher_checkpoint", "device", "log_tensorboard", "log_wandb",
 }  # fmt: skip
-# the arguments of models that it may name, and how large they may be, or which words
+# model arguments that a checkpoint may set, with their maximum or their valid words
 MODEL_KWARGS: dict[str, int | tuple[str, ...]] = {
     "embed_dim": 8192, "depth": 512, "patch_size": 512, "stride": 512, "in_chans": 1024, "dynamic_img_size": 1,
     "drop_rate": 1, "drop_path_rate": 1, "img_size": 8192, "global_pool": ("", "token", "avg"),
-    "num_heads": 512, "mlp_ratio": 64, "qkv_bias": 1,  # of DeiT and its like
+    "num_heads": 512, "mlp_ratio": 64, "qkv_bias": 1,  # arguments of DeiT and similar models
 }  # fmt: skip
 MOST_PHASES = 100
-MOST_RESIZED = 2**14  # pixels, of an image's side before it is cropped to img_size
+MOST_RESIZED = 2**14  # pixels of an image's side before the crop to img_size
 PLAIN_NAMES = "letters, digits, spaces and . _ + - in names, which / joins"
 
 
 def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
-    """The options saved in a checkpoint that hold for whoever loads it: nothing but names and numbers.
+    """Return the options of a checkpoint that apply to whoever loads it, all of them plain names and numbers.
 
     Raises:
-        ConfigError: One is not of its type, out of range, or a model, argument, path or split that it may not name.
+        ConfigError: An option has a wrong type, is out of range, or is a model, argument, path or split that a
+            checkpoint must not name.
     """
     where = f"the checkpoint {path}"
     if not isinstance(values, dict):
@@ -77,7 +78,7 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
     for name in ("train_split", "val_split"):
         if not _is_plain_split(options.get(name, "x"), dataset):
             raise ConfigError(f"{where} has {name} {shown(options[name])}, which is no plain name: {PLAIN_NAMES}")
-    if dataset:  # it may lie at an address, and packages write to their folder: whoever has it read says where
+    if dataset:  # data of a hub: whoever loads the checkpoint must say where they are stored
         options.pop("data_dir", None)
     if re.search(r"^pipe:|://|[\0-\x1f]", options.get("data_dir") or ""):
         raise ConfigError(f"{where} has data_dir {shown(options['data_dir'])}, which is no path of a folder")
@@ -85,10 +86,10 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
 
 
 def _is_plain_split(split: str, dataset: str) -> bool:
-    """Whether it is names inside a folder, joined by /, or of a dataset what its kind has beside names."""
+    """Return whether a split consists of plain names joined by /, or has a suffix that its kind of dataset supports."""
     if len(split) > 200:
         return False
-    if dataset.lower().startswith("wds/"):  # some numbered shards and how many images: x-{0000..0099}.tar|50000
+    if dataset.lower().startswith("wds/"):  # numbered shards and a number of images: x-{0000..0099}.tar|50000
         split = re.sub(r"\{0*\d{1,5}\.\.0*\d{1,5}\}", "0", re.sub(r"\|\d{1,12}$", "", split), count=1)
     elif dataset:  # a part of a split: train[:10%]
         split = re.sub(r"\[[\d:%]*\]", "", split)
@@ -96,7 +97,7 @@ def _is_plain_split(split: str, dataset: str) -> bool:
 
 
 def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
-    """Raises a ConfigError if a checkpoint alone says that data are to be read from elsewhere than a folder."""
+    """Raise a ConfigError if only a checkpoint specifies that data are read from another source than a folder."""
     dataset = saved.get("dataset")
     if not dataset or given.get("dataset") is not None or (dataset.startswith("wds/") and given.get("data_dir")):
         return
@@ -105,7 +106,7 @@ def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Pa
 
 
 def confirm_teacher(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
-    """Raises a ConfigError if a checkpoint alone says that a teacher's weights are to be fetched."""
+    """Raise a ConfigError if only a checkpoint specifies that a teacher's weights are downloaded."""
     teacher = saved.get("teacher")
     if teacher and "teacher" not in given:
         confirmation = f"--teacher {teacher}, and its --teacher-checkpoint if any"

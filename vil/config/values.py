@@ -1,4 +1,4 @@
-"""Values of options as files, command lines and checkpoints give them: read, converted to their types, or refused."""
+"""Parsing, conversion and validation of option values from files, command lines and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import yaml
 from ..text import nearest, shown
 from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError, unknown_models, wrong_choices
 
-LONGEST_NUMBER = 400  # characters: more than the digits of the largest float
+LONGEST_NUMBER = 400  # characters; more than the digits of the largest float
 _TYPES = typing.get_type_hints(Config)
 
 
 def parse_key_values(words: Sequence[str]) -> dict[str, Any]:
-    """Words KEY=VALUE, the values read as YAML.
+    """Parse words KEY=VALUE, with values as YAML.
 
     Raises:
         ConfigError: A word has no "=", or its value is not YAML.
     """
     for word in words:
         if "=" not in word:
-            raise ConfigError(f"{word!r} is not of the form KEY=VALUE")
+            raise ConfigError(f"arguments must have the form KEY=VALUE, got {word!r}")
     return {key: _parse_yaml(value, f"the value of {key}") for key, value in (word.split("=", 1) for word in words)}
 
 
@@ -45,7 +45,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str, source: str) -> Any:
-    """YAML without aliases, by which a short text can stand for one without end."""
+    """Parse YAML without aliases, by which a short text could expand without bounds."""
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise ConfigError("has an alias (*), which options have no use for: write out what it stands for")
@@ -54,14 +54,14 @@ def _parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(
             f"{source} is not YAML: maximum recursion depth exceeded, as its values are nested too deeply"
         ) from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-32
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for dates such as 2024-13-32
         if isinstance(error, ConfigError):
             raise ConfigError(f"{source} {error}") from None
         raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses a second value of a key, and 010, which it takes for 8, and 1:30, which it takes for 90."""
+    """YAML loader that rejects duplicate keys, and numbers such as 010 and 1:30, which YAML reads as 8 and 90."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()
@@ -98,7 +98,7 @@ def checked(values: dict[str, Any], source: str, errors: Sequence[str] = ()) -> 
             errors.append(unknown_option(name, f"in {source}", FIELDS))
             continue
         try:
-            empty = value == "" and kind_of(name)[1]  # as in scripts that pass on an empty variable
+            empty = value == "" and kind_of(name)[1]  # scripts may pass an empty variable
             converted[name] = None if empty else convert(name, value, source)
         except ConfigError as error:
             errors.append(str(error))
@@ -120,7 +120,7 @@ def unknown_option(name: Any, where: str, options: Iterable[str]) -> str:
 
 
 def kind_of(name: str) -> tuple[type, bool]:
-    """The type of an option, and whether it may be None."""
+    """Return the type of an option, and whether it may be None."""
     hint = _TYPES[name]
     optional = isinstance(hint, types.UnionType)
     hint = hint.__args__[0] if optional else hint
@@ -138,7 +138,8 @@ def convert(name: str, value: Any, source: str) -> Any:
         return None
     if kind is list:
         return _checked_phases(value, source)
-    if kind is dict and isinstance(value, list) and all(isinstance(word, str) for word in value):  # KEY=VALUE words
+    # words KEY=VALUE of a command line
+    if kind is dict and isinstance(value, list) and all(isinstance(word, str) for word in value):
         return parse_key_values(value)
     if may_be_pair(name) and isinstance(value, (list, tuple)) and len(value) in (1, 2):
         sides = tuple(convert(name, side, source) for side in value)
@@ -149,12 +150,12 @@ def convert(name: str, value: Any, source: str) -> Any:
         if kind is tuple and isinstance(value, (list, tuple)):
             converted = tuple(float(v) for v in value)
         elif kind is float and not isinstance(value, bool):
-            converted = float(value)  # also '1e-3', which YAML reads as text
+            converted = float(value)  # YAML reads '1e-3' as text
         elif kind is int and not isinstance(value, bool) and int(value) == float(value):
             converted = int(value)
         elif kind is str and type(value) is int:
             converted = str(value)
-        elif type(value) is kind:  # true is an int to Python
+        elif type(value) is kind:  # True is an int in Python
             converted = value
     except (TypeError, ValueError, OverflowError):
         pass
@@ -168,7 +169,7 @@ def convert(name: str, value: Any, source: str) -> Any:
 
 
 def _checked_phases(value: Any, source: str) -> list[dict[str, Any]]:
-    """Tables of options, or words of a command line that are such in YAML."""
+    """Validate the tables of options of the phases; words of a command line are parsed as YAML."""
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"option 'phases' in {source} must be a list of tables of options, not {shown(value)}")
     phases = []
@@ -184,7 +185,7 @@ def _checked_phases(value: Any, source: str) -> list[dict[str, Any]]:
 
 
 def _out_of_range(number: float, low: float, high: float, above: float) -> str | None:
-    """The bound that a number breaks, in words; None if it breaks none."""
+    """Describe the bound that a number violates; None if there is none."""
     if not math.isfinite(number):
         return "a finite number"
     if number < low:

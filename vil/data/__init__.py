@@ -1,6 +1,6 @@
-"""From files to batches on the model's device.
+"""Data pipeline from files to batches on the model's device.
 
-splits (which images and classes) -> samplers (in which order) -> readers (what loader processes make of a file, within
-the limits of images) -> host_loader or device_loader (who decodes and augments) -> augmentation (what is done to a
-batch). `loaders` puts these together; `workers` looks after the processes.
+The stages are splits (images and classes), samplers (order), readers (content of files in workers, within the limits of
+images), host_loader or device_loader (decoding and augmentation on the host or the device), and augmentation (of whole
+batches). `loaders` combines these stages; `workers` manages the worker processes.
 """

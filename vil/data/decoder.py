@@ -19,21 +19,22 @@ from PIL import Image, UnidentifiedImageError
 # Pillow reads some forty formats whatever a file is called, EPS among them by starting Ghostscript; MPO is a JPEG to it
 Image.init()
 FORMATS = tuple(f for f in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF") if f in Image.OPEN)
-MOST_BYTES = 2**29  # of a file: some formats are read as a whole
-MOST_PIXELS = 89_478_485  # where Pillow begins to warn: 0.36 GB as it stores RGB
+MOST_BYTES = 2**29  # bytes of a file, because some formats are read as a whole
+MOST_PIXELS = 89_478_485  # Pillow's limit for warnings; RGB images of this size take 0.36 GB
 MOST_ELONGATED = 100  # evaluation resizes the shorter side to some hundreds of pixels, and the longer one with it
-MOST_SCANS = 100  # of a JPEG: each may go over all of its pixels; encoders write about ten
+MOST_SCANS = 100  # scans of a JPEG, each of which may cover all pixels; encoders write about ten
 SECONDS = 10  # timeout for decoding a file whose structure does not bound its cost
 MEMORY = 5 * 2**28  # bytes of address space for decoding such a file; files within the limits need less
 
 MOST_PARTS = 1000  # segments of a JPEG before its scans, or chunks of a PNG besides those of its pixels
 MOST_SCANNED = 2**28  # pixels that all scans of a JPEG go over: ten scans of 26 megapixels
-FEWEST_BYTES = 2**10  # of a PNG for each of its chunks: most encoders write 8,192
+FEWEST_BYTES = 2**10  # minimum bytes of a PNG for each of its chunks; most encoders write 8,192
 FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers of a JPEG
-TABLES = {0xC4, 0xCC, 0xDB, 0xDD}  # of Huffman and arithmetic coding, quantization, the restart interval
-COLOURS = {0xE0: b"JFIF", 0xEE: b"Adobe"}  # segments that say how colours are coded
+# markers of Huffman, arithmetic-coding and quantization tables, and of the restart interval
+TABLES = {0xC4, 0xCC, 0xDB, 0xDD}
+COLOURS = {0xE0: b"JFIF", 0xEE: b"Adobe"}  # segments that specify the colour encoding
 METADATA = {*range(0xE0, 0xF0), 0xFE}
-REPLY = struct.Struct("<QII")  # bytes that follow, width, height; an error has no size
+REPLY = struct.Struct("<QII")  # number of bytes that follow, width, height (0 for errors)
 
 
 class UnfitImageError(ValueError):
@@ -137,14 +138,14 @@ def open_image(file: BinaryIO) -> Any:
     """Return Pillow's image of a file's header if the image is within the limits."""
     try:
         image: Any = Image.open(file, formats=FORMATS)
-    except UnidentifiedImageError as error:  # whose message is an address in memory
+    except UnidentifiedImageError as error:  # Pillow's message contains only a memory address
         raise UnfitImageError(f"none of {', '.join(FORMATS)} by its content") from error
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise UnfitImageError(f"{width}x{height} pixels, more than {MOST_PIXELS}")
     if max(width, height) > MOST_ELONGATED * min(width, height):
         raise UnfitImageError(f"{width}x{height} pixels, one side more than {MOST_ELONGATED} times the other")
-    if image.format == "TIFF":  # its parts are decompressed whole, whatever the image needs of them
+    if image.format == "TIFF":  # libtiff decompresses whole parts, even if the image needs little of them
         part = image.tag_v2.get(322, 0) * image.tag_v2.get(323, 0)
         if part > max(width * height, 2**22):
             raise UnfitImageError(f"a TIFF tile of {part} pixels in an image of {width}x{height}")
@@ -157,7 +158,7 @@ def to_rgb(image: Any) -> Image.Image:
     if not mode.startswith(("I", "F")):
         if mode == "RGB" and image.format == "JPEG":
             image.load()
-            return image  # its conversion is a copy, which would take a tenth of the time
+            return image  # converting would copy, which takes a tenth of the decoding time
         return image.convert("RGB")
     if mode == "F" or (mode == "I" and image.format not in ("PNG", "PPM")):
         raise UnfitImageError(f"pixels of mode {mode!r} in {image.format} have no range from black to white")
@@ -169,13 +170,14 @@ def to_rgb(image: Any) -> Image.Image:
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Decode files, each sent as its length in 8 bytes and its content, until there are no more."""
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):  # a scheduler may signal every process of a job
+    # ignore signals that a scheduler may send to every process of a job
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if "AVIF" in FORMATS:
         from PIL import AvifImagePlugin
 
-        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # each has a stack in the address space
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # each thread's stack uses address space
     _limit_memory()
     replies.write(b"\n")
     replies.flush()
@@ -188,12 +190,12 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def _decoded(data: bytes) -> tuple[tuple[int, int], bytes]:
-    if hasattr(signal, "alarm"):  # ends this process if nobody is left to do it
+    if hasattr(signal, "alarm"):  # ends this process if its parent is gone
         signal.alarm(2 * SECONDS)
     try:
         image = decode(io.BytesIO(data))
         found = image.size, image.tobytes()
-    except Exception as error:  # decoders raise all kinds
+    except Exception as error:  # decoders raise various types
         said = str(error) if isinstance(error, UnfitImageError) else repr(error)
         found = (0, 0), said[:1000].encode()
     if hasattr(signal, "alarm"):
@@ -202,7 +204,7 @@ def _decoded(data: bytes) -> tuple[tuple[int, int], bytes]:
 
 
 def _limit_memory() -> None:
-    if sys.platform != "linux":  # macOS knows such a limit and does not keep it
+    if sys.platform != "linux":  # macOS accepts the limit but does not enforce it
         return
     import resource
 

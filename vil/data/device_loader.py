@@ -1,6 +1,6 @@
-"""Batches decoded and transformed on the model's device: by nvJPEG and in batches, where that is a GPU.
+"""Batches that are decoded and transformed on the model's device, on GPUs by nvJPEG and batched kernels.
 
-The loader's processes only read files and draw random numbers.
+The workers only read files and sample random parameters.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from .nvjpeg import decoder
 from .samplers import EvaluationBatches
 from .workers import PIECE
 
-READING_AHEAD = 10  # seconds at most, before the first batch
-PIXELS_AT_ONCE = 2**28  # decoded at a time: 0.8 GB, and more than a batch of photos has
-PIXELS_TOGETHER = 2**20  # of small images' batches, prepared at a time: it takes longer to launch kernels than to run
+READING_AHEAD = 10  # maximum seconds of reading ahead before the first batch
+PIXELS_AT_ONCE = 2**28  # pixels decoded at a time: 0.8 GB, more than a batch of photos
+# pixels of small-image batches prepared at a time, because launching kernels takes longer than running them
+PIXELS_TOGETHER = 2**20
 
 
 class DeviceLoader(PieceLoader):
-    """Batches of files that the device decodes and transforms, on a stream of their own.
+    """Loader that decodes and transforms files on the device, on its own stream.
 
-    It prepares a group of batches when the model is done with the third one before it: what is ahead of the model fills
-    memory.
+    The loader prepares a group of batches when the model has finished the third group before it, because batches ahead
+    of the model occupy memory.
 
     Args:
-        together: Batches of a group.
-        threaded: Whether a thread prepares them: it can wait for a decoder, but with small images, of which the host
-            launches more than the device has to do, it would only contend with the caller for the interpreter.
-        transform: The one that drew for the images.
-        kept: Where decoded images stay, and the workers' keys come from.
-        typical_bytes: Of a decoded image, if there are to be images in `kept` before the first batch.
+        together: Number of batches in a group.
+        threaded: Whether a thread prepares batches. A thread can wait for a decoder, but for small images, whose
+            kernels take longer to launch than to run, it would only compete with the caller for the GIL.
+        transform: Transform that sampled the parameters.
+        kept: Store of decoded images, which provides the workers' keys.
+        typical_bytes: Typical bytes of a decoded image, to fill `kept` before the first batch.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class DeviceLoader(PieceLoader):
         super().__init__(*args)
         self.together, self.threaded, self.transform = together, threaded, transform
         self.kept, self.typical_bytes = kept, typical_bytes
-        # of high priority: small kernels go in between those of the model, and not behind them
+        # high priority, so that small kernels run between the model's kernels instead of after them
         self.stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -66,7 +67,7 @@ class DeviceLoader(PieceLoader):
             self._read_ahead()
         self.typical_bytes = None
         ahead: deque[tuple[Callable, list[int]]] = deque()
-        thread = ThreadPoolExecutor(max_workers=1)  # which starts when it has something to do
+        thread = ThreadPoolExecutor(max_workers=1)  # the thread starts with the first task
         try:
             used: list[torch.cuda.Event | None] = [None, None]
             batches = map(list, self.gathered())
@@ -79,11 +80,11 @@ class DeviceLoader(PieceLoader):
                     used = [used[1], self._what_is_queued()]
             while ahead:
                 yield from self._batches(*ahead.popleft())
-        finally:  # also where a run is interrupted
+        finally:  # also if a run is interrupted
             thread.shutdown(cancel_futures=True)
 
     def _read_ahead(self) -> None:
-        """Decodes the split's images, as many as that is possible for in `READING_AHEAD` seconds."""
+        """Decode as many of the split's images as possible in `READING_AHEAD` seconds."""
         pieces: Any = self.loader.batch_sampler
         batches, start = pieces.batches, time.monotonic()
         pieces.batches = EvaluationBatches(len(self.dataset), PIECE, 0, 1)
@@ -99,7 +100,7 @@ class DeviceLoader(PieceLoader):
                     break
         finally:
             pieces.batches = batches
-            self.dataset.unreadable.take()  # which counts when a batch has them
+            self.dataset.unreadable.take()  # unreadable images are counted when a batch contains them
 
     def _batches(self, group: Callable, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
         images, targets = self._finish(*self._wait_for(group))
@@ -114,15 +115,17 @@ class DeviceLoader(PieceLoader):
         return prepared
 
     def _what_is_queued(self) -> torch.cuda.Event | None:
-        """Comes to pass when the device has done what was queued so far: the last batch is used, then."""
+        """Record an event that is done when the device has finished all queued work, including the use of the last
+        batch.
+        """
         if not self.stream:
             return None
-        event = torch.cuda.Event(blocking=True)  # a thread that waits needs no core
+        event = torch.cuda.Event(blocking=True)  # a waiting thread uses no core
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def _prepare(self, pieces: list[EncodedBatch], used: torch.cuda.Event | None):
-        """When it began, the batch, its images uint8 and targets, and which of its files were not decoded."""
+        """Return the start time, the batch, its images (uint8) and targets, and the files that were not decoded."""
         if used:
             used.synchronize()
         begun = time.perf_counter()
@@ -134,12 +137,12 @@ class DeviceLoader(PieceLoader):
                 images[to_device(batch.ready_rows, self.device)] = torch.cat(batch.ready).to(self.device)
             targets = to_device(batch.targets, self.device)
         if self.stream:
-            self.stream.synchronize()  # until then the files are read
+            self.stream.synchronize()  # the decoder reads the files until then
         return begun, batch, images, targets, failed
 
     def _decode_and_transform(self, batch: EncodedBatch, images: Tensor) -> list[int]:
-        """Puts what becomes of a batch's files into `images`. Returns which of them were not decoded."""
-        # repeated augmentation may have brought a file several times: it is decoded once
+        """Write the images of a batch's files to `images`, and return the files that were not decoded."""
+        # repeated augmentation may repeat a file, which is decoded once
         _, first, copy_of = np.unique(batch.keys[:, 0], return_index=True, return_inverse=True)
         failed = []
         for group in _groups(batch.sizes[first].prod(axis=1)):
@@ -155,7 +158,7 @@ class DeviceLoader(PieceLoader):
         return failed
 
     def _originals(self, batch: EncodedBatch, files: np.ndarray) -> list[Tensor | None]:
-        """Images (3, h, w) of files: those kept from before, and else decoded; None for one that is refused."""
+        """Return images (3, h, w) of files, kept from earlier or decoded now; None for a rejected file."""
         keys = list(zip(batch.keys[files, 0].tolist(), map(tuple, batch.versions[files])))
         images = [self.kept.get(*key) for key in keys]
         missing = np.array([image is None for image in images]) & (batch.lengths[files] > 0)
@@ -166,7 +169,7 @@ class DeviceLoader(PieceLoader):
                 contents, sizes = [batch.files[i] for i in files[places]], batch.sizes[files[places]].tolist()
                 decoded = unpack(contents, sizes, self.device) if in_pixels else decode(contents, self.device)
                 found = zip(places.tolist(), sizes, decoded)
-                # a decoder that takes a file for one of another size than its header says has no part in it
+                # skip a file whose decoded size differs from its header
                 new |= {i: image for i, size, image in found if image is not None and [*image.shape[1:]] == size}
         for i, image in new.items():
             images[i] = image
@@ -196,7 +199,7 @@ class DeviceLoader(PieceLoader):
         if self.stream:
             for tensor in (images, targets):
                 tensor.record_stream(torch.cuda.current_stream(self.device))
-        for i in failed:  # here and not in the thread, since it draws from the process's generators
+        for i in failed:  # not in the thread, because this uses the process's random number generators
             row = int(batch.rows[i])
             image, targets[row] = self.dataset.finish(tuple(batch.keys[i].tolist()))
             images[row] = image.to(self.device)
@@ -204,25 +207,25 @@ class DeviceLoader(PieceLoader):
 
 
 def _groups(pixels: np.ndarray) -> list[np.ndarray]:
-    """Files to decode at a time, by how many pixels each has."""
+    """Iterate over groups of files to decode at a time, by their numbers of pixels."""
     if not len(pixels):
         return []
     return np.split(np.arange(len(pixels)), np.flatnonzero(np.diff(pixels.cumsum() // PIXELS_AT_ONCE)) + 1)
 
 
 def unpack(files: list[Tensor], sizes: list[list[int]], device: torch.device) -> list[Tensor]:
-    """Images (3, h, w) uint8 of the bytes of their pixels."""
+    """Convert the bytes of pixels to images (3, h, w) uint8."""
     parts = torch.cat(files).to(device).split([len(file) for file in files])
     return [part.view(3, *size) for part, size in zip(parts, sizes)]
 
 
 def decode(files: list[Tensor], device: torch.device) -> list[Tensor | None]:
-    """Images (3, h, w) uint8 of JPEG files, by nvJPEG on a GPU; None for one that is refused."""
+    """Decode JPEG files to images (3, h, w) uint8, on a GPU by nvJPEG; None for a rejected file."""
     try:
         return [*_decode_all(files, device)]
     except MachineError:
         raise
-    except Exception:  # of one of them, it does not say which
+    except Exception:  # the error does not name the file
         return [None] if len(files) == 1 else [image for file in files for image in decode([file], device)]
 
 
@@ -235,11 +238,11 @@ def _decode_all(files: list[Tensor], device: torch.device) -> list[Tensor]:
 
 @functools.cache
 def decoder_is_missing(device: torch.device) -> str | None:
-    """Why JPEG files cannot be decoded on a device, found by trying; None if they can."""
+    """Return why JPEG files cannot be decoded on a device, found by trying; None if they can."""
     file = io.BytesIO()
     Image.new("RGB", (16, 16)).save(file, format="JPEG")
     try:
         _decode_all([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)], device)
-    except Exception as error:  # whatever is missing, in whatever way
+    except Exception as error:  # missing libraries raise various types
         return f"{device} decodes no JPEG: {repr(error)[:200]}"
     return None

@@ -1,4 +1,4 @@
-"""Image files on their way from the processes that read them to the device that decodes and transforms them."""
+"""Encoded images on the way from workers that read files to the device that decodes and transforms them."""
 
 from __future__ import annotations
 
@@ -16,62 +16,64 @@ from .draws import Draws
 from .nvjpeg import MOST_PIXELS
 from .workers import into_shared_memory
 
-SMALL = 2**14  # pixels of an image that a worker decodes: nvJPEG takes as long for it as for a larger one
+SMALL = 2**14  # pixels; workers decode smaller images, because nvJPEG takes as long for them as for larger ones
 
 
 @dataclass
 class EncodedImage:
-    """A file that the device is to decode, and what was drawn for it."""
+    """File for decoding on the device, with its sampled transform."""
 
-    key: tuple[int, int]  # index and seed, as the sampler gave them
-    data: bytes  # the file; of an image of at most `SMALL` pixels these, (3, h, w); none if the device has kept them
+    key: tuple[int, int]  # index and seed of the sampler
+    # the file, or the pixels (3, h, w) if there are at most `SMALL`; empty if the device has kept the image
+    data: bytes
     draws: Draws
-    size: tuple[int, int]  # width and height that the header says
-    version: tuple[int, int] = (0, 0)  # of the file: another one if it has changed
+    size: tuple[int, int]  # width and height of the header
+    version: tuple[int, int] = (0, 0)  # version of the file, which changes with the file
 
 
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 def is_small(pixels: Any) -> Any:
-    """Whether a worker decodes an image of so many pixels, a number or an array."""
+    """Return whether a worker decodes images with this number of pixels (a number or an array)."""
     return pixels <= SMALL
 
 
 def is_plain_jpeg(data: bytes, header: Any) -> bool:
-    """Whether the hardware decodes it to what PIL makes of it: complete, baseline, and in colour or grey."""
+    """Return whether the hardware decodes the JPEG to PIL's pixels: complete, baseline, in colour or grey."""
     if header.format != "JPEG" or math.prod(header.size) > MOST_PIXELS:
         return False
-    one_frame = len(header.layer) == header.layers  # of two, decoders may believe the one or the other
+    one_frame = len(header.layer) == header.layers  # decoders may differ if there are two frames
     ycc = header.info.get("adobe_transform", 1) == 1
     baseline = header.mode in ("RGB", "L") and not header.info.get("progressive")
-    sampled = all(across <= 2 and down <= 2 for _, across, down, _ in header.layer)  # 4:1:1 is not for the hardware
+    # the hardware does not support 4:1:1
+    sampled = all(across <= 2 and down <= 2 for _, across, down, _ in header.layer)
     return baseline and ycc and one_frame and sampled and data.endswith(b"\xff\xd9")
 
 
 @dataclass
 class EncodedBatch:
-    """Files to decode, with the row of each in the batch, and the images that came ready from the CPU."""
+    """Files to decode, with their rows in the batch, and the images that the CPU has prepared."""
 
     targets: np.ndarray
-    rows: np.ndarray  # in the batch, of the files; most of what is below is of the files, too
+    rows: np.ndarray  # rows of the files in the batch; most fields below are for the files
     keys: np.ndarray  # (files, 2): index and seed
-    lengths: np.ndarray  # in bytes
-    sizes: np.ndarray  # (files, 2): height and width by their headers
+    lengths: np.ndarray  # lengths of the files in bytes
+    sizes: np.ndarray  # (files, 2): height and width of the headers
     versions: np.ndarray  # (files, 2)
     boxes: np.ndarray  # (files, 4)
     resized: np.ndarray  # (files, 2)
     offsets: np.ndarray  # (files, 2)
     flips: np.ndarray
-    operations: np.ndarray  # (files, turns) of the operations
+    operations: np.ndarray  # (files, turns): opcodes
     arguments: np.ndarray  # (files, turns, ARGUMENTS)
     ready_rows: np.ndarray
-    files: list[Tensor]  # their bytes; out of a worker those of all, one after the other, in one tensor, if any
+    files: list[Tensor]  # contents of the files; a worker returns all contents concatenated in one tensor
     ready: list[Tensor]  # images (n, 3, H, W) uint8
 
 
 def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tuple[int, int]) -> EncodedBatch:
-    """The samples of a batch, each an `EncodedImage` or an augmented image (3, H, W) uint8, with its target."""
+    """Collate samples, each an `EncodedImage` or an augmented image (3, H, W) uint8, with its target."""
     files = {row: image for row, (image, _) in enumerate(samples) if isinstance(image, EncodedImage)}
     ready = {row: image for row, (image, _) in enumerate(samples) if isinstance(image, Tensor)}
     images, draws = list(files.values()), [file.draws for file in files.values()]
@@ -110,7 +112,7 @@ def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tupl
 
 
 def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
-    """One batch of what workers have collated, in this order; each file is a tensor then."""
+    """Join the pieces of several workers to one batch in this order, with one tensor for each file."""
     first_rows = np.cumsum([0, *(len(piece.targets) for piece in pieces[:-1])])
     turns = max(piece.operations.shape[1] for piece in pieces)
     joined = {
@@ -131,9 +133,9 @@ def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
 
 
 def _separate(piece: EncodedBatch) -> Iterator[Tensor]:
-    """The files of a piece. Those of no bytes, whose images the device has kept, are one tensor.
+    """Split the files of a piece; empty files, whose images the device has kept, share one tensor.
 
-    Making or freeing a tensor hands the interpreter to another thread, and one for each image took a quarter of the
+    Creating or freeing a tensor passes the GIL to another thread, and one tensor for each image took a quarter of the
     host's time.
     """
     lengths = piece.lengths.tolist()

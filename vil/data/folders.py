@@ -1,6 +1,7 @@
-"""The images of a split's folder, found without links that lead out of the data set or to what it already has.
+"""Images of a split's folder, without following links that leave the data set or lead to images found already.
 
-A folder of class folders, without splits, becomes one with train and validation, a fifth of each class:
+A folder of class folders without splits can be split into train and validation, with a fifth of each class for
+validation:
 
     python -m vil.data.folders pets data/pets
 """
@@ -215,7 +216,7 @@ def folders_in(root: str, files: Iterable[str]) -> list[str]:
 
 
 def endings(left_out: Counter[str]) -> str:
-    """Files that are not read, by their endings."""
+    """Format the counts of unread files by file name extension."""
     kinds = [f"{count} {ending!r}" for ending, count in left_out.most_common(5)]
     return "; not read as images: " + ", ".join(kinds) + ", ..." * (len(left_out) > 5) if left_out else ""
 
@@ -223,10 +224,10 @@ def endings(left_out: Counter[str]) -> str:
 def list_images(
     folder: str, data_dir: str, left_out: Counter[str] | None = None, dangling: list[str] | None = None
 ) -> list[str]:
-    """Files with the suffix of an image, in timm's order; one line says how many links were left out.
+    """Return the files with an image extension in timm's order, and log how many links were skipped.
 
-    The endings of other files are counted in `left_out`, and what is hidden: names that begin with a dot, `__MACOSX`.
-    Links without a target are listed in `dangling`, too.
+    The extensions of other files and the number of hidden files are counted in `left_out`. Hidden are names that begin
+    with a dot, and `__MACOSX`.
     """
     found = _Found(folder)
     found.walk(folder)
@@ -250,15 +251,15 @@ def list_images(
 
 
 class _Found:
-    """What a walk through folders has met."""
+    """Result of walking through folders."""
 
     def __init__(self, folder: str):
         self.root, self.suffixes = os.path.realpath(folder), get_img_extensions(as_set=True)
         self.files: list[str] = []
         self.dangling: list[str] = []
-        self.others: Counter[str] = Counter()  # endings of files that are no images
+        self.others: Counter[str] = Counter()  # extensions of files that are not images
         self.links: list[str] = []
-        self.targets: set[str] = set()  # of links, and the folders below them
+        self.targets: set[str] = set()  # targets of links, and folders below them
 
     def walk(self, folder: str, is_linked: bool = False) -> None:
         folders = [folder]
@@ -282,7 +283,7 @@ class _Found:
                         self.others[os.path.splitext(entry.name)[1].lower() or entry.name] += 1
 
     def follow(self, link: str, data_dir: str) -> bool:
-        """Takes what a link leads to, if that is in the data set and not yet met. Returns False if it is left out."""
+        """Add the target of a link if it is inside the data set and new; return False if the link is skipped."""
         target = os.path.realpath(link)
         is_folder = os.path.isdir(target)
         if not os.path.exists(target) and (self._is_image(link) or not os.path.splitext(link)[1]):  # or a class folder
@@ -305,7 +306,7 @@ class _Found:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a name is one that editors, systems and archives give their files."""
+    """Return whether editors, operating systems or archive programs create files with this name."""
     return name.startswith(".") or name == "__MACOSX"
 
 

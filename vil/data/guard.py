@@ -83,7 +83,7 @@ class Guard:
             self._child.kill()
             self._child.wait()
             for pipe in filter(None, (self._child.stdin, self._child.stdout)):
-                with contextlib.suppress(OSError):  # what the process has not read
+                with contextlib.suppress(OSError):  # ignore data that the process has not read
                     pipe.close()
             self._child = None
 

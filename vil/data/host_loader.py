@@ -1,4 +1,4 @@
-"""Batches on the model's device, out of the pieces that loader processes have decoded and augmented."""
+"""Batches on the model's device from pieces that workers have decoded and augmented."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .workers import PIECE, LoaderSettings, lost_workers_named, start_workers
 
 
 class PieceLoader:
-    """Batches of images (B, 3, H, W) uint8 and targets (B,), both on `device`, out of the pieces that workers load.
+    """Batches of images (B, 3, H, W) uint8 and targets (B,) on `device`, joined from the pieces of workers.
 
     Args:
-        loader: Yields pieces of at most `PIECE` images.
-        batches: A batch sampler that knows the `sizes()` of its batches; None where a piece is a batch.
-        device: Where the batches go.
-        settings: How the pieces are loaded.
+        loader: Loader of pieces with at most `PIECE` images.
+        batches: Batch sampler that knows the `sizes()` of its batches; None if a piece is a batch.
+        device: Device of the batches.
+        settings: Settings of the loader.
     """
 
     def __init__(self, loader: DataLoader, batches, device: torch.device, settings: LoaderSettings):
         self.loader, self.batches, self.device, self.settings = loader, batches, device, settings
-        self.waits = 0.0, 0.0  # seconds for which the next batch waited for the model, and to be prepared, in all
+        self.waits = 0.0, 0.0  # total seconds for which the next batch waited for the model, and for its preparation
 
     def __len__(self) -> int:
         return len(self.loader if self.batches is None else self.batches)
@@ -35,7 +35,7 @@ class PieceLoader:
         return self.loader.dataset
 
     def gathered(self) -> Iterator[Iterator]:
-        """The pieces of each batch, one after the other."""
+        """Iterate over the list of pieces of each batch."""
         pieces = self._loaded()
         if self.batches is None:
             yield from (iter([piece]) for piece in pieces)
@@ -45,12 +45,12 @@ class PieceLoader:
 
     def _loaded(self) -> Iterator:
         with lost_workers_named():
-            # a stream's workers start with its first pass, and those of others have
+            # workers of an iterable dataset start with its first pass; other workers have started
             yield from start_workers(self.loader) if self.batches is None else self.loader
 
 
 class HostLoader(PieceLoader):
-    """Batches of images that the workers have decoded and augmented."""
+    """Loader of images that workers have decoded and augmented."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for pieces in self.gathered():
@@ -59,6 +59,6 @@ class HostLoader(PieceLoader):
             yield images, targets
 
     def _move(self, *tensors: Tensor) -> list[Tensor]:
-        """A copy on a CPU, too: what workers share is little, and they get it back."""
+        """Copy even on CPU, because workers reuse the limited shared memory."""
         pinned = self.device.type == "cuda"
         return [tensor.to(self.device, non_blocking=pinned, copy=True) for tensor in tensors]

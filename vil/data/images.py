@@ -1,4 +1,4 @@
-"""Image files, which may come from anybody: how each is opened, and which warnings name unreadable ones."""
+"""Decoding of untrusted image files, and warnings that name unreadable ones."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NAMED, LATE = 1, 2  # what is known of an unreadable image
-UNREADABLE = -1  # target of an image that evaluation could not read and must not count
+NAMED, LATE = 1, 2  # states of an unreadable image
+UNREADABLE = -1  # target of an unreadable image, which evaluation must not count
 
 
 class WorkersError(ConfigError):
-    """An error that a loader's process may meet, whose message is one line in the training process, too."""
+    """An error of a worker whose message stays one line in the training process."""
 
     def __init__(self, message: str):
-        # PyTorch makes another of one that comes from a loader's process, with the traceback for its message
+        # PyTorch recreates a worker's error with its traceback as the message
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
@@ -121,7 +121,7 @@ def image_of(data: bytes) -> Image.Image:
         return decode_guarded(data)
     try:
         return decode(io.BytesIO(plain))
-    except Exception as error:  # decoders raise errors of all kinds, OSError among them
+    except Exception as error:  # decoders raise various types, including OSError
         raise UnfitImageError(reason(error)) from error
 
 
@@ -131,16 +131,16 @@ def reason(error: Exception) -> str:
 
 
 def restrict_pillow() -> None:
-    """Leaves the same formats and number of pixels to who else opens images in this process."""
+    """Restrict formats and pixels also for other users of Pillow in this process."""
     Image.ID[:] = FORMATS
     warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
 class Unreadable:
-    """How many images could not be read, over all processes of a loader; a warning names each the first time.
+    """Counter of unreadable images over all workers of a loader; a warning names each image the first time.
 
     Args:
-        numbers: Images are told apart by their numbers below this.
+        numbers: Images with indices below this are distinguished.
     """
 
     def __init__(self, numbers: int):
@@ -155,16 +155,16 @@ class Unreadable:
         with self._count.get_lock():
             self._count.value += 1
             known, self._named[number] = self._named[number], LATE if isinstance(error, LateImageError) else NAMED
-        if not known:  # with `repr`, since a name can have anything in it that a terminal obeys
+        if not known:  # with `repr`, because a name can contain terminal escapes
             _logger.warning("skipped an unreadable image: %r (%s)", name, reason(error))
 
     def refuse_late(self, number: int) -> None:
-        """Raises a LateImageError for an image that has already taken all the time that one may take."""
+        """Raise a LateImageError for an image that has already reached the timeout."""
         if self._named[number] == LATE:
             raise LateImageError("not decoded in time before")
 
     def take(self) -> int:
-        """The count, which begins at 0 again."""
+        """Return the count and reset it to 0."""
         with self._count.get_lock():
             count, self._count.value = self._count.value, 0
         return count

@@ -1,4 +1,4 @@
-"""Decoded images that stay on the device which decoded them, so that each file of a small split is read once."""
+"""Store of decoded images on the device, so that each file of a small split is read only once."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from torch import Tensor
 
 from ..processes import warn
 
-SHARE = 8  # of a GPU's free memory, which one split's images may take
-HOST_BYTES = 2**30  # that they may take where the device is a CPU
+SHARE = 8  # one split's images may use 1 / SHARE of a GPU's free memory
+HOST_BYTES = 2**30  # bytes that the images may use on a CPU
 
 
 class KeptImages:
-    """Images (3, h, w) uint8 by their index in a split, if all of the split will fit into a share of the memory.
+    """Images (3, h, w) uint8 by index, if the whole split fits into a share of the device's memory.
 
-    Each process keeps those that it has met. A file that has changed is read again.
+    Each rank keeps the images that it has decoded. A file that has changed is read again.
 
     Args:
-        count: Images of the split.
-        device: That the images are on.
-        room: Bytes that they may take; None to choose when the first of them are known.
+        count: Number of images in the split.
+        device: Device of the images.
+        room: Maximum bytes; None chooses the limit when the first images are known.
     """
 
     def __init__(self, count: int, device: torch.device, room: int | None = None):
         self.count, self.device = count, device
-        self.images: dict[int, tuple[Tensor, int, tuple[int, ...]]] = {}  # with target and version of the file
+        self.images: dict[int, tuple[Tensor, int, tuple[int, ...]]] = {}  # with target and file version
         self.room = room
 
     def key(self, index: int, seed: int) -> tuple[int, ...]:
-        """What a worker needs to know: index and seed, and of an image that is here target, size and version."""
+        """Return a worker's task: index and seed and, for a kept image, target, size and version."""
         if (kept := self.images.get(index)) is None:
             return index, seed
         image, target, version = kept
@@ -39,7 +39,7 @@ class KeptImages:
         return kept[0] if kept and kept[2] == version else None
 
     def add(self, found: dict[int, tuple[Tensor, int, tuple[int, ...]]]) -> None:
-        """Keeps images with their targets and versions, while there is room."""
+        """Keep images with their targets and versions while there is space."""
         if found:
             self.choose_room(sum(image.nbytes for image, *_ in found.values()) / len(found))
         for index, kept in found.items():
@@ -50,7 +50,7 @@ class KeptImages:
             self.images[index] = kept
 
     def choose_room(self, typical_bytes: float) -> bool:
-        """Whether there is room for images of so many bytes; the first call decides."""
+        """Return whether images of this size fit; the first call decides."""
         if self.room is None:
             on_gpu = self.device.type == "cuda"
             room = torch.cuda.mem_get_info(self.device)[0] // SHARE if on_gpu else HOST_BYTES

@@ -1,4 +1,4 @@
-"""Loaders of a split for training and evaluation: timm's transforms, in loader processes or on the model's device."""
+"""Loaders of a split for training and evaluation, with timm's transforms in workers or on the model's device."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ from .splits import streams
 from .synthetic import SyntheticImages, SyntheticLoader
 from .workers import PIECE, choose_settings, into_shared_memory, prepare_worker, start_workers
 
-STALLED = 2 * PIECE * SECONDS  # without a batch, after which a loader's workers are taken to hang
+STALLED = 2 * PIECE * SECONDS  # seconds without a batch after which the workers are assumed to hang
 
 
 def training_loader(dataset, config: Config, data_config: dict, device: torch.device, batches: TrainingBatches):
-    """Augmented images (B, 3, H, W) uint8 and targets (B,) on `device`, in micro-batches."""
+    """Return a loader of augmented images (B, 3, H, W) uint8 and targets (B,) on `device`, in micro-batches."""
     transform = training_transform(config, data_config)
     place = data_config, device, config.workers, config.augment_on_device
     return _create_loader(dataset, transform, *place, batches, batches.micro_batch, again=True)
 
 
 def training_transform(config: Config, data_config: dict[str, Any]):
-    """From Pillow's image to a tensor (3, H, W) of uint8, augmented; what is left to do happens on the device."""
+    """Return the transform from a Pillow image to an augmented tensor (3, H, W) uint8; normalization follows on the
+    device.
+    """
     options: dict[str, Any] = dict(
         scale=config.scale,
         ratio=config.ratio,
@@ -65,9 +67,10 @@ def evaluation_loader(
     augment_on_device: bool | None = None,
     again: bool = False,
 ):
-    """Resized and cropped images (B, 3, H, W) uint8 and targets (B,) on `device`: this process's share.
+    """Return a loader of resized and cropped images (B, 3, H, W) uint8 and targets (B,) on `device`, for this rank's
+    share.
 
-    `again` says whether there will be more than one pass over them.
+    `again` says whether the loader will be used for more than one pass.
     """
     batches = EvaluationBatches(len(dataset), batch_size, rank, world_size)
     place = data_config, device, workers, augment_on_device
@@ -75,16 +78,17 @@ def evaluation_loader(
 
 
 def evaluation_transform(data_config: dict[str, Any]):
-    """From Pillow's image to a tensor (3, H, W) of uint8, resized and cropped."""
+    """Return the transform from a Pillow image to a resized and cropped tensor (3, H, W) uint8."""
     names = "crop_pct", "crop_mode", "interpolation", "mean"
     options = {name: data_config[name] for name in names}
     return create_transform(data_config["input_size"], use_prefetcher=True, **options)
 
 
 def micro_batches(loader, batches: TrainingBatches, epoch: int, first_step: int):
-    """A training loader's ((images, targets), position of the first image) of an epoch from a step of it on."""
+    """Iterate over a training loader's ((images, targets), position of the first image) from a step of an epoch on."""
     batches.set_epoch(epoch, first_step)
-    if hasattr(loader.dataset, "set_epoch"):  # a stream shuffles by itself: what was seen is read again and dropped
+    # an iterable dataset shuffles itself: batches before the first step are read again and dropped
+    if hasattr(loader.dataset, "set_epoch"):
         loader.dataset.set_epoch(epoch)
         loader = _not_empty(islice(loader, first_step * batches.accumulation, None), len(batches))
     return zip(loader, batches.first_positions())
@@ -99,13 +103,13 @@ def _not_empty(stream: Iterable, expected: int) -> Iterator:
 
 
 def describe(loader) -> str:
-    """How a loader loads, in a few words, for the log of a run."""
+    """Describe briefly how a loader loads, for the log of a run."""
     return str(loader.settings) if hasattr(loader, "settings") else "noise, made on the device"
 
 
 def unreadable_images(loader) -> int:
-    """How often a loader's images could not be read since this was last asked."""
-    unreadable = getattr(loader.dataset, "unreadable", None)  # noise has none, nor what others decode
+    """Return how many images of a loader could not be read since the last call."""
+    unreadable = getattr(loader.dataset, "unreadable", None)  # synthetic data and other decoders have no count
     return unreadable.take() if unreadable else 0
 
 
@@ -122,12 +126,13 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
     streaming = streams(dataset)
     together = max(1, int(PIXELS_TOGETHER // (batch_size * pixels))) if small else 1
     in_a_piece = batch_size if streaming else min(batch_size, PIECE)
-    piece_bytes = in_a_piece * (int(4.5 * pixels) if small else image_bytes)  # half as much again
+    piece_bytes = in_a_piece * (int(4.5 * pixels) if small else image_bytes)  # 1.5 times the typical size
     settings = choose_settings(workers, device, together * batch_size, pieces, piece_bytes, bool(draw), small)
     if streaming:
         dataset.transform = transform
-        dataset.set_loader_cfg(num_workers=max(1, settings.workers))  # or timm 1.0.30 takes it for empty
-        dataset.reader.batch_size = batch_size  # of which the reader gives each worker whole ones in training
+        # otherwise timm 1.0.30 treats the dataset as empty
+        dataset.set_loader_cfg(num_workers=max(1, settings.workers))
+        dataset.reader.batch_size = batch_size  # in training, the reader gives whole batches to each worker
         order = dict(batch_size=batch_size)
     else:
         arguments = dataset, transform, is_training
@@ -138,7 +143,7 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
         num_workers=settings.workers,
         prefetch_factor=settings.prefetch,
         collate_fn=partial(collate_encoded, size=draw.size) if draw else _collate,
-        pin_memory=device.type == "cuda" and not draw,  # files' bytes go to the decoder, not to the device
+        pin_memory=device.type == "cuda" and not draw,  # file contents go to the decoder, not to the device
         persistent_workers=settings.workers > 0,
         timeout=STALLED if settings.workers else 0,
         worker_init_fn=prepare_worker,
@@ -150,7 +155,7 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
     place = loader, None if streaming else batches, device, settings
     if not draw:
         return HostLoader(*place)
-    repeats = is_training and batches.repeats > 1  # so that it would take epochs to meet all images
+    repeats = is_training and batches.repeats > 1  # repeats mean that one epoch does not see all images
     ahead = 3 * pixels if repeats and pixels < math.inf else None
     return DeviceLoader(*place, together=together, threaded=not small, transform=draw, kept=kept, typical_bytes=ahead)
 
@@ -162,13 +167,15 @@ def _collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
 
 
 def _drawing_transform(dataset, transform, device: torch.device, wanted: bool | None) -> DrawingTransform | None:
-    """The transform that draws for images which the device decodes and transforms; None if the workers are to do it.
+    """Return the transform that samples parameters for decoding and augmentation on the device; None to use the
+    workers.
 
     Args:
-        wanted: True: on any device, False: on none, None: on a GPU that can, and one line says why if it cannot.
+        wanted: True uses any device, False uses the workers, None uses a GPU that supports it, with one log line if it
+            does not.
 
     Raises:
-        ConfigError: The device is wanted, and cannot.
+        ConfigError: The device is requested but does not support it.
     """
     if wanted is False or (wanted is None and device.type != "cuda"):
         return None
@@ -192,5 +199,5 @@ def _drawing_transform(dataset, transform, device: torch.device, wanted: bool | 
 
 @functools.cache
 def _say_once(message: str) -> None:
-    """Training and evaluation have the same reasons."""
+    """Log a message once, because training and evaluation have the same reasons."""
     warn(__name__, "%s", message)

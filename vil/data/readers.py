@@ -1,4 +1,4 @@
-"""Datasets of the loader processes: augmented images out of the files of a split, or bytes for a device to decode."""
+"""Datasets in the loader's workers: augmented images of a split, or file contents for decoding on the device."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from .images import (
 )
 from .seeds import seed_everything
 
-NEAR = 10  # images from an unreadable one on that training tries before others from all over the split
+NEAR = 10  # neighbours of an unreadable image that training tries before images from the whole split
 TAR_READERS = (ReaderImageTar, ReaderImageInTar)
-SAMPLE = 32  # files that are looked at before a split is loaded
-LARGE_FILE = 2**18  # bytes, where it is not known how many a file has
+SAMPLE = 32  # files that are inspected before a split is loaded
+LARGE_FILE = 2**18  # bytes; assumed if file sizes are unknown
 
 
 class ImageReader(Dataset):
-    """Images (C, H, W) uint8 and targets of a timm dataset, by (index, seed) of what is random in the transform.
+    """Images (C, H, W) uint8 and targets of a timm dataset, by (index, seed), where the seed determines the
+    augmentation.
 
-    A file that was read and cannot be decoded is named in a warning and counted in `unreadable`. Training takes the
-    next image instead; evaluation gets a blank one with the target `UNREADABLE`. If the machine cannot read a file,
-    loading fails with a MachineError.
+    If a file cannot be read for any reason, a warning names it and `unreadable` counts it. Training uses the next image
+    instead; evaluation uses a blank image with the target `UNREADABLE`.
     """
 
     def __init__(self, dataset, transform, is_training: bool):
@@ -62,7 +62,7 @@ class ImageReader(Dataset):
         return self.transform(image), target
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """The image of a file, before it is transformed."""
+        """Return the image of a file before it is transformed."""
         for offset in self._offsets():
             i = (index + offset) % len(self)
             name = self.dataset.reader.filename(i)
@@ -73,9 +73,9 @@ class ImageReader(Dataset):
                 return on_machine(path, functools.partial(image_of, data)), target
             except MachineError:
                 raise
-            except Exception as error:  # decoders raise all kinds
-                # not the error itself, whose traceback would hold this frame, and through it the loader, in a cycle:
-                # where that is collected, workers wait for the end of a queue that has gone before it
+            except Exception as error:  # decoders raise various types
+                # Keep only the message: the error's traceback would hold this frame, and through it the loader, in a
+                # reference cycle, whose collection can make workers wait forever for a queue that no longer exists.
                 last = reason(error)
                 self.unreadable.add(i, name, error)
         if self.is_training:
@@ -92,7 +92,7 @@ class ImageReader(Dataset):
             return read_bytes(file), target
 
     def _offsets(self) -> Iterable[int]:
-        """To an image, and in training to those that may take its place: some hundred, however many there are."""
+        """Return offsets to an image and, in training, to its possible replacements, at most some hundred."""
         if not self.is_training:
             return (0,)
         offsets = range(len(self))
@@ -107,17 +107,17 @@ def _open(reader, index: int) -> tuple[BinaryIO, int]:
 
 
 def _version(reader, index: int) -> tuple[int, int]:
-    """Length and time of an image's file, if it has one of its own."""
+    """Return size and modification time of an image's file, if the image has its own file."""
     if not isinstance(reader, ReaderImageFolder):
         return 0, 0
     status = os.stat(reader.samples[index][0])
-    return status.st_size, status.st_mtime_ns % 2**63  # some disks know of later years than 64 bits do
+    return status.st_size, status.st_mtime_ns % 2**63  # some file systems store times beyond 64 bits
 
 
 class EncodedReader(ImageReader):
-    """As `ImageReader`, but what a device can decode comes as an `EncodedImage`.
+    """`ImageReader` that returns an `EncodedImage` for files that a device can decode.
 
-    It takes `KeptImages`' keys: of an image that the device has kept only the draws are made.
+    Its keys are those of `KeptImages`: for an image that the device has kept, only random parameters are sampled.
     """
 
     def __init__(self, dataset, transform, is_training: bool, draw: DrawingTransform):
@@ -133,19 +133,20 @@ class EncodedReader(ImageReader):
                 data, size = b"", (width, height)
             else:
                 data, size, target = self._content(index)
-        except Exception:  # `finish` says so
+        except Exception:  # `finish` reports the error
             return self.finish((index, seed))
         seed_everything(seed)
         draws = self.draw(Image.new("1", size))
-        if 0 in draws.box[2:]:  # timm's crop of an image that is a few pixels wide
+        if 0 in draws.box[2:]:  # timm's crop of an image of few pixels can be empty
             return self.finish((index, seed))
         return EncodedImage((index, seed), data, draws, size, version), target
 
     def _content(self, index: int) -> tuple[bytes, tuple[int, int], int]:
-        """What the device is to get of an image, its width and height, and the target.
+        """Return an image's content for the device, its width and height, and the target.
 
         Raises:
-            UnfitImageError: The device is not to decode it. From a file that is no image there may be any exception.
+            UnfitImageError: The device should not decode this image. A file that is not an image may raise any
+                exception.
         """
         file, target = _open(self.dataset.reader, index)
         with file:
@@ -159,20 +160,22 @@ class EncodedReader(ImageReader):
         raise UnfitImageError("not for a device to decode")
 
     def finish(self, key: tuple[int, int]):
-        """The image as timm's transform prepares it on the CPU: the same draws, the same care for broken files."""
+        """Prepare the image with timm's transform on the CPU, with the same samples and the same handling of broken
+        files.
+        """
         return super().__getitem__(key)
 
 
 def _sample(dataset) -> list[int]:
-    """Some images from all over a split."""
+    """Return some images from the whole split."""
     return list(range(0, len(dataset), max(1, len(dataset) // SAMPLE)))[:SAMPLE]
 
 
 def has_jpegs(dataset) -> bool:
-    """Whether most files are, by the first bytes of some."""
+    """Return whether most files are JPEGs, by the first bytes of a sample."""
     reader, found = dataset.reader, []
     for i in _sample(dataset):
-        if isinstance(reader, TAR_READERS):  # to open one here would have the workers share its place in the file
+        if isinstance(reader, TAR_READERS):  # workers would share the position of a file that was opened here
             found.append(reader.filename(i).lower().endswith((".jpg", ".jpeg")))
             continue
         try:
@@ -185,7 +188,7 @@ def has_jpegs(dataset) -> bool:
 
 
 def typical_pixels(dataset) -> float:
-    """The mean of a folder's images, by the headers of some; infinity where nobody knows."""
+    """Return the mean number of pixels of a folder's images, by the headers of a sample; infinity if unknown."""
     found = []
     for i in _sample(dataset) if isinstance(dataset.reader, ReaderImageFolder) else ():
         with contextlib.suppress(Exception):  # whoever reads the image says so
@@ -197,7 +200,7 @@ def typical_pixels(dataset) -> float:
 
 
 def typical_bytes(dataset) -> int:
-    """The size of a file, and half as much again: what the workers have read fills shared memory."""
+    """Return 1.5 times the typical file size, because files read by workers occupy shared memory."""
     reader, found = dataset.reader, []
     for i in _sample(dataset) if isinstance(reader, ReaderImageFolder) else ():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""WebDataset shards, which may come from anybody: timm's reader of them in webdataset's secure mode."""
+"""Reader of untrusted WebDataset shards, based on timm's reader in webdataset's secure mode."""
 
 from __future__ import annotations
 
@@ -27,39 +27,40 @@ from .decoder import UnfitImageError
 from .images import UNREADABLE, MachineError, SteadyFile, Unreadable, image_of, machine_error, on_machine, open_file
 from .tars import Stream, members, read_member
 
-LOCAL = "local-shards"  # scheme of the files that webdataset may open
-LABELS = "cls", "json"  # suffixes
+LOCAL = "local-shards"  # URL scheme of the files that webdataset may open
+LABELS = "cls", "json"  # file name extensions of labels
 NUMBERS = 2**20
 MOST_LABEL = 2**20  # bytes of a label
-MOST_IMAGE = 2**28  # bytes of an image, which a compressed shard may hold many of
+MOST_IMAGE = 2**28  # bytes of an image, because a compressed shard can expand
 MOST_INFO = 2**24  # bytes of _info.json
-MOST_SHUFFLED = 2**31  # bytes of samples that wait for their turn
-FEWEST_BYTES = 1024  # of a sample: the headers of an image and of its label
+MOST_SHUFFLED = 2**31  # bytes of samples in the shuffle buffer
+FEWEST_BYTES = 1024  # minimum bytes of a sample: the tar headers of an image and its label
 
 
 class Shards(ReaderWds):
-    """timm's reader, but what a sample holds is read as any image file, and a local folder holds its own shards alone.
+    """timm's reader, but images are decoded like other untrusted files, and a local folder can only open its own
+    shards.
 
-    A sample that cannot be read is named and counted in `unreadable`. Training goes on with the next one; evaluation
-    gets a blank image with the target `UNREADABLE`.
+    If a sample cannot be read, a warning names it and `unreadable` counts it. Training uses the next sample; evaluation
+    uses a blank image with the target `UNREADABLE`.
 
     Args:
-        root: Folder or address of the shards.
-        num_classes: Classes from 0 on; a sample of another cannot be read. None for any.
+        root: Folder or URL of the shards.
+        num_classes: Number of classes; samples of other classes cannot be read. None accepts all.
 
     Raises:
-        ConfigError: The root or split is a command, a shard lies outside of the folder or is no regular file, or there
-            cannot be as many samples as the shards say.
+        ConfigError: The root or split is a command, a shard is outside the folder or not a regular file, or the shards
+            cannot contain as many samples as they claim.
     """
 
     num_classes: int | None
 
     def __init__(self, root: str | None, num_classes: int | None = None, **kwargs):
         if not root:
-            raise ConfigError("data_dir is not given: the folder or address of the shards")
+            raise ConfigError("data_dir is required, the folder or URL of the shards: set --data-dir")
         for name in (root, kwargs["split"]):
             if re.match(r"\W*pipe:", name, re.IGNORECASE):
-                raise ConfigError(f"{name!r} is a command, which is not run: data_dir takes a folder or an address")
+                raise ConfigError(f"data_dir must be a folder or a URL, got the command {name!r}")
         enter_secure_mode()
         super().__init__(root if "://" in root else f"{LOCAL}:{os.path.abspath(root)}", **kwargs)
         self.unreadable, self.num_classes = Unreadable(NUMBERS), num_classes
@@ -67,7 +68,7 @@ class Shards(ReaderWds):
             self._check(os.path.realpath(root))
 
     def _check(self, root: str) -> None:
-        """What a local folder's `_info.json` says."""
+        """Check the entries of a local folder's `_info.json`."""
         count, room, known = self.num_samples, 0, set()
         for name in self.split_info.filenames:
             path = os.path.realpath(os.path.join(root, name))
@@ -85,10 +86,10 @@ class Shards(ReaderWds):
             )
 
     def _lazy_init(self) -> None:
-        enter_secure_mode()  # in a loader's process
+        enter_secure_mode()  # in a worker
         super()._lazy_init()
         shards: Any = self.ds
-        # in place of timm's reading of shards, shuffling, decoding and naming
+        # replaces timm's reading of shards, shuffling, decoding and naming
         shards.pipeline[-4 if self.is_training else -3 :] = [
             self._samples,
             *([self._shuffled] if self.is_training else []),
@@ -96,7 +97,9 @@ class Shards(ReaderWds):
         ]
 
     def __iter__(self) -> Iterator[tuple[Image.Image, int]]:
-        """In evaluation each sample comes once over all processes; timm's would give each process as many."""
+        """Iterate over samples. In evaluation, each sample comes once over all ranks; timm would give each rank equally
+        many.
+        """
         if self.is_training:
             yield from super().__iter__()
             return
@@ -108,14 +111,14 @@ class Shards(ReaderWds):
 
     @property
     def _are_few(self) -> bool:
-        """Whether there is no shard for each worker: then all read all shards, and take turns with the samples."""
+        """Return whether there are fewer shards than workers, so that all workers read all shards and take turns."""
         return len(self.split_info.filenames) < self.global_num_workers
 
     def _split_by_node_and_worker(self, src: Iterator[dict]) -> Iterator[dict]:
         return src if self._are_few else super()._split_by_node_and_worker(src)
 
     def _samples(self, shards: Iterator[dict]) -> Iterator[dict]:
-        """The encoded image and label of each sample."""
+        """Iterate over the encoded image and label of each sample."""
         members = self._members(url_opener(shards, handler=_log_or_stop))
         samples = group_by_keys(members, handler=_log_or_stop)
         return islice(samples, self.global_worker_id, None, self.global_num_workers) if self._are_few else samples
@@ -129,7 +132,7 @@ class Shards(ReaderWds):
                     suffix = (base_plus_ext(member.name)[1] or "").lower()
                     is_read = member.is_file and suffix in suffixes and not re.match(r"__[^/]*__($|/)", member.name)
                     data = read_member(stream, member, (MOST_LABEL if suffix in LABELS else MOST_IMAGE) * is_read)
-                    if is_read:  # what is too large has no data, and is unreadable
+                    if is_read:  # too large entries have no data and are unreadable
                         yield dict(fname=member.name, data=data, __url__=shard["url"])
             except tarfile.HeaderError as error:
                 self._report(shard, f"what follows is lost, behind the broken header of a member: {error}")
@@ -139,13 +142,13 @@ class Shards(ReaderWds):
                 if isinstance(error, MachineError):
                     raise
                 self._report(shard, error)
-            yield {}  # its last sample ends here, whole or not
+            yield {}  # a shard's last sample ends here, complete or not
 
     def _report(self, shard: dict, error: object) -> None:
         log_and_continue(tarfile.ReadError(f"{shard['url'].removeprefix(f'{LOCAL}:')}: {error}"))
 
     def _shuffled(self, samples: Iterator[dict]) -> Iterator[dict]:
-        """webdataset's shuffle, but large samples take their turn earlier."""
+        """webdataset's shuffle with a limit on the buffer's bytes, so that large samples leave it earlier."""
         chance, held = random.Random(self.worker_seed + self.epoch_count.value), 0
         waiting: list[dict] = []
 
@@ -173,7 +176,7 @@ class Shards(ReaderWds):
         label = self.split_info.alt_label
         try:
             target = int(json.loads(sample["json"])[label] if label else sample["cls"])
-            if target < 0:  # timm's mark of a sample without a label
+            if target < 0:  # timm's value for a sample without a label
                 return None
             if self.num_classes and target >= self.num_classes:
                 raise UnfitImageError(f"its class is {target}, of {self.num_classes}")
@@ -188,9 +191,9 @@ class Shards(ReaderWds):
 
 
 def enter_secure_mode() -> None:
-    """Has webdataset refuse commands, pickles and files, which leaves it those of `Shards`."""
+    """Make webdataset reject commands, pickles and files, except those of `Shards`."""
     webdataset.utils.enforce_security = True
-    gopen_schemes.pop("pipe", None)  # webdataset before 1.0 has no such mode
+    gopen_schemes.pop("pipe", None)  # webdataset before 1.0 has no secure mode
     gopen_schemes[LOCAL] = _open_local
 
 

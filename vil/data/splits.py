@@ -1,4 +1,4 @@
-"""Which images a run has, and of which classes: timm's datasets for folders, tar files, shards and hubs."""
+"""Opening of a run's splits with timm's datasets for folders, tar files, shards and hubs, and their classes."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ from .tars import check_tar
 
 
 def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int | None = None, **kwargs):
-    """timm's dataset for one split.
+    """Open timm's dataset of one split.
 
     Raises:
-        ConfigError: The split is not there or cannot be opened, or it does not have `num_classes` classes; the message
-            says what is there.
+        ConfigError: The split is missing, cannot be opened, or does not have `num_classes` classes; the message lists
+            what exists.
     """
     kind, _, name = dataset.lower().partition("/")
     if dataset and not (kind in DATASETS and name):
         known = ", ".join(f"{name}/..." for name in DATASETS)
-        raise ConfigError(f"dataset {dataset!r} is none of {known}: leave it out for folders and tar files")
+        raise ConfigError(
+            f"dataset must be one of {known}, got {dataset!r}: leave out --dataset for folders and tar files"
+        )
     try:
         if kind == "wds":
             from .shards import Shards  # webdataset is an optional dependency
 
             images: Any = IterableImageDataset(data_dir, reader=Shards(data_dir, num_classes, split=split, **kwargs))
             images.unreadable = images.reader.unreadable
-        elif kind:  # there a split need not be a folder
+        elif kind:  # the split of a hub's dataset need not be a folder
             restrict_pillow()
             images = create_dataset(dataset, root=data_dir, split=split, **kwargs)
         elif (root := _find_split(data_dir, split)).is_dir():
@@ -48,7 +50,7 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
             images = _open_tar(root)
     except ConfigError:
         raise
-    except Exception as error:  # of whatever is there, and of the packages that read it
+    except Exception as error:  # damaged data and the packages that read it raise various types
         raise ConfigError(f"cannot open the split {split!r} of {data_dir}: {type(error).__name__}: {error}") from error
     check_count(images, num_classes, split, data_dir)
     return images
@@ -134,7 +136,8 @@ def _open_tar(path: Path):
     except ConfigError:
         raise
     except Exception as error:
-        if not listed.exists() and isinstance(error, ValueError):  # timm's of a tar file without images
+        # timm raises ValueError for a tar file without images
+        if not listed.exists() and isinstance(error, ValueError):
             raise RuntimeError(f"no images in {path}") from error
         if not listed.exists():
             raise
@@ -182,21 +185,21 @@ def _has_images(folder: Path) -> bool:
 
 
 def open_splits(config: Config):
-    """The training split, the validation split and the number of classes.
+    """Return the training split, the validation split and the number of classes.
 
     Raises:
-        ConfigError: A split or the number of classes is missing, or the two splits do not agree on the classes.
+        ConfigError: A split or the number of classes is missing, or the classes of the two splits differ.
     """
     if config.synthetic:
         if (num_classes := config.num_classes or 1000) < 2:
-            raise ConfigError("num_classes 1: there is nothing to tell apart, give two or more")
+            raise ConfigError("num_classes must be at least 2, got 1")
         return SyntheticImages(config.synthetic), SyntheticImages(math.ceil(config.synthetic / 25)), num_classes
     location = config.data_dir, config.dataset
     train = open_split(*location, config.train_split, config.num_classes, is_training=True, seed=config.seed)
     _refuse_empty_classes(train)
     val = open_split(*location, config.val_split)
     if not (num_classes := len(class_names(train)) or config.num_classes or 0):
-        raise ConfigError(f"the dataset {config.dataset} does not say how many classes it has: give num_classes")
+        raise ConfigError(f"the dataset {config.dataset} does not store its number of classes: set --num-classes")
     limit_classes(val, num_classes)
     if num_classes < 2:
         raise ConfigError(
@@ -216,7 +219,7 @@ def open_splits(config: Config):
 
 
 def limit_classes(images, num_classes: int) -> None:
-    """Has shards, which name no classes, count a sample of one beyond these as unreadable."""
+    """Make shards, which store no class names, count samples of further classes as unreadable."""
     images.reader.num_classes = num_classes
 
 
@@ -226,18 +229,18 @@ def class_names(images) -> dict[str, int]:
 
 
 def streams(images) -> bool:
-    """Whether a dataset has no images by index, but an order of its own, in which each comes once."""
+    """Return whether a dataset is iterable, with its own order of images and no access by index."""
     return isinstance(images, IterableImageDataset)
 
 
 def count_images(images) -> int:
-    """Over all processes; the length of a dataset that streams is a process's share."""
+    """Return the number of images over all ranks; the length of an iterable dataset is one rank's share."""
     return getattr(getattr(images, "reader", None), "num_samples", 0) or len(images)
 
 
 def _find_split(data_dir: str | None, split: str) -> Path:
     if not data_dir:
-        raise ConfigError("data_dir is not given: the folder that holds the splits")
+        raise ConfigError("data_dir is required, the folder that contains the splits: set --data-dir")
     root = Path(data_dir)
     if not root.is_dir():
         raise ConfigError(f"data_dir {data_dir} is not a folder")
@@ -250,7 +253,7 @@ def _find_split(data_dir: str | None, split: str) -> Path:
                 raise ConfigError(f"{data_dir} has {quoted(alike)}, which differ only in case: name one as the split")
             path = root / (alike[0] if alike else wanted)
             if path.is_dir() or path.is_file():
-                if name != split and split not in SPLIT_NAMES:  # these stand for any of theirs
+                if name != split and split not in SPLIT_NAMES:  # these names also stand for their synonyms
                     warn(__name__, "%s has no split %r: %s in its place", data_dir, split, path.name)
                 return path
     hints = ""
@@ -275,6 +278,6 @@ def _count_classes(root: Path) -> int:
 
 
 def describe_split(name: str, images) -> str:
-    """Return what a split has, in a line."""
+    """Return a line that describes a split."""
     reader = images.reader
     return f"{name}: {reader if isinstance(reader, ClassReader) else f'{count_images(images)} images'}"

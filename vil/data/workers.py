@@ -1,4 +1,4 @@
-"""The processes that load images: how many a machine bears, how they share memory, and how they live and end."""
+"""Workers that load images: their number, their shared memory, and their start and end."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from .images import MachineError, WorkersError, restrict_pillow
 
 _logger = logging.getLogger(__name__)
 
-MOST_WORKERS = 16  # for a training process, unless it is told
-MOST_READERS = 8  # that read files for a GPU to decode: some 2,000 files a second each
-PIECE = 64  # images that a worker loads at a time, of a batch that may have many more: all work on the first batch
-BATCHES_AHEAD = 3  # that the workers prepare while one is trained on
+MOST_WORKERS = 16  # default maximum for a training process
+MOST_READERS = 8  # maximum of workers that read files for decoding on a GPU, each about 2,000 files a second
+PIECE = 64  # images that a worker loads at a time; pieces let all workers load the first batch together
+BATCHES_AHEAD = 3  # batches that the workers prefetch
 SHARED_MEMORY = Path("/dev/shm")
 CGROUPS = Path("/sys/fs/cgroup")
 GROUPS_OF_PROCESS = Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """The cores that this process may keep busy: those it is bound to, or fewer where a container has a quota."""
+    """Return the number of cores that this process may use, by its CPU affinity and a container's quota."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([bound, *map(math.floor, _quotas())]))
 
 
 def _quotas() -> Iterator[float]:
-    """Cores by the CPU quotas of the control groups that this process is in, of version 2 and 1."""
+    """Return the CPU quotas of this process's control groups (versions 2 and 1), in cores."""
     try:
         lines = GROUPS_OF_PROCESS.read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         group = CGROUPS / controllers / path.lstrip("/")
-        # a container sees its own group at the root, whatever the group is called outside
+        # inside a container, its own group is the root, whatever its outside name
         for folder in (group, *group.parents):
             try:
                 if controllers:
@@ -60,25 +60,27 @@ def _quotas() -> Iterator[float]:
                     quota, period = (folder / "cpu.max").read_text().split()
                 if int(quota) > 0:
                     yield int(quota) / int(period)
-            except (OSError, ValueError):  # of another controller, or "max"
+            except (OSError, ValueError):  # another controller, or "max"
                 continue
 
 
 def _local_processes() -> int:
-    """The training processes on this machine, which share its cores and its memory."""
+    """Return the number of training processes on this machine, which share its cores and memory."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def default_workers(device: torch.device) -> int:
-    """Loader processes for one training process, of which a GPU's also decodes in a thread and wants two cores."""
+    """Return the number of workers for one training process; a GPU's process also decodes in a thread and needs two
+    cores.
+    """
     cores = usable_cores() // _local_processes()
-    if device.type == "cpu":  # a model there takes longer than its images do
+    if device.type == "cpu":  # on a CPU, the model is slower than loading
         return min(MOST_WORKERS, max(1, cores // 4))
     return min(MOST_WORKERS, max(1, cores - (2 if cores > 4 else 1)))
 
 
 def share_cores(device: torch.device, workers: int | None) -> None:
-    """Leaves the loader's workers a core each where a CPU also trains: PyTorch's threads wait long for a busy core."""
+    """Reserve a core for each worker if a CPU also trains, because PyTorch's threads wait long for a busy core."""
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         workers = default_workers(device) if workers is None else workers
         torch.set_num_threads(max(1, usable_cores() // _local_processes() - workers))
@@ -86,12 +88,12 @@ def share_cores(device: torch.device, workers: int | None) -> None:
 
 @dataclass
 class LoaderSettings:
-    """How a split is loaded."""
+    """Settings of a split's loader."""
 
     workers: int
-    prefetch: int | None = None  # pieces that each worker has ready; None without workers
-    on_device: bool = False  # decoding and augmentation
-    decode: bool = False  # in the workers nevertheless
+    prefetch: int | None = None  # pieces that each worker prefetches; None without workers
+    on_device: bool = False  # decode and augment on the device
+    decode: bool = False  # decode in the workers nevertheless
 
     def __str__(self) -> str:
         who = f"{self.workers} worker{'s' * (self.workers != 1)}" if self.workers else "no workers"
@@ -110,19 +112,19 @@ def choose_settings(
     on_device: bool,
     decode: bool = False,
 ) -> LoaderSettings:
-    """As many workers as the machine bears and the split has work for, and as much prefetched as there is memory for.
+    """Choose as many workers as the machine supports and the split needs, and as much prefetching as fits in memory.
 
     Args:
-        wanted: Workers that the user asked for, if they did.
-        device: Where the batches go.
-        batch_size: Images of a batch.
-        pieces: How many a pass over the split has.
-        piece_bytes: The shared memory that one takes.
+        wanted: Requested number of workers, or None.
+        device: Device of the batches.
+        batch_size: Batch size.
+        pieces: Number of pieces in a pass over the split.
+        piece_bytes: Shared memory of a piece in bytes.
         on_device: Whether the device decodes and augments.
         decode: Whether the workers decode nevertheless.
 
     Raises:
-        ConfigError: Not even one worker's pieces fit into the shared memory.
+        ConfigError: The pieces of a single worker exceed the shared memory.
     """
     most = MOST_READERS if on_device and not decode else MOST_WORKERS
     workers = min(default_workers(device), most, max(1, pieces)) if wanted is None else wanted
@@ -131,7 +133,7 @@ def choose_settings(
     prefetch = max(2, math.ceil(BATCHES_AHEAD * math.ceil(batch_size / PIECE) / workers))
     if not SHARED_MEMORY.is_dir():
         return LoaderSettings(workers, prefetch, on_device, decode)
-    # of the two splits' workers only those prefetch whose split is being read; besides, some pieces are in use
+    # only the workers of the split that is being read prefetch; besides, some pieces are in use
     in_use = BATCHES_AHEAD * math.ceil(batch_size / PIECE) if on_device else 2
     free = shutil.disk_usage(SHARED_MEMORY).free
     room = free // _local_processes() // max(1, piece_bytes) - in_use
@@ -153,18 +155,18 @@ def choose_settings(
 
 
 class SharedMemoryError(WorkersError):
-    """The memory in which loader processes hand over batches is full."""
+    """The shared memory in which workers hand over batches is full."""
 
 
 def into_shared_memory(*tensors: torch.Tensor) -> None:
-    """Moves what a worker will hand over, here, where it can be said that there is no room for it.
+    """Move a worker's result to shared memory here, where a lack of space can be reported.
 
     Raises:
-        SharedMemoryError: There is not.
+        SharedMemoryError: The shared memory is full.
     """
     if get_worker_info() is None:
         return
-    if SHARED_MEMORY.is_dir():  # to write to what is not there would end the process
+    if SHARED_MEMORY.is_dir():  # writing to missing shared memory would crash the process
         needed = sum(tensor.nbytes for tensor in tensors)
         if (free := shutil.disk_usage(SHARED_MEMORY).free) < needed:
             raise SharedMemoryError(
@@ -176,7 +178,7 @@ def into_shared_memory(*tensors: torch.Tensor) -> None:
 
 
 class LostWorkerError(ConfigError):
-    """A loader's process is gone."""
+    """A worker of a loader has died."""
 
     def __init__(self, error: RuntimeError):
         what = str(error).split(". ")[0].strip()
@@ -188,7 +190,7 @@ class LostWorkerError(ConfigError):
 
 @contextmanager
 def lost_workers_named() -> Iterator[None]:
-    """Have errors of lost workers, and of the machine in other packages' data sets, say what to do."""
+    """Replace PyTorch's error about a lost worker by one with a remedy."""
     try:
         yield
     except OSError as error:  # PyTorch raises an error of a worker again, without its number
@@ -196,7 +198,7 @@ def lost_workers_named() -> Iterator[None]:
             raise MachineError(f"cannot read the data set: {str(error).rpartition('Error: ')[2].strip()}") from None
         raise
     except RuntimeError as error:
-        if isinstance(error.__cause__, LostWorkerError):  # which PyTorch has caught, and knows less
+        if isinstance(error.__cause__, LostWorkerError):  # PyTorch has wrapped this error
             raise error.__cause__ from None
         if "DataLoader worker" in str(error):
             raise LostWorkerError(error) from None
@@ -204,8 +206,8 @@ def lost_workers_named() -> Iterator[None]:
 
 
 def _name_lost_workers() -> None:
-    """Has PyTorch's handler of SIGCHLD, which may run anywhere in the training loop, raise a LostWorkerError."""
-    if not hasattr(signal, "SIGCHLD"):  # Windows, where PyTorch looks at its workers from time to time
+    """Make PyTorch's SIGCHLD handler, which may run anywhere in the training loop, raise a LostWorkerError."""
+    if not hasattr(signal, "SIGCHLD"):  # on Windows, PyTorch polls its workers
         return
     handler = signal.getsignal(signal.SIGCHLD)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -222,16 +224,16 @@ def _name_lost_workers() -> None:
 
 
 def start_workers(loader: DataLoader) -> Iterator:
-    """A pass over what a loader loads. Its processes start with the first one, and it keeps them.
+    """Start a pass over a loader. The workers start with the first pass and are kept.
 
-    A thread that enters Python, as those of autograd, holds a lock that Python below 3.12 takes into a fork and waits
-    for then: so this is first called before there are such threads, but for a stream, which begins to read with it.
+    Before Python 3.12, a fork can deadlock while another thread enters the interpreter, so this is first called before
+    autograd creates threads. Workers of an iterable dataset start when it is first read.
     """
     with _signals_blocked():
         loaded = iter(loader)
     if loader.num_workers:
         _name_lost_workers()
-        # of a cycle, the garbage collector would close these before the pass ends its workers through them
+        # break the cycle, or the garbage collector would close the queues before the pass ends its workers through them
         queues = [*loaded._index_queues, loaded._worker_result_queue]  # type: ignore[attr-defined]
         weakref.finalize(loaded, queues.clear).atexit = False
     return loaded
@@ -239,7 +241,9 @@ def start_workers(loader: DataLoader) -> Iterator:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Workers that start in it have them blocked: threads that PyTorch starts before `prepare_worker` inherit that."""
+    """Block signals for workers that start inside, because PyTorch's threads inherit the mask before `prepare_worker`
+    runs.
+    """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -251,22 +255,22 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def prepare_worker(worker: int) -> None:
-    outlive_output()  # a worker that is no fork has streams of its own
+    outlive_output()  # a spawned worker has its own streams
     restrict_pillow()
     _heed_the_parent_alone()
 
 
 def _heed_the_parent_alone() -> None:
-    """A scheduler may signal every process of a job: workers live until training has written its checkpoint."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
-    if not hasattr(signal, "sigwaitinfo"):  # macOS and Windows: who sent a signal cannot be told, and SIGTERM ends them
+    """Ignore signals from schedulers, so that workers live until training has written its checkpoint."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals all processes of a terminal
+    if not hasattr(signal, "sigwaitinfo"):  # macOS and Windows cannot identify the sender, so SIGTERM ends the worker
         return
-    parent: Any = multiprocessing.parent_process()  # which every worker has
+    parent: Any = multiprocessing.parent_process()  # every worker has a parent
 
     def wait() -> None:
         while True:
             notice = signal.sigtimedwait(SCHEDULERS_SIGNALS, 5)
-            if notice is None:  # PyTorch's own watch misses a parent that dies while the worker starts
+            if notice is None:  # PyTorch's watchdog misses a parent that dies while the worker starts
                 if not parent.is_alive():
                     os._exit(1)
             elif notice.si_signo == signal.SIGTERM and notice.si_pid == parent.pid:

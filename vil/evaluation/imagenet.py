@@ -1,4 +1,4 @@
-"""Other test sets with ImageNet's classes, and its reassessed labels."""
+"""Additional test sets with ImageNet's classes, and its reassessed labels (ReaL)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class OnlyClasses(nn.Module):
 
 
 class Renormalized(nn.Module):
-    """A model on images that were normalised for another; `given` and `own` are timm's data configs."""
+    """Model for images that were normalized for another model; `given` and `own` are timm's data configs."""
 
     scale: Tensor
     shift: Tensor
@@ -87,17 +87,17 @@ class Renormalized(nn.Module):
 
 
 def real_labels(images, num_classes: int, file: str | None = None) -> np.ndarray:
-    """Which classes are right for each image, (images, classes), by ImageNet's reassessed labels.
+    """Return which classes are correct for each image by ImageNet's reassessed labels, as booleans (images, classes).
 
-    Beyer et al., "Are we done with ImageNet?", 2020. An image for which none is right does not count.
+    The labels are from Beyer et al., "Are we done with ImageNet?", 2020. Images without a correct class do not count.
 
     Args:
-        images: timm's dataset of the validation images, under their names ILSVRC2012_val_*.JPEG.
-        num_classes: Classes of the model.
-        file: JSON list of lists of classes by the number of the image; None for those that come with timm.
+        images: timm's dataset of the validation images, with their names ILSVRC2012_val_*.JPEG.
+        num_classes: Number of classes of the model.
+        file: JSON list of the classes of each image; None for the labels that timm includes.
 
     Raises:
-        ConfigError: The images are others, or the file cannot be read.
+        ConfigError: The images are not ImageNet's validation images, or the file cannot be read.
     """
     try:
         names = images.filenames(basename=True)

@@ -1,10 +1,10 @@
-"""Which classes a trained model sees in images: their names and probabilities.
+"""Predict the classes of images with a trained model, as names and probabilities.
 
     python -m vil.predict --checkpoint output/pets/best.pt photo.jpg
     python -m vil.predict --checkpoint output/pets/best.pt photos --csv photos.csv
 
-A checkpoint may be a file of train_imagenet.py, a .safetensors file or folder of vil.export, or its .onnx. Images are
-opened and prepared as validate.py does it.
+A checkpoint is a file of train_imagenet.py, a .safetensors or .onnx file of vil.export, or a folder of vil.export.
+Images are decoded and preprocessed as in validate.py.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _logger = logging.getLogger(__name__)
 
 Picture: TypeAlias = str | os.PathLike | Image.Image | np.ndarray
 Pictures = TypeVar("Pictures")
-SHOWN = 200  # characters of an error
+SHOWN = 200  # maximum length of an error in a message
 
 
 class Prediction(NamedTuple):
-    """A class by its name and number, and how probable the model takes it to be."""
+    """Predicted class: name, probability and class index."""
 
     label: str
     probability: float
@@ -50,18 +50,18 @@ class Prediction(NamedTuple):
 def predict(
     model: nn.Module | str | os.PathLike, images: Picture | Iterable[Picture], topk: int = 5, *, batch_size: int = 32
 ) -> list[Prediction] | list[list[Prediction]]:
-    """The most probable classes of an image, the best first; for several images a list of such lists.
+    """Return the most probable classes of an image, the best first; a list of such lists for several images.
 
     Args:
-        model: A model of timm on its own device, also in wrappers of PyTorch or timm, or a checkpoint: a file of
-            train_imagenet.py, a .safetensors file or folder of vil.export, or its .onnx.
-        images: The path of a file, a Pillow image, or an array (H, W) or (H, W, 3) of uint8 or uint16; or several.
-        topk: How many classes of each image.
-        batch_size: Images that the model gets at once.
+        model: A timm model, which runs on its current device, or the path of a checkpoint: a file of train_imagenet.py,
+            a .safetensors or .onnx file of vil.export, or a folder of vil.export.
+        images: File path, Pillow image, or array (H, W) or (H, W, 3) of uint8 or uint16; or several of these.
+        topk: Number of classes for each image.
+        batch_size: Batch size of the model.
 
     Raises:
-        ConfigError: The checkpoint does not say how its images are prepared, or the image cannot be read, or a number
-            is below 1. One of several images that cannot be read is named in a warning and has no predictions, [].
+        ConfigError: The checkpoint does not specify its preprocessing, the image cannot be read, or a number is below
+            1. If one of several images cannot be read, a warning names it and its predictions are [].
         CheckpointError: The checkpoint is missing or corrupt.
     """
     if min(topk, batch_size) < 1:
@@ -83,7 +83,7 @@ def predict(
 def predictions(
     classifier: Classifier, images: Iterable[Pictures], topk: int, batch_size: int
 ) -> Iterator[tuple[Pictures, list[Prediction] | Exception]]:
-    """Each image with its classes, or with the error of one that cannot be read."""
+    """Iterate over images with their predictions, or with the error of an image that cannot be read."""
     rest = iter(images)
     while batch := list(islice(rest, batch_size)):
         yield from zip(batch, classifier(batch, topk))
@@ -99,13 +99,13 @@ def reason_of(error: Exception) -> str:
 
 @dataclass
 class Classifier:
-    """A model with what comes before and after it.
+    """Model with its preprocessing and class names.
 
     Attributes:
-        run: From normalised images (B, 3, H, W) to logits (B, classes).
-        device: Where it takes them.
-        data_config: timm's, of the images.
-        label_names: Of the classes, by their numbers; empty where nobody knows.
+        run: Function from normalized images (B, 3, H, W) to logits (B, classes).
+        device: Device of the inputs of `run`.
+        data_config: timm's data config of the images.
+        label_names: Class names by index; empty if unknown.
     """
 
     run: Callable[[Tensor], Tensor]
@@ -114,14 +114,14 @@ class Classifier:
     label_names: Sequence[str]
 
     def __post_init__(self) -> None:
-        from ..data.loaders import evaluation_transform  # which takes a second to import
+        from ..data.loaders import evaluation_transform  # slow import, takes a second
 
         self.transform = evaluation_transform(self.data_config)
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Any], topk: int) -> list[list[Prediction] | Exception]:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            prepared = list(pool.map(self._prepared, images))  # decoders let other threads run
+            prepared = list(pool.map(self._prepared, images))  # decoders release the GIL
         readable = [image for image in prepared if isinstance(image, Tensor)]
         best = iter(self._best(torch.stack(readable), topk) if readable else ())
         return [next(best) if isinstance(image, Tensor) else image for image in prepared]
@@ -133,7 +133,7 @@ class Classifier:
             return self.transform(open_picture(image))
         except MachineError:
             raise
-        except Exception as error:  # decoders raise all kinds
+        except Exception as error:  # decoders raise various types
             return error
 
     def _best(self, images: Tensor, topk: int) -> list[list[Prediction]]:
@@ -157,7 +157,7 @@ class Classifier:
 
 
 def open_picture(image: Any) -> Image.Image:
-    """An image in 8-bit RGB, wherever it comes from, with the colours that training would give it."""
+    """Convert an image of any supported kind to 8-bit RGB, with the same colours as in training."""
     from ..data.decoder import to_rgb
     from ..data.images import read_image
 
@@ -176,7 +176,7 @@ def open_picture(image: Any) -> Image.Image:
 
 
 def classifier_of(model: nn.Module | str | os.PathLike, device: str | None = None) -> Classifier:
-    """A model or checkpoint as `predict` takes it."""
+    """Create the classifier of a model or of a checkpoint."""
     if isinstance(model, (str, os.PathLike)):
         if Path(model).suffix == ".onnx":
             return _of_onnx(Path(model))
@@ -216,7 +216,7 @@ def _of_onnx(path: Path) -> Classifier:
         words = ("crop_mode", "interpolation")
         config = {name: said[name] if name in words else json.loads(said[name]) for name in (*NEEDED, *words)}
         names = _judged(config, json.loads(said.get("label_names", "[]")), path)
-    except Exception as error:  # onnxruntime's errors have no common type
+    except Exception as error:  # onnxruntime's errors have no common base class
         raise ConfigError(
             f"{path} is no model of vil.export, which says how its images are prepared: {reason_of(error)}"
         ) from error
@@ -226,7 +226,7 @@ def _of_onnx(path: Path) -> Classifier:
     def run(images: Tensor) -> Tensor:
         try:
             return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
-        except Exception as error:  # as above
+        except Exception as error:  # onnxruntime's errors have no common base class
             raise ConfigError(f"{path} fails on images {tuple(images.shape)}: {reason_of(error)}") from error
 
     return Classifier(run, torch.device("cpu"), config, _readable(names))
@@ -236,7 +236,7 @@ NEEDED = ("input_size", "mean", "std", "crop_pct")
 
 
 def _judged(config: dict[str, Any], names: Any, path: Path) -> list[str]:
-    """The names of classes, if what a file says, which may come from anybody, is what a checkpoint may say."""
+    """Validate the preprocessing and class names of an untrusted file, and return the class names."""
     channels, *size = config["input_size"]
     check_preprocessing(config, path)
     for side in size:
@@ -249,7 +249,7 @@ def _judged(config: dict[str, Any], names: Any, path: Path) -> list[str]:
 
 
 def _readable(names: Sequence[str]) -> Sequence[str]:
-    """Return class names with ImageNet's in words instead of WordNet ids."""
+    """Return class names, with ImageNet's WordNet ids replaced by descriptions."""
     if not names:
         return ()
     in_words: Any = ImageNetInfo().label_descriptions(as_dict=True)  # a dictionary, whatever the annotation says

@@ -1,4 +1,4 @@
-"""The command line of `python -m vil.predict`."""
+"""Command line of `python -m vil.predict`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 def main() -> None:
     logging.basicConfig(format="%(message)s")
-    with errors_in_a_line(OSError):  # of a full disk
+    with errors_in_a_line(OSError):  # such as a full disk
         unreadable, count = predict_files(parse_options())
     if unreadable:
         sys.exit(f"{unreadable} of {count} images cannot be read")
@@ -53,7 +53,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def predict_files(options: argparse.Namespace) -> tuple[int, int]:
-    """Prints a line for each image and writes the tables. Returns how many images cannot be read, and of how many."""
+    """Print a line for each image and write the tables; return the numbers of unreadable images and of all images."""
     files: list[Path] = []
     left_out: Counter[str] = Counter()
     for path in options.images:

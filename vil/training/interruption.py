@@ -1,4 +1,4 @@
-"""When a run writes checkpoints: at intervals, and when a signal says that it is to end for now."""
+"""Timing of checkpoints: at intervals, and when a signal requests the run to stop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..streams import write_now
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PREEMPTED = 75  # exit status, EX_TEMPFAIL: stopped by a signal, everything saved; "try again later"
+PREEMPTED = 75  # exit status EX_TEMPFAIL: stopped by a signal with everything saved; "try again later"
 SIGNALS = (*SCHEDULERS_SIGNALS, signal.SIGINT)
 
 
@@ -29,20 +29,20 @@ class StoppedError(RuntimeError):
 
 
 class PreemptedError(StoppedError):
-    """A signal stopped the run, after its checkpoint was written."""
+    """A signal stopped the run after its checkpoint was written."""
 
     status = PREEMPTED
 
 
 class CheckpointTimer:
-    """Tells all processes of a run that a checkpoint is due, or that it is time to stop.
+    """Tells all ranks of a run consistently that a checkpoint is due, or that the run must stop.
 
-    SIGTERM and SIGUSR1, the notices of cluster schedulers, and SIGINT (Ctrl-C) set `signalled`; nothing else happens at
-    that moment. A second SIGINT ends the process at once. Images that cannot be loaded stop all processes too.
+    SIGTERM and SIGUSR1, the signals of cluster schedulers, and SIGINT (Ctrl-C) only set `signalled`. A second SIGINT
+    terminates the process at once.
 
     Args:
-        interval: '30m' for minutes, '500' for optimizer steps, None for none (see `Config.checkpoint_interval`).
-        step: The optimizer steps done so far.
+        interval: '30m' for minutes, '500' for optimizer steps, None for no interval (see `Config.checkpoint_interval`).
+        step: Number of optimizer steps done so far.
     """
 
     def __init__(self, interval: str | None, step: int):
@@ -57,13 +57,13 @@ class CheckpointTimer:
         self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def due(self, step: int) -> bool:
-        """Return whether to write a checkpoint now, after `step` steps; then `stop` says whether to stop as well.
+        """Return whether to write a checkpoint now, after `step` steps; `stop` then says whether to stop as well.
 
-        All processes must call it after the same steps.
+        All ranks must call this after the same steps.
         """
         late = time.monotonic() - self._time >= self.seconds or step - self._step >= self.steps
         flags = torch.tensor([late, self.signalled, self.failure is not None], dtype=torch.uint8)
-        if dist.is_initialized():  # on the CPU, so that no one waits for a GPU
+        if dist.is_initialized():  # on the CPU, so that no rank waits for a GPU
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         late, signalled, self.failed = (bool(flag) for flag in flags)
         self.stop = signalled or self.failed
@@ -101,7 +101,7 @@ class CheckpointTimer:
         return wait
 
     def give_back(self) -> None:
-        """Has signals go where they went before; one that came meanwhile stays noted."""
+        """Restore the previous signal handlers; a signal received meanwhile stays recorded."""
         for number, handler in self.before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 

@@ -1,4 +1,4 @@
-"""Going on with a run: from which file, whether what it says is something that a run leaves, and of the same run."""
+"""Resuming a run: choice of the checkpoint, and validation that it belongs to the same run and is consistent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .summary import best_top1
 
 _logger = logging.getLogger(__name__)
 
-# options whose change on resuming makes it another run, and those whose change changes nothing that is trained
+# options that must not change when resuming (`DECISIVE`), and options whose change does not affect training
 DECISIVE = ("model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema", "teacher")
 HARMLESS = (
     "resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval",
@@ -28,11 +28,7 @@ HARMLESS = (
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the checkpoints from which a run in a folder can be resumed, the newest first.
-
-    Raises:
-        CheckpointError: The machine cannot tell.
-    """
+    """Return the checkpoints of a run folder that can be resumed from, the newest first."""
     try:
         return [path for path in (folder / "last.pt", folder / "previous.pt") if files.exists(path)]
     except OSError as error:
@@ -40,25 +36,26 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def resolve_resume(resume: str | None, folder: Path) -> str | None:
-    """What `resume` comes to: a process that torchrun started again goes on from its folder, whatever was given."""
+    """Resolve `resume`. A process that torchrun restarted always resumes from its run folder."""
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return "auto" if restarted and files_of(folder) else resume
 
 
 def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the checkpoint from which a run in `folder` is resumed, with its content; None for a fresh start.
+    """Return the checkpoint that a run in `folder` resumes from, and its content; None for a fresh start.
 
-    The newest checkpoint that is not damaged is taken. A damaged one is renamed to *.broken, with a warning.
+    The newest readable checkpoint of the folder is used; a broken one is renamed to *.broken, with a warning.
 
     Raises:
-        CheckpointError: All checkpoints are damaged, the machine cannot read one, or the folder holds a run and
-            `resume` is not given.
+        CheckpointError: No checkpoint can be read, or the folder contains a run and `resume` is not set.
     """
     found, resume = files_of(folder), resolve_resume(resume, folder)
     if resume not in (None, "auto"):
         return Path(resume), checkpoint.read_checkpoint(resume)
     if found and resume is None:
-        raise CheckpointError(f"{folder} holds a run: --resume auto goes on with it, --experiment NAME starts another")
+        raise CheckpointError(
+            f"{folder} contains a run: set --resume auto to resume it, or --experiment NAME to start another run"
+        )
     broken = []
     for path in found:
         try:
@@ -69,36 +66,37 @@ def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]
             continue
         for other in broken:
             aside = other.replace(other.with_suffix(".broken"))
-            _logger.warning("going on from %s, the checkpoint before it; the broken file is now %s", path, aside)
+            _logger.warning("resuming from %s, the previous checkpoint; the broken file was renamed to %s", path, aside)
         return path, saved
     if broken:
-        raise CheckpointError(f"no checkpoint of {folder} can be read: --experiment NAME starts another run")
+        raise CheckpointError(f"no checkpoint of {folder} can be read: start another run with --experiment NAME")
     return None
 
 
 def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path, middle: bool = False) -> None:
-    """Compares the options of a checkpoint with those of the run that resumes from it, in the `middle` of an epoch.
+    """Compare the options of a checkpoint with those of the run that resumes from it, possibly in the `middle` of an
+    epoch.
 
     Raises:
-        CheckpointError: One differs that the saved tensors depend on. A change of another is only logged.
+        CheckpointError: An option differs that the saved tensors depend on. Other differences are only logged.
     """
     for name in [name for name in saved if saved[name] != current.get(name)]:
         if name in DECISIVE:
             raise CheckpointError(
-                f"{path} is of a run with {name} {saved[name]!r}, this one has {current.get(name)!r}: resume with the "
-                "same, or start another run with --experiment NAME"
+                f"{name} must be {saved[name]!r}, as in {path}, got {current.get(name)!r}: resume with the same value, "
+                "or start another run with --experiment NAME"
             )
         if name == "global_batch_size" and middle:
             raise CheckpointError(
-                f"{path} is of the middle of an epoch with {name} {saved[name]}, this run has {current.get(name)}: "
-                "finish the epoch with the same"
+                f"{name} must be {saved[name]} until the end of the epoch in {path}, got {current.get(name)}: finish "
+                "the epoch with the same value"
             )
         if name not in HARMLESS:
             _logger.warning("resuming with %s %r, was %r", name, current.get(name), saved[name])
 
 
 def check_same_classes(saved: dict[str, Any], names: list[str], path: Path) -> None:
-    """Raise a CheckpointError if a checkpoint has other class names than the run that resumes, or another order."""
+    """Raise a CheckpointError if a class of the checkpoint has another name in the run that resumes."""
     own = saved["label_names"]
     if own and names and (order_of(own, names) != [*range(len(own))]):
         raise CheckpointError(
@@ -108,19 +106,19 @@ def check_same_classes(saved: dict[str, Any], names: list[str], path: Path) -> N
 
 
 def check_same_teacher(saved: dict[str, Any], teacher: str | None, path: Path) -> None:
-    """Raises a CheckpointError if the digest of the teacher's weights is another than that of a checkpoint's run."""
+    """Raise a CheckpointError if the digest of the teacher's weights differs from the checkpoint's."""
     if saved.get("teacher") != teacher:
         raise CheckpointError(
-            f"{path} is of a run whose teacher had other weights: give the --teacher-checkpoint that it had, or start "
+            f"the teacher must have the same weights as in {path}: set the run's --teacher-checkpoint, or start "
             "another run with --experiment NAME"
         )
 
 
 def history_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the epochs done, as numbers; a count stays one.
+    """Return the history rows as numbers, with counts as integers.
 
     Raises:
-        ValueError, KeyError, TypeError: A row is none that training writes.
+        ValueError, KeyError, TypeError: A row is not one that training writes.
     """
     history = [
         {str(name): int(float(v)) if isinstance(v, int) else float(v) for name, v in row.items()} for row in rows
@@ -132,13 +130,13 @@ def history_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_progress(meter: EpochMeter) -> None:
-    """Raises a ValueError if an epoch has not a loss and a norm for each step."""
+    """Raise a ValueError if an epoch does not have one loss and one norm for each step."""
     if len(meter.losses) != len(meter.norms):
-        raise ValueError("the epoch's progress has not a loss and a norm for each step")
+        raise ValueError("the epoch's progress must have one loss and one norm for each step")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Raises a ValueError if its state is none that training reaches; `name` is timm's of the optimizer."""
+    """Raise a ValueError if the optimizer's state is invalid; `name` is timm's name of the optimizer."""
     for parameter, state in optimizer.state.items():
         shape, tensors = parameter.shape, {key: t for key, t in state.items() if isinstance(t, Tensor)}
         found, moment = {key: (t.shape, t.dtype) for key, t in tensors.items()}, (shape, torch.float32)
