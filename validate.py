@@ -60,11 +60,11 @@ SHARED = "crop_pct", "crop_mode", "interpolation"  # settings of the first model
 
 def parse_options() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="timm model name (default: the checkpoint's)")
+    parser.add_argument("--model", help="timm model name; by default the checkpoint's")
     parser.add_argument(
         "--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="keyword arguments of the model"
     )
-    parser.add_argument("--checkpoint", help="file with the weights (default: timm's pretrained weights)")
+    parser.add_argument("--checkpoint", help="file with the weights; by default timm's pretrained weights")
     average = dict(action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--use-ema", **average, help="evaluate the EMA weights (best.pt chooses by itself)")
     parser.add_argument("--data-dir", help="folder that contains the split")
@@ -92,7 +92,7 @@ def parse_options() -> argparse.Namespace:
         "--against", metavar="FILE|MODEL", help="weights of the second model, or a timm model with pretrained weights"
     )
     two.add_argument(
-        "--against-model", metavar="MODEL", help="timm model name of these weights (default: the checkpoint's)"
+        "--against-model", metavar="MODEL", help="timm model name of these weights; by default the checkpoint's"
     )
     two.add_argument(
         "--against-model-kwargs",

@@ -776,7 +776,7 @@ def test_a_command_for_a_shard_is_refused_by_name_and_not_run(tmp_path, place, d
     config.dataset = dataset
     command = f"{'pipe' if dataset == 'wds/x' else ' PIPE'}:touch {tmp_path}/ran; cat {tmp_path}/train-0.tar"
     setattr(config, place, command)
-    with pytest.raises(ConfigError, match=r"(?i)pipe:touch.* is a command, which is not run: .*folder or an address"):
+    with pytest.raises(ConfigError, match=r"(?i)data_dir must be a folder or a URL, got the command .*pipe:touch"):
         open_splits(config)
     assert not (tmp_path / "ran").exists()
 
@@ -968,9 +968,9 @@ def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, mon
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ("torch/cifar10", r"dataset 'torch/cifar10' is none of wds/\.\.\., hfds/\.\.\., "),
-        ("cifar10", r"dataset 'cifar10' is none of .*, tfds/\.\.\.: leave it out for folders and tar files"),
-        ("hfds/", "dataset 'hfds/' is none of "),
+        ("torch/cifar10", r"dataset must be one of wds/\.\.\., hfds/\.\.\., .*got 'torch/cifar10'"),
+        ("cifar10", r"dataset must be one of .*, tfds/\.\.\., got 'cifar10': leave out --dataset"),
+        ("hfds/", "dataset must be one of .*got 'hfds/'"),
         ("hfds/x", "cannot open the split 'train' of None: "),
     ],
 )
