@@ -404,20 +404,20 @@ class Trainer:
     def stop_if_not_loaded(self) -> None:
         """Save the last finished step and stop all processes if one of them could not load the images of the next."""
         if self.timer.failure and self.meter.steps < self.batches.steps:
-            self.timer.all_loaded()()  # for which the others wait in their step
+            self.timer.all_loaded()()  # the other processes wait for it in their step
         if self.timer.failed:
             self.checkpoint()
 
     def checkpoint(self) -> None:
         """Write a checkpoint, and stop if a signal came or images could not be loaded."""
-        self.check_finite()  # a checkpoint never holds a model that has diverged
-        self.share_statistics()  # or the checkpoint would only have those of rank 0
+        self.check_finite()  # a checkpoint must not contain a diverged model
+        self.share_statistics()  # otherwise the checkpoint would have only rank 0's statistics
         saved = "no step was finished, so there is nothing to save"
         if self.history or self.meter.steps:
             self.save()
             saved = (
                 f"{self.folder / 'last.pt'} holds step {self.meter.steps} of epoch {len(self.history) + 1}, and "
-                "--resume auto goes on from there"
+                "--resume auto resumes from there"
             )
         if self.timer.failed:
             raise StoppedError(f"stopped because images could not be read: {saved}")

@@ -105,7 +105,7 @@ def parse_options() -> argparse.Namespace:
     two.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG plot of the comparison")
     options = parser.parse_args()
     if not options.against and (options.plot or options.against_model):
-        parser.error("--against-model and --plot are for a comparison: give --against")
+        parser.error("--against-model and --plot need a second model: set --against")
     for name in ("num_classes", "img_size", "crop_pct", "interpolation", "batch_size", "workers"):
         if (value := getattr(options, name)) is not None:
             setattr(options, name, convert(name, value, "the command line"))
@@ -155,7 +155,7 @@ def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str
     settings = {name: saved.get(name) if value is None else value for name, value in given.items()}
     if not options.data_dir and not settings["dataset"] and not Path(settings["data_dir"] or ".").is_dir():
         raise ConfigError(
-            f"data_dir {settings['data_dir']}, on which {options.checkpoint} was trained, is not a folder here: give "
+            f"data_dir {settings['data_dir']}, on which {options.checkpoint} was trained, does not exist here: set "
             "--data-dir"
         )
     settings |= {name: saved.get(name) for name in ("mean", "std", "crop_mode")}
@@ -168,7 +168,9 @@ def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str
         use_ema = bool(source and source.average_is_best)
     settings |= {"checkpoint": options.checkpoint, "use_ema": use_ema, "source": source}
     if not settings["model"]:
-        raise ConfigError(f"{model_option} is not given, and no checkpoint of train_imagenet.py says it")
+        raise ConfigError(
+            f"{model_option} is required, unless a checkpoint of train_imagenet.py stores the model's name"
+        )
     return settings
 
 
@@ -194,7 +196,9 @@ def model_of(settings: dict[str, Any]) -> torch.nn.Module:
         return load_model(settings["model"], source, settings["use_ema"], **arguments)
     name = settings["model"]
     if timm.is_model(name) and not timm.is_model_pretrained(name) and "pretrained_cfg_overlay" not in arguments:
-        raise ConfigError(f"timm has no weights of {name}: give --checkpoint FILE, or --against FILE for the second")
+        raise ConfigError(
+            f"timm has no pretrained weights for {name}: set --checkpoint FILE, or --against FILE for the second model"
+        )
     return create_model(name, pretrained=True, **arguments)
 
 
@@ -219,7 +223,9 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     data_config, *others = [data_config_of(model, **choice) for choice, model in zip(choices, models)]
     num_classes = models[0].num_classes
     if any(model.num_classes != num_classes for model in models):
-        raise ConfigError("the models have " + " and ".join(str(model.num_classes) for model in models) + " classes")
+        raise ConfigError(
+            "the models must have equally many classes, got " + " and ".join(str(model.num_classes) for model in models)
+        )
     judged = [models[0], *(same_input(model, config, data_config) for model, config in zip(models[1:], others))]
     for run in runs[1:]:
         run |= {name: settings[name] for name in SHARED}
@@ -229,7 +235,7 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     place = settings["data_dir"], settings["dataset"], settings["split"]
     images, classes = open_test_split(*place, num_classes, learned[0], owners[0])
     if world_size > (count := count_images(images)):
-        raise ConfigError(f"{world_size} processes share {count} images: start no more than one for each")
+        raise ConfigError(f"the world size must be at most {count}, the number of images, got {world_size}")
     if rank == 0:
         logging.warning("%s", describe_split(settings["split"], images))
     numbers = class_names(images)
@@ -238,16 +244,16 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
         other = owners[0] if learned[0] else f"the split {settings['split']!r}"
         if order := check_order(names, reference, owner, other, "the models and the split must have the same classes"):
             judged[m] = Reordered(judged[m], order).to(device)
-    notes = ["the moving average of its weights"] if settings["use_ema"] and len(runs) == 1 else []
+    notes = ["EMA weights"] if settings["use_ema"] and len(runs) == 1 else []
     if classes:
         judged = [OnlyClasses(model, classes, num_classes).to(device) for model in judged]
-        notes.append(f"judged among the {len(classes)} classes of this split")
+        notes.append(f"evaluated among the {len(classes)} classes of this split")
     labels = None
     if options.real_labels is not None:
         labels = real_labels(images, num_classes, options.real_labels or None)
         if order := check_order(imagenet_ids(), learned[0], "the ReaL labels", owners[0], "leave out --real-labels"):
             labels = labels[:, order]
-        notes.append("judged by ReaL labels, without the images that have none")
+        notes.append("evaluated with ReaL labels, without images that have none")
     loader = evaluation_loader(images, data_config, device, options.workers, options.batch_size, rank, world_size)
     batches = tqdm(loader, total=len(loader), unit="batch", disable=None if rank == 0 else True)
     predictions, precision = Predictions(), autocast(device, options.amp, "bfloat16")
@@ -277,7 +283,7 @@ def same_input(model: torch.nn.Module, own: dict[str, Any], shared: dict[str, An
     """
     if own["input_size"] != shared["input_size"]:
         sizes = "{} and {}".format(shared["input_size"][1:], own["input_size"][1:])
-        raise ConfigError(f"the models take images of {sizes}: give one --img-size for both")
+        raise ConfigError(f"the models must have the same image size, got {sizes}: set --img-size for both")
     for name in SHARED:
         if own[name] != shared[name]:
             logging.warning(
@@ -307,7 +313,7 @@ def report(runs: list[dict[str, Any]], models: list[torch.nn.Module], outcome: O
         if options.report:
             text += f"\n{options.report / PAGE}"
     except OSError as error:  # such as a full disk
-        raise LostResultError(f"a file could not be written: {error}") from error
+        raise LostResultError(f"failed to write a file: {error}") from error
     finally:
         if options.json == "-":
             print(text, file=sys.stderr)

@@ -194,7 +194,7 @@ def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, 
     told = dict(model=name, split=split, use_ema=model == "vil ema", data_dir=str(folders), num_classes=12)
     told |= dict(unreadable=0, published={}, parameters=parameters(models[1][model]))
     assert {key: result[key] for key in told} == told
-    assert ("; the moving average of its weights;" in printed) == told["use_ema"]
+    assert ("; EMA weights;" in printed) == told["use_ema"]
     if model == "larger":  # what is said of the model adds to what the checkpoint says
         assert result["model_kwargs"] == SMALL["model_kwargs"] | dict(drop_path_rate=0.5)
     assert printed.startswith(
@@ -289,10 +289,10 @@ def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, 
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert result["unreadable"] == 1
     assert result["published"] == {"ViL-tiny": [76.4, None], "ViM-tiny": [76.1, 93.0]}
-    assert "judged among the 12 classes of this split" in printed
+    assert "evaluated among the 12 classes of this split" in printed
     assert f" on {result['images']} images, " in printed
     assert "1 unreadable images were left out" in printed
-    assert ("judged by ReaL labels, without the images that have none" in printed) == real
+    assert ("evaluated with ReaL labels, without images that have none" in printed) == real
     assert printed.rstrip().endswith("published top-1 on ImageNet-1k: ViL-tiny 76.4, ViM-tiny 76.1 (top-5 93.0)")
 
 
@@ -466,10 +466,13 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "--model is not given"),
-        *(([*VIL_PT, f"--{word}", "x"], "a comparison: give --against") for word in ("against-model", "plot")),
-        (["--model", "vil_tiny"], "timm has no weights of vil_tiny: give --checkpoint FILE"),
-        ([*VIL_PT, "--against", "vim_tiny"], "no weights of vim_tiny: give --checkpoint FILE, or --against FILE"),
+        ([], "--model is required"),
+        *(([*VIL_PT, f"--{word}", "x"], "need a second model: set --against") for word in ("against-model", "plot")),
+        (["--model", "vil_tiny"], "timm has no pretrained weights for vil_tiny: set --checkpoint FILE"),
+        (
+            [*VIL_PT, "--against", "vim_tiny"],
+            "no pretrained weights for vim_tiny: set --checkpoint FILE, or --against FILE",
+        ),
         ([*VIL_PT, "--batchsize", "64"], "unknown option 'batchsize' on the command line; did you mean 'batch_size'"),
         ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; did you mean 'workers'"),
         ([*VIL_PT, "--ema"], "unknown option 'ema' on the command line; did you mean 'use_ema'"),  # no model_ema here
@@ -485,12 +488,12 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
             ([*VIL_PT, "--against", f"nowhere{end}", "--against-model", "vil_tiny"], f"no checkpoint nowhere{end}")
             for end in (".pth", ".tar", ".safetensors", ".bin")
         ),
-        ([*VIL_PT, "--against", "{models}/vit.pth"], "--against-model is not given"),
+        ([*VIL_PT, "--against", "{models}/vit.pth"], "--against-model is required"),
         ([*VIL_PT, "--against", "{models}/vit.pth", "--against-model", "vim_tiny"], "does not fit the model"),
         ([*VIL_PT, "--against", "no_such_model"], "cannot create the model no_such_model"),
         ([*VIL_PT, "--against", "{models}/vil.pt", "--against-model-kwargs", "depth=3"], "does not fit the model"),
-        ([*VIL_PT, "--against", "{tmp}/larger.pt"], "images of (16, 16) and (24, 24): give one --img-size for both"),
-        ([*VIL_PT, "--against", "{models}/more.pt"], "the models have 12 and 1000 classes"),
+        ([*VIL_PT, "--against", "{tmp}/larger.pt"], "must have the same image size, got (16, 16) and (24, 24)"),
+        ([*VIL_PT, "--against", "{models}/more.pt"], "equally many classes, got 12 and 1000"),
         *(
             (["--checkpoint", "nowhere.pt", *words.split()], message)  # before anything is read
             for words, message in {
@@ -530,7 +533,7 @@ def test_more_processes_than_images_are_refused(command, monkeypatch):
     """A process without an image would not know of how many classes a table is."""
     of_23 = lambda process: vars(process).update(rank=22, world_size=23) or torch.device("cpu")  # noqa: E731
     monkeypatch.setattr(validate, "init_processes", of_23)
-    with pytest.raises(SystemExit, match="^error: 23 processes share 22 images: start no more than one for each$"):
+    with pytest.raises(SystemExit, match="^error: the world size must be at most 22, .*got 23$"):
         command(*VIL_PT)
 
 
@@ -541,7 +544,7 @@ def test_files_that_a_full_disk_does_not_take_leave_the_result_on_the_standard_o
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(validate, "write_atomically", full)
-    with pytest.raises(SystemExit, match=r"^error: a file could not be written: .*No space left on device$"):
+    with pytest.raises(SystemExit, match=r"^error: failed to write a file: .*No space left on device$"):
         command("--checkpoint", str(models[0] / "vil.pt"), "--json", str(tmp_path / "out.json"))
     assert "top-1" in capsys.readouterr().out
 

@@ -101,7 +101,7 @@ def error_of_validation(monkeypatch):
         (dict(dataset="wds/x", val_split="pipe:touch MARKER"), "has val_split 'pipe:touch .*', which is no plain name"),
         (dict(dataset="hfds/x"), "is of the dataset 'hfds/x': to have it read, give --dataset hfds/x"),
         (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is no plain name"),
-        (dict(data_dir="nowhere"), "data_dir nowhere, on which .*given.pt was trained, is not a folder here: give"),
+        (dict(data_dir="nowhere"), "data_dir nowhere, on which .*given.pt was trained, does not exist here: set"),
         (dict(model="vil_tiny./tmp/x"), "is of a model 'vil_tiny./tmp/x', which is none of timm's or this package's"),
         (dict(model="no_model"), "is of a model 'no_model', which is none of timm's or this package's"),
         (dict(model_kwargs=dict(checkpoint_path="/etc/passwd")), "has an argument 'checkpoint_path' of its model"),

@@ -123,7 +123,7 @@ def test_interrupted_at_random_moments_a_run_ends_as_if_nothing_had_been(undistu
         interrupted += 1
         assert log.count("stopped by a signal: ") == interrupted  # a sentence for all processes together
         assert log.count("finishing the step and ") <= interrupted
-        assert log.count("--resume auto goes on from there") == interrupted
+        assert log.count("--resume auto resumes from there") == interrupted
         checkpoint.read_checkpoint(run.folder / "last.pt")
     assert interrupted > 0
     assert_same(run.result(), undisturbed(processes, **OPTIONS).result())

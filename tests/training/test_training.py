@@ -290,14 +290,14 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
         (["--resume", "nowhere.pt", "--data-dir", "IMAGES"], "error: there is no checkpoint nowhere.pt"),
         (
             ["--resume", "auto", "--data-dir", "IMAGES", "--model", "vim_tiny"],
-            "is of a run with model 'vil_tiny', this one has 'vim_tiny'",
+            "last.pt, got 'vim_tiny': resume with the same value",
         ),
         (["--data-dir", "IMAGES", "--opt", "fusedadamw", "--device", "cpu"], "cannot create the optimizer fusedadamw"),
         (["--data-dir", "IMAGES", "--output", "TMP/small file"], "small file"),
-        (["--data-dir", "IMAGES", "--output", "TMP/.lock"], "cannot write in TMP/.lock/run: "),
-        (["--data-dir", "IMAGES", "--output", "TMP/.holder"], "cannot write in TMP/.holder/run: "),
+        (["--data-dir", "IMAGES", "--output", "TMP/.lock"], "cannot write to TMP/.lock/run: "),
+        (["--data-dir", "IMAGES", "--output", "TMP/.holder"], "cannot write to TMP/.holder/run: "),
         *(
-            (["--data-dir", "IMAGES", "--output", f"TMP/{name}.pt"], f"TMP/{name}.pt/run/{name}.pt is no file")
+            (["--data-dir", "IMAGES", "--output", f"TMP/{name}.pt"], f"TMP/{name}.pt/run/{name}.pt exists but is not")
             for name in ("last", "previous", "best")
         ),
     ],
@@ -442,5 +442,5 @@ def test_a_loss_that_is_not_finite_stops_the_run_by_name(image_folder, tmp_path,
     message = r"the loss is (nan|inf) at step [1-4] of epoch 3, at learning rate 5.5e\+29"
     with pytest.raises(DivergenceError, match=message) as stopped:
         trained(image_folder, tmp_path, resume="auto", epochs=4, lr=1e30, min_lr=1e29, log_interval=1)
-    assert f"the last checkpoint, of before, is {last}. A lower --lr" in str(stopped.value)
+    assert f"the last checkpoint before is {last}. A lower --lr" in str(stopped.value)
     assert last.read_bytes() == before

@@ -265,7 +265,7 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
         return steps[-1]
 
     monkeypatch.setattr(first, "update", interrupted)
-    with pytest.raises(PreemptedError, match="step 2 of epoch 2, and --resume auto goes on from there"):
+    with pytest.raises(PreemptedError, match="step 2 of epoch 2, and --resume auto resumes from there"):
         first.run()
     last = tmp_path / "run" / "last.pt"
     saved = checkpoint.read_checkpoint(last)

@@ -42,19 +42,19 @@ class Config:
     dataset: str = _option("", "timm dataset name such as 'hfds/NAME' or 'wds/NAME'; empty for folders and tar files")
     train_split: str = _option("train", "name of the training split")
     val_split: str = _option("validation", "name of the validation split")
-    num_classes: int | None = _option(None, "classes; read from the dataset where it knows them", low=1)
+    num_classes: int | None = _option(None, "number of classes; read from the dataset if it stores them", low=1)
     workers: int | None = _option(
-        None, "loader processes per training process; by the cores it may use if not given", low=0, high=1024
+        None, "workers of each training process; chosen by the available cores if not given", low=0, high=1024
     )
     synthetic: int = _option(
         0,
-        "train on noise made on the device, this many images an epoch (ImageNet's number if none is given)",
+        "train on this many synthetic images an epoch, created on the device (ImageNet's number if no value is given)",
         1_281_167,
         low=0,
     )
     # model
-    model: str = _option("vil_tiny", "timm model")
-    model_kwargs: dict | None = _option(None, "further arguments of the model, as KEY=VALUE")
+    model: str = _option("vil_tiny", "timm model name")
+    model_kwargs: dict | None = _option(None, "further keyword arguments of the model, as KEY=VALUE")
     img_size: int | tuple[int, int] | None = _option(
         None, "image size in pixels, or height and width; the model's default if not given", low=1
     )
@@ -65,79 +65,96 @@ class Config:
     grad_checkpointing: bool = _option(False, "recompute activations in backward to save memory")
     cuda_graphs: bool = _option(
         True,
-        "on a GPU, replay forward, backward and evaluation as CUDA graphs, which takes the host's work out of them",
+        "on a GPU, replay forward, backward and evaluation as CUDA graphs, which saves host time",
     )
-    torchcompile: bool = _option(False, "train through torch.compile, by which DeiT and its like gain, ViL hardly")
+    torchcompile: bool = _option(
+        False, "train with torch.compile, which speeds up DeiT and similar models, but hardly ViL"
+    )
     # optimization
-    epochs: int = _option(300, "epochs", low=1)
+    epochs: int = _option(300, "number of epochs", low=1)
     phases: list | None = _option(
-        None, "phases of the run, one after the other: tables of the options that change, as '{epochs: 100, lr: 4e-4}'"
+        None, "consecutive phases of the run: tables of the options that change, such as '{epochs: 100, lr: 4e-4}'"
     )
-    global_batch_size: int = _option(1024, "images per optimizer step over all processes", low=1)
+    global_batch_size: int = _option(1024, "batch size of an optimizer step over all processes", low=1)
     batch_size: int | None = _option(
-        None, "most images that a device holds at once; a larger share of the global batch is accumulated", low=1
+        None,
+        "maximum micro-batch size of a device; gradients of a larger share of the global batch are accumulated",
+        low=1,
     )
     opt: str = _option("adamw", "timm optimizer")
     opt_betas: tuple[float, ...] | None = _option(
         None, "optimizer betas; the optimizer's default if not given", low=0, high=1
     )
     opt_eps: float | None = _option(None, "optimizer epsilon; the optimizer's default if not given", above=0)
-    lr: float = _option(1e-3, "peak learning rate, for the global batch; nothing scales it", low=0)
+    lr: float = _option(1e-3, "peak learning rate; not scaled by the batch size", low=0)
     weight_decay: float = _option(0.1, "weight decay", low=0)
-    layer_decay: float | None = _option(None, "learning-rate factor from each block to the one before it", above=0)
-    clip_grad: float | None = _option(None, "largest norm of the gradient", above=0)
+    layer_decay: float | None = _option(None, "learning rate of each block relative to the next block", above=0)
+    clip_grad: float | None = _option(None, "maximum gradient norm", above=0)
     sched: str = _option("cosine", "timm scheduler, stepped once an epoch")
     warmup_epochs: int = _option(5, "epochs of linear warm-up", low=0)
     warmup_lr: float = _option(1e-6, "learning rate of the first epoch", low=0)
     min_lr: float = _option(1e-5, "learning rate at the end", low=0)
-    model_ema: bool = _option(True, "keep an exponential moving average of the weights")
-    model_ema_decay: float = _option(0.99996, "its decay per step", low=0, high=1)
+    model_ema: bool = _option(True, "keep an exponential moving average (EMA) of the weights")
+    model_ema_decay: float = _option(0.99996, "decay of the EMA weights in each step", low=0, high=1)
     amp: bool = _option(True, "mixed precision on GPUs; a CPU always trains in fp32")
-    amp_dtype: str = _option("bfloat16", "'bfloat16', or 'float16' with a loss scaler")
+    amp_dtype: str = _option("bfloat16", "'bfloat16', or 'float16' with a gradient scaler")
     # augmentation
     scale: tuple[float, ...] = _option((0.08, 1.0), "area of the random crop, as a share of the image", above=0)
     ratio: tuple[float, ...] = _option((3 / 4, 4 / 3), "aspect ratio of the random crop", above=0)
     hflip: float = _option(0.5, "probability of a horizontal flip", low=0, high=1)
-    color_jitter: float | None = _option(0.3, "colour jitter; has no effect where aa is on", low=0)
+    color_jitter: float | None = _option(0.3, "strength of colour jitter; has no effect if aa is set", low=0)
     aa: str | None = _option("rand-m9-mstd0.5-inc1", "AutoAugment or RandAugment policy")
-    aug_repeats: int = _option(3, "augmented copies of an image in a global batch; 0 for none", low=0)
+    aug_repeats: int = _option(
+        3, "number of augmented copies of an image in a global batch; 0 or 1 for no repetition", low=0
+    )
     train_interpolation: str = _option("bicubic", "interpolation of the training crops")
     augment_on_device: bool | None = _option(
-        None, "decode and augment images on the training device, not in the loader; on GPUs with nvJPEG if not given"
+        None,
+        "decode and augment images on the training device instead of in the workers; by default on GPUs with nvJPEG",
     )
     reprob: float = _option(0.25, "probability of random erasing", low=0, high=1)
-    remode: str = _option("pixel", "what it fills in: 'const', 'rand' or 'pixel'")
+    remode: str = _option("pixel", "values of erased pixels: 'const', 'rand' or 'pixel'")
     mixup: float = _option(0.8, "mixup alpha", low=0)
     cutmix: float = _option(1.0, "cutmix alpha", low=0)
-    mixup_prob: float = _option(1.0, "probability of mixing", low=0, high=1)
-    mixup_switch_prob: float = _option(0.5, "probability of cutmix where both are on", low=0, high=1)
+    mixup_prob: float = _option(1.0, "probability of mixup or cutmix", low=0, high=1)
+    mixup_switch_prob: float = _option(0.5, "probability of cutmix instead of mixup if both are enabled", low=0, high=1)
     # loss
     smoothing: float = _option(0.1, "label smoothing", low=0, high=1)
-    bce_loss: bool = _option(False, "timm's BinaryCrossEntropy, of each class for itself")
+    bce_loss: bool = _option(False, "use timm's binary cross-entropy instead of cross-entropy")
     bce_target_thresh: float | None = _option(
-        None, "with bce_loss: targets above it are 1, the others 0; none to take them as they are", low=0, high=1
+        None,
+        "with bce_loss: threshold above which targets become 1 and otherwise 0; none keeps the targets",
+        low=0,
+        high=1,
     )
-    bce_sum: bool = _option(False, "with bce_loss: add up the classes, in place of their mean")
-    teacher: str | None = _option(None, "timm model to distil from: it classifies the same augmented images")
-    teacher_checkpoint: str | None = _option(None, "its weights; those that timm knows of if not given")
-    distillation: str = _option("hard", "learn a teacher's 'hard' decisions or 'soft' probabilities")
-    distillation_alpha: float = _option(0.5, "the teacher's share of the loss; the labels have the rest", low=0, high=1)
+    bce_sum: bool = _option(False, "with bce_loss: sum over classes instead of averaging")
+    teacher: str | None = _option(None, "timm model to distil from, which classifies the same augmented images")
+    teacher_checkpoint: str | None = _option(None, "weights of the teacher; timm's pretrained weights if not given")
+    distillation: str = _option("hard", "distil the teacher's 'hard' labels or 'soft' probabilities")
+    distillation_alpha: float = _option(
+        0.5, "weight of the teacher's loss; the labels' loss has the remaining weight", low=0, high=1
+    )
     distillation_tau: float = _option(1.0, "temperature of soft distillation", above=0)
     # evaluation
     crop_pct: float | None = _option(
-        None, "share of the image that evaluation sees; the model's default if not given", above=0, high=2
+        None,
+        "share of the image inside the centre crop in evaluation; the model's default if not given",
+        above=0,
+        high=2,
     )
     interpolation: str | None = _option(None, "interpolation in evaluation; the model's default if not given")
     # run
-    seed: int = _option(0, "everything random in a run follows from it", low=0, high=2**32 - 1)
-    device: str | None = _option(None, "'cuda', 'cpu', ...; a GPU if there is one")
+    seed: int = _option(0, "seed of all random numbers", low=0, high=2**32 - 1)
+    device: str | None = _option(None, "device such as 'cuda' or 'cpu'; a GPU if available")
     output: str = _option("output", "folder of runs")
-    experiment: str | None = _option(None, "folder of this run inside it; the config file's name if not given")
-    resume: str | None = _option(None, "'auto' to go on from the run's last checkpoint if it has one, or a checkpoint")
-    checkpoint_interval: str | None = _option(
-        "30m", "minutes ('30m') or optimizer steps ('500') between checkpoints; each epoch's end is one too"
+    experiment: str | None = _option(None, "name of the run folder inside output; the config file's name if not given")
+    resume: str | None = _option(
+        None, "'auto' to resume from the run's last checkpoint if there is one, or a checkpoint"
     )
-    log_interval: int = _option(50, "optimizer steps between looks at the loss", low=1)
+    checkpoint_interval: str | None = _option(
+        "30m", "minutes ('30m') or optimizer steps ('500') between checkpoints; each epoch also ends with one"
+    )
+    log_interval: int = _option(50, "logging interval in optimizer steps", low=1)
     log_tensorboard: bool = _option(False, "write each epoch's numbers for TensorBoard, too")
     log_wandb: bool = _option(False, "send each epoch's numbers to Weights & Biases, too")
 
