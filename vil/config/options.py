@@ -120,7 +120,7 @@ class Config:
     mixup_switch_prob: float = _option(0.5, "probability of cutmix instead of mixup if both are enabled", low=0, high=1)
     # loss
     smoothing: float = _option(0.1, "label smoothing", low=0, high=1)
-    bce_loss: bool = _option(False, "use timm's binary cross-entropy instead of cross-entropy")
+    bce_loss: bool = _option(False, "use timm's BinaryCrossEntropy loss")
     bce_target_thresh: float | None = _option(
         None,
         "with bce_loss: threshold above which targets become 1 and otherwise 0; none keeps the targets",

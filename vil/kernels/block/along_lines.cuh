@@ -1,27 +1,28 @@
-// How a CTA goes along the lines of a pooled block's tokens, with a window on u that gives v = silu(conv(u))
+// Iteration of a CTA over the tokens of a line in a pooled block, with a window on u that gives v = silu(conv(u))
 
 #include "filter.cuh"
 #include "lines.cuh"
 #include "silu.cuh"
 
-// A CTA works on SEGMENT tokens at a time, and first writes down for itself where they and those around them are.
-constexpr int SEGMENT = 64, AHEAD = 4;  // AHEAD tokens are on their way from memory
+// A CTA processes SEGMENT tokens at a time. First it fills a table of the positions of these tokens and their
+// neighbours.
+constexpr int SEGMENT = 64, AHEAD = 4;  // AHEAD tokens are prefetched
 constexpr int TABLE = SEGMENT + 2 * BACK + AHEAD;
 
 DEVICE void write_table(int *table, const Lines &lines, int first) {
-    __syncthreads();  // nobody reads the last one any more
+    __syncthreads();  // no thread uses the previous table any more
 #pragma unroll 1
     for (int i = threadIdx.x; i < TABLE; i += THREADS) table[i] = lines.at(first - BACK + i);
     __syncthreads();
 }
 
-// The tokens of one tensor
+// The tokens of a tensor
 template <class T>
 struct Tokens {
     T *data;
     int stride;  // in bytes
     INLINE Tokens(T *data, i64 stride) : data(data), stride(int(stride) * int(sizeof(T))) {
-        asm("" : "+r"(this->stride));  // or the compiler would multiply by the 64-bit one again for every token
+        asm("" : "+r"(this->stride));  // otherwise the compiler would use a 64-bit multiplication for every token
     }
     INLINE T *at(int t) const {
         i64 offset;
@@ -30,19 +31,19 @@ struct Tokens {
     }
 };
 
-// V channels of the tokens of one tensor, AHEAD of them on their way. Numbers are constants where loops are unrolled.
+// V channels of a tensor's tokens, of which AHEAD are prefetched. Indices are constants in unrolled loops.
 template <int V>
 struct Coming {
     Tokens<const Element> from;
     Pack<Element, V> pack[AHEAD];
-    // those that the table has first
+    // prefetch the first tokens of the table
     INLINE Coming(const Element *from, i64 stride, const int *table) : from(from, stride) {
         UNROLLED for (int i = 0; i < AHEAD; i++) fetch(i, table[i]);
     }
     INLINE void fetch(int number, int at) {
         pack[number % AHEAD] = at < 0 ? Pack<Element, V>{} : load<V>(from.at(at));
     }
-    // that one, and the one AHEAD of it is fetched
+    // return this token and prefetch the token AHEAD of it
     INLINE Floats<V> next(int number, int at_ahead) {
         Floats<V> token = to_floats(pack[number % AHEAD]);
         fetch(number, at_ahead);
@@ -50,8 +51,8 @@ struct Coming {
     }
 };
 
-// v of both directions. Filters are halved, as silu_of_half wants it. The window is a ring: at[t % 8] is u(t), counted
-// from the line's first token.
+// v of both directions. Filters are halved, as silu_of_half requires. The window is a ring buffer: at[t % 8] is u(t),
+// where t counts from the line's first token.
 template <int V>
 struct Convolved {
     Filter<V> forward, backward;
@@ -63,7 +64,7 @@ struct Convolved {
         forward.scale(0.5f), backward.scale(0.5f);
         UNROLLED for (int i = 0; i < 2 * BACK; i++) window[(i - BACK) & 7] = u.next(i, table[i + AHEAD]);
     }
-    // of token i, where `table` begins BACK tokens before it
+    // u of token i, where `table` starts BACK tokens before it
     INLINE void next(int i, const int *table, Floats<V> &v_0, Floats<V> &v_1) {
         window[(i + BACK) & 7] = u.next(i + 2 * BACK, table[2 * BACK + AHEAD]);
         v_0 = forward.bias, v_1 = backward.bias;
@@ -77,10 +78,10 @@ struct Convolved {
     }
 };
 
-// The line of a CTA, and its channels
+// The line and channels of a CTA
 struct Place {
-    i64 token;              // in memory, the image's first
-    unsigned pooled_token;  // the same of all images' pooled ones
+    i64 token;  // index in memory of the image's first token
+    unsigned pooled_token;  // index of the image's first pooled token among those of all images
     int d, pooled, first, last;
     bool writes;
     INLINE Place(const Lines &lines, i64 D) {
@@ -90,12 +91,12 @@ struct Place {
         first = lines.first(pooled), last = lines.last(pooled);
         token = i64(pooled_token / S) * lines.tokens();
     }
-    // of the class token if that is within the line but not all of it, else none
+    // index of the class token if it is inside a line of several tokens, otherwise none
     INLINE int foreign(const Lines &lines) const { return pooled == lines.class_token() ? -1 : lines.center(); }
 };
 
-// Body(t, i, here) for each token t of the line, with i = (t - first) % 8 as a constant, and `here` where the table, which
-// has the line's first SEGMENT tokens, has that BACK tokens before t
+// Calls Body(t, i, here) for each token t of the line. The constant i is (t - first) % 8. `here` points BACK tokens
+// before t in the table, which contains the line's first SEGMENT tokens.
 template <class Body>
 DEVICE void for_line(const Lines &lines, const Place &place, int *table, Body body) {
     for (int segment = place.first; segment <= place.last; segment += SEGMENT) {

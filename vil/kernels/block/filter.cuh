@@ -1,5 +1,5 @@
-// What kernels of convolutions share: the filters of V channels, (D, TAPS) in memory with the token itself last, and
-// tokens on their way
+// Code shared by the convolution kernels: filters of V channels, stored as (D, TAPS) with the token's own tap last, and
+// prefetched tokens
 
 #include "../cuda/types.cuh"
 
@@ -24,17 +24,17 @@ struct Filter {
         }
     }
 };
-constexpr int BACK = TAPS - 1;  // how far a convolution looks
+constexpr int BACK = TAPS - 1;  // how many tokens back a convolution reads
 
-// V channels of some tokens of one sequence on their way from memory in registers, zero outside of it
+// V channels of prefetched tokens of one sequence, in registers; zero outside the sequence
 template <int V, int TOKENS>
 struct InFlight {
     Pack<Element, V> token[TOKENS];
-    // tokens t .. t + TOKENS - 1, the first of them at p
+    // tokens t .. t + TOKENS - 1, where p points to the first
     INLINE void fetch(const Element *p, int stride, int t, int L) {
         UNROLLED for (int i = 0; i < TOKENS; i++)
             token[i] = unsigned(t + i) < unsigned(L) ? load<V>(p + i64(i) * stride) : Pack<Element, V>{};
     }
 };
-constexpr int STEP = 4;  // tokens fetched together, while those before are worked on
+constexpr int STEP = 4;  // number of tokens that are prefetched together
 static_assert(STEP > BACK);

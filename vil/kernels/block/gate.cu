@@ -1,10 +1,10 @@
-// The gate of a block alone, and its gradient, bound by memory: each tensor is read and written once. (With the product
-// behind it: gate_outproj.cu and gate_outproj_sm90.cu.)
+// A block's gate and its gradient, without the product with out_proj (gate_outproj.cu and gate_outproj_sm90.cu contain
+// both). Both kernels are limited by memory bandwidth: they read and write each tensor once.
 //
 // Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float
-//   VECTOR  neighbouring channels that a lane moves at once
-//   POOLED  whether y_1 is of lines of tokens
+//   VECTOR  neighbouring channels that a lane loads or stores with one instruction
+//   POOLED  whether y_1 contains lines of tokens
 //
 // L tokens of a sequence    D channels    count, length, next, next_line: lines.cuh
 
@@ -14,8 +14,8 @@ typedef INPUT Element;
 constexpr int V = VECTOR;
 constexpr int WARPS = 4;
 
-// gated = scale mean silu(z), where mean = (y_0 + y_1) / 2 and scale is the stochastic depth of the image. A warp takes
-// a token. `means` is null if no gradient is needed.
+// gated = scale mean silu(z), where mean = (y_0 + y_1) / 2 and scale is the image's stochastic-depth factor. Each warp
+// processes one token. `means` is null if no gradient is needed.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 gate(const Element *__restrict__ y_0, const Element *__restrict__ y_1, const Element *__restrict__ z, i64 z_stride,
      const float *__restrict__ scales, Element *__restrict__ gated, Element *__restrict__ means, i64 tokens, i64 L, i64 D,
@@ -39,7 +39,7 @@ gate(const Element *__restrict__ y_0, const Element *__restrict__ y_1, const Ele
     }
 }
 
-// dy (of either direction) = scale dgated silu(z) / 2, dz = scale dgated mean silu'(z), and gated once more
+// dy (of either direction) = scale dgated silu(z) / 2, dz = scale dgated mean silu'(z), and gated as in forward
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 gate_backward(const Element *__restrict__ dgated, const Element *__restrict__ means, const Element *__restrict__ z,
               i64 z_stride, const float *__restrict__ scales, Element *__restrict__ dy, i64 dy_stride,

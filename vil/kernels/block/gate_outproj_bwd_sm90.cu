@@ -1,32 +1,36 @@
-// Backward of gate and product with out_proj in one kernel, for 16-bit types on Hopper. With scale the stochastic depth
-// of the image
+// Backward of the gate and the product with out_proj in one kernel, for 16-bit types on Hopper. With the image's
+// stochastic-depth factor `scale`,
 //
 //   dgated = scale dout out_proj         dy = dgated silu(z) / 2, of either direction
 //   gated = scale mean silu(z)           dz = dgated mean silu'(z)
 //
-// gated is once more what forward had: out_proj's gradient is dout^T gated, a product that is not here.
+// `gated` is the same as in forward and is computed again, because out_proj's gradient is dout^T gated. That product is
+// not part of this kernel.
 //
 // Macros:
 //   INPUT        element type of the tensors: bf16 or fp16
 //   WIDTH        model width C, the columns of dout: 192 or 384
-//   SLOTS        64 tokens of 64 channels or columns on their way at once, of a group: as many as there is room for
-//   CTA_BYTES    dynamic shared memory, as the host has counted it
+//   SLOTS        slots of each group, which hold 64 tokens x 64 channels or columns each: as many as fit
+//   CTA_BYTES    dynamic shared memory, computed by the host
 //
 // L tokens of a sequence    C columns of dout    D channels
 //
-// One CTA a multiprocessor, of 12 warps. It keeps the weights of SLICE channels in shared memory for good. Neighbouring
-// CTAs have the other channels of the same tokens, whose dout the L2 keeps for them. docs/kernels/block.md draws it and
-// has the table of its buffers; cuda/pipeline.cuh the rules of their barriers.
+// Each multiprocessor runs one CTA of 12 warps, which keeps the weights of SLICE channels in shared memory during the
+// whole kernel. Neighbouring CTAs process the other channels of the same tokens, so that dout is read from the L2
+// cache. docs/kernels/block.md has a diagram and a table of the buffers, and cuda/pipeline.cuh the rules of the
+// barriers.
 //
-//   warps 0 - 3, 4 - 7    consumers of group 0, of group 1: up to 64 tokens each at a time, dgated in registers,
-//                         SLICE / 2 floats a lane. They write the weights to shared memory first.
-//   warps 8, 9            producers of group 0, 1: of its tokens dout, 64 columns a slot; then, for each 64 channels,
-//                         z and mean, a slot each. They go on with the next tokens while results are written.
-//   warps 10, 11          none
+//   warps 0 - 3, 4 - 7    consumers of groups 0 and 1: each group processes up to 64 tokens at a time, with dgated in
+//                         registers (SLICE / 2 floats per lane). First they write the weights to shared memory.
+//   warps 8, 9            producers of groups 0 and 1: they load dout of the group's tokens, 64 columns per slot; then,
+//                         for each 64 channels, z and mean into one slot each. They load the next tokens while the
+//                         consumers write results.
+//   warps 10, 11          idle
 //
-// Shared memory. Rows of 128 bytes in the order of wgmma, 16-byte pieces at piece ^ row % 8: of dout a token, of the
-// weights a column of dout with 64 channels, those of the second 64 behind all of the first. z and mean: pieces at
-// piece ^ row % 2 * 4, as lanes read four neighbouring pieces of each row.
+// Layout of shared memory: rows of 128 bytes in wgmma's order, with each 16-byte piece at index piece ^ row % 8. A row
+// of dout is a token. A row of weights is a column of dout with 64 channels; rows of the second 64 channels follow all
+// rows of the first. z and mean have each piece at piece ^ row % 2 * 4, because lanes read four neighbouring pieces of
+// each row.
 
 #include "../cuda/sm90.cuh"
 #include "../cuda/pipeline.cuh"
@@ -35,19 +39,19 @@
 typedef INPUT Element;
 constexpr int C = WIDTH, D = 2 * C;
 
-constexpr int SLICE = 128, SLICES = D / SLICE, GROUPS = 2, ROWS = 64, SLOT = ROWS * 128;  // bytes
-// shared memory, bytes: weights, slots of each group, their barriers and that of the weights
+constexpr int SLICE = 128, SLICES = D / SLICE, GROUPS = 2, ROWS = 64, SLOT = ROWS * 128;  // SLOT: bytes
+// shared memory in bytes: weights, slots of each group, barriers of slots and of weights
 constexpr int OF_SLOTS = C * SLICE * 2, OF_BARRIERS = OF_SLOTS + GROUPS * SLOTS * SLOT;
 constexpr int OF_WEIGHTS_THERE = OF_BARRIERS + GROUPS * 2 * SLOTS * 8;
 static_assert(OF_WEIGHTS_THERE + 8 == CTA_BYTES && CTA_BYTES <= 227 * 1024);
-static_assert(C * 128 % 1024 == 0 && SLOT % 1024 == 0);  // which products want
+static_assert(C * 128 % 1024 == 0 && SLOT % 1024 == 0);  // required by wgmma
 
-// Warps 8 and 9: slots of 64 columns of what a group's tokens have. A lane has 16 bytes of every fourth token.
+// Warps 8 and 9: load 64 columns of the group's tokens into a slot. Each lane copies 16 bytes of every fourth token.
 struct Producer {
     Pipeline<SLOTS> inputs;
     unsigned slots;
     int row, piece;
-    // `flip`: what four rows further on changes of a piece's place
+    // `flip`: how the index of a piece changes four rows further on
     INLINE void fill(const Element *from, i64 stride, int piece_at, int flip, int first, int end) {
         wait_for(inputs.empty(), inputs.phase() ^ 1);
         unsigned to = slots + inputs.stage() * SLOT + row * 128 + piece_at * 16;
@@ -70,9 +74,10 @@ struct Producer {
     }
 };
 
-// The consumers' SLICE channels of all weights, in rows of 64. A lane's four products w = 0 .. 3 of 32 channels, half h
-// of 64, are to be 8 neighbours 8p .. 8p + 7, as it reads z and writes dy: so column 8 (4h + w) + 2p + e is channel
-// 32h + 8p + 2w + e, and word w of each 16 bytes goes to piece 4h + w, word p.
+// The consumers write the weights of their SLICE channels, in rows of 64 channels. A lane reads z and writes dy for 8
+// neighbouring channels 8p .. 8p + 7, which should be its columns of the four products w = 0 .. 3 of 32 channels (half
+// h of 64). Therefore column 8 (4h + w) + 2p + e is channel 32h + 8p + 2w + e, and word w of each 16 bytes moves to
+// word p of piece 4h + w.
 DEVICE void store_weights(unsigned weights, const Element *out_proj, int slice) {
 #pragma unroll 8
     for (int i = threadIdx.x; i < C * SLICE / 8; i += GROUPS * 128) {
@@ -83,8 +88,8 @@ DEVICE void store_weights(unsigned weights, const Element *out_proj, int slice) 
     }
 }
 
-// sums = dout out_proj. A slot is given back one step late, when wait_for_products<1> says that the products before the
-// newest have ended.
+// sums = dout out_proj. A slot is released one step later, when wait_for_products<1> has confirmed that all products
+// except the newest have finished.
 DEVICE void multiply(float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned slots, unsigned weights, int lane) {
 #pragma unroll 1
     for (int c = 0; c < C; c += 64, inputs.next()) {
@@ -96,7 +101,7 @@ DEVICE void multiply(float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned
             multiply_shared(Element{}, sums, slots + inputs.stage() * SLOT + k * 2, weights + (c + k) * 128, C * 128,
                             c + k > 0);
         commit_products();
-        wait_for_products<1>();  // those before
+        wait_for_products<1>();  // all except the newest
         if (c > 0 && lane == 0) arrive(inputs.empty_before());
     }
     wait_for_products<0>();
@@ -104,7 +109,7 @@ DEVICE void multiply(float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned
     if (lane == 0) arrive(inputs.empty_before());
 }
 
-// Epilogue: dy, dz and gated of the lane's channels of tokens `token` and `token` + 8, from dgated / scale = sums
+// Epilogue: dy, dz and gated of the lane's channels, for tokens `token` and `token` + 8, from sums = dgated / scale
 DEVICE void store_gradients(const float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned slots, Element *dy, i64 dy_stride,
                             Element *dz, Element *gated, int token, int end, const float (&scale)[2], int lane,
                             unsigned of_piece) {
@@ -119,7 +124,7 @@ DEVICE void store_gradients(const float (&sums)[SLICE / 2], Pipeline<SLOTS> &inp
                 unsigned zs[4], ms[4], dys[4], dzs[4], gateds[4];
                 load_shared(zs, (z_at ^ half * 64) + i * 8 * 128);
                 load_shared(ms, (mean_at ^ half * 64) + i * 8 * 128);
-                if (i == 1 && half == 1) {  // all that the lane needs of both slots is in registers
+                if (i == 1 && half == 1) {  // the lane has loaded all it needs from both slots
                     __syncwarp();
                     if (lane == 0) arrive(inputs.empty_before()), arrive(inputs.empty());
                 }
@@ -145,8 +150,8 @@ DEVICE void store_gradients(const float (&sums)[SLICE / 2], Pipeline<SLOTS> &inp
     }
 }
 
-// A group takes up to `tokens_of_group` tokens at a time, and all groups do so `rounds` times. z and dz are halves of
-// rows of 2 D.
+// A group processes up to `tokens_of_group` tokens at a time, and each group does this `rounds` times. z and dz are
+// halves of rows of length 2 D.
 extern "C" __global__ void __launch_bounds__(384, 1)
 gate_outproj_backward(const Element *__restrict__ dout, const Element *__restrict__ out_proj,
                       const Element *__restrict__ means, const Element *__restrict__ z,
@@ -166,7 +171,7 @@ gate_outproj_backward(const Element *__restrict__ dout, const Element *__restric
     bool produces = warp >= GROUPS * 4;
     int g = produces ? warp - GROUPS * 4 : warp / 4, slice = blockIdx.x % SLICES * SLICE;
     int start = (blockIdx.x / SLICES * GROUPS + g) * most, at_once = gridDim.x / SLICES * GROUPS * most;
-    int limit = at_once * int(rounds);  // tokens of all blocks
+    int limit = at_once * int(rounds);  // tokens of all CTAs
     Pipeline<SLOTS> inputs(barriers + g * 2 * SLOTS * 8);
     slots += g * SLOTS * SLOT;
     z += slice, means += slice, dy += slice, dz += slice, gated += slice;

@@ -1,5 +1,5 @@
-// The norm without its weight, which the projection behind it contains: xhat = rstd x, rstd = 1 / sqrt(mean(x^2) +
-// eps). A warp takes a token and keeps it in registers, V neighbouring channels of WIDTH a lane at once.
+// The norm without its weight, which is folded into the following projection: xhat = rstd x, rstd = 1 / sqrt(mean(x^2)
+// + eps). Each warp processes one token and keeps it in registers, as packs of V neighbouring channels per lane.
 
 #include "../cuda/types.cuh"
 
@@ -12,7 +12,7 @@ DEVICE float sum_over_warp(float x) {
     return x;
 }
 
-// the copy of x, unless null, is what the block's last product is added to
+// If not null, `copy` receives x, to which the block's last product is added
 DEVICE void rms_norm(i64 token, const float *__restrict__ x, Element *__restrict__ xhat, float *__restrict__ rstd,
                      float *__restrict__ copy, float eps) {
     int lane = threadIdx.x % 32;

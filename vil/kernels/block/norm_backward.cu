@@ -1,12 +1,12 @@
-// The gradient of the norm without its weight, and of the residual stream beside it:
+// The gradient of the norm without its weight, added to that of the residual stream:
 //
 //   dx = dresidual + rstd (dxhat - xhat mean(dxhat xhat))
 //
-// and, unless null, dx rounded to Element. A warp takes a token.
+// If the pointer is not null, dx is also written rounded to Element. Each warp processes one token.
 //
 // Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float; the residual stream is in fp32
-//   VECTOR  neighbouring channels that a lane moves at once
+//   VECTOR  neighbouring channels that a lane loads or stores with one instruction
 //   WIDTH   model width C
 
 #include "norm.cuh"

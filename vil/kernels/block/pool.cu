@@ -1,12 +1,12 @@
-// What a pooled block's recurrence reads: of each direction the mean of v = silu(conv(u)) over a line of patches, and v of
-// the class token. And the sum of what both directions skip, skip_0 v_0 + skip_1 v_1 of each token, which is all that the
-// gate wants of v; so no v of all tokens lies in memory.
+// The input of a pooled block's recurrence: for each direction, the mean of v = silu(conv(u)) over each line of
+// patches, and v of the class token. Also the sum of both directions' skip connections, skip_0 v_0 + skip_1 v_1, for
+// each token. The gate needs nothing else from v, so v of all tokens is never stored.
 //
 // Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float
-//   VECTOR  neighbouring channels that a thread takes, up to 4
-//   TAPS    tokens that a convolution sees, the last of them the token itself
-//   THREADS, CTAS  of a CTA, and of a multiprocessor
+//   VECTOR  neighbouring channels of a thread, up to 4
+//   TAPS    length of the convolution's filter, whose last tap is the token itself
+//   THREADS, CTAS  threads of a CTA, and CTAs of a multiprocessor
 //
 // B batch    S pooled tokens    D channels    count, length, next, next_line: lines.cuh
 

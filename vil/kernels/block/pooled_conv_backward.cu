@@ -1,24 +1,24 @@
-// The gradients of a pooled block's convolutions and skips. Token t of line l, of which e(t) is the gradient of what
-// either direction puts out and dmean_g(l) that of the line's mean of v_g, with BACK = TAPS - 1:
+// The gradients of a pooled block's convolutions and skip connections. For token t of line l, let e(t) be the gradient
+// of the output (of either direction) and dmean_g(l) the gradient of the line's mean of v_g. With BACK = TAPS - 1,
 //
-//   dv_g(t) = skip_g e(t) + share(l) dmean_g(l)      share: 1 / length, or 1 of the class token
+//   dv_g(t) = skip_g e(t) + share(l) dmean_g(l)      share: 1 / length, or 1 for the class token
 //   s_g(t) = silu'(conv_g(t)) dv_g(t)                dskip_g = sum_t e(t) v_g(t)
 //   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
 //   dweight_0[i] = sum_t u(t) s_0(t + BACK - i)      dbias_g = sum_t s_g(t)
 //   dweight_1[i] = sum_t u(t) s_1(t - BACK + i)
 //
-// Macros and letters: pool.cu, with up to 2 neighbouring channels
-// stretch: tokens that a CTA takes at a time, a multiple of 4 up to SEGMENT    parts: CTAs of each channel
+//Macros and letters are those of pool.cu, with up to 2 neighbouring channels per thread.
+//stretch: number of tokens that a CTA processes at a time, a multiple of 4 up to SEGMENT    parts: CTAs per channel
 
 #include "along_lines.cuh"
 
 constexpr int V = VECTOR, RING = 4;
 static_assert(BACK < RING);
 
-// What a CTA writes down of a stretch, from RING tokens before it on: where tokens are, and their pooled tokens
+// A CTA's table of a stretch, starting RING tokens before it: positions of tokens, and their pooled tokens
 constexpr int NUMBERS = SEGMENT + 3 * RING;
 
-// Tokens on their way
+// Prefetched tokens
 struct Arriving {
     Tokens<const Element> u, e;
     struct Token {
@@ -30,7 +30,7 @@ struct Arriving {
     }
 };
 
-// What a token of the line that is being read has of the gradients of its means: share dmean_g; zero outside of the image
+// Gradient that a token of the current line receives from the line's mean: share dmean_g, zero outside the image
 struct OfLine {
     const Element *mean_0, *mean_1;
     int D, line = -1;
@@ -44,8 +44,8 @@ struct OfLine {
     }
 };
 
-// Rings: of token t, u, e and dv_1 from t on to t + BACK, s_0 the same, s_1 from t - BACK to t. Both s are doubled, and
-// filters halved, as silu_and_slope has them.
+// Ring buffers: u, e and dv_1 of tokens t to t + BACK, s_0 of the same tokens, and s_1 of tokens t - BACK to t. Both s
+// are doubled and filters halved, as silu_and_slope requires.
 struct Window {
     Floats<V> u[RING], e[RING], dv_1[RING], s_0[RING] = {}, s_1[RING] = {};
 };
@@ -57,9 +57,9 @@ DEVICE Floats<V> gradient(const Floats<V> &skip, const Floats<V> &e, const Float
     return dv;
 }
 
-// A thread takes stretch after stretch. Its step at t is at t for du and direction 1, and BACK tokens ahead in direction
-// 0, because that is when everything for du(t) is known. A stretch begins RING tokens early, without storing or summing,
-// to fill s_0 and s_1. Nothing is shared: each thread writes its part of the sums.
+// A thread processes one stretch after another. At step t it computes du(t) and direction 1 at token t, but direction 0
+// at token t + BACK, because then all terms of du(t) are known. A stretch starts RING tokens early, without stores and
+// sums, to fill s_0 and s_1. Threads share no sums: each writes its own partial sums.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 pooled_conv_backward(const Element *__restrict__ u, i64 u_stride, const Element *__restrict__ e,
                      const Element *__restrict__ dmeans, const float *__restrict__ weights,
@@ -83,7 +83,7 @@ pooled_conv_backward(const Element *__restrict__ u, i64 u_stride, const Element 
     for (int item = part; item < items; item += parts) {
         i64 b = item / stretches;
         int begin = item % stretches * int(stretch), end = min(L, begin + int(stretch));
-        __syncthreads();  // nobody reads the last stretch's any more
+        __syncthreads();  // no thread uses the previous stretch any more
         for (int i = threadIdx.x; i < NUMBERS; i += THREADS) {
             int t = begin - RING + i;
             at[i] = lines.at(t), pooled[i] = at[i] < 0 ? -1 : lines.pooled(t);
@@ -94,7 +94,7 @@ pooled_conv_backward(const Element *__restrict__ u, i64 u_stride, const Element 
         OfLine of_line = {mean, mean + B * S * D, int(D)};
         Window window;
         UNROLLED for (int i = 0; i < RING; i++) arriving.fetch(i, at[i]);
-        auto arrive = [&](int number, int i) {  // comes into the rings at i; returns dv_0
+        auto arrive = [&](int number, int i) {  // Add token `number` to the ring buffers at index i and return dv_0
             auto token = arriving.token[i % RING];
             arriving.fetch(i, at[number + RING]);
             if (int now = pooled[number]; now != of_line.line)
@@ -105,8 +105,8 @@ pooled_conv_backward(const Element *__restrict__ u, i64 u_stride, const Element 
         };
         UNROLLED for (int i = 0; i < BACK; i++) arrive(i, i);
         Tokens<Element> to(du + b * L * du_stride + d, du_stride);
-        // Goes on by RING tokens. A stretch sums e v_1 of its own tokens and e v_0 of those BACK ahead of them, so that
-        // an image's first one has its first BACK tokens besides.
+        // Advance by RING tokens. The stretch sums e v_1 over its own tokens, and e v_0 over the tokens BACK ahead of
+        // them, so the first stretch of an image also adds the image's first BACK tokens.
         auto go = [&](int number, bool here) {
             UNROLLED for (int i = 0; i < RING; i++) {
                 Floats<V> dv_0 = arrive(number + i + BACK, i + BACK), sum = {}, v_1;

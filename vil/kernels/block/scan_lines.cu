@@ -1,39 +1,39 @@
-// What a pooled block does with its lines' means, x_proj, step_proj and the scan of both directions, in one kernel for
-// 16-bit types and few images, where latency counts:
+// x_proj, step_proj and the scan of both directions of a pooled block in one kernel, applied to the means of lines. For
+// 16-bit types and small batches, where latency dominates:
 //
 //   [step_g k_g q_g] = mean_g x_proj_g^T      step_logits_g = step_g step_proj_g^T      y = y_0 + y_1
 //
-// where y_g is the scan's, without a skip, direction 1 from the last line to the first.
+// where y_g is the output of the scan without its skip connection. Direction 1 scans from the last line to the first.
 //
 // Macros:
 //   INPUT      element type of the tensors: bf16 or fp16
 //   RECURRENCE, STATES, LANE_STATES, LANE_CHANNELS  scan/recurrences.cuh; the last two are 4 and 1
 //   WIDTH      channels D
 //   RANK       columns of the step, R
-//   TILES      of 16 lines, as many as S lines are in
+//   TILES      tiles of 16 lines for all S lines
 //
 // B batch    S lines    D channels    P = R + 2N
 //
-// A CTA has all lines of an image and 32 channels. Each of its warps takes one direction and a quarter of the channels
-// for [step k q], which all CTAs of an image compute for themselves: lane l, r = l / 4, p = l % 4, loads channels 8p ..
-// 8p + 7 of each 32, of lines r and r + 8 and of row r of x_proj, and columns are renamed as in gate_outproj.cu. Then a
-// lane has one channel of its warp's direction for the step sizes, and four states of one for the scan.
+// A CTA processes all lines of an image and 32 channels. [step k q] is computed by every CTA of the image; each warp
+// does it for one direction and a quarter of the channels. Lane l, with r = l / 4 and p = l % 4, loads channels 8p ..
+// 8p + 7 of each 32, for lines r and r + 8 and for row r of x_proj; columns are permuted as in gate_outproj.cu. After
+// that, a lane computes the step sizes of one channel of its warp's direction, and scans four states of one channel.
 
 #include "../cuda/types.cuh"
 #include "../scan/recurrences.cuh"
 
 constexpr int D = WIDTH, P = RANK + 2 * N, LINES = 16 * TILES;
-constexpr int CHANNELS = 32, WARPS = 8, QUARTER = D / 4, PITCH = P | 8;  // a pitch without conflicts of banks
+constexpr int CHANNELS = 32, WARPS = 8, QUARTER = D / 4, PITCH = P | 8;  // this pitch avoids bank conflicts
 
 struct CtaMemory {
-    float parts[WARPS][16][PITCH];        // of the sums over channels
+    float parts[WARPS][16][PITCH];  // partial sums over a quarter of the channels
     float projected[2][LINES][P];         // step, key, query
-    float x[2][LINES][CHANNELS];          // and y over it
+    float x[2][LINES][CHANNELS];  // overwritten by y
     float step_sizes[2][LINES][CHANNELS];
 };
 static_assert(sizeof(CtaMemory) == CTA_BYTES && D % 128 == 0 && RANK % 8 == 0 && N == 16 && NL == 4 && DL == 1);
 
-// to (16 lines, P) = means x_proj^T over a quarter of the channels
+// to (16 lines, P) = means x_proj^T, summed over a quarter of the channels
 DEVICE void project(float (*to)[PITCH], const Element *means, const Element *x_proj, int first, int S, int lane) {
     constexpr int PIECES = QUARTER / 32, AT_ONCE = PIECES % 3 == 0 ? 3 : PIECES % 2 == 0 ? 2 : 1;
     Floats<2> sums[P / 8][2] = {};
@@ -57,7 +57,7 @@ DEVICE void project(float (*to)[PITCH], const Element *means, const Element *x_p
             store(&to[half * 8 + lane / 4][n * 8 + lane % 4 * 2], sums[n][half]);
 }
 
-// The sums of 16 lines, rounded as a product's
+// The sums of 16 lines, rounded like those of a product
 DEVICE void add_parts(CtaMemory &memory, int first) {
     constexpr int FOURS = P / 4;
     for (int i = threadIdx.x; i < 2 * 16 * FOURS; i += 32 * WARPS) {
@@ -68,7 +68,7 @@ DEVICE void add_parts(CtaMemory &memory, int first) {
     }
 }
 
-// x and step sizes of the warp's lines, a channel a lane
+// x and step sizes of the warp's lines; each lane computes one channel
 DEVICE void prepare(CtaMemory &memory, const Element *x, const Pack<Element, 8> (&step_proj)[RANK / 8], float bias, int g,
                     int warp, int S, int lane) {
     for (int t = warp; t < S; t += WARPS / 2) {
@@ -90,7 +90,7 @@ DEVICE void prepare(CtaMemory &memory, const Element *x, const Pack<Element, 8> 
     }
 }
 
-// y over x: four lines at a time, whose sums over the four lanes of a channel end in a lane each
+// Replace x with y: the sums over a channel's four lanes are computed for four lines at a time, one line per lane
 DEVICE void scan(CtaMemory &memory, const float (&A)[NL], int g, int c, int part, int S) {
     float states[NL] = {};
 #pragma unroll 1
@@ -109,7 +109,7 @@ DEVICE void scan(CtaMemory &memory, const float (&A)[NL], int g, int c, int part
                 Recurrence::update(states[n], x[j], step_size[j], k[j].at[n], A[n]);
                 y[j] = fmaf(states[n], q[j].at[n], y[j]);
             }
-        bool odd = part & 1, upper = part & 2;  // a lane passes on half of its lines, and then half of those
+        bool odd = part & 1, upper = part & 2;  // a lane sends half of its lines, then half of the rest
         UNROLLED for (int j = 0; j < 2; j++)
             y[j] = (odd ? y[j + 2] : y[j]) + __shfl_xor_sync(WARP, odd ? y[j] : y[j + 2], 1);
         y[0] = (upper ? y[1] : y[0]) + __shfl_xor_sync(WARP, upper ? y[0] : y[1], 2);
@@ -130,7 +130,7 @@ scan_lines(const Element *__restrict__ means, const Element *__restrict__ x_proj
     Pack<Element, 8> of_step[RANK / 8];
     UNROLLED for (int i = 0; i < RANK / 8; i++) of_step[i] = load<8>(step_proj + (g * D + d + lane) * RANK + i * 8);
     float bias = step_bias[g * D + d + lane], scaled_A[NL] = {};
-    int c = part * 8 + lane / 4;  // in the scan
+    int c = part * 8 + lane / 4;  // channel in the scan
     if constexpr (Recurrence::HAS_A) {
         Floats<NL> own = load<NL>(A + (g * D + d + c) * N + lane % 4 * NL);
         UNROLLED for (int n = 0; n < NL; n++) scaled_A[n] = Recurrence::scaled_A(own.at[n]);
@@ -140,7 +140,7 @@ scan_lines(const Element *__restrict__ means, const Element *__restrict__ x_proj
         project(memory.parts[warp], means + part * QUARTER, x_proj + part * QUARTER, first, S, lane);
         __syncthreads();
         add_parts(memory, first);
-        __syncthreads();  // sums are there, and parts are free
+        __syncthreads();  // sums are complete, and `parts` may be overwritten
     }
     prepare(memory, means + d + lane, of_step, bias, g, part, S, lane);
     __syncthreads();
