@@ -36,8 +36,8 @@ def check_distinct(names: Iterable[str]) -> dict[str, int]:
     for index, name in enumerate(map(normal, given)):
         if (other := indices.setdefault(name, index)) != index:
             raise ConfigError(
-                f"class names must differ, got {given[other]!a} and {given[index]!a}, which are the same name in two "
-                "Unicode forms: rename one, or move the images into one folder"
+                "class names must differ in their printable characters in Unicode form NFC, got "
+                f"{given[other]!a} and {given[index]!a}: rename one, or move the images into one folder"
             )
     return indices
 

@@ -1,6 +1,7 @@
 """Which images belong to which class: the same in folders, in tar files and for `vil.data.folders`."""
 
 import logging
+import os
 import shutil
 import tarfile
 import unicodedata
@@ -67,6 +68,14 @@ def test_the_splitting_tool_makes_the_classes_that_training_would_have(tmp_path,
     assert "named by their paths, such as 'bazaar/indoor', 'church/indoor'" in caplog.text
 
 
+def test_a_class_folder_around_another_is_a_class_in_a_split_that_lacks_the_others(tmp_path, packed, caplog):
+    write(tmp_path, *(f"train/{folder}/0.png" for folder in ("a", "a/b", "c")), "val/a/0.png", "val/a/b/1.png")
+    _, val, num_classes = open_splits(small_config(packed(tmp_path)))
+    assert num_classes == 3
+    assert sorted(by_file(val).values()) == ["a", "b"]
+    assert "left out" not in caplog.text
+
+
 def test_a_split_that_has_one_of_two_equal_folders_finds_its_class_by_the_path(tmp_path, packed):
     write(tmp_path, *(f"train/{top}/indoor/0.png" for top in ("bazaar", "church")), "val/church/indoor/0.png")
     _, val, _ = open_splits(small_config(packed(tmp_path)))
@@ -110,8 +119,15 @@ def test_two_unicode_forms_of_a_name_are_one_class(tmp_path, packed, caplog):
     assert [*by_file(val).values()] == [*by_file(train).values()] == [NFC, "tea"]
     assert "no images of" not in caplog.text
     write(tmp_path, f"both/{NFC}/0.png", f"both/{NFD}/0.png")  # which a person cannot tell apart
-    with pytest.raises(ConfigError, match="two Unicode forms"):
+    with pytest.raises(ConfigError, match="Unicode form NFC"):
         open_split(str(tmp_path), "", "both")
+
+
+@pytest.mark.parametrize("names", [(b"caf\xe8", b"caf\xe9"), (b"a\x07", b"a\x1b")])
+def test_names_that_differ_in_unprintable_characters_are_refused(tmp_path, names):
+    write(tmp_path, *(f"train/{os.fsdecode(name)}/0.png" for name in names))
+    with pytest.raises(ConfigError, match="must differ in their printable characters"):
+        open_split(str(tmp_path), "", "train")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.utils.misc import natural_key
 
-from ..classes import check_distinct, ends_of, quoted
+from ..classes import check_distinct, ends_of, normal, quoted
 from ..config import ConfigError
 from ..files import retried
 from ..processes import warn
@@ -49,6 +49,7 @@ class ClassFolders:
         files: The images.
         folders: Path of each image's folder inside the split, with "/"; "" is the split itself.
         where: Name of the split in messages.
+        known: Class names of the training split or model. A folder that has one of these names is a class folder.
 
     Attributes:
         root: Path of the folder inside the split that holds all class folders.
@@ -59,7 +60,7 @@ class ClassFolders:
         ConfigError: There are no class folders, or two of them have names that only differ in their Unicode form.
     """
 
-    def __init__(self, files: Sequence[str], folders: Sequence[str], where: str):
+    def __init__(self, files: Sequence[str], folders: Sequence[str], where: str, known: Sequence[str] = ()):
         paths = {*folders}
         if paths == {""}:
             raise ConfigError(
@@ -67,6 +68,8 @@ class ClassFolders:
                 "named like its class (for ImageNet's validation images, the script valprep.sh does so)"
             )
         self.root = posixpath.commonpath(paths) if len(paths) > 1 else posixpath.dirname(*paths)
+        if self.root in paths and not {*map(normal, known)}.isdisjoint(map(normal, ends_of(self.root))):
+            self.root = posixpath.dirname(self.root)
         paths.discard(self.root)
         if strays := [file for file, folder in zip(files, folders) if folder not in paths]:
             warn(
@@ -118,9 +121,11 @@ class ClassReader(Reader):
     left_out: Counter[str]
     targets: list[int]
 
-    def find_classes(self, files: Sequence[str], folders: Sequence[str], where: str) -> dict[int, int]:
+    def find_classes(
+        self, files: Sequence[str], folders: Sequence[str], where: str, known: Sequence[str]
+    ) -> dict[int, int]:
         """Set the classes from each image's folder. Return the class index of each image that belongs to a class."""
-        self.folders = ClassFolders(files, folders, where)
+        self.folders = ClassFolders(files, folders, where, known)
         self.class_to_idx, names = self.folders.class_to_idx, self.folders.names
         return {i: self.class_to_idx[names[folder]] for i, folder in enumerate(folders) if folder in names}
 
@@ -145,13 +150,14 @@ class FolderReader(ClassReader, ReaderImageFolder):
     Args:
         root: Folder of the split; may itself be a link.
         data_dir: Folder of the data set, in which links of the split may lead.
+        known: See `ClassFolders`.
 
     Raises:
         RuntimeError: There are no images.
         ConfigError: There are no class folders, or a link has no target.
     """
 
-    def __init__(self, root: str, data_dir: str):
+    def __init__(self, root: str, data_dir: str, known: Sequence[str] = ()):
         Reader.__init__(self)
         self.root, self.left_out = root, Counter()
         dangling: list[str] = []
@@ -163,7 +169,7 @@ class FolderReader(ClassReader, ReaderImageFolder):
             )
         if not files:
             raise RuntimeError(f"no images in subfolders of {root}{endings(self.left_out)}")
-        targets = self.find_classes(files, folders_in(root, files), root)
+        targets = self.find_classes(files, folders_in(root, files), root, known)
         self.samples = [(files[i], target) for i, target in targets.items()]
 
     @property
@@ -180,13 +186,14 @@ class TarReader(ClassReader, ReaderImageInTar):
 
     Args:
         root: The tar file, which may hold a tar file for each class.
+        known: See `ClassFolders`.
         use_list: Read and write timm's list of the members of a large file.
 
     Raises:
         ConfigError: There are no class folders.
     """
 
-    def __init__(self, root: str, use_list: bool = True):
+    def __init__(self, root: str, known: Sequence[str] = (), use_list: bool = True):
         ReaderImageInTar.__init__(self, root, cache_tarinfo=None if use_list else False)
         if any(member.issparse() for member, *_ in self.samples):  # of a list; `check_tar` has refused others
             raise ValueError("a sparse member, which can claim any size")
@@ -196,7 +203,7 @@ class TarReader(ClassReader, ReaderImageInTar):
         if not shown:
             raise RuntimeError(f"no images in {root}{endings(self.left_out)}")
         files = [members[i] for i in shown]
-        targets = self.find_classes(files, [posixpath.dirname(file) for file in files], root)
+        targets = self.find_classes(files, [posixpath.dirname(file) for file in files], root, known)
         self.samples, self.targets = self.samples[[shown[i] for i in targets]], [*targets.values()]
 
 

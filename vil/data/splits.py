@@ -22,8 +22,16 @@ from .synthetic import SyntheticImages
 from .tars import check_tar
 
 
-def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int | None = None, **kwargs):
+def open_split(
+    data_dir: str | None, dataset: str, split: str, num_classes: int | None = None, known: Sequence[str] = (), **kwargs
+):
     """Open timm's dataset of one split.
+
+    Args:
+        data_dir, dataset, split: Options of a run.
+        num_classes: Number of classes that the split must have.
+        known: Class names that decide which folders are class folders (see `ClassFolders`).
+        kwargs: Arguments of timm's `create_dataset`.
 
     Raises:
         ConfigError: The split is missing, cannot be opened, or does not have `num_classes` classes; the message lists
@@ -45,9 +53,9 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
             restrict_pillow()
             images = create_dataset(dataset, root=data_dir, split=split, **kwargs)
         elif (root := _find_split(data_dir, split)).is_dir():
-            images = ImageDataset(str(root), reader=FolderReader(str(root), str(data_dir)))
+            images = ImageDataset(str(root), reader=FolderReader(str(root), str(data_dir), known))
         else:
-            images = _open_tar(root)
+            images = _open_tar(root, known)
     except ConfigError:
         raise
     except Exception as error:  # damaged data and the packages that read it raise various types
@@ -123,7 +131,7 @@ def _hint(unknown: str, classes: int, known: Sequence[str]) -> str:
     return ". Give these folders the names of the classes, or remove them"
 
 
-def _open_tar(path: Path):
+def _open_tar(path: Path, known: Sequence[str]):
     """Open a tar file, without timm's list of its members if that list is broken.
 
     timm keeps such a list beside a file of more than 10 GB, and reads it with an unpickler that runs no code.
@@ -132,7 +140,7 @@ def _open_tar(path: Path):
     with open_file(path) as file:
         check_tar(file)
     try:
-        reader = TarReader(str(path))
+        reader = TarReader(str(path), known)
     except ConfigError:
         raise
     except Exception as error:
@@ -142,7 +150,7 @@ def _open_tar(path: Path):
         if not listed.exists():
             raise
         warn(__name__, "%s is passed over, as it cannot be read (%r); remove it to have it made anew", listed, error)
-        reader = TarReader(str(path), use_list=False)
+        reader = TarReader(str(path), known, use_list=False)
     return ImageDataset(str(path), reader=reader)
 
 
@@ -197,7 +205,7 @@ def open_splits(config: Config):
     location = config.data_dir, config.dataset
     train = open_split(*location, config.train_split, config.num_classes, is_training=True, seed=config.seed)
     _refuse_empty_classes(train)
-    val = open_split(*location, config.val_split)
+    val = open_split(*location, config.val_split, known=[*class_names(train)])
     if not (num_classes := len(class_names(train)) or config.num_classes or 0):
         raise ConfigError(f"the dataset {config.dataset} does not store its number of classes: set --num-classes")
     limit_classes(val, num_classes)

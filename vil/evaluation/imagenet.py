@@ -38,7 +38,7 @@ def open_test_split(
     Raises:
         ConfigError: As `open_split`, or the split has a class that the model has not.
     """
-    images = open_split(data_dir, dataset, split)
+    images = open_split(data_dir, dataset, split, known=label_names)
     limit_classes(images, num_classes)
     numbers = class_names(images)
     names = sorted(numbers, key=lambda name: numbers[name])
