@@ -70,8 +70,10 @@ def _load_archive(file: BinaryIO, machine: _Machine) -> Any:
         folder = next(iter(parts)).partition("/")[0]
         if f"{folder}/constants.pkl" in parts:
             raise TorchFileError("it is a TorchScript program, which is code; save its state_dict() instead")
+        if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):  # it may claim any size
+            raise TorchFileError("its parts are compressed, which torch.save never does")
         if sum(part.file_size + PART_BYTES for part in archive.infolist()) > machine.size:
-            raise TorchFileError("its parts are compressed or overlap, so they are larger than the file")
+            raise TorchFileError("its parts overlap, so they are larger than the file")
         for part in parts.values():
             if not part.CRC:  # torch.serialization.set_crc32_options(False) writes no checksums
                 del part.CRC

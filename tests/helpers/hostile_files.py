@@ -192,6 +192,17 @@ def archive(program: bytes, method: int = zipfile.ZIP_STORED, *, values: bytes =
     return made.getvalue()
 
 
+def understated(method: int) -> bytes:
+    """An archive whose one part says that it has four bytes, and decompresses to 512 MiB or more."""
+    with zipfile.ZipFile(made := io.BytesIO(), "w", method) as file:
+        with file.open("x/data.pkl", "w") as part:
+            part.write(b"\x80\2}.")
+            for _ in range(512 if method == zipfile.ZIP_DEFLATED else 1500):
+                part.write(bytes(2**20))
+        file.infolist()[0].file_size = 4
+    return made.getvalue()
+
+
 def legacy(program: bytes) -> bytes:
     system = dict(protocol_version=1001, little_endian=True, type_sizes={})
     return b"".join(pickle.dumps(p, 2) for p in (0x1950A86A20F9469CFC6C, 1001, system)) + b"\x80\2" + program + b"."
@@ -271,6 +282,7 @@ def _checkpoints() -> None:
         add(f"legacy pt {name}", legacy, program)
     for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
         add(f"pt compressed by {method}", lambda m: archive(b"}", m, values=bytes(2**29)), method)
+        add(f"pt of a size understated by {method}", understated, method)
     add("pt of one part many times", lambda: archive(b"}", times=7000))
     add(
         "pt of many names for a tensor",

@@ -240,6 +240,14 @@ def compressed():
     return made.getvalue()
 
 
+def understated():
+    """An archive whose one part says that it has four bytes, and decompresses to 64 MiB."""
+    with zipfile.ZipFile(made := io.BytesIO(), "w", zipfile.ZIP_BZIP2) as file:
+        file.writestr("x/data.pkl", b"\x80\2}." + bytes(2**26))
+        file.infolist()[0].file_size = 4
+    return made.getvalue()
+
+
 def program_of(*opcodes, storage=b""):
     """A file whose pickle has these opcodes."""
     with zipfile.ZipFile(made := io.BytesIO(), "w") as file:
@@ -286,6 +294,7 @@ GROWING = [
     (lambda: saved({"head.weight": torch.zeros(()).expand(10**5, 10**5)}), "its tensors have at least 40000000000"),
     (lambda: saved({f"{i}.weight": ALIKE.flatten() for i in range(3)}), "its tensors have"),
     (compressed, "its parts are compressed"),
+    (understated, "its parts are compressed"),
     (lambda: saved([MUCH]), f"it holds __builtin__.bytearray, {MORE}"),
     (lambda: saved([MUCH], _use_new_zipfile_serialization=False), f"it holds __builtin__.bytearray, {MORE}"),
     (lambda: saved({1, 2}), f"it holds __builtin__.set, {MORE}"),
