@@ -25,8 +25,8 @@ def normal(name: str) -> str:
     return unicodedata.normalize("NFC", label_of(name))
 
 
-def check_distinct(names: Iterable[str]) -> dict[str, int]:
-    """Return the index of each name in its `normal` form.
+def check_distinct(names: Iterable[str], owner: str) -> dict[str, int]:
+    """Return the index of each name in its `normal` form; `owner` is what has these classes, in messages.
 
     Raises:
         ConfigError: Two names have the same form.
@@ -36,24 +36,25 @@ def check_distinct(names: Iterable[str]) -> dict[str, int]:
     for index, name in enumerate(map(normal, given)):
         if (other := indices.setdefault(name, index)) != index:
             raise ConfigError(
-                "class names must differ in their printable characters in Unicode form NFC, got "
-                f"{given[other]!a} and {given[index]!a}: rename one, or move the images into one folder"
+                f"class names of {owner} must differ in their printable characters in Unicode form NFC, got "
+                f"{given[other]!a} and {given[index]!a}: rename one of them"
             )
     return indices
 
 
-def find(names: Mapping[str, Sequence[str]], known: Sequence[str]) -> dict[str, int | None]:
+def find(names: Mapping[str, Sequence[str]], known: Sequence[str], owner: str) -> dict[str, int | None]:
     """Return the index in `known` of each class, or None for a class that is not in `known`.
 
     Args:
         names: Each class with the names that it may have in `known`, the most specific one first. The others are ends
             of the first, and count only if no other class of `known` ends in the same way.
         known: Class names by index.
+        owner: What has the `known` classes, in messages.
 
     Raises:
         ConfigError: Two classes of `known` have the same name.
     """
-    indices = check_distinct(known)
+    indices = check_distinct(known, owner)
     ends = {end for name in indices for end in ends_of(name)[:-1]}
     found: dict[str, int | None] = {}
     for name, (first, *others) in names.items():

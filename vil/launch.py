@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import os
 
+RANKS = "RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"
+
 
 def is_first_process() -> bool:
-    """Return whether this process has rank 0 and reports for all; known before the process group is initialized."""
-    return os.environ.get("RANK", "0") == "0"
+    """Return whether this process has rank 0 and reports for all; known before the process group is initialized.
+
+    A stray RANK without several processes counts as rank 0.
+    """
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    return rank == "0" or os.environ.get(_counting() or "", "1") == "1"
+
+
+def _counting() -> str | None:
+    """Return the variable from which timm and PyTorch read the number of processes, or None."""
+    return next((name for name in ("WORLD_SIZE", "SLURM_NTASKS") if name in os.environ), None)
 
 
 def named_processes() -> str:
@@ -22,12 +33,11 @@ def launch_error() -> str | None:
     timm and PyTorch read WORLD_SIZE or, if it is missing, SLURM_NTASKS, and connect to the other processes at
     MASTER_ADDR and MASTER_PORT. An interactive Slurm job or a stray variable names processes that nobody has started.
     """
-    name = next((name for name in ("WORLD_SIZE", "SLURM_NTASKS") if name in os.environ), None)
-    if name is None:
+    if (name := _counting()) is None or os.environ[name] == "1":
         return None
     by_slurm = "SLURM_PROCID" in os.environ  # timm distinguishes Slurm from torchrun in this way
     needed = ("MASTER_ADDR", "MASTER_PORT") if by_slurm else ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
-    numbers = [name for name in (name, "RANK", "SLURM_PROCID", "MASTER_PORT") if name in os.environ]
+    numbers = [name for name in (name, *RANKS, "MASTER_PORT") if name in os.environ]
     missing = [name for name in needed if not os.environ.get(name)]
     remedy = f"to train or evaluate in one process, unset {name}; otherwise start all processes with torchrun"
     remedy += ", or with srun and MASTER_ADDR and MASTER_PORT" * by_slurm

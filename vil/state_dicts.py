@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -54,8 +55,9 @@ def find_state_dict(content: Any, use_ema: bool | None, average_is_best: bool | 
         raise StateDictError("has no moving average of its weights")
     wanted = average_is_best is not False if use_ema is None else use_ema
     candidates = averages if averages and (wanted or not others) else others
-    elsewhere = [Found((key,), False, value) for key, value in content.items() if _has_tensors(value)]
-    if elsewhere and not any(_has_tensors(one.tensors) for one in candidates) and not _has_tensors(content):
+    if not any(_has_tensors(one.tensors) for one in [*candidates, Found((), False, content)]) and (
+        elsewhere := _below(content)
+    ):
         raise StateDictError(f"has no state dict under the keys {', '.join(RAW + AVERAGED)}: {_to_extract(elsewhere)}")
     if len(candidates) > 1 and not all(_same(candidates[0].tensors, other.tensors) for other in candidates[1:]):
         raise StateDictError(f"has several state dicts: {_to_extract(candidates)}")
@@ -73,6 +75,21 @@ def _search(content: dict[Any, Any], keys: tuple[str, ...] = (), averaged: bool 
         found += [one] if _has_tensors(value) else inner
         empty += [] if keys else [one]
     return found or empty[:1]  # without tensors, for the message that says so
+
+
+def _below(content: dict[Any, Any]) -> list[Found]:
+    """Return the dicts with tensors of the first of a few levels that has some, the largest first."""
+    level = [Found((), False, content)]
+    for _ in range(4):
+        level = [
+            Found((*keys, key), False, value)
+            for keys, _, inner in level
+            for key, value in inner.items()
+            if isinstance(value, dict)
+        ]
+        if found := [one for one in level if _has_tensors(one.tensors)]:
+            return sorted(found, key=lambda one: -len(one.tensors))
+    return []
 
 
 def _has_tensors(value: Any) -> bool:
@@ -129,14 +146,15 @@ def within_own_prefix(weights: dict[str, Any], names: Iterable[str]) -> dict[str
 
 
 def parts_of(names: Iterable[str]) -> str:
-    """Return a remedy for a state dict that has more parts than a model in a wrapper, otherwise an empty text."""
+    """Return a remedy for a state dict in which the model has a prefix that no known wrapper has, or an empty text."""
     names = [*names]
-    wrapper = next((wrapper for wrapper in OF_ALL if any(name.startswith(wrapper) for name in names)), None)
-    if wrapper is None or all(name.startswith(wrapper) for name in names):
+    common, dot, _ = os.path.commonprefix(names).rpartition(".")  # noqa: RUF071  rpartition ends at a "."
+    prefix = next((wrapper for wrapper in OF_ALL if any(name.startswith(wrapper) for name in names)), common + dot)
+    if not prefix:
         return ""
     return (
-        f"; its names begin with {_groups(names)}. If the model is in {wrapper!r}, extract "
-        f"{{name[{len(wrapper)}:]: t for name, t in state_dict.items() if name.startswith({wrapper!r})}}"
+        f"; its names begin with {_groups(names)}. If the model is in {prefix!r}, extract "
+        f"{{name[{len(prefix)}:]: t for name, t in state_dict.items() if name.startswith({prefix!r})}}"
     )
 
 

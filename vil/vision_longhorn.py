@@ -566,10 +566,11 @@ def check_architecture(state_dict: dict[str, Tensor], model: VisionLonghorn) -> 
         listed = [
             f"{len(names)} {what} ({', '.join(sorted(names)[:3])})" for what, names in differences.items() if names
         ]
-        raise RuntimeError(
-            f"the checkpoint's architecture must match the model, {_architecture(own)}, got {_architecture(other)}; "
-            f"keys: {', '.join(listed)}"
-        )
+        expected, found = _architecture(own), _architecture(other)
+        problem = f"architecture must match the model, {expected}, got {found}"
+        if found == expected:
+            problem = f"tensors must be those of the model, {expected}"
+        raise RuntimeError(f"the checkpoint's {problem}; keys: {', '.join(listed)}")
 
 
 def _architecture(state_dict: dict[str, Tensor]) -> str:

@@ -108,6 +108,9 @@ def test_of_weights_and_their_average_the_one_asked_for_is_loaded_and_an_unasked
         ({"backbone": WEIGHTS, "model": {"name": "vil"}}, ["['backbone']"]),
         ({"state_dict": prefixed("model.") | prefixed("ema_model.", OTHERS)}, ["'model.'", "'ema_model.'"]),
         ({"state_dict": prefixed("net.") | {"criterion.weight": torch.ones(3)}}, ["'net.'", "'criterion.' (1)"]),
+        ({"state_dict": prefixed("encoder.backbone.")}, ["If the model is in 'encoder.backbone.', extract {name[17:]"]),
+        ({"a": {"b": {"c": WEIGHTS}}, "optimizer": OPTIMIZER}, ["['a']['b']['c']"]),
+        ({"model": {"backbone": WEIGHTS}}, ["['model']['backbone']"]),
         ({"model": WEIGHTS | prefixed("module.", OTHERS)}, ["same name", "'module.'"]),
     ],
 )  # fmt: skip
@@ -118,6 +121,12 @@ def test_of_several_that_could_be_meant_none_is_guessed(content, named, tmp_path
             load(tmp_path / "given.pth")
         for words in named:
             assert words in str(caught.value)
+
+
+def test_weights_with_one_more_tensor_are_not_said_to_have_another_architecture(tmp_path):
+    torch.save(WEIGHTS | {"blocks.0.scale": torch.ones(3)}, tmp_path / "given.pth")
+    with pytest.raises(CheckpointError, match=r"tensors must be those .*1 unexpected \(blocks.0.scale\)"):
+        from_checkpoint(tmp_path / "given.pth", "vil_tiny", **KWARGS)
 
 
 def test_a_model_whose_own_names_begin_with_model_keeps_them(tmp_path):

@@ -108,6 +108,7 @@ PLACE = "MASTER_ADDR=localhost MASTER_PORT=29500"
         ("WORLD_SIZE=4 SLURM_NTASKS=1 RANK=0 MASTER_ADDR=x", "WORLD_SIZE=4", "lacks MASTER_PORT:"),
         (f"WORLD_SIZE=4 RANK=4 {PLACE}", "WORLD_SIZE=4", "rank 4"), ("WORLD_SIZE=", "WORLD_SIZE", "number"),
         (f"WORLD_SIZE=2 RANK=one {PLACE}", "RANK", "number"), ("SLURM_NTASKS=4(x2)", "SLURM_NTASKS", "number"),
+        (f"WORLD_SIZE=2 RANK=0 LOCAL_RANK=x {PLACE}", "LOCAL_RANK", "number"),
     ],
 )  # fmt: skip
 def test_processes_that_nobody_has_started_are_not_waited_for(launched, variables, found, lacks):
@@ -120,10 +121,20 @@ def test_processes_that_nobody_has_started_are_not_waited_for(launched, variable
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("variables", ["SLURM_NTASKS=1 SLURM_PROCID=0", "WORLD_SIZE=1 SLURM_NTASKS=4", "RANK=0"])
+@pytest.mark.parametrize(
+    "variables",
+    ["SLURM_NTASKS=1 SLURM_PROCID=0", "WORLD_SIZE=1 SLURM_NTASKS=4", "RANK=0", "RANK=3", "WORLD_SIZE=1 RANK=x"],
+)
 def test_a_launcher_of_one_process_is_no_reason_to_wait(launched, variables):
     launched(variables)
     assert processes.join_processes("cpu") == (torch.device("cpu"), 0, 1)
+    assert processes.is_first_process()  # a stray RANK would hide the warnings
+
+
+@pytest.mark.parametrize("variables", ["WORLD_SIZE=2 RANK=1", "SLURM_NTASKS=2 SLURM_PROCID=1"])
+def test_the_second_of_two_processes_is_not_the_first(launched, variables):
+    launched(variables)
+    assert not processes.is_first_process()
 
 
 @pytest.mark.parametrize("program", ["train_imagenet.py", "validate.py"])

@@ -81,7 +81,7 @@ class ClassFolders:
             path: leaf if leaves[leaf := posixpath.basename(path)] == 1 else self.inside(path) for path in sorted(paths)
         }
         self.class_to_idx = {name: i for i, name in enumerate(sorted(sorted(self.names.values()), key=natural_key))}
-        check_distinct(self.class_to_idx)
+        check_distinct(self.class_to_idx, where)
 
     def inside(self, path: str) -> str:
         """Return the path of a class folder inside the folder that all of them lie in."""

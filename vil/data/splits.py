@@ -39,9 +39,9 @@ def open_split(
     """
     kind, _, name = dataset.lower().partition("/")
     if dataset and not (kind in DATASETS and name):
-        known = ", ".join(f"{name}/..." for name in DATASETS)
+        kinds = ", ".join(f"{name}/..." for name in DATASETS)
         raise ConfigError(
-            f"dataset must be one of {known}, got {dataset!r}: leave out --dataset for folders and tar files"
+            f"dataset must be one of {kinds}, got {dataset!r}: leave out --dataset for folders and tar files"
         )
     try:
         if kind == "wds":
@@ -92,7 +92,7 @@ def follow_classes(
     """
     reader, names = images.reader, class_names(images)
     folders = reader.folders if isinstance(reader, ClassReader) else None
-    found = find(folders.candidates() if folders else {name: [name] for name in names}, known)
+    found = find(folders.candidates() if folders else {name: [name] for name in names}, known, owner)
     if unknown := [name for name in names if found[name] is None]:
         paths = {name: folders.inside(path) for path, name in folders.names.items()} if folders else {}
         hint = _hint(paths.get(unknown[0], unknown[0]), len(names), known)
