@@ -1,25 +1,25 @@
-// The convolutions of a block alone, v = silu(conv(u)), of the H tokens that a direction reads first. (With the
-// projections behind them: conv_xproj.cu.) Direction 0 reads tokens from the first to the last, 1 from the last to the
-// first. With BACK = TAPS - 1
+// A block's convolutions without the projections (conv_xproj.cu contains both), v = silu(conv(u)), for the first H
+// tokens in each direction's order. Direction 0 reads tokens from the first to the last, direction 1 from the last to
+// the first. With BACK = TAPS - 1
 //
 //   conv_0(t) = bias_0 + sum_i weight_0[i] u(t - BACK + i)       v_g(t) = silu(conv_g(t))
 //   conv_1(t) = bias_1 + sum_i weight_1[i] u(t + BACK - i)
 //
 // Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float
-//   VECTOR  neighbouring channels that a copy moves at once, up to 16 bytes
-//   TAPS    tokens that a convolution sees, the last of them the token itself
+//   VECTOR  neighbouring channels that one instruction copies, up to 16 bytes
+//   TAPS    length of the convolution's filter, whose last tap is the token itself
 //
-// B batch    L tokens    D channels    stretch: tokens of a sequence that a thread takes, a multiple of 4
+// B batch    L tokens    D channels    stretch: number of tokens of a sequence that a thread processes, a multiple of 4
 
 #include "filter.cuh"
 #include "silu.cuh"
 
 constexpr int WARPS = 4;
 
-// A thread takes V channels of a stretch of tokens, neighbouring threads neighbouring channels. Its window on u serves
-// both directions: window[i] is u(t - BACK + i), of which token t + i of direction 0 sees window[i] to window[i + BACK]
-// and of direction 1 window[i + BACK] to window[i + 2 BACK].
+// A thread processes V channels of a stretch of tokens; neighbouring threads have neighbouring channels. Both
+// directions use the same window on u, where window[i] is u(t - BACK + i): for token t + i, direction 0 uses window[i]
+// to window[i + BACK], and direction 1 window[i + BACK] to window[i + 2 BACK].
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
 conv(const Element *__restrict__ u, i64 u_stride, const float *__restrict__ weights, const float *__restrict__ biases,
      Element *__restrict__ v, i64 B, i64 L, i64 H, i64 D, i64 stretch) {

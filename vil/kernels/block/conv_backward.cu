@@ -1,5 +1,6 @@
-// The gradients of a block's convolutions (conv.cu), with the product that adds to those of v. With BACK = TAPS - 1 and
-// s_g(t) = silu'(conv_g(t)) (dv_g(t) + dprojected_g(t) x_proj_g), zero for tokens that are not read,
+// The gradients of a block's convolutions (conv.cu), including the product that adds x_proj's part of dv. With BACK =
+// TAPS - 1 and s_g(t) = silu'(conv_g(t)) (dv_g(t) + dprojected_g(t) x_proj_g), which is zero for tokens that are not
+// read,
 //
 //   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
 //   dweight_0[i] = sum_t u(t - BACK + i) s_0(t)      dbias_g = sum_t s_g(t)
@@ -7,73 +8,73 @@
 //
 // Macros:
 //   INPUT        element type of the tensors: bf16, fp16 or float
-//   VECTOR       neighbouring channels that a copy moves at once, up to 16 bytes
-//   TAPS         tokens that a convolution sees, the last of them the token itself
+//   VECTOR       neighbouring channels that one instruction copies, up to 16 bytes
+//   TAPS         length of the convolution's filter, whose last tap is the token itself
 //   PROJECTIONS  rows of x_proj, R + 2N, a multiple of 8
-//   CTA_BYTES    dynamic shared memory, as the host has counted it
+//   CTA_BYTES    dynamic shared memory, computed by the host
 //
-// B batch    L tokens    D channels    H tokens that a direction reads first
-// stretch: tokens of a sequence that a lane takes, a multiple of 4
+//B batch    L tokens    D channels    H number of tokens that each direction reads, the first in its order
+//stretch: number of tokens of a sequence that a lane processes, a multiple of 4
 
 #include "filter.cuh"
 #include "silu.cuh"
 
 constexpr int WARPS = 4;
 
-// -silu'(x) / LOG2E of y = -LOG2E x. Filters scaled by -LOG2E give y, so that exp(-x) = exp2(y) needs no product of its
-// own; in du the two factors cancel, as s_g and the filter have one each; dweight and dbias get theirs back at the end.
-// With s = sigmoid(x) and LN2 = 1 / LOG2E, silu'(x) = s + s (1 - s) x, x = -LN2 y:
-//   -LN2 silu'(x) = s (-LN2 + LN2^2 y (1 - s))
+//-silu'(x) / LOG2E as a function of y = -LOG2E x. Filters scaled by -LOG2E give y, so that exp(-x) = exp2(y) needs no
+//further product. In du the two factors cancel, because s_g and the filter contain one each; dweight and dbias are
+//rescaled at the end. With s = sigmoid(x) and LN2 = 1 / LOG2E, silu'(x) = s + s (1 - s) x, x = -LN2 y:
+//  -LN2 silu'(x) = s (-LN2 + LN2^2 y (1 - s))
 DEVICE float scaled_slope(float y) {
     constexpr float LN2 = 1 / LOG2E;
     float s = reciprocal(1 + exp2_fast(y));
     return s * fmaf(y, fmaf(-LN2 * LN2, s, LN2 * LN2), -LN2);
 }
 
-// A CTA takes SPAN channels of four stretches of tokens, then of the next four. Lane l, r = l / 4, p = l % 4,
-// has LANE channels, those from r LANE on of its warp's, and stretch p.
+// A CTA processes SPAN channels of four stretches of tokens, then of the next four. Lane l (r = l / 4, p = l % 4) has
+// stretch p and LANE channels, starting at channel r LANE of its warp's.
 //
-// The step of a lane at token t is at t for du and direction 1, and BACK tokens ahead in direction 0 and u, because
-// that is when everything for du(t) is known (window and s_g are moved on by STEP tokens at once):
+// In the step for token t, a lane computes du and direction 1 at token t, but direction 0 at token t + BACK, because
+// then all terms of du(t) are known (window and s_g advance by STEP tokens at once):
 //
 //   window[i] = u(t + i)    gives conv_0(t + BACK) and conv_1(t), so s_0(t + BACK) and s_1(t)
 //   s_0[i] = s_0(t + i)     du(t) += weight_0[i] s_0[BACK - i]    dweight_0[i] += u(t) s_0[BACK - i]
 //   s_1[i] = s_1(t - BACK + i)    += weight_1[i] s_1[i]           dweight_1[i] += u(t) s_1[i]
 //
-// (dweight is summed by the token of u, not by that of s: each pair of them meets once.) A stretch begins STEP tokens
-// early, without storing or summing, to fill s_0 and s_1.
+// (dweight is summed over the tokens of u, not over those of s; each pair contributes once.) A stretch starts STEP
+// tokens early, without stores and sums, to fill s_0 and s_1.
 //
-// dprojected x_proj is the tensor cores', (16 channels, 16 projections) times (16 projections, 8 tokens): row r of a is
-// the lane's first channel, row r + 8 its second, and the 8 columns are two tokens of each of four stretches, of which
-// lane (r, p) gets the two of its stretch (cuda/types.cuh). dv starts the sums, so that what is added is never rounded.
-// 32-bit inputs come with it in dv.
+// Tensor cores compute dprojected x_proj as (16 channels, 16 projections) times (16 projections, 8 tokens). Row r of a
+// is the lane's first channel and row r + 8 its second. The 8 columns are two tokens of each of the four stretches;
+// lane (r, p) receives those of its stretch (cuda/types.cuh). dv is the initial value of the sums, so that it is added
+// without rounding. For 32-bit inputs, dv contains the product already.
 //
-// Tiles of 8 tokens of each stretch are in shared memory, the next one on its way. Rows are in the order in which
-// products take them: of each two tokens (a quarter of the tile) the four stretches after another,
+// Tiles of 8 tokens of each stretch are in shared memory, and the next tile is prefetched. Rows are in the order of the
+// products: for each two tokens (a quarter of the tile), the four stretches one after another,
 //
 //   rows        0, 1       2, 3      4, 5      6, 7      8, 9         ..   30, 31
 //   tokens      t, t + 1   the same  the same  the same  t + 2, t + 3  ..   t + 6, t + 7
 //   of stretch  0          1         2         3         0             ..   3
 //
-// Barriers: rules 1 and 2 of cuda/pipeline.cuh with two stages, and one more before a group of stretches, whose first
-// copies go where the last group's tile was read. The filters' gradients are summed over p by shuffles, in fixed order,
-// and written for each part of the stretches, (parts, 2, TAPS + 1, D) with the biases last; `unpack_gradients` adds the
-// parts. docs/kernels/block.md draws a CTA.
+// Barriers: rules 1 and 2 of cuda/pipeline.cuh with two stages, and one more before each group of stretches, because
+// its first copies overwrite the last group's tile. The filters' gradients are summed over p by shuffles, in a fixed
+// order, and written separately for each part of the stretches, as (parts, 2, TAPS + 1, D) with the biases last;
+// `unpack_gradients` adds the parts. docs/kernels/block.md has a diagram of a CTA.
 constexpr int LANE = VECTOR < 2 ? 1 : 2, SPAN = 8 * LANE * WARPS, STRETCHES = 4;
 constexpr int TILE = 2 * STEP, ROWS = STRETCHES * TILE;  // tokens of a stretch
 constexpr int PRODUCTS = sizeof(Element) == 2 ? (PROJECTIONS + 15) / 16 : 0;
 static_assert(PROJECTIONS % 8 == 0);
-// of a row, so that what is read at once hits different banks
+// pitches with which simultaneous accesses use different banks
 constexpr int PITCH = SPAN + 16 / sizeof(Element), PROJECTED_PITCH = PRODUCTS * 16 + 8;
 struct Tile {
     Element u[ROWS][PITCH], dv[2][ROWS][PITCH], dprojected[2][ROWS][PROJECTED_PITCH];
 };
 static_assert(2 * sizeof(Tile) == CTA_BYTES);
 
-// dprojected @ x_proj of both directions, of the lane's channels and two tokens
+// dprojected @ x_proj of both directions, for the lane's channels and two tokens
 template <class T, int PRODUCTS>
 struct Product {
-    unsigned x_proj[2][PRODUCTS][4];  // as `multiply_add` takes it: channels are rows l / 4 and l / 4 + 8
+    unsigned x_proj[2][PRODUCTS][4];  // operand a of `multiply_add`: channels are rows l / 4 and l / 4 + 8
     INLINE Product(const T *from, i64 d, i64 D) {
         UNROLLED for (int i = 0; i < 2 * PRODUCTS * 4; i++) {
             int g = i / (PRODUCTS * 4), k = i / 4 % PRODUCTS, word = i % 4, c = word % 2;
@@ -86,7 +87,7 @@ struct Product {
             x_proj[g][k][word] = low.bits | unsigned(high.bits) << 16;
         }
     }
-    // of the tokens in 8 rows from `row` on
+    // add the product for the tokens in the 8 rows from `row` on
     INLINE void add_to(Floats<2> (&sums)[2][2], const Tile &tile, int row) const {
         int lane = threadIdx.x % 32;
         const T *from = &tile.dprojected[lane / 16][row + lane % 8][lane / 8 % 2 * 8];
@@ -101,13 +102,13 @@ struct Product {
     }
 };
 template <class T>
-struct Product<T, 0> {  // none: dv comes with it
+struct Product<T, 0> {  // nothing to add: dv contains the product
     __device__ Product(const T *, i64, i64) {}
     __device__ void add_to(Floats<2> (&)[2][2], const Tile &, int) const {}
 };
 
-// Asynchronous copies of a tile by all 128 threads, each V neighbours of every 8 V and of every 16th row from
-// `first_row` on, which is every 4th token, t first; zeros for tokens and columns that are not there
+// All 128 threads copy a tile asynchronously. Each copies V neighbours of every 8 V columns, and every 16th row from
+// `first_row` on, which is every 4th token from t on. Missing tokens and columns become zeros.
 template <int V, int COLUMNS, int PITCH>
 DEVICE void copy_rows(Element (*to)[PITCH], const Element *from, i64 stride, int columns, int t, int tokens,
                       int first_row) {
@@ -120,12 +121,12 @@ DEVICE void copy_rows(Element (*to)[PITCH], const Element *from, i64 stride, int
     }
 }
 
-// What a thread copies of a group of stretches: every fourth token of one of them, from t_0 on for u and direction 0,
+// What a thread copies for a group of stretches: every fourth token of one stretch, from t_0 on for u and direction 0,
 // from t_1 on for direction 1
 struct Copies {
     const Element *u, *dv_0, *dv_1, *projected_0, *projected_1;
     i64 u_stride, D;
-    int columns, length, read, t_0, t_1;  // columns from the CTA's first on; tokens of u, of dv
+    int columns, length, read, t_0, t_1;  // columns from the CTA's first on; tokens of u and of dv
     INLINE void start(Tile &tile, int first_row) {
         copy_rows<VECTOR, SPAN>(tile.u, u, u_stride, columns, t_0, length, first_row);
         copy_rows<VECTOR, SPAN>(tile.dv[0], dv_0, D, columns, t_0, read, first_row);
@@ -139,7 +140,7 @@ struct Copies {
     }
 };
 
-// The filters of the lane's channels and, over all its tokens, their gradients, the biases' last
+// The filters of the lane's channels and their gradients, summed over all the lane's tokens, biases last
 struct Filters {
     Filter<LANE> forward, backward;
     Floats<LANE> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
@@ -147,7 +148,7 @@ struct Filters {
         : forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d) {
         forward.scale(-LOG2E), backward.scale(-LOG2E);
     }
-    // summed over the stretches of the lanes that share the channels, without the filters' factor
+    // sum over the stretches of the lanes with the same channels, and undo the filters' scale
     INLINE void store_gradients(float *to, i64 D, bool writes) {
         UNROLLED for (int tap = 0; tap <= TAPS; tap++) {
             UNROLLED for (int c = 0; c < LANE; c++) {
@@ -165,7 +166,7 @@ struct Filters {
     }
 };
 
-// The lane's stretch: of the tokens behind, u, and what s_0 and s_1 were
+// State of the lane's stretch: u, s_0 and s_1 of the previous tokens
 struct Stretch {
     Floats<LANE> window[BACK + STEP], s_0[BACK + STEP] = {}, s_1[BACK + STEP] = {};
     int quad, channel;
@@ -189,7 +190,8 @@ struct Stretch {
                 }
         }
     }
-    // s times silu', and what it adds to du of STEP tokens and to the filters' gradients, if they are its `own`
+    // multiply s by silu', and add to du of STEP tokens and, if the tokens are the stretch's `own`, to the filters'
+    // gradients
     INLINE void work(Pack<Element, LANE> (&du)[STEP], Filters &filters, bool own) {
         UNROLLED for (int i = 0; i < STEP; i++) {
             Floats<LANE> sum = {};
@@ -248,10 +250,10 @@ conv_backward(const Element *__restrict__ u, i64 u_stride, const Element *__rest
             of_projected + row_0 * PROJECTIONS, of_projected + row_1 * PROJECTIONS,
             u_stride, D, int(D) - first_d, length, read, t_0, t_1,
         };
-        __syncthreads();  // nobody reads the last group's tiles any more
+        __syncthreads();  // no thread reads the previous group's tiles any more
         copies.start(tiles[0], ROWS / 2);
-        int item = first + quad, begin = item % stretches * int(stretch);  // what the lane works on
-        int left = d < D && item < items ? min(int(stretch), int(L) - begin) : 0;  // tokens to store
+        int item = first + quad, begin = item % stretches * int(stretch);  // stretch that the lane processes
+        int left = d < D && item < items ? min(int(stretch), int(L) - begin) : 0;  // number of tokens to store
         i64 b = item / stretches;
         Element *dus = du + (b * L + begin) * du_stride + d;
         InFlight<LANE, BACK> behind;
@@ -260,7 +262,7 @@ conv_backward(const Element *__restrict__ u, i64 u_stride, const Element *__rest
         own.quad = quad, own.channel = channel;
         UNROLLED for (int i = 0; i < BACK; i++) own.window[i] = to_floats(behind.token[i]);
         int present = 1;
-        auto advance = [&]() {  // the next tile has come, and the one behind it goes where the last one was
+        auto advance = [&]() {  // wait for the next tile, and prefetch the one after it in place of the previous one
             wait_for_copies<0>();
             __syncthreads();
             copies.start(tiles[present], 0);
@@ -286,7 +288,7 @@ conv_backward(const Element *__restrict__ u, i64 u_stride, const Element *__rest
             if (k + STEP >= int(stretch)) break;
             step(ROWS / 2, true);
         }
-        wait_for_copies<0>();  // of a tile that nobody needs
+        wait_for_copies<0>();  // of an unused tile
     }
     filters.store_gradients(dfilters + part * 2 * (TAPS + 1) * D + d, D, quad == 0 && d < D);
 }

@@ -1,50 +1,54 @@
-// The convolutions of a block and the projections of what they find in one kernel, for 16-bit types. For each
-// direction, of the H tokens that it reads first,
+// A block's convolutions and the projections of their outputs in one kernel, for 16-bit types. For the first H tokens
+// in each direction's order, it computes
 //
 //   v(t) = silu(conv(t))         conv_0(t) = bias_0 + sum_i weight_0[i] u(t - BACK + i)
 //                                conv_1(t) = bias_1 + sum_i weight_1[i] u(t + BACK - i),     BACK = TAPS - 1
 //   projected = v x_proj^T       (tokens, P): the step, k and q
 //   step_logits = step step_proj^T    (tokens, D), where the step is the first R columns, rounded
 //
-// docs/kernels/block.md draws a CTA, its warps and its buffers, and derives the order of the columns. Barriers: rules 1
-// and 2 of cuda/pipeline.cuh.
+// docs/kernels/block.md has a diagram of a CTA, its warps and buffers, and derives the order of the columns. Barriers:
+// rules 1 and 2 of cuda/pipeline.cuh.
 //
 // Macros:
 //   INPUT        element type of the tensors: bf16 or fp16
-//   TAPS         tokens that a convolution sees, the last of them the token itself: 4
-//   PROJECTIONS  rows of x_proj, P = R + 2N, a multiple of 8, at most 80, for whose sums a warp has registers
+//   TAPS         length of the convolution's filter, whose last tap is the token itself: 4
+//   PROJECTIONS  rows of x_proj, P = R + 2N, a multiple of 8, at most 80, so that a warp's sums fit in registers
 //   RANK         columns of step_proj, R, a multiple of 8
-//   LOGITS       whether to compute them
-//   SPLIT        warps that share their tokens and have a part of the channels each: 2 for P > 64, else 1
-//   K_TILE       channels on their way to shared memory at once, 32 SPLIT or a multiple; D is one of it
-//   CTA_BYTES    dynamic shared memory, as the host has counted it
+//   LOGITS       whether to compute step_logits
+//   SPLIT        number of warps that share tokens, each with a part of the channels: 2 for P > 64, else 1
+//   K_TILE       channels of a stage in shared memory, a multiple of 32 SPLIT that divides D
+//   CTA_BYTES    dynamic shared memory, computed by the host
 //
 // B batch    L tokens    D channels    H tokens that a direction reads
 //
-// A CTA has TOKENS tokens, both directions and all channels, one K_TILE after another:
+// A CTA processes TOKENS tokens, both directions and all channels, in steps of K_TILE channels:
 //
 //   warp w:  direction w % 2, group w / 2 % GROUPS of WARP_TOKENS = 32 tokens, part w / (2 GROUPS) of K_TILE channels
 //
-// A group's tokens are two tiles of 16, a tile is 8 strips of two neighbours in its sequence. A lane, r = lane / 4 and
-// p = lane % 4, has strip r of each tile and channels 8p .. 8p + 7 of each 32. Sequences have a whole number of strips
-// (L rounded up), so that no strip crosses them; in shared memory BACK rows of zeros are between two.
+// A group's tokens form two tiles of 16. A tile consists of 8 strips of two tokens that are neighbours in their
+// sequence. Lane (r = lane / 4, p = lane % 4) has strip r of each tile and channels 8p .. 8p + 7 of each 32. L is
+// rounded up to whole strips, so that no strip crosses sequences. In shared memory, BACK rows of zeros separate two
+// sequences.
 
 #include "filter.cuh"
 #include "silu.cuh"
 
 constexpr int STRIP = 2, TILES = 2, GROUPS = 3;  // tokens of a strip, tiles of a warp, groups of each direction
 constexpr int WARP_TOKENS = 16 * TILES, TOKENS = GROUPS * WARP_TOKENS, THREADS = 2 * GROUPS * SPLIT * 32;
-constexpr int WINDOW = BACK + STRIP;  // tokens that the convolutions of a strip see
-constexpr int TOGETHER = PROJECTIONS <= 64 ? TILES : 1;  // tiles of which a warp computes v at once
-constexpr int PART = K_TILE / SPLIT;  // channels of a k_tile that a warp has
-constexpr int COLUMNS = PROJECTIONS / 8, STEPS = (RANK + 15) / 16;  // products: of `projected`, of sixteen ranks
+constexpr int WINDOW = BACK + STRIP;  // tokens that the convolutions of a strip read
+constexpr int TOGETHER = PROJECTIONS <= 64 ? TILES : 1;  // number of tiles for which a warp computes v at the same time
+constexpr int PART = K_TILE / SPLIT;  // channels of a stage that a warp has
+// number of products for the columns of `projected`, and for the ranks (16 each)
+constexpr int COLUMNS = PROJECTIONS / 8, STEPS = (RANK + 15) / 16;
 static_assert(PART % 32 == 0 && (SPLIT == 1 || SPLIT == TILES) && TAPS == 4);
-constexpr int GAPS = 4 * BACK;  // rows of zeros between the at most five sequences of a CTA's tokens
+// rows of zeros between the sequences of a CTA's tokens, of which there are at most five
+constexpr int GAPS = 4 * BACK;
 constexpr int ROWS = BACK + TOKENS + GAPS + BACK;
-constexpr int PITCH = K_TILE + 16;  // for which lanes with different strips hit different banks
-constexpr int STEP_PITCH = RANK + (RANK % 16 == 0 ? 8 : 0);  // for which the rows of a product are in different banks
+constexpr int PITCH = K_TILE + 16;  // with this pitch, lanes with different strips access different banks
+// with this pitch, the rows of a product are in different banks
+constexpr int STEP_PITCH = RANK + (RANK % 16 == 0 ? 8 : 0);
 
-struct Weights {  // of 32 channels
+struct Weights {  // weights of 32 channels
     struct {
         float weights[32][TAPS], biases[8][4];
     } of[2];
@@ -57,29 +61,30 @@ struct Stage {
 struct StepStage {
     Element step_proj[2][K_TILE][STEP_PITCH];
 };
-union Exchange {  // of a tile
+union Exchange {  // sums of a tile
     Floats<2> sums[COLUMNS][2][32];
     unsigned step[STEPS][4][32];
 };
 struct CtaMemory {
     Stage stages[2];
-    int rows[ROWS];  // where those of Stage::u are in memory, from the first sequence on, or -1 for zeros
+    int rows[ROWS];  // offsets in memory of the rows of Stage::u, counted from the first sequence, or -1 for zeros
 };
 static_assert(sizeof(StepStage) <= sizeof(Stage) && sizeof(CtaMemory) == CTA_BYTES);
 constexpr int EXCHANGES = SPLIT == 1 ? 0 : TILES * 2 * GROUPS * sizeof(Exchange);
-constexpr bool TAKES_BOTH = EXCHANGES > sizeof(Stage);  // stages; step_proj is fetched when they are free again
+// whether the exchange needs both stages; step_proj is then loaded after it
+constexpr bool TAKES_BOTH = EXCHANGES > sizeof(Stage);
 static_assert(EXCHANGES <= 2 * sizeof(Stage));
 
-// Where the filter of channel c of 32 is. A lane reads those of its channels 8p .. 8p + 7 one after the other, so lanes
-// read channels c, c + 8, c + 16 and c + 24 together: neighbours.
+// Index of the filter of channel c of 32. A lane reads the filters of its channels 8p .. 8p + 7 one after another, so
+// lanes read channels c, c + 8, c + 16 and c + 24 at the same time: these are neighbours in memory.
 DEVICE int filter_place(int c) { return c % 8 * 4 + c / 8; }
-// Row of step_proj for channel c of 32, 8p + 2w + e: row 8w + 2p + e, so that the lane's sums of products w = 0 .. 3
-// are its 8 channels
+// Row of step_proj for channel c = 8p + 2w + e of 32: row 8w + 2p + e, so that a lane's sums of products w = 0 .. 3 are
+// its 8 channels
 DEVICE int step_proj_place(int c) { return c % 8 / 2 * 8 + c / 8 * 2 + c % 2; }
 
-// The CTA's tokens: TOKENS from token `first` of sequence b on, counted in whole strips
+// The CTA's tokens: TOKENS tokens from token `first` of sequence b on, counted in whole strips
 struct Span {
-    int L, H, D, strips, first, sequences;  // strips of a sequence; sequences from b on
+    int L, H, D, strips, first, sequences;  // strips of a sequence; number of sequences from b on
     i64 B, b;
     INLINE Span(i64 B, i64 length, i64 read, i64 channels)
         : L(length), H(read), D(channels), strips((L + STRIP - 1) / STRIP), B(B) {
@@ -89,12 +94,12 @@ struct Span {
     }
 };
 
-// A lane's tokens: of each tile the strip whose tokens are rows r and r + 8 of a product
+// A lane's tokens: one strip of each tile, whose two tokens are rows r and r + 8 of a product
 struct LaneTokens {
     int lane, g, part, onward;
     bool valid[TILES][STRIP];
-    int token[TILES];  // that the strip begins with, of those read, behind the first of sequence b
-    int row[TILES];    // of a stage, where the strip's window begins
+    int token[TILES];  // first token of the strip among those that are read, counted from sequence b
+    int row[TILES];  // row of the stage where the strip's window starts
     INLINE LaneTokens(const Span &span, int thread) {
         int group = thread / 64 % GROUPS;
         lane = thread % 32;
@@ -111,17 +116,17 @@ struct LaneTokens {
     }
 };
 
-struct Sums {  // of the two rows of a strip, of products of 8 columns
+struct Sums {  // sums of products for 8 columns each, for the two rows of a strip
     Floats<2> of[TILES][COLUMNS][2];
 };
-struct Step {  // of the same tokens, as the a of products of 16 ranks
+struct Step {  // the step of the same tokens, as operand a of products over 16 ranks
     unsigned of[TILES][STEPS][4];
 };
 
-constexpr int PIECES = K_TILE / 8, AT_ONCE = THREADS / PIECES;  // of a row; rows that are copied at once
+constexpr int PIECES = K_TILE / 8, AT_ONCE = THREADS / PIECES;  // pieces of a row; rows that are copied together
 static_assert(THREADS % PIECES == 0);
 
-// Where the rows of u are in memory; zeros between sequences, which stay for all channels
+// Computes the offsets of u's rows and clears the rows between sequences, which stay zero for all channels
 DEVICE void find_rows(CtaMemory &memory, const Span &span, i64 u_stride) {
     int L = span.L;
     for (int i = threadIdx.x; i < ROWS; i += THREADS) {
@@ -133,12 +138,12 @@ DEVICE void find_rows(CtaMemory &memory, const Span &span, i64 u_stride) {
     }
 }
 
-// Copies of K_TILE channels of u, x_proj and the filters, by all threads
+// All threads copy K_TILE channels of u, x_proj and the filters
 DEVICE void fetch(CtaMemory &memory, int k_tile, const Element *u, const float *weights, const float *biases,
                   const Element *x_proj, int D) {
     Stage &stage = memory.stages[k_tile % 2];
     int thread = threadIdx.x;
-    asm("" : "+r"(thread) : "r"(k_tile));  // or registers would hold what follows from it for every k_tile
+    asm("" : "+r"(thread) : "r"(k_tile));  // otherwise registers would hold values derived from it for every k_tile
     int piece = thread % PIECES * 8, copied = thread / PIECES, x_stride = AT_ONCE * D;
     Element *to = &stage.u[copied][piece];
     const Element *from = u + (k_tile * K_TILE + piece);
@@ -165,7 +170,7 @@ DEVICE void fetch(CtaMemory &memory, int k_tile, const Element *u, const float *
     commit_copies();
 }
 
-// Copies of K_TILE rows of step_proj of both directions
+// All threads copy K_TILE rows of step_proj for both directions
 DEVICE void fetch_step_proj(StepStage &stage, int k_tile, const Element *step_proj, int D) {
     constexpr int PIECES = RANK / 8;
     int thread = threadIdx.x;
@@ -204,7 +209,7 @@ DEVICE void convolve(Pack<Element, 8> (&v)[TOGETHER][STRIP], const Pack<Element,
     }
 }
 
-// sums += v x_proj^T of 32 channels
+// sums += v x_proj^T over 32 channels
 DEVICE void project(Sums &sums, const unsigned (&a)[TILES][8], const Element *x_proj) {
     UNROLLED for (int i = 0; i < COLUMNS; i++) {
         Pack<Element, 8> w = load<8>(x_proj + i * 8 * 32);
@@ -215,15 +220,15 @@ DEVICE void project(Sums &sums, const unsigned (&a)[TILES][8], const Element *x_
     }
 }
 
-// Two warps of the same tokens add up their sums: each gets those of one tile. Loops go over all tiles, or an index
-// that the compiler does not know would put sums into memory.
+// Two warps with the same tokens add their sums, and each receives the result of one tile. Loops run over all tiles
+// with constant indices, because an index unknown to the compiler would move sums to local memory.
 DEVICE Sums exchange(Sums sums, Exchange *exchanges, int part, int lane) {
-    __syncthreads();  // nobody reads the channels any more
+    __syncthreads();  // no thread reads the channels any more
     UNROLLED for (int m = 0; m < TILES; m++)
         UNROLLED for (int i = 0; i < COLUMNS; i++)
             UNROLLED for (int s = 0; s < STRIP; s++)
                 if (m != part) exchanges[m].sums[i][s][lane] = sums.of[m][i][s];
-    __syncthreads();  // the other warp's are there
+    __syncthreads();  // the other warp's sums are written
     UNROLLED for (int m = 0; m < TILES; m++)
         UNROLLED for (int i = 0; i < COLUMNS; i++)
             UNROLLED for (int s = 0; s < STRIP; s++)
@@ -231,7 +236,7 @@ DEVICE Sums exchange(Sums sums, Exchange *exchanges, int part, int lane) {
     return sums;
 }
 
-// and give each other the steps of their tiles, in the place of sums that nobody else reads
+// The two warps exchange the steps of their tiles, in the memory of sums that no other warp reads
 DEVICE Step exchange(Step step, Exchange *exchanges, int part, int lane) {
     __syncwarp();
     UNROLLED for (int m = 0; m < TILES; m++)
@@ -245,12 +250,13 @@ DEVICE Step exchange(Step step, Exchange *exchanges, int part, int lane) {
     return step;
 }
 
-// Writes `projected` and keeps the step: the lane's sums are what it needs as a factor of the next product
+// Writes `projected` and returns the step: the lane's sums are the operand of the next product
 DEVICE Step store_projected(const Sums &sums, Element *projected,
                             const LaneTokens &at) {
     Step step = {};
     UNROLLED for (int m = 0; m < TILES; m++) {
-        Element *to = projected + at.token[m] * PROJECTIONS;  // read here, or `m == part` would make it an index
+        // computed here, because otherwise `m == part` would make it a variable index
+        Element *to = projected + at.token[m] * PROJECTIONS;
         UNROLLED for (int s = 0; s < STRIP; s++, to += at.onward * PROJECTIONS) {
             bool own = at.valid[m][s] && (SPLIT == 1 || m == at.part);
             UNROLLED for (int i = 0; i < COLUMNS; i++) {
@@ -263,7 +269,7 @@ DEVICE Step store_projected(const Sums &sums, Element *projected,
     return step;
 }
 
-// Writes the step_logits of the warp's channels of a k_tile: step step_proj^T, four products for each 32 channels
+// Writes step_logits = step step_proj^T for the warp's channels of a k_tile, four products for each 32 channels
 DEVICE void store_step_logits(Element *step_logits, const Step &step, const StepStage &stage, int D,
                               const LaneTokens &at) {
     UNROLLED for (int start = 0; start < PART; start += 32) {
@@ -347,12 +353,13 @@ conv_xproj(const Element *__restrict__ u, i64 u_stride, const float *__restrict_
                     UNROLLED for (int s = 0; s < STRIP; s++)
                         if (at.valid[first + m][s]) store(vs[first + m] + s * next, found[m][s]);
                 UNROLLED for (int m = 0; m < TOGETHER; m++) vs[first + m] += 32;
-                // selected, not copied, or the compiler would copy them again for every product
+                // select instead of copying, because the compiler would repeat a copy for every product
                 UNROLLED for (int m = 0; m < TOGETHER; m++)
                     UNROLLED for (int i = 0; i < 8; i++)
                         a[first + m][i] = at.valid[first + m][i % 2] ? found[m][i % 2].word[i / 2] : 0;
 #if __CUDA_ARCH__ < 900
-                if (TOGETHER < TILES) {  // or NVRTC would read the next tile's window ahead, with no registers for it
+                // otherwise NVRTC would prefetch the next tile's window and run out of registers
+                if (TOGETHER < TILES) {
                     asm("" : "+r"(window_of[1]), "+r"(of_weights) : "r"(a[0][0]), "r"(a[0][7]));
                 }
 #endif
@@ -367,7 +374,8 @@ conv_xproj(const Element *__restrict__ u, i64 u_stride, const float *__restrict_
     };
     if (LOGITS && !TAKES_BOTH) fetch_step_proj(step_stage(0), 0, step_proj, D);
     int thread = threadIdx.x;
-    asm("" : "+r"(thread) : "f"(sums.of[0][0][0].at[0]));  // or registers would hold what follows from it all the time
+    // otherwise registers would hold values derived from it all the time
+    asm("" : "+r"(thread) : "f"(sums.of[0][0][0].at[0]));
     const LaneTokens own(span, thread);
     Exchange *exchanges = reinterpret_cast<Exchange *>(&stages[TAKES_BOTH ? 0 : (k_tiles + 1) % 2]);
     exchanges += thread / 32 % (2 * GROUPS) * TILES;

@@ -1,23 +1,23 @@
-// The gate and the product with out_proj in one kernel, for 16-bit types and few tokens, where latency counts:
+// The gate and the product with out_proj in one kernel, for 16-bit types and few tokens, where latency dominates:
 //
 //   mean = (y_0 + y_1) / 2      gated = scale mean silu(z)      out = x + gated out_proj^T
 //
-// with the residual stream x, out in fp32 and scale the stochastic depth of the image. Many tokens:
-// gate_outproj_sm90.cu, or gate.cu and a product.
+// where the residual stream x and out are fp32 and scale is the image's stochastic-depth factor. For many tokens,
+// gate_outproj_sm90.cu is used, or gate.cu and a separate product.
 //
 // Macros:
 //   INPUT   element type of the other tensors: bf16 or fp16
 //   WIDTH   model width C, the outputs: 192 or 384
-//   POOLED  whether y_1 is of lines of tokens
+//   POOLED  whether y_1 contains lines of tokens
 //
 // L tokens of a sequence    C outputs    D channels    count, length, next, next_line: lines.cuh
 //
-// A CTA has 16 tokens and OUTPUTS outputs, each of its warps EACH channels, and everything it reads is on its way at
-// once. Lane l, r = l / 4, p = l % 4, gates channels 8p .. 8p + 7 of each 32, of tokens r and r + 8, and has four words
-// of them, w = 0 .. 3. As in conv_xproj.cu columns are renamed, words 0 and 1 being columns 2p, 2p + 1 and 2p + 8, 2p +
-// 9 of one product and words 2 and 3 of another, so that nothing moves between lanes: b has the same words of row r of
-// out_proj. Sums of 64 channels each go through shared memory, behind the only barrier, and are added in the order of
-// channels.
+// A CTA computes OUTPUTS outputs of 16 tokens; each of its warps has EACH channels. All its loads are issued at the
+// start. Lane l (r = l / 4, p = l % 4) computes the gate of channels 8p .. 8p + 7 of each 32, for tokens r and r + 8,
+// as four words w = 0 .. 3. As in conv_xproj.cu, columns are permuted: words 0 and 1 are columns 2p, 2p + 1 and 2p + 8,
+// 2p + 9 of one product, and words 2 and 3 those of another, so that no data moves between lanes. Operand b has the
+// same words of row r of out_proj. The sums over 64 channels each are exchanged through shared memory with a single
+// barrier and added in the order of channels.
 
 #include "gate.cuh"
 
@@ -75,7 +75,7 @@ gate_outproj_of_few(const Element *__restrict__ y_0, const Element *__restrict__
             store(&parts[warp][half * 8 + lane / 4][n * 8 + lane % 4 * 2], sums[n][half]);
     __syncthreads();
     constexpr int FOURS = OUTPUTS / 4;
-    static_assert(16 * FOURS <= 32 * WARPS);  // a thread has 4 outputs of a token
+    static_assert(16 * FOURS <= 32 * WARPS);  // each thread adds 4 outputs of a token
     int row = threadIdx.x / FOURS, c = threadIdx.x % FOURS * 4;
     if (row < 16 && tile + row < all) {
         int at = (tile + row) * C + output + c;

@@ -1,37 +1,37 @@
-// Gate, product with out_proj, residual addition and the norm behind them in one kernel, for 16-bit types on Hopper:
+// Gate, product with out_proj, residual addition and the following norm in one kernel, for 16-bit types on Hopper:
 //
 //   mean = (y_0 + y_1) / 2      gated = scale mean silu(z)      out = x + gated out_proj^T
 //   rstd = rsqrt(mean over C of out^2 + eps)                    xhat = rstd out
 //
-// with the residual stream x, out in fp32 and scale the stochastic depth of the image. rstd and xhat have the bits
-// that `rms_norm` of norm.cuh gives.
+// where the residual stream x and out are fp32 and scale is the image's stochastic-depth factor. rstd and xhat are
+// bit-identical to those of `rms_norm` in norm.cuh.
 //
 // Macros:
 //   INPUT        element type of the other tensors: bf16 or fp16
 //   WIDTH        model width C, the outputs: 192 or 384
 //   KEEP         whether to write the means that backward needs
-//   POOLED       whether y_1 is of lines of tokens
-//   STAGES       K_TILEs of channels of the weights on their way at once
-//   SLOTS        stages of a group's y and z, or x, on their way at once
-//   CTA_BYTES    dynamic shared memory, as the host has counted it
+//   POOLED       whether y_1 contains lines of tokens
+//   STAGES       number of stages of the weights, with K_TILE channels each
+//   SLOTS        number of slots of each group for y and z, or x
+//   CTA_BYTES    dynamic shared memory, computed by the host
 //
 // L tokens of a sequence    C outputs    D channels    count, length, next, next_line: lines.cuh
 //
-// One CTA a multiprocessor, of 12 warps: two groups of four consumer warps, and producers. A group has up to 64 tokens
-// with all outputs in registers, 16 rows of sums a warp, C / 2 floats a lane: so a warp has whole rows of the result to
-// norm, and weights come from the L2 once for 128 tokens. docs/kernels/block.md draws it and has the table of its
-// buffers; cuda/pipeline.cuh the rules of their barriers.
+// Each multiprocessor runs one CTA of 12 warps: two groups of four consumer warps, and producers. A group processes up
+// to 64 tokens with all outputs in registers: 16 rows per warp, C / 2 floats per lane. A warp therefore has whole rows
+// to normalise, and weights are read from the L2 cache once for 128 tokens. docs/kernels/block.md has a diagram and a
+// table of the buffers, and cuda/pipeline.cuh the rules of the barriers.
 //
-//   warps 0 - 3, 4 - 7    consumers of group 0, of group 1
-//   warps 8, 9            producers of group 0, 1: y_0, y_1 and z of its tokens, SLOT_CHANNELS channels a slot of the
-//                         group; then x, PART columns a slot
-//   warp 10, one lane     producer of the weights: K_TILE channels of all outputs a stage, which both groups read
-//   warp 11               none: registers are given up by groups of four warps
+//   warps 0 - 3, 4 - 7    consumers of groups 0 and 1
+//   warps 8, 9            producers of groups 0 and 1: load y_0, y_1 and z of the group, SLOT_CHANNELS channels
+//                         per slot; then x, PART columns per slot
+//   warp 10, one lane     producer of the weights: K_TILE channels of all outputs per stage, which both groups read
+//   warp 11               idle; it exists because only groups of four warps can release registers
 //
-// Shared memory. Rows of y_0, y_1 and z in a slot are 128 bytes, SLOT_CHANNELS channels, with their 16-byte pieces at
-// piece ^ row % 8, so that ldmatrix, which reads a piece of 8 rows, meets no bank twice. Rows of x have PART columns,
-// pieces at piece ^ row % 2 * 4: lanes read four neighbouring pieces of each row. The mean takes the place of y_0 in
-// the slot, from where it goes to memory in whole lines. Weights: `tiled` in tiles.cuh.
+// Layout of shared memory: rows of y_0, y_1 and z in a slot are 128 bytes (SLOT_CHANNELS channels), with each 16-byte
+// piece at index piece ^ row % 8, so that ldmatrix, which reads a piece of 8 rows, has no bank conflicts. Rows of x
+// have PART columns, with each piece at piece ^ row % 2 * 4, because lanes read four neighbouring pieces of each row.
+// The mean overwrites y_0 in the slot and is written to memory from there in full lines. Weights: `tiled` in tiles.cuh.
 
 #include "../cuda/sm90.cuh"
 #include "../cuda/pipeline.cuh"
@@ -42,25 +42,26 @@ typedef INPUT Element;
 constexpr int C = WIDTH, D = 2 * C;
 
 constexpr int GROUPS = 2, ROWS = 64;  // tokens of a group
-constexpr int SLOT_CHANNELS = 64, YZ_SLOTS = D / SLOT_CHANNELS;      // of y and z in a slot; slots that they take
+// channels of y and z in a slot; number of slots that they use
+constexpr int SLOT_CHANNELS = 64, YZ_SLOTS = D / SLOT_CHANNELS;
 constexpr int TENSOR = ROWS * SLOT_CHANNELS * 2, SLOT = 3 * TENSOR;  // bytes
-constexpr int PART = SLOT / (ROWS * 4), PARTS = C / PART;            // columns of x in a slot; slots that it takes
+constexpr int PART = SLOT / (ROWS * 4), PARTS = C / PART;  // columns of x in a slot; number of slots that it uses
 constexpr int STAGE = C * K_TILE * 2, HALVES = C / 192;              // bytes; products of 192 outputs
 constexpr int K_STEPS = K_TILE / 16;
 static_assert(SLOT_CHANNELS % K_TILE == 0 && C % PART == 0 && PART % 32 == 0);
-// shared memory, bytes: weights, slots of each group, their barriers and those of the weights
+// shared memory in bytes: weights, slots of each group, barriers of slots and of weights
 constexpr int OF_SLOTS = STAGES * STAGE, OF_SLOT_BARRIERS = OF_SLOTS + GROUPS * SLOTS * SLOT;
 constexpr int OF_STAGE_BARRIERS = OF_SLOT_BARRIERS + GROUPS * 2 * SLOTS * 8;
-constexpr int OF_ROWS = OF_STAGE_BARRIERS + 2 * STAGES * 8;  // each group's rows of y_1, if those are of lines
+constexpr int OF_ROWS = OF_STAGE_BARRIERS + 2 * STAGES * 8;  // each group's rows of y_1, if y_1 contains lines
 static_assert(OF_ROWS + POOLED * GROUPS * ROWS * 4 == CTA_BYTES);
-static_assert(STAGE % 1024 == 0 && SLOT % 1024 == 0);  // which products and the ^ of addresses want
+static_assert(STAGE % 1024 == 0 && SLOT % 1024 == 0);  // required by wgmma and by the ^ of addresses
 
-// Tokens of this launch: `at_once` of all groups in a round, up to `most` of a group; `limit` if all had as many
+// Tokens of this launch: all groups process `at_once` per round, a group at most `most`; `limit` if all had as many
 struct Tokens {
     int all, most, at_once, limit;
 };
 
-// A lane of warp 10: all weights, once a round, by bulk copies
+// One lane of warp 10: loads all weights once per round with bulk copies
 DEVICE void produce_weights(Pipeline<STAGES> stages, unsigned weights, const Element *tiles, Tokens tokens) {
 #pragma unroll 1
     for (int of_block = blockIdx.x * 2 * tokens.most; of_block < tokens.limit; of_block += tokens.at_once)
@@ -72,8 +73,8 @@ DEVICE void produce_weights(Pipeline<STAGES> stages, unsigned weights, const Ele
         }
 }
 
-// A slot of y_0, y_1 and z of SLOT_CHANNELS channels; a lane has 16 bytes of every fourth token from `first` on. y_1 is
-// the first token's, or that of row 0 if there are `rows`, those of y_1 for the same tokens.
+// Loads SLOT_CHANNELS channels of y_0, y_1 and z into a slot; a lane copies 16 bytes of every fourth token from `first`
+// on. Without `rows`, y_1 has the same tokens; otherwise `rows` contains the rows of y_1 for these tokens.
 DEVICE void produce_gate(unsigned to, const Element *y_0, const Element *y_1, const Element *z, const int *rows,
                          int first, int end) {
 #pragma unroll 2
@@ -88,14 +89,14 @@ DEVICE void produce_gate(unsigned to, const Element *y_0, const Element *y_1, co
     }
 }
 
-// A slot of PART columns of x
+// Loads PART columns of x into a slot
 DEVICE void produce_residual(unsigned to, const float *x, int first, int end) {
 #pragma unroll 2
     for (int token = first; token < end; token += 4, to += 4 * PART * 4, x += 4 * C)
         UNROLLED for (int c = 0; c < PART; c += 32) copy_16_async(to + c * 4, x + c);
 }
 
-// Warps 8 and 9: what group g reads of its tokens, where `rows` is room for those of y_1
+// Warps 8 and 9: load all inputs of group g's tokens. `rows` is memory for the rows of y_1
 DEVICE void produce_inputs(Pipeline<SLOTS> inputs, unsigned slots, const Element *y_0, const Element *y_1,
                            const Element *z, const float *x, int *rows, int g, int lane, const Lines &lines, int L,
                            Tokens tokens) {
@@ -106,7 +107,7 @@ DEVICE void produce_inputs(Pipeline<SLOTS> inputs, unsigned slots, const Element
     for (int of_group = (blockIdx.x * 2 + g) * tokens.most; of_group < tokens.limit; of_group += tokens.at_once) {
         int first = of_group + row, end = min(of_group + tokens.most, tokens.all);
         if (POOLED) {
-            __syncwarp();  // nobody reads the last ones any more
+            __syncwarp();  // no lane reads the previous rows any more
 #pragma unroll 1
             for (int i = lane; i < end - of_group; i += 32) rows[i] = row_of_second<true>(lines, of_group + i, L);
             __syncwarp();
@@ -133,15 +134,15 @@ DEVICE void produce_inputs(Pipeline<SLOTS> inputs, unsigned slots, const Element
 
 struct Sums {
     float of[HALVES][96];
-    // of token lane / 4 + 8 i of the warp, columns n to n + 15: the lane's are 4 (l % 4) to + 3
+    // token lane / 4 + 8 i of the warp and columns n to n + 15, of which the lane has 4 (l % 4) to 4 (l % 4) + 3
     INLINE float &at(int i, int n, int c) { return of[n / 192][n % 192 / 2 + c / 2 * 4 + i * 2 + c % 2]; }
     INLINE void hold() {
         UNROLLED for (int h = 0; h < HALVES; h++) ::hold(of[h]);
     }
 };
 
-// Where a consuming lane reads. As slots are at multiples of 1024 bytes, channels and columns behind the first are at
-// these ^ theirs.
+// Addresses that a consumer lane reads. Slots start at multiples of 1024 bytes, so addresses of further channels and
+// columns are these ^ their offsets.
 struct Consumer {
     int lane, warp, row;
     unsigned of_matrix, of_word, of_x;
@@ -152,7 +153,7 @@ struct Consumer {
           of_x(row * PART * 4 + (lane % 4 ^ lane / 4 % 2 * 4) * 16) {}
 };
 
-// The gate of 16 channels as a of wgmma; the mean goes in place of y_0
+// The gate of 16 channels as operand a of wgmma; the mean overwrites y_0
 DEVICE void gate_channels(unsigned (&a)[4], unsigned slot, int k, const float (&scale)[2], const Consumer &my) {
     unsigned y_0[4], y_1[4], zs[4], from = slot + my.of_matrix ^ k * 32;
     load_matrices(y_0, from), load_matrices(y_1, from + TENSOR), load_matrices(zs, from + 2 * TENSOR);
@@ -164,7 +165,7 @@ DEVICE void gate_channels(unsigned (&a)[4], unsigned slot, int k, const float (&
     }
 }
 
-// The means of a slot, in whole lines, for the warp's 16 tokens from `first` on
+// Writes the means of a slot in full lines, for the warp's 16 tokens from `first` on
 DEVICE void store_means(Element *means, unsigned slot, int channel, int first, int end, const Consumer &my) {
     UNROLLED for (int i = 0; i < 4; i++) {
         int r = my.warp * 16 + i * 4 + my.lane / 8, of_row = first + r;
@@ -174,8 +175,9 @@ DEVICE void store_means(Element *means, unsigned slot, int channel, int first, i
     }
 }
 
-// sums = gated out_proj^T, 16 channels at a time. A warp gives a stage of weights back one step late, when
-// wait_for_products<1> says that the products before the newest have ended; a has two buffers for the same reason.
+// sums = gated out_proj^T, 16 channels at a time. A warp releases a stage of weights one step later, when
+// wait_for_products<1> has confirmed that all products except the newest have finished; for the same reason, operand a
+// has two buffers.
 DEVICE void multiply(Sums &sums, Pipeline<SLOTS> &inputs, Pipeline<STAGES> &stages, unsigned slots, unsigned weights,
                      Element *means, const float (&scale)[2], int first, int end, const Consumer &my) {
 #pragma unroll 1
@@ -198,7 +200,7 @@ DEVICE void multiply(Sums &sums, Pipeline<SLOTS> &inputs, Pipeline<STAGES> &stag
                                weights + stages.stage() * STAGE + h * 192 * K_TILE * 2 + k % K_STEPS * 32,
                                k_slot + k > 0);
             commit_products();
-            wait_for_products<1>();  // those before
+            wait_for_products<1>();  // all except the newest
             if (k % K_STEPS == 0 && k_slot + k > 0 && my.lane == 0) arrive(stages.empty_before());
             if (k % K_STEPS == K_STEPS - 1) stages.next();
         }
@@ -208,7 +210,7 @@ DEVICE void multiply(Sums &sums, Pipeline<SLOTS> &inputs, Pipeline<STAGES> &stag
     if (my.lane == 0) arrive(stages.empty_before());
 }
 
-// Epilogue: out = x + sums, which stay in registers
+// Epilogue: out = x + sums; the result stays in registers
 DEVICE void add_residual(Sums &sums, Pipeline<SLOTS> &inputs, unsigned slots, float *out, int token, int end,
                          const Consumer &my) {
     i64 to = i64(token) * C + my.lane % 4 * 4;
@@ -229,7 +231,7 @@ DEVICE void add_residual(Sums &sums, Pipeline<SLOTS> &inputs, unsigned slots, fl
     }
 }
 
-// Epilogue: the norm of what the sums are now, whose squares are added in the order of rms_norm
+// Epilogue: the norm of the current sums, whose squares are added in the order of rms_norm
 DEVICE void store_norm(Sums &sums, Element *xhat, float *rstd, double eps, int token, int end, int lane) {
     UNROLLED for (int i = 0; i < 2; i++) {
         float squares[8] = {};
@@ -251,8 +253,8 @@ DEVICE void store_norm(Sums &sums, Element *xhat, float *rstd, double eps, int t
     }
 }
 
-// A group takes up to `tokens_of_group` tokens at a time, and all groups do so `rounds` times. rstd and xhat may be
-// null. z is the last half of rows of 2 D.
+// A group processes up to `tokens_of_group` tokens at a time, and each group does this `rounds` times. rstd and xhat
+// may be null. z is the second half of rows of length 2 D.
 extern "C" __global__ void __launch_bounds__(384, 1)
 gate_outproj(const Element *__restrict__ y_0, const Element *__restrict__ y_1, const Element *__restrict__ z,
              const float *__restrict__ scales, const Element *__restrict__ tiles, const float *__restrict__ x,
@@ -299,7 +301,7 @@ gate_outproj(const Element *__restrict__ y_0, const Element *__restrict__ y_1, c
         multiply(sums, inputs, stages, slots, weights, means, scale, first, end, my);
         add_residual(sums, inputs, slots, out, token, end, my);
         if (!xhat) continue;
-        asm("" : "+r"(token));  // or registers would hold what follows from it
+        asm("" : "+r"(token));  // otherwise registers would hold values derived from it
         store_norm(sums, xhat, rstd, eps, token, end, lane);
     }
 }

@@ -1,17 +1,17 @@
-// The weights of a block as its kernels and products take them, and the norm of its input: two jobs in one launch, as
-// each alone leaves most of the GPU idle where tokens are few.
+// A block's weights in the layout of its kernels and products, and the norm of its input. Both run in one launch,
+// because each alone leaves most of the GPU idle if there are few tokens.
 //
-// Weights: those of projections as Element, the norm's in the projection behind it, `step` padded to `padded_rank`, and
-// each pair of the directions' weights as one tensor. A thread has V neighbours of a large matrix or one element of a
-// small one. `tiles`, unless null, are those of out_proj as gate_outproj_sm90.cu wants them. The CTAs behind take a
-// token of the norm with each warp, if nobody has computed it.
+// Weights: projections are converted to Element, the norm's weight is multiplied into the following projection, `step`
+// is padded to `padded_rank`, and the weights of both directions become one tensor. A thread processes V neighbours of
+// a large matrix or one element of a small one. If `tiles` is not null, it receives out_proj in the layout of
+// gate_outproj_sm90.cu. The remaining CTAs compute the norm, one token per warp, unless it has been computed already.
 //
 // Macros:
 //   INPUT      element type of the packed weights: bf16, fp16 or float; the residual stream is in fp32
-//   PARAMETER  that of the model's parameters
-//   VECTOR     neighbouring channels that a lane moves at once
+//   PARAMETER  element type of the model's parameters
+//   VECTOR     neighbouring channels that a lane loads or stores with one instruction
 //   WIDTH      model width C
-//   TAPS       tokens that a convolution sees, for the size of its weights
+//   TAPS       length of the convolutions' filters
 //
 // D channels    projections P, with the rank padded
 

@@ -1,4 +1,5 @@
-// What packing weights and unpacking their gradients share: parameters of any type, and items dealt to threads
+// Code shared by packing of weights and unpacking of their gradients: parameters of any type, and assignment of items
+// to threads
 
 #include "../cuda/types.cuh"
 
@@ -8,7 +9,7 @@ DEVICE float value(const PARAMETER *p) { return values<1>(p).at[0]; }
 template <class E>
 DEVICE void put(E *p, float x) { store(p, from_floats<E>(Floats<1>{x})); }
 
-// whether the thread's item is one of these `n`; if not, its number among those that follow
+// whether the thread's item is one of these `n`; otherwise `item` becomes its index among the following ones
 DEVICE bool is_among(unsigned &i, unsigned n) {
     bool among = i < n;
     i -= among ? 0 : n;

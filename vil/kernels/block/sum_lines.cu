@@ -1,16 +1,16 @@
-// The sums of a tensor's tokens over each line of patches, and the class token: the gradients of what lines have read.
+// Sums of a tensor's tokens over each line of patches, and the class token: the gradients of the lines' inputs.
 //
 // Macros:
 //   INPUT    element type of the tensors: bf16, fp16 or float
-//   VECTOR   neighbouring channels that a thread takes, up to 16 bytes
-//   THREADS  of a CTA
+//   VECTOR   neighbouring channels of a thread, up to 16 bytes
+//   THREADS  threads of a CTA
 //
 // D channels    count, length, next, next_line: lines.cuh
 
 #include "lines.cuh"
 
 typedef INPUT Element;
-constexpr int TOGETHER = 20;  // tokens on their way at once
+constexpr int TOGETHER = 20;  // tokens that are loaded at the same time
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sum_lines(const Element *__restrict__ e, Element *__restrict__ sums, i64 D, i64 count, i64 length, i64 next,

@@ -1,13 +1,14 @@
-// The reverse of pack_weights.cu for gradients, which arrive in parts: as sums over some of the tokens. The first CTAs
-// take COLUMNS columns each of the projection that contains the norm's weight, whose gradient is a sum over all rows; a
-// thread has the same V columns of every ROWS-th row. In the others a thread adds the parts of an element.
+// The reverse of pack_weights.cu for gradients, which arrive as partial sums over tokens. The first CTAs process the
+// projection that contains the norm's weight, COLUMNS columns each, because the gradient of the norm's weight is a sum
+// over all rows; a thread has the same V columns of every ROWS-th row. In the other CTAs, a thread adds the partial
+// sums of one element.
 //
 // Macros:
 //   INPUT      element type of the block's tensors
-//   PARAMETER  that of the model's parameters
-//   VECTOR     neighbouring channels that a lane moves at once
+//   PARAMETER  element type of the model's parameters
+//   VECTOR     neighbouring channels that a lane loads or stores with one instruction
 //   WIDTH      model width C
-//   TAPS       tokens that a convolution sees, for the size of its weights
+//   TAPS       length of the convolutions' filters
 //
 // D channels    projections P, with the rank padded
 
@@ -36,7 +37,7 @@ unpack_gradients(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict
     unsigned D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
     unsigned norm_blocks = (C + COLUMNS - 1) / COLUMNS;
     if (blockIdx.x < norm_blocks) {
-        constexpr int TOGETHER = 4;  // rows on their way at once
+        constexpr int TOGETHER = 4;  // rows that are loaded at the same time
         __shared__ float sums[ROWS][COLUMNS + 1];
         unsigned column = threadIdx.x * V % COLUMNS, row = threadIdx.x * V / COLUMNS;
         unsigned c = blockIdx.x * COLUMNS + column;
@@ -57,7 +58,7 @@ unpack_gradients(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict
         }
         UNROLLED for (int v = 0; v < V; v++) sums[row][column + v] = sum.at[v];
         __syncthreads();
-        // a warp finishes a column
+        // each warp adds the sums of a column
         float all = 0;
         column = threadIdx.x / 32, c = blockIdx.x * COLUMNS + column;
         UNROLLED for (int r = 0; r < ROWS; r += 32) all += sums[r + threadIdx.x % 32][column];
