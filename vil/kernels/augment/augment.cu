@@ -1,6 +1,6 @@
-// Images (B, 3, H, W) of bytes: cut out and resized, transformed, normalised. Where PIL has the operation, in its order
-// and its types, and without fused multiply-adds: the pixels are PIL's own, not nearly so. Offsets in a batch take 64 bits,
-// those in one image of a batch 32.
+// Augmentation of byte images (B, 3, H, W): random crop with resize, transforms and normalisation. Operations that PIL
+// has are computed in PIL's order and types, without fused multiply-adds, so that pixels are identical to PIL's.
+// Offsets in a batch are 64-bit, those in one image 32-bit.
 
 #include "../cuda/types.cuh"
 
@@ -9,20 +9,20 @@ typedef unsigned long long u64;
 
 DEVICE u8 to_byte(double v) { return v <= 0 ? 0 : v >= 255 ? 255 : u8(v); }
 
-// PIL resizes with integer weights of 22 bits behind the point
+// PIL resizes with integer weights that have 22 fractional bits
 constexpr int ONE = 1 << 22;
 DEVICE u8 level(int sum) { return min(max(sum >> 22, 0), 255); }
 
-// How a crop is resized along one direction: `size` pixels of the result begin at `offset` of all the `resized`
+// How a crop is resized along one axis: `size` pixels of the result start at `offset` of `resized` pixels
 struct Axis {
     i64 length, resized, offset, weights;
 };
 struct Crop {
     const u8 *pixels;
-    i64 row, plane, flip;  // pixels from row to row and from channel to channel
+    i64 row, plane, flip;  // distance of rows and of channels in pixels
     Axis axes[2];  // vertical, horizontal
 };
-// Of each pixel of the result: the first pixel it is made of, the one behind the last, and their weights, (taps, size)
+// For each pixel of the result: its first source pixel, the one after its last, and their weights, (taps, size)
 struct Taps {
     int *first, *end, *weights;
     i64 size;
@@ -38,7 +38,7 @@ DEVICE double filter(double x, bool bicubic) {
     return x < 2 ? (((x - 5) * x + 8) * x - 4) * -0.5 : 0;
 }
 
-// A CTA for each direction of each crop. Pixels outside of what is resized have no taps.
+// One CTA computes one axis of one crop. Pixels outside the resized crop have no taps.
 extern "C" __global__ void __launch_bounds__(256) resize_weights(const Crop *__restrict__ crops, int *__restrict__ memory,
                                                                  i64 H, i64 W, i64 bicubic) {
     Axis axis = crops[blockIdx.x / 2].axes[blockIdx.x % 2];
@@ -61,8 +61,9 @@ extern "C" __global__ void __launch_bounds__(256) resize_weights(const Crop *__r
     }
 }
 
-// A CTA for each band of `rows` rows of the result, a thread for each column. It goes through the crop row by row,
-// resizes the row at its column and adds that to the rows of the result that need it, which wait in shared memory.
+// A CTA computes a band of `rows` rows of the result; a thread computes some of its columns. It iterates over the
+// crop's rows, resizes each row horizontally at its column, and adds it to the sums in shared memory of all rows of the
+// result that need it.
 extern "C" __global__ void __launch_bounds__(256)
 crop_resize_flip(const Crop *__restrict__ crops, int *__restrict__ memory, u8 *__restrict__ out, i64 H, i64 W, i64 rows) {
     extern __shared__ __align__(16) char shared[];
@@ -100,7 +101,7 @@ crop_resize_flip(const Crop *__restrict__ crops, int *__restrict__ memory, u8 *_
     }
 }
 
-// The codes of operations are macros: AFFINE, COLOR and so on
+// The codes of operations, such as AFFINE and COLOR, are macros
 struct Operation {
     i64 code;
     double arguments[6];
@@ -116,10 +117,10 @@ DEVICE bool has_table(i64 code) {
            code == SOLARIZEADD || code == CONTRAST || code == BRIGHTNESS;
 }
 
-// What an operation makes of `value` in a channel of an image
+// Result of an operation for `value` in a channel of an image
 struct Levels {
-    int low, high;  // the lowest and highest that there are
-    unsigned last, below;  // pixels of the highest, pixels below this one
+    int low, high;  // minimum and maximum of the channel
+    unsigned last, below;  // number of pixels with the maximum, and below `value`
 };
 DEVICE int mapped(i64 code, double argument, int value, Levels levels, int mean, i64 pixels) {
     if (code == AUTOCONTRAST && levels.low < levels.high) {
@@ -138,11 +139,11 @@ DEVICE int mapped(i64 code, double argument, int value, Levels levels, int mean,
     return value;
 }
 
-// For operations that map each channel's values to others: tables (B, 3, 256); a CTA for each image
+// Tables (B, 3, 256) of the operations that map the values of each channel; one CTA per image
 extern "C" __global__ void __launch_bounds__(512) build_tables(const Operation *__restrict__ operations,
                                                                const u8 *__restrict__ images, u8 *__restrict__ tables,
                                                                i64 pixels) {
-    constexpr int COPIES = 8;  // neighbouring threads count on their own, as neighbouring pixels are alike
+    constexpr int COPIES = 8;  // several histograms, because neighbouring pixels often have the same value
     __shared__ unsigned counts[3 * 256 * COPIES];
     __shared__ int lowest[3];
     __shared__ int highest[3];
@@ -190,17 +191,17 @@ extern "C" __global__ void __launch_bounds__(512) build_tables(const Operation *
     }
 }
 
-// Keys' cubic with a = -1 through four values at a distance of 1, `t` behind the second, by Horner's rule
+// Cubic interpolation (Keys, a = -1) of four values at distance 1, at `t` behind the second, by Horner's rule
 template <class T>
 DEVICE double cubic(T before, T at, T next, T after, double t) {
     T slope = next - before, bend = 2 * (before - at) + next - after, twist = at - before - next + after;
     return at + t * (slope + t * (bend + t * twist));
 }
 
-// PIL's affine transform: each pixel's centre (x, y) comes from (ax + by + c, dx + ey + f)
+// PIL's affine transform: pixel (x, y) takes its value from position (ax + by + c, dx + ey + f) of the image
 struct Source {
-    int columns[4], rows[4];  // edges repeated
-    double right, down;  // of the second
+    int columns[4], rows[4];  // clamped to the image
+    double right, down;  // distance from the second column and row
     bool inside;
     __device__ Source(const double *m, int x, int y, int H, int W) {
         double from_x = m[0] * (x + 0.5) + m[1] * (y + 0.5) + m[2], from_y = m[3] * (x + 0.5) + m[4] * (y + 0.5) + m[5];
@@ -228,7 +229,7 @@ struct Source {
     }
 };
 
-// PIL's smoothing filter, which leaves the edge as it is
+// PIL's smoothing filter, which does not change edge pixels
 DEVICE int smooth(const u8 *pixels, int x, int y, int H, int W) {
     const u8 *at = pixels + y * W + x;
     if (x == 0 || y == 0 || x == W - 1 || y == H - 1) return *at;
@@ -237,7 +238,7 @@ DEVICE int smooth(const u8 *pixels, int x, int y, int H, int W) {
     return (2 * sum + 13) / 26;
 }
 
-// Each image's operation, but GAUSSIANBLUR, for which it is copied; `parts` CTAs for each image, a thread a pixel
+// Applies each image's operation, one thread per pixel and `parts` CTAs per image; for GAUSSIANBLUR it copies the image
 extern "C" __global__ void __launch_bounds__(256)
 apply_operations(const Operation *__restrict__ operations, const u8 *__restrict__ tables, const u8 *__restrict__ images,
                  u8 *__restrict__ out, i64 H, i64 W, i64 parts, i64 red, i64 green, i64 blue, i64 bicubic) {
@@ -269,8 +270,8 @@ apply_operations(const Operation *__restrict__ operations, const u8 *__restrict_
     }
 }
 
-// PIL's Gaussian blur along one direction, in place: three times the mean over a box that ends within a pixel. A line has
-// `length` pixels `step` apart, and `together` of the `lines` of a channel, `apart` from each other, are a CTA's.
+// PIL's Gaussian blur along one axis, in place: three box filters with fractional ends. A line has `length` pixels at
+// distance `step`; a channel has `lines` lines at distance `apart`, and a CTA processes `together` of them.
 extern "C" __global__ void __launch_bounds__(256) gaussian_blur(const Operation *__restrict__ operations,
                                                                 u8 *__restrict__ images, i64 length, i64 step, i64 lines,
                                                                 i64 apart, i64 together) {
@@ -281,14 +282,14 @@ extern "C" __global__ void __launch_bounds__(256) gaussian_blur(const Operation 
     u8 *from = reinterpret_cast<u8 *>(shared), *to = from + length * together;  // (length, together)
     u8 *pixels = images + plane * length * lines + first * apart;
     int width = min(int(together), int(lines) - first), all = length * width, last = length - 1;
-    // in the order in which pixels follow each other in memory
+    // in the order of memory
     for (int i = threadIdx.x; i < all; i += blockDim.x) {
         int at = step == 1 ? i % int(length) : i / width, line = step == 1 ? i / int(length) : i % width;
         from[at * together + line] = pixels[at * step + line * apart];
     }
     __syncthreads();
     int radius = operation.arguments[0];
-    unsigned weight = operation.arguments[1], end_weight = operation.arguments[2];  // 24 bits behind the point
+    unsigned weight = operation.arguments[1], end_weight = operation.arguments[2];  // 24 fractional bits
     for (int pass = 0; pass < 3; pass++) {
         for (int i = threadIdx.x; i < all; i += blockDim.x) {
             int at = i / width, line = i % width;
@@ -307,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(256) gaussian_blur(const Operation 
     }
 }
 
-// What is left to do for an image. Mixed: inside the box it keeps `share` of itself and has the rest of its partner.
+// Final step of an image. Inside the box, mixing adds `share` of the image and 1 - `share` of its partner.
 struct Rest {
     unsigned key;
     int erased_top, erased_left, erased_height, erased_width, partner;
@@ -315,7 +316,8 @@ struct Rest {
 };
 enum Noise { CONSTANT, OF_CHANNEL, OF_PIXEL };
 
-// Four normal numbers, a function of the key and two counters: Philox4x32-10 (Salmon et al. 2011) and Box and Muller's
+// Four normal random numbers as a function of the key and two counters: Philox4x32-10 (Salmon et al. 2011) and the
+// Box-Muller transform
 DEVICE Floats<4> normal_numbers(unsigned key, unsigned group, unsigned kind) {
     unsigned a = group, b = kind, c = 0, d = 0, key_0 = key, key_1 = 0;
 #pragma unroll
@@ -337,7 +339,7 @@ struct Colour {
     __device__ float of(int c) const { return c == 0 ? red : c == 1 ? green : blue; }
 };
 
-// Four neighbours of an image, in the order of memory, normalised; noise where they are erased
+// Four elements that are neighbours in memory, normalised, or noise where they are erased
 DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const Place (&at)[4], Colour mean,
                            Colour deviation, int left, i64 noise) {
     Floats<4> values;
@@ -365,7 +367,7 @@ DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const 
     return values;
 }
 
-// Normalisation, random erasing and mixing; `parts` CTAs for each image, a thread for each four neighbours
+// Normalisation, random erasing and mixing; `parts` CTAs per image, four neighbouring elements per thread
 extern "C" __global__ void __launch_bounds__(256)
 finish(const Rest *__restrict__ rests, const u8 *__restrict__ images, float *__restrict__ out, i64 H, i64 W, i64 parts,
        double mean_red, double mean_green, double mean_blue, double deviation_red, double deviation_green,

@@ -1,12 +1,12 @@
-// cp.async: copies from global to shared memory that a thread starts and goes on. `commit_copies` closes a group of
-// those that it has started, `wait_for_copies<PENDING>` returns when all of its groups but the last PENDING have
-// arrived. That is of this thread's own copies: others see them behind a barrier that follows (__syncwarp,
-// __syncthreads). The compiler moves no access to memory over any of them.
+// cp.async: asynchronous copies from global to shared memory. `commit_copies` closes a group of the copies that the
+// thread has started; `wait_for_copies<PENDING>` waits until all but its last PENDING groups have arrived. This covers
+// the thread's own copies; other threads see them after a following barrier (__syncwarp, __syncthreads). The compiler
+// does not move memory accesses across any of these functions.
 
 #include "elements.cuh"
 
-// `ELEMENTS` neighbours, or zeros if they are not `valid`: nothing is read then. The copy engine takes 4, 8 or 16
-// bytes; a single 16-bit element goes through a register.
+// Copies `ELEMENTS` neighbours, or writes zeros without reading if they are not `valid`. The copy engine supports 4, 8
+// or 16 bytes; a single 16-bit element is copied through a register.
 template <int ELEMENTS, class T>
 DEVICE void copy_async(T *shared, const T *global, bool valid) {
     constexpr int BYTES = ELEMENTS * sizeof(T);

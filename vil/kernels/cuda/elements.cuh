@@ -1,4 +1,4 @@
-// Element types, packs of neighbours that one instruction moves, and the unit's fast functions
+// Element types, packs of neighbours that are moved with one instruction, and approximate hardware functions
 
 typedef long long i64;
 #define INLINE __device__ __forceinline__
@@ -10,7 +10,7 @@ constexpr unsigned WARP = 0xffffffffu;
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
 
-// C neighbouring elements, moved by one instruction; 16-bit ones stay packed in words while they wait
+// C neighbouring elements that are moved with one instruction; 16-bit elements stay packed in words
 template <class T, int C>
 struct alignas(C * sizeof(T)) Pack {
     T at[C];
@@ -96,7 +96,7 @@ DEVICE Pack<T, 4> gather4(const T *p) {
 template <class T, int C>
 DEVICE void store(T *p, Pack<T, C> v) { *reinterpret_cast<Pack<T, C> *>(p) = v; }
 
-// the unit's own exp2 and reciprocal: relative error 2^-22, a tenth of the instructions of the exact ones
+// hardware exp2 and reciprocal: relative error 2^-22, a tenth of the instructions of the exact functions
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

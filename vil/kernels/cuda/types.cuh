@@ -1,4 +1,4 @@
-// All of what kernels of several operators share, but for what is Hopper's own (sm90.cuh)
+// Includes all code that kernels of several operators share, except Hopper's (sm90.cuh)
 
 #include "elements.cuh"
 #include "async_copies.cuh"

@@ -1,9 +1,9 @@
-// Every kernel of the scan does this with its tensors: sequences in the order they are read, a CTA's position in the
-// grid, and asynchronous copies of a tile of tokens to shared memory.
+// How all scan kernels access their tensors: sequences in reading order, a CTA's position in the grid, and asynchronous
+// copies of a tile of tokens to shared memory.
 
 #include "recurrences.cuh"
 
-// A tensor of tokens, strides in elements, innermost dimension contiguous
+// A tensor of tokens. Strides are in elements; the innermost dimension is contiguous
 template <class T>
 struct Tokens {
     T *data;
@@ -12,9 +12,8 @@ struct Tokens {
 #define TOKENS(T, name) T *name##_data, i64 name##_stride_G, i64 name##_stride_B, i64 name##_stride_L
 #define TOKENS_OF(name) {name##_data, name##_stride_G, name##_stride_B, name##_stride_L}
 
-// The same for one sequence in the order it is read. Tokens are counted in 32 bits and strides in 32 bits of bytes,
-// which the host checks, so that the address of a token is one instruction: a 64-bit base and the 64-bit product of
-// both.
+// One sequence of the tensor in reading order. Token indices and strides in bytes are 32-bit, which the host checks, so
+// that the address of a token takes one instruction: a 64-bit base plus the 64-bit product of both.
 template <class T>
 struct Sequence {
     T *data;
@@ -23,30 +22,30 @@ struct Sequence {
     INLINE Sequence(Tokens<T> x, i64 g, i64 b, i64 L, bool reverse)
         : data(x.data + g * x.stride_G + b * x.stride_B + (reverse ? (L - 1) * x.stride_L : 0)),
           stride(int(reverse ? -x.stride_L : x.stride_L) * int(sizeof(T))) {
-        asm("" : "+r"(stride));  // or the compiler would compute it again for every token
+        asm("" : "+r"(stride));  // otherwise the compiler would recompute it for every token
     }
     INLINE T *at(int t) const {
         i64 offset;
         asm("mul.wide.s32 %0, %1, %2;" : "=l"(offset) : "r"(t), "r"(stride));
         return (T *)((char *)data + offset);
     }
-    // from this channel on, in registers
+    // address of a channel, kept in registers
     INLINE Sequence from(i64 d) const {
         Sequence channels = *this;
         channels.data += d;
-        asm("" : "+l"(channels.data));  // or the compiler would add them up for every tile
+        asm("" : "+l"(channels.data));  // otherwise the compiler would repeat the addition for every tile
         return channels;
     }
 };
 
 typedef Sequence<const Element> Input;
 
-// Two 16-bit elements in a word: the first of both words, or the second
+// Combines two words of two 16-bit elements: the first elements of both words, or the second elements
 DEVICE unsigned lower_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); }
 DEVICE unsigned upper_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x7632); }
 
-// How sequences are cut: into chunks of CHUNK tokens, between which states are saved, and segments of whole
-// chunks, which run in parallel
+// Sequences are divided into chunks of CHUNK tokens, between which states are saved, and segments of whole chunks,
+// which run in parallel
 struct Cut {
     int chunks, segments;
     INLINE Cut(i64 L, i64 segment_chunks)
@@ -54,12 +53,12 @@ struct Cut {
           segments(unsigned(chunks + segment_chunks - 1) / unsigned(segment_chunks)) {}
 };
 
-// A CTA's position in the grid, in which neighbours have neighbouring channels, then segments (or boundaries between
-// them) of a sequence, sequences of the batch, and directions
+// A CTA's position in the grid. The fastest index is the CTA's channels, followed by segments (or boundaries between
+// them), sequences of the batch, and directions
 struct GridPosition {
-    i64 channels, segment, b, g;  // channels: which CTA of a sequence's it is
+    i64 channels, segment, b, g;  // channels: index of the CTA among those of a sequence
     INLINE GridPosition(unsigned cta_channels, unsigned D, unsigned segments, unsigned B) {
-        unsigned ctas = (D + cta_channels - 1) / cta_channels;  // of a sequence
+        unsigned ctas = (D + cta_channels - 1) / cta_channels;  // CTAs for the channels of a sequence
         channels = blockIdx.x % ctas;
         segment = blockIdx.x / ctas % segments;
         b = blockIdx.x / ctas / segments % B;
@@ -67,14 +66,14 @@ struct GridPosition {
     }
 };
 
-// States between chunks or segments are (G, B, boundaries, N, D): neighbouring channels are neighbours in memory. Chunk
-// i starts at boundary i - 1, as there is none before the first.
+// States between chunks or segments have the shape (G, B, boundaries, N, D), with contiguous channels. Chunk i starts
+// at boundary i - 1, because there is no boundary before the first chunk.
 DEVICE i64 state_offset(i64 g, i64 b, i64 boundary, i64 n, i64 d, i64 B, i64 boundaries, i64 D) {
     return (((g * B + b) * boundaries + boundary) * N + n) * D + d;
 }
 
-// Copies of a warp's COLUMNS channels of a tile, VECTOR at once: a lane has the same channels of every APART-th token.
-// They are on their way while earlier tiles are worked on.
+// Copies a warp's COLUMNS channels of a tile, VECTOR at once; a lane copies the same channels of every APART-th token.
+// Copies run while earlier tiles are processed.
 template <int COLUMNS>
 struct TileCopies {
     static constexpr int ROW = COLUMNS / VECTOR, ITEMS = (TILE * ROW + 31) / 32, APART = 32 / ROW;
@@ -84,11 +83,11 @@ struct TileCopies {
     INLINE TileCopies(i64 warp_d, i64 D)
         : token(threadIdx.x % 32 / ROW), column(threadIdx.x % 32 % ROW * VECTOR),
           skipped(warp_d + column < D ? 0 : TILE) {
-        // or the compiler would compute them again for every tile; single elements take registers of their own
+        // otherwise the compiler would recompute them for every tile; single elements use separate registers
         if (VECTOR > 1) asm("" : "+r"(token), "+r"(column), "+r"(skipped));
     }
-    // Token t0 + t of `source`, which begins at the lane's channels, to where(t), for `tokens` of them; zeros for the
-    // others
+    // Copies token t0 + t of `source`, which starts at the lane's channels, to where(t), for `tokens` tokens, and
+    // writes zeros for the others
     template <class Where>
     INLINE void start(const Input &source, int t0, int tokens, Where where) const {
         UNROLLED for (int i = 0; i < ITEMS; i++) {
