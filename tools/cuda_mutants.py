@@ -164,7 +164,7 @@ TABLE = {
     "scan/forward_mma_consumer.cuh": [
         ("a tile's first factors are read one barrier too early: consumers' barrier stands a pair later",
          "            } else if (t0 + TILE <= end) {\n                if (pair + ⟦2 == PAIRS) {\n"
-         "                    // all of this tile is read: while its last pairs are worked on, the next is read\n"
+         "                    // all factors of this tile are loaded: its last pairs are computed while the next tile is loaded\n"
          "                    __syncthreads();→1 == PAIRS) __syncthreads();\n"
          "                if (pair + 2 == PAIRS) {⟧\n"),
     ],

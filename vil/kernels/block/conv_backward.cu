@@ -13,17 +13,17 @@
 //   PROJECTIONS  rows of x_proj, R + 2N, a multiple of 8
 //   CTA_BYTES    dynamic shared memory, computed by the host
 //
-//B batch    L tokens    D channels    H number of tokens that each direction reads, the first in its order
-//stretch: number of tokens of a sequence that a lane processes, a multiple of 4
+// B batch    L tokens    D channels    H number of tokens that each direction reads, the first in its order
+// stretch: number of tokens of a sequence that a lane processes, a multiple of 4
 
 #include "filter.cuh"
 #include "silu.cuh"
 
 constexpr int WARPS = 4;
 
-//-silu'(x) / LOG2E as a function of y = -LOG2E x. Filters scaled by -LOG2E give y, so that exp(-x) = exp2(y) needs no
-//further product. In du the two factors cancel, because s_g and the filter contain one each; dweight and dbias are
-//rescaled at the end. With s = sigmoid(x) and LN2 = 1 / LOG2E, silu'(x) = s + s (1 - s) x, x = -LN2 y:
+// -silu'(x) / LOG2E as a function of y = -LOG2E x. Filters scaled by -LOG2E give y, so that exp(-x) = exp2(y) needs no
+// further product. In du the two factors cancel, because s_g and the filter contain one each; dweight and dbias are
+// rescaled at the end. With s = sigmoid(x) and LN2 = 1 / LOG2E, silu'(x) = s + s (1 - s) x, x = -LN2 y:
 //  -LN2 silu'(x) = s (-LN2 + LN2^2 y (1 - s))
 DEVICE float scaled_slope(float y) {
     constexpr float LN2 = 1 / LOG2E;

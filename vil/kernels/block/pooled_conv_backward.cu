@@ -7,8 +7,8 @@
 //   dweight_0[i] = sum_t u(t) s_0(t + BACK - i)      dbias_g = sum_t s_g(t)
 //   dweight_1[i] = sum_t u(t) s_1(t - BACK + i)
 //
-//Macros and letters are those of pool.cu, with up to 2 neighbouring channels per thread.
-//stretch: number of tokens that a CTA processes at a time, a multiple of 4 up to SEGMENT    parts: CTAs per channel
+// Macros and letters are those of pool.cu, with up to 2 neighbouring channels per thread.
+// stretch: number of tokens that a CTA processes at a time, a multiple of 4 up to SEGMENT    parts: CTAs per channel
 
 #include "along_lines.cuh"
 

@@ -5,7 +5,7 @@
 //
 //  1. Data written in interval i is read in interval i + 1 or later, and overwritten in a later interval than that of
 //     its last read. If n buffers are used in turn (i % n) and data is read until interval i + m, n > m is required.
-//  2. The thread that started copies (async_copies.cuh) waits for them before barrier i; after it, all threads see them.
+//  2. The thread that started copies (async_copies.cuh) waits for them before barrier i; then all threads see them.
 //     The copy of tile i + STAGES - 1 starts in interval i and overwrites tile i - 1, which no thread reads after
 //     barrier i.
 //  3. After __syncwarp, the lanes of a warp see each other's writes: data of a single warp needs no other barrier.

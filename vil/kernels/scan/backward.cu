@@ -1,29 +1,30 @@
-// Gradients of the scan, from dy and the states between chunks of CHUNK tokens that forward kept. For each chunk of a
+// Gradients of the scan from dy and the states between chunks of CHUNK tokens, which forward saved. For each chunk of a
 // segment, from the last to the first:
-//   1. `sweep_forward` scans it once more, saving the state before every half tile (`Restart`);
-//   2. `sweep_backward`, for each half tile, from the last to the first: scans it again, keeping what the gradients
-//      need of each token in registers (`Kept`; S_t gives dq_t = sum over channels of dy_t S_t), then walks back
-//      through it with G = dL/dS_t:
-//        G += dy_t q_t;  sums over states and channels;  G = decay_t G          (recurrences.cuh)
-// dx and the step logits' gradient take sums over states, which lanes share; dk and dq sums over channels, which lanes,
-// warps and CTAs share. Both go through shared memory, half a tile at once, which takes a third of the instructions of
-// shuffles. No atomics: CTAs write sums over their channels, and `reduce_partials` adds these in a fixed order.
+//  1. `sweep_forward` repeats the scan and saves the state before every half tile (`Restart`);
+//  2. `sweep_backward` processes the half tiles from the last to the first. It repeats a half tile's scan and keeps
+//     what the gradients need of each token in registers (`Kept`; S_t gives dq_t = sum over channels of dy_t S_t). Then
+//     it goes through the half tile backwards with G = dL/dS_t:
+//       G += dy_t q_t;  sums over states and channels;  G = decay_t G          (recurrences.cuh)
+// dx and the gradient of the step logits require sums over states, which are distributed over lanes; dk and dq require
+// sums over channels, which are distributed over lanes, warps and CTAs. Both are exchanged through shared memory for
+// half a tile at once, which takes a third of the instructions of shuffles. There are no atomics: each CTA writes the
+// sums over its channels, and `reduce_partials` adds them in a fixed order.
 //
-// A lane has 4 states of DL channels (lanes.cuh), which makes its sums over states and over channels equally short.
-// Warps have channels of their own, and share keys, queries, and the sums over channels. Their barriers:
-//   chunk    __syncthreads; keys and queries to shared memory; __syncthreads
-//   tile     copies and step sizes; __syncwarp; its halves; __syncthreads; all threads add the warps' dk and dq
-//   half     rescan; __syncwarp; dq; __syncwarp; walk back; __syncwarp; dk, dx, dstep_logit; __syncwarp
-// The warps' sums of dk and dq have two buffers, so that one barrier a tile is enough (rule 1 of cuda/pipeline.cuh).
-// The rest is a warp's own (rule 3).
+// A lane has 4 states of DL channels (lanes.cuh), so that sums over states and over channels are equally short. Each
+// warp has its own channels; warps share keys, queries, and sums over channels. Barriers:
+//  chunk    __syncthreads; keys and queries to shared memory; __syncthreads
+//  tile     copies and step sizes; __syncwarp; its halves; __syncthreads; all threads add the warps' dk and dq
+//  half     repeated scan; __syncwarp; dq; __syncwarp; backwards; __syncwarp; dk, dx, dstep_logit; __syncwarp
+// The warps' sums of dk and dq have two buffers, so that one barrier per tile is sufficient (rule 1 of
+// cuda/pipeline.cuh). All other data belongs to a single warp (rule 3).
 //
-// Registers and shared memory are dealt so that 12 warps fit on a multiprocessor of an H200. docs/kernels/
-// scan-backward.md draws tiles, lanes and buffers, and says what was tried.
+// The numbers of registers and bytes of shared memory allow 12 warps on a multiprocessor of an H200.
+// docs/kernels/scan-backward.md has diagrams of tiles, lanes and buffers, and lists alternatives that were tried.
 
 #include "backward_sums.cuh"
 #include "backward_reduce.cuh"
 
-// S over half a tile, keeping nothing
+// S over half a tile, without keeping anything
 DEVICE void scan_half(States &S, const Tile &tile, int first, const States &A, const Position &at) {
     UNROLLED for (int j = 0; j < HALF; j++) {
         Token t(tile, first + j, at);
@@ -33,9 +34,9 @@ DEVICE void scan_half(States &S, const Tile &tile, int first, const States &A, c
     }
 }
 
-// S over half a tile, keeping what the gradients need, with dq of each token over the lane's channels; returns the last
-// token, with which the way back begins. Here and below a token is loaded before the one ahead of it stores its sums,
-// as the compiler lets no load overtake a store.
+// S over half a tile, keeping what the gradients need, and dq of each token over the lane's channels. Returns the last
+// token, with which the backward direction starts. Here and below, a token is loaded before the sums of the previous
+// token are stored, because the compiler does not move a load before a store.
 DEVICE Token rescan(States &S, Kept (&kept)[HALF], const Tile &tile, int first, const States &A, const Position &at) {
     Token t(tile, first, at);
     UNROLLED for (int j = 0; j < HALF; j++) {
@@ -52,8 +53,8 @@ DEVICE Token rescan(States &S, Kept (&kept)[HALF], const Tile &tile, int first, 
     return t;
 }
 
-// G from behind half a tile, of which t is the last token, to before it, with each token's sums over the lane's
-// channels and states
+// G from after half a tile, whose last token is t, to before it, and each token's sums over the lane's channels and
+// states
 DEVICE void walk_back(States &G, States &dA, const Kept (&kept)[HALF], Token t, const Tile &tile, int first,
                       const States &A, const Position &at) {
     UNROLLED for (int j = HALF - 1; j >= 0; j--) {
@@ -73,8 +74,9 @@ DEVICE void walk_back(States &G, States &dA, const Kept (&kept)[HALF], Token t, 
     }
 }
 
-// Keys and queries of a chunk, from registers to shared memory; those of its first KEY_TOKENS are on their way already.
-// Half tiles are scanned whole: keys behind the last token reach no result, unless they are no numbers.
+// Keys and queries of a chunk, from registers to shared memory; those of the first KEY_TOKENS are already being loaded.
+// Half tiles are always scanned completely: keys after the last token do not affect results unless they are NaN or
+// infinite.
 DEVICE void put_keys(CtaMemory &cta, KeysInFlight<KEY_TOKENS, 32 * WARPS> &keys, int start, int tokens) {
     keys.put(cta.keys);
 #pragma unroll 1
@@ -84,19 +86,19 @@ DEVICE void put_keys(CtaMemory &cta, KeysInFlight<KEY_TOKENS, 32 * WARPS> &keys,
     }
 }
 
-// Both sweeps through a chunk read and write these
+// State that both sweeps through a chunk use
 struct Sweep {
     CtaMemory &cta;
     WarpMemory &warp;
     TileQueue &queue;
     const Position &at;
     const States &A;
-    // the states before every half tile; indexed at run time, so in local memory, which suits states that a lane keeps
-    // for itself and needs rarely
+    // the states before each half tile; indexed at run time and therefore in local memory, which is suitable for states
+    // that are private to a lane and rarely used
     Restart<Element> (&before)[2 * TILES];
 };
 
-// From the state S before a chunk to that before its last tile
+// Advances S from before a chunk to before its last tile
 DEVICE void sweep_forward(States &S, const Sweep &of, int tiles) {
 #pragma unroll 1
     for (int i = 0; i < tiles - 1; i++) {
@@ -110,7 +112,7 @@ DEVICE void sweep_forward(States &S, const Sweep &of, int tiles) {
     of.before[2 * tiles - 2].save(S);
 }
 
-// From G behind a chunk to that before it, with the gradients of all its tokens
+// Moves G from after a chunk to before it, and computes the gradients of all its tokens
 DEVICE void sweep_backward(States &S, States &G, States &dA, ChannelSums &channel_sums, int &buffer, const Sweep &of,
                            int tiles, int start, int end, const Gradients &to) {
 #pragma unroll 1
@@ -125,7 +127,7 @@ DEVICE void sweep_backward(States &S, States &G, States &dA, ChannelSums &channe
             __syncwarp();
             finish_keys(of.warp, true, half * HALF, buffer, of.at);
             __syncwarp();
-            // S is free until the next half: time to fetch what that starts from
+            // S is unused until the next half, so its starting state is loaded now
             of.before[max(2 * i + half - 1, 0)].restore(S);
             walk_back(G, dA, kept, last, tile, half * HALF, of.A, of.at);
             __syncwarp();
@@ -139,7 +141,7 @@ DEVICE void sweep_backward(States &S, States &G, States &dA, ChannelSums &channe
     }
 }
 
-// dskip, dstep_bias and dA of the segment, in its row: the former two as (G, 2, D), then dA as (G, D, N)
+// Writes dskip, dstep_bias and dA of the segment to its row: the first two as (G, 2, D), then dA as (G, D, N)
 DEVICE void store_channel_sums(float *row, const ChannelSums &sums, const States &dA, i64 directions, i64 D,
                                const Position &at) {
     i64 channels = directions * 2 * D;
@@ -155,9 +157,10 @@ DEVICE void store_channel_sums(float *row, const ChannelSums &sums, const States
     }
 }
 
-// dstep_logits may be step_logits: a warp writes its channels of a tile when it has read them for the last time, and
-// nobody else reads them. `final_gradients` are those behind all segments but the last. `channel_partials` get a row
-// for each sequence and segment, `key_partials` dk and dq (CTAs of a sequence, G, B, L, 2, N).
+// dstep_logits may be the same memory as step_logits: a warp overwrites its channels of a tile after reading them for
+// the last time, and no other warp reads them. `final_gradients` are the G after each segment except the last.
+// `channel_partials` receive a row for each sequence and segment, `key_partials` dk and dq (CTAs of a sequence, G, B,
+// L, 2, N).
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS)
 scan_backward(TOKENS(const Element, dy), TOKENS(const Element, x), TOKENS(const Element, step_logits),
               TOKENS(const Element, k), TOKENS(const Element, q), const float *__restrict__ A,
@@ -172,7 +175,7 @@ scan_backward(TOKENS(const Element, dy), TOKENS(const Element, x), TOKENS(const 
 
     Cut cut(L, segment_chunks);
     Position at(B, D, cut.segments);
-    i64 loaded_d = min(at.d, D - DL);  // channels that exist
+    i64 loaded_d = min(at.d, D - DL);  // clamped to existing channels
     bool backwards = reverse >> at.g & 1;
     TileCopies<WARP_CHANNELS> copies(at.warp_d, D);
     Input dys(TOKENS_OF(dy), at.g, at.b, L, backwards);

@@ -1,12 +1,12 @@
-// Shared memory of backward.cu, and what it takes of local memory.
+// Shared memory of backward.cu, and its use of local memory.
 
 #include "lanes.cuh"
 
 constexpr int TILES = CHUNK / TILE, HALF = TILE / 2;
-constexpr int KEY_TOKENS = 256 * WARPS / N < CHUNK ? 256 * WARPS / N : CHUNK;  // whose keys are on their way at once
+constexpr int KEY_TOKENS = 256 * WARPS / N < CHUNK ? 256 * WARPS / N : CHUNK;  // tokens whose keys are loaded together
 static_assert(NL == 4);
 
-// Rows in shared memory are so long that lanes that store or load side by side meet different banks
+// The length of rows in shared memory is chosen so that simultaneous accesses use different banks
 constexpr int ROW = WARP_CHANNELS + 8;
 constexpr int PART_SUMS = 4 * GROUPS + 8, CHANNEL_SUMS = PARTS * PART_SUMS + 4, STATE_SUMS = PARTS * ROW + 8;
 
@@ -17,15 +17,15 @@ struct Channels {
 };
 
 struct WarpMemory {
-    Channels stage[STAGES];  // the tile that is worked on and those on their way
+    Channels stage[STAGES];  // the current tile and those being copied
     alignas(16) float skip[WARP_CHANNELS];
     alignas(16) float bias[WARP_CHANNELS];
     alignas(16) float step_size[TILE][ROW];
     alignas(16) float slope[TILE][ROW];
-    alignas(16) float channel_sums[HALF][CHANNEL_SUMS];  // dq, then dk over each lane's channels
-    alignas(16) float state_sums[2][HALF][STATE_SUMS];   // sum_x and sum_step_size over each lane's states
-    alignas(16) float dkeys[2][TILE][2][N];              // dk and dq over the warp's channels, of two tiles
-    alignas(16) float norm[2][TILE];                     // dL/d(k.k) over the warp's channels
+    alignas(16) float channel_sums[HALF][CHANNEL_SUMS];  // dq, then dk, over each lane's channels
+    alignas(16) float state_sums[2][HALF][STATE_SUMS];  // sum_x and sum_step_size over each lane's states
+    alignas(16) float dkeys[2][TILE][2][N];  // dk and dq over the warp's channels, for two tiles
+    alignas(16) float norm[2][TILE];  // dL/d(k.k) over the warp's channels
 };
 
 struct CtaMemory {
@@ -43,12 +43,13 @@ DEVICE unsigned half_and_byte_twice(unsigned halves, int half, unsigned bytes, i
     return __byte_perm(halves, bytes, (half ? 0x3200 : 0x1000) + 0x11 * (4 + byte));
 }
 
-// States to start from again, in 24 bits for 16-bit inputs: those of all warps on a GPU are about the size of its L2,
-// so bytes count; in 16 bits gradients that are sums over tokens would lose more than the inputs have.
+// Saved states, in 24 bits for 16-bit inputs. The states of all warps on a GPU are about as large as its L2 cache, so
+// their size matters; with 16 bits, gradients that are sums over tokens would lose more precision than the inputs have.
 template <class Type>
 struct alignas(4 * DL) Restart {
     static constexpr int STATES_OF_LANE = NL * DL;
-    unsigned high[STATES_OF_LANE / 2], low[STATES_OF_LANE / 4];  // the upper 16 bits of each, and the 8 behind them
+    // the upper 16 bits of each state, and the following 8 bits
+    unsigned high[STATES_OF_LANE / 2], low[STATES_OF_LANE / 4];
     INLINE void save(const States &S) {
         unsigned bits[STATES_OF_LANE];
         UNROLLED for (int i = 0; i < STATES_OF_LANE; i++) bits[i] = __float_as_uint(S[i / DL][i % DL]);
@@ -56,7 +57,7 @@ struct alignas(4 * DL) Restart {
         UNROLLED for (int i = 0; i < STATES_OF_LANE; i += 4)
             low[i / 4] = lower_halves(third_bytes(bits[i], bits[i + 1]), third_bytes(bits[i + 2], bits[i + 3]));
     }
-    // the 8 bits stand for those that were left out, too
+    // the 8 bits also replace the bits that were dropped
     INLINE void restore(States &S) const {
         UNROLLED for (int i = 0; i < STATES_OF_LANE; i++)
             S[i / DL][i % DL] = __uint_as_float(half_and_byte_twice(high[i / 2], i % 2, low[i / 4], i % 4));

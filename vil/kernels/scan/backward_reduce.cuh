@@ -1,8 +1,8 @@
-// Adds up what backward.cu's CTAs leave in parts.
+// Adds the partial sums of backward.cu's CTAs.
 
 #include "lanes.cuh"
 
-// of what nobody reads again, which caches need not keep
+// load data that is not read again and need not stay in caches
 DEVICE Floats<4> load_once(const float *p) {
     Floats<4> v;
     asm volatile("ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -11,7 +11,7 @@ DEVICE Floats<4> load_once(const float *p) {
     return v;
 }
 
-// Sums of what CTAs wrote, in a fixed order, all in one launch of CTAs of 256 threads: the columns of the `rows` of
+// Sums of the CTAs' results in a fixed order, in one launch of CTAs of 256 threads: first the columns of the `rows` of
 // `channel_partials`, where 8 threads share a sum; then dk and dq of every token over the `key_parts` CTAs of its
 // channels, where a thread adds 4 states
 extern "C" __global__ void reduce_partials(const float *key_partials, Element *dk, Element *dq, i64 key_parts,
@@ -34,7 +34,7 @@ extern "C" __global__ void reduce_partials(const float *key_partials, Element *d
     } else {
         i64 i = (blockIdx.x - row_ctas) * 256 + threadIdx.x;
         if (i >= key_items) return;
-        constexpr int TOGETHER = 6;  // parts on their way at once
+        constexpr int TOGETHER = 6;  // parts that are loaded at the same time
         Floats<4> sum = {};
         for (i64 first = 0; first < key_parts; first += TOGETHER) {
             Floats<4> parts[TOGETHER] = {};

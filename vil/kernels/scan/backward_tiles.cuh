@@ -1,9 +1,9 @@
-// backward.cu's tiles: the order in which they are copied and worked on, their step sizes, and what a lane reads.
+// backward.cu's tiles: the order in which they are copied and processed, their step sizes, and a lane's reads.
 
 #include "backward_memory.cuh"
 
-// The step sizes of the warp's channels of a tile, and with `gradients` their slopes: a lane computes those of its
-// channels of every PARTS-th token, which lanes of the other parts will read
+// The step sizes of the warp's channels of a tile and, with `gradients`, their slopes. A lane computes those of its
+// channels for every PARTS-th token; lanes of the other parts read them, too
 DEVICE void prepare_step_sizes(bool gradients, WarpMemory &warp, const Channels &tile, const float *kk,
                                const Position &at) {
     constexpr int ITEMS = TILE / PARTS > 0 ? TILE / PARTS : 1;
@@ -25,7 +25,7 @@ DEVICE void prepare_step_sizes(bool gradients, WarpMemory &warp, const Channels 
     }
 }
 
-// A tile that is worked on, which has its keys and queries from token `start` of the chunk on
+// The current tile, whose keys and queries start at token `start` of the chunk
 struct Tile {
     const Keys<CHUNK> &keys;
     WarpMemory &warp;
@@ -33,17 +33,18 @@ struct Tile {
     int start;
 };
 
-// The warp's tiles of a segment in the order in which they are worked on: of each chunk, from the last to the first,
-// with tiles 0 to n - 1, first 0 to n - 2 forwards, only to save states, then n - 1 to 0 with dy, for the gradients
+// The warp's tiles of a segment in the order of processing. For each chunk, from the last to the first, with tiles 0 to
+// n - 1: first 0 to n - 2 forwards, only to save states, then n - 1 to 0 with dy, for the gradients
 struct TileQueue {
     TileCopies<WARP_CHANNELS> copies;
     Input dys, xs, step_logits;
     int segment_start, end;  // tokens
-    // what is copied next: tile tiles - 1 - |next_tile| of the chunk, with dy unless next_tile < 0
+    // tile that is copied next: tiles - 1 - |next_tile| of the chunk, with dy unless next_tile < 0
     int chunk_start, tiles, next_tile;
-    int stage;  // of the tile that is worked on
+    int stage;  // stage of the current tile
 
-    // Starts to copy the next tile; an empty group behind the last, so that waiting for groups counts tiles
+    // Starts copying the next tile; after the last tile it starts an empty group, so that waiting for groups counts
+    // tiles
     INLINE void copy_next(Channels &to) {
         if (chunk_start >= segment_start) {
             int t0 = chunk_start + (tiles - 1 - abs(next_tile)) * TILE;
@@ -58,8 +59,8 @@ struct TileQueue {
         }
         commit_copies();
     }
-    // The next tile, with step sizes and for `gradients` slopes. Behind the first __syncwarp what each lane has copied
-    // is there for all, and all are done with the tile before, in whose place another is copied.
+    // Moves to the next tile and computes step sizes and, with `gradients`, slopes. After the first __syncwarp, all
+    // lanes see what each lane has copied, and no lane uses the previous tile any more, which is overwritten.
     INLINE Tile next(bool gradients, int start, CtaMemory &cta, WarpMemory &warp, const Position &at) {
         wait_for_copies<STAGES - 2>();
         __syncwarp();
@@ -71,8 +72,8 @@ struct TileQueue {
     }
 };
 
-// The lane's part of token j of a tile. x and dy are widened when they are read, which takes less shared memory
-// than keeping them in fp32.
+// The lane's part of token j of a tile. x and dy are converted to fp32 when they are read, which takes less shared
+// memory than storing them in fp32.
 struct Token {
     Floats<4> k, q;
     Floats<DL> x, step_size, dy;

@@ -1,32 +1,32 @@
 // The forward scan of Longhorn for 16-bit inputs with 16 states, two tokens at a time on tensor cores. Step sizes e and
-// inputs x belong to a channel, k and a = k^2 to a state. Over tokens 0 and 1
+// inputs x are per channel, k and a = k^2 per state. For tokens 0 and 1
 //   S_2 = A S_0 + B        A = 1 - e_0 a_0 - e_1 a_1 + (e_0 e_1) (a_0 a_1)
 //                          B = (e_0 x_0) k_0 + (e_1 x_1) k_1 - (e_1 e_0 x_0) (a_1 k_0)
-// so A and B are products of matrices, (channels, 3) times (3, states), which tensor cores do, and what is left is one
-// FFMA for a state and two tokens. Outputs are products too, of the states before a pair:
+// so A and B are products of matrices, (channels, 3) times (3, states), which tensor cores compute. One FFMA per state
+// and two tokens remains. Outputs are also products, with the states before a pair:
 //   y_1 = S_2 q_1          y_0 = S_0 q_0 - e_0 (S_0 (a_0 q_0)) + (e_0 x_0) (k_0 q_0)
-// docs/kernels/mathematics.md derives this and says which number is rounded to what. A token that is no number spoils
-// up to four before it as well, in its channel or, if it is a key, in all.
+// docs/kernels/mathematics.md derives this and specifies the rounding. A NaN or infinite token also affects up to four
+// tokens before it: in its channel, or in all channels if it is a key.
 //
-// Warps (docs/kernels/scan-forward.md draws them, their layouts and buffers):
-//   consumers            CONSUMERS of them scan 16 channels each                            (forward_mma_consumer.cuh)
-//   copier               (one) copies tiles to shared memory, and y to where it belongs       (forward_mma_copier.cuh)
-//   state producers      factors of states, from keys and queries                             (forward_mma_states.cuh)
-//   channel producers    factors of channels, in units of 8 tokens of a consumer's channels (forward_mma_channels.cuh)
+// Warps (docs/kernels/scan-forward.md has diagrams, layouts and buffers):
+//  consumers            CONSUMERS warps, which scan 16 channels each                         (forward_mma_consumer.cuh)
+//  copier               one warp, copies tiles to shared memory and y to global memory         (forward_mma_copier.cuh)
+//  state producers      factors of states, from keys and queries                               (forward_mma_states.cuh)
+//  channel producers    factors of channels, in units of 8 tokens of a consumer's channels   (forward_mma_channels.cuh)
 //
-// All meet at one __syncthreads for a tile. For n tiles, of which the last holds the token behind the segment (y of the
-// last token may need the product of the pair behind it), there are barriers 0 to n. In interval j, which follows
+// All warps meet at one __syncthreads per tile. For n tiles, of which the last contains the token after the segment (y
+// of the last token may need the product of the pair after it), there are barriers 0 to n. In interval j, which follows
 // barrier j,
 //
-//   copier               tile j + STAGES - 1 on its way, to where tile j - 1 was; tile j + 3 has arrived before j + 1
-//   state producers      tile j + 2's keys          to states[(j + 2) % 3]
-//   channel producers    tile j + 1's x and step logits, norms of states[(j + 1) % 3]       to channels[(j + 1) % 2]
-//   consumers            states[j % 3] and channels[j % 2] of tile j (they come to barrier j + 1 when all is read,
-//                        with two pairs still to compute)     to y[j % 3], whose last 8 tokens are there before j + 2
-//   copier               y of tile j - 2
+//  copier               starts tile j + STAGES - 1 in place of tile j - 1; tile j + 3 has arrived before barrier j + 1
+//  state producers      tile j + 2's keys          to states[(j + 2) % 3]
+//  channel producers    tile j + 1's x and step logits, norms of states[(j + 1) % 3]       to channels[(j + 1) % 2]
+//  consumers            states[j % 3] and channels[j % 2] of tile j     to y[j % 3], whose last 8 tokens are written
+//                       before barrier j + 2 (consumers pass barrier j + 1 with two pairs still to compute)
+//  copier               y of tile j - 2
 //
-// which has as many buffers as rule 1 of cuda/pipeline.cuh asks for. Before barrier 0 the producers meet twice among
-// themselves (`sync_producers`): tiles 0 and 1 have arrived; the states of both are prepared.
+// The numbers of buffers are those of rule 1 of cuda/pipeline.cuh. Before barrier 0 the producers have two barriers of
+// their own (`sync_producers`): tiles 0 and 1 have arrived; the states of both are prepared.
 
 #include "forward_mma_copier.cuh"
 #include "forward_mma_states.cuh"
@@ -46,7 +46,7 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, step_logits), TOKEN
     Position at(B, D, cut.segments);
     bool backwards = reverse >> at.g & 1;
     int begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
-    // what belongs to no pair or is no query's stays zero
+    // entries without a pair or query stay zero
     for (int i = threadIdx.x * 16; i < int(sizeof cta.states + sizeof cta.channels); i += THREADS * 16)
         store((float *)((char *)cta.states + i), Floats<4>{});
     __syncthreads();

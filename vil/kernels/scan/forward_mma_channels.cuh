@@ -1,16 +1,17 @@
-// forward_mma.cu's channel producers: the factors of channels, from x, step logits (or with a RANK the step) and norms.
+// forward_mma.cu's channel producers: factors of channels, from x, step logits (or the step, with a RANK) and norms.
 
 #include "forward_mma_memory.cuh"
 
-// The factors of 8 tokens (a span of the tile) of a consumer's channels: a lane takes pair p of channels c and c + 8
+// The factors of 8 tokens (a span of the tile) of a consumer's channels; a lane computes pair p of channels c and c + 8
 struct ChannelProducer {
-    static constexpr int RANK_OCTETS = RANK / 8, LOADS = (RANK_OCTETS + 3) / 4;  // of the step's columns; of 4 octets
-    // where it reads and writes, and what it keeps: `last` is what to add to y of the last token before the tile,
-    // `weights` are step_proj's columns 2 p and 2 p + 1 of each 8, of channels c and c + 8
+    // octets of the step's columns; loads of 4 octets
+    static constexpr int RANK_OCTETS = RANK / 8, LOADS = (RANK_OCTETS + 3) / 4;
+    // addresses and values of the lane: `last` is what is added to y of the last token before the tile, `weights` are
+    // step_proj's columns 2 p and 2 p + 1 of each 8, for channels c and c + 8
     int consumer, span, from, decay[2], drive[3], add[2];
     float skip[2], bias[2], last[2];
     unsigned weights[RANK_OCTETS + 1][2];
-    // what it has read of a tile, x and step logits of channels c and c + 8 or the step; and factors to be written
+    // inputs of a tile (x and step logits of channels c and c + 8, or the step), and factors to be written
     unsigned values[RANK ? 2 : 4], step[LOADS + 1][4];
     Floats<4> norm;
     float kq;
@@ -27,7 +28,7 @@ struct ChannelProducer {
         UNROLLED for (int f = 0; f < 3; f++)
             drive[f] = (quad * 32 + drive_slot(quad, at.c, f)) * 4 + pair % 2 * 2;
         UNROLLED for (int odd = 0; odd < 2; odd++) {
-            int row = (2 * pair + odd + 1) % TILE;  // the tile's last is the first of the next tile's
+            int row = (2 * pair + odd + 1) % TILE;  // the tile's last token is in the first row of the next tile
             add[odd] = (row * 8 + add_slot(2 * pair + odd, at.c)) * 2;
         }
         asm("" : "+r"(from), "+r"(decay[0]), "+r"(decay[1]), "+r"(drive[0]), "+r"(drive[1]), "+r"(drive[2]),
@@ -51,11 +52,11 @@ struct ChannelProducer {
         }
         norm = load<4>(states.norm[4 * span + at.p]), kq = states.norm[4 * span + at.p][4];
     }
-    // divided by `scale`, where `norm` is `scale` times 1 + k.k
+    // divided by `scale`, because `norm` is `scale` times 1 + k.k
     DEVICE float step_size(float step_logit, float bias, float norm, float scale) {
         return reciprocal(fmaf(exp2_fast(fmaf(-LOG2E, step_logit, bias)), scale, norm));
     }
-    // step (8 tokens, RANK) step_proj^T (RANK, 16 channels), transposed: rows are channels, as for what lanes have of x
+    // step (8 tokens, RANK) step_proj^T (RANK, 16 channels), transposed: rows are channels, as in the lanes' part of x
     INLINE void project(Floats<2> (&step_logits)[2]) const {
         if constexpr (RANK_OCTETS % 2) {
             float product[4];
@@ -102,7 +103,7 @@ struct ChannelProducer {
     }
 };
 
-// The loop of a channel producer that has UNITS, from `first` on
+// The loop of a channel producer with UNITS units, from `first` on
 template <int UNITS>
 DEVICE void produce_channels(CtaMemory &cta, int first, const float *skip, const float *step_bias,
                              const Element *step_proj, i64 D, int begin, int end, const Position &at) {
@@ -113,7 +114,7 @@ DEVICE void produce_channels(CtaMemory &cta, int first, const float *skip, const
     int stage = 0, states = 0, buffer = 0;
 #pragma unroll 1
     for (int t0 = begin;; t0 += TILE) {
-        // side by side, as each is a long chain of instructions
+        // interleaved, because each is a long chain of instructions
         UNROLLED for (int i = 0; i < UNITS; i++) units[i].read(cta.tiles[stage], cta.states[states], at);
         UNROLLED for (int i = 0; i < UNITS; i++) units[i].compute(at);
         UNROLLED for (int i = 0; i < UNITS; i++) units[i].write(cta.channels[buffer]);

@@ -1,12 +1,12 @@
-// forward_mma.cu's copier: one warp that copies tiles to shared memory, and y from there to where it belongs.
+// forward_mma.cu's copier: one warp that copies tiles to shared memory, and y from there to global memory.
 
 #include "forward_mma_memory.cuh"
 
-// Copies of COUNT vectors of 8 elements by one warp, whose lanes remember where each of theirs is from and goes.
-// (TileCopies need less, but rows of at most 32 vectors that divide 32.)
+// Copies of COUNT vectors of 8 elements by one warp, whose lanes keep the addresses of their vectors in registers.
+// (TileCopies need fewer registers, but the number of vectors in a row must divide 32.)
 template <int COUNT>
 struct VectorCopies {
-    static constexpr int ITEMS = (COUNT + 31) / 32, NEVER = 1 << 30;  // a token behind any end
+    static constexpr int ITEMS = (COUNT + 31) / 32, NEVER = 1 << 30;  // a token index after any end
     struct Item {
         Input source;
         int token, to;
@@ -14,9 +14,10 @@ struct VectorCopies {
     Item items[ITEMS];
     INLINE void set(int i, const Input &source, int column, int token, int to) {
         items[i] = {source.from(column), token, to};
-        asm("" : "+r"(items[i].to), "+r"(items[i].token));  // or the compiler would compute them for every tile
+        // otherwise the compiler would recompute them for every tile
+        asm("" : "+r"(items[i].to), "+r"(items[i].token));
     }
-    // from token t0 on, of which those from `begin` to `end` exist; zeros for the others
+    // copy from token t0 on; tokens from `begin` to `end` exist, others become zeros
     INLINE void start(Element *tile, int t0, int begin, int end) const {
         UNROLLED for (int i = 0; i < ITEMS; i++) {
             int t = t0 + items[i].token;
@@ -25,7 +26,7 @@ struct VectorCopies {
         }
     }
 };
-// COLUMNS of a tile's tokens, of which `width` exist
+// COLUMNS columns of a tile's tokens, of which `width` exist
 template <int COLUMNS, bool SWIZZLES>
 struct TokenCopies : VectorCopies<TILE * COLUMNS / 8> {
     INLINE TokenCopies(const Input &source, i64 width, int lane) {
@@ -45,7 +46,7 @@ struct KeyCopies : VectorCopies<(2 * TILE + 1) * N / 8> {
     }
 };
 
-// y of a tile, from the token before it on, from shared memory to where it belongs, for one warp
+// Copies y of a tile, starting with the token before it, from shared to global memory, by one warp
 struct Results {
     static constexpr int ROW = CTA_CHANNELS / 8, ITEMS = TILE * ROW / 32, NEVER = 1 << 30;
     static_assert(TILE * ROW % 32 == 0);

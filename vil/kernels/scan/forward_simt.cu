@@ -1,8 +1,8 @@
-// The forward scan without tensor cores: for a segment's tokens, from the state before it,
+// The forward scan without tensor cores. For the tokens of a segment, starting with the state before it, it computes
 //   S_t = decay_t S_{t-1} + drive_t        y_t = sum over states of q_t S_t, + skip x_t
-// and S before every chunk but the first, which backward starts from. A warp has GROUPS groups of DL channels of one
-// segment (lanes.cuh); warps share nothing but keys, queries and the barrier of each tile (simt_scan.cuh).
-// `initial_states` are those before the second segment and later ones.
+// and saves S before every chunk except the first, from which backward starts. A warp has GROUPS groups of DL channels
+// of one segment (lanes.cuh); warps share only keys, queries and the barrier of each tile (simt_scan.cuh).
+// `initial_states` are those before each segment except the first.
 
 #include "simt_scan.cuh"
 
@@ -25,7 +25,7 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, step_logits), TOKEN
 
     States lane_A, S = {};
     load_A(lane_A, A, at, D);
-    // of the lanes that share a channel the first adds the skip connection
+    // the first lane of a channel adds the skip connection
     Floats<DL> lane_skip = skip && at.valid && at.part == 0 ? load<DL>(skip + at.g * D + at.d) : Floats<DL>{};
     if (at.segment > 0 && at.valid)
         load_states(
@@ -35,8 +35,8 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, step_logits), TOKEN
         if (keep && at.valid && t > 0) store_states(chunk_state, S, D);
         chunk_state += N * D;
     };
-    // Sums over the lanes of a channel: with each exchange a lane passes on half of its tokens and takes the other half
-    // of those of its partner, until it has few tokens but their whole sums
+    // Sums over the lanes of a channel: in each exchange, a lane sends half of its tokens and receives the other half
+    // of its partner's, until it has the complete sums of few tokens
     auto finish = [&](Floats<DL> (&y)[UNROLL], int t, int left) {
         int count = UNROLL, first = 0;
         UNROLLED for (int bit = 1; bit < PARTS; bit *= 2) {
@@ -55,11 +55,11 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, step_logits), TOKEN
             if (at.valid && at.part < UNROLL && first + j < left)
                 store(ys.at(t + first + j), from_floats<Element>(y[j]));
     };
-    // the exchanges wait long for each other: where registers allow, the arithmetic of the next tokens fills the time
+    // exchanges have a long latency, which the arithmetic of the next tokens hides if there are enough registers
     Floats<DL> last_y[UNROLL] = {};
     int last_t = begin, last_left = 0;
     auto scan = [&](const Token (&tokens)[UNROLL], int t, int left) {
-        // several chains where a lane has few channels and nothing ahead, as it would else wait for each addition
+        // several chains if a lane has few channels and does not load ahead, to avoid waiting for each addition
         constexpr int CHAINS = !AHEAD && DL < 4 ? 4 / DL : 1;
         Floats<DL> y[UNROLL];
         if (AHEAD) finish(last_y, last_t, last_left);

@@ -1,8 +1,8 @@
-// The layout of the kernels without tensor cores: a lane has NL states of each of DL neighbouring channels in registers
-// from the first token to the last. PARTS = N / NL lanes share a group of DL channels; the warp has GROUPS of them. Of
-// a lane's number, bit 0 and the bits from 2 on say which part of the states it has, bit 1 and the highest ones which
-// group, for shared memory serves a vector twice as fast if each lane has the same address as its neighbour or the one
-// after. With 4 parts and 8 groups:
+// The layout of kernels without tensor cores: a lane has NL states of each of DL neighbouring channels in registers
+// during the whole scan. PARTS = N / NL lanes share a group of DL channels; a warp has GROUPS groups. In the index of a
+// lane, bit 0 and the bits from 2 on select its part of the states; bit 1 and the highest bits select its group. This
+// is because shared memory serves vectors twice as fast if each lane has the same address as its neighbour or the lane
+// after it. With 4 parts and 8 groups:
 //
 //     lane    0  1  2  3  4  5  6  7  8  9 10 ...        states NL part .. NL part + NL - 1
 //     part    0  1  0  1  2  3  2  3  0  1  0 ...        channels DL group .. DL group + DL - 1 of the warp's
@@ -13,15 +13,15 @@
 #include "tiles.cuh"
 
 constexpr int PARTS = N / NL, GROUPS = 32 / PARTS, WARP_CHANNELS = GROUPS * DL;
-constexpr int KEY_VECTORS = N / 4;  // of a key or query
+constexpr int KEY_VECTORS = N / 4;  // vectors of a key or query
 
 DEVICE int part_of(int lane) { return PARTS == 1 ? 0 : lane % 2 | (lane / 2 & PARTS - 2); }
 DEVICE int group_of(int lane) { return PARTS == 1 ? lane : lane / 2 % 2 | lane / (2 * PARTS) * 2; }
-// how far apart lanes are that differ in this bit of the part, or of the group
+// distance between lanes that differ in this bit of the part or group
 DEVICE constexpr int part_distance(int bit) { return bit == 1 ? 1 : 2 * bit; }
 DEVICE constexpr int group_distance(int bit) { return PARTS == 1 ? bit : bit == 1 ? 2 : bit * PARTS; }
 
-// A lane's position: the first of its warp's channels, of its own, also counted in the warp, and of its states
+// A lane's position: first channel of its warp, its own first channel (also counted within the warp), and first state
 struct Position : GridPosition {
     i64 warp_d, d;
     int lane, part, group, c, n;
@@ -37,7 +37,7 @@ struct Position : GridPosition {
     }
 };
 
-// States, their gradients or decays, of a lane; in memory rows of channels
+// States of a lane, or their gradients or decays; rows of channels in memory
 typedef float States[NL][DL];
 
 DEVICE void fill(States &S, float value) {
@@ -57,7 +57,7 @@ DEVICE void store_states(float *states, const States &S, i64 D) {
         store(states + n * D, v);
     }
 }
-// what makes a decay one exp2, of the lane's states; 0 for Longhorn
+// A of the lane's states, scaled such that a decay is one exp2; 0 for Longhorn
 DEVICE void load_A(States &lane_A, const float *A, const Position &at, i64 D) {
     UNROLLED for (int n = 0; n < NL; n++)
         UNROLLED for (int c = 0; c < DL; c++)
@@ -74,8 +74,9 @@ struct Keys {
     alignas(16) float kk[TOKENS];
 };
 
-// The same on its way from memory, in registers: a thread moves 4 neighbouring states of a key or query at a time,
-// always the same 4. Behind the last of `tokens` it is read again: what follows the last token reaches no result.
+// The same during the load, in registers: a thread loads 4 neighbouring states of a key or query at a time, always the
+// same 4. Threads behind the last of `tokens` load the last one again, because tokens after the last do not affect
+// results.
 template <int TOKENS, int THREADS>
 struct KeysInFlight {
     static constexpr int ROW = 2 * KEY_VECTORS, ITEMS = (TOKENS * ROW + THREADS - 1) / THREADS, APART = THREADS / ROW;
@@ -85,7 +86,7 @@ struct KeysInFlight {
     bool is_query, vectors;
     Pack<Element, 4> item[ITEMS];
 
-    // `vectors`: whether one load may read the 4
+    // `vectors`: whether one load may read all 4
     INLINE KeysInFlight(const Input &k, const Input &q, bool vectors, int thread)
         : source(thread / KEY_VECTORS % 2 ? q : k), first(thread / (2 * KEY_VECTORS)), n(thread % KEY_VECTORS * 4),
           is_query(thread / KEY_VECTORS % 2), vectors(vectors) {
@@ -100,7 +101,7 @@ struct KeysInFlight {
             UNROLLED for (int i = 0; i < ITEMS; i++) item[i] = gather4(p[i]);
         }
     }
-    // `keys` may have room for more tokens: these go from `start` on. SQUARED has k^2 in place of k
+    // `keys` may have room for more tokens; these are stored from `start` on. SQUARED stores k^2 instead of k
     template <bool SQUARED = false, int ROOM>
     INLINE void put(Keys<ROOM> &keys, int start = 0) const {
         float *to = is_query ? keys.q[start + first] : keys.k[start + first];

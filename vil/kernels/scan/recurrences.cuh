@@ -1,34 +1,34 @@
-// The two recurrences, for one state n of one channel d of a sequence; docs/kernels/mathematics.md derives them.
+// The two recurrences, for one state n of one channel d of a sequence, which docs/kernels/mathematics.md derives.
 // Compiled by NVRTC with these macros:
 //   INPUT           element type of the tensors: bf16, fp16 or float
 //   RECURRENCE      Longhorn or SelectiveStateSpace
 //   STATES          states N of a channel: 4, 8, 16, 32 or 64
-//   CHUNK           tokens between chunk states; the first state, which is 0, is none
+//   CHUNK           tokens between saved states; the initial state, which is 0, is not saved
 //   LANE_STATES     states of a channel that one lane holds (NL); STATES / LANE_STATES lanes share a channel
 //   LANE_CHANNELS   neighbouring channels of a lane (DL)
-//   TILE            tokens that are in shared memory together
+//   TILE            tokens of a tile in shared memory
 //   WARPS           warps of a CTA
-//   MIN_CTAS        CTAs that must fit on a multiprocessor, which bounds the registers
-//   CTA_BYTES       shared memory that the host gives a CTA
-//   STAGES          tiles that are worked on or on their way from memory
+//   MIN_CTAS        CTAs that must fit on a multiprocessor, which limits the registers
+//   CTA_BYTES       shared memory of a CTA, computed by the host
+//   STAGES          number of tiles in shared memory, being copied or processed
 //   VECTOR          channels that one instruction copies, as the alignment of the tensors allows
-// Letters: G directions, B batch, L tokens, D channels, N states. Tokens are counted in the order a direction reads
-// them. A step logit has its bias here.
+// Letters: G directions, B batch, L tokens, D channels, N states. Tokens are counted in the reading order of a
+// direction. Step logits include their bias here.
 //
-// Both are S_t = decay_t S_{t-1} + drive_t, and y_t the sum over n of q_t S_t. With G_t = dL/dS_t, which is
-// dy_t q_t + decay_{t+1} G_{t+1}, a recurrence gives
-//   step_size         of a step logit: eps of Longhorn, dt of Mamba
-//   slope             what the gradient of the step logit is in proportion to
-//   update            S_{t-1} to S_t; `Kept` is what the gradients need of it
-//   gradients         G_t to decay_t G_t, and what that adds to sums over states (sum_x, sum_step_size), channels (dk)
+// Both are S_t = decay_t S_{t-1} + drive_t, and y_t is the sum over n of q_t S_t. With G_t = dL/dS_t, which is
+// dy_t q_t + decay_{t+1} G_{t+1}, a recurrence provides
+//   step_size         step size of a step logit: eps of Longhorn, dt of Mamba
+//   slope             factor of the step logit's gradient
+//   update            computes S_t from S_{t-1}; `Kept` is what the gradients need of it
+//   gradients         computes decay_t G_t from G_t, and adds to sums over states (sum_x, sum_step_size), channels (dk)
 //                     and tokens (dA)
-//   dx, dstep_logit   those sums to gradients
+//   dx, dstep_logit   gradients from these sums
 //   dnorm             a channel's part of dL/d(k.k)
 
 #include "../cuda/types.cuh"
 
-// Longhorn (Liu et al., 2024, Algorithm 1, eq. 6): eps = beta / (1 + beta k.k) = 1 / (1 + u + k.k), u =
-// exp(-step_logit)
+// Longhorn (Liu et al., 2024, Algorithm 1, eq. 6): eps = beta / (1 + beta k.k) = 1 / (1 + u + k.k) with
+// u = exp(-step_logit)
 //   S_t = (1 - eps k^2) S_{t-1} + eps k x = S_{t-1} + eps k r          residual r = x - k S_{t-1}
 // From the last form, for one n:
 //   dL/dx = eps k G        dL/deps = k r G        dL/dk = eps G (r - k S_{t-1}) = eps G (2 r - x), but for k.k in eps
@@ -36,13 +36,13 @@
 struct Longhorn {
     static constexpr bool HAS_A = false, HAS_NORM = true;
     DEVICE float scaled_A(float) { return 0; }
-    // where exp overflows to infinity eps is 0, its limit
+    // eps is 0, its limit, where exp overflows to infinity
     DEVICE float step_size(float step_logit, float kk) { return reciprocal(1 + kk + exp_fast(-step_logit)); }
-    // clamped because 0 * infinity would be no number
+    // clamped because 0 * infinity would be NaN
     DEVICE float slope(float step_logit, float eps) { return eps * min_or_nan(exp_fast(-step_logit), 0x1p126f); }
 
     DEVICE void update(float &S, float x, float eps, float k, float) { S = fmaf(eps * k, fmaf(-k, S, x), S); }
-    // of k^2, which a lane's channels share
+    // factor k^2, which a lane's channels share
     DEVICE float decay(float eps, float k_squared, float) { return fmaf(-eps, k_squared, 1); }
 
     struct Kept { float residual; };
@@ -68,12 +68,12 @@ struct Longhorn {
 //   S_t = exp(A dt) S_{t-1} + dt b x
 // With e = dL/d(A dt) = exp(A dt) S_{t-1} G, for one n:
 //   dL/dx = dt b G        dL/db = dt x G        dL/dA = dt e        dL/ddt = x b G + A e
-// Functions take A log2(e) in place of A, so that a decay is one exp2; `sum_step_size` has that factor, too.
+// Functions receive A log2(e) instead of A, so that a decay is one exp2; `sum_step_size` contains this factor, too.
 struct SelectiveStateSpace {
     static constexpr bool HAS_A = true, HAS_NORM = false;
     DEVICE float scaled_A(float A) { return A * LOG2E; }
     // softplus as max(step_logit, 0) + log(1 + u) with u = exp(-|step_logit|) and a polynomial for log(1 + u) / u: no
-    // branches, and where u is small a relative error of 2^-21 still
+    // branches, and a relative error of 2^-21 even for small u
     DEVICE float step_size(float step_logit, float) {
         float u = exp_fast(-fabsf(step_logit)), p = -0.008778933f;
         p = fmaf(p, u, 0.04498657f), p = fmaf(p, u, -0.10902282f), p = fmaf(p, u, 0.17847203f);

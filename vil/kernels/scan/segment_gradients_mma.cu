@@ -1,25 +1,26 @@
-// This is segment_states.cu with GRADIENTS, of Longhorn for 16-bit inputs with 16 states, three tokens at a time on
-// tensor cores. Tokens are counted in the order they are read here, from the last on; step sizes e and dy belong to a
-// channel, a = k^2 and q to a state. F_t is what token t and those before it (in this order) add to dL/dS_t, so
+// segment_states.cu with GRADIENTS, for Longhorn with 16-bit inputs and 16 states, three tokens at a time on tensor
+// cores. Tokens are counted in the order of processing, from the last on. Step sizes e and dy are per channel, a = k^2
+// and q per state. F_t is what token t and those before it (in this order) add to dL/dS_t, so
 //   F_t = (1 - e_{t-1} a_{t-1}) F_{t-1} + dy_t q_t
 //   F_3 = A F_0 + B          A = (1 - e_0 a_0) (1 - e_1 a_1) (1 - e_2 a_2)
-// Multiplied out, A is one plus 7 products of something of a channel and something of a state, and so is, without the
-// one, B: products of matrices, (channels, 8) times (8, states), which tensor cores do. Two instructions are
-// left for a state and three tokens: F = A F + B and decay = decay A. With channels' e, v = dy_1 to dy_3 and
-// states' -a, q, four words of two columns (`Factors`; docs/kernels/mathematics.md derives them and their formats):
+// Multiplied out, A is one plus 7 products of a factor per channel and a factor per state; B consists of such products
+// without the one. Both are therefore products of matrices, (channels, 8) times (8, states), which tensor cores
+// compute. Two instructions per state and three tokens remain: F = A F + B and decay = decay A. With the channels' e
+// and v = dy_1 to dy_3 and the states' -a and q, factors are stored as four words of two columns (`Factors`;
+// docs/kernels/mathematics.md derives them and their formats):
 //
 //     of A        e_0, e_1    | e_2, e_0 e_1     | e_0 e_2, e_1 e_2    | 0, e_0 e_1 e_2
 //     of B        v_0, v_1    | v_2, e_1 v_0     | e_2 v_0, e_2 v_1    | e_1 e_2 v_0, 0
 //
-// The factors of states are the same for all channels: `stage_factors` leaves them in memory, 176 bytes a token, in the
-// order in which lanes of `segment_gradients` read them. A warp of that has DL / 2 times 16 channels and nothing to do
-// with other warps, so that __syncwarp is its only barrier (rule 3 of cuda/pipeline.cuh). docs/kernels/
-// scan-backward.md draws its lanes and buffers.
+// The factors of states are the same for all channels: `stage_factors` writes them to memory, 176 bytes per token, in
+// the order in which lanes of `segment_gradients` read them. A warp of `segment_gradients` has DL / 2 times 16 channels
+// and is independent of other warps, so that __syncwarp is its only barrier (rule 3 of cuda/pipeline.cuh).
+// docs/kernels/scan-backward.md has diagrams of its lanes and buffers.
 
 #include "tiles.cuh"
 
 constexpr int THREADS = 32 * WARPS, SIXTEENS = DL / 2, OCTETS = N / 8, TRIPLES = TILE / 3, WARP_CHANNELS = 8 * DL;
-// triples whose factors of states are read ahead: compilers for newer GPUs spill those of 4
+// number of triples whose factors of states are loaded ahead; with 4, compilers spill registers on newer GPUs
 #if __CUDA_ARCH__ < 1000
 constexpr int AHEAD = 4;
 #else
@@ -27,22 +28,22 @@ constexpr int AHEAD = 2;
 #endif
 static_assert(TILE == 24 && sizeof(Element) == 2 && N == 16 && NL == OCTETS * 2 && DL % 2 == 0);
 
-// A warp's tile as it is in memory, but by 8 channels: step logits, then dy of the next token. Rows of 16 bytes are
-// where neither copies of two tokens nor loads of tokens 3 apart meet in a bank.
+// A warp's tile as it is in memory, by octets of channels: step logits, then dy of the next token. Rows of 16 bytes are
+// arranged so that neither copies of two tokens nor loads of tokens 3 apart have bank conflicts.
 struct Tile {
     alignas(16) Element at[2][WARP_CHANNELS / 8][TILE][8];
 };
 DEVICE int tile_row(int octet, int token) { return token ^ 2 * (octet % 4); }
 
-// All channels share these, for each triple of a tile: factors of states for every lane, of A and of what is added, for
-// two octets each; and 1 / (1 + k.k)
+// Data shared by all channels, for each triple of a tile: factors of states for each lane, of A and of the added term,
+// for two octets each; and 1 / (1 + k.k)
 struct StateFactors {
     alignas(16) unsigned factor[TRIPLES][32][2 * OCTETS];
     alignas(16) float norm[TRIPLES][4];
 };
 
-// The factors of a warp's channels, of 4 triples: of A, channels c and c + 8, then of what is added. Rows of 33, so
-// that lanes that write one factor of four triples meet in no bank
+// The factors of a warp's channels for 4 triples: of A for channels c and c + 8, then of the added term. Rows have
+// length 33, so that lanes that write one factor of four triples have no bank conflicts
 struct ChannelFactors {
     alignas(16) unsigned factor[SIXTEENS][4][33][4];
 };
@@ -53,7 +54,7 @@ struct WarpMemory {
 };
 static_assert(WARPS * sizeof(WarpMemory) == CTA_BYTES && sizeof(StateFactors) == FACTOR_BYTES);
 
-// Multiplies both halves of words. PTX has a product of bf16 for newer GPUs only, which rounds the same
+// Multiplies both halves of words. PTX has a bf16 product only for newer GPUs; it rounds in the same way
 constexpr unsigned MINUS_ZEROS = 0x80008000u;
 DEVICE unsigned multiply_both(bf16, unsigned a, unsigned b) {
     unsigned product;
@@ -66,8 +67,8 @@ DEVICE unsigned multiply_both(fp16, unsigned a, unsigned b) {
     return product;
 }
 
-// The four words of a triple, for a channel from its three step sizes e and values v, for a state from -a and q. `v_01`
-// and `v_2` are words, the latter with v_2 in its lower half and anything in the upper one.
+// The four words of a triple: for a channel from its three step sizes e and values v, for a state from -a and q. `v_01`
+// and `v_2` are words; only the lower half of `v_2` is used.
 struct Factors {
     unsigned decay[4], added[4];
     INLINE Factors(const float (&e)[3], unsigned v_01, unsigned v_2) {
@@ -83,7 +84,7 @@ struct Factors {
     }
 };
 
-// The tokens of a segment whose gradients are passed on at a boundary, counted from the other end
+// The tokens of a segment whose gradients are passed on at a boundary, counted from the end
 struct Stretch {
     int begin, end;
     INLINE Stretch(int boundary, int L, int tokens)
@@ -91,7 +92,7 @@ struct Stretch {
 };
 DEVICE int tiles_of(int tokens) { return (tokens + TILE - 1) / TILE; }
 
-// A thread has two states, n and n + 8, of one triple
+// A thread computes two states, n and n + 8, of one triple
 extern "C" __global__ void __launch_bounds__(128)
 stage_factors(TOKENS(const Element, k), TOKENS(const Element, q), StateFactors *__restrict__ factors, i64 count, i64 B,
               i64 L, i64 reverse, i64 boundaries, i64 segment_tokens) {
@@ -142,13 +143,13 @@ struct Position : GridPosition {
     }
 };
 
-// States of a lane: [s][o][2 i + j] is state 8 o + 2 p + j of channel 16 s + c + 8 i, as products leave them
+// States of a lane: [s][o][2 i + j] is state 8 o + 2 p + j of channel 16 s + c + 8 i, the layout of products
 typedef float LaneStates[SIXTEENS][OCTETS][4];
 
-// Copies of a warp's tile: step logits, and dy of the token after each
+// Copies of a warp's tile: step logits, and dy of the following token
 struct Copies {
     TileCopies<WARP_CHANNELS> lane;
-    Input step_logits, dys;  // from the lane's channels on
+    Input step_logits, dys;  // addresses from the lane's channels on
     int end;
     INLINE void start(Tile &tile, int t0) const {
         int octet = lane.column / 8, column = lane.column % 8, left = lane.skipped ? 0 : end - t0 - lane.token;
@@ -161,8 +162,9 @@ struct Copies {
     }
 };
 
-// ldmatrix gives a lane of a tile these: token j of triples p and p + 4, in the halves of a word, step logits of
-// channels c and c + 8 and then dy. The rows that lanes 2 i name are of triple i, those of lanes 2 i + 1 of i + 4.
+// What ldmatrix loads into a lane from a tile: token j of triples p and p + 4 as the halves of a word, for step logits
+// of channels c and c + 8 and then dy. Lanes 2 i pass the addresses of rows of triple i, lanes 2 i + 1 those of triple
+// i + 4.
 typedef unsigned Words[SIXTEENS][3][4];
 struct Rows {
     int of[2][3];
@@ -179,7 +181,7 @@ struct Rows {
     }
 };
 
-// The factors of the warp's channels: of triples 0 to 3 of a tile or, as the `second` four, 4 to 7
+// The factors of the warp's channels, for triples 0 to 3 of a tile or, for the `second` four, 4 to 7
 DEVICE void write_factors(ChannelFactors &to, const Words &words, int second, const float (&bias)[SIXTEENS][2],
                           const Floats<4> &norm, int c, int p) {
     UNROLLED for (int s = 0; s < SIXTEENS; s++) {
@@ -201,7 +203,7 @@ DEVICE void write_factors(ChannelFactors &to, const Words &words, int second, co
     }
 }
 
-// F and the product of decays from before a triple to behind it
+// F and the product of decays, from before a triple to after it
 DEVICE void advance(LaneStates &F, LaneStates &decay, const ChannelFactors &channels,
                     const Pack<unsigned, 4> &of_states, int triple, int lane) {
     Pack<unsigned, 4> channel[SIXTEENS];
@@ -265,7 +267,7 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, step_logits),
         __syncwarp();
         copies.start(warp.tile, t0 + TILE);
         UNROLLED for (int four = 0; four < 2; four++) {
-            Pack<unsigned, 4> of_states[AHEAD];  // on their way while factors of channels are computed
+            Pack<unsigned, 4> of_states[AHEAD];  // loaded while factors of channels are computed
             UNROLLED for (int j = 0; j < AHEAD; j++) of_states[j] = load<4>(states->factor[4 * four + j][lane]);
             write_factors(warp.channels, words, four, bias, norm, c, p);
             norm = load<4>(states[four && t0 + TILE < end].norm[four ? p : 4 + p]);  // of the next four triples
@@ -278,8 +280,8 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, step_logits),
             __syncwarp();
         }
     }
-    wait_for_copies<0>();  // of a tile that does not exist
-    asm("" : "+r"(boundaries), "+l"(D));  // or registers would hold all the time what follows from them
+    wait_for_copies<0>();  // of a tile after the last
+    asm("" : "+r"(boundaries), "+l"(D));  // otherwise registers would hold values derived from them all the time
     Position to(B, D, boundaries);
     i64 offset = state_offset(to.g, to.b, to.segment, 2 * p, to.d, B, boundaries, D);
     UNROLLED for (int s = 0; s < SIXTEENS; s++)

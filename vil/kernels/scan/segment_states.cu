@@ -1,11 +1,11 @@
-// For sequences cut into segments that run in parallel. `segment_states` runs a segment of tokens from a zero state to
-// the state E that it ends in, and multiplies its decays to P; the state behind the segment is P S + E if that before
-// it is S. `pass_states` does this from segment to segment, which gives the states between them. The segment that no
-// other follows is left out. With GRADIENTS the same for what G = dL/dS_t passes on, whose recurrence runs the other
-// way:
+// For sequences divided into segments that run in parallel. `segment_states` scans a segment from a zero state to its
+// final state E, and computes the product P of its decays. If S is the state before the segment, the state after it is
+// P S + E. `pass_states` applies this from segment to segment to compute the states between them. The last segment is
+// omitted, because no other follows it. GRADIENTS selects the same for the part of G = dL/dS_t that is passed on; this
+// recurrence runs in the opposite direction:
 //   states       S_t = decay_t S_{t-1} + drive_t
-//   gradients    F_{t-1} = decay_t (F_t + dy_t q_t)             F_t: what tokens behind t add to dL/dS_t
-// The layout is that of the forward scan (lanes.cuh, simt_scan.cuh); `value` is x, or with GRADIENTS dy.
+//   gradients    F_{t-1} = decay_t (F_t + dy_t q_t)             F_t: the part of dL/dS_t from tokens after t
+// The layout is that of the forward scan (lanes.cuh, simt_scan.cuh); `value` is x or, with GRADIENTS, dy.
 
 #include "simt_scan.cuh"
 
@@ -21,7 +21,7 @@ segment_states(TOKENS(const Element, value), TOKENS(const Element, step_logits),
     Position at(B, D, cut.segments - 1);
     int begin = (at.segment + GRADIENTS) * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
     bool backwards = (reverse >> at.g & 1) != GRADIENTS;
-    if (GRADIENTS) {  // the tokens of the segment, counted from the other end
+    if (GRADIENTS) {  // the tokens of the segment, counted from the end
         int first = L - end;
         end = L - begin;
         begin = first;
@@ -50,7 +50,7 @@ segment_states(TOKENS(const Element, value), TOKENS(const Element, step_logits),
             }
         }
     };
-    // gradients need the keys only as squares
+    // gradients only need the squares of keys
     scan_tiles<GRADIENTS>(cta, TOKENS_OF(value), TOKENS_OF(step_logits), ks, qs, step_bias, begin, end, L,
                           backwards, key_vectors, at, D, [](int) {}, scan);
     if (at.valid) {
@@ -60,13 +60,13 @@ segment_states(TOKENS(const Element, value), TOKENS(const Element, step_logits),
     }
 }
 
-// The states between segments, or with GRADIENTS their gradients; one thread for each state
+// The states between segments or, with GRADIENTS, their gradients; each thread computes one state
 extern "C" __global__ void pass_states(const float *__restrict__ ends, const float *__restrict__ decays,
                                        float *__restrict__ between, i64 sequences, i64 segments, i64 ND) {
     i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x, sequence = i / ND, state = i % ND;
     if (sequence >= sequences) return;
     float passed = 0;
-    // unrolled, so that the reads of several boundaries are on their way at once
+    // unrolled, so that several boundaries are loaded at the same time
 #pragma unroll 8
     for (i64 j = 0; j < segments - 1; j++) {
         i64 boundary = GRADIENTS ? segments - 2 - j : j, at = (sequence * (segments - 1) + boundary) * ND + state;

@@ -1,31 +1,31 @@
-// The loop of the kernels that run straight through a sequence, `scan_tiles`. Every warp copies its own channels STAGES
-// - 1 tiles ahead; the CTA's threads together fetch keys and queries one tile ahead. For a tile:
+// `scan_tiles`, the loop of kernels that process a sequence from start to end. Each warp copies its own channels STAGES
+// - 1 tiles ahead; all threads of the CTA load keys and queries one tile ahead. For each tile:
 //
-//     all warps    keys of this tile from registers to shared memory, those of the next on their way
-//     barrier      __syncthreads
-//     each warp    copies of the tile after the last on its way; step sizes, to shared memory; __syncwarp; the tokens
+//    all warps    store keys of this tile from registers to shared memory, and start loading those of the next
+//    barrier      __syncthreads
+//    each warp    start copying the tile STAGES - 1 ahead; step sizes to shared memory; __syncwarp; scan the tokens
 //
-// One barrier a tile is enough by rules 1 and 2 of cuda/pipeline.cuh, as keys have two buffers. Further macros:
+// One barrier per tile is sufficient by rules 1 and 2 of cuda/pipeline.cuh, because keys have two buffers. Further
+// macros:
 //   UNROLL    tokens whose instructions are interleaved and whose sums over lanes are finished together
-//   AHEAD     whether a lane has so few states that there are registers to load the next tokens ahead
+//   AHEAD     whether a lane has so few states that enough registers are left to load the next tokens ahead
 
 #include "lanes.cuh"
 
 static_assert(UNROLL % 4 == 0 && TILE % UNROLL == 0 && CHUNK % TILE == 0);
 
-// The warp's channels of a tile as they are in memory: x, or dy where gradients are scanned
+// The warp's channels of a tile as they are in memory: x, or dy if gradients are scanned
 struct Channels {
     alignas(16) Element value[TILE][WARP_CHANNELS];
     alignas(16) Element step_logits[TILE][WARP_CHANNELS];
 };
 
-// The tile as lanes read it. Step sizes are computed by one lane each, whichever lanes will read them: `Preparation`
-// does that; `Token` is what the scan asks for: the lane's channels of value and step size, its states of key and
-// query.
+// The tile as lanes read it. Each step size is computed by one lane and may be read by others: `Preparation` does this.
+// `Token` is the input of the scan: the lane's channels of value and step size, and its states of key and query.
 template <bool AHEAD_>
 struct Prepared;
 
-// Reading is little beside the arithmetic of many states: value, key and query are read when they are needed.
+// Many states: loads take little time compared with arithmetic, so value, key and query are loaded when needed.
 template <>
 struct Prepared<false> {
     alignas(16) float step_sizes[TILE][WARP_CHANNELS];
@@ -39,7 +39,7 @@ struct Prepared<false> {
             : c(at.lane % GROUPS * DL), first(at.lane / GROUPS) {
             bias = step_bias && at.warp_d + c < D ? load<DL>(step_bias + at.g * D + at.warp_d + c) : Floats<DL>{};
         }
-        // the items side by side, since each is a long chain
+        // items are interleaved, because each is a long chain of instructions
         INLINE void run(Prepared &to, const Channels &tile, const Keys<TILE> &keys) const {
             Floats<DL> step_size[ITEMS];
             UNROLLED for (int i = 0; i < ITEMS; i++) {
@@ -67,14 +67,14 @@ struct Prepared<false> {
     }
 };
 
-// With few states reading is much of the work: value and step size are stored so that one vector has four tokens of a
-// channel, first the first channel of every group, and all is read a step ahead.
+// Few states: loads take much of the time, so value and step size are stored such that one vector contains four tokens
+// of a channel (first the first channel of every group), and everything is loaded one step ahead.
 template <>
 struct Prepared<true> {
     alignas(16) float values[TILE / 4][WARP_CHANNELS][4];
     alignas(16) float step_sizes[TILE / 4][WARP_CHANNELS][4];
 
-    // a lane takes four tokens of some neighbouring channels
+    // a lane processes four tokens of some neighbouring channels
     struct Preparation {
         static constexpr int MOST = TILE / 4 * WARP_CHANNELS / 32, CHANNELS = MOST > 2 ? 4 : MOST > 1 ? 2 : 1;
         static constexpr int ROW = WARP_CHANNELS / CHANNELS, ITEMS = (TILE / 4 * ROW + 31) / 32, APART = 32 / ROW;
@@ -143,8 +143,9 @@ struct CtaMemory {
 };
 static_assert(sizeof(CtaMemory) == CTA_BYTES);
 
-// Runs from token `begin` to `end`, tile by tile: `at_chunk(t)` before each chunk, then `scan(tokens, t, left)` for
-// UNROLL tokens from t on, of which `left` exist, perhaps more or none. SQUARED gives them k^2 in place of k
+// Processes tokens `begin` to `end`, tile by tile. Calls `at_chunk(t)` before each chunk, then `scan(tokens, t, left)`
+// for UNROLL tokens from t on, of which only `left` exist if that is fewer. With SQUARED, tokens contain k^2 instead of
+// k
 template <bool SQUARED = false, class AtChunk, class Scan>
 DEVICE void scan_tiles(CtaMemory &cta, const Tokens<const Element> &values, const Tokens<const Element> &step_logits,
                        const Input &ks, const Input &qs, const float *step_bias, int begin, int end, i64 L,
