@@ -164,7 +164,7 @@ TABLE = {
     "scan/forward_mma_consumer.cuh": [
         ("a tile's first factors are read one barrier too early: consumers' barrier stands a pair later",
          "            } else if (t0 + TILE <= end) {\n                if (pair + ⟦2 == PAIRS) {\n"
-         "                    // all factors of this tile are loaded: its last pairs are computed while the next tile is loaded\n"
+         "                    // this tile is fully loaded; its last pairs run while the next tile is loaded\n"
          "                    __syncthreads();→1 == PAIRS) __syncthreads();\n"
          "                if (pair + 2 == PAIRS) {⟧\n"),
     ],
@@ -350,7 +350,8 @@ TABLE = {
     "block/gate_outproj_sm90.cu": [
         ("Hopper: drop-path of another image", "gate<Element>(y_0[w], y_1[w], zs[w], scale[⟦w % 2→0⟧])"),
         ("Hopper: the norm has no eps", "rsqrtf(squares[0] / C⟦ + float(eps)→⟧)"),
-        ("Hopper: weights are overwritten while products read them", "wait_for_products<⟦1→2⟧>();  // all except the newest"),
+        ("Hopper: weights are overwritten while products read them",
+         "wait_for_products<⟦1→2⟧>();  // except the newest"),
         ("Hopper: products of weights that have not arrived",
          "⟦if (k % K_STEPS == 0) wait_for(stages.full(), stages.phase());→⟧"),
         ("Hopper: tensors of more than 2^31 elements: other tokens", "i64 at = ⟦i64(first)→first⟧ * D + channel;"),

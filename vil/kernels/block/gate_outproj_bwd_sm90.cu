@@ -101,7 +101,7 @@ DEVICE void multiply(float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned
             multiply_shared(Element{}, sums, slots + inputs.stage() * SLOT + k * 2, weights + (c + k) * 128, C * 128,
                             c + k > 0);
         commit_products();
-        wait_for_products<1>();  // all except the newest
+        wait_for_products<1>();  // except the newest
         if (c > 0 && lane == 0) arrive(inputs.empty_before());
     }
     wait_for_products<0>();

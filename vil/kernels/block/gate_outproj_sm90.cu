@@ -200,7 +200,7 @@ DEVICE void multiply(Sums &sums, Pipeline<SLOTS> &inputs, Pipeline<STAGES> &stag
                                weights + stages.stage() * STAGE + h * 192 * K_TILE * 2 + k % K_STEPS * 32,
                                k_slot + k > 0);
             commit_products();
-            wait_for_products<1>();  // all except the newest
+            wait_for_products<1>();  // except the newest
             if (k % K_STEPS == 0 && k_slot + k > 0 && my.lane == 0) arrive(stages.empty_before());
             if (k % K_STEPS == K_STEPS - 1) stages.next();
         }

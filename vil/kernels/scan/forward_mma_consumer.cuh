@@ -127,7 +127,7 @@ DEVICE void consume(CtaMemory &cta, PairStates &S, int begin, int end, const Pos
                 consumer.read_factors(pair + 2, at.lane);
             } else if (t0 + TILE <= end) {
                 if (pair + 2 == PAIRS) {
-                    // all factors of this tile are loaded: its last pairs are computed while the next tile is loaded
+                    // this tile is fully loaded; its last pairs run while the next tile is loaded
                     __syncthreads();
                     consumer.states = next_states, consumer.channels = next_channels;
                 }
