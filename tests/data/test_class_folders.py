@@ -105,6 +105,14 @@ def test_an_image_beside_the_class_folders_is_left_out_and_named(tmp_path, packe
     assert "sheet.png" in lines[1]
 
 
+def test_images_beside_and_around_the_class_folders_change_no_class(tmp_path, packed):
+    write(tmp_path, *(f"{split}/images/{name}/0.png" for split in ("train", "val") for name in ("ant", "bee")))
+    write(tmp_path, "train/sheet.png", "train/images/sheet.png")
+    train, val, num_classes = open_splits(small_config(packed(tmp_path)))
+    assert num_classes == 2
+    assert sorted(by_file(train).values()) == sorted(by_file(val).values()) == ["ant", "bee"]
+
+
 @pytest.mark.parametrize("place", ["val/ILSVRC2012_val_0.png", "val/images/ILSVRC2012_val_0.png"])
 def test_a_flat_split_is_refused_with_the_remedy(tmp_path, packed, place):
     write(tmp_path, "train/ant/0.png", "train/bee/0.png", place)

@@ -43,7 +43,7 @@ class ClassFolders:
 
     A class is the folder that an image is in, as timm has it. Its name is the folder's name. If several class folders
     have the same name, it is the path of the folder inside the folder that holds all classes. Images beside all class
-    folders belong to no class.
+    folders, or in a folder around all of them, belong to no class.
 
     Args:
         files: The images.
@@ -67,10 +67,14 @@ class ClassFolders:
                 f"{where} has no class folders, its images lie directly in it: move each image into a folder that is "
                 "named like its class (for ImageNet's validation images, the script valprep.sh does so)"
             )
-        self.root = posixpath.commonpath(paths) if len(paths) > 1 else posixpath.dirname(*paths)
-        if self.root in paths and not {*map(normal, known)}.isdisjoint(map(normal, ends_of(self.root))):
-            self.root = posixpath.dirname(self.root)
-        paths.discard(self.root)
+        paths.discard("")
+        names = {*map(normal, known)}
+        while len(paths) > 1 and (around := posixpath.commonpath(paths)) in paths:
+            if not names.isdisjoint(map(normal, ends_of(around))):
+                break
+            paths.discard(around)  # a folder around all class folders is not a class
+        common = posixpath.commonpath(paths)
+        self.root = posixpath.dirname(common) if common in paths else common
         if strays := [file for file, folder in zip(files, folders) if folder not in paths]:
             warn(
                 __name__, "%d images of %r are left out, such as %r: they lie beside the class folders, in no class",
