@@ -1,7 +1,7 @@
 """Reader of the files that `torch.save` writes, which may come from anybody. It builds tensors and plain values only.
 
-A pickle is a program for a stack machine. The machine below knows the opcodes of plain values, calls only the functions
-in `GLOBALS`, and checks their arguments. So a file can neither run code nor become much larger than it is.
+A pickle is a program for a stack machine. The machine below runs the opcodes of plain values and calls only the
+functions in `GLOBALS`, which check their arguments. So a file can neither run code nor become much larger than it is.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import io
 import math
+import pickle
 import pickletools
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain, islice
 from types import FunctionType
 from typing import Any, BinaryIO
@@ -26,17 +27,14 @@ PART_BYTES = 64  # minimum bytes of an archive for each part: two headers
 # maximum levels of nested values (checkpoints have about five), and maximum number of values
 DEEPEST, MOST = 20, 2_000_000
 MOST_CHARACTERS = 2**24  # maximum total length of texts, because a pickle can refer to one text many times
-MOST_ARGUMENTS, MOST_DIMENSIONS = 8, 64
-LARGEST, LARGEST_KEY = 2**128, 2**32  # integers; a dict of large keys can be slow, because their hashes collide
-
-LITERALS = {
-    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINSTRING",
-    "SHORT_BINSTRING",
-}  # fmt: skip
-CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
-TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-WITHOUT_EFFECT = {"PROTO", "FRAME"}
+MOST_DIMENSIONS = 64
+LARGEST_KEY = 2**32  # integers that are keys of a dict; larger keys can be slow, because their hashes collide
+NAMES = (
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE "
+    "BINSTRING SHORT_BINSTRING EMPTY_DICT EMPTY_LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS BINPUT "
+    "LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID"
+)
+OPCODES = {opcode.code for opcode in pickletools.opcodes if opcode.name in NAMES.split()}
 
 
 class TorchFileError(ValueError):
@@ -114,74 +112,67 @@ def _fill(storage: Tensor, values: Any) -> None:
             raise TorchFileError("it ends within a tensor")
 
 
-class _Machine:
-    """Stack machine of pickles.
+class _Opcodes(dict):
+    def __missing__(self, code: int) -> None:
+        name = next(opcode.name for opcode in pickletools.opcodes if opcode.code == chr(code))  # if it is a pickle
+        raise TorchFileError(f"it holds more than tensors, lists and dicts (pickle's {name})")
+
+
+class _Machine(pickle._Unpickler):
+    """Python's unpickler, with few opcodes.
 
     Args:
         size: Bytes of the file, which are the most that storages may claim.
         whole: Storages get memory for their values.
     """
 
+    stack: list[Any]
+    dispatch = _Opcodes((code, step) for code, step in pickle._Unpickler.dispatch.items() if chr(code) in OPCODES)
+
     def __init__(self, size: int, whole: bool):
         self.size, self.whole, self.stored = size, whole, 0
         self.storages: dict[str, Tensor] = {}
 
     def run(self, program: BinaryIO) -> Any:
-        stack: list[Any] = []
-        outer: list[list[Any]] = []  # stacks below the marks
-        memo: dict[int, Any] = {}
-        argument: Any
-        for opcode, argument, _ in pickletools.genops(program):
-            name = opcode.name
-            if name in LITERALS:
-                if type(argument) is int and abs(argument) > LARGEST:
-                    raise TorchFileError("it holds an integer of more than 128 bits")
-                stack.append(argument)
-            elif name in ("BINGET", "LONG_BINGET"):
-                stack.append(memo[argument])
-            elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
-                memo[len(memo) if argument is None else argument] = stack[-1]
-            elif name in CONSTANTS:
-                stack.append(CONSTANTS[name])
-            elif name in EMPTY:
-                stack.append(EMPTY[name]())
-            elif name == "MARK":
-                outer.append(stack)
-                stack = []
-            elif name in ("TUPLE", "APPENDS", "SETITEMS"):
-                items, stack = stack, outer.pop()
-                stack.append(tuple(items)) if name == "TUPLE" else _extend(stack[-1], items)
-            elif name in TUPLES:
-                items = [stack.pop() for _ in range(TUPLES[name])]
-                stack.append(tuple(items[::-1]))
-            elif name == "APPEND":
-                item = stack.pop()
-                _extend(stack[-1], [item])
-            elif name == "SETITEM":
-                value, key = stack.pop(), stack.pop()
-                _extend(stack[-1], [key, value])
-            elif name == "GLOBAL":
-                stack.append(_find(argument))
-            elif name == "STACK_GLOBAL":
-                attribute, module = stack.pop(), stack.pop()
-                stack.append(_find(f"{module} {attribute}"))
-            elif name in ("REDUCE", "NEWOBJ"):
-                arguments, function = stack.pop(), stack.pop()
-                stack.append(_call(function, arguments))
-            elif name == "BUILD":
-                state = stack.pop()
-                if type(stack[-1]) not in (OrderedDict, argparse.Namespace) or type(state) is not dict:
-                    raise TorchFileError(f"it sets attributes of {type(stack[-1]).__name__}")
-                stack[-1].__dict__ = state  # not a copy, because many objects may share one state
-            elif name == "BINPERSID":
-                stack.append(self.storage(stack.pop()))
-            elif name == "STOP":
-                return stack.pop()
-            elif name not in WITHOUT_EFFECT:
-                raise TorchFileError(f"it holds more than tensors, lists and dicts (pickle's {name})")
-        raise TorchFileError("its pickle is truncated")
+        """Return the value of a pickle."""
+        super().__init__(program, encoding="latin-1")
+        return self.load()
 
-    def storage(self, identity: Any) -> Tensor:
+    def find_class(self, module: str, name: str) -> Any:
+        if (known := f"{module} {name}") not in GLOBALS:
+            raise TorchFileError(
+                f"it holds {module[:100]}.{name[:100]}, which weights do not need, and nothing is loaded that may run "
+                "code; save only its state_dict()"
+            )
+        return GLOBALS[known]
+
+    def load_reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        self.stack.append(_call(function, arguments))
+
+    def load_setitems(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        self.set_items(self.stack[-1], items)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.set_items(self.stack[-1], [key, value])
+
+    def set_items(self, container: Any, items: list[Any]) -> None:
+        if type(container) not in (dict, OrderedDict):
+            raise TorchFileError(f"it uses {type(container).__name__} as a dict")
+        for key, value in zip(items[::2], items[1::2]):
+            if not isinstance(key, (str, int, type(None))) or (type(key) is int and abs(key) > LARGEST_KEY):
+                raise TorchFileError(f"a dict has a key that is {type(key).__name__}, neither text nor a small integer")
+            container[key] = value
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        if type(self.stack[-1]) not in (OrderedDict, argparse.Namespace) or type(state) is not dict:
+            raise TorchFileError(f"it sets attributes of {type(self.stack[-1]).__name__}")
+        self.stack[-1].__dict__ = state  # not a copy, because many objects may share one state
+
+    def persistent_load(self, identity: Any) -> Tensor:
         """Return the 1-D tensor of a storage. `load` reads the values later."""
         fields: Any = identity if type(identity) is tuple and len(identity) < 7 else [None] * 5
         kind, dtype, key, _, count, *view = fields
@@ -197,34 +188,16 @@ class _Machine:
             self.storages[key] = torch.empty(length, dtype=torch.uint8, device="cpu" if self.whole else "meta")
         return self.storages[key].view(dtype)
 
-
-def _find(name: str) -> Any:
-    """Return what stands for the global `module name`."""
-    if name not in GLOBALS:
-        raise TorchFileError(
-            f"it holds {name.replace(' ', '.')[:200]}, which weights do not need, and nothing is loaded that may run "
-            "code; save only its state_dict()"
-        )
-    return GLOBALS[name]
+    dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = load_reduce
+    dispatch[pickle.SETITEM[0]], dispatch[pickle.SETITEMS[0]] = load_setitem, load_setitems
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 def _call(function: Any, arguments: Any) -> Any:
-    """Call a function of `GLOBALS`, and no other, because a machine's stack holds no others."""
-    if not isinstance(function, FunctionType) or type(arguments) is not tuple or len(arguments) > MOST_ARGUMENTS:
+    """Call a function of `GLOBALS`. A stack holds no other functions."""
+    if not isinstance(function, FunctionType) or type(arguments) is not tuple:
         raise TorchFileError(f"it calls {type(function).__name__} with arguments that weights do not need")
     return function(*arguments)
-
-
-def _extend(container: Any, items: list[Any]) -> None:
-    if type(container) is list:
-        container.extend(items)
-        return
-    if type(container) not in (dict, OrderedDict):
-        raise TorchFileError(f"it uses {type(container).__name__} as a dict")
-    for key, value in zip(items[::2], items[1::2]):
-        if not isinstance(key, (str, int, type(None))) or (type(key) is int and abs(key) > LARGEST_KEY):
-            raise TorchFileError(f"a dict has a key that is {type(key).__name__}, neither text nor a small integer")
-        container[key] = value
 
 
 def _tensor(storage: Tensor, offset: int, size: tuple, stride: tuple, *_: Any) -> Tensor:
@@ -263,10 +236,6 @@ def _device(kind: str, *_: Any) -> str:
     return kind
 
 
-def _complex(real: float, imaginary: float) -> complex:
-    return complex(real, imaginary)
-
-
 def _ordered_dict() -> OrderedDict:
     return OrderedDict()
 
@@ -295,9 +264,7 @@ GLOBALS: dict[str, Any] = {
     "torch._utils _rebuild_parameter_with_state": _parameter,
     "torch._tensor _rebuild_from_type_v2": _of_subclass,
     "collections OrderedDict": _ordered_dict,
-    "argparse Namespace": _namespace,  # ViM's training script stores its options beside the weights
-    "builtins complex": _complex,
-    "__builtin__ complex": _complex,
+    "argparse Namespace": _namespace,  # of ViM's training script, which stores its options beside the weights
 }
 
 
