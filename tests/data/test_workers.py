@@ -1,5 +1,6 @@
 """The loaders' processes: how many a machine gets, in which memory they hand over images, and how they are missed."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -335,14 +336,18 @@ def test_a_worker_whose_parent_dies_as_it_starts_ends():
     parent.start()
     os.close(write)
     worker = int(os.read(read, 100))
-    os.kill(worker, signal.SIGTERM)
-    os.kill(worker, signal.SIGUSR1)
-    assert not select.select([read], [], [], 0.5)[0]
-    parent.kill()
-    parent.join()
-    assert select.select([read], [], [], 60)[0]
-    assert os.read(read, 1) == b""
-    os.close(read)
+    try:
+        os.kill(worker, signal.SIGTERM)
+        os.kill(worker, signal.SIGUSR1)
+        assert not select.select([read], [], [], 0.5)[0]
+        parent.kill()
+        parent.join()
+        assert select.select([read], [], [], 60)[0]
+        assert os.read(read, 1) == b""
+    finally:
+        os.close(read)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
 
 
 def test_a_loader_of_a_cycle_that_was_never_used_ends_its_workers_without_a_word(image_folder, monkeypatch):
