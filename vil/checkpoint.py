@@ -198,7 +198,7 @@ class Checkpoint:
             _logger.warning("%s: using the EMA weights %s", self.path, found)
         for name, tensor in weights.items():
             if complaint := _is_unfit(tensor):
-                raise CheckpointError(f"{self.path} is no weights of a model: {name!r} {complaint}")
+                raise CheckpointError(f"{self.path} does not hold weights of a model: {name!r} {complaint}")
         return weights
 
     def run(self) -> dict[str, Any]:
@@ -214,13 +214,13 @@ class Checkpoint:
         if content["version"] != VERSION:
             other = "a newer" if content["version"] > VERSION else "an older"
             raise CheckpointError(
-                f"{path} has version {content['version']}, of {other} train_imagenet.py, and this one goes on from "
-                f"version {VERSION} alone: resume with that one, or start another run with --experiment NAME"
+                f"{path} has version {content['version']}, of {other} train_imagenet.py, but this one can only resume "
+                f"version {VERSION}: resume with that one, or start another run with --experiment NAME"
             )
         if "best" in content and "optimizer" not in content:
             raise CheckpointError(
-                f"{path} holds weights without the optimizer's state: --resume {path.with_name('last.pt')} goes on "
-                f"with the run, --pretrained-path {path} starts another one from its weights"
+                f"{path} holds weights without the optimizer's state: --resume {path.with_name('last.pt')} resumes "
+                f"the run, --pretrained-path {path} starts another run from its weights"
             )
         content = {"num_images": 0, **content}  # first versions did not store it
         for name, kind in PARTS.items():
@@ -276,10 +276,10 @@ def check_preprocessing(said: dict[str, Any], path: str | Path, channels: int = 
         values = said.get(name, [0.5])
         numbers = isinstance(values, list) and all(type(v) in (int, float) and least <= v <= LARGEST for v in values)
         if not numbers or len(values) not in (1, channels):
-            raise CheckpointError(f"{path} has {name} {str(values)[:100]}, which is no number for each channel")
+            raise CheckpointError(f"{path} has {name} {str(values)[:100]}, which is not one number per channel")
     if said.get("crop_mode", "center") not in ("center", "squash", "border"):
         raise CheckpointError(
-            f"{path} has crop_mode {str(said['crop_mode'])[:100]}, and may have center, squash or border"
+            f"{path} has crop_mode {str(said['crop_mode'])[:100]}, but it must be center, squash or border"
         )
     options_of_checkpoint({name: said[name] for name in ("crop_pct", "interpolation") if name in said}, path)
 
@@ -316,7 +316,7 @@ def _content(path: str | Path, whole: bool) -> Any:
     if not path.is_file():
         best = path.with_name("best.pt")  # the folder may be a run folder
         is_of_run = path.name == IN_FOLDER and best.is_file()
-        raise CheckpointError(f"there is no checkpoint {path}" + f": give {best}, to --resume last.pt" * is_of_run)
+        raise CheckpointError(f"there is no checkpoint {path}" + f": set {best}, or last.pt for --resume" * is_of_run)
     if path.suffix in (".onnx", ".pt2"):
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint; it is an exported program: export a .safetensors, or an .onnx for "
@@ -391,7 +391,7 @@ def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:
 def _is_unfit(tensor: Any) -> str | None:
     """Return why a value of a state dict cannot be a weight, or None."""
     if not isinstance(tensor, torch.Tensor):
-        return f"is no tensor but {type(tensor).__name__}"
+        return f"is not a tensor but {type(tensor).__name__}"
     if tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() == 1):
         return f"is a tensor of {tensor.dtype}"
     if tensor.is_floating_point() and not tensor.float().isfinite().all():  # as models do

@@ -181,8 +181,8 @@ def test_splitting_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, err
     ("target", "share", "error"),
     [
         *(("split", share, "between 0 and 1, not ") for share in ("nan", "inf", "0", "1", "-1")),
-        ("pets", "0.2", "cats is in .*pets, of whose classes"), ("pets/split", "0.2", "split is in .*pets, of whose"),
-        ("cats/split", "0.2", "split is in .*pets, of whose"),
+        ("pets", "0.2", "must be outside pets, got .*cats"), ("pets/split", "0.2", "must be outside pets, got .*split"),
+        ("cats/split", "0.2", "must be outside pets, got .*split"),
         ("full", "0.2", "there is something in .*full"), ("file/new", "0.2", r"\[Errno"),
     ],
 )  # fmt: skip
@@ -273,7 +273,7 @@ def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
     shutil.copytree(image_folder, tmp_path / "images")
     config = small_config(tmp_path / "images", num_classes=4)
     (tmp_path / "images" / "val" / "bee").rename(tmp_path / "images" / "val" / "wasp")
-    with pytest.raises(ConfigError, match=r"'validation' has classes that training has not: 'wasp'"):
+    with pytest.raises(ConfigError, match=r"'validation' has classes that training does not have: 'wasp'"):
         open_splits(config)
     with pytest.raises(ConfigError, match=r"the split 'train' of .* has 4 classes but the model 1000 \(num_classes\)"):
         open_splits(small_config(image_folder, num_classes=1000))

@@ -34,7 +34,7 @@ def test_a_split_that_lacks_classes_has_the_numbers_that_were_learned(image_fold
         assert (classes, {images.reader[i][1] for i in range(len(images))}) == (None, {0, 2, 3})
         if split == "val":
             assert describe_split(split, images) == "val: 21 images of 3 classes, from 7 of 'dog' to 7 of 'ant'"
-    with pytest.raises(ConfigError, match="has classes that best.pt has not: 'cat'"):
+    with pytest.raises(ConfigError, match="has classes that best.pt does not have: 'cat'"):
         open_test_split(str(tmp_path), "", "val", 4, ["ant", "bee", "crow", "dog"], "best.pt")
     with pytest.raises(ConfigError, match="has 3 classes but the model 4"):  # whose names are not known
         open_test_split(str(tmp_path), "", "val", 4)

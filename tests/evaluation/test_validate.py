@@ -251,7 +251,7 @@ def test_other_classes_are_refused_with_the_first_of_them(models, command, folde
     state = torch.load(models[0] / "vil.pt", weights_only=True)
     state["label_names"] = [*state["label_names"][:7], "shark", *state["label_names"][8:]]
     torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(SystemExit, match="'other' has classes that .*other.pt has not: 'class07'"):
+    with pytest.raises(SystemExit, match="'other' has classes that .*other.pt does not have: 'class07'"):
         command("--checkpoint", "{tmp}/other.pt")
     with pytest.raises(SystemExit, match="class 7 is 'shark' in .*other.pt, but 'class07' in .*vil.pt: the models and"):
         command(*VIL_PT, "--against", "{tmp}/other.pt")

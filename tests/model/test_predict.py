@@ -180,7 +180,7 @@ def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicte
         assert (first.label, first.probability) == (same.label, pytest.approx(same.probability, rel=1e-4))
     assert f"{str(photos / 'gone.png')!r} has no predictions" in caplog.text
     for array in (others[0], *others[2:]):
-        assert f"array {array.shape} of {array.dtype} is no image: give (H, W) or (H, W, 3)" in caplog.text
+        assert f"(H, W, 3) of uint8 or uint16, got {array.shape} of {array.dtype}" in caplog.text
     assert vil.predict(checkpoint, []) == []
     for numbers in (dict(topk=0), dict(batch_size=0)):
         with pytest.raises(ConfigError, match="topk and batch_size must be at least 1, not [05] and (0|32)$"):
@@ -242,7 +242,7 @@ def test_an_onnx_file_decides_what_a_checkpoint_may_decide(tmp_path):
             onnx.save(model, path)
             assert {p.label for p in vil.predict(path, pixels)} == {"0", "1", "2"}
             continue
-        with pytest.raises(ConfigError, match=r"given.onnx is no model of vil.export, [^\n]*$") as refused:
+        with pytest.raises(ConfigError, match=r"given.onnx must be a model of vil.export with [^\n]*$") as refused:
             vil.predict(path, pixels)
         assert str(refused.value).isprintable()
     onnx.helper.set_model_props(model, {n: v if isinstance(v, str) else json.dumps(v) for n, v in said.items()})
@@ -292,7 +292,7 @@ def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_p
         (["{tmp}"], "error: there are no images in "),
         (["--device", "toaster", "{photos}"], "error: device 'toaster' is unknown"),
         (["{photos}", "--checkpoint", "{tmp}/gone.onnx"], "error: there is no file .*gone.onnx"),
-        (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx is no model of vil.export"),
+        (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx must be a model of vil.export"),
         (["{photos}", "--checkpoint", "{photos}/notes.pt2"], "error: .*notes.pt2 .*; it is an exported program"),
         (["{photos}", "--checkpoint", "{tmp}/last.pt"], "error: there is no checkpoint .*last.pt$"),  # beside best.pt
         (

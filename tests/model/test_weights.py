@@ -176,7 +176,7 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
 
 
 def test_a_run_does_not_go_on_from_best_pt_which_says_what_does(best):
-    with pytest.raises(CheckpointError, match="--resume .*last.pt goes on with the run, --pretrained-path .*best.pt"):
+    with pytest.raises(CheckpointError, match="--resume .*last.pt resumes the run, --pretrained-path .*best.pt"):
         checkpoint.read_checkpoint(best()[0])
 
 
@@ -268,10 +268,10 @@ def test_weights_that_halves_cannot_hold_are_named_and_nothing_is_written(best, 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (json.dumps({"model": "vil_tiny", "model_kwargs": {"url": "x"}}), "has an argument 'url' of its model"),
-        (json.dumps({"model": "vil_tiny", "img_size": 10**9}), "has img_size 1000000000, and may have at most"),
-        ("[1, 2]", "holds list in place of options"),
-        ("[" * 10**5, "holds str in place of options"),
+        (json.dumps({"model": "vil_tiny", "model_kwargs": {"url": "x"}}), "has the model argument 'url'"),
+        (json.dumps({"model": "vil_tiny", "img_size": 10**9}), "has img_size 1000000000, but it must be at most"),
+        ("[1, 2]", "holds list instead of options"),
+        ("[" * 10**5, "holds str instead of options"),
     ],
 )  # fmt: skip
 def test_what_a_file_of_weights_may_decide_is_what_a_checkpoint_may(tmp_path, config, message):

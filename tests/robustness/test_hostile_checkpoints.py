@@ -95,25 +95,25 @@ def error_of_validation(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(data_dir="pipe:touch MARKER"), "has data_dir 'pipe:touch .*', which is no path"),
-        (dict(data_dir="x\ny"), r"has data_dir 'x\\ny', which is no path"),
-        (dict(data_dir="https://x/y"), "has data_dir 'https://x/y', which is no path"),  # for a --dataset that is given
-        (dict(dataset="wds/x", val_split="pipe:touch MARKER"), "has val_split 'pipe:touch .*', which is no plain name"),
-        (dict(dataset="hfds/x"), "is of the dataset 'hfds/x': to have it read, give --dataset hfds/x"),
-        (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is no plain name"),
+        (dict(data_dir="pipe:touch MARKER"), "has data_dir 'pipe:touch .*', which is not the path"),
+        (dict(data_dir="x\ny"), r"has data_dir 'x\\ny', which is not the path"),
+        (dict(data_dir="https://x/y"), "has data_dir 'https://x/y', which is not"),  # for a --dataset that is given
+        (dict(dataset="wds/x", val_split="pipe:touch MARKER"), "has val_split 'pipe:touch .*', which is not"),
+        (dict(dataset="hfds/x"), "was trained on the dataset 'hfds/x': to read it, set --dataset hfds/x"),
+        (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is not a plain dataset name"),
         (dict(data_dir="nowhere"), "data_dir nowhere, on which .*given.pt was trained, does not exist here: set"),
-        (dict(model="vil_tiny./tmp/x"), "is of a model 'vil_tiny./tmp/x', which is none of timm's or this package's"),
-        (dict(model="no_model"), "is of a model 'no_model', which is none of timm's or this package's"),
-        (dict(model_kwargs=dict(checkpoint_path="/etc/passwd")), "has an argument 'checkpoint_path' of its model"),
+        (dict(model="vil_tiny./tmp/x"), "has model 'vil_tiny./tmp/x', which is not a model of timm or this package"),
+        (dict(model="no_model"), "has model 'no_model', which is not a model of timm or this package"),
+        (dict(model_kwargs=dict(checkpoint_path="/etc/passwd")), "has the model argument 'checkpoint_path'"),
         (dict(model_kwargs=dict(patch_size=[8, 8, 8])), r"has patch_size \[8, 8, 8\]"),
         (dict(model_kwargs="depth"), "option 'model_kwargs' in the checkpoint .* must be dict, not 'depth'"),
-        (dict(model_kwargs=dict(global_pool="/x")), "has global_pool '/x', and may have '', 'token', 'avg'$"),
-        (dict(num_classes=10**6 + 1), "has num_classes 1000001, and may have at most 1000000$"),
-        (dict(img_size=8193), "has img_size 8193, and may have at most 8192$"),
+        (dict(model_kwargs=dict(global_pool="/x")), "has global_pool '/x', but it must be one of '', 'token', 'avg'$"),
+        (dict(num_classes=10**6 + 1), "has num_classes 1000001, but it must be at most 1000000$"),
+        (dict(img_size=8193), "has img_size 8193, but it must be at most 8192$"),
         (dict(phases=[dict(resume="x")]), "phase 1 in the checkpoint .* has 'resume', an option of the whole run"),
         (dict(phases={}), "'phases' in the checkpoint .* must be a list of tables"),
         (dict(crop_pct=math.nan), "option 'crop_pct' in the checkpoint .* must be a finite number, not nan"),
-        (dict(crop_pct=1e-4), "has crop_pct 0.0001, for which images would be more than large"),
+        (dict(crop_pct=1e-4), "has crop_pct 0.0001, which would resize images to more than"),
         *((dict(interpolation=i), f"has interpolation '{i}', which is unknown$") for i in ("7", "")),
     ],
 )  # fmt: skip
@@ -133,19 +133,19 @@ def test_what_a_checkpoint_asks_for_may_be_as_large_as_its_limits():
     checkpoint.check_preprocessing(dict(mean=[-1e6, 0, 1e6], std=[1e-6, 1, 1e6]), "x")
     for name, value in kwargs.items():
         more = dict(model_kwargs={"global_pool": "avg", name: [1, 513] if name == "patch_size" else value + 1})
-        with pytest.raises(ConfigError, match=f"has {name} .*, and may have at most "):
+        with pytest.raises(ConfigError, match=f"has {name} .*, but it must be at most "):
             options_of_checkpoint(more, "x")
     shards = dict(dataset="wds/x", val_split="x-{0000..0099}.tar|50", model_kwargs=dict(drop_rate=0))
     assert options_of_checkpoint(shards, "x") == shards
     for more, message in (
-        (dict(val_split="x" * 201), "has val_split .*, which is no plain name"),
-        (dict(phases=[{}] * 101), "has 101 phases, and may have at most 100$"),
-        (dict(crop_pct=0.499), "has crop_pct 0.499, for which images would be more than large$"),
-        (dict(phases=[dict(crop_pct=0.4)]), "has crop_pct 0.4, for which images would be more than large$"),
+        (dict(val_split="x" * 201), "has val_split .*, which is not a plain name"),
+        (dict(phases=[{}] * 101), "has 101 phases, but must have at most 100$"),
+        (dict(crop_pct=0.499), "has crop_pct 0.499, which would resize images to more than [0-9]* pixels$"),
+        (dict(phases=[dict(crop_pct=0.4)]), "has crop_pct 0.4, which would resize images to more than [0-9]* pixels$"),
     ):
         with pytest.raises(ConfigError, match=message):
             options_of_checkpoint(largest | more, "x")
-    with pytest.raises(ConfigError, match="^the checkpoint x holds int in place of options$"):
+    with pytest.raises(ConfigError, match="^the checkpoint x holds int instead of options$"):
         options_of_checkpoint(7, "x")
 
 
@@ -159,7 +159,7 @@ def test_resampling_may_add_values_up_to_a_limit(more, reason):
 def test_a_checkpoint_that_is_compared_with_decides_as_little(write, error_of_validation):
     path = write(dict(model="hf-hub:someone/model"))
     against = path.replace(path.with_name("against.pt"))
-    assert "is of a model 'hf-hub:someone/model'" in error_of_validation("--checkpoint", write(), "--against", against)
+    assert "has model 'hf-hub:someone/model'" in error_of_validation("--checkpoint", write(), "--against", against)
 
 
 def test_options_of_a_run_that_a_checkpoint_decides_are_no_places_and_devices(write, tmp_path, monkeypatch):
@@ -189,7 +189,7 @@ def test_a_dataset_is_read_where_the_command_line_says_and_else_not(write, place
     assert (config.dataset, config.data_dir) == ("", "mine")
     words = ["--lr" if dataset == "wds/x" else "--data-dir", "1"]
     needed = "--data-dir$" if dataset == "wds/x" else f"--dataset {dataset}, and its --data-dir if any$"
-    with pytest.raises(ConfigError, match=f"is of the dataset '{dataset}': to have it read, give {needed}"):
+    with pytest.raises(ConfigError, match=f"was trained on the dataset '{dataset}': to read it, set {needed}"):
         load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
 
 
@@ -204,7 +204,7 @@ def test_a_dataset_is_read_where_the_command_line_says_and_else_not(write, place
 )
 def test_splits_are_names_inside_the_folder(dataset, splits):
     for split in splits.split(" "):
-        with pytest.raises(ConfigError, match="the checkpoint x has val_split .*, which is no plain name"):
+        with pytest.raises(ConfigError, match="the checkpoint x has val_split .*, which is not a plain name"):
             options_of_checkpoint(dict(dataset=dataset, val_split=split), "x")
 
 
@@ -480,14 +480,16 @@ def test_a_model_that_does_not_fit_its_weights_takes_no_memory(
         (torch.full((4,), 1e39, dtype=torch.float64), "has values that are not finite"),  # in fp32
         (torch.zeros(4, dtype=torch.complex64), "is a tensor of torch.complex64"),
         (torch.zeros(4, dtype=torch.float8_e4m3fn), "is a tensor of torch.float8_e4m3fn"),
-        ("weights", "is no tensor but str"),
+        ("weights", "is not a tensor but str"),
     ],
     ids=["not finite", "too large", "complex", "8 bits", "text"],
 )
 def test_weights_that_are_none_are_named(write, small, tensor, message, error_of_validation):
     parts = dict(state_dict=small | {"head.bias": tensor}, digest={})
     torch.save(torch.load(path := write()) | parts, path)
-    assert f"given.pt is no weights of a model: 'head.bias' {message}" in error_of_validation("--checkpoint", path)
+    assert f"given.pt does not hold weights of a model: 'head.bias' {message}" in error_of_validation(
+        "--checkpoint", path
+    )
 
 
 def test_a_name_of_a_tensor_cannot_write_to_the_terminal(write, small, error_of_validation, tmp_path):

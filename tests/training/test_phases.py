@@ -182,7 +182,7 @@ def test_an_option_that_one_phase_says_has_in_the_others_the_value_beside_them()
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--phases {seed: 1}", "phase 1 in the command line has 'seed', an option of the whole run: give it beside"),
+        ("--phases {seed: 1}", "phase 1 in the command line has 'seed', an option of the whole run: set it outside"),
         (
             "--phases {lr: 1} {smooth: 1}",
             "unknown option 'smooth' in phase 2 in the command line; did you mean 'smoothing'",

@@ -93,11 +93,11 @@ def test_arguments_of_timms_transformers_are_read_back(tmp_path):
     ("options", "message"),
     [
         (dict(model="deit_tiny_patch16_224", model_kwargs=dict(class_token=False, global_pool="avg")),
-         "'class_token' of its model, which a checkpoint may not give; it may give embed_dim, depth, "),
-        (dict(model_kwargs=dict(dpth=3)), "'dpth' of its model, .*; did you mean 'depth'"),
-        (dict(train_split="../train"), r"has train_split '\.\./train', which is no plain name"),
-        (dict(val_split="train[:10%]"), r"has val_split 'train\[:10%\]', which is no plain name"),
-        (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is no plain name"),
+         "the model argument 'class_token', but a checkpoint may only set embed_dim, depth, "),
+        (dict(model_kwargs=dict(dpth=3)), "the model argument 'dpth', .*; did you mean 'depth'"),
+        (dict(train_split="../train"), r"has train_split '\.\./train', which is not a plain name"),
+        (dict(val_split="train[:10%]"), r"has val_split 'train\[:10%\]', which is not a plain name"),
+        (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is not a plain name"),
     ],
 )  # fmt: skip
 def test_a_run_whose_checkpoints_nobody_could_read_does_not_start(tmp_path, options, message):

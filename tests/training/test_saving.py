@@ -167,7 +167,7 @@ def test_a_folder_that_was_moved_during_a_run_is_one_error(tmp_path):
 def test_a_checkpoint_of_another_version_is_refused_not_passed_over(version, whose, tmp_path):
     save(tmp_path / "previous.pt", 1)
     torch.save({"version": version, "config": {}}, tmp_path / "last.pt")
-    message = f"last.pt has version {version}, of {whose} train_imagenet.py, and this one goes on from version 3 alone"
+    message = f"last.pt has version {version}, of {whose} train_imagenet.py, but this one can only resume version 3"
     with pytest.raises(CheckpointError, match=message):
         find_resumed("auto", tmp_path)
 

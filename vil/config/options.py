@@ -264,7 +264,7 @@ def unknown_models(values: Mapping[str, Any]) -> list[str]:
     """Return a message for each option that names a model unknown to timm."""
     named = [(name, model) for name in ("model", "teacher") if (model := values.get(name))]
     return [
-        f"{name} {shown(model)} is no model of timm or this package{nearest(model, timm.list_models())}"
+        f"{name} {shown(model)} is not a model of timm or this package{nearest(model, timm.list_models())}"
         for name, model in named
         if not timm.is_model(model)
     ]

@@ -135,7 +135,7 @@ def _rename(values: Mapping[Any, Any], options: dict[Any, Any], source: str) -> 
         if options.get(ours) is None:
             options[ours] = value
         elif options[ours] != value and name != "data":  # timm also prefers data_dir
-            errors.append(f"option {name!r} in {source} contradicts {ours!r}: give one of them")
+            errors.append(f"option {name!r} in {source} contradicts {ours!r}: set only one of them")
     arguments, own = (
         {MODEL_ARGUMENTS[n]: values[n] for n in MODEL_ARGUMENTS if values.get(n)},
         options.get("model_kwargs"),
@@ -190,16 +190,16 @@ def _complaints(
     complaints = []
     if not _is_empty(options.get("batch_size")) and "global_batch_size" not in options | given.keys():
         complaints.append(
-            f"option 'batch_size' {shown(options['batch_size'])} in {source} is for each process in timm's train.py: "
-            "give --global-batch-size N, the images of an optimizer step over all processes"
+            f"option 'batch_size' {shown(options['batch_size'])} in {source} is the batch size of each process in "
+            "timm's train.py: set --global-batch-size N, the batch size of an optimizer step over all processes"
         )
     if scaled := [name for name in unsupported if name.startswith("lr_base")]:
         complaints.append(
-            f"option {scaled[0]!r} in {source} scales timm's learning rate by the batch size: give --lr, which nothing "
-            "scales"
+            f"option {scaled[0]!r} in {source} scales timm's learning rate by the batch size: set --lr, which is not "
+            "scaled"
         )
     if unsupported.get("pretrained"):
-        complaints.append(f"option 'pretrained' in {source} is not supported: give --pretrained-path FILE")
+        complaints.append(f"option 'pretrained' in {source} is not supported: set --pretrained-path FILE")
     rest = [name for name in unsupported if name != "pretrained" and not name.startswith("lr_base")]
     synonyms = " ".join(SYNONYMS.values()).split()
     complaints += [unknown_option(name, f"in {source}", FIELDS) for name in rest if name in synonyms]

@@ -37,51 +37,55 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
     """
     where = f"the checkpoint {path}"
     if not isinstance(values, dict):
-        raise ConfigError(f"{where} holds {type(values).__name__} in place of options")
+        raise ConfigError(f"{where} holds {type(values).__name__} instead of options")
     known = {name: value for name, value in values.items() if name in FIELDS and name not in NOT_FROM_CHECKPOINTS}
     options = {name: convert(name, value, where) for name, value in known.items()}
     for name in ("model", "teacher"):
         model = options.get(name)
         if model is not None and not (re.fullmatch(r"[\w.]+", model) and timm.is_model(model)):
-            raise ConfigError(f"{where} is of a {name} {shown(model)}, which is none of timm's or this package's")
+            raise ConfigError(f"{where} has {name} {shown(model)}, which is not a model of timm or this package")
     for name, value in (options.get("model_kwargs") or {}).items():
         if (allowed := MODEL_KWARGS.get(name)) is None:
             raise ConfigError(
-                f"{where} has an argument {shown(name)} of its model, which a checkpoint may not give; it may give "
+                f"{where} has the model argument {shown(name)}, but a checkpoint may only set "
                 + ", ".join(MODEL_KWARGS)
                 + nearest(name, MODEL_KWARGS)
             )
         if isinstance(allowed, tuple):
             if value not in allowed:
-                raise ConfigError(f"{where} has {name} {shown(value)}, and may have {', '.join(map(repr, allowed))}")
+                raise ConfigError(
+                    f"{where} has {name} {shown(value)}, but it must be one of {', '.join(map(repr, allowed))}"
+                )
             continue
         numbers = value if isinstance(value, (list, tuple)) else [value]
         if len(numbers) > 2 or not all(isinstance(v, (int, float)) and 0 <= v <= allowed for v in numbers):
-            raise ConfigError(f"{where} has {name} {shown(value)}, and may have at most {allowed}")
+            raise ConfigError(f"{where} has {name} {shown(value)}, but it must be at most {allowed}")
     for name, choices in choices_of_options().items():
         if options.get(name) is not None and options[name] not in choices:
             raise ConfigError(f"{where} has {name} {shown(options[name])}, which is unknown")
     side = max(to_2tuple(options.get("img_size") or 224))
     for name, value, most in (("num_classes", options.get("num_classes") or 0, 10**6), ("img_size", side, 8192)):
         if value > most:
-            raise ConfigError(f"{where} has {name} {options[name]}, and may have at most {most}")
+            raise ConfigError(f"{where} has {name} {options[name]}, but it must be at most {most}")
     if side > MOST_RESIZED * (options.get("crop_pct") or 1):
-        raise ConfigError(f"{where} has crop_pct {options['crop_pct']}, for which images would be more than large")
+        raise ConfigError(
+            f"{where} has crop_pct {options['crop_pct']}, which would resize images to more than {MOST_RESIZED} pixels"
+        )
     phases = options.get("phases") or []
     if len(phases) > MOST_PHASES:
-        raise ConfigError(f"{where} has {len(phases)} phases, and may have at most {MOST_PHASES}")
+        raise ConfigError(f"{where} has {len(phases)} phases, but must have at most {MOST_PHASES}")
     for phase in phases:
         options_of_checkpoint({**values, "phases": None, **phase}, path)
     dataset = options.get("dataset", "")
     if not re.fullmatch(rf"|({'|'.join(DATASETS)})/[\w./-]+(:[\w.*-]+)?", dataset, re.IGNORECASE):
-        raise ConfigError(f"{where} has dataset {shown(dataset)}, which is no plain name of one")
+        raise ConfigError(f"{where} has dataset {shown(dataset)}, which is not a plain dataset name")
     for name in ("train_split", "val_split"):
         if not _is_plain_split(options.get(name, "x"), dataset):
-            raise ConfigError(f"{where} has {name} {shown(options[name])}, which is no plain name: {PLAIN_NAMES}")
+            raise ConfigError(f"{where} has {name} {shown(options[name])}, which is not a plain name: {PLAIN_NAMES}")
     if dataset:  # data of a hub: whoever loads the checkpoint must say where they are stored
         options.pop("data_dir", None)
     if re.search(r"^pipe:|://|[\0-\x1f]", options.get("data_dir") or ""):
-        raise ConfigError(f"{where} has data_dir {shown(options['data_dir'])}, which is no path of a folder")
+        raise ConfigError(f"{where} has data_dir {shown(options['data_dir'])}, which is not the path of a folder")
     return options
 
 
@@ -102,7 +106,7 @@ def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Pa
     if not dataset or given.get("dataset") is not None or (dataset.startswith("wds/") and given.get("data_dir")):
         return
     confirmation = "--data-dir" if dataset.startswith("wds/") else f"--dataset {dataset}, and its --data-dir if any"
-    raise ConfigError(f"the checkpoint {path} is of the dataset {dataset!r}: to have it read, give {confirmation}")
+    raise ConfigError(f"the checkpoint {path} was trained on the dataset {dataset!r}: to read it, set {confirmation}")
 
 
 def confirm_teacher(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
@@ -110,4 +114,6 @@ def confirm_teacher(saved: dict[str, Any], given: dict[str, Any], path: str | Pa
     teacher = saved.get("teacher")
     if teacher and "teacher" not in given:
         confirmation = f"--teacher {teacher}, and its --teacher-checkpoint if any"
-        raise ConfigError(f"the checkpoint {path} is of a run with the teacher {teacher!r}: give {confirmation}")
+        raise ConfigError(
+            f"the checkpoint {path} was trained with the teacher {teacher!r}: to use it, set {confirmation}"
+        )

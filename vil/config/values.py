@@ -48,7 +48,7 @@ def _parse_yaml(text: str, source: str) -> Any:
     """Parse YAML without aliases, by which a short text could expand without bounds."""
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ConfigError("has an alias (*), which options have no use for: write out what it stands for")
+            raise ConfigError("has an alias (*), which options do not support: write out its value")
         return yaml.load(text, _Loader)
     except RecursionError:
         raise ConfigError(
@@ -68,16 +68,16 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name = self.construct_object(key) if isinstance(key, yaml.ScalarNode) else key
             if name in seen:
-                raise ConfigError(f"has {shown(name)} once more in line {key.start_mark.line + 1}: give it once")
+                raise ConfigError(f"has {shown(name)} twice, again in line {key.start_mark.line + 1}: remove one")
             seen.add(name)
         return super().construct_mapping(node, deep)
 
     def number(self, node):
         line = f"line {node.start_mark.line + 1}"
         if len(node.value) > LONGEST_NUMBER:
-            raise ConfigError(f"has a number of {len(node.value)} characters in {line}: give at most {LONGEST_NUMBER}")
+            raise ConfigError(f"has a number of {len(node.value)} characters in {line}: write at most {LONGEST_NUMBER}")
         if re.match(r"[-+]?0[0-9_]+$|.*:", node.value):
-            raise ConfigError(f"has {node.value} in {line}, which YAML takes for another number: write a decimal one")
+            raise ConfigError(f"has {node.value} in {line}, which YAML reads as another number: write a decimal number")
         kind = node.tag.rpartition(":")[2]
         return getattr(super(), f"construct_yaml_{kind}")(node)
 
@@ -179,7 +179,7 @@ def _checked_phases(value: Any, source: str) -> list[dict[str, Any]]:
         if not isinstance(phase, dict):
             raise ConfigError(f"{where} must be a table as {{epochs: 100, lr: 4e-4}}, not {shown(phase)}")
         if of_run := [name for name in phase if name in FIELDS and name not in PHASE_OPTIONS]:
-            raise ConfigError(f"{where} has {of_run[0]!r}, an option of the whole run: give it beside the phases")
+            raise ConfigError(f"{where} has {of_run[0]!r}, an option of the whole run: set it outside the phases")
         phases.append(checked(phase, where))
     return phases
 

@@ -344,7 +344,7 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
         raise ValueError(f"the share of validation must be between 0 and 1, not {validation}")
     target = target.resolve()
     if target.is_relative_to(source.resolve()):
-        raise ValueError(f"{target} is in {source}, of whose classes it would be one: name a folder beside it")
+        raise ValueError(f"target must be outside {source}, got {target}: choose a folder beside it")
     if not source.is_dir():
         raise ValueError(f"there is no folder {source}")
     files = list_images(str(source), str(source))

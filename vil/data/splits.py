@@ -96,7 +96,7 @@ def follow_classes(
     if unknown := [name for name in names if found[name] is None]:
         paths = {name: folders.inside(path) for path, name in folders.names.items()} if folders else {}
         hint = _hint(paths.get(unknown[0], unknown[0]), len(names), known)
-        raise ConfigError(f"the split {split!r} has classes that {owner} has not: {quoted(unknown)}{hint}")
+        raise ConfigError(f"the split {split!r} has classes that {owner} does not have: {quoted(unknown)}{hint}")
     indices = {name: index for name, index in found.items() if index is not None}
     numbers = {name: index for index, name in enumerate(known)}
     if folders:
@@ -125,7 +125,7 @@ def _hint(unknown: str, classes: int, known: Sequence[str]) -> str:
     if parents and leaf in known:
         return f". Several folders are called {leaf!r}, which is one class there: rename or merge these folders"
     if deeper := [name for name in known if unknown in name.split("/")]:
-        return f". The class {deeper[0]!r} lies deeper: give both splits the same folders"
+        return f". The class {deeper[0]!r} is nested deeper: use the same folders in both splits"
     if classes == 1:
         return ". All images lie in this folder: each class needs a folder of its images"
     return ". Give these folders the names of the classes, or remove them"

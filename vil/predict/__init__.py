@@ -169,7 +169,7 @@ def open_picture(image: Any) -> Image.Image:
             array = (array >> 8).astype(np.uint8)
         if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (3,), (4,)):
             raise ConfigError(
-                f"an array {array.shape} of {array.dtype} is no image: give (H, W) or (H, W, 3) of uint8 or uint16"
+                f"an image array must be (H, W) or (H, W, 3) of uint8 or uint16, got {array.shape} of {array.dtype}"
             )
         image = Image.fromarray(array)
     return to_rgb(image)
@@ -217,9 +217,7 @@ def _of_onnx(path: Path) -> Classifier:
         config = {name: said[name] if name in words else json.loads(said[name]) for name in (*NEEDED, *words)}
         names = _judged(config, json.loads(said.get("label_names", "[]")), path)
     except Exception as error:  # onnxruntime's errors have no common base class
-        raise ConfigError(
-            f"{path} is no model of vil.export, which says how its images are prepared: {reason_of(error)}"
-        ) from error
+        raise ConfigError(f"{path} must be a model of vil.export with its preprocessing: {reason_of(error)}") from error
     if "logits" not in (outputs := [output.name for output in session.get_outputs()]):
         raise ConfigError(f"{path} has {printable(', '.join(outputs))} and no logits: it predicts no classes")
 
@@ -244,7 +242,7 @@ def _judged(config: dict[str, Any], names: Any, path: Path) -> list[str]:
     if (channels, len(size)) != (3, 2):
         raise ConfigError(f"images of {channels} channels and {size} pixels")
     if not isinstance(names, list) or any(name != label_of(name) for name in names):
-        raise ConfigError("label_names that are no short lines")
+        raise ConfigError("label_names must be short lines of text")
     return names
 
 
