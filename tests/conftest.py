@@ -1,4 +1,4 @@
-"""Fixtures of every test of the package; `fixtures` also makes the environment that tests need."""
+"""Fixtures shared by all tests of the package; `fixtures` also sets up the environment that tests need."""
 
 import pytest
 import torch

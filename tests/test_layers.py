@@ -1,4 +1,4 @@
-"""What may import what: no module one that is above it, the package nothing but its dependencies."""
+"""Tests of imports: no module imports one of a higher layer, and the package imports only its dependencies."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""The documents: links lead somewhere, and the files and tests that they name exist."""
+"""Tests of documents: links are valid, and files and tests named there exist."""
 
 import re
 

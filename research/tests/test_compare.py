@@ -1,4 +1,4 @@
-"""Differences over seeds, against the formulas of the tests."""
+"""Tests of differences over seeds against independently written formulas."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Fractals against plain loops of the chaos game, and the folder of them that training opens."""
+"""Tests of fractals against plain loops of the chaos game, and of their folder for training."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The study of photographs: its cells in the order of the protocol, what is counted and when, its statistics."""
+"""Tests of the study of photographs: order of runs as in the protocol, measurements, and statistics."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""The study of associative recall: its data, models, resumption and statistics."""
+"""Tests of the study of associative recall: its data, models, resumption and statistics."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""research/seeds.py: runs that are kept and gone on with, judged on a split of their own, compared image by image."""
+"""Tests of research/seeds.py: runs are kept and resumed, evaluated on a separate split, and compared per image."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""The study of training under AMP: its images, and what it counts."""
+"""Tests of the study of training with AMP: its images and measurements."""
 
 import math
 import sys

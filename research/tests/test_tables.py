@@ -1,4 +1,4 @@
-"""The pages of this folder: tables as the raw files have them, raw files that agree."""
+"""Tests of the pages in research/: tables match the raw files, and raw files are consistent."""
 
 import gzip
 import hashlib

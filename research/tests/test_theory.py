@@ -1,11 +1,4 @@
-"""The mathematics of Longhorn's paper (Liu et al., 2024) as tests, in fp64.
-
-A state-space layer is read as an online learner: at every token it moves its state S (D, N) from S_old to the minimiser
-of an objective. Every minimiser here is found from the objective alone, by autograd, and compared with a published
-update; the last tests compare the operators of this package.
-
-    D channels    N states of a channel    L tokens
-"""
+"""Tests of the mathematics in Longhorn's paper (Liu et al., 2024), in fp64."""
 
 import pytest
 import torch

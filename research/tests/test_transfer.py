@@ -1,4 +1,4 @@
-"""The study of what weights are worth: its choices, its runs, and what its files say."""
+"""Tests of the transfer study: its choices, runs and files."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Devices, and folders of pictures."""
+"""Fixtures for devices and image folders."""
 
 import random
 

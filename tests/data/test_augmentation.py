@@ -1,4 +1,4 @@
-"""Random erasing, mixup and cutmix on batches against timm's on one group of images after the other."""
+"""Tests of batched random erasing, mixup and cutmix against timm's implementation on one group of images at a time."""
 
 import math
 

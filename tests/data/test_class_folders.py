@@ -1,4 +1,4 @@
-"""Which images belong to which class: the same in folders, in tar files and for `vil.data.folders`."""
+"""Tests of assigning images to classes, which is the same for folders, tar files and `vil.data.folders`."""
 
 import logging
 import os

@@ -1,4 +1,6 @@
-"""Batches decoded and transformed on the training device against timm's, image by image; its thread; training."""
+"""Tests of decoding and transforming on the training device against timm's transforms, of its thread, and of
+training.
+"""
 
 import os
 import shutil

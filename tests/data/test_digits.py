@@ -1,4 +1,4 @@
-"""scikit-learn's digits as folders of images: what is held out, and draws of few to learn from."""
+"""Tests of scikit-learn's digits as image folders: the held-out images, and small training sets."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""Draws for an image without its pixels: those of timm's transform from the same seed."""
+"""Tests of an image's random draws, made without its pixels, against timm's transform with the same seed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Loaders of training and evaluation against timm's transforms, and which way images go: by workers or by a device."""
+"""Tests of training and evaluation loaders against timm's transforms, and of the choice between workers and device."""
 
 import math
 import shutil

@@ -1,4 +1,4 @@
-"""nvJPEG as it is called here, against Pillow."""
+"""Tests of decoding with nvJPEG against Pillow."""
 
 import ctypes
 import io

@@ -1,7 +1,4 @@
-"""Files in a loader's process, which become pixels, or bytes for a device to decode.
-
-tests/robustness/test_hostile_images.py has those that are broken.
-"""
+"""Tests of reading files in workers, as pixels or as encoded bytes that a device decodes."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""Which images make up a batch, in which order: the same for any number of processes and micro-batches."""
+"""Tests of the images in each batch and their order, for any number of processes and any micro-batch size."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The splits of a dataset: where they are, which classes they have, and what is said where they do not fit."""
+"""Tests of finding a dataset's splits and classes, and of the messages if they do not match."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""The loaders' processes: how many a machine gets, in which memory they hand over images, and how they are missed."""
+"""Tests of loader workers: their number, the memory through which they pass images, and detection of dead workers."""
 
 import contextlib
 import gc

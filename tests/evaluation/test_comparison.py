@@ -1,4 +1,4 @@
-"""Two models on the same images: statistics, tables, pictures, speed, and predictions of several processes."""
+"""Tests of comparing two models: statistics, tables, plots, speed, and predictions of several processes."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""The evaluation of models on batches, and the precision in which they run."""
+"""Tests of evaluating models on batches, and of their precision."""
 
 from types import SimpleNamespace
 

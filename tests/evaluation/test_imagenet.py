@@ -1,4 +1,4 @@
-"""Other test sets with ImageNet's classes: which folders they take."""
+"""Tests of other test sets with ImageNet's classes, and of their folders."""
 
 import shutil
 from types import SimpleNamespace

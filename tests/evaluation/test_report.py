@@ -1,4 +1,4 @@
-"""The page of validate.py --report, against scikit-learn's metrics and the files that it shows."""
+"""Tests of the HTML page of validate.py --report against scikit-learn's metrics and the files it shows."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""validate.py as a user runs it, on one model and on two, against `naive_evaluation`, and on bad input."""
+"""Tests of validate.py as a user runs it, with one or two models, against `naive_evaluation`, and with bad input."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Fixtures of all kernel tests."""
+"""Fixtures shared by all kernel tests."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from vil import block
 
 @pytest.fixture(autouse=True)
 def fused_blocks(monkeypatch):
-    """Enable fused blocks, also with VIL_FUSED=0, and restore the setting afterwards."""
+    """Fuse blocks even with VIL_FUSED=0, and restore the setting afterwards."""
     monkeypatch.setattr(block, "_fused", True)

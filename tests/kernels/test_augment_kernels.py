@@ -1,4 +1,6 @@
-"""Augmentation kernels and their reference against PIL and timm: emulated on small images, on a GPU on large ones."""
+"""Tests of augmentation kernels and their definition against PIL and timm, emulated with small images, on a GPU with
+large ones.
+"""
 
 import itertools
 import math
@@ -33,7 +35,7 @@ of_kernels = pytest.mark.parametrize("where", KERNELS, indirect=True)
 
 @pytest.fixture(params=["definition", *KERNELS])
 def where(request, monkeypatch):
-    """Device of the images, number and size of images, and whether the pixels must equal PIL's exactly."""
+    """Device of the images, number of trials, image size, and whether pixels must be identical to PIL's."""
     if request.param == "emulated":
         emulate(monkeypatch)
     if request.param == "gpu":
@@ -59,7 +61,7 @@ def batch(images, device):
 
 
 def assert_levels(images, expected, most, share):
-    """Assert that grey levels differ by at most `most`, and that at most `share` of the values differ in any image."""
+    """Assert that grey levels differ by at most `most`, in at most a share `share` of each image's values."""
     for i, (image, truth) in enumerate(zip(images.cpu(), expected, strict=True)):
         levels = (image.int() - truth.int()).abs()
         assert levels.max() <= most, i
@@ -144,7 +146,7 @@ def test_a_crop_that_is_not_in_its_image_is_refused(where):
 
 
 def random_operation(numbers, name=None):
-    """Return one of timm's operations with an argument: its name and argument, and the opcode and arguments here."""
+    """Return a random operation of timm: its name and argument, and its code and arguments for the kernels."""
     name = name or numbers.choice([*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
     ranges = dict(Posterize=(0, 8), Solarize=(0, 256), SolarizeAdd=(0, 110), Rotate=(-30, 30), GaussianBlur=(0.1, 2))
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
@@ -164,7 +166,7 @@ def by_timm(image, name, argument, interpolation="bicubic"):
 
 
 def encoded(operations, size):
-    """Return opcodes and arguments of each image in each turn from (name, argument)."""
+    """Return codes and arguments of (name, argument) for each image in each turn."""
     codes = np.zeros((len(operations), len(operations[0])), np.uint8)
     arguments = np.zeros((*codes.shape, batched_transforms.ARGUMENTS))
     for i, turns in enumerate(operations):
@@ -299,7 +301,7 @@ def test_images_are_normalised_erased_and_mixed(where, shape):
 
 
 def erased(device, keys, mode, size=(64, 64), **mixes):
-    """Return images after erasing them completely."""
+    """Return images that are erased completely."""
     images = torch.zeros(len(keys), 3, *size, dtype=torch.uint8, device=device)
     boxes = np.tile(np.array([0, 0, *size], np.int32), (len(keys), 1))
     return finish(images, MEAN, STD, boxes, np.array(keys, np.uint32), mode, **mixes).cpu()
@@ -340,7 +342,7 @@ def test_a_channel_of_an_image_is_erased_to_one_number(where):
 
 
 def philox(counters, key):
-    """Random123's Philox4x32-10 of counters (n, 4) and a key of two words."""
+    """Random123's Philox4x32-10 for counters (n, 4) and a key of two words."""
     a, b, c, d = np.array(counters, np.uint64).T
     key_0, key_1 = key
     low = np.uint64(2**32 - 1)

@@ -1,4 +1,4 @@
-"""Selection of the GPU backends on a CPU: which backend runs, its arguments, and the handling of its results."""
+"""Tests of code around the GPU backends, on a CPU: backend selection, arguments and results."""
 
 import sys
 import warnings
@@ -126,7 +126,9 @@ def test_only_interpreted_triton_takes_tensors_on_a_cpu(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Simulate a machine with an NVIDIA or AMD GPU, with or without the software that CUDA and Triton kernels need."""
+    """Make this machine look as if it had a GPU, by AMD or not, with or without the packages of CUDA kernels and
+    Triton.
+    """
 
     def look(hip=None, missing=None, triton=True):
         backends._backend_for.cache_clear()

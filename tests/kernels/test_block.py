@@ -1,4 +1,4 @@
-"""The fused block against the unfused one: its algebra on a CPU with reference kernels, and as it is on a GPU."""
+"""Tests of the fused block against the unfused one: its algebra on a CPU with plain kernels, and all of it on a GPU."""
 
 import copy
 import traceback
@@ -35,9 +35,7 @@ from vil.kernels.scan import heuristics as variants
 
 @pytest.fixture
 def plain_kernels(monkeypatch):
-    """Run the operator on a CPU in fp64 with reference kernels; yield a list of whether each block received its
-    norm.
-    """
+    """Run the operator on a CPU in fp64 with plain kernels. Yields a list of whether each block received its norm."""
     handed, pack_weights = [], PlainKernels.pack_weights
     monkeypatch.setattr(PlainKernels, "pack_weights", lambda *a: handed.append(a[3] is None) or pack_weights(*a))
     for module in (operator, forward, backward):
@@ -56,7 +54,7 @@ def plain_kernels(monkeypatch):
 
 @pytest.fixture
 def plain():
-    """Disable the fused kernels during the test."""
+    """Disable the fused kernels, and enable them again after the test."""
     yield lambda: vil_block.set_fused(False)
     vil_block.set_fused(True)
 
@@ -124,7 +122,7 @@ def replace_weight(block):
 
 
 def call_through(block):
-    """Replace a module's forward on the instance, as libraries that move weights do."""
+    """Replace a module's forward on the instance, as libraries do that move weights between devices."""
     forward = block.mixer.out_proj.forward
     block.mixer.out_proj.forward = lambda y: 2 * forward(y)
 
@@ -220,7 +218,7 @@ def test_the_operator_and_its_definition_have_the_gradients_of_the_plain_block(
 
 
 class Chain(torch.nn.Module):
-    """Blocks that pass on the next block's norm."""
+    """Blocks that pass on the norm of the next block."""
 
     def __init__(self, blocks, class_token_only):
         super().__init__()
@@ -360,7 +358,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
 
 
 def noted(monkeypatch, project):
-    """Run emulated, and record the launched kernels and whether each scan projects its steps."""
+    """Yield the launched, emulated entries, and whether each scan projects its steps."""
     monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
     launched, projecting = [], []
     monkeypatch.setattr(
@@ -384,7 +382,7 @@ def noted(monkeypatch, project):
 
 
 def exactly(block, x, dy, dnext, middle):
-    """Return output and gradients of the independent block in fp64; dnext is the gradient of its norm without a
+    """Return output and gradients of the independent block in fp64; dnext is the gradient of its norm without
     weight.
     """
     (scale,) = stochastic_depth([0.25], len(x), seed=1, dtype=x.dtype)
@@ -402,7 +400,7 @@ def exactly(block, x, dy, dnext, middle):
 
 
 def by_kernels(block, x, dy, dnext, middle, amid_others, dtype):
-    """Return output, gradients and norm of the operator, as a single block or between other blocks that pass norms."""
+    """Return the same from the operator, and the norm it returns; inside a model it also receives one."""
     x, normed = x.clone().requires_grad_(), None
     if amid_others:
         xhat, rstd = PlainKernels.rms_norm(x.flatten(0, 1), block.norm.eps, dtype)
@@ -420,7 +418,7 @@ def by_kernels(block, x, dy, dnext, middle, amid_others, dtype):
 
 
 def as_foretold(run, foretell):
-    """Call a part of the operator and compare its results with its fake implementation."""
+    """Wrap a part of the operator to check its results against the fake kernel that compilers use."""
 
     def checked(*arguments):
         results = run(*arguments)

@@ -1,4 +1,4 @@
-"""Each kernel of a block against its reference implementation: emulated on a CPU, and on a GPU."""
+"""Tests of each kernel of a block against the definition in the same file, emulated on a CPU and on a GPU."""
 
 import functools
 import math
@@ -82,7 +82,7 @@ def random_tensors(device, *kinds):
 
 
 def on_both(emulated, on_a_gpu):
-    """Return cases (shape, Hopper, dtype) for emulation, the first also in fp16, and for a GPU."""
+    """Parametrize over cases (shape, Hopper, dtype) emulated, the first also in fp16, and on a GPU."""
     cases = [(*case, torch.bfloat16) for case in emulated] + [(*emulated[0], torch.float16)]
     large = [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *on_a_gpu]
     return pytest.mark.parametrize(
@@ -266,7 +266,7 @@ WRITTEN = {"conv_backward": 1, "gate_backward": 2}  # numbers of tensors (B, L, 
 
 
 def results(name, kernel, inputs, written):
-    """Return what a kernel or its reference returns and writes, with partial sums added."""
+    """Return what a kernel or its definition returns and writes, with partial sums added."""
     values = kernel(*inputs, *written)
     if name == "conv_backward":
         values = values.sum(0, keepdim=True)

@@ -1,4 +1,4 @@
-"""Emulated kernels of the fused block: a norm's eps, many images a block, and offsets beyond 32 bits."""
+"""Tests of emulated kernels of the fused block: the norm's eps, many images per CTA, and offsets beyond 32 bits."""
 
 import functools
 
@@ -21,12 +21,12 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    """Run kernels on the CPU, as on a GPU with one multiprocessor that is not Hopper."""
+    """Run the kernels on the CPU, as on a GPU with one multiprocessor that is not a Hopper."""
     emulator.as_if_on_a_gpu(monkeypatch)
 
 
 def small_tokens(T, C):
-    """Return tokens whose mean squares are 0, far below an eps of 1e-5, about 1e-5 and far above."""
+    """Tokens whose mean squares are 0, far below an eps of 1e-5, close to it, and far above."""
     return torch.randn(T, C) * torch.tensor([0, 1e-4, 3e-3, 1.0])[torch.arange(T) % 4, None]
 
 
@@ -40,7 +40,7 @@ def block_weights(C, dtype=torch.float32):
 
 
 def exactly(*tensors):
-    """Convert to fp64, also in lists and named tuples."""
+    """Convert tensors to fp64, also inside lists and named tuples."""
     return tree_map_only(torch.Tensor, torch.Tensor.double, tensors)
 
 
@@ -126,7 +126,7 @@ def test_wide_projections_of_two_warps_for_the_same_tokens_emulated(D, R, B, L, 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Record (entry, CTAs) of every launch without running it."""
+    """Yield (entry, CTAs) of each launch without running it."""
     found = []
     monkeypatch.setattr(compiler, "launch", lambda name, entry, macros, ctas, *_: found.append((entry, ctas)))
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 132)
@@ -269,7 +269,7 @@ L = 50
 
 @pytest.fixture
 def large(monkeypatch):
-    """Return a large tensor that is random at its end."""
+    """Create a tensor that is random only at its end."""
     if not emulator.has_sparse():
         pytest.skip("needs memory that is not reserved")
 
@@ -284,7 +284,7 @@ def large(monkeypatch):
 
 
 def end(t):
-    """Return the last image of a batch, or the last tokens."""
+    """Return the last image of a batch, or as many tokens."""
     return t[..., -1:, :, :] if t.dim() > 2 and t.shape[-2] == L else t[..., -L:, :]
 
 

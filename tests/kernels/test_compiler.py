@@ -1,4 +1,4 @@
-"""Compilation, cache and launch of CUDA kernels without a GPU: NVRTC compiles, and stand-ins record launches."""
+"""Tests of compiling, caching and launching CUDA kernels without a GPU: NVRTC compiles, and stubs replace the GPU."""
 
 import io
 import os
@@ -34,7 +34,7 @@ entry(BOTH(const float, x), float *__restrict__ y, i64 count, // of y
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """Replace the sources by a header and a kernel, and the cache by an empty one."""
+    """A kernel with a header and a source instead of the package's, and an empty cache."""
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "types.cuh").write_text("// a header\n")
@@ -72,7 +72,7 @@ def test_a_kernel_is_compiled_for_its_architecture_and_with_its_macros(tiny):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Record compilations; the code is their count."""
+    """Names of compiled sources; the returned code is their count."""
     pytest.importorskip("cuda.bindings")
     found = []
 
@@ -131,7 +131,7 @@ def test_the_cache_is_where_the_environment_says(tiny, compiled, tmp_path, monke
 
 
 def codes(_, sources, cache):
-    """Return the code that a new process gets for a folder of sources."""
+    """Return the code that a process gets that only knows a folder of sources."""
     compiler.SOURCES = sources
     os.environ["VIL_CACHE_DIR"] = str(cache)
     return [code(value=value) for value in VALUES] * 2
@@ -152,7 +152,7 @@ def test_processes_that_start_at_once_on_a_cold_cache_all_get_the_kernel(tiny, t
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Simulate two GPUs with compute capability 9.0, the first of them current, and record their launches."""
+    """Two GPUs of compute capability 9.0, the first of them current, and the launches they receive."""
     core, bindings = pytest.importorskip("cuda.core"), pytest.importorskip("cuda.bindings")
     state = SimpleNamespace(current=0, launches=[], bound=[], asked=[], loaded=[], capability=(9, 0))
     success = bindings.driver.CUresult.CUDA_SUCCESS

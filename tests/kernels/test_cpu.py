@@ -1,4 +1,4 @@
-"""Properties of the cpu backend: precision, threads, cache, and fallback; test_operators.py tests its results."""
+"""Tests specific to the cpu backend: precision, threads, cache and fallback; test_operators.py has the other tests."""
 
 import functools
 import importlib.metadata

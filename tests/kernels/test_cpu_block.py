@@ -1,4 +1,4 @@
-"""The block on CPUs against `naive_model` in fp64, and the conditions under which it runs fused."""
+"""Tests of the block on CPUs against `naive_model` in fp64, and of when the CPU kernels are used."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The CUDA backend: kernels compile without spills, are right emulated on a CPU, and on a GPU right on anything."""
+"""Tests of the CUDA backend: kernels compile without spills, and are correct emulated on a CPU and on a GPU."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ OWN_OF_TENSOR_CORES = {torch.float32: 1e-6, torch.bfloat16: 1.2e-3, torch.float1
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Kernels run on the CPU, and as if on an H200."""
+    """Run kernels on the CPU, as on an H200."""
     emulator.as_if_on_a_gpu(monkeypatch, H200)
 
 
@@ -36,14 +36,16 @@ def emulated(monkeypatch):
     params=[pytest.param("cpu", marks=EMULATED, id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu, id="gpu")]
 )
 def device(request):
-    """Where the test's kernels run: emulated on a CPU, or on a GPU."""
+    """Device of the test's kernels: emulated on a CPU, or a GPU."""
     if request.param == "cpu":
         request.getfixturevalue("emulated")
     return request.param
 
 
 def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
-    """Every kernel that the cost model may choose for these inputs; on most chips the widest rank stands for others."""
+    """Return all kernels that the cost model may choose for these inputs; on most chips, only the widest of each
+    rank.
+    """
     ranks = (0, 16, 24, 48) if (arch, dtype) == ("sm_90", torch.bfloat16) else (0, 48)
     x = torch.empty(2, 1, 8, D, dtype=dtype, device="meta")
     for variant in heuristics.forward_variants(recurrence, N, dtype.itemsize, D % 8 == 0, SHARED.get(arch, 99 * 1024)):
@@ -91,13 +93,13 @@ def test_memory_kept_for_backward_is_at_most_a_byte_for_each_element(L):
 
 
 def results_of(f, inputs, dy, **kwargs):
-    """The output, and the gradient of every input for `dy`."""
+    """Return the output, and the gradient of each input for `dy`."""
     y = f(*inputs, **kwargs)
     return [y, *torch.autograd.grad(y, inputs, dy)]
 
 
 def placed(t, place):
-    """The same tensor (G, B, L, n) as a view with other strides, none of which is another one's, amid NaN."""
+    """Return the same tensor (G, B, L, n) as a view with unusual strides, surrounded by NaN."""
     order = [(1, 2, 0), (2, 0, 1), (0, 2, 1), (2, 1, 0), (1, 0, 2)][place]
     sizes = [t.shape[i] + 1 for i in order]
     view = t.new_full([*sizes, t.shape[3] + 8 * (place + 1)], float("nan"))[1:, 1:, 1:, 8 : 8 + t.shape[3]]
@@ -105,7 +107,9 @@ def placed(t, place):
 
 
 def assert_close_to(truth, found, dtype, variant):
-    """For each direction: emulated the rounding of the result and little else, on a GPU `TOLERANCE`."""
+    """Assert small errors for each direction: little more than the result's rounding if emulated, `TOLERANCE` on
+    a GPU.
+    """
     own = (OWN_OF_TENSOR_CORES if isinstance(variant, ForwardMma | str) else OWN)[dtype]
     for g, tensors in enumerate(found):
         for i, (value, exactly) in enumerate(zip(tensors, truth[g])):

@@ -1,4 +1,4 @@
-"""The emulator of CUDA kernels finds what a GPU would not forgive."""
+"""Tests that the emulator of CUDA kernels detects errors such as races, which would fail on a GPU."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""The equations of docs/kernels (mathematics.md, block.md), in fp64, against the definition and autograd."""
+"""Tests of the equations in docs/kernels (mathematics.md, block.md) in fp64, against the definition and autograd."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What FlopCounterMode counts, against products counted by hand."""
+"""Tests of FlopCounterMode's counts against products counted by hand."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ from vil.kernels.scan import operator
 
 
 def counted(function, *arguments, **keywords):
-    """What a function returns, and the FLOPs of it."""
+    """Return a function's result and its FLOPs."""
     with FlopCounterMode(display=False, custom_mapping=flops.CORRECTED) as counter:
         returned = function(*arguments, **keywords)
     return returned, counter.get_total_flops()

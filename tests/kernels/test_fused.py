@@ -1,4 +1,4 @@
-"""Which operator computes a block here, and that it stands only for a block with every part as it was built."""
+"""Tests of the choice of a block's operator, and that modified blocks are not fused."""
 
 import runpy
 
@@ -17,7 +17,7 @@ OPERATORS = {"cuda": operator.block, "cpu": cpu.block, "reference": None}
 
 @pytest.fixture(params=OPERATORS)
 def backend(request, monkeypatch):
-    """What a machine would run on its CPU."""
+    """Choose the backend that a machine would use on its CPU."""
     monkeypatch.setattr(
         backends, "backend_for", lambda device: request.param if device.type == "cpu" else "reference"
     )  # fmt: skip
@@ -25,13 +25,13 @@ def backend(request, monkeypatch):
 
 
 def found(block, x):
-    """The operator."""
+    """Return the block's operator."""
     fused = fused_block(block, x)
     return fused and fused[0]
 
 
 def replaced(place, part):
-    """A change of a block: another part there."""
+    """Return a modification that replaces a part of a block."""
     place, _, last = place.rpartition(".")
     return lambda block: block.get_submodule(place).add_module(last, part)
 

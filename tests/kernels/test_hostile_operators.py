@@ -1,7 +1,4 @@
-"""Operators called directly: what does not fit is named before a pointer is taken; all else is computed.
-
-On a CPU the CUDA kernels run emulated, which finds what is read or written outside of tensors.
-"""
+"""Tests of calling operators directly: invalid arguments are rejected before kernels run, all others are computed."""
 
 import re
 
@@ -27,7 +24,7 @@ recurrences = pytest.mark.parametrize("recurrence", RECURRENCES)
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The operators of GPUs on a CPU, emulated; what they have launched."""
+    """Emulate the GPU operators on a CPU, and yield what they have launched."""
     with operator_on_a_cpu():
         yield hostile.emulate(monkeypatch)
 

@@ -1,4 +1,4 @@
-"""The cache of compiled kernels against other users of the machine, damage and places that cannot be written."""
+"""Tests of the kernel cache with other users of the machine, damaged files and unwritable folders."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ EVIL = b"what somebody else wants to be run"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where the cache will be."""
+    """Folder of the cache."""
     monkeypatch.setenv("VIL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", False)
     return tmp_path / "cache"
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """What was compiled, of which there is a new version each time, and much of it."""
+    """Compiled code: large, and a new version in each compilation."""
     found = []
 
     def compile_cubin(*arguments):
@@ -48,7 +48,7 @@ def entry_of(folder):
 
 @pytest.fixture
 def given_to_another(monkeypatch):
-    """Makes a file or folder one of another user; without the rights to do that, makes this user another there."""
+    """Give a file or folder to another user or, without the rights to do so, pretend that this user is another one."""
 
     def give(path):
         if os.geteuid() == 0:
@@ -109,7 +109,7 @@ def test_an_entry_under_the_name_of_another_is_compiled_anew(folder, compiled):
 
 
 def planted(folder):
-    """A whole entry, digest and all, that somebody has put in the place of the first."""
+    """A valid cache entry, with digest, that somebody has exchanged for the first."""
     folder.mkdir(exist_ok=True)
     keys, read = [], cache.read
     with pytest.MonkeyPatch.context() as patch:

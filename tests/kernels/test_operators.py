@@ -1,7 +1,4 @@
-"""The public scans against `naive` on every backend that runs here, their gradients, their limits, what they refuse.
-
-Triton runs on the GPU if there is one, else under its interpreter; tests/kernels/test_cuda.py has the CUDA kernels.
-"""
+"""Tests of the public scans against `naive` on all available backends: outputs, gradients, limits and errors."""
 
 import re
 from typing import NamedTuple
@@ -24,7 +21,7 @@ class Backend(NamedTuple):
         return lambda *t, **options: scan(*(each.to(self.device) for each in t), backend=self.name, **options).cpu()
 
     def error(self, scan, definition, inputs, dy_dtype=None, **options):
-        """The largest relative error of output and gradients."""
+        """Return the largest relative error of output and gradients."""
         dy_dtype = dy_dtype or inputs[0].dtype
         expected = outputs_and_gradients(definition, exact(inputs), dy_dtype, **options)
         actual = outputs_and_gradients(self.run(scan), inputs, dy_dtype, **options)
@@ -47,7 +44,7 @@ SHAPES = {
 
 @pytest.fixture
 def prepared(backend, monkeypatch):
-    """Chunks of 4 tokens, not 64, for Triton's interpreter, which takes milliseconds for a token."""
+    """Use chunks of 4 tokens instead of 64 for Triton's slow interpreter."""
     if backend is TRITON:
         pytest.importorskip("triton")
         from vil.kernels.scan import triton_scan
@@ -66,7 +63,7 @@ def on(*backends):
 
 
 def sizes(backend, *large):
-    """The sizes, or for Triton's interpreter small ones."""
+    """Return the sizes, or small ones for Triton's interpreter."""
     return (1, 7, 6, 4) if backend is TRITON else large
 
 

@@ -1,4 +1,4 @@
-"""Plans: what is recorded on stand-ins and replayed does what the function does, whatever tensors it is given."""
+"""Tests of plans, recorded with stubs: a replay computes the same as the function, for any tensors."""
 
 import functools
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def composition(x, weights, factor):
-    """Views, allocations, results of operators, in place and not, and of no use."""
+    """Views, allocations, and results of operators, in place or not, some of them unused."""
     u, z = (x @ weights[0].t()).chunk(2, dim=-1)
     memory = torch.empty(2, *u.shape, dtype=x.dtype, device=x.device)
     torch.empty(5, device=x.device)

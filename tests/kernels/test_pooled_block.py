@@ -1,4 +1,4 @@
-"""Pooled blocks: their kernels against the definitions beside them, the operator against the plain block."""
+"""Tests of pooled blocks: kernels against their definitions, and the operator against the unfused block."""
 
 import emulator
 import pytest

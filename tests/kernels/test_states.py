@@ -1,4 +1,4 @@
-"""A state in and out of the public scans, against `naive`."""
+"""Tests of initial and final states of the public scans, against `naive`."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What is Triton's alone: how sequences are cut into segments that run in parallel; test_operators.py has the rest."""
+"""Tests specific to Triton: division of sequences into parallel segments; test_operators.py has the other tests."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which variant of a kernel runs and how it cuts sequences: the cost model and its bounds."""
+"""Tests of selecting a kernel variant and segment length: the cost model against measurements, and bounds."""
 
 import itertools
 

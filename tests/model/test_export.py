@@ -1,4 +1,4 @@
-"""vil.export: files that run without this package, against an fp64 loop written from the papers."""
+"""Tests of vil.export: exported files run without this package, compared with an fp64 loop written from the papers."""
 
 import itertools
 import json

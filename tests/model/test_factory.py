@@ -1,4 +1,4 @@
-"""`vil.from_checkpoint`: a trained model by one call, with what it was trained for."""
+"""Tests of `vil.from_checkpoint`, which loads a trained model with its preprocessing and class names."""
 
 import naive_model
 import pytest

@@ -1,4 +1,4 @@
-"""vil.info: what an issue report says of versions, commit and machine; and vil.published."""
+"""Tests of vil.info (versions, commit and machine for issue reports) and of vil.published."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""The models: against an independent implementation, and what timm's users expect of a model."""
+"""Tests of models against an independent implementation, and of the interface that timm's users expect."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""vil.predict: what a model says of images, wherever they and it come from."""
+"""Tests of vil.predict with images and models from various sources."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""Published ViM weights in every container they come in, their adaptation to another model, and what is refused."""
+"""Tests of published ViM weights in all their file formats: loading, adaptation to another model, and rejection."""
 
 import argparse
 import functools

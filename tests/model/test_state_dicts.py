@@ -1,4 +1,4 @@
-"""Weights in the checkpoints of other programs: under which keys they are found, and what is not guessed."""
+"""Tests of weights in checkpoints of other programs: the keys under which they are found, and ambiguous files."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""vil.viz: what it shows is what the model computes."""
+"""Tests of vil.viz: its plots show what the model computes."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""Files of weights to hand on: what is packed, what they say of themselves, and the ones that are shipped."""
+"""Tests of weight files for publication: contents, metadata, and the weights shipped with the repository."""
 
 import hashlib
 import json

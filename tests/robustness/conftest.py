@@ -1,4 +1,4 @@
-"""Runs of a few processes: those of a test, and those that nothing interrupts."""
+"""Fixtures that start runs of a few processes, and the results of uninterrupted runs."""
 
 import functools
 

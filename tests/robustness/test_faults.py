@@ -1,7 +1,4 @@
-"""What a run survives: two processes on a CPU that are killed, signalled, starved of disk and fed bad data.
-
-FAULTS_SEED repeats the random choices; KILLS=50 kills a run as often.
-"""
+"""Tests of runs with two processes on a CPU under faults: kills, signals, full disks and bad data."""
 
 import contextlib
 import functools

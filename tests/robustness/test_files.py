@@ -1,4 +1,4 @@
-"""Files that runs write, and the folder that a run holds: beside other users, other runs, and after crashes."""
+"""Tests of a run's files and folder lock with other users, other runs, and after crashes."""
 
 import errno
 import fcntl

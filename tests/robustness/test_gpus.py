@@ -1,4 +1,4 @@
-"""What takes two GPUs: kernels away from the current device, training over NCCL, and that under faults."""
+"""Tests that need two GPUs: kernels on another than the current device, and training over NCCL, also under faults."""
 
 import random
 import signal

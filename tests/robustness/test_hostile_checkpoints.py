@@ -1,7 +1,4 @@
-"""Checkpoints and configs from strangers: what they ask for is refused in a line that names the place, or harmless.
-
-FUZZ=500 python -m pytest tests/robustness/test_hostile_checkpoints.py    tries as many of the generated ones.
-"""
+"""Tests of untrusted checkpoints and configs: their requests are rejected with a one-line message, or harmless."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Image files from strangers: which are read, to which colours, and that none ends a run or starts a program."""
+"""Tests of untrusted image files: which are read, with which colours, and that none stops a run or starts a program."""
 
 import collections
 import dataclasses

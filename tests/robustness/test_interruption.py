@@ -1,7 +1,4 @@
-"""When checkpoints are due, and what signals do: Ctrl-C at any moment leaves a checkpoint, a sentence and status 75.
-
-INTERRUPTS=50 python -m pytest tests/robustness/test_interruption.py  presses it as often; FAULTS_SEED repeats moments.
-"""
+"""Tests of checkpoint intervals and signals: Ctrl-C at any time leaves a checkpoint, a message and status 75."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Platforms that this project has not been run on, as far as they can be had here: what they lack is taken away."""
+"""Tests of platforms on which this project has not been run, simulated by removing what they lack."""
 
 import os
 import runpy

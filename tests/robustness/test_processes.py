@@ -1,4 +1,4 @@
-"""How the processes of a run meet, agree, start again and end together."""
+"""Tests of how the processes of a run connect, communicate, restart and exit together."""
 
 import contextlib
 import functools

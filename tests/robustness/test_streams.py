@@ -1,4 +1,4 @@
-"""stdout and stderr of a run: a reader that is stuck, or gone, holds up neither training nor a checkpoint."""
+"""Tests of stdout and stderr: a blocked or closed reader delays neither training nor checkpoints."""
 
 import contextlib
 import io

@@ -1,7 +1,4 @@
-"""Two launchers with a process each, as on two machines: what the loss of one does to a run.
-
-They meet over the loopback interface, by the static rendezvous of scripts/slurm.sh; tools/slurm has real nodes.
-"""
+"""Tests of two launchers with one process each, as on two nodes: the effect of losing one of them."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The wheel: built from the files of the checkout, installed alone, used away from it."""
+"""Tests of the wheel: built from the checkout, installed alone, and used elsewhere."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The parts of the benchmarks that decide what their tables say."""
+"""Tests of the parts of benchmarks that determine their tables."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Options of a run: the files in configs/, what overrides what, the types of values, and what is refused."""
+"""Tests of options: files in configs/, precedence, types of values, and rejected values."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""CUDA graphs in place of what they were captured from, and what happens where there can be none."""
+"""Tests of CUDA graphs against eager execution, and of the cases without a graph."""
 
 import contextlib
 import gc

@@ -1,7 +1,4 @@
-"""Teachers of distilled runs: which are refused and why, and what a run that goes on must have in common.
-
-That the losses are the paper's is in test_training_loop.py.
-"""
+"""Tests of teachers: rejected ones with their messages, and what a resumed run must have in common."""
 
 import functools
 import signal

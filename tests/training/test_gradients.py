@@ -1,4 +1,4 @@
-"""Gradients in one piece of memory, and the average of weights."""
+"""Tests of gradients in one flat buffer, and of averaged weights."""
 
 import pytest
 import torch

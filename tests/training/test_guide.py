@@ -1,4 +1,4 @@
-"""docs/guide.md and the README, followed: their snippets run, and their command lines are options that there are."""
+"""Tests of docs/guide.md and the README: their snippets run, and their command lines have valid options."""
 
 import importlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""A run's measurements of itself: means and times of an epoch, what keeps a GPU waiting, and memory."""
+"""Tests of a run's measurements: means and times of an epoch, what a GPU waits for, and memory."""
 
 import math
 import re

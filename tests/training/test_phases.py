@@ -1,7 +1,4 @@
-"""Runs of several phases: what each begins with, how they are interrupted, and which are refused.
-
-A page of formulas says in test_training_loop.py what they train.
-"""
+"""Tests of runs with several phases: initial state of each phase, interruption, and rejected phases."""
 
 import csv
 import dataclasses

@@ -1,4 +1,4 @@
-"""Every option that training accepts is read back from its checkpoint; what could not be is refused at the start."""
+"""Tests that all options accepted by training can be read from a checkpoint; others are rejected at the start."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Checkpoints of runs: what is written when, which one a run goes on from, and with what it may go on."""
+"""Tests of checkpoints: when they are written, which one a run resumes from, and which options may change."""
 
 import contextlib
 import errno

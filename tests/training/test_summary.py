@@ -1,4 +1,4 @@
-"""The files of a run for people: tables, pictures, logs."""
+"""Tests of a run's tables, plots and logs."""
 
 import csv
 import math

@@ -1,4 +1,4 @@
-"""Training runs in one process: what they write, how they begin, go on and end, and what they refuse."""
+"""Tests of training in one process: files written, start, resumption, end, and rejected options."""
 
 import contextlib
 import csv

@@ -1,4 +1,4 @@
-"""The training loop against `naive_training`: every number that a run writes, for options away from their defaults."""
+"""Tests of the training loop against `naive_training`: all numbers that a run writes, with non-default options."""
 
 import io
 import re
