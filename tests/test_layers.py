@@ -44,12 +44,12 @@ MODULES = {name_of(path): path for path in PATHS if "tests" not in path.parts}
 
 
 def room(module):
-    """The place of a module in the order: its own, or that of the package it is in."""
+    """Return the layer of a module: its own, or that of its package."""
     return module if module in RANKS else room(module.rpartition(".")[0])
 
 
 def imported(module):
-    """What a module imports, wherever in it that stands."""
+    """Return all modules that a module imports, anywhere in its code."""
     path = MODULES[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):

@@ -13,7 +13,7 @@ FOLDERS = "kernels|vil|tests|benchmarks|configs|docs|research|scripts|weights"
 
 
 def anchors(page):
-    """What GitHub calls a page's headings."""
+    """Return GitHub's anchors of a page's headings."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -35,7 +35,7 @@ def systems():
 
 @pytest.fixture
 def drawn(systems, monkeypatch):
-    """No test draws the classes of its folder again; what was asked for is listed."""
+    """Return the classes of `systems` instead of drawing new ones, and list the requests."""
     asked = []
 
     def draw(count, *of):
@@ -47,7 +47,7 @@ def drawn(systems, monkeypatch):
 
 
 def naive_play(system, start, points, table):
-    """The chaos game in plain loops: points, and the maps that made them."""
+    """Run the chaos game in plain loops, and return points and the maps that produced them."""
     steps, found = math.ceil(points / CHAINS), {}
     for chain in range(CHAINS):
         x = y = 0.0
@@ -65,7 +65,7 @@ def naive_play(system, start, points, table):
 
 
 def naive_render(points, maps, mask, size):
-    """Every point's patch, painted pixel by pixel, map after map; the axes scaled to the inside of the margin."""
+    """Paint the patch of each point pixel by pixel, with axes scaled to the inside of the margin."""
     (low_x, low_y), (high_x, high_y) = points.min(0), points.max(0)
     margin, drawn = 6 / 512 * size, np.zeros((size, size), int)
     for (x, y), number in sorted(zip(points.tolist(), maps), key=lambda made: made[1]):

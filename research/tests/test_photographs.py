@@ -34,7 +34,7 @@ def a_run(cell, top1, speed=1000.0):
 
 
 def searched(**by_model):
-    """The runs that rates are chosen on, all as TRIED where no others are given."""
+    """Return the runs that select learning rates, by default all as in TRIED."""
     return [
         a_run(Cell("rates", model, rate, 100), top1)
         for model in MODELS
@@ -43,7 +43,7 @@ def searched(**by_model):
 
 
 def with_seeds(runs, **top1):
-    """More runs: the study's seeds, with the given accuracies on the images to choose on."""
+    """Return further runs: the study's seeds with these accuracies on the selection images."""
     more = [a_run(Cell("seeds", model, 0.001, seed), value) for model in top1 for seed, value in enumerate(top1[model])]
     return [*runs, a_run(Cell("compiled", DEIT, 0.001, 100), 1.0, speed=4000.0), *more]
 
@@ -82,7 +82,7 @@ def test_the_deviation_alone_asks_for_further_seeds(deviation, more):
 
 
 def judged_as(runs, top1, images=1000):
-    """Predictions of which as many are right as `top1` says, by model and seed."""
+    """Return predictions with the accuracies in `top1`, by model and seed."""
     names = [f"{run['model']}-{run['seed']}" for run in runs if run["stage"] == "seeds"]
     places = [name.rsplit("-", 1) for name in names]
     right = [round(images / 100 * top1[model][int(seed)]) for model, seed in places]
@@ -153,7 +153,7 @@ def test_an_extension_adds_an_estimate_when_it_is_whole_and_changes_nothing_else
 
 @pytest.fixture
 def stubbed(tmp_path, image_folder, monkeypatch):
-    """A folder and the arguments of a study on small images, whose runs train nothing; and the words that each got."""
+    """A folder and arguments of a study on small images whose runs do not train, and the arguments of each run."""
     (tmp_path / "images").mkdir()
     for split, name in (("train", "train"), ("choose", "val")):
         (tmp_path / "images" / split).symlink_to(image_folder / name)

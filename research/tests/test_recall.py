@@ -34,7 +34,7 @@ def a_run(**changes):
 
 
 def trained(run, deadline=math.inf, state=None, count=64, beside=()):
-    """The run, in turns with those beside it."""
+    """Return the run, trained in turns with its neighbours."""
     shown = recall_examples(count, run.length, run.pairs, 0, CPU)
     others = [recall.train(other, lambda _: (shown, shown), CPU, math.inf) for other in beside]
     for _ in recall.train(run, lambda _: (shown, shown), CPU, deadline, state):
@@ -44,7 +44,7 @@ def trained(run, deadline=math.inf, state=None, count=64, beside=()):
 
 
 def sequences(pairs, queries, length):
-    """The tokens of examples, by plain loops."""
+    """Return the tokens of examples, by plain loops."""
     tokens = torch.zeros(len(pairs), length, dtype=torch.long)
     for row, listed, places in zip(tokens, pairs.tolist(), queries.tolist()):
         row[: len(listed)] = torch.tensor(listed)
@@ -496,7 +496,7 @@ def test_what_is_not_given_is_as_in_zoologys_figure_2(monkeypatch):
 
 
 def in_this_process(runs, device, at_a_time, minutes, out, done):
-    """`train_all` for one epoch of every run."""
+    """Run `train_all` for one epoch of each run."""
     for run in runs:
         done(trained(run, deadline=0.0, state=recall.state_file(out, run)))
 

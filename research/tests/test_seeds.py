@@ -35,7 +35,7 @@ MODELS = ["vil_tiny", "vim_tiny"]
 
 @pytest.fixture
 def kept(tmp_path, image_folder):
-    """A folder, and the command line of a study with a run of each model that writes there."""
+    """A folder, and the command line of a study with one run of each model in it."""
     config = dict(SMALL, data_dir=str(image_folder), epochs=2, workers=1, crop_pct=0.7)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
     command = ["seeds.py", "-c", tmp_path / "small.yaml", "--folder", tmp_path / "runs", "--models", *MODELS]
@@ -49,7 +49,7 @@ def call(command, monkeypatch):
 
 
 def forked(command, stdout, **_):
-    """`subprocess.Popen` of a run, which starts in a fraction of a second and has ended."""
+    """Run a command, and return a finished replacement for its `subprocess.Popen`."""
     status = processes.run(command, check=False, output=stdout.name).returncode
     return SimpleNamespace(poll=lambda: status, wait=lambda: status)
 
@@ -150,7 +150,7 @@ train(2)
 
 @pytest.fixture
 def stubbed(tmp_path, image_folder, monkeypatch):
-    """A folder, and the start of a command line whose runs train nothing; all take every image for the first class."""
+    """A folder, and a command line whose runs do not train and predict the first class for every image."""
 
     def judge(folder, runs, images):
         names = [images.filename(i) for i in range(len(images))]

@@ -24,7 +24,7 @@ def rand(g, *shape) -> Tensor:
 
 
 def minimiser(objective, like: Tensor) -> Tensor:
-    """Where the gradient of a strictly convex quadratic is zero: one Newton step from anywhere."""
+    """Return the minimum of a strictly convex quadratic, by one Newton step from any point."""
     start = torch.zeros_like(like)
     gradient = jacobian(objective, start).flatten()
     curvature = hessian(objective, start).reshape(len(gradient), -1)
@@ -33,7 +33,7 @@ def minimiser(objective, like: Tensor) -> Tensor:
 
 
 def recall_objective(S_old, k, x, beta):
-    """How far the state moves, and how badly it then recalls x from k, weighed by beta for each channel (eq. 3)."""
+    """Return the state's change plus the error of recalling x from k, weighted by beta per channel (eq. 3)."""
     return lambda S: (S - S_old).square().sum() + (beta * (S @ k - x).square()).sum()
 
 

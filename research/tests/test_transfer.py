@@ -35,7 +35,7 @@ KWARGS = SMALL["model_kwargs"]
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """A file of weights of a small model, of images of 32 pixels."""
+    """A weight file of a small model for images of 32 pixels."""
     folder, arguments = tmp_path_factory.mktemp("weights"), dict(num_classes=7, img_size=32, **KWARGS)
     torch.manual_seed(0)
     save_file(timm.create_model("vil_tiny", **arguments).state_dict(), folder / "state.safetensors")
@@ -167,7 +167,7 @@ def test_outcomes_come_as_they_are_done_and_an_error_calls_off_the_rest():
 
 @pytest.fixture
 def small_benchmark(weights, tmp_path, monkeypatch, no_pictures):
-    """Calls the benchmark with small models and runs; returns what its file holds."""
+    """Call the benchmark with small models and runs, and return the content of its file."""
     settings = {way: values[:2] for way, values in transfer.SETTINGS.items()}
     for name, value in dict(SETTINGS=settings, CHOICE_SEEDS=(100,), EPOCH=20).items():
         monkeypatch.setattr(transfer, name, value)

@@ -16,13 +16,13 @@ RECIPE = dict(mixup=0.8, cutmix=1.0, mixup_prob=1.0, mixup_switch_prob=0.5, smoo
 
 
 def normalised(images):
-    """Images of 0..255 as a model takes them."""
+    """Return normalised images from values 0..255."""
     mean, std = (torch.tensor(DATA_CONFIG[name]).view(3, 1, 1) for name in ("mean", "std"))
     return (images / 255 - mean) / std
 
 
 def augmented_by_timm(images, targets, config, num_classes, epoch, position):
-    """Groups of eight images, each with a seed of its own: timm's random erasing, to grey, then timm's mixup."""
+    """Apply timm's random erasing, to grey, and mixup to groups of eight images, each with its own seed."""
     parts = []
     for start in range(0, len(images), 8):
         group, labels = normalised(images[start : start + 8]), targets[start : start + 8]

@@ -25,7 +25,7 @@ def write(root, *names):
 
 @pytest.fixture(params=["folder", "tar", "wrapped tar"])
 def packed(request):
-    """Turns a folder of splits into tar files, of which some have the split's folder around the classes."""
+    """Pack a folder of splits into tar files, some with the split's folder around the classes."""
 
     def pack(root):
         for split in [path for path in root.iterdir() if path.is_dir()] if request.param != "folder" else ():
@@ -38,7 +38,7 @@ def packed(request):
 
 
 def by_file(images):
-    """The class name of each image by the last parts of its path."""
+    """Return the class name of each image by the last parts of its path."""
     names = {index: name for name, index in class_names(images).items()}
     return {"/".join(images.filename(i).split("/")[-3:]): names[images.reader[i][1]] for i in range(len(images))}
 

@@ -156,7 +156,7 @@ def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, 
 
 
 def epochs(folder, device, count=3, first=0, first_step=0, **options):
-    """The batches of some epochs out of one loader, the first of them from a step on, and the loader."""
+    """Return the batches of some epochs of one loader, the first epoch from a step on, and the loader."""
     loader, _ = on_device(folder, device, **options)
     found = []
     for epoch in range(first, first + count):
@@ -214,7 +214,7 @@ def test_with_repeated_augmentation_images_are_decoded_before_the_first_batch(
 
 
 def of_length(jpeg, length=40_000):
-    """The same picture in a file of so many bytes."""
+    """Return the same image as a file of this length in bytes."""
     count = length - len(jpeg) - 4
     return jpeg[:2] + b"\xff\xfe" + (count + 2).to_bytes(2, "big") + bytes(count) + jpeg[2:]
 

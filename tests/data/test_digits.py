@@ -18,7 +18,7 @@ def sets(*arguments, **options):
 
 
 def counts(images):
-    """How many there are of each digit."""
+    """Return the number of images of each digit."""
     return np.bincount(DIGITS.target[list(images)], minlength=10)
 
 

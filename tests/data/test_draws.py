@@ -23,7 +23,7 @@ def timm_transform(**options):
 
 
 def replayed(image, draws, transform):
-    """The image that PIL makes by the draws."""
+    """Return PIL's result with these random draws."""
     method = InterpolationMode(transform.interpolation)
     top, left, height, width = draws.box
     image = pil.resize(pil.crop(image, top, left, height, width), list(draws.resized), method)

@@ -101,7 +101,7 @@ def test_a_loader_may_have_no_batch(image_folder):
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """The lines that are logged where a GPU is there that decodes, by whoever looks for one."""
+    """Log messages on a machine whose GPU can decode."""
     _say_once.cache_clear()
     monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)

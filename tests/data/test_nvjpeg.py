@@ -106,7 +106,7 @@ def test_memory_is_taken_for_sizes_within_the_limit_that_nvjpeg_was_asked_for(mo
 
 @pytest.fixture
 def library(monkeypatch):
-    """Stands in for nvJPEG and a GPU: what was asked for, the answers, which are success else, and where pixels go."""
+    """A stub of nvJPEG and a GPU: calls, configurable results (success by default), and where pixels are written."""
     asked, answers, destinations = [], {}, []
 
     def create(backend, *_):

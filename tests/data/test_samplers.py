@@ -65,7 +65,7 @@ def test_steps_are_told_with_advice_where_they_are_few(image_folder, images, bat
 
 
 def global_batches(config, num_images, world_size, epoch=3):
-    """The (index, seed) pairs of each global batch of an epoch, over all processes and in order."""
+    """Return the (index, seed) pairs of each global batch of an epoch, over all ranks and in order."""
     micro_batch, _ = split_global_batch(config, world_size)
     ranks = [TrainingBatches(num_images, config, micro_batch, rank, world_size) for rank in range(world_size)]
     for batches in ranks:

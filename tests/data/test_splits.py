@@ -114,7 +114,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
 
 
 def pets(folder, count):
-    """Two classes of so many pictures, no two of them alike in size."""
+    """Two classes of this many images, all of different sizes."""
     for name in ("cat", "dog"):
         (folder / name).mkdir(parents=True)
         for i in range(count):

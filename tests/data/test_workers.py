@@ -31,7 +31,7 @@ STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["folder", "stre
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Makes believe of a machine's cores and control groups (by file), and of local processes."""
+    """Simulate a machine's cores, control groups (by file), and local processes."""
     for name in ("CGROUPS", "GROUPS_OF_PROCESS"):
         monkeypatch.setattr(workers, name, tmp_path / name)
 
@@ -50,7 +50,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def quota(microseconds, folder="cpu,cpuacct"):
-    """The files of version 1 of control groups."""
+    """Return the files of control groups version 1."""
     return {f"{folder}/cpu.cfs_quota_us": microseconds, f"{folder}/cpu.cfs_period_us": "100000"}
 
 
@@ -118,7 +118,7 @@ def test_workers_get_cores_of_their_own(machine, monkeypatch, wanted, threads, p
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
-    """Makes believe of so much free memory."""
+    """Simulate this much free shared memory."""
 
     def make(mebibytes):
         monkeypatch.setattr(workers, "SHARED_MEMORY", tmp_path)
@@ -201,7 +201,7 @@ def test_without_a_folder_of_shared_memory_nobody_knows_how_much_there_is(machin
 
 @pytest.fixture
 def started(image_folder):
-    """Makes a loader for evaluation and says its workers; those that are left are ended."""
+    """Create an evaluation loader, and yield its workers; remaining ones are stopped."""
     before = set(multiprocessing.active_children())
     new = lambda: set(multiprocessing.active_children()) - before  # noqa: E731
 

@@ -12,7 +12,7 @@ from vil.evaluation.evaluator import Evaluation, Evaluator
 
 
 class Guess(torch.nn.Module):
-    """Takes images for logits; out of evaluation mode it would drop nearly all of them."""
+    """A model that returns images as logits, and in training mode drops nearly all of them."""
 
     def __init__(self):
         super().__init__()

@@ -26,7 +26,7 @@ MODEL = dict(model="vil_tiny", weights="best.pt", top1=50.0, top1_interval=(40.0
 
 
 class Page(HTMLParser):
-    """The tables of a page as text, its pictures with their captions, and everything that it refers to."""
+    """A page's tables as text, its images with captions, and all files that it refers to."""
 
     def __init__(self, text):
         super().__init__()
@@ -64,7 +64,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module", params=[1, 2])
 def found(request, image_folder):
-    """Targets and the answers of models, of which the first image could not be read; and the page of them."""
+    """Targets and logits of models, with the first image unreadable, and their page."""
     images, rng = open_split(str(image_folder), "", "val"), np.random.default_rng(0)
     targets = np.repeat(np.arange(4), VAL_IMAGES)
     targets[0] = -1

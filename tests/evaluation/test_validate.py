@@ -36,10 +36,8 @@ UNREADABLE = "ILSVRC2012_val_00000020.JPEG"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """{val,other}/class00...class11/* and imagenet/n...: gradients, so that it shows how an image is cut and resized.
-
-    Of the last, which are numbered in no order, one cannot be read; real.json has labels of all sorts for them. There
-    are none of the first class in other.
+    """{val,other}/class00...class11/* and imagenet/n...: gradient images, which show how they are cropped and
+    resized.
     """
     root, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
     for split, names, count in (("val", NUMBERS, 5), ("other", NUMBERS, 2), ("imagenet", WORDNET, 3)):
@@ -61,7 +59,7 @@ def folders(tmp_path_factory):
 
 
 def small_model(name, seed, num_classes=12, **options):
-    """A model whose answers differ from image to image."""
+    """A model whose predictions differ between images."""
     torch.manual_seed(seed)
     model = timm.create_model(name, num_classes=num_classes, **options).eval()
     with torch.no_grad():
@@ -71,7 +69,7 @@ def small_model(name, seed, num_classes=12, **options):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, folders):
-    """Files of weights, {vil,more}.pt as train_imagenet.py writes them and {vit,more vit}.pth plain; their models."""
+    """Weight files and their models: {vil,more}.pt as train_imagenet.py writes them and plain {vit,more vit}.pth."""
     root, models = tmp_path_factory.mktemp("models"), {}
     for name, seed, classes in (("vil", 0, 12), ("more", 2, 1000)):
         weights, ema = (small_model("vil_tiny", seed + i, classes, **VIL) for i in (0, 1))
@@ -96,7 +94,7 @@ def models(tmp_path_factory, folders):
 
 @pytest.fixture
 def command(models, folders, tmp_path, monkeypatch, capsys):
-    """Runs validate.py in this process; returns what it wrote as JSON and what it printed."""
+    """Run validate.py in this process, and return its JSON and its output."""
 
     def speed(model, images, precision):  # says whose, of which images
         assert "--against" in validate.sys.argv  # one model alone is not timed
@@ -138,7 +136,7 @@ def parameters(model):
 
 
 def pretrained(file, num_classes, **changes):
-    """Arguments with which timm takes weights for pretrained ones of a small model, and images as in `OWN`."""
+    """Arguments with which timm loads pretrained weights of a small model, and images as in `OWN`."""
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in {**OWN, **changes}.items()}
     # PyTorch's file, which timm before 1.0.30 would take for one of JAX
     known |= dict(file=file, num_classes=num_classes, custom_load=False)
@@ -205,7 +203,7 @@ def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, 
 
 
 def logits_of_imagenet(model, folders, **options):
-    """(names, targets, logits) of the split of some of ImageNet's classes, judged among these."""
+    """(names, targets, logits) of a split with some of ImageNet's classes, evaluated among these."""
     names, targets, logits = naive.saved_logits(model, folders / "imagenet", WORDNET, [UNREADABLE], **options)
     return names, targets, naive.only(logits, list(WORDNET.values()))
 
@@ -297,7 +295,7 @@ def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, 
 
 
 def check_comparison(result, names, targets, logits, allowed=None):
-    """Checks two models' results as JSON against their logits."""
+    """Check two models' results in JSON against their logits."""
     allowed = [{target} for target in targets.tolist()] if allowed is None else allowed
     counted = np.array([bool(own) for own in allowed])
     for row, own in zip(result["models"], logits, strict=True):

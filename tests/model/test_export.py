@@ -60,7 +60,7 @@ np.savez(out, metadata=json.dumps(metadata), **found)
 
 
 def small(name, **arguments):
-    """A model whose states decay between not at all and in a token."""
+    """A model whose decay per token ranges from none to complete."""
     torch.manual_seed(0)
     model = timm.create_model(name, **{**SMALL, **arguments}).eval()
     with torch.no_grad():
@@ -74,7 +74,7 @@ def small(name, **arguments):
 
 
 def run_elsewhere(path, images, folder):
-    """What a file computes in another folder and process: its outputs, and its metadata."""
+    """Return outputs and metadata of a file, computed in another folder and process."""
     np.save(folder / "images.npy", images.numpy())
     script = folder / "elsewhere.py"
     script.write_text(ELSEWHERE)
@@ -96,7 +96,7 @@ def run_here(path, images):
 
 
 def naive_outputs(model, images):
-    """Logits and maps of all blocks by the definition, in fp64."""
+    """Return logits and maps of all blocks by the definition, in fp64."""
     weights = {name: value.detach().double() for name, value in model.state_dict().items()}
     stride = model.patch_embed.patch_size[0]
     logits = naive_model(images.double(), weights, stride=stride)
@@ -106,7 +106,7 @@ def naive_outputs(model, images):
 
 
 def variables_of(metadata):
-    """What an ONNX file's metadata, which are text, say."""
+    """Return the values of an ONNX file's metadata, which are text."""
     texts = ("model", "interpolation", "crop_mode", "licence")
     return {name: value if name in texts else json.loads(value) for name, value in metadata.items()}
 
@@ -117,7 +117,7 @@ def relative(found, truth):
 
 
 def vit(**arguments):
-    """Another model of timm, whose files are written in less time."""
+    """Another timm model, which is exported faster."""
     arguments = dict(embed_dim=12, depth=1, num_heads=1, patch_size=8, img_size=16, num_classes=5) | arguments
     return timm.create_model("vit_tiny_patch16_224", **arguments).eval()
 
@@ -180,7 +180,7 @@ def test_maps_are_named_by_their_blocks_in_whatever_order_these_are_given(ending
 
 
 def assert_standard(path):
-    """Of standard operators, for any number of images."""
+    """Assert that a file only has standard operators and supports any batch size."""
     proto = onnx.load(path)
     onnx.checker.check_model(proto, full_check=True)
     assert [(entry.domain, entry.version) for entry in proto.opset_import] == [("", 18)]
@@ -244,14 +244,14 @@ def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_pat
 
 
 class Scans(torch.nn.Module):
-    """What both recurrences make of the same tokens."""
+    """Outputs of both recurrences for the same tokens."""
 
     def forward(self, x, step, k, q, rates):
         return scan_by_steps(x, step, k, q, None), scan_by_steps(x, step, k, q, rates)
 
 
 def session_of_scans():
-    """Both in one session of onnxruntime, for 6 channels of 5 states."""
+    """Return an onnxruntime session with both recurrences, for 6 channels with 5 states."""
     dims = {letter: Dim(letter, min=1, max=4096) for letter in "LB"}
     shapes = [("L", 2, "B", size) for size in (6, 6, 5, 5)] + [(2, 5, 6)]
     dynamic = tuple({i: dims[size] for i, size in enumerate(shape) if size in dims} for shape in shapes)
@@ -361,7 +361,7 @@ def test_an_operator_of_this_package_in_the_graph_is_refused(tmp_path, monkeypat
 
 
 class Sums(BidirectionalMixer):
-    """A mixer of somebody's own, with sums over the tokens ahead in place of a recurrence."""
+    """A custom mixer that sums over following tokens instead of a recurrence."""
 
     direction = LonghornDirection
 
@@ -371,7 +371,7 @@ class Sums(BidirectionalMixer):
 
 
 class UnitKeys(LonghornMixer):
-    """One that changes what a recurrence of this package reads."""
+    """A custom mixer that changes the inputs of this package's recurrence."""
 
     def scan(self, v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN, skip=True):
         return super().scan(v_2BLD, step_logits_2BLD, F.normalize(k_2BLN, dim=-1), q_2BLN, skip)
@@ -398,7 +398,7 @@ def test_a_missing_package_is_named_with_the_remedy(missing, tmp_path, monkeypat
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """A model, and best.pt of a run that made it in the folder where commands are given."""
+    """A model, and best.pt of its run in the current folder."""
     model = small("vil_tiny", depth=1, img_size=16, num_classes=3)
     config = dict(model="vil_tiny", model_kwargs=dict(embed_dim=32, depth=1, patch_size=8), img_size=16, num_classes=3)
     config |= dict(crop_pct=0.9, interpolation="bilinear")
@@ -410,7 +410,7 @@ def trained(tmp_path, monkeypatch):
 
 @pytest.fixture
 def command(monkeypatch):
-    """Runs `python -m vil.export` with these words."""
+    """Run `python -m vil.export` with these arguments."""
 
     def command(*words):
         monkeypatch.setattr(sys, "argv", ["vil.export", *words])

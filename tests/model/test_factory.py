@@ -19,13 +19,13 @@ from vil.training.building import build_model
 
 @pytest.fixture(scope="module")
 def trained(uninterrupted):
-    """The last.pt of a small run, and what it holds."""
+    """Path of last.pt of a small run, and its content."""
     path = uninterrupted / "run" / "last.pt"
     return path, torch.load(path, weights_only=True)
 
 
 def changed(trained, folder, **parts):
-    """A copy of last.pt in which some options of the run, or whole parts, are others."""
+    """Return a copy of last.pt with changed options or parts."""
     content = dict(trained[1])
     content["config"] = content["config"] | parts.pop("config", {})
     torch.save(content | parts, folder / "changed.pt")

@@ -104,7 +104,9 @@ def test_pooling():
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Blocks run as on a GPU, by plain modules; a list of whether each, in turn, computed the middle token alone."""
+    """Run blocks as on a GPU, with plain modules. Yields a list of whether each block computed only the middle
+    token.
+    """
     middles = []
 
     def operator(x, weights, options, scale, normed=None):
@@ -227,7 +229,7 @@ def test_the_data_config_follows_the_size_of_the_model():
 
 
 def resampled(pos_embed, old, new):
-    """The positions of a grid of patches as those of another by antialiased bicubic interpolation."""
+    """Return position embeddings resampled to another patch grid by antialiased bicubic interpolation."""
     patches, class_row = naive_model.patches_and_class_token(pos_embed)
     image = patches.unflatten(1, old).permute(0, 3, 1, 2)
     patches = F.interpolate(image, new, mode="bicubic", antialias=True).flatten(2).transpose(1, 2)
@@ -450,7 +452,7 @@ def test_what_a_low_precision_model_adds_and_norms_is_not_rounded_before():
 
 
 def assert_initialised(model, name):
-    """Each rule of the initialisation, on a model wide enough for its statistics."""
+    """Assert each rule of the initialisation, for a model wide enough for statistics."""
     width, depth = model.embed_dim, len(model.blocks)
 
     def about(t, std, mean=0.0):

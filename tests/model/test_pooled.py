@@ -15,7 +15,7 @@ GRIDS = [(3, 4), (4, 3), (3, 3), (1, 5), (5, 1), (1, 1), (2, 2)]  # some have th
 
 
 def one_direction(direction, u, groups):
-    """y (L, D) of tokens u (L, D) in the order in which a direction reads them; it remembers the mean of each group."""
+    """Return y (L, D) for tokens u (L, D) in a direction's reading order, and store the mean of each group."""
     w = dict(direction.named_parameters())
     D, R = w["step_proj.weight"].shape
     padded = torch.cat([u.new_zeros(3, D), u])
@@ -31,7 +31,7 @@ def one_direction(direction, u, groups):
 
 
 def pooled_block(block, x, h, w, axis):
-    """The block on one sequence x (L, C) whose patches are a grid (h, w)."""
+    """Compute the block for one sequence x (L, C) whose patches are a grid (h, w)."""
     L, middle = h * w + 1, h * w // 2
     grid = [(i, j) for i in range(h) for j in range(w)]
     if axis == "columns":

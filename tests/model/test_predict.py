@@ -30,7 +30,7 @@ ARGUMENTS = dict(embed_dim=32, depth=2, patch_size=8)
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """Pictures that a crop or another resize would change, in files of several formats, and what is none."""
+    """Images in several formats whose predictions depend on crop and resize, and files that are not images."""
     folder = tmp_path_factory.mktemp("photos")
     for i, name in enumerate(("a.png", "b.jpg", "c.webp", "d.tif", "e.bmp", "f.gif", "inner/g.jpeg")):
         corners = np.random.default_rng(i).integers(0, 256, (3, 2, 3), dtype=np.uint8)
@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory):
 
 
 def expected(checkpoint, picture):
-    """The probabilities by timm's own transform."""
+    """Return the probabilities with timm's own transform."""
     model = vil.from_checkpoint(checkpoint)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
     with torch.inference_mode():

@@ -21,7 +21,7 @@ def published(**kwargs):
 
 
 def training_script_checkpoint(weights):
-    """What ViM's main.py saves: the EMA's weights are those that timm's loader takes."""
+    """A checkpoint as ViM's main.py saves it; timm's loader uses the EMA weights."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(w.clone()) for w in weights.values()])
     sum(p.sum() for p in optimizer.param_groups[0]["params"]).backward()
     optimizer.step()
@@ -64,7 +64,7 @@ def save(tmp_path, checkpoint):
 
 
 def pretrained(path, name="vim_tiny", **kwargs):
-    """timm's path for pretrained weights, which adapts the head and the input convolution."""
+    """Load pretrained weights with timm, which adapts the head and the input convolution."""
     return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=dict(file=path), **kwargs)
 
 

@@ -37,7 +37,7 @@ class Lightning(torch.nn.Module):
 
 
 def assert_loads(path, truth):
-    """Both by `from_checkpoint`, which has to find all weights, and as a start."""
+    """Assert that `from_checkpoint`, which must find all weights, and training from the file load these weights."""
     for model in (
         from_checkpoint(path, "vil_tiny", **KWARGS),
         create_model("vil_tiny", path, **KWARGS),

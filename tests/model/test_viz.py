@@ -48,7 +48,7 @@ def images():
 
 
 def lines_of(pool):
-    """The tokens that a block's scans read together, in their order: each by itself, or the patches of a line."""
+    """Return the tokens that a block's scans read together, in order: single tokens, or the patches of a line."""
     if pool is None:
         return [[token] for token in range(TOKENS)]
     patches = torch.tensor([token for token in range(TOKENS) if token != CLASS_TOKEN]).view(GRID)
@@ -57,7 +57,7 @@ def lines_of(pool):
 
 
 def expected_trace(model, block, g, images):
-    """Relevance, step and state norm of one direction by leaving out tokens and asking for each state."""
+    """Return relevance, step and state norm of one direction, by omitting tokens and querying each state."""
     w = {name: p.detach() for name, p in model.named_parameters()}
     lines, names = lines_of(model.blocks[block].pool), naive_model.OURS["directions"][g]
     if model.pooled:  # tests/model/test_pooled.py has their blocks
@@ -141,7 +141,7 @@ def test_the_receptive_field_is_how_much_each_pixel_moves_the_tokens_features(si
 
 
 class SeesOnePixel(torch.nn.Module):
-    """Whose first class is the likelier, the redder pixel (9, 33), and the greener every other one."""
+    """A model whose first class is the likelier, the redder pixel (9, 33) and the greener all others."""
 
     def forward(self, images):
         logits = 3 * images[:, 0, 9, 33] + images[:, 1].mean((1, 2))
@@ -200,12 +200,12 @@ def test_looking_leaves_the_model_as_it_was(images):
 
 
 def maps_of(figure):
-    """The axes of a figure that are no colour bars."""
+    """Return the axes of a figure without its colour bars."""
     return [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
 
 
 def panels(figure):
-    """What each panel shows, as the numbers that its colours stand for, and their scale."""
+    """Return the data of each panel and its colour scale."""
     axes = maps_of(figure)
     drawn = [axis.get_images()[0] for axis in axes]
     assert all(axis.get_xticks().size == axis.get_yticks().size == 0 for axis in axes)
@@ -302,7 +302,7 @@ NAMES = [f"{number}, a name of many words, as ImageNet has them" for number in r
 
 
 def checkpoint_of_a_run(path, weights, **options):
-    """What a run leaves of this model, with an average of its weights that is of no use here."""
+    """Write a run's checkpoint of this model, with EMA weights that must not be used."""
     average = {name: torch.zeros_like(t) for name, t in weights.items()}
     config = {**vars(Config(**options)), "num_classes": 3}
     state = {"arch": options["model"], "config": config, "model": weights, "model_ema": average, "label_names": NAMES}

@@ -30,7 +30,7 @@ KWARGS = SMALL["model_kwargs"]
 
 @pytest.fixture(scope="module")
 def best(tmp_path_factory):
-    """Writes a best.pt of a run, and returns it with what it holds."""
+    """Write a run's best.pt, and return its path and content."""
 
     def write(**options):
         torch.manual_seed(0)
@@ -48,7 +48,7 @@ def best(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def packed(best, tmp_path_factory):
-    """The file of weights of a run on images of 32 pixels, by the command, and the weights that it was made of."""
+    """The weight file of a run with images of 32 pixels, packed by the command, and the original weights."""
     path, state = best(img_size=32)
     file = tmp_path_factory.mktemp("weights") / "small.safetensors"
     words = ["vil.export", "--checkpoint", str(path), "--out", str(file), "--metadata", "commit=0012", "data=a=b, c"]

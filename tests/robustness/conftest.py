@@ -8,7 +8,7 @@ from faults import Run
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory, image_folder):
-    """A `Run` that nothing interrupts, by its processes and options; each is trained once."""
+    """Return an uninterrupted `Run` by its processes and options; each is trained once."""
 
     @functools.cache
     def trained(processes=2, **options):
@@ -21,7 +21,7 @@ def undisturbed(tmp_path_factory, image_folder):
 
 @pytest.fixture
 def start(tmp_path, image_folder):
-    """Starts a `Run` in the test's folder."""
+    """Start a `Run` in the test's folder."""
     runs = []
 
     def started(processes=2, prepare=None, output=tmp_path, **options):

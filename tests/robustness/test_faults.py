@@ -40,7 +40,7 @@ def in_step(step, act, rank):
 
 
 def poison(step, rank):
-    """Has a process get a NaN in the images of one step."""
+    """Give a process a NaN in the images of one step."""
     augmentation, calls = train_imagenet.BatchAugmentation, []
     original = augmentation.__call__
 

@@ -299,7 +299,7 @@ def test_a_run_goes_on_when_its_terminal_is_closed(image_folder, tmp_path):
 
 
 def hasten(log):
-    """The one waits little for the folder, and the other does not train before that."""
+    """Let one run wait only briefly for the folder, and the other train only after that."""
     files.PATIENCE = 0.1
     before(train_imagenet.Trainer, "run", lambda: wait_for("is in use", log))
 

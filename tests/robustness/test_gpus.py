@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture
 def start_on_gpus(start, tmp_path):
-    """Starts a `Run` on GPUs, in a folder of its own in the test's."""
+    """Start a `Run` on GPUs, in its own folder inside the test's."""
     # of 16 images each of two processes has a whole group of those that are mixed
     defaults = dict(device="cuda", global_batch_size=16)
     return lambda name, processes, **options: start(processes, output=tmp_path / name, **defaults | options)

@@ -49,14 +49,14 @@ PARTS = ["config", "label_names", "history", "progress", "optimizer", "state_dic
 
 @pytest.fixture(scope="module")
 def small():
-    """The weights of a model that a run of SMALL trains."""
+    """Weights of a model that a run of SMALL trains."""
     torch.manual_seed(0)
     return timm.create_model("vil_tiny", **SAME).state_dict()
 
 
 @pytest.fixture
 def write(tmp_path, small, image_folder):
-    """Writes a checkpoint of a run whose options or parts are changed, or weights alone with options and labels."""
+    """Write a run's checkpoint with changed options or parts, or only weights with options and labels."""
 
     def write(options=(), container="pt", **parts):
         config = dict(model="vil_tiny", model_kwargs=KWARGS, img_size=16, num_classes=4, data_dir=str(image_folder))
@@ -74,7 +74,7 @@ def write(tmp_path, small, image_folder):
 
 @pytest.fixture
 def error_of_validation(monkeypatch):
-    """The error of validate.py, or of another command, a line."""
+    """Return the one-line error of validate.py, or of another command."""
 
     def failed(*words, main=validate.main, common=("--device", "cpu", "--workers", "0")):
         monkeypatch.setattr(sys, "argv", ["program", *common, *map(str, words)])
@@ -229,7 +229,7 @@ def test_generated_splits_of_shards_are_refused_or_few_files_of_the_folder():
 
 
 def compressed():
-    """An archive of PyTorch's with its parts compressed, none of them to more than the whole file."""
+    """Return an archive of PyTorch with compressed parts, none of which expands to more than the whole file."""
     content = io.BytesIO(saved([*(torch.rand(10**5) for _ in range(2)), *(torch.zeros(15 * 10**4) for _ in range(3))]))
     with zipfile.ZipFile(content) as plain, zipfile.ZipFile(made := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as file:
         for part in plain.infolist():
@@ -246,7 +246,7 @@ def understated():
 
 
 def program_of(*opcodes, storage=b""):
-    """A file whose pickle has these opcodes."""
+    """Return a file whose pickle has these opcodes."""
     with zipfile.ZipFile(made := io.BytesIO(), "w") as file:
         file.writestr("x/data.pkl", b"\x80\2" + b"".join(opcodes) + b".")
         file.writestr("x/data/0", storage)
@@ -258,12 +258,12 @@ def text(word):
 
 
 def hexed(times):
-    """PyTorch's own unpickler allows _codecs.encode, whose codec "hex" doubles a text each time."""
+    """Return a text that the codec hex doubles many times; PyTorch's unpickler allows its function, _codecs.encode."""
     return program_of(b"c_codecs\nencode\n" * times, text("a"), (text("hex") + b"\x86R") * times)
 
 
 def view_of_one_value(count):
-    """A tensor of so many values that are all the same one in the file."""
+    """Return a tensor whose elements are all the same stored value."""
     storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\1tQ"
     size = b"J" + struct.pack("<i", count) + b"K\2\x86" + b"K\0K\0\x86"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + size + b"\x89}tR"
@@ -280,7 +280,7 @@ def nested(times, width):
 
 
 def odd_safetensors(count, dimensions):
-    """Tensors of no values, for which a header of any size suffices."""
+    """Return a file of empty tensors, which allow a header of any size."""
     header = {f"{i}": dict(dtype="F32", shape=[0] * dimensions, data_offsets=[0, 0]) for i in range(count)}
     return struct.pack("<Q", len(text := json.dumps(header).encode())) + text
 
@@ -579,7 +579,7 @@ def test_classes_in_another_order_are_refused_with_the_first_that_differs(write,
 
 
 def mutated(node, rng, pool):
-    """A copy of nested lists and tables in which something is replaced, left out, renamed or exchanged."""
+    """Return a copy of nested lists and dicts with something replaced, removed, renamed or exchanged."""
     node = copy.copy(node)
     if not isinstance(node, (dict, list)) or not node or rng.random() < 0.15:
         return rng.choice(pool)

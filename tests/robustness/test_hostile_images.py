@@ -64,13 +64,13 @@ def header(width, height, bits=8, colour=2):
 
 
 def many_scans():
-    """A progressive JPEG whose last scan comes a thousand times: each goes over all pixels."""
+    """Return a progressive JPEG whose last scan is repeated a thousand times; each covers all pixels."""
     whole = encode(Image.new("L", (400, 400)), "JPEG", progressive=True)
     return whole[:-2] + whole[whole.rindex(b"\xff\xda") : -2] * 20_000 + b"\xff\xd9"
 
 
 def large_header(jpeg, width, height, times=1):
-    """A JPEG whose frame says that it is larger; the first of several if `times` is 2."""
+    """Return a JPEG whose frame claims a larger size; only the first of several if `times` is 2."""
     place = jpeg.index(b"\xff\xc0")
     frame = jpeg[place : place + 19]
     large = frame[:5] + struct.pack(">HH", height, width) + frame[9:]
@@ -113,7 +113,7 @@ if features.check("avif"):
 
 @pytest.fixture
 def ghostscript(tmp_path, monkeypatch):
-    """A file that is there once somebody has started `gs`."""
+    """A file that exists once `gs` has been started."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\necho 10\n")
     (tmp_path / "bin" / "gs").chmod(0o755)
@@ -124,14 +124,14 @@ def ghostscript(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pillow():
-    """What Pillow opens is again what it was."""
+    """Restore Pillow's list of formats."""
     known = list(Image.ID)
     yield
     Image.ID[:] = known
 
 
 def folder_of(root, contents):
-    """{train,val}/{ant,bee}: whole images in the one, and the others in the other."""
+    """{train,val}/{ant,bee}: valid images in one class, the others in the other."""
     for name in ("ant", "bee"):
         (root / "train" / name).mkdir(parents=True)
     for i in range(12):
@@ -430,7 +430,7 @@ class FailingFile(io.BytesIO):
 
 
 class Rows:
-    """A reader of timm's kind: files, or an error for each, and no folder."""
+    """A reader like timm's without a folder, with files or an error for each."""
 
     def __init__(self, *files):
         self.files = files
@@ -621,7 +621,7 @@ def test_formats_of_pictures_are_read_whatever_the_files_are_called(kind):
 
 
 def shown(content):
-    """The pixels that both paths give."""
+    """Return the pixels of both paths."""
     training, evaluation, encoded = readers(Rows(content))
     images = [reader[0, 0][0] for reader in (training, evaluation, encoded)]
     assert {image.mode for image in images[:2]} == {"RGB"}
@@ -719,7 +719,7 @@ def shard(path, samples):
 
 
 def write_shards(root, contents, train=None):
-    """{train,validation}-0.tar: whole images of class 1 and the others of class 2."""
+    """{train,validation}-0.tar: valid images of class 1 and the others of class 2."""
     whole = {f"whole{i}": SMALL_JPEG for i in range(8)}
     splits = {}
     for split, files in (("train", train or whole | contents), ("validation", whole | contents)):
@@ -1034,7 +1034,7 @@ def test_classes_that_the_validation_split_lacks_are_named_with_nothing_that_a_t
 
 
 def batches_on_device(root):
-    """The grey levels of an epoch on the device path, and how many images could not be read."""
+    """Return the grey levels of an epoch on the device path, and the number of unreadable images."""
     loader = loader_of(root, "device")
     return torch.cat([images for images, _ in loader]).float(), unreadable_images(loader)
 

@@ -77,7 +77,9 @@ def test_a_schedulers_signal_makes_a_checkpoint_due_and_is_the_last_thing(number
 
 
 def what_timers_say(rank):
-    """Of two processes: the first's clock says that it is time after the second step, the other gets a signal later."""
+    """Return the decisions of two ranks: the first's clock expires after the second step, the other gets a signal
+    later.
+    """
     processes.join_processes("cpu")
     clock = SimpleNamespace(seconds=0.0)
     interruption.time = SimpleNamespace(monotonic=lambda: clock.seconds)
@@ -133,7 +135,7 @@ def start_in_a_terminal(command):
 
 
 def press(process, number=signal.SIGINT):
-    """Ctrl-C in the process's terminal, or another signal; what it printed to standard error."""
+    """Send Ctrl-C or another signal to the process, and return its stderr."""
     os.killpg(process.pid, number)
     return process.communicate(timeout=120)[1]
 
@@ -185,7 +187,7 @@ def test_a_run_that_starts_ends_with_its_status_and_one_line_if_somebody_reads_i
 
 
 def assert_stopped(errors, last):
-    """With a sentence that says what the last checkpoint holds."""
+    """Assert that the run stopped with a message about the last checkpoint."""
     assert errors.count("stopped by a signal: ") == 1, errors[-3000:]
     saved = checkpoint.read_checkpoint(last)
     assert f"holds step {len(saved['progress']['losses'])} of epoch {len(saved['history']) + 1}" in errors
@@ -222,7 +224,7 @@ STAND_INS = {
 
 
 def process_of(*words):
-    """The folder in /proc of a process whose command line has these words."""
+    """Return the folder in /proc of a process with these words in its command line."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if all(word.encode() in (process / "cmdline").read_bytes() for word in words):
@@ -231,14 +233,14 @@ def process_of(*words):
 
 
 def listening(process):
-    """At how many ports it listens, of all addresses."""
+    """Return at how many ports of all addresses a process listens."""
     table = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/net", file).read_text().splitlines()[1:]]
     sockets = {f"socket:[{row[9]}]" for row in table if row[3] == "0A" and not row[1].startswith("0100007F")}
     return sum(os.readlink(file) in sockets for file in (process / "fd").iterdir())
 
 
 def stand_in_for_slurm(folder, monkeypatch, commands):
-    """Has a script run these in place of Slurm's; what `scontrol` is told to do is in scontrol.txt."""
+    """Replace Slurm's commands in a script by these; arguments of `scontrol` are in scontrol.txt."""
     for name, text in commands.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)

@@ -89,7 +89,7 @@ INSIDE = {
 
 
 class Recorded(TorchDispatchMode):
-    """The operators that run, those inside this package's own included, and the dtypes of all tensors."""
+    """Records the operators that run, including those inside this package's, and the dtypes of all tensors."""
 
     def __init__(self):
         super().__init__()

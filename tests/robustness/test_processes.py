@@ -89,7 +89,7 @@ def test_the_host_speaks_over_gloo_beside_its_gpu_and_says_in_a_line_whom_it_did
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Sets the environment that a launcher leaves behind, and nothing else of that kind."""
+    """Set the environment variables of a launcher and no others."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_"))] + ["RANK", "WORLD_SIZE"]:
         monkeypatch.delenv(name, raising=False)
     return lambda variables: [monkeypatch.setenv(*pair.split("=")) for pair in variables.split()]
@@ -225,7 +225,7 @@ def test_a_ctrl_c_that_nobody_handles_interrupts_the_thread_that_waits_and_no_ot
 
 
 def restart(rank, count):
-    """As torchrun starts processes: it keeps the store in which they meet, and counts."""
+    """Start processes as torchrun does: it keeps the store of the process group, and counts restarts."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(count))
     processes.join_processes("cpu")
     total = processes.sum_over_processes(torch.ones(1)).item()

@@ -23,7 +23,7 @@ from vil.training.interruption import PREEMPTED
 
 @pytest.fixture
 def stuck_pipe(tmp_path):
-    """The path of a full pipe that somebody has opened and does not read, and a function that reads some of it."""
+    """The path of a full pipe whose reader does not read, and a function that reads a part."""
     os.mkfifo(path := tmp_path / "pipe")
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)

@@ -10,7 +10,7 @@ from processes import free_port
 
 @pytest.fixture
 def start_nodes(image_folder, tmp_path):
-    """Starts both nodes."""
+    """Start both nodes."""
     started = []
 
     def start(max_restarts=0):

@@ -44,7 +44,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy of the checkout, in which it would leave files."""
+    """Build the wheel from a copy of the checkout, because building leaves files."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")

@@ -33,7 +33,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class StandIn:
-    """What `Replayed` takes of torch.cuda, on a CPU: a graph that is replayed calls the function."""
+    """A stub of torch.cuda for `Replayed` on a CPU: replaying a graph calls the function."""
 
     def __init__(self, monkeypatch):
         self.draws, self.mode, self.within, self.waits = torch.zeros(1), 0, [], []
@@ -54,7 +54,7 @@ class StandIn:
         self.mode = 0
 
     def step(self, draw, x):
-        """Changes what it sums up, and the state of the generator."""
+        """Change the sum and the state of the generator."""
         self.within.append((self.mode, gc.isenabled()))
         self.draws += 1
         self.total += x.sum() + draw()

@@ -38,7 +38,7 @@ def command_lines(document):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where the guide's commands have been run, with a smaller model that has learned for a moment."""
+    """Folder in which the guide's commands were run, with a smaller, briefly trained model."""
     monkeypatch.chdir(tmp_path)
     for words in command_lines("docs/guide.md"):
         if words[:3] == ["python", "-m", "vil.data.digits"]:
@@ -72,7 +72,7 @@ def test_the_guides_snippets_run_one_after_the_other(folder, capsys):
 
 
 def run_line(words, monkeypatch):
-    """A shell's line of the notebook, in this process; training is short."""
+    """Run a shell line of the notebook in this process, with short training."""
     program, options = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
     monkeypatch.setattr(sys, "argv", [program, *options])
     if program == "train_imagenet.py":

@@ -23,7 +23,7 @@ def note(meter, losses=LOSSES, norms=NORMS):
 
 
 class Clock:
-    """A clock that goes on when it is told to."""
+    """A clock that advances only when told to."""
 
     def __init__(self):
         self.now = 1000.0
@@ -123,7 +123,7 @@ def test_means_are_over_all_processes():
 
 
 def looked(clock, steps, caplog):
-    """The lines about epochs of steps, each so many seconds for data, for the host's work and for the GPU."""
+    """Return the messages for epochs of steps with these seconds for data, host and GPU."""
     bottleneck, for_model, for_preparation = Bottleneck(5), 0.0, 0.0
     with caplog.at_level("WARNING"):
         for epoch in steps:

@@ -41,7 +41,7 @@ def options(image_folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, options):
-    """Its run, and the results."""
+    """An uninterrupted run, and its results."""
     run = Run(tmp_path_factory.mktemp("undisturbed"), 1, **options)
     return run, run.finished()
 
@@ -51,17 +51,17 @@ def get(number):
 
 
 def stopped_at(call, number=signal.SIGKILL):
-    """Has the first process die, or get a signal, before this of its updates."""
+    """Kill or signal the first process before this update."""
     return functools.partial(before, train_imagenet.Trainer, "update", functools.partial(get, number), call)
 
 
 def ended_while_it_begins():
-    """Between two phases: the last checkpoint is the end of one."""
+    """Stop between two phases, so that the last checkpoint is the end of one."""
     before(train_imagenet.Trainer, "restore", functools.partial(get, signal.SIGTERM))
 
 
 def told_to_stop_while_it_saves(call):
-    """The end of the first phase: nobody looks at the signal until the phase is over."""
+    """Send a signal at the end of the first phase, which is handled only after the phase."""
     return functools.partial(before, train_imagenet.Trainer, "save", functools.partial(get, signal.SIGTERM), call)
 
 
@@ -84,7 +84,7 @@ def test_a_run_stopped_in_and_between_phases_ends_bit_for_bit_as_an_undisturbed_
 
 
 def trainers_left(folder):
-    """Those of runs in a folder: a phase's graphs and loaders are in the way of the next one's."""
+    """Return remaining Trainers of runs in a folder, whose graphs and loaders would use memory in the next phase."""
     return [
         thing for thing in gc.get_objects() if type(thing) is Trainer and str(folder) in str(vars(thing).get("folder"))
     ]

@@ -34,7 +34,7 @@ OPTIONS = dict(
 
 
 def written(folder, **options):
-    """A checkpoint that a run writes after a step."""
+    """Write a run's checkpoint after one step, and return its path."""
     trainer = Trainer(Config(**dict(output=str(folder), experiment="run") | options), CPU, 0, 1)
     trainer.meter.add(torch.tensor(1.0), torch.tensor(1.0))
     trainer.save()
@@ -42,7 +42,7 @@ def written(folder, **options):
 
 
 def read_back(path, *words):
-    """By --resume, from Python, and by a run that goes on; whoever else reads it does so by one of their functions."""
+    """Read a checkpoint with --resume, in Python, and in a resumed run; all other readers use the same functions."""
     checkpoint.read_checkpoint(path)
     vil.from_checkpoint(path)
     return load_config("", ["--resume", str(path), *words], checkpoint.saved_config)

@@ -205,7 +205,7 @@ def test_tensorboard_gets_every_column_of_every_epoch(tmp_path, no_pictures, mon
 
 
 class Wandb:
-    """Stands for the package: its pages by their options, and the rows that each gets with their steps."""
+    """A stub of the package: runs by their options, with the rows and steps logged to each."""
 
     def __init__(self, *failures):
         self.pages, self.failures = [], list(failures)

@@ -44,7 +44,7 @@ def small_config(image_folder, **options) -> Config:
 
 
 def trained(image_folder, output, **options):
-    """The rows of a run's epochs, without what is measured, and its checkpoint."""
+    """Return the rows of a run's epochs, without measured values, and its checkpoint."""
     Trainer(small_config(image_folder, output=str(output), **options), CPU, 0, 1).run()
     saved = checkpoint.read_checkpoint(output / "run" / "last.pt")
     return [without_measured(row) for row in saved["history"]], saved
@@ -52,12 +52,12 @@ def trained(image_folder, output, **options):
 
 @pytest.fixture(scope="module")
 def whole(image_folder, tmp_path_factory):
-    """A run of two epochs that nothing interrupts."""
+    """An uninterrupted run of two epochs."""
     return trained(image_folder, tmp_path_factory.mktemp("whole"))
 
 
 def main(monkeypatch, capsys, *words):
-    """The exit status of a command line as the shell gets it, and what is printed to standard error."""
+    """Return the exit status of a command line as in a shell, and its stderr."""
     monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "--device", "cpu", *map(str, words)])
     with pytest.raises(SystemExit) as stopped:
         train_imagenet.main()

@@ -45,7 +45,7 @@ EVERYTHING = dict(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """{train,val}/{0..6}/*.png of 16 x 16 pixels: noise, with a class's own grey in one of its corners."""
+    """{train,val}/{0..6}/*.png of 16 x 16 pixels: noise, with the class's grey level in one corner."""
     root, rng = tmp_path_factory.mktemp("squares"), np.random.default_rng(0)
     for split, count in (("train", 8), ("val", 6)):
         for target in range(CLASSES):
@@ -63,7 +63,7 @@ def trainer(folder, output, **options):
 
 
 def assert_same_run(output, truth, rtol=1e-4):
-    """That the files of a run hold what `train` found."""
+    """Assert that the files of a run contain the results of `train`."""
     last, best = (torch.load(output / "run" / name, weights_only=True) for name in ("last.pt", "best.pt"))
     assert len(last["history"]) == len(truth.rows)
     for row, expected in zip(last["history"], truth.rows):
@@ -188,7 +188,7 @@ def test_two_processes_that_accumulate_and_distil_are_what_the_formulas_make_of_
 
 
 def _awkward(folder, tmp_path):
-    """Options of a start that has much to say."""
+    """Options of a run with many messages at its start."""
     root, last = tmp_path / "awkward", tmp_path / "run" / "last.pt"
     shutil.copytree(folder, root)
     shutil.rmtree(root / "val" / "6")
@@ -223,10 +223,7 @@ def test_the_loss_is_looked_at_every_so_many_steps_and_at_an_epochs_end(folder, 
 
 
 def means_after(rank, folder, output, method):
-    """The means of the batch norms of a model and its average, which are the number of the process before.
-
-    And how many images could not be read, of which each process has met one in training.
-    """
+    """Return the BatchNorm means of a model and its EMA, which equal the rank before."""
     options = dict(model="test_byobnet", model_kwargs={}, img_size=None, workers=0, epochs=1, warmup_epochs=0)
     options |= dict(data_dir=str(folder), output=str(output), experiment="run", checkpoint_interval="1")
     run = Trainer(Config(**OPTIONS | options), *processes.join_processes("cpu"))
@@ -247,7 +244,7 @@ def test_batch_norms_are_judged_and_saved_with_the_mean_of_all_processes(folder,
 
 
 def _plain(options):
-    """As YAML has them."""
+    """Return values as YAML stores them."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
