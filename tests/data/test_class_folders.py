@@ -155,7 +155,7 @@ def test_an_unknown_class_is_named_with_the_likely_cause(tmp_path, packed, there
 
 def test_classes_that_lie_deeper_in_training_are_named(tmp_path, packed):
     write(tmp_path, *(f"train/{name}/batch1/0.png" for name in ("ant", "bee")), "val/ant/0.png", "val/bee/0.png")
-    with pytest.raises(ConfigError, match="The class 'ant/batch1' lies deeper"):
+    with pytest.raises(ConfigError, match="The class 'ant/batch1' is nested deeper"):
         open_splits(small_config(packed(tmp_path)))
 
 
