@@ -114,6 +114,8 @@ def test_a_second_derivative_is_refused_and_not_taken_for_none(at_once, plain_ke
     (again,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     torch.testing.assert_close(again, dx)
     with pytest.raises(NotImplementedError, match="differentiable once"):
+        torch.autograd.grad(again.square().sum(), x, retain_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
         again.square().sum().backward()
 
 

@@ -103,17 +103,21 @@ def refuse_second_derivative(ctx, *_) -> None:
 
 
 class _Once(torch.autograd.Function):
-    """Gradients whose own gradient is refused."""
+    """The first `count` tensors, which are gradients of the others; a gradient of these gradients is refused."""
 
     @staticmethod
-    def forward(ctx, *gradients):
-        return gradients
+    def forward(ctx, count, *tensors):
+        return tensors[:count]
 
     backward = staticmethod(refuse_second_derivative)
 
 
 def once_differentiable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Wrap the backward pass of an autograd function as PyTorch's decorator of this name, with our error message."""
+    """Wrap the backward pass of an autograd function, so that second derivatives raise our error.
+
+    The gradients remain connected to the tensors that they depend on. PyTorch's decorator of this name disconnects
+    them, so that `torch.autograd.functional.hessian` returns zeros.
+    """
 
     @functools.wraps(backward)
     def wrapped(ctx, *gradients):
@@ -121,6 +125,7 @@ def once_differentiable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
             found = backward(ctx, *gradients)
         if not torch.is_grad_enabled():  # without create_graph=True
             return found
-        return _Once.apply(*[t if t is None else t.detach().requires_grad_() for t in found])
+        detached = [t if t is None else t.detach().requires_grad_() for t in found]
+        return _Once.apply(len(found), *detached, *gradients, *ctx.saved_tensors)
 
     return wrapped
