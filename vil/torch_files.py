@@ -27,6 +27,7 @@ PART_BYTES = 64  # minimum bytes of an archive for each part: two headers
 # maximum levels of nested values (checkpoints have about five), and maximum number of values
 DEEPEST, MOST = 20, 2_000_000
 MOST_CHARACTERS = 2**24  # maximum total length of texts, because a pickle can refer to one text many times
+MOST_ARGUMENTS = 8  # of a function, because each of many calls may copy the same arguments
 MOST_DIMENSIONS = 64
 LARGEST_KEY = 2**32  # integers that are keys of a dict; larger keys can be slow, because their hashes collide
 NAMES = (
@@ -87,12 +88,16 @@ def _load_archive(file: BinaryIO, machine: _Machine) -> Any:
 
 
 def _load_legacy(file: BinaryIO, machine: _Machine) -> Any:
-    magic, protocol, system = (machine.run(file) for _ in range(3))
-    if (magic, protocol) != (MAGIC, PROTOCOL):
-        raise ValueError("not a file of torch.save")
-    _check_byte_order(system["little_endian"])
-    content = machine.run(file)
-    for key in machine.run(file) if machine.whole else ():
+    try:
+        magic, protocol, system = (machine.run(file) for _ in range(3))
+        if (magic, protocol) != (MAGIC, PROTOCOL):
+            raise ValueError("not a file of torch.save")
+        _check_byte_order(system["little_endian"])
+        content = machine.run(file)
+        keys = machine.run(file) if machine.whole else ()
+    except MemoryError:  # of a text whose length is more than any file's, whatever memory there is
+        raise TorchFileError("it ends within a pickle") from None
+    for key in keys:
         file.read(8)  # skip the number of elements
         _fill(machine.storages[key], file)
     return content
@@ -195,7 +200,7 @@ class _Machine(pickle._Unpickler):
 
 def _call(function: Any, arguments: Any) -> Any:
     """Call a function of `GLOBALS`. A stack holds no other functions."""
-    if not isinstance(function, FunctionType) or type(arguments) is not tuple:
+    if not isinstance(function, FunctionType) or type(arguments) is not tuple or len(arguments) > MOST_ARGUMENTS:
         raise TorchFileError(f"it calls {type(function).__name__} with arguments that weights do not need")
     return function(*arguments)
 

@@ -12,7 +12,8 @@ from vil.checkpoint import BrokenCheckpointError, Checkpoint
 
 SOME = [
     "jpeg app2", "jpeg progressive CMYK", "png zTXt", "gif comment", "tiff 5400 tags", "webp large", "pt hex",
-    "pt states again", "pt tensors as lr", "pt doubling in the config", "legacy pt colliding keys",
+    "pt states again", "pt arguments again",
+    "pt tensors as lr", "pt doubling in the config", "legacy pt colliding keys",
     "pt size of a tensor",
     "safetensors metadata", "tar global header", "wds sparse", "wds.gz sparse 1.0", "wds.gz zeros",
 ]  # fmt: skip

@@ -7,7 +7,6 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,6 +14,7 @@ import yaml
 from ..text import nearest, shown
 from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError, unknown_models, wrong_choices
 
+MOST_BYTES = 2**17  # of a config file, whose parsing takes many times the time and memory of its bytes
 LONGEST_NUMBER = 400  # characters; more than the digits of the largest float
 _TYPES = typing.get_type_hints(Config)
 
@@ -33,11 +33,15 @@ def parse_key_values(words: Sequence[str]) -> dict[str, Any]:
 
 def read_yaml(path: str) -> dict[str, Any]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        text = content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not text in UTF-8: {error}") from error
+    if len(content) > MOST_BYTES:
+        raise ConfigError(f"{path} must have at most {MOST_BYTES} bytes to be a config file")
     values = _parse_yaml(text, path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a list of 'option: value' lines")
