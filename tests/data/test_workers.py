@@ -21,6 +21,7 @@ from timm.data.dataset import IterableImageDataset
 
 from vil.config import ConfigError
 from vil.data import decoder, loaders, workers
+from vil.data.images import MachineError
 from vil.data.loaders import evaluation_loader, micro_batches
 from vil.data.readers import ImageReader
 from vil.data.splits import open_split
@@ -291,7 +292,7 @@ def test_a_worker_that_hangs_ends_the_run(started, monkeypatch):
     monkeypatch.setattr(loaders, "STALLED", 0.2)
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # and then it ends the worker
     monkeypatch.setattr(ImageReader, "__getitem__", lambda *_: time.sleep(1))
-    with pytest.raises(RuntimeError, match="timed out after 0.2 seconds"):
+    with pytest.raises(MachineError, match="^cannot read .*timed out after 0.2 seconds. To continue, .*disk"):
         next(iter(started()[0]))
 
 

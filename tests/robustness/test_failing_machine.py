@@ -2,26 +2,37 @@
 
 import errno
 import functools
+import importlib
 import io
+import json
 import os
 import shutil
 import sys
+import tarfile
 
 import pytest
+import torch
 from faults import assert_same
+from PIL import Image
 from processes import run, script, train_command
 
 from vil import checkpoint, files
 from vil.checkpoint import BrokenCheckpointError, CheckpointError
-from vil.config import ConfigError
+from vil.config import Config, ConfigError
 from vil.data.images import MachineError, read_image
 from vil.data.kept import KeptImages
-from vil.data.splits import open_split
+from vil.data.loaders import evaluation_loader, training_loader
+from vil.data.samplers import TrainingBatches
+from vil.data.splits import open_split, open_splits
 from vil.training.best import BestCheckpoint
 from vil.training.resumption import find_resumed
 from vil.training.summary import best_row
 
 READS = ("open", "read")
+CPU = torch.device("cpu")
+DATA_CONFIG = dict(
+    input_size=(3, 32, 32), interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.9, crop_mode="center"
+)  # fmt: skip
 
 
 def fail_reads(number, words, counter, call="open", later=False):
@@ -128,6 +139,23 @@ def test_reads_that_fail_once_or_twice_change_nothing(start, undisturbed, failin
     assert_same(start(1, prepare=failing(errno.EIO, "train/ant/", 2)).finished(), undisturbed(1).result())
 
 
+def write_shards(folder):
+    """Eight images in each of two splits, a shard each."""
+    splits = {}
+    Image.new("RGB", (32, 24)).save(image := io.BytesIO(), "JPEG")
+    for split in ("train", "validation"):
+        with tarfile.open(folder / f"{split}-0.tar", "w") as tar:
+            for i in range(8):
+                for suffix, content in {"jpg": image.getvalue(), "cls": b"%d" % (i % 2)}.items():
+                    member = tarfile.TarInfo(f"{i}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+        splits[split] = dict(name=split, filenames=[f"{split}-0.tar"], num_samples=8, shard_lengths=[8])
+    (folder / "_info.json").write_text(json.dumps(dict(splits=splits)))
+    options = dict(dataset="wds/x", num_classes=2, global_batch_size=8, workers=0, aug_repeats=0, epochs=1)
+    return Config(data_dir=str(folder), **options)
+
+
 def test_validation_ends_with_a_line_if_an_image_cannot_be_read(image_folder, uninterrupted, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(image_folder, data)
@@ -179,14 +207,115 @@ def test_a_missing_file_is_not_waited_for_and_a_failing_disk_is_an_error_of_a_li
 
 
 def test_a_guard_that_does_not_start_is_an_error_of_the_machine(tmp_path, monkeypatch):
-    from PIL import Image
-
     Image.new("RGB", (8, 8)).save(tmp_path / "a.gif")
     monkeypatch.setattr(files, "BACK_OFFS", (0,))
     monkeypatch.setattr("vil.data.guard.of_process", lambda _: __import__("vil.data.guard").data.guard.Guard())
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(MachineError, match=r"cannot read .*a.gif: .*does not start"):
         read_image(tmp_path / "a.gif")
+
+
+def lose_folder(path):
+    """As when its file system is unmounted."""
+    path.parent.rename(path.parent.with_name("elsewhere"))
+
+
+def fail_to_read(path):
+    """Reading the memory of a process at address 0 is a real EIO."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize(("fail", "reason"), [(lose_folder, "No such file"), (fail_to_read, "Input/output error")])
+def test_a_shard_that_the_machine_does_not_give_is_an_error_of_a_line(tmp_path, monkeypatch, split, fail, reason):
+    pytest.importorskip("webdataset")
+    monkeypatch.setattr(files, "BACK_OFFS", (0, 0))
+    (data := tmp_path / "data").mkdir()
+    config = write_shards(data)
+    train, val, _ = open_splits(config)
+    if split == "train":
+        batches = TrainingBatches(len(train), config, 8, 0, 1)
+        loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
+    else:
+        loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)
+    fail(data / f"{split}-0.tar")
+    with pytest.raises(MachineError, match=rf"^cannot read .*data/.*{reason}[^\n]*$"):
+        list(loader)
+
+
+def test_a_shard_that_the_list_names_and_the_folder_lacks_is_logged_and_the_others_are_read(tmp_path, capfd, caplog):
+    pytest.importorskip("webdataset")
+    config = write_shards(tmp_path)
+    info = json.loads((tmp_path / "_info.json").read_text())
+    info["splits"]["validation"]["filenames"].append("validation-1.tar")
+    (tmp_path / "_info.json").write_text(json.dumps(info))
+    loader = evaluation_loader(open_splits(config)[1], DATA_CONFIG, CPU, 0, 4, 0, 1)
+    assert sum(len(targets) for _, targets in loader) == 8
+    assert "validation-1.tar" in caplog.text + capfd.readouterr().err
+
+
+def test_a_tar_file_that_the_machine_does_not_give_is_an_error_of_a_line(image_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BACK_OFFS", (0, 0))
+    with tarfile.open(tmp_path / "val.tar", "w") as tar:
+        tar.add(image_folder / "val", "val")
+    loader = evaluation_loader(open_split(str(tmp_path), "", "val"), DATA_CONFIG, CPU, 0, 4, 0, 1)
+    batches = iter(loader)
+    next(batches)  # the reader keeps the file open
+    folder = os.open(tmp_path, os.O_RDONLY)
+    there = {fd: os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+    opened = [int(fd) for fd, path in there.items() if path == str(tmp_path / "val.tar")]
+    for descriptor in opened:
+        os.dup2(folder, descriptor)  # reading a folder is a real EISDIR
+    os.close(folder)
+    assert opened
+    with pytest.raises(MachineError, match=r"^cannot read .*: Is a directory[^\n]*$"):
+        list(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_images_for_a_device_that_the_machine_does_not_give_are_an_error_of_a_line(
+    image_folder, tmp_path, monkeypatch, workers
+):
+    monkeypatch.setattr(files, "BACK_OFFS", (0, 0))
+    shutil.copytree(image_folder, data := tmp_path / "data")
+    dataset = open_split(str(data), "", "train", is_training=True)
+    config = Config(global_batch_size=4, workers=workers, aug_repeats=0, augment_on_device=True)
+    loader = training_loader(dataset, config, DATA_CONFIG, CPU, TrainingBatches(len(dataset), config, 4, 0, 1))
+    lose_folder(data / "train")
+    with pytest.raises(MachineError, match=r"^cannot read .*data/train/.*: No such file[^\n]*$"):
+        list(loader)
+
+
+@pytest.mark.parametrize("command", ["vil.predict", "vil.viz"])
+def test_an_image_that_the_machine_does_not_give_ends_a_command_with_a_line(
+    uninterrupted, image_folder, tmp_path, monkeypatch, command
+):
+    main = importlib.import_module(f"{command}.__main__").main
+    monkeypatch.setattr(files, "BACK_OFFS", (0, 0))
+    (folder := tmp_path / "images").mkdir()
+    shutil.copy(image_folder / "val" / "ant" / "1.png", folder)
+    (folder / "lost.png").symlink_to("/missing/mount/1.png")
+    words = ["--images", str(folder), "--out", str(tmp_path / "out")] if command == "vil.viz" else [str(folder)]
+    monkeypatch.setattr(sys, "argv", [command, "--checkpoint", str(uninterrupted / "run" / "best.pt"), *words])
+    with pytest.raises(SystemExit, match=r"^error: cannot read .*lost.png.*: No such file[^\n]*mount the disk[^\n]*$"):
+        main()
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(image_folder, tmp_path, monkeypatch):
+    """Otherwise its class would be left out."""
+    monkeypatch.setattr(files, "BACK_OFFS", (0, 0))
+    shutil.copytree(image_folder, data := tmp_path / "data")
+    scandir = os.scandir
+
+    def failing(path):
+        if str(path).endswith("train/bee"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    with pytest.raises(ConfigError, match="cannot open the split 'train' of .*Input/output error.*train/bee"):
+        open_split(str(data), "", "train")
 
 
 PARTS = dict(config={}, history=[], progress={}, scheduler={}, state_dict={}, optimizer={})
@@ -273,8 +402,6 @@ def test_the_closing_line_does_not_announce_a_file_that_is_gone(image_folder, tm
 
 
 def test_the_bytes_of_an_image_that_changed_are_counted_once():
-    import torch
-
     kept = KeptImages(2, torch.device("cpu"), room=1000)
     image = torch.zeros(3, 10, 10, dtype=torch.uint8)
     for version in range(10):

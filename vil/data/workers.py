@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from ..config import ConfigError
-from ..files import is_of_machine
+from ..files import is_of_machine, remedy_for
 from ..processes import SCHEDULERS_SIGNALS
 from ..streams import outlive_output
 from .images import MachineError, WorkersError, restrict_pillow
@@ -202,6 +202,8 @@ def lost_workers_named() -> Iterator[None]:
             raise error.__cause__ from None
         if "DataLoader worker" in str(error):
             raise LostWorkerError(error) from None
+        if "DataLoader timed out" in str(error):  # workers wait for a disk or a mount that does not answer
+            raise MachineError(f"cannot read the data set: {error}. To continue, {remedy_for(error)}") from None
         raise
 
 

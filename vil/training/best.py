@@ -43,7 +43,7 @@ class BestCheckpoint:
             rows = history_of(Checkpoint(self.path).content["history"])
         except BrokenCheckpointError:
             return "is damaged"
-        except (KeyError, ValueError, TypeError, AttributeError):
+        except (KeyError, ValueError, TypeError, AttributeError, OverflowError):
             return "is not a checkpoint of this run"
         shared = min(len(rows), len(history))
         if not rows or repr(rows[:shared]) != repr(history[:shared]):  # NaN is not equal to itself
