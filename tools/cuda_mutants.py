@@ -1,4 +1,10 @@
-"""Plants bugs into the CUDA sources, one at a time; the emulated tests should detect each: `make cuda-mutants`."""
+"""Bugs planted into the CUDA sources one at a time; the emulated tests should notice each: `make cuda-mutants`.
+
+python tools/cuda_mutants.py [--jobs 2] [word ...]  # those whose file or description has one of the words
+python tools/cuda_mutants.py --check  # only report stale quotes
+
+A quote of a source is stale if a change of the source has removed or repeated it. Update the quote in that case.
+"""
 
 from __future__ import annotations
 
@@ -426,13 +432,13 @@ class Run(NamedTuple):
 
 
 def tests_of(mutants: list[Mutant]) -> list[str]:
-    """Return the test files that should detect mutants of these sources."""
+    """The files of tests that are to notice these."""
     every = (TESTS.get(m.file, FOLDERS[Path(m.file).parent.name]) for m in mutants)
     return list(dict.fromkeys(file for files in every for file in files))
 
 
 def start(mutant: Mutant | None, folder: Path, files: list[str]) -> tuple[int, Run]:
-    """Run these tests in another process, with or without a mutant."""
+    """Runs these tests with or without a mutant, in another process."""
     folder.mkdir()
     run = Run(mutant, folder / "log", time.monotonic())
     pid = os.fork()
@@ -460,7 +466,7 @@ def start(mutant: Mutant | None, folder: Path, files: list[str]) -> tuple[int, R
 
 
 def outcome(status: int, run: Run) -> str:
-    """Return how the mutant was detected, or nothing."""
+    """By what it was noticed, or nothing."""
     if os.WIFSIGNALED(status):
         return f"signal {os.WTERMSIG(status)}"
     failed = re.search(r"^(?:FAILED|ERROR) \S+?::(\w+)", run.log.read_text(), re.M)

@@ -45,7 +45,7 @@ PartitionName=urgent Nodes=ALL PriorityTier=2
 
 
 def wait_until(condition: Callable, seconds: float, what: str):
-    """Wait until a condition is true, and return its value."""
+    """The first true value of a condition."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, f"not in {seconds} s: {what}"
@@ -122,14 +122,14 @@ class Cluster:
         return listed.stdout.strip()
 
     def fail_node(self, node: int) -> None:
-        """Simulate a power failure: the node sends nothing any more, not even that connections are closed."""
+        """The power goes: nothing is sent any more, not even that connections are closed."""
         command("ip", "link", "delete", f"node{node}")
         self.nodes[node].kill()
         self.nodes[node].wait()
         command("ip", "netns", "delete", f"node{node}")
 
     def processes(self, node: int, words: str) -> list[int]:
-        """Return the processes on a node with these words in their command lines."""
+        """The processes on a node whose command lines have these words in them."""
         network = os.stat(f"/run/netns/node{node}").st_ino
         found = []
         for process in Path("/proc").glob("[0-9]*"):
@@ -148,19 +148,19 @@ class Cluster:
 
 
 class Job:
-    """A job submitted with `sbatch` and these arguments."""
+    """A job that `sbatch` starts, given these words."""
 
     def __init__(self, log: Path, *words: str | os.PathLike):
         self.log = log
         self.number = command("sbatch", "--parsable", f"--output={log}", *words).strip()
 
     def show(self) -> dict[str, str]:
-        """Return Slurm's information about the job: JobState, Restarts, ..."""
+        """What Slurm knows of it: JobState, Restarts, ..."""
         words = command("scontrol", "--oneliner", "show", "job", self.number).split()
         return dict(word.partition("=")[::2] for word in words)
 
     def wait(self, *states: str, seconds: float = 900) -> dict[str, str]:
-        """Wait until the job is in one of these states, or in another final one."""
+        """Until it is in one of these states, or else in one that it will not leave."""
         final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", *states}
 
         def ended():

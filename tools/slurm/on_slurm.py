@@ -44,7 +44,7 @@ class Training(Job):
         super().__init__(output / "log.txt", *machines, *words, "scripts/slurm.sh", "-c", config)
 
     def wait_until_it_trains(self, epochs=3):
-        """Wait until this start of the job has trained some more epochs."""
+        """In this start, some epochs more than before."""
         rows = self.rows()
         wait_until(lambda: self.rows() >= rows + epochs, 120, f"it trains: {self.log}")
 
@@ -100,7 +100,7 @@ def test_the_notice_of_a_preemption_makes_it_save_and_queue_again(training, undi
 
 
 def test_a_time_limit_makes_it_save_and_queue_again_before(training, undisturbed):
-    """Slurm sends the signal of the script's own --signal, five minutes before the limit, 30 to 60 seconds early."""
+    """By the script's own --signal, of five minutes, which Slurm sends 30 to 60 seconds early."""
     job = training("--time=6", epochs=120)
     assert job.wait("COMPLETED")["JobState"] == "COMPLETED"
     restarts = job.text.count("stopped by a signal: ")
@@ -110,7 +110,7 @@ def test_a_time_limit_makes_it_save_and_queue_again_before(training, undisturbed
 
 @pytest.mark.parametrize("partition", ["normal", "graceful"])
 def test_a_job_of_a_higher_priority_takes_its_nodes_and_gives_them_back(training, undisturbed, tmp_path, partition):
-    """Preemption at once, or after a minute of grace, in which Slurm signals the step but not the script."""
+    """At once, or after a minute of grace, in which Slurm tells the step and not the script."""
     job = training(f"--partition={partition}")
     job.wait_until_it_trains()
     urgent = Job(tmp_path / "urgent.txt", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1")
