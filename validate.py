@@ -259,8 +259,9 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     predictions, precision = Predictions(), autocast(device, options.amp, "bfloat16")
     evaluate = Evaluator(judged, data_config, device, precision, options.batch_size)
     results = evaluate(batches, predictions)
-    if results[0].is_blind:
-        raise UnreadableSplitError(f"no image of the split {settings['split']!r} can be read")
+    if not results[0].images:
+        missing = "can be read" if results[0].unreadable else "has a class"
+        raise UnreadableSplitError(f"no image of the split {settings['split']!r} {missing}")
     if results[0].unreadable:
         notes.append(f"{results[0].unreadable} unreadable images were left out")
     comparison = None

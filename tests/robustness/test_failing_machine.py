@@ -168,6 +168,21 @@ def test_validation_ends_with_a_line_if_an_image_cannot_be_read(image_folder, un
     assert "Traceback" not in ended.stderr
 
 
+def test_an_evaluation_of_samples_without_a_class_is_an_error(image_folder, uninterrupted, tmp_path):
+    image, data = next((image_folder / "val").rglob("*.png")), tmp_path / "data"
+    data.mkdir()
+    with tarfile.open(data / "val-0.tar", "w") as tar:
+        tar.add(image, "0.png")
+        (tmp_path / "label").write_text("-1")
+        tar.add(tmp_path / "label", "0.cls")
+    splits = dict(val=dict(name="val", filenames=["val-0.tar"], shard_lengths=[1], num_samples=1))
+    (data / "_info.json").write_text(json.dumps(dict(splits=splits)))
+    words = ["--checkpoint", str(uninterrupted / "run" / "best.pt"), "--data-dir", str(data), "--dataset", "wds/x"]
+    ended = run([*script("validate.py"), *words, "--workers", "0", "--split", "val"], check=False)
+    assert ended.returncode == 1
+    assert "no image of the split 'val' has a class" in ended.stderr
+
+
 def test_an_evaluation_without_a_readable_image_is_an_error(image_folder, uninterrupted, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(image_folder, data)
