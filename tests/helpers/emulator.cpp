@@ -1,8 +1,8 @@
-// What a CUDA kernel needs of the language and of the machine, on a CPU: each thread of a block is a fiber that runs until
-// it waits at a barrier. Blocks and threads run in a random order and warps ahead of others, asynchronous copies and products
-// are done only when they are waited for, and shared memory starts as NaN, so that a barrier or a wait that is missing shows
-// in the result. What a GPU would refuse, such as a misaligned load, ends the launch with a message.
-// emulator.py puts the kernels in between and says in ENTRIES which there are.
+// CPU emulation of the CUDA features that the kernels use. Each thread of a block is a fiber that runs until it waits at a
+// barrier. Blocks and threads run in random order, and some warps run ahead of others. Asynchronous copies and products
+// complete only when a thread waits for them, and shared memory starts as NaN, so a missing barrier or wait changes the
+// result. Operations that a GPU would reject, such as a misaligned load, end the launch with a message.
+// emulator.py inserts the kernels in the middle of this file and lists the kernels in ENTRIES.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -23,8 +23,8 @@
 namespace emulator {
 struct Index { unsigned x; };
 struct Copy { char *to; const char *from; int bytes; bool valid; };
-struct Fragments { unsigned word[6]; };  // of a product on the tensor cores: a_0 .. a_3, b_0, b_1
-struct Product {  // of a group of warps, which reads registers and shared memory when it is done, not when it begins
+struct Fragments { unsigned word[6]; };  // operands of a tensor-core product: a_0 .. a_3, b_0, b_1
+struct Product {  // warpgroup product; registers and shared memory are read on completion, not on issue
     void (*run)(const Product &);
     float *sums;
     const unsigned *a;
@@ -37,11 +37,11 @@ struct Thread {
     char *stack;
     State state;
     Index index;
-    unsigned waiting_for;  // threads at a barrier that is not the block's
+    unsigned waiting_for;  // number of threads at a named barrier, which a part of the block shares
     float passed;
     Fragments fragments;
-    float values[12];  // of fragments of 16-bit elements
-    const void *row;  // of a matrix to load
+    float values[12];  // unpacked 16-bit elements of `fragments`
+    const void *row;  // row of the matrix that load_rows reads
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> committed;
     std::vector<Product> open_products;
@@ -51,7 +51,7 @@ std::vector<Thread> threads;
 jmp_buf scheduler, failed;
 const char *failure;
 constexpr int STACK = 1 << 18;
-// As swapcontext, which makes a system call each time
+// Switch fibers without the system call that swapcontext makes.
 static void change(jmp_buf &from, jmp_buf &to) {
     if (!_setjmp(from)) _longjmp(to, 1);
 }
@@ -66,7 +66,7 @@ static void land(const std::vector<Copy> &copies) {
     for (auto &c : copies) c.valid ? memcpy(c.to, c.from, c.bytes) : memset(c.to, 0, c.bytes);
 }
 unsigned blocks_run;
-// A __shared__ variable, NaN at the start of every block
+// Fill a __shared__ variable with NaN at the start of every block.
 template <class T>
 static void begin_as_nan(T &variable, unsigned &block) {
     if (block != blocks_run) memset((void *)&variable, 0xff, sizeof variable), block = blocks_run;
@@ -163,7 +163,7 @@ static float sinpif(float x) { return sin(M_PI * x); }
 static float cospif(float x) { return cos(M_PI * x); }
 static float rsqrtf(float x) { return 1 / sqrtf(x); }
 static unsigned to_fp16(float f) { return bits_of<unsigned short>(_Float16(f)); }
-static float from_fp16(unsigned bits) {  // by a table, as many processors have no instruction for it
+static float from_fp16(unsigned bits) {  // uses a table, because many CPUs lack an instruction
     static std::vector<float> values;
     if (values.empty())
         for (int i = 0; i < 1 << 16; i++) values.push_back(bits_of<_Float16>((unsigned short)i));
@@ -176,7 +176,7 @@ static void multiply_fragments(float (*value)(unsigned), float *sums, emulator::
     }
     __syncwarp();
     emulator::Thread *warp = &emulator::threads[threadIdx.x / 32 * 32];
-    float a[2][16], b[2][16];  // two rows and two columns
+    float a[2][16], b[2][16];  // two rows of A and two columns of B
     int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     for (int k = 0; k < 16; k++)
         for (int i = 0; i < 2; i++) {
@@ -187,7 +187,7 @@ static void multiply_fragments(float (*value)(unsigned), float *sums, emulator::
         for (int k = 0; k < 16; k++) sums[i] += a[i / 2][k] * b[i % 2][k];
     __syncwarp();
 }
-// Matrices of 8 rows of 8 16-bit elements, of which lanes 8 i to 8 i + 7 give the addresses of matrix i
+// Emulate ldmatrix: load 8 x 8 matrices of 16-bit elements. Lanes 8 i to 8 i + 7 hold the row addresses of matrix i.
 static void load_rows(unsigned *matrices, int count, const void *row, bool transposed) {
     emulator::check_aligned(row, 16);
     current->row = row;
@@ -201,7 +201,7 @@ static void load_rows(unsigned *matrices, int count, const void *row, bool trans
     }
     __syncwarp();
 }
-// The same from and to registers
+// Emulate movmatrix: transpose an 8 x 8 matrix of 16-bit elements that is held in registers.
 static unsigned transpose_rows(unsigned m) {
     current->fragments.word[0] = m;
     __syncwarp();
@@ -214,10 +214,10 @@ static unsigned transpose_rows(unsigned m) {
     return transposed;
 }
 
-// What hopper.cuh has. Addresses are counted from the start.
+// Emulation of sm90.cuh. Addresses are offsets from the start of shared memory.
 namespace emulator {
 struct Barrier { short count, left; int bytes : 31; unsigned phase : 1; };
-// Copies on their way that arrive at a barrier, with one of its threads or with their bytes, at any time
+// Pending copies that may complete at any time and then arrive at a barrier, by thread count or by bytes.
 struct Flight {
     const Thread *owner;
     std::vector<Copy> copies;
@@ -242,7 +242,7 @@ static void arrive_and_expect(unsigned barrier, int bytes) {
     arrive(barrier);
 }
 namespace emulator {
-// those that `which` chooses
+// Complete the pending copies that `which` selects.
 template <class Which>
 static void land_flights(Which which) {
     for (size_t i = 0; i < flights.size();) {
@@ -304,7 +304,7 @@ template <class T>
 static void run_group(const emulator::Product &product) {
     for (int i = 0; i < 8; i++) current->values[i] = unpack(T{}, product.a[i / 2]).at[i % 2];
     __syncwarp();
-    emulator::Thread *row = &emulator::threads[threadIdx.x / 4 * 4];  // of which the warp has this and that 8 further on
+    emulator::Thread *row = &emulator::threads[threadIdx.x / 4 * 4];  // the warp has this row and the row 8 below
     for (int j = 0; j < 48; j++) {
         unsigned column = j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2, address = product.b + column * 64;
         float b[16];
@@ -392,7 +392,7 @@ void run_thread() {
         current->state = DONE;
     }
 }
-// Once for all blocks
+// Start a fiber that all blocks reuse.
 void start_thread(Thread &t) {
     t.stack = (char *)malloc(STACK);
     ucontext_t context, here;
@@ -416,8 +416,8 @@ void run_block() {
         t.committed_products.clear();
     }
     flights.clear();
-    unsigned awake = ~0u;  // warps
-    for (int late = 0;;) {  // how many turns those that sleep have yet to, at most
+    unsigned awake = ~0u;  // bit mask of the warps that may run
+    for (int late = 0;;) {  // maximum number of turns until the sleeping warps wake
         bool progress = false;
         if (late-- <= 0 && rand() % 16 == 0) awake = rand();
         land_flights([](auto &) { return rand() % 4 == 0; });
@@ -458,10 +458,10 @@ void run_block() {
 }
 }  // namespace emulator
 
-// Blocks `first` to `grid - 1` of the grid; returns what is wrong, or null
+// Run blocks `first` to `grid - 1` of the grid; return the failure message, or null.
 extern "C" const char *launch(int entry, const i64 *arguments, int count, unsigned first, unsigned grid, unsigned block,
                               i64 shared_bytes) {
-    constexpr i64 GUARD = 1 << 14;  // NaN, which nobody may write
+    constexpr i64 GUARD = 1 << 14;  // bytes of NaN after shared memory, which no thread may write
     emulator::entry = entry;
     emulator::failure = nullptr;
     memcpy(emulator::arguments, arguments, count * sizeof *arguments);

@@ -1,4 +1,4 @@
-"""Run the CUDA kernels on a CPU, compiled by g++; `launch` replaces that of `vil.kernels.cuda.compiler`."""
+"""Run the CUDA kernels on a CPU, compiled by g++; `launch` replaces `launch` of `vil.kernels.cuda.compiler`."""
 
 import contextlib
 import ctypes
@@ -51,7 +51,7 @@ MEANING = {
         "product = to_fp16(from_fp16(a & 0xffff) * from_fp16(b & 0xffff))"
         " | to_fp16(from_fp16(a >> 16) * from_fp16(b >> 16)) << 16;"
     ),
-    # the other half of the columns of a is zero
+    # The other half of the columns of `a` is zero.
     r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16.*?"f"\(start\)\);': (
         "for (int i = 0; i < 4; i++) product[i] = start; multiply_fragments([](unsigned bits) {"
         " return __uint_as_float(bits << 16); }, product, {a_0, a_1, 0, 0, b, 0});"
@@ -140,7 +140,7 @@ _needed: list | None = None  # kernels to compile inside `compiling`
 
 @contextlib.contextmanager
 def compiling():
-    """Compile kernels instead of running them; at the end of the context, all are compiled, two at a time."""
+    """Collect kernels instead of running them, and compile all of them, two at a time, when the context ends."""
     global _needed
     _needed = []
     try:
@@ -235,7 +235,7 @@ def _limit_memory(more: int | None) -> None:
 
 @functools.cache
 def has_sparse() -> bool:
-    """Return whether this machine allows to reserve untouched memory."""
+    """Return whether this machine can reserve memory without allocating pages."""
     try:
         return sparse((1 << 40,)).numel() > 0
     except OSError:

@@ -118,13 +118,13 @@ class Run:
 
 
 class Torchrun:
-    """torchrun of a run that writes to `output`/run; it and its processes are forked too.
+    """Torchrun process of a run that writes to `output`/run. torchrun and its workers are forked like other processes.
 
     Args:
-        output: Where they write.
-        words: Of torchrun's command line.
-        name: Of the log and the config there.
-        options: Of the config, besides OPTIONS.
+        output: Output folder of the run.
+        words: Arguments of torchrun's command line.
+        name: Base name of the log file and the config file in `output`.
+        options: Config options in addition to OPTIONS.
     """
 
     def __init__(self, output: Path, words: list[str], name: str = "torchrun", **options):

@@ -1,6 +1,6 @@
-"""Files of at most 1 MB that are made to cost much more, and what each costs the process that reads it.
+"""Files of at most 1 MB that are expensive to read, and the cost of each file for the process that reads it.
 
-python tests/helpers/hostile_files.py [PART OF A NAME]    prints seconds and megabytes for each
+Print seconds and megabytes of each file: python tests/helpers/hostile_files.py [PART OF A NAME]
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from vil.data.images import read_image
 from vil.data.splits import open_split
 from vil.factory import from_checkpoint
 
-MOST = 10**6  # bytes of a file
-SIDE = 9400  # of an image just within the limit of pixels
+MOST = 10**6  # largest file size in bytes
+SIDE = 9400  # side of a square image just below the pixel limit
 FILES: dict[str, Callable[[], bytes]] = {}
 
 
@@ -63,7 +63,7 @@ def png(
 
 @functools.cache
 def zeros(count: int, *, level: int = 9) -> bytes:
-    """Zlib's compressed form of so many zeros."""
+    """Return `count` zeros, compressed by zlib."""
     packer = zlib.compressobj(level)
     return b"".join(packer.compress(bytes(2**24)) for _ in range(count >> 24)) + packer.flush()
 
@@ -184,7 +184,7 @@ def storage(key: bytes = b"0", count: bytes = b"K\1") -> bytes:
 
 
 def view(count: int) -> bytes:
-    """A tensor of so many values that are all one value of the file."""
+    """Return a tensor whose values all share one stored value."""
     return TENSOR + b"(" + storage() + b"K\0J" + struct.pack("<i", count) + b"K\2\x86K\0K\0\x86\x89}tR"
 
 
@@ -198,7 +198,9 @@ def archive(program: bytes, method: int = zipfile.ZIP_STORED, *, values: bytes =
 
 
 def understated(method: int) -> bytes:
-    """An archive whose one part says that it has four bytes, and decompresses to 512 MiB or more."""
+    """Return an archive with a part whose header declares four bytes, although the part decompresses to 512 MiB or
+    more.
+    """
     with zipfile.ZipFile(made := io.BytesIO(), "w", method) as file:
         with file.open("x/data.pkl", "w") as part:
             part.write(b"\x80\2}.")
@@ -373,24 +375,24 @@ def zeros_in_a_tar() -> bytes:
 
 @functools.cache
 def files() -> dict[str, Callable[[], bytes]]:
-    """Return what makes each file, by its name."""
+    """Return the function that creates each file, by file name."""
     for collect in (_jpegs, _pngs, _others, _checkpoints, _tars):
         collect()
     return FILES
 
 
-# what each costs
+# cost of each file
 
 
 @dataclass
 class Cost:
-    seconds: float  # of a core, because other programs may run beside this one
-    megabytes: float  # by which this process or the guard's grew
+    seconds: float  # CPU time, because other programs may run at the same time
+    megabytes: float  # memory growth of this process or of the guard's process
     outcome: str
 
 
 def read(name: str, path: Path) -> str:
-    """Read a file as the commands do; returns what came of it."""
+    """Read a file as the commands do; return the outcome."""
     kind = name.split(" ")[0]
     if kind.startswith(("wds", "tar")):
         if kind.startswith("wds"):
@@ -416,7 +418,7 @@ def _measure(pipe, name: str, path: Path) -> None:
     warnings.simplefilter("ignore")
     logging.disable()
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # VmHWM begins anew
+        file.write("5")  # reset VmHWM, the peak memory
     before, start = memory("VmRSS"), time.process_time()
     try:
         outcome = read(name, path)
@@ -429,7 +431,7 @@ def _measure(pipe, name: str, path: Path) -> None:
 
 
 def cost(name: str, folder: Path) -> Cost:
-    """Read a file of `files` in a process of its own."""
+    """Read one of `files` in a separate process and return the cost."""
     kind = name.split(" ")[0]
     suffix = {"legacy": ".pt", "pt": ".pt", "safetensors": ".safetensors", "wds.gz": ".tar.gz", "wds": ".tar"}.get(kind)
     path = folder / f"train{'.tar' if kind.startswith('tar') else suffix or '.jpg'}"

@@ -139,14 +139,15 @@ def grown(source, model):
 
 
 def train(folder, options, micro_batch=None, changes=(0, {}), teacher=None, phases=({},)):
-    """A run of train_imagenet.py with these options on the splits of `folder`.
+    """Reproduce a run of train_imagenet.py with these options on the splits of `folder`.
 
-    `changes`: from this step on, counted from 0, other options hold, as of a run that is resumed with them.
-    `phases`: the options of each; a phase begins with the weights and the average of the one before, and nothing else.
+    Args:
+        changes: Options that replace others from a step on, counted from 0, as in a run that is resumed with them.
+        phases: Options of each phase. A phase starts from the weights and EMA weights of the previous one only.
 
     Returns:
-        A row for each epoch as in summary.csv, the loss and the gradient's norm of every step, and for every epoch the
-        weights and their average at its end.
+        A row of each epoch as in summary.csv, the loss and gradient norm of each step, and the weights and EMA weights
+        at the end of each epoch.
     """
     found = SimpleNamespace(rows=[], losses=[], norms=[], weights=[], averages=[])
     models = None

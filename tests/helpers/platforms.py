@@ -38,7 +38,7 @@ def become(platform: str) -> None:
             delattr(module, name)
     for name in MODULES[platform]:
         sys.modules[name] = None
-    if platform == "win32":  # where every lock of this one process is free
+    if platform == "win32":  # file locks always succeed, because there is only one process
         sys.modules["msvcrt"] = SimpleNamespace(LK_NBLCK=2, locking=lambda *_: None)
     resource_tracker._HAVE_SIGMASK = hasattr(signal, "pthread_sigmask")
     sys.modules["torch.utils.data._utils.signal_handling"].IS_WINDOWS = platform == "win32"
