@@ -8,4 +8,4 @@ from fixtures import image_folder, no_pictures, poison, signal_handlers, uninter
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    torch.manual_seed(0)  # pytest-randomly does so with random and NumPy alone
+    torch.manual_seed(0)  # pytest-randomly does not seed PyTorch

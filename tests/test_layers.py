@@ -7,7 +7,7 @@ import sys
 import pytest
 from processes import ROOT
 
-# lowest first; a module may import those of its own room, and of rooms on the lines before
+# Layers from lowest to highest. A module may import modules of its own layer and of layers on earlier lines.
 LAYERS = """
     vil.kernels.checks vil.kernels.cache
     vil.kernels.cuda vil.kernels.cpu
@@ -72,7 +72,7 @@ def test_a_module_imports_none_above_it_and_dependencies_alone(module):
 
 def test_importing_the_package_loads_neither_training_nor_data():
     code = "import sys, timm; before = {*sys.modules}; from vil import from_checkpoint; print(*{*sys.modules} - before)"
-    code += "; import vil; vil.export.export_model, vil.viz.trace_scans"  # as the guide has it
+    code += "; import vil; vil.export.export_model, vil.viz.trace_scans"  # attributes that docs/guide.md uses
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     heavy = {"vil.data", "vil.evaluation", "vil.training", "matplotlib", "scipy", "tqdm"}
     assert {"vil", "vil.factory"} <= {*loaded}

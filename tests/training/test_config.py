@@ -11,8 +11,8 @@ from processes import ROOT
 from vil.config import FIELDS, SYNONYMS, Config, ConfigError, load_config, options_of_checkpoint, parse_key_values
 from vil.config.values import convert, kind_of
 
-# ViM's hyperparameters as published (main.py, pt-vim-t.sh and pt-vim-s.sh) under timm's names; the defaults of timm's
-# transforms where they give none
+# ViM's published hyperparameters (main.py, pt-vim-t.sh and pt-vim-s.sh) under timm's names, and defaults of timm's
+# transforms for the others
 SHARED = dict(
     epochs=300, opt="adamw", opt_betas=(0.9, 0.999), opt_eps=1e-8, sched="cosine", warmup_epochs=5, min_lr=1e-5,
     aa="rand-m9-mstd0.5-inc1", color_jitter=0.3, train_interpolation="bicubic", scale=(0.08, 1.0),
@@ -45,7 +45,7 @@ def test_recipes_are_those_published_with_vim(name, size, recipe):
     expected = SHARED | SIZES[size] | recipe | dict(model=f"vil_{size}", experiment=name)
     config = load_config("", ["-c", str(path)])
     assert {option: getattr(config, option) for option in expected} == expected
-    assert set(SHARED) - set(yaml.safe_load(path.read_text())) <= {  # a recipe says itself what it is; no part of one:
+    assert set(SHARED) - set(yaml.safe_load(path.read_text())) <= {  # options that a recipe need not set
         "scale", "ratio", "hflip", "clip_grad", "layer_decay", "img_size", "train_split", "val_split", "data_dir",
         "pretrained_path", "seed", "grad_checkpointing", "torchcompile", "amp", "amp_dtype", "synthetic", "dataset",
         "bce_loss", "teacher", "phases",
@@ -54,7 +54,7 @@ def test_recipes_are_those_published_with_vim(name, size, recipe):
     assert vars(baseline) == vars(config) | dict(model=f"vim_{size}", experiment="baseline")
 
 
-# the commands of Mamba-Reg's README, under our names; rates of 5e-4 and 2e-4 are per 512 images
+# commands of Mamba-Reg's README under this package's names; learning rates of 5e-4 and 2e-4 are per 512 images
 MAMBA_REG = [
     dict(epochs=300, img_size=128, global_batch_size=8 * 128, lr=5e-4 * 2, weight_decay=0.05, smoothing=0.0, aa="3a"),
     dict(epochs=100, img_size=224, global_batch_size=8 * 128, lr=2e-4 * 2, weight_decay=0.05, smoothing=0.0, aa="3a"),
@@ -100,7 +100,8 @@ def test_noise_comes_in_the_number_of_imagenets_images_or_any_other(words, image
 @pytest.mark.parametrize(
     ("option", "text", "value"),
     [
-        ("lr", "1e-3", 0.001), ("lr", "1", 1.0), ("clip_grad", "5", 5.0), ("clip_grad", "null", None),  # 1e-3 is text
+        # YAML reads 1e-3 as a string
+        ("lr", "1e-3", 0.001), ("lr", "1", 1.0), ("clip_grad", "5", 5.0), ("clip_grad", "null", None),
         ("phases", "[{lr: 1e-3}]", [dict(lr=0.001)]),
         ("clip_grad", "none", None), ("epochs", "7.0", 7), ("img_size", "'null'", None), ("batch_size", "32", 32),
         ("experiment", "2024", "2024"), ("checkpoint_interval", "500", "500"), ("checkpoint_interval", "null", None),
@@ -161,7 +162,8 @@ def test_a_number_is_within_its_range():
         ("model: vil_tinny", "model 'vil_tinny' is not a model of timm or this package; did you mean 'vil_tiny'"),
         ("amp_dtype: float8", "amp_dtype 'float8' is unknown; did you mean 'float16'"),
         ("remode: pixels", "remode 'pixels' is unknown; did you mean 'pixel'"),
-        ("opt: adahessian", "opt 'adahessian' is unknown"),  # it differentiates gradients, which no run keeps
+        # adahessian needs second derivatives, but training frees the graph
+        ("opt: adahessian", "opt 'adahessian' is unknown"),
         ("opt: adan\nopt_betas: [0.9, 0.99]", r"opt_betas must be 3 numbers for adan, got \(0.9, 0.99\)"),
         ("ratio: [2, 1]", r"ratio must be two numbers, the smaller one first, got \(2.0, 1.0\)"),
         ("checkpoint_interval: 0", "checkpoint_interval must be minutes .'30m'. or optimizer steps .'500'., got '0'"),
@@ -181,7 +183,7 @@ def test_a_wrong_config_file_is_refused(tmp_path, text, message):
         load_config("", ["-c", str(tmp_path / "c.yaml")])
 
 
-# of timm, DeiT, Lightning and Transformers
+# options of timm, DeiT, Lightning and Transformers, with the expected suggestion
 THEIRS = """
 Learning_Rate:lr accum_iter:batch_size adam_epsilon:opt_eps arch:model autoaugment:aa bce:bce_loss
 bs:global_batch_size crop_size:img_size data_path:data_dir distillation_type:distillation eta_min:min_lr
@@ -202,11 +204,11 @@ def test_what_others_call_an_option_is_answered_with_ours(tmp_path):
             with pytest.raises(ConfigError, match=f"^unknown option '{word}' .*; here it is '{ours}': {help}"):
                 load_config("", words)
     others = [word for words in SYNONYMS.values() for word in words.split()]
-    assert len(others) == len({*others} - {*FIELDS})  # none has the name of another
+    assert len(others) == len({*others} - {*FIELDS})  # a synonym belongs to one option and is not an option's name
     assert {*SYNONYMS} == {*answers.values()}
 
 
-DIGITS = "9" * 5000  # more than Python turns into text
+DIGITS = "9" * 5000  # more digits than Python converts to a string
 
 
 @pytest.mark.parametrize("text", [
@@ -269,7 +271,8 @@ def test_a_wrong_command_line_is_refused(words, message):
         load_config("", words.split())
 
 
-# a run as timm's train.py saves it in args.yaml: what it sets, and lines that are off, at timm's default or about speed
+# args.yaml of a run with timm's train.py: options that the run sets, then options that are disabled, left at timm's
+# default or only affect speed
 SET = dict(
     aa="rand-m9-mstd0.5-inc1", amp=True, clip_grad=5.0, crop_pct=1.0, epochs=310, hflip=0.5, lr=0.005, min_lr=5e-6,
     mixup=0.8, model="deit_tiny_patch16_224", model_ema=True, model_ema_decay=0.9998, opt="lamb",
@@ -417,7 +420,7 @@ def test_images_are_mixed_if_there_is_a_way_and_a_chance(options, mixing):
 
 
 def test_an_empty_word_for_an_option_that_may_be_left_out_leaves_it_out(tmp_path):
-    """As `--resume "$CHECKPOINT"` of a script, and as timm writes it."""
+    """Accept empty values, as in `--resume "$CHECKPOINT"` with an unset variable and in files that timm writes."""
     assert load_config("", ["--resume", "", "--data-dir", "", "--interpolation", ""]) == load_config("", [])
     (tmp_path / "vil_tiny.yaml").write_text("resume: ''\ninterpolation: ''\n")
     assert load_config("", ["-c", str(tmp_path / "vil_tiny.yaml")]) == load_config("", [])

@@ -33,7 +33,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class StandIn:
-    """A stub of torch.cuda for `Replayed` on a CPU: replaying a graph calls the function."""
+    """Stub of torch.cuda for `Replayed` on a CPU; replaying a graph calls the function."""
 
     def __init__(self, monkeypatch):
         self.draws, self.mode, self.within, self.waits = torch.zeros(1), 0, [], []
@@ -48,13 +48,14 @@ class StandIn:
 
     @contextlib.contextmanager
     def capture(self, graph, capture_error_mode):
-        assert (graph, capture_error_mode) == (self, "thread_local")  # as the loader goes on
+        # the mode must permit the loader's CUDA calls in other threads
+        assert (graph, capture_error_mode) == (self, "thread_local")
         self.mode = "capturing"
         yield
         self.mode = 0
 
     def step(self, draw, x):
-        """Change the sum and the state of the generator."""
+        """Change the sum and the generator's state."""
         self.within.append((self.mode, gc.isenabled()))
         self.draws += 1
         self.total += x.sum() + draw()
@@ -73,12 +74,12 @@ def test_a_function_is_tried_out_captured_and_replayed(monkeypatch):
     replayed = gpu.replayed(int, changed=())
     assert gpu.within == [(0, True), ("error", True), ("capturing", False)]
     assert (gpu.mode, gpu.draws.item(), gpu.total.item()) == (0, 0, 9)
-    assert gpu.waits == ["main", "aside"]  # before it is tried out, and after
+    assert gpu.waits == ["main", "aside"]  # synchronized before and after the trial run
     for x in (torch.arange(3.0), torch.ones(3), torch.ones(5)):
         assert torch.equal(out := replayed(x), 2 * x)
         assert (out is replayed.outputs) == (len(x) == 3)
     gpu.within.clear()
-    gpu.replayed(int, tried=True)  # as the optimizer, which would move the weights
+    gpu.replayed(int, tried=True)  # like an optimizer step, which must not run twice
     assert gpu.within == [("capturing", False)]
 
 
@@ -125,7 +126,7 @@ def test_parts_that_fit_into_memory_make_up_the_batch(tmp_path, monkeypatch):
 
 
 class Step:
-    """Adds the gradients of a model with dropout and batch statistics."""
+    """Training step that adds gradients of a model with dropout and batch statistics."""
 
     def __init__(self, between=as_it_is):
         torch.manual_seed(0)
@@ -156,7 +157,7 @@ def batches(sizes=(8, 8, 8)):
 def outcome(step, function, sizes=(8, 8, 8)):
     losses = []
     for i, batch in enumerate(batches(sizes)):
-        torch.manual_seed(i)  # what dropout draws
+        torch.manual_seed(i)  # seeds dropout
         losses.append(function(*batch).item())
     return losses, [t.clone() for t in step.changed]
 
@@ -179,7 +180,7 @@ def test_a_graph_does_what_its_function_does(between, sizes):
     calls = step.calls
     torch.testing.assert_close(outcome(step, replayed, sizes), expected, rtol=0, atol=0)
     if between is as_it_is:
-        assert step.calls == calls + sum(size != 8 for size in sizes)  # others than these were replayed
+        assert step.calls == calls + sum(size != 8 for size in sizes)  # batches of 8 images were replayed
 
 
 @on_a_gpu
@@ -214,7 +215,7 @@ def test_what_cannot_be_captured_goes_on_in_eager_mode_with_a_line_that_says_why
     assert line.startswith("cannot capture the test as a CUDA graph, so it runs in eager mode: ")
     assert reason in line
     random.seed(0)
-    # on another stream cuBLAS may add in another order
+    # cuBLAS may sum in a different order on another stream
     torch.testing.assert_close(outcome(step, replayed), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -238,7 +239,7 @@ def test_what_is_unchanged_is_so_after_an_error_too():
 @on_a_gpu
 @pytest.mark.parametrize("as_graph", [True, False])
 def test_the_optimizers_step_is_pytorchs_and_timms_bit_for_bit_at_every_learning_rate(as_graph):
-    """With batch statistics in the average, and gradients that are clipped."""
+    """Compare steps with batch statistics in the EMA and with clipped gradients."""
     outcomes = []
     for ours in (True, False):
         model = Step().model
@@ -250,7 +251,7 @@ def test_the_optimizers_step_is_pytorchs_and_timms_bit_for_bit_at_every_learning
         update = Update(model, gradients, optimizer, scaler, average, 0.5, as_graph)
         norms = []
         for step in range(6):
-            for group, rate in zip(groups, (0.1 / (1 + step // 2), 0.03)):  # which fp32 does not hold
+            for group, rate in zip(groups, (0.1 / (1 + step // 2), 0.03)):  # fp32 cannot represent these rates exactly
                 group["lr"] = optimizer.param_groups[groups.index(group)]["lr"] = rate
             torch.manual_seed(step)
             gradients.add(model(torch.randn(8, 16, device="cuda")).square().sum())
@@ -274,7 +275,7 @@ def test_the_optimizers_step_is_pytorchs_and_timms_bit_for_bit_at_every_learning
 @on_a_gpu
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_a_run_trains_on_as_many_images_at_once_as_fit(tmp_path, monkeypatch, cuda_graphs):
-    """With the gradients of all, and one line that says how many."""
+    """Add the gradients of all micro-batches, and log the micro-batch size once."""
     options = dict(synthetic=64, num_classes=4, global_batch_size=32, amp=False, model_ema=False, img_size=32)
     options |= dict(model_kwargs=dict(embed_dim=32, depth=2), output=str(tmp_path), cuda_graphs=cuda_graphs)
     backward, runs = Trainer.backward, []
@@ -293,7 +294,7 @@ def test_a_run_trains_on_as_many_images_at_once_as_fit(tmp_path, monkeypatch, cu
     assert "8 of 32 images at once" in parts.setup
     assert len(parts.meter.losses) == 2
     assert parts.meter.losses == pytest.approx(whole.meter.losses, rel=1e-3)
-    assert parts.meter.norms == pytest.approx(whole.meter.norms, rel=1e-2)  # of convolutions in TF32
+    assert parts.meter.norms == pytest.approx(whole.meter.norms, rel=1e-2)  # convolutions use TF32
 
 
 @on_a_gpu

@@ -1,4 +1,4 @@
-"""Tests of teachers: rejected ones with their messages, and what a resumed run must have in common."""
+"""Tests of teachers: rejected teachers with their messages, and the settings that a resumed run must share."""
 
 import functools
 import signal
@@ -33,7 +33,7 @@ def trainer(image_folder, output, device=CPU, **options):
 
 
 def own_run(folder, names, **config):
-    """A checkpoint of this package."""
+    """Return the path of a checkpoint of this package."""
     weights = timm.create_model("vil_tiny", num_classes=len(CLASSES), img_size=16, **SMALL["model_kwargs"]).state_dict()
     config = dict(model="vil_tiny", model_kwargs=SMALL["model_kwargs"], img_size=16, num_classes=len(CLASSES)) | config
     state = dict(config=config, history=[], progress={}, scheduler={}, optimizer={}, state_dict=weights)
@@ -142,7 +142,8 @@ def test_a_checkpoint_alone_has_no_teacher_fetched(image_folder, tmp_path):
         load_config("", ["--resume", str(last), "--lr", "1"], checkpoint.saved_config)
     words = ["--resume", str(last), "--teacher", "test_resnet"]
     config = load_config("", words, checkpoint.saved_config)
-    assert (config.teacher, config.teacher_checkpoint) == ("test_resnet", None)  # which is a path
+    # a teacher without a path has no checkpoint
+    assert (config.teacher, config.teacher_checkpoint) == ("test_resnet", None)
     with pytest.raises(ConfigError, match="has teacher '/etc/x', which is not a model of timm"):
         options_of_checkpoint(dict(teacher="/etc/x"), "x")
 
@@ -163,5 +164,5 @@ def test_a_teacher_is_part_of_the_cuda_graph_which_has_eager_modes_losses(image_
         run.teacher.model.register_forward_hook(functools.partial(lambda graphs, *_: calls.append(graphs), cuda_graphs))
         run.run()
         losses.append([row["train_loss"] for row in run.history])
-    assert set(calls) == {False}  # what is replayed runs no Python
+    assert set(calls) == {False}  # replaying a CUDA graph runs no Python
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Tests of gradients in one flat buffer, and of averaged weights."""
+"""Tests of the flat gradient buffer and of EMA weights."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_gradients_add_up_where_parameters_show_them():
     expected = {name: p.grad for name, p in model.named_parameters() if name != "0.bias"}
     gradients = FlatGradients(model.parameters())
     assert gradients.norm() == 0
-    assert not any(p.grad.storage_offset() % 64 for p in gradients.parameters)  # where the widest loads begin
+    assert not any(p.grad.storage_offset() % 64 for p in gradients.parameters)  # aligned for the widest vector loads
     gradients.add(model(x).square().sum())
     gradients.add(model(y).square().sum())
     expected["unused"] = torch.zeros(7)
@@ -36,7 +36,7 @@ def test_parameters_of_another_dtype_are_refused():
 
 
 def test_a_fused_step_takes_the_learning_rates_of_the_moment(monkeypatch):
-    """It reads them on the device; the optimizer keeps its numbers."""
+    """Read the learning rates from the device, while the optimizer keeps Python numbers."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     torch.manual_seed(0)
     models = [nn.Linear(3, 2) for _ in range(2)]
@@ -59,12 +59,12 @@ def test_a_fused_step_takes_the_learning_rates_of_the_moment(monkeypatch):
         theirs.zero_grad()
         torch.testing.assert_close(models[0].state_dict(), models[1].state_dict())
         assert [group["lr"] for group in ours.param_groups] == [*rates]
-    assert update.rates._version == 3  # they go to the device when they change
+    assert update.rates._version == 3  # rates are copied to the device only when they change
 
 
 @pytest.mark.parametrize("options", [{}, dict(use_warmup=True, update_after_step=1)], ids=str)
 def test_the_listed_average_is_timms_bit_for_bit(options):
-    """Batch statistics and their count, too, and where either one goes on from a state."""
+    """Compare batch statistics and their count, too, also after either EMA is restored from a state."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     averages = [kind(model, decay=0.9, **options) for kind in (ListedEma, ModelEmaV3)]

@@ -62,7 +62,7 @@ def test_the_guides_snippets_run_one_after_the_other(folder, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"validation/7/\d+.png is a [6-9] \(\d+%\)\n", printed)
     scores = dict(re.findall(r"(KNeighborsClassifier|LogisticRegression) (\d\.\d+)", printed))
-    assert min(map(float, scores.values())) > 0.5  # of four classes
+    assert min(map(float, scores.values())) > 0.5  # chance is 0.25 with four classes
     assert len(scores) == 2
     assert found["patches"].shape == (2, 16, 64)
     assert found["class_token"].shape == (2, 1, 64)
@@ -88,7 +88,7 @@ def run_line(words, monkeypatch):
 def test_the_notebook_goes_from_drawing_images_to_a_model_for_timm(tmp_path, monkeypatch, capsys):
     cells = json.loads((ROOT / "docs/first_hour.ipynb").read_text())["cells"]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", os.environ["PATH"])  # which the notebook changes
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # restores PATH after the notebook has changed it
     for name in ("configs", "weights"):
         (tmp_path / name).symlink_to(ROOT / name)
     found: dict = {}
@@ -115,7 +115,7 @@ def test_a_mixer_of_ones_own_runs_as_it_is_written():
     mixer = found["model"].blocks[0].mixer
     with torch.inference_mode():
         before = found["model"](images)
-        for direction in mixer.directions:  # a key of norm 1 does not know how long it was
+        for direction in mixer.directions:  # normalizing a key to norm 1 removes the factor
             rank, states, _ = direction.split
             direction.x_proj.weight[rank : rank + states] *= 3
         torch.testing.assert_close(found["model"](images), before, rtol=1e-4, atol=1e-5)
@@ -147,7 +147,7 @@ def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_pa
     lines = [words for words in command_lines(document) if words[0] in ("python", "torchrun")]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(vil.viz.__main__, "draw", lambda options: None)
-    monkeypatch.setattr(vil.export.__main__, "check_options", parsed)  # the first that is done with them
+    monkeypatch.setattr(vil.export.__main__, "check_options", parsed)  # check_options is the first call after parsing
     for words in lines:
         words = [word for word in words[1:] if not word.startswith("--nproc_per_node")]
         words = words[1:] if words[0] == "-m" else words

@@ -1,4 +1,4 @@
-"""Tests of a run's measurements: means and times of an epoch, what a GPU waits for, and memory."""
+"""Tests of a run's measurements: means and times of an epoch, causes of GPU idle time, and memory."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from vil import processes
 from vil.training import meter as measuring
 from vil.training.meter import Bottleneck, EpochMeter
 
-LOSSES = torch.tensor([2.5, 0.1, 0.7]).tolist()  # as fp32 has them
+LOSSES = torch.tensor([2.5, 0.1, 0.7]).tolist()  # values rounded to fp32
 NORMS = 1.0, float("inf"), 4.0
 
 
@@ -23,7 +23,7 @@ def note(meter, losses=LOSSES, norms=NORMS):
 
 
 class Clock:
-    """A clock that advances only when told to."""
+    """Clock that advances only when a test advances it."""
 
     def __init__(self):
         self.now = 1000.0
@@ -47,7 +47,7 @@ def clock(monkeypatch):
 def test_losses_and_norms_are_means_over_the_steps():
     meter = EpochMeter()
     note(meter)
-    assert (meter.steps, meter.losses) == (3, [])  # nothing waits for the device
+    assert (meter.steps, meter.losses) == (3, [])  # `note` must not synchronize with the device
     meter.collect()
     note(meter, [1.5], [math.nan])
     assert meter.steps == 4
@@ -56,7 +56,7 @@ def test_losses_and_norms_are_means_over_the_steps():
     assert meter.losses == [*LOSSES, 1.5]
     row = meter.summary(global_batch_size=16)
     assert row["train_loss"] == statistics.fmean([*LOSSES, 1.5])
-    assert row["grad_norm"] == 2.5  # of the steps that the scaler of float16 did not leave out
+    assert row["grad_norm"] == 2.5  # steps that the float16 gradient scaler skipped do not count
     meter = EpochMeter()
     note(meter, [1.0], [math.inf])
     meter.collect()
@@ -71,7 +71,7 @@ def train(meter, clock, steps, wait, work, loss=1.0, norm=1.0):
 
 def test_times_are_those_from_the_first_wait_for_a_batch_to_the_last_step(clock):
     meter = EpochMeter()
-    clock.now += 100  # until the epoch begins
+    clock.now += 100  # time before the epoch begins
     train(meter, clock, 5, wait=3.0, work=5)
     clock.now += 2  # the device finishes
     meter.collect()
@@ -89,7 +89,7 @@ def test_a_meter_goes_on_where_another_one_stopped(clock):
         meter.waited_for_gpu = 2.0
     second = EpochMeter()
     second.load_state_dict(first.state_dict())
-    clock.now += 1e6  # until the run is resumed
+    clock.now += 1e6  # time until the run is resumed
     for meter in (whole, second):
         train(meter, clock, 2, wait=4.0, work=1, loss=0.7, norm=1.1)
         meter.collect()
@@ -117,13 +117,13 @@ def test_means_are_over_all_processes():
     for row in rows:
         assert row["train_loss"] == statistics.fmean(torch.tensor([0.1, 0.2]).tolist())
         assert row["grad_norm"] == 2.5
-        assert row["images_per_second"] == 4.0  # 16 are the images of both
+        assert row["images_per_second"] == 4.0  # both processes train 16 images
         assert row["data_wait_percent"] == 50.0  # 4 of 8 seconds
         assert row["looked"] == [8.0, 4.0, 0.0, 0.0, 1.0, 0.0]
 
 
 def looked(clock, steps, caplog):
-    """Return the messages for epochs of steps with these seconds for data, host and GPU."""
+    """Return the logged messages for epochs of steps with these seconds for data, host and GPU."""
     bottleneck, for_model, for_preparation = Bottleneck(5), 0.0, 0.0
     with caplog.at_level("WARNING"):
         for epoch in steps:
@@ -151,17 +151,17 @@ def looked(clock, steps, caplog):
             (1, 0, 4, 3, 0.0),
             r"preparing images \(3 workers\) \(49%\): --no-augment-on-device",
         ),
-        ((6, 0, 0, 2, 0.2), None),  # it always has work, for which the host waits
-        ((4, 2, 0, 2, 0), None),  # or its images
+        ((6, 0, 0, 2, 0.2), None),  # the host waits for the GPU, which is always busy
+        ((4, 2, 0, 2, 0), None),  # the host waits for images, but the GPU is always busy
         ((0, 0, 0, 0.1, 9), None),
     ],
 )
 def test_what_keeps_a_gpu_waiting_is_said_once(clock, caplog, monkeypatch, step, said):
-    start = [(50, 0, 0, 0, 0)] * 5  # of an epoch, when workers begin to load
+    start = [(50, 0, 0, 0, 0)] * 5  # first steps of an epoch, while workers start to load
     messages = looked(clock, [start, start + [step] * 10, start + [step] * 10], caplog)
     assert len(messages) == (said is not None)
     assert said is None or re.search(f"{said} may help$", messages[0])
-    monkeypatch.setenv("RANK", "1")  # one speaks for all
+    monkeypatch.setenv("RANK", "1")  # only rank 0 logs
     caplog.clear()
     assert not looked(clock, [start, start + [step] * 10], caplog)
 
@@ -171,7 +171,7 @@ def test_the_host_is_four_steps_ahead_of_a_gpu_and_notes_how_long_it_waits(clock
 
     class Event:
         def __init__(self, blocking):
-            assert blocking  # a host that spins takes a core from the loader
+            assert blocking  # a spinning host would take a CPU core from the loader
             self.number = len(events)
             events.append(self)
 

@@ -26,7 +26,8 @@ from vil.training import summary
 from vil.training.phases import check_phases
 
 CPU = torch.device("cpu")
-# eight, then four, then eight steps an epoch; a model whose position embedding and augmentation change
+# Phases have eight, four and eight steps an epoch. The model has a position embedding, which changes with the image
+# size.
 PHASES = [
     dict(epochs=1, img_size=16, global_batch_size=8, lr=1e-3, mixup=0.8),
     dict(epochs=2, img_size=24, global_batch_size=16, lr=5e-4, mixup=0.0, cutmix=0.0, warmup_epochs=0),
@@ -41,7 +42,7 @@ def options(image_folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, options):
-    """An uninterrupted run, and its results."""
+    """Return an uninterrupted run and its results."""
     run = Run(tmp_path_factory.mktemp("undisturbed"), 1, **options)
     return run, run.finished()
 
@@ -51,26 +52,27 @@ def get(number):
 
 
 def stopped_at(call, number=signal.SIGKILL):
-    """Kill or signal the first process before this update."""
+    """Kill or signal rank 0 before its `call`-th update."""
     return functools.partial(before, train_imagenet.Trainer, "update", functools.partial(get, number), call)
 
 
 def ended_while_it_begins():
-    """Stop between two phases, so that the last checkpoint is the end of one."""
+    """Send a signal between two phases, so that the last checkpoint is the end of a phase."""
     before(train_imagenet.Trainer, "restore", functools.partial(get, signal.SIGTERM))
 
 
 def told_to_stop_while_it_saves(call):
-    """Send a signal at the end of the first phase, which is handled only after the phase."""
+    """Send a signal while the first phase saves its last checkpoint; the signal is handled only after the phase."""
     return functools.partial(before, train_imagenet.Trainer, "save", functools.partial(get, signal.SIGTERM), call)
 
 
 @pytest.mark.parametrize(
     "stops",
     [
-        # before the fifth update, and after the eighth, with which the first phase ends
+        # interrupted before the fifth update, and after the eighth update, the last of the first phase
         [(stopped_at(5), -9), (told_to_stop_while_it_saves(5), 75)],
-        # after the eighth, before the ninth, the fourteenth in the second phase's second epoch and the twentieth
+        # interrupted after the eighth update, before the ninth, before the fourteenth (second epoch of the second
+        # phase) and before the twentieth
         [(ended_while_it_begins, -15), (stopped_at(1), -9), (stopped_at(6), -9), (stopped_at(7, signal.SIGTERM), 75)],
     ],
     ids=["in and at the end of the first", "between, in the second and the third"],
@@ -84,7 +86,10 @@ def test_a_run_stopped_in_and_between_phases_ends_bit_for_bit_as_an_undisturbed_
 
 
 def trainers_left(folder):
-    """Return remaining Trainers of runs in a folder, whose graphs and loaders would use memory in the next phase."""
+    """Return remaining Trainers of runs in a folder.
+
+    Their CUDA graphs and loaders would use memory in the next phase.
+    """
     return [
         thing for thing in gc.get_objects() if type(thing) is Trainer and str(folder) in str(vars(thing).get("folder"))
     ]
@@ -96,7 +101,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
     class Bar(tqdm):
         def __init__(self, **options):
             super().__init__(**options)
-            with pytest.raises(FolderInUseError):  # from its first phase to its last
+            with pytest.raises(FolderInUseError):  # all phases share one lock
                 FolderLock(folders[-1])
             bars.append((options["initial"], options["total"]))
 
@@ -116,9 +121,10 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
         assert not trainers_left(tmp_path)
         assert bars[1:] == [(0, 128), (0, 64)]
         del bars[1:]
-        assert "started from" not in caplog.text  # what a run began with is nothing to a later phase
+        assert "started from" not in caplog.text  # later phases do not load the initial weights
         assert_same(result(Path(config.output) / "run"), undisturbed[1])
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # whose --resume FILE is of a phase of another size
+    # a restarted process ignores --resume FILE, whose image size may differ
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     shutil.copy(end, last)
     again = dataclasses.replace(first, resume=str(tmp_path / "elsewhere" / "run" / "last.pt"))
     assert len(Trainer(again, CPU, 0, 1, 1).history) == 1
@@ -148,10 +154,10 @@ def test_progress_summary_and_files_show_the_phases(undisturbed):
         assert [row["phase"] for row in csv.DictReader(file)] == ["1", "2", "2", "3"]
     assert (run.folder / "info.txt").read_text().count("images at once on each") == 3
     saved = checkpoint.read_checkpoint(run.folder / "last.pt")
-    assert saved["config"]["img_size"] == 16  # whoever loads it makes the last phase's model
+    assert saved["config"]["img_size"] == 16  # loading the checkpoint creates the last phase's model
     written = load_config("", ["-c", str(run.folder / "config.yaml")])
     assert [written.of_phase(n).img_size for n in range(3)] == [16, 24, 16]
-    assert train_imagenet.phase_at_hand(written) == 2  # which says that all are done
+    assert train_imagenet.phase_at_hand(written) == 2  # all phases are finished
 
 
 def test_the_curve_marks_where_a_phase_begins(monkeypatch):
@@ -168,7 +174,7 @@ def test_an_option_that_one_phase_says_has_in_the_others_the_value_beside_them()
     config = Config(phases=[dict(epochs=3), dict(lr=1e-4)], epochs=7, lr=1e-3)
     assert config.phases == [dict(epochs=3, lr=1e-3), dict(epochs=7, lr=1e-4)]
     assert [config.epochs_of_phase(n) for n in range(2)] == [range(3), range(3, 10)]
-    assert config.of_phase(1).of_phase(0) == config.of_phase(0)  # a checkpoint of any phase says them all
+    assert config.of_phase(1).of_phase(0) == config.of_phase(0)  # a checkpoint of any phase stores all phases
     of_run = "amp amp_dtype augment_on_device checkpoint_interval cuda_graphs data_dir dataset device experiment "
     of_run += "interpolation log_interval log_tensorboard log_wandb model model_ema model_kwargs num_classes output "
     of_run += "phases pretrained_path resume seed synthetic teacher teacher_checkpoint torchcompile train_split "
@@ -197,7 +203,8 @@ def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
     with pytest.raises(ConfigError, match=message):
         load_config("", words, lambda path: dict(phases=[dict(lr=1.0)]))
     rest = "--resume last.pt --epochs 5 --lr 2 --phases none --output a --experiment b"
-    for words, seed in ((["-c", str(tmp_path / "c.yaml")], 7), ([], 0)):  # a file that is given wins
+    # a config file overrides the checkpoint's options
+    for words, seed in ((["-c", str(tmp_path / "c.yaml")], 7), ([], 0)):
         again = load_config("", [*words, *rest.split()], lambda path: dict(phases=[dict(lr=1.0)]))
         assert (again.total_epochs, again.lr, again.output, again.experiment, again.seed) == (5, 2, "a", "b", seed)
 

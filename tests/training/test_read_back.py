@@ -14,7 +14,7 @@ from vil.config import FIELDS, NOT_FROM_CHECKPOINTS, Config, ConfigError, load_c
 from vil.data.synthetic import SyntheticImages
 
 CPU = torch.device("cpu")
-# none of them the default; dataset is below
+# no option has its default value; `dataset` is tested separately below
 OPTIONS = dict(
     train_split="sub/first", val_split="my other", num_classes=5, workers=0, synthetic=64,
     model="vim_tiny", model_kwargs=dict(
@@ -42,7 +42,7 @@ def written(folder, **options):
 
 
 def read_back(path, *words):
-    """Read a checkpoint with --resume, in Python, and in a resumed run; all other readers use the same functions."""
+    """Read a checkpoint with --resume, in Python, and in a resumed run; all other readers call the same functions."""
     checkpoint.read_checkpoint(path)
     vil.from_checkpoint(path)
     return load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
@@ -76,7 +76,8 @@ def test_datasets_and_splits_in_timms_forms_are_read_back_where_they_are_confirm
     monkeypatch.setattr("train_imagenet.open_splits", lambda config: (SyntheticImages(64), SyntheticImages(8), 4))
     options = SMALL | dict(dataset=dataset, data_dir=data_dir, train_split=split, val_split=split, workers=0)
     path = written(tmp_path, synthetic=64, **options)
-    assert torch.load(path)["config"]["data_dir"] == data_dir  # no folder here: config.yaml says it as it was given
+    # the folder does not exist, so the path is stored as given
+    assert torch.load(path)["config"]["data_dir"] == data_dir
     found = read_back(path, "--dataset", dataset, *(["--data-dir", data_dir] if data_dir else []))
     assert {name: getattr(found, name) for name in options} == options
 

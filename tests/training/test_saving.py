@@ -63,7 +63,7 @@ def test_the_last_checkpoint_is_kept_until_the_next_is_complete(tmp_path, monkey
 
 
 def test_a_loss_of_power_finds_either_checkpoint_whole(tmp_path, monkeypatch):
-    """Bytes are on the disk before the file has its name, and the name before the next step is trained."""
+    """Flush a file's bytes to disk before renaming it, and flush the rename before the next training step."""
     done, fsync, replace = [], os.fsync, os.replace
 
     def noted_fsync(descriptor):
@@ -94,7 +94,7 @@ RENAMES = [(rename, links) for links in (True, False) for rename in (1, 2, 3)]
 def test_a_rename_that_fails_leaves_a_complete_checkpoint_where_a_run_looks_for_one(
     failing, links, tmp_path, monkeypatch
 ):
-    """Also on a file system without hard links, and if all later renames fail as well."""
+    """Keep a complete checkpoint on file systems without hard links as well, and if all later renames fail."""
     last, previous, replace, calls = tmp_path / "last.pt", tmp_path / "previous.pt", os.replace, []
 
     def failing_replace(*names):
@@ -108,7 +108,7 @@ def test_a_rename_that_fails_leaves_a_complete_checkpoint_where_a_run_looks_for_
 
     for epoch in (1, 2):
         save(last, epoch, previous=previous)
-    for epoch in (3, 4):  # the second meets what the first one left
+    for epoch in (3, 4):  # the second call finds files that the first one left behind
         calls.clear()
         with monkeypatch.context() as broken:
             broken.setattr(os, "replace", failing_replace)
@@ -211,7 +211,7 @@ def test_weights_that_do_not_fit_are_named_and_those_that_cannot_be_read_are_not
     with pytest.raises(CheckpointError, match="cut.safetensors cannot be read as a checkpoint"):
         checkpoint.read_weights(tmp_path / "cut.safetensors")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        checkpoint.read_weights(tmp_path)  # a folder
+        checkpoint.read_weights(tmp_path)  # a folder is not a checkpoint
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,8 @@ def test_weights_that_do_not_fit_are_named_and_those_that_cannot_be_read_are_not
         ("", None, "0", None), ("", "auto", "0", None), ("", None, "1", None), ("", "other.pt", "1", "other.pt"),
         ("last previous", "auto", "0", "last.pt"), ("previous", "auto", "0", "previous.pt"),
         ("last", "other.pt", "0", "other.pt"),
-        ("last previous", None, "2", "last.pt"), ("last", "other.pt", "1", "last.pt"),  # torchrun started it again
+        # processes that torchrun restarted
+        ("last previous", None, "2", "last.pt"), ("last", "other.pt", "1", "last.pt"),
     ],
 )  # fmt: skip
 def test_which_checkpoint_a_run_goes_on_from(present, resume, restarts, found, tmp_path, monkeypatch):
@@ -234,7 +235,7 @@ def test_which_checkpoint_a_run_goes_on_from(present, resume, restarts, found, t
     assert (result and result[0].name) == found
     if result:
         assert result[1]["epoch"] == checkpoint.read_checkpoint(result[0])["epoch"]
-        assert result[1]["num_images"] == 0  # which first versions did not say
+        assert result[1]["num_images"] == 0  # checkpoints of the first versions do not store the number of images
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
@@ -255,7 +256,7 @@ def test_a_broken_checkpoint_is_put_aside_for_the_one_before(tmp_path, caplog):
     assert "last.pt cannot be read as a checkpoint" in caplog.text
     assert re.search("resuming from .*previous.pt.* renamed to .*last.broken", caplog.text)
     (tmp_path / "previous.pt").write_bytes(b"this too")
-    for _ in range(2):  # nor is it forgotten that there was one
+    for _ in range(2):  # a second attempt must fail as well
         with pytest.raises(CheckpointError, match="no checkpoint of .* can be read: start another run"):
             find_resumed("auto", tmp_path)
 
@@ -298,7 +299,7 @@ def test_a_model_other_than_its_weights_is_refused_with_the_options_that_they_ne
     built = r"got a ViL with embed_dim 32 and depth 2; .*; it was built with (--model vil_tiny --model-kwargs .*)$"
     with pytest.raises(ConfigError, match=built) as refused:
         create_model("vil_tiny", str(path), num_classes=4)
-    shared = dict(embed_dim=32, depth=2, patch_size=8, img_size=16, num_heads=2)  # a few tensors are like these
+    shared = dict(embed_dim=32, depth=2, patch_size=8, img_size=16, num_heads=2)  # tensor names partly match ViT's
     for other, found, options in (("resnet10t", 0, {}), ("deit_tiny_patch16_224", 7, shared)):
         told = rf"{other}: {found} of its \d+ tensors are in .*; it was built with --model vil_tiny"
         with pytest.raises(ConfigError, match=told):

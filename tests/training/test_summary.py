@@ -37,7 +37,7 @@ def test_a_run_says_what_it_was_started_with_each_time(tmp_path, monkeypatch):
     folder = tmp_path / "new" / "run"
     config = (folder / "config.yaml").read_text()
     assert yaml.safe_load(config) == saved
-    assert re.findall(r"^\w+", config, re.M) == list(saved)  # in the order of the options
+    assert re.findall(r"^\w+", config, re.M) == list(saved)  # in the order of the config's fields
     first, second = (folder / "info.txt").read_text().strip().split("\n\n")
     assert first.splitlines()[0].endswith("  train_imagenet.py --epochs 3")
     assert second.splitlines()[0].endswith("  train_imagenet.py --epochs 3 --resume")
@@ -49,7 +49,7 @@ def test_a_run_says_what_it_was_started_with_each_time(tmp_path, monkeypatch):
 
 def test_the_table_has_a_row_for_each_epoch(tmp_path, no_pictures):
     report = Reporter(tmp_path, Config(), {}, "1 x cpu")
-    history = [HISTORY[0] | dict(phase=1.0), *HISTORY[1:]]  # resumed without phases
+    history = [HISTORY[0] | dict(phase=1.0), *HISTORY[1:]]  # first epoch resumed from a run without phases
     for epoch in (1, 2, 3):
         report(history[:epoch])
     with open(tmp_path / "summary.csv") as file:
@@ -66,7 +66,7 @@ def lines(axis):
 def test_the_picture_shows_what_changes_by_epoch_and_marks_the_best(tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
     history = [row(1, eval_top1=90.0), row(2, eval_top1=95.0), row(3, unreadable_images=2.0)]
-    for line in history:  # which say nothing
+    for line in history:  # constant columns are not plotted
         line |= dict(gpu_wait_percent=0, data_wait_percent=0.0)
     Reporter(tmp_path, Config(), {}, "1 x cpu")(history)
     (figure,) = figures
@@ -135,7 +135,8 @@ def test_the_picture_has_no_lines_of_an_average_that_is_not_made_or_was_not_yet_
     Reporter(tmp_path, Config(), {}, "1 x cpu")([without, row(2, **on_cpu)])
     assert [axis.get_title() for axis in figures[0].axes] == ["loss", "top-1 (%)"]
     assert [sum(len(axis.get_lines()) for axis in figure.axes) for figure in figures] == [5, 14]
-    assert [line.get_marker() for line in figures[0].axes[0].get_lines()] == ["o", "o", "None"]  # one point has no line
+    # a single point is drawn with a marker
+    assert [line.get_marker() for line in figures[0].axes[0].get_lines()] == ["o", "o", "None"]
     shown = {axis.get_title(): lines(axis) for axis in figures[1].axes}
     waits = shown["the host waits (% of time)"]
     assert waits == {"for data": ([1, 2], [row(epoch)["data_wait_percent"] for epoch in (1, 2)])}
@@ -153,13 +154,14 @@ def test_files_that_cannot_be_written_do_not_stop_a_run(tmp_path, caplog):
     assert f"could not write the summary in {tmp_path / 'run'}" in caplog.text
     (tmp_path / "run" / "curve.png").mkdir(parents=True)
     report(HISTORY)
-    assert (tmp_path / "run" / "summary.csv").exists()  # without the picture
+    assert (tmp_path / "run" / "summary.csv").exists()  # the table is written even if the plot fails
 
 
 def test_what_stands_where_a_run_writes_neither_holds_it_up_nor_ends_it(tmp_path, monkeypatch, no_pictures):
     for name in ("info.txt", "summary.csv"):
         os.mkfifo(tmp_path / name)
-    monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "--data-dir", "caf\udce9"])  # no UTF-8
+    # file name that is not valid UTF-8
+    monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "--data-dir", "caf\udce9"])
     report = Reporter(tmp_path, Config(), dict(data_dir="caf\udce9"), "1 x cpu")
     report.catch_up(HISTORY)
     assert "--data-dir caf?\n" in (tmp_path / "info.txt").read_text()
@@ -193,19 +195,19 @@ def test_tensorboard_gets_every_column_of_every_epoch(tmp_path, no_pictures, mon
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    write = RecordWriter.write  # in a thread, here to a slow disk: a row is there when the report returns
+    write = RecordWriter.write  # TensorBoard writes in a thread; rows must be on the disk when the report returns
     monkeypatch.setattr(RecordWriter, "write", lambda *record: time.sleep(0.01) or write(*record))
     report = Reporter(tmp_path, Config(log_tensorboard=True), {}, "1 x cpu")
     for epoch in (1, 2, 3):
         report(HISTORY[:epoch])
-        events = EventAccumulator(str(tmp_path)).Reload()  # also while the run goes on
+        events = EventAccumulator(str(tmp_path)).Reload()  # readable during the run
         for name in HISTORY[0]:
             seen = [(event.step, event.value) for event in events.Scalars(name)]
             assert seen == [(line["epoch"], line[name]) for line in HISTORY[:epoch]]
 
 
 class Wandb:
-    """A stub of the package: runs by their options, with the rows and steps logged to each."""
+    """Stub of wandb that stores each run's options, rows and steps."""
 
     def __init__(self, *failures):
         self.pages, self.failures = [], list(failures)
@@ -218,7 +220,7 @@ class Wandb:
         return SimpleNamespace(log=lambda values, step: rows.append(self.accepted(step, values)))
 
     def accepted(self, step, values):
-        assert type(step) is int  # it takes no others
+        assert type(step) is int  # wandb accepts only int
         if self.failures and step == 2:
             raise RuntimeError("their server is down")
         return step, values
@@ -238,7 +240,7 @@ def reporter(folder):
 def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, wandb, caplog):
     for epochs in ((1, 2), (3,)):
         report = reporter(tmp_path / "run")
-        report.catch_up(HISTORY[: epochs[0] - 1])  # nothing that it has not
+        report.catch_up(HISTORY[: epochs[0] - 1])  # no epoch is missing from the log yet
         for epoch in epochs:
             report(HISTORY[:epoch])
     reporter(tmp_path / "other")
@@ -253,15 +255,16 @@ def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, wandb, caplog):
 
 def test_the_epoch_that_a_killed_run_did_not_report_is_logged_when_it_goes_on(tmp_path, wandb):
     reporter(tmp_path)(HISTORY[:1])
-    restored = [{name: float(value) for name, value in line.items()} for line in HISTORY]  # as of a checkpoint
-    for epochs in (2, 2, 1):  # at last from the checkpoint before
+    # values of a restored checkpoint are floats
+    restored = [{name: float(value) for name, value in line.items()} for line in HISTORY]
+    for epochs in (2, 2, 1):  # the last restart loads the previous checkpoint
         reporter(tmp_path).catch_up(restored[:epochs])
     assert [rows for _, rows in wandb.pages] == [[(1, HISTORY[0])], [(2, restored[1])], [], []]
     assert len((tmp_path / "summary.csv").read_text().splitlines()) == 3
 
 
 def test_a_log_that_fails_does_not_stop_a_run(tmp_path, wandb, caplog):
-    """At the start, where it is tried again, or later."""
+    """Continue without the log if it fails at the start, where logging is retried once, or later."""
     wandb.failures = [ConnectionError("no network"), None, None]
     report = reporter(tmp_path / "run")
     assert "Weights & Biases: no network; the next epoch tries again" in caplog.text

@@ -38,13 +38,14 @@ NUMBERS = itertools.count()
 
 
 def small_config(image_folder, **options) -> Config:
-    output = image_folder.parent / f"output{next(NUMBERS)}" if image_folder else None  # a run holds its folder
+    # a run locks its folder, so each run has its own
+    output = image_folder.parent / f"output{next(NUMBERS)}" if image_folder else None
     run_options = dict(data_dir=str(image_folder), output=str(output), workers=0, experiment="run", epochs=2)
     return Config(**SMALL | run_options | options)
 
 
 def trained(image_folder, output, **options):
-    """Return the rows of a run's epochs, without measured values, and its checkpoint."""
+    """Return the history rows without measured values, and the checkpoint of a run."""
     Trainer(small_config(image_folder, output=str(output), **options), CPU, 0, 1).run()
     saved = checkpoint.read_checkpoint(output / "run" / "last.pt")
     return [without_measured(row) for row in saved["history"]], saved
@@ -52,12 +53,12 @@ def trained(image_folder, output, **options):
 
 @pytest.fixture(scope="module")
 def whole(image_folder, tmp_path_factory):
-    """An uninterrupted run of two epochs."""
+    """Return an uninterrupted run of two epochs."""
     return trained(image_folder, tmp_path_factory.mktemp("whole"))
 
 
 def main(monkeypatch, capsys, *words):
-    """Return the exit status of a command line as in a shell, and its stderr."""
+    """Return the exit status of a command line, as a shell would see it, and stderr."""
     monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "--device", "cpu", *map(str, words)])
     with pytest.raises(SystemExit) as stopped:
         train_imagenet.main()
@@ -91,11 +92,11 @@ def test_another_optimizer_and_another_schedule_are_timms(image_folder, tmp_path
     trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
     gradient = weight.grad.clone()
     trainer.update()
-    # Nesterov's momentum, timm's default of 0.9, in its first step
+    # Compute the first step of Nesterov's momentum with timm's default of 0.9.
     torch.testing.assert_close(weight, before - 0.5 * (1 + 0.9) * gradient)
     trainer.run()
     assert [row["lr"] for row in trainer.history] == [0.5, 0.5]
-    for name in ("sgd", "adafactor"):  # whose state is of other tensors than AdamW's, and of other shapes
+    for name in ("sgd", "adafactor"):  # optimizers whose state tensors differ from AdamW's in number and shape
         choices = options | dict(opt=name, lr=0.01, output=str(tmp_path / name))
         trainer = Trainer(small_config(image_folder, **choices, epochs=1), CPU, 0, 1)
         trainer.run()
@@ -105,7 +106,7 @@ def test_another_optimizer_and_another_schedule_are_timms(image_folder, tmp_path
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_blocks_run_in_the_precision_chosen_and_once_more_for_gradients_with_checkpointing(image_folder, checkpointing):
     trainer = Trainer(small_config(image_folder, grad_checkpointing=checkpointing), CPU, 0, 1)
-    # which a CPU does not get by itself
+    # a CPU does not use autocast by default
     trainer.precision = trainer.evaluator.precision = torch.autocast("cpu", torch.bfloat16)
     dtypes = []
     trainer.model.blocks[0].mixer.in_proj.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
@@ -114,21 +115,21 @@ def test_blocks_run_in_the_precision_chosen_and_once_more_for_gradients_with_che
     trainer.evaluate()
     assert set(dtypes) == {torch.bfloat16}
     trainer.timer.signalled = True
-    assert trainer.evaluate()["eval_images_per_second"] == 0  # a run that is to end does not wait for it
+    assert trainer.evaluate()["eval_images_per_second"] == 0  # evaluation stops early after a signal
 
 
 def test_evaluation_prepares_images_as_the_options_say(image_folder):
     options = dict(crop_pct=0.6, interpolation="bilinear", batch_size=4)
     trainer = Trainer(small_config(image_folder, **options), CPU, 0, 1)
     images, _ = next(iter(trainer.val_loader))
-    assert len(images) == 2 * 4  # no gradients take memory
+    assert len(images) == 2 * 4  # validation batches are larger, because no gradients are stored
     mean_and_std = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     transform = create_transform(16, crop_pct=0.6, interpolation="bilinear", use_prefetcher=True, **mean_and_std)
     paths = [image_folder / "val" / CLASSES[0] / f"{i}.png" for i in range(7)]
     assert torch.equal(images[:7], torch.stack([torch.as_tensor(transform(Image.open(path))) for path in paths]))
     on_device = Trainer(small_config(image_folder, augment_on_device=True), CPU, 0, 1)
-    assert on_device.val_loader.kept.choose_room(1)  # what the next epoch needs again
-    # of a model whose weights came with a mean and a deviation of 0.5, white is 1
+    assert on_device.val_loader.kept.choose_room(1)  # the next epoch uses the kept images
+    # test_vit's weights specify a mean and std of 0.5, so a white pixel is 1
     other = dict(model="test_vit", model_kwargs={}, img_size=160, mixup=0.0, cutmix=0.0, reprob=0.0)
     trainer, white = Trainer(small_config(image_folder, **other), CPU, 0, 1), torch.full((2, 3, 160, 160), 255)
     augmented, _ = trainer.augment(white.byte(), torch.zeros(2, dtype=torch.long), 0, 0)
@@ -141,7 +142,7 @@ def test_unreadable_images_of_both_splits_are_counted(image_folder, tmp_path, no
     shutil.copytree(image_folder, root)
     for path in (root / "train" / "bee" / "3.png", root / "val" / "cat" / "2.png", root / "val" / "dog" / "2.png"):
         path.write_bytes(path.read_bytes()[:100])
-    # every training image once
+    # use every training image once
     options = dict(global_batch_size=len(CLASSES) * TRAIN_IMAGES, aug_repeats=0, mixup_prob=0.0, epochs=1)
     rows, _ = trained(root, tmp_path, **options)
     assert rows[0]["unreadable_images"] == 3
@@ -191,7 +192,8 @@ def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_resumes_and_
     before_the_end = checkpoint.read_checkpoint(last)
     assert len(before_the_end["history"]) == before_the_end["config"]["epochs"] - 1
     assert len(before_the_end["progress"]["losses"]) == TRAIN_IMAGES * len(CLASSES) // SMALL["global_batch_size"]
-    checkpoint.save_checkpoint(before_the_end | dict(num_images=0), last)  # of a version that did not say it
+    # checkpoint of a version that did not store num_images
+    checkpoint.save_checkpoint(before_the_end | dict(num_images=0), last)
     trained(image_folder, tmp_path, resume="auto")
     assert "training images, was" not in caplog.text
     assert f"going on after step 4 of 4 of epoch 2 of 2, from {last}" in caplog.text
@@ -226,7 +228,7 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_summary_is_reported(im
     summary.write_text("".join(summary.read_text().splitlines(keepends=True)[:2]))
     trained(image_folder, tmp_path, epochs=2, resume="auto")
     again, *reported = csv.reader(summary.read_text().splitlines())
-    assert (again, reported) == (head, rows)  # what is counted stays a count
+    assert (again, reported) == (head, rows)  # integer columns stay integers after resumption
 
 
 def test_a_checkpoint_of_another_folder_goes_on_in_this_one(whole, image_folder, tmp_path, no_pictures):
@@ -237,7 +239,7 @@ def test_a_checkpoint_of_another_folder_goes_on_in_this_one(whole, image_folder,
     options = dict(output=str(tmp_path / "second"), resume=str(path), checkpoint_interval="1")
     trainer = Trainer(small_config(image_folder, **options), CPU, 0, 1)
     assert trainer.steps == TRAIN_IMAGES * len(CLASSES) // SMALL["global_batch_size"]
-    assert not trainer.timer.due(trainer.steps)  # before it has trained a step of its own
+    assert not trainer.timer.due(trainer.steps)  # no checkpoint is due before the first trained step
     trainer.run()
     assert [row["epoch"] for row in trainer.history] == [1, 2]
     assert trainer.history[0]["train_loss"] == rows[0]["train_loss"]
@@ -250,7 +252,7 @@ def test_a_run_takes_its_own_config_file(uninterrupted):
 
 
 def test_a_checkpoint_alone_says_how_its_run_goes_on(whole, image_folder, tmp_path, no_pictures, monkeypatch, capsys):
-    """Its options and its folder; from anywhere."""
+    """Resume a run from a checkpoint file, with the options and folder that it stores, from any working directory."""
     monkeypatch.chdir(image_folder.parent)
     trained(Path(image_folder.name), tmp_path, checkpoint_interval="3")
     (tmp_path / "run" / "previous.pt").rename(tmp_path / "run" / "last.pt")
@@ -276,7 +278,7 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
     assert torch.equal(model.blocks[1].mixer.in_proj.weight, source["blocks.1.mixer.in_proj.weight"])
     deit = dict(depth=1, embed_dim=48, img_size=32, num_classes=4)
     weights = timm.create_model("deit_tiny_patch16_224", **deit).state_dict()
-    weights = {name: t.double() / 3 for name, t in weights.items()}  # which are rounded
+    weights = {name: t.double() / 3 for name, t in weights.items()}  # loading rounds fp64 weights
     _, said = started(weights, "deit_tiny_patch16_224", **deit)
     assert re.search("started from .*weights.pth: (\\d+) of \\1 tensors as they are$", said)
     assert "resampled: pos_embed" in started(weights, "deit_tiny_patch16_224", **deit | dict(img_size=64))[1]
@@ -307,7 +309,7 @@ def test_what_is_wrong_is_said_in_a_line_with_status_1(
 ):
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
     (tmp_path / "small file").touch()
-    for name in (".lock", ".holder", "last.pt", "previous.pt", "best.pt"):  # where a run has files
+    for name in (".lock", ".holder", "last.pt", "previous.pt", "best.pt"):  # file names of a run
         (tmp_path / name / "run" / name).mkdir(parents=True)
     words = [word.replace("IMAGES", str(image_folder)).replace("TMP", str(tmp_path)) for word in words]
     config = ["-c", uninterrupted / "small.yaml", "--output", tmp_path]
@@ -343,7 +345,7 @@ def test_a_state_that_no_run_leaves_is_not_gone_on_with(
 
 def test_what_an_earlier_run_left_is_destroyed_before_a_graph_is_captured_and_not_within():
     earlier = torch.nn.Identity()
-    earlier.itself, left = [earlier], weakref.ref(earlier)  # a cycle, as a run with its CUDA graph is
+    earlier.itself, left = [earlier], weakref.ref(earlier)  # a reference cycle, like a run with its CUDA graph
     del earlier
     with nothing_collected():
         assert left() is None
@@ -352,15 +354,15 @@ def test_what_an_earlier_run_left_is_destroyed_before_a_graph_is_captured_and_no
     gc.disable()
     with nothing_collected():
         pass
-    assert not gc.isenabled()  # as before
+    assert not gc.isenabled()  # garbage collection stays disabled if it was disabled
     gc.enable()
     with contextlib.suppress(MemoryError), nothing_collected():
-        raise MemoryError  # as where a GPU has too little for a graph
+        raise MemoryError  # as if the GPU had too little memory for a graph
     assert gc.isenabled()
 
 
 def test_images_that_are_not_square_are_trained_on_resumed_judged_exported_and_predicted(image_folder, tmp_path):
-    """The truth is timm's transform of 16 x 24 pixels, image by image."""
+    """Compare with timm's transform of 16 x 24 pixels, image by image."""
     run(train_command(tmp_path, image_folder, img_size=[16, 24], epochs=1))
     run([*train_command(tmp_path, image_folder, epochs=2), "--img-size", "16", "24", "--resume", "auto"])
     best = tmp_path / "run" / "best.pt"
@@ -384,7 +386,7 @@ def test_images_that_are_not_square_are_trained_on_resumed_judged_exported_and_p
 
 @pytest.mark.parametrize("error", [AssertionError, AttributeError])
 def test_a_model_that_cannot_compute_blocks_again_is_refused(monkeypatch, error):
-    if error is AttributeError:  # of models that do not know of it
+    if error is AttributeError:  # models without support for the option
         monkeypatch.delattr(timm.models.dla.DLA, "set_grad_checkpointing")
     with pytest.raises(ConfigError, match="dla46_c does not support activation checkpointing") as refused:
         build_model(Config(model="dla46_c", grad_checkpointing=True), 4)

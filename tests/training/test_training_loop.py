@@ -28,8 +28,8 @@ from vil.training.interruption import PreemptedError
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 CPU = torch.device("cpu")
-CLASSES = 7  # more than five, of which top-5 is a part
-# what leaves the images as they are; everything else has a value that nothing else has
+CLASSES = 7  # more than five, so that top-5 is not always correct
+# PLAIN disables augmentation. Every other option has a value that differs from all others.
 PLAIN = dict(aa=None, color_jitter=None, hflip=0.0, scale=(1.0, 1.0), ratio=(1.0, 1.0), reprob=0.0, crop_pct=1.0)
 OPTIONS = PLAIN | dict(
     model="vil_tiny", model_kwargs=dict(embed_dim=16, depth=2, patch_size=8), img_size=16, drop_path=0.0, seed=3,
@@ -45,7 +45,7 @@ EVERYTHING = dict(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """{train,val}/{0..6}/*.png of 16 x 16 pixels: noise, with the class's grey level in one corner."""
+    """Return a folder {train,val}/{0..6}/*.png of 16 x 16 images: noise, with the class's grey level in one corner."""
     root, rng = tmp_path_factory.mktemp("squares"), np.random.default_rng(0)
     for split, count in (("train", 8), ("val", 6)):
         for target in range(CLASSES):
@@ -92,7 +92,7 @@ def test_a_run_is_what_the_formulas_make_of_it(folder, tmp_path, options, micro_
     truth = train(folder, OPTIONS | options, micro_batch)
     trainer(folder, tmp_path, **options).run()
     assert_same_run(tmp_path, truth)
-    # what would make the comparison weak
+    # Equal results of different settings would make the comparison weak.
     assert len({row["eval_top1"] for row in truth.rows} | {row["eval_top1_ema"] for row in truth.rows}) > 2
     assert any(row["eval_top1"] < row["eval_top5"] < 100 for row in truth.rows)
     assert max(truth.norms) > options.get("clip_grad", 0)
@@ -117,7 +117,8 @@ def test_binary_cross_entropy_is_what_the_formulas_make_of_it(folder, tmp_path, 
 @pytest.mark.parametrize(
     "options",
     [
-        dict(teacher="test_vit", distillation="hard", mixup=0.8),  # of another size, mean and standard deviation
+        # the teacher's image size, mean and std differ from the student's
+        dict(teacher="test_vit", distillation="hard", mixup=0.8),
         dict(teacher="test_vit", distillation="soft", mixup=0.8),
         dict(teacher="test_resnet", distillation="soft", bce_loss=True, bce_sum=True, batch_size=4),
     ],
@@ -127,7 +128,7 @@ def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, optio
     torch.manual_seed(5)
     teacher = timm.create_model(options["teacher"], num_classes=CLASSES).eval()
     for parameter in teacher.parameters():
-        parameter.data.mul_(1.5)  # so that its answers differ
+        parameter.data.mul_(1.5)  # so that the teacher's logits differ from the student's
     torch.save(teacher.state_dict(), tmp_path / "teacher.pth")
     run = trainer(folder, tmp_path, epochs=1, teacher_checkpoint=str(tmp_path / "teacher.pth"), **options)
     costs = []
@@ -147,7 +148,9 @@ def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, optio
 
 
 def test_phases_are_what_the_formulas_make_of_them(folder, tmp_path):
-    """Two sizes of images, an optimizer and a schedule for each phase; an average and a teacher of a size between."""
+    """Train phases with two image sizes, an optimizer and a schedule for each, EMA weights, and a teacher of another
+    image size.
+    """
     phases = [
         dict(epochs=2, img_size=8, lr=2e-2),
         dict(epochs=3, global_batch_size=8, lr=1e-2, smoothing=0.1, mixup=0.8),
@@ -156,7 +159,7 @@ def test_phases_are_what_the_formulas_make_of_them(folder, tmp_path):
     of_teacher = dict(num_classes=CLASSES, depth=1, img_size=12, patch_size=4)
     torch.save(timm.create_model("vil_tiny", **of_teacher).state_dict(), tmp_path / "teacher.pth")
     export_model(from_checkpoint(tmp_path / "teacher.pth", "vil_tiny", **of_teacher), tmp_path / "own", std=[0.5])
-    teacher = from_checkpoint(tmp_path / "own")  # which says its own size and deviation
+    teacher = from_checkpoint(tmp_path / "own")  # the exported model stores its own image size and std
     settings = dict(data_dir=str(folder), output=str(tmp_path), experiment="run", workers=0, log_interval=1)
     settings |= dict(teacher="vil_tiny", teacher_checkpoint=str(tmp_path / "own"))
     train_imagenet.train(Config(**OPTIONS | settings | dict(model_kwargs=kwargs, phases=phases)), CPU, 0, 1)
@@ -172,10 +175,10 @@ def test_two_processes_that_accumulate_and_distil_are_what_the_formulas_make_of_
     truth = train(folder, options, micro_batch=4, teacher=teacher)
     assert two.wait() == [0, 0], two.log.read_text()[-3000:]
     said = two.log.read_text()
-    assert re.search("^train: ", said, re.M)  # without the level and name of a logger
+    assert re.search("^train: ", said, re.M)  # messages have no logging prefix
     setup = "2 x cpu: 4 of 16 images at once on each"
     for line in ("an epoch has ", "train: 56 images", "validation: 42 images", setup, "best: top-1 "):
-        assert said.count(line) == 1, said  # by the first of them
+        assert said.count(line) == 1, said  # logged by rank 0 only
     assert_same_run(tmp_path, truth)
     again = _awkward(folder, tmp_path)
     assert Run(tmp_path, 2, **_plain(options | again)).wait() == [0, 0]
@@ -188,7 +191,7 @@ def test_two_processes_that_accumulate_and_distil_are_what_the_formulas_make_of_
 
 
 def _awkward(folder, tmp_path):
-    """Options of a run with many messages at its start."""
+    """Return the Trainer of a run that logs many messages at its start."""
     root, last = tmp_path / "awkward", tmp_path / "run" / "last.pt"
     shutil.copytree(folder, root)
     shutil.rmtree(root / "val" / "6")
@@ -210,8 +213,8 @@ def test_the_loss_is_looked_at_every_so_many_steps_and_at_an_epochs_end(folder, 
     run.meter.add(torch.tensor(1.0), torch.tensor(torch.nan))
     run.timer.signalled = True
     with pytest.raises(train_imagenet.DivergenceError, match="norm is nan at step 8 of epoch 1, .* is none yet"):
-        run.checkpoint_if_due()  # and nothing is saved
-    run.rank = 1  # which writes nothing
+        run.checkpoint_if_due()  # a diverged run writes no checkpoint
+    run.rank = 1  # other ranks write nothing
     run.save()
     assert not (tmp_path / "run" / "last.pt").exists()
     quiet: list = []
@@ -219,11 +222,11 @@ def test_the_loss_is_looked_at_every_so_many_steps_and_at_an_epochs_end(folder, 
     for run.rank in (0, 1):
         with pytest.raises(ZeroDivisionError):
             run.run()
-    assert quiet == [None, True]  # where somebody watches it is one bar
+    assert quiet == [None, True]  # a terminal shows one progress bar
 
 
 def means_after(rank, folder, output, method):
-    """Return the BatchNorm means of a model and its EMA, which equal the rank before."""
+    """Train one epoch and return the BatchNorm means of a model and its EMA, which equal the rank before training."""
     options = dict(model="test_byobnet", model_kwargs={}, img_size=None, workers=0, epochs=1, warmup_epochs=0)
     options |= dict(data_dir=str(folder), output=str(output), experiment="run", checkpoint_interval="1")
     run = Trainer(Config(**OPTIONS | options), *processes.join_processes("cpu"))
@@ -244,12 +247,12 @@ def test_batch_norms_are_judged_and_saved_with_the_mean_of_all_processes(folder,
 
 
 def _plain(options):
-    """Return values as YAML stores them."""
+    """Return values in the types that YAML stores."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
 def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_path, monkeypatch, caplog):
-    """In the middle of an epoch; what the optimizer has learned of the gradients stays."""
+    """Change options in the middle of an epoch, while the optimizer keeps its state."""
     changes = dict(lr=1e-2, min_lr=1e-3, weight_decay=0.9, opt_betas=(0.5, 0.8), opt_eps=1e-3, clip_grad=0.2)
     changes |= dict(smoothing=0.05, model_ema_decay=0.5)
     first = trainer(folder, tmp_path)
@@ -271,7 +274,7 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
     bars = []
 
     class Bar(tqdm):
-        """As where somebody watches."""
+        """Progress bar that behaves as in a terminal."""
 
         def __init__(self, **options):
             super().__init__(**options | dict(file=io.StringIO(), disable=False))
@@ -289,9 +292,10 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
 @pytest.mark.parametrize(
     ("model", "average", "epoch", "best"),
     [
-        ([4, 9, 2, 3, 8], [2, 3, 4, 5, 6], 2, "state_dict"),  # an average that has hardly begun to move
+        ([4, 9, 2, 3, 8], [2, 3, 4, 5, 6], 2, "state_dict"),  # the EMA weights have hardly moved yet
         ([4, 9, 2, 3, 8], [2, 7, 9, 5, 4], 3, "state_dict_ema"),
-        ([4, 9, 2, 9, 8], [2, 7, 9, 9, 4], 4, "state_dict_ema"),  # the last of equals, the average of two
+        # the last epoch wins a tie, and EMA weights win a tie with the model
+        ([4, 9, 2, 9, 8], [2, 7, 9, 9, 4], 4, "state_dict_ema"),
         ([4, 9, 2, 3, 8], None, 2, "state_dict"),
     ],
 )
@@ -309,21 +313,21 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
     monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *c, **how: written.append(c[1].name) or save(*c, **how))
     monkeypatch.setattr(train_imagenet.Reporter, "__call__", lambda _, history: written.append(f"{len(history)} rows"))
     run.run()
-    # a run that is killed between two of them lacks none
+    # The order of writing ensures that a run killed in between loses no result.
     assert f"last.pt best.pt last.pt {epoch} rows last.pt" in " ".join([*written, "last.pt"])
     assert {row["eval_images_per_second"] for row in run.history} == {7.0}
     path = tmp_path / "run" / "best.pt"
     saved = torch.load(path, weights_only=True)
     assert (saved["epoch"], len(saved["history"]), saved["best"]) == (epoch, epoch, best)
-    assert saved["progress"]["losses"] == []  # of the end of an epoch, whatever was written within the next
-    weights = checkpoint.read_weights(path)  # as fine-tuning starts from
+    assert saved["progress"]["losses"] == []  # best.pt describes the end of an epoch, even if steps were saved later
+    weights = checkpoint.read_weights(path)  # the weights that fine-tuning loads
     assert all(torch.equal(tensor, saved[best][name]) for name, tensor in weights.items())
     assert "best" not in checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")
 
 
 @pytest.mark.parametrize(("decay", "warned"), [(1.0, True), (0.99996, True), (0.992, True), (0.99, False), (0, False)])
 def test_an_average_that_hardly_leaves_its_start_is_warned_of(folder, tmp_path, caplog, decay, warned):
-    options = dict(model_ema_decay=decay or 0.992, model_ema=decay > 0)  # 0: without an average
+    options = dict(model_ema_decay=decay or 0.992, model_ema=decay > 0)  # a decay of 0 means no EMA
     trainer(folder, tmp_path, global_batch_size=2, **options)
     averaged = 1 / (1 - decay) if decay < 1 else float("inf")
     message = f"model_ema_decay {decay} averages over about {averaged:.0f} steps, but this run has only 112"
@@ -335,7 +339,7 @@ def test_an_average_that_hardly_leaves_its_start_is_warned_of(folder, tmp_path, 
 def test_a_loss_scaler_changes_no_step_but_leaves_out_those_that_overflow(folder, tmp_path, clip_grad):
     options = dict(epochs=2, clip_grad=clip_grad)
     scaled = trainer(folder, tmp_path, **options)
-    # which a CPU's training has no need of
+    # training on a CPU does not use a gradient scaler by default
     scaled.scaler = scaled.apply_gradients.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaled.run()
     truth = train(folder, OPTIONS | options)
@@ -348,7 +352,7 @@ def test_a_loss_scaler_changes_no_step_but_leaves_out_those_that_overflow(folder
     assert all(torch.equal(tensor, before[name]) for name, tensor in scaled.model.state_dict().items())
     assert scaled.scaler.get_scale() == 2.0**9
     scaled.meter.add(torch.tensor(1.0), torch.tensor(torch.inf))
-    scaled.check_finite()  # is no reason to stop
+    scaled.check_finite()  # the scaler skips infinite gradients, so the run continues
 
 
 @pytest.mark.gpu
@@ -359,7 +363,7 @@ def test_a_loss_scaler_changes_no_step_but_leaves_out_those_that_overflow(folder
     ids=["fp32", "fp16", "bf16"],
 )
 def test_a_run_on_a_gpu_is_what_the_formulas_make_of_it(folder, tmp_path, options, rtol):
-    without = dict(drop_path=0.0)  # which a GPU's generator draws
+    without = dict(drop_path=0.0)  # a GPU's generator samples other values
     truth = train(folder, OPTIONS | EVERYTHING | without)
     config = Config(
         **OPTIONS | EVERYTHING | without | options,
