@@ -72,17 +72,20 @@ def ends_of(path: str) -> list[str]:
 def order_of(names: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
     """Return the index in `names` of each of the `wanted` classes, or None if `names` are other classes.
 
-    ImageNet's 1000 classes may be folders that are named by their index, as in ImageNet-V2.
+    ImageNet's 1000 classes may be folders that are named by their index, as in ImageNet-V2. Numbers are compared with
+    ImageNet's WordNet ids only.
     """
     own, wishes = [*map(normal, names)], [*map(normal, wanted)]
+    if is_numbered(own) and {*wishes} == {*imagenet_ids()}:
+        own = imagenet_ids()
+    elif is_numbered(wishes) and {*own} == {*imagenet_ids()}:
+        wishes = imagenet_ids()
     indices = {name: index for index, name in enumerate(own)}
-    if own == wishes:
+    if own == wishes or (is_numbered(own) and is_numbered(wishes)):
         return [*range(len(own))]
-    if len(own) != len(wishes):
+    if len(own) != len(wishes) or len(indices) < len(own) or indices.keys() != {*wishes}:
         return None
-    if len(indices) == len(own) and indices.keys() == {*wishes}:
-        return [indices[wish] for wish in wishes]
-    return [*range(len(own))] if is_numbered(names) or is_numbered(wanted) else None
+    return [indices[wish] for wish in wishes]
 
 
 def is_numbered(names: Sequence[str]) -> bool:

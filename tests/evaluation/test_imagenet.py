@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 from timm.data import ImageNetInfo
 
+from vil.classes import order_of
 from vil.config import ConfigError
 from vil.data.splits import describe_split
 from vil.evaluation.imagenet import open_test_split, real_labels
@@ -61,3 +62,12 @@ def test_labels_of_other_images_or_classes_are_one_line(tmp_path, number, text):
     images = SimpleNamespace(filenames=lambda basename: [f"ILSVRC2012_val_{number:08}.JPEG"])
     with pytest.raises(ConfigError, match="ReaL labels"):
         real_labels(images, 4, str(tmp_path / "real.json"))
+
+
+def test_numbers_are_the_indices_of_imagenets_classes_and_of_no_others():
+    ids, numbers = ImageNetInfo().label_names(), [str(number) for number in range(1000)]
+    assert order_of(numbers, ids) == order_of(ids, numbers) == [*range(1000)]
+    assert order_of(numbers, ids[::-1]) == order_of(ids[::-1], numbers) == [*range(999, -1, -1)]
+    assert order_of(numbers, [f"{number:04}" for number in range(1000)]) == [*range(1000)]
+    others = [f"class{number}" for number in range(1000)]
+    assert order_of(numbers, others) is order_of(others, numbers) is None
