@@ -68,7 +68,7 @@ def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):
     assert found == expected
     assert list(found) == sorted(found, key=lambda pair: (-abs(found[pair][-1]), pair))
     assert len({abs(row[-1]) for row in found.values()}) > 1
-    judged(targets, best[:, [0, 0]]).write_tables(tmp_path, {})  # models that agree
+    judged(targets, best[:, [0, 0]]).write_tables(tmp_path, {})  # both models give the same predictions
     assert (tmp_path / "confusions.csv").read_text().split() == ['"class"']
 
 
@@ -85,7 +85,7 @@ def test_names_in_tables_are_text_whatever_they_are(tmp_path):
 
 
 def test_the_picture_shows_the_differences_and_the_classes(monkeypatch):
-    """Of six images of classes 0, 0, 1, 1, 2 and one unreadable; two best classes of two models."""
+    """Plot six images of classes 0, 0, 1, 1, 2 and one unreadable image, with the two best classes of two models."""
     targets, figures = np.array([0, 0, 1, 1, 2, -1]), kept_figures(monkeypatch)
     first = [[0, 1], [0, 2], [1, 0], [2, 1], [0, 1], [0, 1]]
     second = [[0, 2], [1, 0], [2, 1], [2, 0], [0, 1], [1, 0]]
@@ -100,10 +100,11 @@ def test_the_picture_shows_the_differences_and_the_classes(monkeypatch):
         assert ([100 * (cells[1] - cells[2]) / 5], [y]) in lines
         (label,) = [t for t in differences.texts if t.get_text() == text]
         assert label.get_position() == pytest.approx((100 * (cells[1] - cells[2]) / 5, y), abs=0.2)
-    assert ([0, 0], [0, 1]) in lines  # where there is no difference
+    assert ([0, 0], [0, 1]) in lines  # diagonal of equal accuracy
     assert differences.get_ylim()[0] < 0 < 1 < differences.get_ylim()[1]
     points = sorted(map(tuple, by_class.collections[0].get_offsets().tolist()))
-    assert points == [(0.0, 0.0), (0.0, 50.0), (50.0, 100.0)]  # the second model's accuracy to the right
+    # the x-axis has the first model's accuracy, the y-axis the second model's
+    assert points == [(0.0, 0.0), (0.0, 50.0), (50.0, 100.0)]
     assert by_class.lines[0].get_slope() == 1
     labels = differences.get_xlabel(), by_class.get_xlabel(), by_class.get_ylabel()
     assert all(map(str.startswith, labels, ("one minus other", "other", "one")))
@@ -126,7 +127,7 @@ def test_speed_is_that_of_calls_after_the_first(monkeypatch):
 
     model, precision = Slow(4, 4), torch.autocast("cpu", torch.bfloat16)
     assert measure_speed(model, torch.zeros(6, 4), precision) == Speed(6 / 0.25, None)
-    assert model.calls == 1 + 4  # a second of them
+    assert model.calls == 1 + 4  # one warm-up call, then one second of timed calls
     assert measure_speed(model, torch.zeros(6, 4), precision, seconds=0.0) == Speed(6 / 0.25, None)
 
 
@@ -160,16 +161,16 @@ def test_the_printed_table_of_two_models():
         "11280. The models predict the same class for 80.13% of the images.",
     ]
     assert text[12] == "A note."
-    result["models"][1]["published"] = {}  # of another size
+    result["models"][1]["published"] = {}  # no results are published for this image size
     assert "| published top-1 / top-5 % | 76.4 / - | - / - |  |" in markdown(result)
-    # on a CPU, and of classes for which nothing is published
+    # A CPU has no peak memory, and no results are published for these classes.
     result["models"] = [row | dict(peak_mib=None, published={}) for row in result["models"]]
     text = markdown(result)
     assert "| peak MiB | - | - |  |" in text
     assert "published top-1" not in text
 
 
-SPLITS = (8, 7, 6, 3)  # images
+SPLITS = (8, 7, 6, 3)  # number of images
 
 
 def gathered(rank):
@@ -179,8 +180,9 @@ def gathered(rank):
 
 def gathered_of(rank, images):
     share = Predictions()
-    mine, logits = torch.tensor(range(rank, images, 3)), torch.arange(9.0, dtype=torch.bfloat16)  # as mixed precision
-    for part in mine.split(2):  # of two models, whose logits are 0 to 8, rolled by the image
+    # autocast returns bf16 logits
+    mine, logits = torch.tensor(range(rank, images, 3)), torch.arange(9.0, dtype=torch.bfloat16)
+    for part in mine.split(2):  # logits of two models: the values 0 to 8, rolled by the image's index
         share(part, [torch.stack([logits.roll(m + int(i)) for i in part]) for m in (0, 1)])
     targets, best, shares = (found.tolist() for found in share.gather())
     np.testing.assert_allclose(shares, [[np.exp(8.0 - np.arange(5)) / np.exp(np.arange(9.0)).sum()] * 2] * images, 1e-5)
@@ -188,7 +190,10 @@ def gathered_of(rank, images):
 
 
 def test_five_classes_for_each_image_of_several_processes_are_gathered_in_the_order_of_the_split():
-    """Which ReaL labels an image gets depends on it. Process r of three sees images r, r + 3, ..."""
+    """Gather the predictions in the split's order, because ReaL labels are assigned by index.
+
+    Rank r of three evaluates images r, r + 3, ...
+    """
     best = [[[[(8 - k + m + i) % 9 for k in range(5)] for m in (0, 1)] for i in range(images)] for images in SPLITS]
     expected = [[list(range(images)), found] for images, found in zip(SPLITS, best)]
     for ended in in_processes(3, gathered):

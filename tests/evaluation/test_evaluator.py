@@ -12,7 +12,7 @@ from vil.evaluation.evaluator import Evaluation, Evaluator
 
 
 class Guess(torch.nn.Module):
-    """A model that returns images as logits, and in training mode drops nearly all of them."""
+    """Model that returns images as logits, and in training mode drops nearly all of them."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(
     monkeypatch.setattr(evaluator, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     pixels = torch.stack([torch.randperm(7) for _ in range(10)]).to(torch.uint8)[:, None, None]
     targets = torch.arange(10) % 7
-    targets[[2, 6]] = -1  # unreadable
+    targets[[2, 6]] = -1  # unreadable images
     models, observed = [Guess().train(), Guess().eval()], []
     data_config = dict(input_size=(1, 1, 7), mean=(2 / 255,), std=(0.5 / 255,))
     evaluate = Evaluator(models, data_config, torch.device("cpu"), torch.autocast("cpu", torch.bfloat16), batch_size=6)

@@ -15,7 +15,7 @@ from vil.evaluation.imagenet import open_test_split, real_labels
 
 @pytest.mark.parametrize("names", [[*map(str, range(12))], ImageNetInfo().label_names()], ids=["numbers", "ImageNet"])
 def test_folders_of_all_classes_have_their_numbers_and_no_others(names, tmp_path):
-    """By numbers, as in ImageNet-V2, whose names would have 10 before 2; or by ImageNet's own names."""
+    """Accept folders with ImageNet's class names, and with class indices as in ImageNet-V2, which sort numerically."""
     for name in names:
         (tmp_path / "all" / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "all" / name / "image.png")
@@ -26,7 +26,7 @@ def test_folders_of_all_classes_have_their_numbers_and_no_others(names, tmp_path
 
 
 def test_a_split_that_lacks_classes_has_the_numbers_that_were_learned(image_folder, tmp_path):
-    """As in training, which takes such a split for validation and judges among all classes."""
+    """Evaluate a split without some classes among all classes, as training does on its validation split."""
     for name in ("ant", "cat", "dog"):
         shutil.copytree(image_folder / "val" / name, tmp_path / "val" / name)
     shutil.make_archive(str(tmp_path / "packed"), "tar", tmp_path / "val")
@@ -37,7 +37,7 @@ def test_a_split_that_lacks_classes_has_the_numbers_that_were_learned(image_fold
             assert describe_split(split, images) == "val: 21 images of 3 classes, from 7 of 'dog' to 7 of 'ant'"
     with pytest.raises(ConfigError, match="has classes that best.pt does not have: 'cat'"):
         open_test_split(str(tmp_path), "", "val", 4, ["ant", "bee", "crow", "dog"], "best.pt")
-    with pytest.raises(ConfigError, match="has 3 classes but the model 4"):  # whose names are not known
+    with pytest.raises(ConfigError, match="has 3 classes but the model 4"):  # the model's class names are unknown
         open_test_split(str(tmp_path), "", "val", 4)
 
 
@@ -49,9 +49,9 @@ def test_other_folders_must_have_the_classes_of_the_model(image_folder, tmp_path
     for name in (ids[7], ids[301]):
         shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / name)
     assert open_test_split(root, "", "some", 1000)[1] == [7, 301]
-    with pytest.raises(ConfigError, match="has 2 classes but the model 21"):  # not ImageNet's, by any name
+    with pytest.raises(ConfigError, match="has 2 classes but the model 21"):  # the class names are not ImageNet's
         open_test_split(root, "", "some", 21)
-    shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / "ant")  # which ImageNet has not
+    shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / "ant")  # not a class of ImageNet
     with pytest.raises(ConfigError, match="has 3 classes but the model 1000"):
         open_test_split(root, "", "some", 1000)
 

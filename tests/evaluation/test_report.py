@@ -26,7 +26,7 @@ MODEL = dict(model="vil_tiny", weights="best.pt", top1=50.0, top1_interval=(40.0
 
 
 class Page(HTMLParser):
-    """A page's tables as text, its images with captions, and all files that it refers to."""
+    """Page's tables as text, its images with captions, and all files that the page refers to."""
 
     def __init__(self, text):
         super().__init__()
@@ -64,12 +64,12 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module", params=[1, 2])
 def found(request, image_folder):
-    """Targets and logits of models, with the first image unreadable, and their page."""
+    """Return targets and logits of models, with the first image unreadable, and the page."""
     images, rng = open_split(str(image_folder), "", "val"), np.random.default_rng(0)
     targets = np.repeat(np.arange(4), VAL_IMAGES)
     targets[0] = -1
     best = np.stack([rng.permuted(np.tile(np.arange(4), (len(targets), 1)), axis=1) for _ in range(request.param)], 1)
-    best[targets == 3] = [0, 1, 2, 3]  # of which none is found
+    best[targets == 3] = [0, 1, 2, 3]  # no image of class 3 is classified correctly
     shares = -np.sort(-rng.dirichlet(np.ones(4), best.shape[:2]), axis=-1)
     judged = Comparison.of(targets, best, shares)
     notes = ["1 unreadable images were left out"]
@@ -90,8 +90,9 @@ def test_the_page_needs_nothing_else_and_runs_nothing(found):
     both = f"Both models classify {(first & second).sum()} images correctly, only the first {(first & ~second).sum()},"
     single = f"only the second {(second & ~first).sum()}, and neither {(~first & ~second).sum()}."
     assert (f"{both}\n{single}<" in found[-1]) == several
-    assert found[-1].count(">Validation</") == 2  # in the window's title, too
-    assert found[-1].count("<h3>vil_tiny, best.pt</h3>") == 2 * 2 * several  # above the tables and the mistakes of each
+    assert found[-1].count(">Validation</") == 2  # once as the heading and once in the title
+    # above the tables and above the mistakes of each model
+    assert found[-1].count("<h3>vil_tiny, best.pt</h3>") == 2 * 2 * several
 
 
 def test_names_of_folders_files_and_classes_need_not_be_utf_8(image_folder, tmp_path):
@@ -112,7 +113,7 @@ def test_classes_and_confusions_are_counted_as_scikit_learn_does(found):
     targets, best, _, _, text = found
     overview, classes, *matrices = Page(text).tables
     models = len(overview) - 1
-    classes = classes[models - 1 :]  # of two models, below a row of their names
+    classes = classes[models - 1 :]  # for two models, the first row has their names
     assert [row[3 * m + 2] for m in range(models) for row in classes[:1]] == ["recall %"] * models
     truth, expected = {NAMES[number]: number for number in range(4)}, []
     assert sorted(row[0] for row in classes[1:]) == sorted(truth)
@@ -131,14 +132,15 @@ def test_classes_and_confusions_are_counted_as_scikit_learn_does(found):
             wrong = np.bincount(said[(targets == number) & (said != number)], minlength=4)
             mistakes = [f"{NAMES[n]} ({wrong[n]})" for n in range(4) if 0 < wrong[n] == wrong.max()] or [""]
             assert columns[3 * m + 2] in mistakes
-        assert classes[-1][2] >= classes[1][2] == "0.0"  # the worst first
+        assert classes[-1][2] >= classes[1][2] == "0.0"  # the class with the lowest recall is listed first
         counts = [[int(cell or 0) for cell in row[1:]] for row in matrices[m][1:]]
         assert counts == confusion_matrix(targets, said).tolist()
         assert matrices[m][0] == ["", *truth] == ["", *(row[0] for row in matrices[m][1:])]
         expected += confusion_matrix(targets, said, normalize="true").flatten().tolist()
     cells = re.findall(r"background: rgb\(([ 0-9]+) / ([.0-9]+)\)", text)
     assert [float(strength) for _, strength in cells] == pytest.approx(expected, abs=0.006)
-    assert [colour == "46 160 67" for colour, _ in cells] == [*np.eye(4).flatten()] * models  # what is right is green
+    # correct predictions are green
+    assert [colour == "46 160 67" for colour, _ in cells] == [*np.eye(4).flatten()] * models
 
 
 def test_mistakes_are_pictures_of_their_files_the_most_confident_first(found):
@@ -200,9 +202,9 @@ def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, m
     shutil.make_archive(str(tmp_path / "val"), "tar", image_folder / "val")
     of_others = open_split(str(tmp_path), "", "val"), IterableImageDataset("", reader=[])
     page, of_tar, of_stream = (Page(report_page(*words, others)) for others in (images, *of_others))
-    assert [max(picture.size) for picture in page.pictures] == [10] * 12  # of 13
+    assert [max(picture.size) for picture in page.pictures] == [10] * 12  # 12 of 13 images are shown
     assert [picture.tobytes() for picture in of_tar.pictures] == [picture.tobytes() for picture in page.pictures]
-    assert of_stream.pictures == []  # whose images have no places
+    assert of_stream.pictures == []  # images of an iterable dataset cannot be read by index
     assert of_stream.captions[0].split()[:3] == page.captions[0].split()[:3]
     _, classes, rows = page.tables
     assert [classes[5], classes[-1]] == [["a?", "9", "0.0", "-", "b (9)"], ["23", "1", "100.0", "100.0", ""]]
@@ -211,8 +213,8 @@ def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, m
     assert "only for up to 24 classes" in text
     assert len(re.findall("<figure>", text)) == 12
     monkeypatch.setattr("vil.evaluation.report.MOST_CLASSES", 25)
-    cells = re.findall(r" / ([.0-9]+)\)", report_page(*words, images))  # a matrix
-    assert (len(cells), {*cells}) == (25**2, {"0.00", "1.00"})  # each class is taken for one
+    cells = re.findall(r" / ([.0-9]+)\)", report_page(*words, images))  # cells of a confusion matrix
+    assert (len(cells), {*cells}) == (25**2, {"0.00", "1.00"})  # all images of a class get the same prediction
     right = np.broadcast_to(targets[:, None, None], best.shape)
     two = Comparison.of(targets, np.concatenate([right, best], 1), np.full((28, 2, 2), 0.5))
     assert len(Page(report_page(words[0], 2 * words[1], two, *words[3:], images)).tables[-1]) == 1 + 25

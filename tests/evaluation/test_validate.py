@@ -26,7 +26,7 @@ VIL = dict(img_size=16, **SMALL["model_kwargs"])
 VIT = dict(img_size=16, patch_size=8, embed_dim=12, depth=1, num_heads=3)
 VIT_ARGUMENTS = [f"{name}={value}" for name, value in VIT.items() if name != "img_size"]
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-# how a model wants its images, nowhere as by default
+# model's preprocessing, without any default value
 OWN = dict(mean=(0.3, 0.5, 0.6), std=(0.4, 0.2, 0.3), crop_pct=0.7, interpolation="bilinear", crop_mode="squash")
 NUMBERS = {f"class{number:02d}": number for number in range(12)}
 WORDNET_IDS = ImageNetInfo().label_names()
@@ -36,8 +36,9 @@ UNREADABLE = "ILSVRC2012_val_00000020.JPEG"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """{val,other}/class00...class11/* and imagenet/n...: gradient images, which show how they are cropped and
-    resized.
+    """Return folders {val,other}/class00...class11/* and imagenet/n...
+
+    with gradient images, which reveal crop and resize.
     """
     root, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
     for split, names, count in (("val", NUMBERS, 5), ("other", NUMBERS, 2), ("imagenet", WORDNET, 3)):
@@ -59,7 +60,7 @@ def folders(tmp_path_factory):
 
 
 def small_model(name, seed, num_classes=12, **options):
-    """A model whose predictions differ between images."""
+    """Return a model whose predictions differ between images."""
     torch.manual_seed(seed)
     model = timm.create_model(name, num_classes=num_classes, **options).eval()
     with torch.no_grad():
@@ -69,7 +70,10 @@ def small_model(name, seed, num_classes=12, **options):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, folders):
-    """Weight files and their models: {vil,more}.pt as train_imagenet.py writes them and plain {vit,more vit}.pth."""
+    """Return weight files and their models:
+
+    {vil,more}.pt as train_imagenet.py writes them, and plain {vit,more vit}.pth.
+    """
     root, models = tmp_path_factory.mktemp("models"), {}
     for name, seed, classes in (("vil", 0, 12), ("more", 2, 1000)):
         weights, ema = (small_model("vil_tiny", seed + i, classes, **VIL) for i in (0, 1))
@@ -94,12 +98,12 @@ def models(tmp_path_factory, folders):
 
 @pytest.fixture
 def command(models, folders, tmp_path, monkeypatch, capsys):
-    """Run validate.py in this process, and return its JSON and its output."""
+    """Run validate.py in this process, and return its JSON and output."""
 
-    def speed(model, images, precision):  # says whose, of which images
-        assert "--against" in validate.sys.argv  # one model alone is not timed
+    def speed(model, images, precision):  # stub that reports the number of parameters as throughput
+        assert "--against" in validate.sys.argv  # a single model is not timed
         assert len(images) == 7
-        assert -5 < images.min() < 0 < images.max() < 5  # normalised
+        assert -5 < images.min() < 0 < images.max() < 5  # normalized
         with precision:
             assert model(images).shape == (7, model.num_classes)
         return Speed(float(parameters(model)), None)
@@ -136,9 +140,9 @@ def parameters(model):
 
 
 def pretrained(file, num_classes, **changes):
-    """Arguments with which timm loads pretrained weights of a small model, and images as in `OWN`."""
+    """Return arguments with which timm loads pretrained weights of a small model, with the preprocessing `OWN`."""
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in {**OWN, **changes}.items()}
-    # PyTorch's file, which timm before 1.0.30 would take for one of JAX
+    # Disable custom_load, because timm before 1.0.30 would read the PyTorch file as JAX weights.
     known |= dict(file=file, num_classes=num_classes, custom_load=False)
     cfg = json.dumps(known).replace("{", "{{").replace("}", "}}")
     return [*VIT_ARGUMENTS, f"pretrained_cfg_overlay={cfg}".replace("MODELS", "{models}")]
@@ -193,7 +197,7 @@ def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, 
     told |= dict(unreadable=0, published={}, parameters=parameters(models[1][model]))
     assert {key: result[key] for key in told} == told
     assert ("; EMA weights;" in printed) == told["use_ema"]
-    if model == "larger":  # what is said of the model adds to what the checkpoint says
+    if model == "larger":  # command-line arguments are merged with the checkpoint's
         assert result["model_kwargs"] == SMALL["model_kwargs"] | dict(drop_path_rate=0.5)
     assert printed.startswith(
         f"{name}: top-1 {expected['top1']:.2f}% (95% interval {low:.2f} to {high:.2f}), top-5 {expected['top5']:.2f}%, "
@@ -203,13 +207,14 @@ def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, 
 
 
 def logits_of_imagenet(model, folders, **options):
-    """(names, targets, logits) of a split with some of ImageNet's classes, evaluated among these."""
+    """Return (names, targets, logits) of a split with some of ImageNet's classes, evaluated among these classes only.
+    """
     names, targets, logits = naive.saved_logits(model, folders / "imagenet", WORDNET, [UNREADABLE], **options)
     return names, targets, naive.only(logits, list(WORDNET.values()))
 
 
 def reordered(state, order, head="head"):
-    """A checkpoint whose classes have other indices: outputs and names in another order."""
+    """Write a checkpoint with permuted class indices: outputs and class names in another order."""
     weights = {n: t[order] if n.startswith(f"{head}.") else t for n, t in state["state_dict"].items()}
     return state | dict(state_dict=weights, label_names=[state["label_names"][i] for i in order])
 
@@ -217,7 +222,9 @@ def reordered(state, order, head="head"):
 @pytest.mark.parametrize("split", ["val", "other"])
 @pytest.mark.parametrize("kind", ["pt", "safetensors", "folder"])
 def test_class_indices_follow_the_names_in_a_file(models, folders, command, tmp_path, split, kind):
-    """A file whose classes are in another order (torchvision's has 10 before 2) scores what the model scores."""
+    """Compute the original model's accuracy for a checkpoint with classes in another order (torchvision sorts 10 before
+    2).
+    """
     expected, _ = command(*VIL_PT, "--split", split)
     state = torch.load(models[0] / "vil.pt", weights_only=True)
     torch.save(reordered(state, [5, 1, 0, 2, 11, 10, 9, 8, 7, 6, 4, 3]), path := tmp_path / "other.pt")
@@ -238,7 +245,7 @@ def test_two_models_are_compared_class_by_class(models, command, tmp_path, split
         result, _ = command("--checkpoint", str(first), "--against", str(second), "--split", split)
         assert result["paired"]["agreement"] == 100
         assert len({row["top1"] for row in result["models"]}) == 1
-    unnamed = [*VIT_12, "--split", split] if split == "val" else None  # which has the split's order
+    unnamed = [*VIT_12, "--split", split] if split == "val" else None  # without class names, the split's order is used
     if unnamed:
         straight, _ = command(*unnamed, "--against", "{models}/vil.pt")
         turned, _ = command(*unnamed, "--against", str(tmp_path / "other.pt"))
@@ -282,7 +289,8 @@ def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, 
     names, targets, logits = logits_of_imagenet(models[1]["more"], folders, **AS_SAVED)
     expected = naive.numbers(logits, targets, real_labels(folders, names) if real else None)
     assert 0 < expected["top1"] < expected["top5"] < 100
-    words = ["--real-labels", "{folders}/real.json", "--split", "packed"] if real else []  # a .tar of the same
+    # the same images in a .tar file
+    words = ["--real-labels", "{folders}/real.json", "--split", "packed"] if real else []
     result, printed = command(*MORE_PT, *words)
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert result["unreadable"] == 1
@@ -295,7 +303,7 @@ def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, 
 
 
 def check_comparison(result, names, targets, logits, allowed=None):
-    """Check two models' results in JSON against their logits."""
+    """Check two models' JSON results against their logits."""
     allowed = [{target} for target in targets.tolist()] if allowed is None else allowed
     counted = np.array([bool(own) for own in allowed])
     for row, own in zip(result["models"], logits, strict=True):
@@ -318,19 +326,19 @@ def check_comparison(result, names, targets, logits, allowed=None):
 def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folders, command, caplog, case):
     first, second, split, options = "vil", "vit", "other", AS_SAVED
     differences = ["crop_pct 0.8; the second's own is 0.7", "crop_mode center; the second's own is squash"]
-    if case == "pretrained":  # only the deviations differ
+    if case == "pretrained":  # only the std differs
         arguments = pretrained("MODELS/vit.pth", 12, mean=IMAGENET["mean"])
         words = ["--checkpoint", "{models}/vil.pt", "--against", "vit_tiny_patch16_224", "--img-size", "16"]
         words += ["--num-classes", "12", "--against-model-kwargs", *arguments, "--split", "val"]
         own = dict(std=OWN["std"])
         split, weights = "val", ["{models}/vil.pt", None]
-    elif case == "plain":  # of the first's size and classes
+    elif case == "plain":  # same image size and classes as the first model
         words = ["--checkpoint", "{models}/vil.pt", "--against", "{models}/vit.pth"]
         words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
         own = dict(mean=OF_VIT["mean"], std=OF_VIT["std"])
         differences = ["crop_pct 0.8; the second's own is 0.9", "interpolation bilinear; the second's own is bicubic"]
         weights = ["{models}/vil.pt", "{models}/vit.pth"]
-    elif case == "exported":  # of a size that is not square, which the command line makes that of the first
+    elif case == "exported":  # the exported model's non-square size is overridden by the first model's size
         words = ["--checkpoint", "{models}/vil.pt", "--use-ema", "--against", "{models}/own", "--img-size", "16"]
         first, second, own = "vil ema", "own square", dict(mean=OWN["mean"], std=OWN["std"])
         weights = ["{models}/vil.pt", "{models}/own"]
@@ -359,7 +367,7 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
     assert "its weights" not in printed
     data = ("data_dir", "dataset", "split", "crop_pct", "crop_mode", "interpolation")
     assert [rows[1][name] for name in data] == [rows[0][name] for name in data]
-    # the speed is that of a model alone: here it says whose
+    # The stub reports the number of parameters as throughput, so each model must have been timed separately.
     assert [row["images_per_second"] for row in rows] == [row["parameters"] for row in rows]
     assert [row["parameters"] for row in rows] == [parameters(models[1][name]) for name in (first, second)]
     names = [row["model"] for row in rows]
@@ -369,7 +377,10 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
 
 
 def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path):
-    """ReaL labels among some classes: which an image has depends on its place, and one image cannot be read."""
+    """Get one process's results from two processes.
+
+    The split has ReaL labels by image index, some of ImageNet's classes, and an unreadable image.
+    """
     root, loaded = models
     words = ["--checkpoint", str(root / "more.pt"), "--use-ema", "--split", "imagenet"]
     words += ["--against", str(root / "more vit.pth"), "--against-model", "vit_tiny_patch16_224"]
@@ -406,7 +417,7 @@ def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_
     page = (tmp_path / "page" / "index.html").read_text()
     assert f"<td>{result['top1']:.2f}</td>" in page
     assert f"Validation of vil_tiny on {folders}, other" in page
-    assert "top-1" not in command.errors  # what is printed is printed once
+    assert "top-1" not in command.errors  # stdout's lines are not repeated on stderr
     assert page.count("<figure>") == min(32, round(22 * (1 - result["top1"] / 100)))
     assert all(f'<img src="data:image/jpeg;base64,{start}' in page for start in ("/9j/",))
     _, targets, logits = naive.saved_logits(models[1]["vil"], folders / "other", NUMBERS, **AS_SAVED)
@@ -419,20 +430,21 @@ def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_
     assert found == {pair: pairs.count(pair) for pair in pairs if pair[0] != pair[1]}
     sizes = [int(row["images"]) for row in confusions]
     assert sizes == sorted(sizes, reverse=True)
-    monkeypatch.setattr(validate, "class_names", lambda images: {})  # as of shards: then the checkpoint says them
+    # shards have no class names, so the checkpoint's are used
+    monkeypatch.setattr(validate, "class_names", lambda images: {})
     command(*VIL_PT, "--csv", "{tmp}/new")
     assert [row["name"] for row in csv.DictReader((tmp_path / "new" / "classes.csv").open())] == list(NUMBERS)[1:]
 
 
 def test_results_go_to_the_standard_output_and_to_new_folders(models, command, tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
-    shutil.copy(models[0] / "vit.pth", tmp_path / "weights")  # a file by any name
+    shutil.copy(models[0] / "vit.pth", tmp_path / "weights")  # weight file without an extension
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "-").mkdir()  # of which `--json -` takes no notice
+    (tmp_path / "-").mkdir()  # `--json -` means stdout, even if a folder has this name
     words = ["--checkpoint", "{models}/vil.pt", "--against", "{tmp}/weights", "--json", "-"]
     words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
     _, printed = command(*words, "--csv", "{tmp}/a/b", "--plot", "{tmp}/c/d/plot.png")
-    result = json.loads(printed)  # and nothing else: what people read goes to the standard error
+    result = json.loads(printed)  # stdout contains only JSON, and messages go to stderr
     table = command.errors
     for row in result["models"]:
         assert f"{row['top1']:.2f} ({row['top1_interval'][0]:.2f} to " in table
@@ -473,7 +485,8 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         ),
         ([*VIL_PT, "--batchsize", "64"], "unknown option 'batchsize' on the command line; did you mean 'batch_size'"),
         ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; did you mean 'workers'"),
-        ([*VIL_PT, "--ema"], "unknown option 'ema' on the command line; did you mean 'use_ema'"),  # no model_ema here
+        # no suggestion of `model_ema`, an option of training only
+        ([*VIL_PT, "--ema"], "unknown option 'ema' on the command line; did you mean 'use_ema'"),
         (["--model", "vil_tiny", "--checkpoint", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
         ([*VIL_PT, "--num-classes", "10"], "has 12 classes but the model has 10"),
         ([*VIL_PT, "--model", "vim_tiny"], "does not fit the model"),
@@ -493,7 +506,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         ([*VIL_PT, "--against", "{tmp}/larger.pt"], "must have the same image size, got (16, 16) and (24, 24)"),
         ([*VIL_PT, "--against", "{models}/more.pt"], "equally many classes, got 12 and 1000"),
         *(
-            (["--checkpoint", "nowhere.pt", *words.split()], message)  # before anything is read
+            (["--checkpoint", "nowhere.pt", *words.split()], message)  # rejected before any file is read
             for words, message in {
                 "--batch-size 0": "'batch_size' in the command line must be at least 1",
                 "--workers -1": "at least 0",
@@ -528,7 +541,7 @@ def test_bad_input_is_named_without_a_traceback(models, folders, command, tmp_pa
 
 
 def test_more_processes_than_images_are_refused(command, monkeypatch):
-    """A process without an image would not know of how many classes a table is."""
+    """Reject more processes than images, because a process without an image does not know the number of classes."""
     of_23 = lambda process: vars(process).update(rank=22, world_size=23) or torch.device("cpu")  # noqa: E731
     monkeypatch.setattr(validate, "init_processes", of_23)
     with pytest.raises(SystemExit, match="^error: the world size must be at most 22, .*got 23$"):
@@ -562,4 +575,4 @@ def test_results_that_standard_output_does_not_take_are_in_the_files(models, tmp
     assert run([*script("validate.py"), *words], check=False, output="/dev/full").returncode == 1
     assert json.loads((tmp_path / "out.json").read_text())["images"] == 22
     with open("/dev/full", "w") as lost, redirect_stdout(lost), pytest.raises(validate.LostResultError):
-        validate.print_result("top-1")  # which is not tried again as the file is closed
+        validate.print_result("top-1")  # closing the file must not write the result again

@@ -33,7 +33,7 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 
 SMALL = dict(embed_dim=32, depth=2, patch_size=8, img_size=(16, 24), num_classes=5)
-# runs files where neither this package nor, for ONNX, PyTorch can be imported
+# script that runs files without importing this package or, for ONNX files, PyTorch
 ELSEWHERE = """
 import json, sys
 import numpy as np
@@ -60,7 +60,7 @@ np.savez(out, metadata=json.dumps(metadata), **found)
 
 
 def small(name, **arguments):
-    """A model whose decay per token ranges from none to complete."""
+    """Return a model whose decay per token ranges from none to complete."""
     torch.manual_seed(0)
     model = timm.create_model(name, **{**SMALL, **arguments}).eval()
     with torch.no_grad():
@@ -86,7 +86,7 @@ def run_elsewhere(path, images, folder):
 
 
 def run_here(path, images):
-    """What a file computes in this process: its outputs by their names, or by their numbers if they have none."""
+    """Return the outputs that a file computes in this process, by name, or by index if they have no names."""
     if path.suffix == ".onnx":
         session = onnxruntime.InferenceSession(path)
         names = [output.name for output in session.get_outputs()]
@@ -96,7 +96,7 @@ def run_here(path, images):
 
 
 def naive_outputs(model, images):
-    """Return logits and maps of all blocks by the definition, in fp64."""
+    """Return logits and maps of all blocks, computed in fp64 from the papers' equations."""
     weights = {name: value.detach().double() for name, value in model.state_dict().items()}
     stride = model.patch_embed.patch_size[0]
     logits = naive_model(images.double(), weights, stride=stride)
@@ -106,7 +106,7 @@ def naive_outputs(model, images):
 
 
 def variables_of(metadata):
-    """Return the values of an ONNX file's metadata, which are text."""
+    """Return the values of an ONNX file's metadata, which ONNX stores as strings."""
     texts = ("model", "interpolation", "crop_mode", "licence")
     return {name: value if name in texts else json.loads(value) for name, value in metadata.items()}
 
@@ -117,7 +117,7 @@ def relative(found, truth):
 
 
 def vit(**arguments):
-    """Another timm model, which is exported faster."""
+    """Return another timm model, which exports faster."""
     arguments = dict(embed_dim=12, depth=1, num_heads=1, patch_size=8, img_size=16, num_classes=5) | arguments
     return timm.create_model("vit_tiny_patch16_224", **arguments).eval()
 
@@ -136,7 +136,7 @@ def test_a_file_computes_the_model_where_the_package_is_not(name, ending, featur
     report.same_top1 -= 1
     assert str(report).endswith("top-1 is the same on 3 of 4 images")
     assert 0 < report.difference < 1e-3
-    # the model is left as it was
+    # Exporting leaves the model unchanged.
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
     images = torch.randn(3, 3, 16, 24)
@@ -146,7 +146,7 @@ def test_a_file_computes_the_model_where_the_package_is_not(name, ending, featur
         assert list(found) == ["logits", "features_0", "features_1"]
         metadata = variables_of(metadata)
         assert_standard(path)
-    traces = (b"/work", b"File ", b"traced.py", str(tmp_path).encode())  # of this machine
+    traces = (b"/work", b"File ", b"traced.py", str(tmp_path).encode())  # paths of this machine and its source files
     assert not any(word in path.read_bytes() for word in traces)
     for value, truth in zip(found.values(), [logits, *maps], strict=True):
         assert relative(value, truth) < 1e-5
@@ -173,19 +173,20 @@ def test_maps_are_named_by_their_blocks_in_whatever_order_these_are_given(ending
     )
     found = run_here(tmp_path / f"model.{ending}", images)
     logits, maps = naive_outputs(model, images)
-    names = ["logits", "features_0", "features_2"] if ending == "onnx" else ["0", "1", "2"]  # a program's have places
+    # outputs of a .pt2 program are numbered
+    names = ["logits", "features_0", "features_2"] if ending == "onnx" else ["0", "1", "2"]
     assert list(found) == names
     for name, truth in zip(names, (logits, maps[0], maps[2]), strict=True):
         assert relative(found[name], truth) < 1e-4
 
 
 def assert_standard(path):
-    """Assert that a file only has standard operators and supports any batch size."""
+    """Assert that a file contains only standard operators and supports any batch size."""
     proto = onnx.load(path)
     onnx.checker.check_model(proto, full_check=True)
     assert [(entry.domain, entry.version) for entry in proto.opset_import] == [("", 18)]
     assert not proto.functions
-    assert b"pkg.torch" not in path.read_bytes()  # what the exporter notes of Python, in loops as well
+    assert b"pkg.torch" not in path.read_bytes()  # the exporter's metadata about Python code, also inside loops
     assert sum(node.op_type == "Scan" for node in proto.graph.node) == 2
     values = {value.name: value.type.tensor_type.shape.dim for value in (*proto.graph.input, *proto.graph.output)}
     shapes = {name: [dim.dim_param or dim.dim_value for dim in dims] for name, dims in values.items()}
@@ -224,7 +225,7 @@ def test_blocks_of_one_kind_differ_in_their_weights_alone():
         onnx_graph.call(kinds, block, torch.zeros(1, 7, 32))
     assert len(kinds) == 2
     assert onnx_graph.is_known(block)
-    block.__class__ = type("Mine", (Block,), {})  # of whose forward nobody here knows
+    block.__class__ = type("Mine", (Block,), {})  # subclass with an unknown forward
     assert not onnx_graph.is_known(block)
 
 
@@ -234,7 +235,8 @@ def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_pat
     assert report.same_top1 == 4
     exec(export.usage(report.path, ["logits"]), used := dict(torch=torch, images=torch.zeros(5, 3, 16, 24)))
     assert used["logits"].shape == (5, model.num_classes)
-    assert logging.getLogger("torch._export.serde.serialize").level == logging.NOTSET  # quiet for that time alone
+    # the logger is silenced only during the export
+    assert logging.getLogger("torch._export.serde.serialize").level == logging.NOTSET
     assert model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     export_model(vit(num_classes=0, in_chans=2), tmp_path / "model.onnx", mean=(0.5, 0.4), std=(0.2,))
@@ -244,7 +246,7 @@ def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_pat
 
 
 class Scans(torch.nn.Module):
-    """Outputs of both recurrences for the same tokens."""
+    """Module that returns the outputs of both recurrences for the same tokens."""
 
     def forward(self, x, step, k, q, rates):
         return scan_by_steps(x, step, k, q, None), scan_by_steps(x, step, k, q, rates)
@@ -266,7 +268,7 @@ def test_recurrences_in_onnxruntime_against_the_definition():
     generator, session = torch.Generator().manual_seed(1), session_of_scans()
     for (B, L), name in itertools.product(((1, 1), (1, 2), (4, 1), (2, 41)), ("longhorn", "selective")):
         x, logits, k, q = (torch.randn(2, B, L, size, generator=generator).double() for size in (6, 6, 5, 5))
-        for scale in (1, 30):  # of which the second gives steps of 0 and 1, and keys that empty the state
+        for scale in (1, 30):  # the second scale saturates steps at 0 and 1, and its keys clear the state
             logits, k = logits * scale, k * scale
             rates = -torch.rand(2, 6, 5, generator=generator).double() * scale
             if name == "selective":
@@ -350,18 +352,18 @@ def test_an_output_may_differ_by_a_part_of_its_magnitude_or_of_one(logit, allowe
         else:
             with pytest.raises(ExportError, match="logits differs from the model's by"):
                 export.compare(model, exported, run)
-    assert counts == {1, 3}  # a file may know but one number of images
+    assert counts == {1, 3}  # a file may support only one batch size
 
 
 def test_an_operator_of_this_package_in_the_graph_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("vil.export.traced.mix", lambda mixer, h: type(mixer).forward(mixer, h))
     with pytest.raises(ExportError, match=r"only PyTorch operators, got vil\.\w+\.default"):
         export_model(small("vil_tiny", depth=1), tmp_path / "model.onnx")
-    assert logging.getLogger("onnxscript").level == logging.NOTSET  # quiet for that time alone
+    assert logging.getLogger("onnxscript").level == logging.NOTSET  # the logger is silenced only during the export
 
 
 class Sums(BidirectionalMixer):
-    """A custom mixer that sums over following tokens instead of a recurrence."""
+    """Custom mixer that sums over the following tokens instead of running a recurrence."""
 
     direction = LonghornDirection
 
@@ -371,7 +373,7 @@ class Sums(BidirectionalMixer):
 
 
 class UnitKeys(LonghornMixer):
-    """A custom mixer that changes the inputs of this package's recurrence."""
+    """Custom mixer that changes the inputs of this package's recurrence."""
 
     def scan(self, v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN, skip=True):
         return super().scan(v_2BLD, step_logits_2BLD, F.normalize(k_2BLN, dim=-1), q_2BLN, skip)
@@ -398,7 +400,7 @@ def test_a_missing_package_is_named_with_the_remedy(missing, tmp_path, monkeypat
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """A model, and best.pt of its run in the current folder."""
+    """Return a model, and best.pt of its run in the current folder."""
     model = small("vil_tiny", depth=1, img_size=16, num_classes=3)
     config = dict(model="vil_tiny", model_kwargs=dict(embed_dim=32, depth=1, patch_size=8), img_size=16, num_classes=3)
     config |= dict(crop_pct=0.9, interpolation="bilinear")
@@ -447,7 +449,7 @@ def test_the_command_exports_features_of_a_checkpoint_with_classes(trained, comm
 def test_the_command_says_when_weights_are_random(command, monkeypatch, capsys):
     monkeypatch.setattr(command_line, "_model_of", lambda options: None)
     monkeypatch.setattr(command_line, "export_model", lambda *_, **__: export._logger.info("a stage") or "written")
-    monkeypatch.setattr(logging.root, "handlers", [])  # as in a process of its own
+    monkeypatch.setattr(logging.root, "handlers", [])  # a new process has no logging handlers
     for words in ([], ["--model-kwargs", "pretrained=true"], ["--checkpoint", "best.pt"]):
         command("--model", "vil_tiny", *words, "--out", "x.onnx")
         said = "" if words else "; weights are random because no --checkpoint was given"
@@ -466,7 +468,7 @@ def test_the_command_says_when_weights_are_random(command, monkeypatch, capsys):
         (
             ["--checkpoint", "none.pt", "--out", "model.txt"],
             "error: extension of model.txt must be .onnx",
-        ),  # before it works
+        ),  # rejected before the checkpoint is read
     ],
 )
 def test_what_the_command_cannot_do_is_a_line(words, message, command):
@@ -480,7 +482,7 @@ def test_the_command_takes_a_checkpoint_and_the_document_has_what_prepares_pictu
     words = ["vil.export", "--checkpoint", "best.pt", "--features", "0", "--out", "vil_tiny.onnx"]
     words += ["--opset", "20", "--metadata", "licence=none"]
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.delitem(sys.modules, "vil.export.__main__")  # as in a process of its own
+    monkeypatch.delitem(sys.modules, "vil.export.__main__")  # a new process has not imported the module
     runpy.run_module("vil.export", run_name="__main__")
     said = capsys.readouterr().out
     assert said.startswith("vil_tiny.onnx: ")

@@ -19,7 +19,7 @@ from vil.training.building import build_model
 
 @pytest.fixture(scope="module")
 def trained(uninterrupted):
-    """Path of last.pt of a small run, and its content."""
+    """Return the path of last.pt of a small run, and its content."""
     path = uninterrupted / "run" / "last.pt"
     return path, torch.load(path, weights_only=True)
 
@@ -55,12 +55,14 @@ def test_a_model_of_images_of_any_size_needs_not_be_told_it(tmp_path):
     torch.save(model.state_dict(), tmp_path / "own.pth")
     loaded = vil.from_checkpoint(tmp_path / "own.pth", "resnet18", img_size=64, num_classes=3)
     export_model(loaded, tmp_path / "own.safetensors")
-    assert vil.from_checkpoint(tmp_path / "own.safetensors").bn1.num_batches_tracked == 100_001  # more than halves hold
-    for use_test_size in (False, True):  # for which timm's own weights have another
+    # exceeds the range of fp16
+    assert vil.from_checkpoint(tmp_path / "own.safetensors").bn1.num_batches_tracked == 100_001
+    for use_test_size in (False, True):  # timm's own weights have another test size
         assert resolve_model_data_config(loaded, use_test_size=use_test_size)["input_size"] == (3, 64, 64)
     with pytest.raises(ConfigError, match="unexpected keyword argument 'depths'"):
         create_model("resnet18", img_size=64, depths=3)
-    create_model("densenet121", img_size=64, drop_path_rate=0.0, growth_rate=4)  # takes neither
+    # the model accepts neither img_size nor drop_path_rate
+    create_model("densenet121", img_size=64, drop_path_rate=0.0, growth_rate=4)
     with pytest.raises(
         ConfigError, match=r"model densenet121: .*does not support stochastic depth: set --drop-path 0$"
     ):
@@ -79,7 +81,7 @@ def test_a_model_of_images_of_any_size_needs_not_be_told_it(tmp_path):
 )  # fmt: skip
 def test_the_weights_are_those_asked_for_or_else_the_better(trained, tmp_path, use_ema, best, part):
     path = changed(trained, tmp_path, **dict(best=best) if best else {})
-    found = vil.from_checkpoint(str(path), use_ema=use_ema).state_dict()  # a path as text or as a Path
+    found = vil.from_checkpoint(str(path), use_ema=use_ema).state_dict()  # the path may be a string or a Path
     assert found.keys() == trained[1][part].keys()
     assert all(torch.equal(found[name], trained[1][part][name]) for name in found)
     assert not torch.equal(trained[1]["state_dict"]["norm.weight"], trained[1]["state_dict_ema"]["norm.weight"])
@@ -97,7 +99,8 @@ def test_preprocessing_is_that_of_the_run(trained, tmp_path):
     assert two.pretrained_cfg["input_size"] == (2, 224, 224)
     export_model(two, tmp_path / "two.safetensors", mean=[0.5, 0.4], std=[0.2])
     assert vil.from_checkpoint(tmp_path / "two.safetensors").pretrained_cfg["mean"] == [0.5, 0.4]
-    assert timm.create_model("vil_tiny", depth=1).pretrained_cfg["crop_pct"] == 0.875  # nobody else's has changed
+    # other models' configs are unchanged
+    assert timm.create_model("vil_tiny", depth=1).pretrained_cfg["crop_pct"] == 0.875
 
 
 def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for_timm(trained, tmp_path, monkeypatch):
@@ -108,7 +111,7 @@ def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for
     from_folder, from_file = map(vil.from_checkpoint, (folder, tmp_path / "weights.safetensors"))
     by_timm = timm.create_model(f"local-dir:{folder}", pretrained=True)
     seen_by_timm = resolve_model_data_config(by_timm)
-    seen_by_timm["input_size"] = tuple(seen_by_timm["input_size"])  # timm 1.0.28 has the list of the file
+    seen_by_timm["input_size"] = tuple(seen_by_timm["input_size"])  # timm 1.0.28 returns the list that the file stores
     assert seen_by_timm == resolve_model_data_config(from_folder)
     assert resolve_model_data_config(from_folder) == resolve_model_data_config(from_file)
     assert {name: from_file.pretrained_cfg[name] for name in said} == said
@@ -125,7 +128,8 @@ def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for
     assert {name: validated[name] for name in expected} == expected
 
     export_model(model, tmp_path / "grey.safetensors", std=[0.25])
-    assert vil.from_checkpoint(tmp_path / "grey.safetensors").pretrained_cfg["std"] == [0.25] * 3  # as timm has it
+    # timm repeats a single std for all channels
+    assert vil.from_checkpoint(tmp_path / "grey.safetensors").pretrained_cfg["std"] == [0.25] * 3
 
     wrong = [("1.5", "0"), ("1.5", "NaN"), ("1.5", '"1"'), ("0.75", "1e-9"), ("squash", "zoom"), ("{", "[")]
     for old, new in wrong:
@@ -188,7 +192,7 @@ def test_weights_of_others_need_the_name_of_their_model(tmp_path):
 
 
 def test_without_classes_a_model_gives_what_its_head_would_read(trained, tmp_path):
-    """Also of the files of others, with their head or without."""
+    """Return features for num_classes=0, also from other programs' files, with or without head weights."""
     path, saved = trained
     weights, arguments = saved["state_dict"], dict(img_size=16, **saved["config"]["model_kwargs"])
     torch.save(weights, tmp_path / "plain.pth")

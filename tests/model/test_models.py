@@ -31,7 +31,7 @@ def test_parameter_counts(name, parameters):
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert all(p.is_meta for p in model.parameters())
     assert not list(model.buffers())
-    if name == "vil_tiny":  # what is built if nothing is said
+    if name == "vil_tiny":  # vil_tiny has the default arguments
         assert repr(vil.VisionLonghorn(device="meta")) == repr(model)
         assert "DropPath" not in repr(model)
         assert vil.VisionLonghorn(device="meta").patch_embed.img_size == (224, 224)
@@ -83,7 +83,7 @@ def test_a_longhorn_layer_is_a_mixer_or_its_causal_half():
     u, z = causal.in_proj(x).chunk(2, dim=-1)
     y = naive_model.direction(u, dict(causal.named_parameters(prefix="mixer")), naive_model.OURS["directions"][0])
     torch.testing.assert_close(causal(x), causal.out_proj(y * F.silu(z)), rtol=1e-9, atol=1e-12)
-    assert repr(causal.directions) == repr(LonghornMixer(16).directions[:1])  # of a block's sizes
+    assert repr(causal.directions) == repr(LonghornMixer(16).directions[:1])  # same sizes as in a block's mixer
     assert all(p.is_meta for p in vil.Longhorn(16, device="meta").parameters())
 
 
@@ -104,9 +104,7 @@ def test_pooling():
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Run blocks as on a GPU, with plain modules. Yields a list of whether each block computed only the middle
-    token.
-    """
+    """Run blocks as on a GPU, with plain modules. Yield a list of whether each block computed only the middle token."""
     middles = []
 
     def operator(x, weights, options, scale, normed=None):
@@ -131,7 +129,8 @@ def test_the_last_block_computes_the_class_token_alone(name, size, fused):
         model.set_grad_checkpointing(checkpointing)
         torch.manual_seed(1)
         actual = model(x)
-        assert fused == [False, False, name == "vil_tiny"]  # a pooled one has no kernels for that
+        # pooled models have no kernels that compute only the middle token
+        assert fused == [False, False, name == "vil_tiny"]
         assert_same_output_and_gradients(model, actual, expected)
 
 
@@ -259,7 +258,8 @@ def test_a_refused_size_or_the_same_leaves_the_model_as_it_was():
     assert all(p is q for p, q in zip(model.parameters(), before))
     torch.testing.assert_close(model(x), expected)
     model.double().set_input_size(img_size=64, patch_size=8)
-    assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(False, torch.float64)}  # resized or not
+    # resizing keeps dtype and requires_grad
+    assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(False, torch.float64)}
     assert model.patch_embed.proj.in_channels == 2
 
 
@@ -356,14 +356,14 @@ def test_pruning_drops_what_the_intermediates_do_not_need():
     assert len(model.blocks) == 2
     assert model.num_classes == 0
     torch.testing.assert_close(model.forward_intermediates(x, indices=[1], intermediates_only=True), expected)
-    torch.testing.assert_close(model(x), tokens)  # all of them, and neither normed nor classified
+    torch.testing.assert_close(model(x), tokens)  # all tokens, without norm or head
 
     model = small(depth=4).eval()
     model.load_state_dict(weights)
     assert model.prune_intermediate_layers([0, 2], prune_head=False) == [0, 2]
     kept = {name: t for name, t in weights.items() if not name.startswith("blocks.3.")}
     torch.testing.assert_close(model(x), naive_model.model(x, kept))
-    assert model.prune_intermediate_layers() == [2]  # the last block's
+    assert model.prune_intermediate_layers() == [2]  # index of the last block
     assert len(model.blocks) == 3
 
 
@@ -429,7 +429,9 @@ def test_a_model_of_another_dtype(name, dtype):
 
 
 def test_what_a_low_precision_model_adds_and_norms_is_not_rounded_before():
-    """Patches are rounded as products are; positions, bias, norm and rates of states are exact until used."""
+    """Round patches like products in low precision, but keep positions, bias, norm and decay rates exact until they are
+    used.
+    """
     model = randomised(small("vim_tiny", depth=1)).bfloat16()
     exact = {name: t.detach().double() for name, t in model.named_parameters()}
     close = functools.partial(torch.testing.assert_close, check_dtype=False, atol=1e-6)
@@ -452,7 +454,7 @@ def test_what_a_low_precision_model_adds_and_norms_is_not_rounded_before():
 
 
 def assert_initialised(model, name):
-    """Assert each rule of the initialisation, for a model wide enough for statistics."""
+    """Assert each initialization rule, for a model wide enough for statistics."""
     width, depth = model.embed_dim, len(model.blocks)
 
     def about(t, std, mean=0.0):
@@ -467,7 +469,7 @@ def assert_initialised(model, name):
     about(model.pos_embed, 0.02)
     about(model.cls_token, 0.02)
     about(model.head.weight, 0.02)
-    lecun = (3 * 16 * 16) ** -0.5  # normal of variance 1 / fan-in, cut at two standard deviations of what is cut
+    lecun = (3 * 16 * 16) ** -0.5  # LeCun normal: variance 1 / fan-in, truncated at two standard deviations
     about(model.patch_embed.proj.weight, lecun)
     assert 2.2 * lecun < model.patch_embed.proj.weight.abs().max() < 2.28 * lecun
     assert model.pos_embed.abs().max() > 3 * 0.02
@@ -476,7 +478,7 @@ def assert_initialised(model, name):
     assert (model.norm.weight == 1).all()
     for block in model.blocks:
         assert (block.norm.weight == 1).all()
-        uniform(block.mixer.in_proj.weight, width**-0.5)  # PyTorch's default
+        uniform(block.mixer.in_proj.weight, width**-0.5)  # PyTorch's default initialization
         uniform(block.mixer.out_proj.weight, (2 * width) ** -0.5 / depth**0.5)
         for direction in block.mixer.directions:
             uniform(direction.x_proj.weight, (2 * width) ** -0.5)
@@ -518,14 +520,16 @@ def test_compiles_without_graph_breaks():
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     actual = torch.compile(model, fullgraph=True, backend=compiler)(x)
-    assert not [name for name in operators if "conv" in name]  # after one TorchInductor needs to know the batch
+    # after a convolution operator, TorchInductor would specialize on the batch size
+    assert not [name for name in operators if "conv" in name]
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(gradients(actual, model), gradients(expected, model))
 
 
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="torch.compile says there that it exports")
 def test_compiles_for_a_second_image_size():
-    """Of which torch.compile makes a symbol, where PyTorch has no gradient of the positions' resampling."""
+    """Compile for a symbolic image size, for which PyTorch cannot differentiate the resampling of position embeddings.
+    """
     model = small("vil_tiny", dynamic_img_size=True, depth=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for height in (48, 80):
@@ -547,7 +551,9 @@ def test_scripts(name, kwargs):
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny", "vil_tiny_pooled"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_what_traces_a_model_or_takes_its_parts_computes_what_it_does(name):
-    """torch.export, torch.jit.trace with gradients, which tensorboard's add_graph uses, FX and quantize_dynamic."""
+    """Compare torch.export, torch.jit.trace with gradients (used by tensorboard's add_graph), FX and quantize_dynamic
+    with the model.
+    """
     model, x = small(name).eval(), random_images(3, 3, 48, 48)
     expected = model(x)
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
@@ -599,7 +605,7 @@ def test_a_gradient_penalty_is_refused_in_the_same_words_by_every_model(name, fu
     (again,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     torch.testing.assert_close(again, dx, rtol=1e-3, atol=1e-5)
     with pytest.raises(NotImplementedError, match="differentiable once.*gradient penalties"):
-        torch.autograd.grad(again.square().sum(), x, retain_graph=True)  # to the image alone
+        torch.autograd.grad(again.square().sum(), x, retain_graph=True)  # gradient of the image only
     with pytest.raises(NotImplementedError, match="differentiable once.*gradient penalties"):
         again.square().sum().backward()
 
@@ -610,7 +616,7 @@ def test_a_linear_layer_in_place_of_the_steps_projection_adds_its_bias_once(name
     expected = model(x)
     for direction in model.blocks[0].mixer.directions:
         ours, (D, R) = direction.step_proj.state_dict(), direction.step_proj.weight.shape
-        direction.step_proj = torch.nn.Linear(R, D)  # such as loralib's
+        direction.step_proj = torch.nn.Linear(R, D)  # a replaced layer, like loralib's
         direction.step_proj.load_state_dict(ours)
     torch.testing.assert_close(model(x), expected)
 
@@ -630,7 +636,8 @@ def test_registered_with_timm():
         assert model(torch.empty(2, 3, 48, 48, device="meta")).shape == (2, 7)
         with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
             small(name, pretrained=True)
-        assert model.num_prefix_tokens == 0  # before the patches, which code for timm's models would cut off
+        # code for timm's models would cut off prefix tokens, but the class token is in the middle
+        assert model.num_prefix_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_base"])
@@ -658,4 +665,5 @@ def test_a_model_of_another_package_is_not_hidden(monkeypatch):
             vision_longhorn.register(vision_longhorn.vil_tiny)
         assert timm.models.model_entrypoint("vil_tiny") is vil_tiny
     assert timm.models.model_entrypoint("vil_tiny") is vision_longhorn.vil_tiny
-    assert vision_longhorn.register(vision_longhorn.vil_tiny) is vision_longhorn.vil_tiny  # as notebooks reload it
+    # registering again, as notebooks do when they reload the module
+    assert vision_longhorn.register(vision_longhorn.vil_tiny) is vision_longhorn.vil_tiny

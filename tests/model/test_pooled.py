@@ -11,7 +11,7 @@ from vil.block import BidirectionalMixer, Block, LonghornMixer, MambaMixer
 from vil.kernels.scan import naive
 
 MIXERS = [LonghornMixer, MambaMixer]
-GRIDS = [(3, 4), (4, 3), (3, 3), (1, 5), (5, 1), (1, 1), (2, 2)]  # some have the class token inside a row
+GRIDS = [(3, 4), (4, 3), (3, 3), (1, 5), (5, 1), (1, 1), (2, 2)]  # in some grids, the class token is inside a row
 
 
 def one_direction(direction, u, groups):
@@ -36,7 +36,7 @@ def pooled_block(block, x, h, w, axis):
     grid = [(i, j) for i in range(h) for j in range(w)]
     if axis == "columns":
         grid.sort(key=lambda place: (place[1], place[0]))
-    where = [t for t in range(L) if t != middle]  # of the patches, in both orders
+    where = [t for t in range(L) if t != middle]  # indices of the patches, in both orders
     tokens = [where[i * w + j] for i, j in grid]
     tokens.insert(middle, middle)
     lines = grid[-1][axis == "columns"] + 1
@@ -96,7 +96,8 @@ def test_pooled_models_do_what_a_user_of_timm_expects(name):
     model.zero_grad()
     model.set_grad_checkpointing()
     calls = []
-    watched = model.blocks, model.blocks[0].norm  # which are told the grid, and computed twice, none the less
+    # gradient checkpointing must support hooks on modules that receive the grid
+    watched = model.blocks, model.blocks[0].norm
     handles = [m.register_forward_hook(lambda module, *_: calls.append(type(module))) for m in watched]
     model(images).sum().backward()
     for handle in handles:
@@ -105,7 +106,8 @@ def test_pooled_models_do_what_a_user_of_timm_expects(name):
     assert_close([p.grad for p in model.parameters()], plain)
     assert_close(torch.no_grad()(model)(images), logits)
     assert_close(model.forward_head(model.forward_intermediates(images)[0]), logits)
-    first = model.requires_grad_(False).blocks[0].requires_grad_().norm.weight  # alone: what follows is frozen
+    # only this weight is trained; later layers are frozen
+    first = model.requires_grad_(False).blocks[0].requires_grad_().norm.weight
     model.set_grad_checkpointing(False)
     assert_close(torch.autograd.grad(model(images).sum(), first)[0], first.grad)
     model.eval()

@@ -30,7 +30,7 @@ ARGUMENTS = dict(embed_dim=32, depth=2, patch_size=8)
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """Images in several formats whose predictions depend on crop and resize, and files that are not images."""
+    """Return images in several formats whose predictions depend on crop and resize, and files that are not images."""
     folder = tmp_path_factory.mktemp("photos")
     for i, name in enumerate(("a.png", "b.jpg", "c.webp", "d.tif", "e.bmp", "f.gif", "inner/g.jpeg")):
         corners = np.random.default_rng(i).integers(0, 256, (3, 2, 3), dtype=np.uint8)
@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory):
 
 
 def expected(checkpoint, picture):
-    """Return the probabilities with timm's own transform."""
+    """Return the probabilities after timm's own transform."""
     model = vil.from_checkpoint(checkpoint)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
     with torch.inference_mode():
@@ -81,12 +81,13 @@ def test_a_prediction_is_the_models_softmax_wherever_the_image_comes_from(checkp
     transparent = np.pad(pixels, [(0, 0), (0, 0), (0, 1)])
     others = [path, Image.fromarray(pixels), pixels, pixels.astype(np.uint16) << 8, transparent]
     again = [*vil.predict(checkpoint, others, topk=3, batch_size=3), vil.predict(checkpoint, pixels, topk=3)]
-    for other in [*again, *vil.predict(model, np.stack([pixels, pixels]), topk=3)]:  # the last of several in an array
+    # last image of an array of several images
+    for other in [*again, *vil.predict(model, np.stack([pixels, pixels]), topk=3)]:
         assert [p.label for p in other] == [p.label for p in found]
         assert [p.probability for p in other] == pytest.approx([p.probability for p in found], rel=1e-5)
     assert len(vil.predict(model.eval(), path, topk=100)) == 7
     assert not model.training
-    assert vil.predict(model, Image.open(photos / "f.gif")) == vil.predict(model, photos / "f.gif")  # of a palette
+    assert vil.predict(model, Image.open(photos / "f.gif")) == vil.predict(model, photos / "f.gif")  # a palette image
     for change, tolerance in ((partial(torch.compile, backend="eager"), 1e-6), (torch.nn.Module.bfloat16, 0.02)):
         changed = {p.number: p.probability for p in vil.predict(change(model), path, topk=7)}
         assert [changed[p.number] for p in found] == pytest.approx([p.probability for p in found], abs=tolerance)
@@ -127,7 +128,8 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
     )
     monkeypatch.setattr(sys, "argv", ["vil.predict", *words])
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["vil.predict"], "default_device", lambda: "meta")  # which nobody asks for
+        # fails if predict asks for the default device
+        patch.setattr(sys.modules["vil.predict"], "default_device", lambda: "meta")
         with pytest.raises(SystemExit, match=r"^2 of 9 images cannot be read$"):
             main()
     printed, errors = capsys.readouterr()
@@ -135,7 +137,7 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
         "broken.png",
         "notes.txt",
     ]
-    assert at_once == [2, 3, 2]  # of three, of which broken.png and notes.txt cannot be read
+    assert at_once == [2, 3, 2]  # batches of three files; broken.png and notes.txt cannot be read
     rows = {row["file"]: row for row in csv.DictReader(table.open())}
     read = {entry["file"]: entry["predictions"] for entry in json.loads(entries.read_text())}
     assert rows.keys() == read.keys()
@@ -162,7 +164,7 @@ def test_tables_are_written_where_no_image_can_be_read_and_nobody_takes_the_line
     words = ["--checkpoint", checkpoint, photos / "notes.txt", "--csv", tmp_path / "x.csv", "--json", tmp_path / "x"]
     monkeypatch.setattr(sys, "argv", ["vil.predict", *map(str, words)])
     monkeypatch.setattr(sys, "stderr", Closed())
-    monkeypatch.delitem(sys.modules, main.__module__)  # as in a process of its own
+    monkeypatch.delitem(sys.modules, main.__module__)  # a new process has not imported the module
     with pytest.raises(SystemExit, match=r"^1 of 1 images cannot be read$"):
         runpy.run_module("vil.predict", run_name="__main__")
     assert ((tmp_path / "x.csv").read_text(), (tmp_path / "x").read_text()) == ('"file"\n', "[]\n")
@@ -187,10 +189,10 @@ def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicte
             vil.predict(checkpoint, others, **numbers)
     with pytest.raises(ConfigError, match=r"broken.png' cannot be read as an image: .*"):
         vil.predict(checkpoint, photos / "broken.png")
-    with pytest.raises(ConfigError, match=r"' cannot be read as an image: .{200}$"):  # of an error that is longer
+    with pytest.raises(ConfigError, match=r"' cannot be read as an image: .{200}$"):  # longer errors are truncated
         vil.predict(checkpoint, "n" * 240)
     monkeypatch.setattr(Classifier, "_prepared", lambda *_: EOFError())
-    with pytest.raises(ConfigError, match="'x' cannot be read as an image: EOFError$"):  # of one without words
+    with pytest.raises(ConfigError, match="'x' cannot be read as an image: EOFError$"):  # an error without a message
         vil.predict(checkpoint, "x")
 
 
@@ -202,7 +204,7 @@ def test_classes_without_names_have_numbers_and_timms_of_imagenet_words():
     model.pretrained_cfg = dict(model.pretrained_cfg, tag="augreg_in1k", num_classes=1000)
     (found,) = vil.predict(model, pixels, topk=1)
     assert found.label == ImageNetInfo().index_to_description(found.number)
-    for config in (model.pretrained_cfg, dict(label_names=NAMES)):  # of the head that was there before
+    for config in (model.pretrained_cfg, dict(label_names=NAMES)):  # class names of the previous head must not be used
         model.reset_classifier(4)
         model.pretrained_cfg = config
         (found,) = vil.predict(model, pixels, topk=1)
@@ -276,12 +278,12 @@ def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_p
     (tmp_path / "out").symlink_to(photos)
     (tmp_path / "\x1b[2J\nerror: all is well.png").write_bytes((photos / "a.png").read_bytes())
     words = ["-m", "vil.predict", "--checkpoint", str(checkpoint), str(tmp_path), str(photos / "a.png")]
-    words += ["--topk", "1", "--batch-size", "1"]  # the least
+    words += ["--topk", "1", "--batch-size", "1"]  # smallest valid values
     ended = run([sys.executable, *words])
-    assert ended.stderr.startswith("1 links in ")  # without the level and name of a logger
+    assert ended.stderr.startswith("1 links in ")  # messages have no logging prefix
     first, second = ended.stdout.splitlines()
     assert first.isprintable()
-    assert second.startswith(f"{photos / 'a.png'}: ")  # in the order in which they are given
+    assert second.startswith(f"{photos / 'a.png'}: ")  # in the order of the arguments
 
 
 @pytest.mark.parametrize(
@@ -294,7 +296,8 @@ def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_p
         (["{photos}", "--checkpoint", "{tmp}/gone.onnx"], "error: there is no file .*gone.onnx"),
         (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx must be a model of vil.export"),
         (["{photos}", "--checkpoint", "{photos}/notes.pt2"], "error: .*notes.pt2 .*; it is an exported program"),
-        (["{photos}", "--checkpoint", "{tmp}/last.pt"], "error: there is no checkpoint .*last.pt$"),  # beside best.pt
+        # the folder contains best.pt only
+        (["{photos}", "--checkpoint", "{tmp}/last.pt"], "error: there is no checkpoint .*last.pt$"),
         (
             ["{photos}", "--checkpoint", "{tmp}"],
             "error: there is no checkpoint .*model.safetensors: set .*best.pt, or last.pt",

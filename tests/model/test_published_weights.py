@@ -21,7 +21,7 @@ def published(**kwargs):
 
 
 def training_script_checkpoint(weights):
-    """A checkpoint as ViM's main.py saves it; timm's loader uses the EMA weights."""
+    """Return a checkpoint as ViM's main.py saves it; timm's loader uses the EMA weights."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(w.clone()) for w in weights.values()])
     sum(p.sum() for p in optimizer.param_groups[0]["params"]).backward()
     optimizer.step()
@@ -96,7 +96,7 @@ def test_what_torch_load_returns_can_be_given_to_load_state_dict():
     model.load_state_dict({"model": weights, "epoch": 299})
     assert torch.equal(model.blocks[1].mixer.in_proj.weight, weights["layers.1.mixer.in_proj.weight"])
     assigned = timm.create_model("vim_tiny", device="meta", **SMALL)
-    assert not any(assigned.load_state_dict(weights, assign=True))  # neither missing nor unexpected
+    assert not any(assigned.load_state_dict(weights, assign=True))  # no missing and no unexpected keys
     assert assigned.blocks[1].norm.weight.data_ptr() == weights["layers.1.norm.weight"].data_ptr()
 
 

@@ -94,7 +94,7 @@ def test_of_weights_and_their_average_the_one_asked_for_is_loaded_and_an_unasked
         assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
     assert not caplog.messages
     caplog.set_level(logging.WARNING)
-    found = create_model("vil_tiny", path, **KWARGS).state_dict()  # a run starts from the average, as timm does
+    found = create_model("vil_tiny", path, **KWARGS).state_dict()  # training starts from EMA weights, as timm does
     assert all(torch.equal(found[name], tensor) for name, tensor in OTHERS.items())
     assert any(f"EMA weights ['{keys[1]}']" in message for message in caplog.messages)
 

@@ -33,7 +33,7 @@ from vil.viz import (
     trace_scans,
 )
 
-# An odd number of patches and an even one of tokens: the class token is at another place from either end.
+# With 15 patches and 16 tokens, the class token's index differs between the two reading directions.
 GRID, TOKENS, CLASS_TOKEN = (3, 5), 16, 7
 
 
@@ -60,7 +60,7 @@ def expected_trace(model, block, g, images):
     """Return relevance, step and state norm of one direction, by omitting tokens and querying each state."""
     w = {name: p.detach() for name, p in model.named_parameters()}
     lines, names = lines_of(model.blocks[block].pool), naive_model.OURS["directions"][g]
-    if model.pooled:  # tests/model/test_pooled.py has their blocks
+    if model.pooled:  # tests/model/test_pooled.py checks pooled blocks
         tokens = model.embed(images).detach()
         for earlier in model.blocks[:block]:
             tokens = earlier(tokens, grid=GRID).detach()
@@ -91,7 +91,10 @@ def expected_trace(model, block, g, images):
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny", "vil_tiny_pooled", "vim_tiny_pooled"])
 def test_a_trace_is_what_each_direction_reads_writes_and_keeps(name, images):
-    """In a pooled model, whose first block reads rows and whose second one columns, of each line."""
+    """Trace what each direction reads, writes and keeps.
+
+    A pooled model's first block reads rows, its second block columns.
+    """
     model = small(name)
     traces = trace_scans(model, images)
     assert len(traces) == 2
@@ -106,7 +109,8 @@ def test_a_trace_is_what_each_direction_reads_writes_and_keeps(name, images):
         read = read + relevance / relevance.sum((1, 2), keepdim=True) / 2
     torch.testing.assert_close(reading(model, images), read)
     assert read.sum((1, 2)).tolist() == pytest.approx([1, 1])
-    for trace in trace_scans(model.bfloat16(), images.bfloat16()):  # in which states would not add up
+    # the trace uses fp32, because bf16 could not accumulate the states
+    for trace in trace_scans(model.bfloat16(), images.bfloat16()):
         assert [values.dtype for values in (trace.relevance, trace.step, trace.state_norm)] == [torch.float32] * 3
 
 
@@ -120,7 +124,7 @@ def test_maps_are_rows_of_patches_without_the_class_token():
     assert torch.equal(patch_maps(dynamic, values, (24, 33)), maps)
 
 
-# of four rows the centre is in the third, as of five columns
+# Of four rows the centre is in the third, as in a grid of five columns.
 @pytest.mark.parametrize(("size", "token", "place"), [((32, 40), "centre", 12), ((24, 40), "class", None)])
 def test_the_receptive_field_is_how_much_each_pixel_moves_the_tokens_features(size, token, place):
     model = small(size=size)
@@ -134,14 +138,14 @@ def test_the_receptive_field_is_how_much_each_pixel_moves_the_tokens_features(si
         found = effective_receptive_field(model, images, **({} if token == "centre" else {"token": token}))
     torch.testing.assert_close(found, expected / expected.sum(), rtol=1e-9, atol=1e-12)
     assert not found.requires_grad
-    dynamic = small(size=16, dynamic_img_size=True)  # its centre is that of the images
+    dynamic = small(size=16, dynamic_img_size=True)  # the centre follows the size of the images
     field = effective_receptive_field(dynamic, images, token)
     dynamic.set_input_size(size)
     torch.testing.assert_close(effective_receptive_field(dynamic, images, token), field)
 
 
 class SeesOnePixel(torch.nn.Module):
-    """A model whose first class is the likelier, the redder pixel (9, 33) and the greener all others."""
+    """Model whose first class becomes more likely with a redder pixel (9, 33), and with greener other pixels."""
 
     def forward(self, images):
         logits = 3 * images[:, 0, 9, 33] + images[:, 1].mean((1, 2))
@@ -179,7 +183,7 @@ def test_a_deletion_curve_is_the_probability_as_patches_are_hidden_by_the_mean_c
             expected.append(model(hidden).softmax(-1)[0, number].item())
         assert curve[i].tolist() == pytest.approx(expected)
     curve, blank = deletion_curve(model, images, maps), images.mean((2, 3), keepdim=True).expand_as(images)
-    assert curve.shape == (2, 11)  # of 15 patches, all of which are hidden in the end
+    assert curve.shape == (2, 11)  # 11 steps hide all 15 patches
     for step, seen in ((0, images), (10, blank)):
         expected = model(seen).softmax(-1).gather(1, model(images).argmax(-1, keepdim=True))[:, 0]
         torch.testing.assert_close(curve[:, step], expected.detach())
@@ -231,14 +235,14 @@ def test_the_picture_of_the_scans_shows_each_image_beside_its_traces(name, step,
                 panel = 7 * row + 1 + 2 * field + g
                 np.testing.assert_allclose(arrays[panel], pair[g].view(GRID), rtol=1e-6, atol=1e-12)
                 np.testing.assert_allclose(limits[panel], (least, most), rtol=1e-6, atol=1e-12)
-    assert len(figure.axes) == 10 * len(rows)  # with a bar for each pair
+    assert len(figure.axes) == 10 * len(rows)  # each pair of maps has a colour bar
     titles = [axis.get_title().replace("\n", " ") for axis in maps_of(figure)[1:7]]
     ways = ("first to last", "last to first")
     assert titles == [f"{field}, {way}" for field in ("relevance", step, "state norm") for way in ways]
     others = [axis.get_title() for axis in maps_of(figure)[7:]]
     assert maps_of(figure)[0].get_title() == "$1 and 2$"
     assert [title for title in others if title] == ["other"]
-    figure.savefig(io.BytesIO())  # whatever a file is called
+    figure.savefig(io.BytesIO())  # titles must not be parsed as TeX
 
 
 def test_the_picture_of_why_lays_the_maps_over_each_image_beside_its_curves():
@@ -259,11 +263,11 @@ def test_the_picture_of_why_lays_the_maps_over_each_image_beside_its_curves():
             assert above.get_clim() == pytest.approx((-most if name == "signed" else 0, most))
             assert above.get_cmap().name == ("RdBu" if name == "signed" else "viridis")
             assert below.get_clim() == (0, 1)
-            assert 0 < above.get_alpha() < 1  # the picture is seen through it
+            assert 0 < above.get_alpha() < 1  # the image remains visible
         for line, (name, values) in zip(row[3].get_lines(), curves.items()):
             assert line.get_label() == name
             np.testing.assert_allclose(line.get_xydata(), [[10 * n, y] for n, y in enumerate(values[i].tolist())])
-        assert row[3].get_ylim() == (-0.03, 1.03)  # the same for all images
+        assert row[3].get_ylim() == (-0.03, 1.03)  # all images share the same limits
     assert [text.get_text() for text in axes[3].get_legend().get_texts()] == [*curves]
     figure.savefig(io.BytesIO())
 
@@ -320,7 +324,7 @@ def checkpoint_of_a_run(path, weights, **options):
     ],
 )  # fmt: skip
 def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks, tmp_path, monkeypatch, capsys):
-    """One image of each folder, then the next of each; drawn is what the figures of those images are."""
+    """Plot one image of each folder, then the next image of each folder, with the data of the package's figures."""
     kwargs = dict(embed_dim=16, depth=4, patch_size=8)
     torch.manual_seed(7)
     model = timm.create_model("vil_tiny", num_classes=3, img_size=16, **kwargs).eval()
@@ -349,7 +353,7 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
     asked, count = images[:4], min(2, len(files))
     with torch.no_grad():
         best = model(images[:count]).softmax(-1).max(-1)
-    titles = [  # short enough for a picture beside others
+    titles = [  # short enough for adjacent images
         f"{name[2:][-30:]}".replace("\n", "?") + f"\n{NAMES[number][:30]} ({p:.1%})"
         for name, p, number in zip(files, *map(torch.Tensor.tolist, best))
     ]

@@ -1,4 +1,4 @@
-"""Models inside of PyTorch's and timm's wrappers: they keep their class names and their preprocessing."""
+"""Tests of models inside wrappers of PyTorch and timm: wrapped models keep class names and preprocessing."""
 
 import json
 import logging
@@ -96,7 +96,10 @@ def test_a_model_without_a_configuration_is_told_and_one_without_logits_refused(
 
 
 def test_timms_pretrained_models_of_1000_classes_have_imagenets_names():
-    """Whatever their tag is called: timm lists 1,321, of which 54 tags do not end in in1k."""
+    """Find ImageNet's class names for all pretrained models of timm with 1000 classes.
+
+    Tags of 54 of 1,321 models do not end in in1k.
+    """
     from vil.classes import names_of
 
     ids = timm.data.ImageNetInfo().label_names()
@@ -106,7 +109,7 @@ def test_timms_pretrained_models_of_1000_classes_have_imagenets_names():
             model = nn.Identity()
             model.num_classes, model.pretrained_cfg = 1000, config.to_dict()
             assert names_of(model) == ids, name
-    model.num_classes = 10  # of a head that was replaced
+    model.num_classes = 10  # the head was replaced
     assert names_of(model) == []
 
 
