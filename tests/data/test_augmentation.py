@@ -16,13 +16,13 @@ RECIPE = dict(mixup=0.8, cutmix=1.0, mixup_prob=1.0, mixup_switch_prob=0.5, smoo
 
 
 def normalised(images):
-    """Return normalised images from values 0..255."""
+    """Return normalized images from values 0..255."""
     mean, std = (torch.tensor(DATA_CONFIG[name]).view(3, 1, 1) for name in ("mean", "std"))
     return (images / 255 - mean) / std
 
 
 def augmented_by_timm(images, targets, config, num_classes, epoch, position):
-    """Apply timm's random erasing, to grey, and mixup to groups of eight images, each with its own seed."""
+    """Apply timm's random erasing, with grey pixels, and mixup to groups of eight images, each with its own seed."""
     parts = []
     for start in range(0, len(images), 8):
         group, labels = normalised(images[start : start + 8]), targets[start : start + 8]
@@ -54,7 +54,7 @@ def augmented_by_timm(images, targets, config, num_classes, epoch, position):
     ids=lambda options: " ".join(options) or "recipe",
 )  # fmt: skip
 def test_a_batch_is_erased_and_mixed_as_by_timm(options):
-    """All of a batch's groups at once against timm's on one after the other; the last group is of four images."""
+    """Augment all groups of a batch at once, as timm does one after the other. The last group has four images."""
     config = dict(RECIPE, seed=0) | options
     images, targets = random_images(68, 3, 12, 20), torch.arange(68) % 10
     given = images.clone()
@@ -62,7 +62,7 @@ def test_a_batch_is_erased_and_mixed_as_by_timm(options):
     augment = BatchAugmentation(Config(**config), 10, DATA_CONFIG)
     for ours, theirs in zip(augment(images, targets, epoch=3, position=40), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert torch.equal(images, given)  # noise that stands for images is given again and again
+    assert torch.equal(images, given)  # `augment` must not change its input, because synthetic images are reused
     if config["reprob"] or config["mixup_prob"]:
         for other in (dict(epoch=2, position=40), dict(epoch=3, position=48)):
             assert not torch.allclose(augment(images, targets, **other)[0], expected[0], atol=1e-3)
@@ -81,7 +81,7 @@ def test_what_is_erased_becomes_noise_of_the_images_own(mode):
     assert torch.equal(noisy, again)
     assert torch.equal(noisy[32:], part)
     values = [noisy[i][:, erased[i]] for i in range(96) if erased[i].any()]
-    if mode == "rand":  # a colour for each image
+    if mode == "rand":  # one colour an image
         assert all((v == v[:, :1]).all() for v in values)
         values = [v[:, :1] for v in values]
     starts = torch.stack([v[:, 0] for v in values])

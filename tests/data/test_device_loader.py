@@ -1,5 +1,5 @@
-"""Tests of decoding and transforming on the training device against timm's transforms, of its thread, and of
-training.
+"""Tests of decoding and transforming on the training device against timm's transforms, of the device loader's thread,
+and of training.
 """
 
 import os
@@ -61,9 +61,11 @@ def on_device(folder, device, rank=0, world_size=1, **options):
 )  # fmt: skip
 def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, device, options, monkeypatch):
     options = dict(options)
-    monkeypatch.setattr(encoded, "SMALL", options.pop("SMALL", encoded.SMALL))  # pixels that a worker decodes
-    monkeypatch.setattr(loaders, "PIXELS_TOGETHER", options.pop("TOGETHER", 2**20))  # in whole batches
-    piece = options.pop("PIECE", workers.PIECE)  # images that it hands over at a time
+    # pixel limit below which workers decode images
+    monkeypatch.setattr(encoded, "SMALL", options.pop("SMALL", encoded.SMALL))
+    # pixels that are transformed together; by default a whole batch
+    monkeypatch.setattr(loaders, "PIXELS_TOGETHER", options.pop("TOGETHER", 2**20))
+    piece = options.pop("PIECE", workers.PIECE)  # images that a worker returns at a time
     for module in ("samplers", "host_loader"):
         monkeypatch.setattr(f"vil.data.{module}.PIECE", piece)
     loader, keys = on_device(photo_folder, device, **options)
@@ -74,7 +76,7 @@ def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, devic
     expected, expected_targets, broken = by_timm(loader.dataset.dataset, keys, **SIZE, **of_transform)
     assert targets == expected_targets
     differences = (images.float() - expected).abs().mean(dim=(1, 2, 3))
-    # a decoder's rounding can bring a pixel over the threshold of an operation
+    # Decoders round differently, which can move a pixel across an operation's threshold.
     exact, nearly_all, most = (0.03, 0.3, 0.3) if device.type == "cpu" else (0.2, 1.0, 6.0)
     assert differences.median() < exact
     assert differences.quantile(0.9) < nearly_all
@@ -86,7 +88,7 @@ def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, devic
 def test_a_picture_of_few_pixels_of_which_timm_crops_none_perhaps_is_prepared_as_timm_does(files, device, size):
     for path in (files / "train").glob("*/1*.jpg"):
         path.write_bytes(encode(PHOTO.resize(size)))
-        os.utime(path, ns=(0, 2**63))  # as a file of another disk may say, a day in 2262
+        os.utime(path, ns=(0, 2**63))  # other file systems may store times as late as the year 2262
     loader, keys = on_device(files, device)
     images, targets = joined(loader)
     expected, expected_targets, _ = by_timm(loader.dataset.dataset, keys, **SIZE)
@@ -115,7 +117,7 @@ def test_images_do_not_depend_on_processes(photo_folder, device):
     shares = [joined(on_device(photo_folder, device, rank, 12)[0]) for rank in range(12)]
     order = [(rank, 2 * step + i) for step in range(2) for rank in range(12) for i in range(2)]
     assert [shares[rank][1][i] for rank, i in order] == targets
-    # other images beside it change in what order a pixel's sum is taken
+    # The other images of a batch change the order of summation.
     different = images != torch.stack([shares[rank][0][i] for rank, i in order])
     assert different.float().mean() < 1e-3
 
@@ -127,7 +129,7 @@ def test_images_do_not_depend_on_processes(photo_folder, device):
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, device, options, workers):
-    """The training split has files of all kinds; those that nobody can read are left out."""
+    """Compare with timm's evaluation transform on files of all kinds. Unreadable files are skipped."""
     config = DATA_CONFIG | dict(input_size=(3, 48, 48), crop_pct=0.875) | options
     dataset = open_split(str(photo_folder), "", "train")
     loader = evaluation_loader(dataset, config, device, workers, 10, 1, 2, augment_on_device=True)
@@ -146,17 +148,17 @@ def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, 
         assert target == "ab".index(dataset.filename(i)[0])
         differences.append((image - torch.as_tensor(transform(expected)).float()).abs())
     assert broken == unreadable_images(loader) >= 2
-    # of a resized image of few pixels, many sums are exactly half a level
+    # Many sums are exactly half a level in an image that is enlarged from few pixels.
     mean, largest = (0.1, 2) if device.type == "cpu" else (0.2, 8)
     assert max(levels.mean() for levels in differences) < mean
     assert max(levels.max() for levels in differences) <= largest
 
 
-# what stays decoded
+# images that stay decoded
 
 
 def epochs(folder, device, count=3, first=0, first_step=0, **options):
-    """Return the batches of some epochs of one loader, the first epoch from a step on, and the loader."""
+    """Return the batches of some epochs of one loader, the first epoch from a given step on, and the loader."""
     loader, _ = on_device(folder, device, **options)
     found = []
     for epoch in range(first, first + count):
@@ -174,7 +176,10 @@ def same(found, expected):
 
 @pytest.mark.parametrize("options", [{}, dict(workers=2), dict(aug_repeats=3, batch_size=6)], ids=str)
 def test_what_stays_decoded_is_what_would_be_decoded_again(files, device, monkeypatch, options):
-    """Also where a run goes on in the middle of an epoch; and files are read once, but for those that are refused."""
+    """Compare kept images with freshly decoded ones, also in a run that resumes in the middle of an epoch.
+
+    Each readable file is read only once.
+    """
     with_memory, loader = epochs(files, device, **options)
     read, content = [], EncodedReader._content
     monkeypatch.setattr(EncodedReader, "_content", lambda self, i: read.append(i) or content(self, i))
@@ -195,26 +200,29 @@ def test_what_stays_decoded_is_what_would_be_decoded_again(files, device, monkey
 def test_with_repeated_augmentation_images_are_decoded_before_the_first_batch(
     files, device, monkeypatch, caplog, seconds, read
 ):
-    """For some seconds; those that nobody can read are counted where a batch has them."""
+    """Decode for some seconds before the first batch.
+
+    An unreadable image is counted when a batch contains the image.
+    """
     monkeypatch.setattr(device_loader, "READING_AHEAD", seconds)
     monkeypatch.setattr(device_loader, "PIECE", 8)
     loader, _ = on_device(files, device, aug_repeats=2)
     monkeypatch.setattr(loader, "gathered", lambda: iter(()))
     assert list(loader) == []
-    assert caplog.messages[0].endswith("read: some 0.0027 GiB")  # of 3 bytes a pixel
+    assert caplog.messages[0].endswith("read: some 0.0027 GiB")  # 3 bytes a pixel
     monkeypatch.setattr(loader, "_loaded", None)
-    assert list(loader) == []  # once
+    assert list(loader) == []  # images are read ahead only once
     assert len(loader.kept.images) in read
     assert loader.dataset.unreadable.count == 0
     keys = [key for batch in loader.batches for key in batch]
-    assert len(keys) == 48  # of the epoch, as before
+    assert len(keys) == 48  # keys of the epoch are unchanged
     without, _ = on_device(files, device)
     monkeypatch.setattr(without, "gathered", lambda: iter(()))
     assert [list(without), without.kept.images] == [[], {}]
 
 
 def of_length(jpeg, length=40_000):
-    """Return the same image as a file of this length in bytes."""
+    """Return the same image as a file of `length` bytes."""
     count = length - len(jpeg) - 4
     return jpeg[:2] + b"\xff\xfe" + (count + 2).to_bytes(2, "big") + bytes(count) + jpeg[2:]
 
@@ -237,7 +245,7 @@ def test_a_file_that_has_changed_is_read_again(files, device, unchanged):
         assert same(again, expected[2 * epoch : 2 * epoch + 2])
 
 
-@pytest.mark.parametrize(("room", "stays"), [(500_000, False), (10_000_000, True)])  # for 2.3 MB of pixels
+@pytest.mark.parametrize(("room", "stays"), [(500_000, False), (10_000_000, True)])  # the pixels need 2.3 MB
 def test_images_stay_decoded_where_all_of_them_have_room_and_a_line_says_so(
     files, device, monkeypatch, caplog, room, stays
 ):
@@ -248,7 +256,7 @@ def test_images_stay_decoded_where_all_of_them_have_room_and_a_line_says_so(
     line = f"52 images stay decoded on {device} once they have been read: some 0.0023 GiB"
     assert [message for message in caplog.messages if "decoded on" in message] == [line] * stays
     caplog.clear()
-    monkeypatch.setenv("RANK", "1")  # of whose images the first process has told
+    monkeypatch.setenv("RANK", "1")  # only rank 0 logs the line
     assert kept.KeptImages(3, device).choose_room(1)
     assert caplog.messages == []
     assert [kept.KeptImages(room + more, device).choose_room(1) for more in (0, 1)] == [True, False]
@@ -268,7 +276,7 @@ def test_an_evaluation_that_is_repeated_reads_files_once(files, device, monkeypa
     assert once.kept.room == 0
 
 
-# the thread
+# thread of the device loader
 
 
 def test_a_file_of_several_copies_is_decoded_once(photo_folder, device, monkeypatch):
@@ -282,7 +290,7 @@ def test_a_file_of_several_copies_is_decoded_once(photo_folder, device, monkeypa
         assert len({index for index, _ in keys[first : first + 24]}) == 8
         assert count <= 8
     assert torch.equal(images, joined(on_device(photo_folder, device, aug_repeats=3, batch_size=6)[0])[0])
-    monkeypatch.setattr(device_loader, "PIXELS_AT_ONCE", 10_000)  # three or four files at a time
+    monkeypatch.setattr(device_loader, "PIXELS_AT_ONCE", 10_000)  # decodes three or four files at a time
     assert torch.equal(images, joined(on_device(photo_folder, device, aug_repeats=3)[0])[0])
 
 
@@ -310,7 +318,7 @@ def test_how_long_batches_have_waited_for_the_model_and_for_the_thread_is_known(
     begin = time.perf_counter()
     list(six_batches)
     for_model, for_thread = six_batches.waits
-    assert for_model > 2 * 0.05  # of the batches behind the third
+    assert for_model > 2 * 0.05  # waits after the third batch
     assert for_thread > 5 * 0.02
     assert for_model + for_thread < time.perf_counter() - begin
 

@@ -1,4 +1,4 @@
-"""Tests of an image's random draws, made without its pixels, against timm's transform with the same seed."""
+"""Tests of an image's augmentation parameters, sampled without pixels, against timm's transform with the same seed."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def timm_transform(**options):
 
 
 def replayed(image, draws, transform):
-    """Return PIL's result with these random draws."""
+    """Return PIL's result with these sampled parameters."""
     method = InterpolationMode(transform.interpolation)
     top, left, height, width = draws.box
     image = pil.resize(pil.crop(image, top, left, height, width), list(draws.resized), method)
@@ -48,7 +48,7 @@ def replayed(image, draws, transform):
     ids=lambda options: " ".join(f"{value}" for value in options.values()),
 )
 def test_what_is_drawn_is_what_timms_transform_does(options):
-    """Replayed by PIL, pixel for pixel."""
+    """Apply the sampled parameters with PIL, and compare each pixel with timm's transform."""
     transform = timm_transform(**options)
     drawing = DrawingTransform(transform)
     for seed in range(150):
@@ -91,5 +91,5 @@ def test_evaluation_cuts_out_what_timms_transform_does(options, crop_pct):
 def test_a_transform_that_is_not_known_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         DrawingTransform(timm_transform(**options))
-    with pytest.raises(ConfigError, match="got 'CenterCropOrPad'"):  # of a border
+    with pytest.raises(ConfigError, match="got 'CenterCropOrPad'"):  # adds a border
         DrawingTransform(create_transform(32, use_prefetcher=True, crop_mode="border"))

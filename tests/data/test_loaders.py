@@ -41,7 +41,7 @@ def test_an_image_is_augmented_as_by_timms_transform_of_its_options_from_its_see
     expected, expected_targets, _ = by_timm(dataset, keys, **of_transform)
     assert torch.equal(images, expected)
     assert targets == expected_targets
-    assert torch.equal(expected, by_timm(dataset, keys)[0]) == (not of_transform)  # the option counts
+    assert torch.equal(expected, by_timm(dataset, keys)[0]) == (not of_transform)  # the option changes the images
 
 
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
@@ -60,7 +60,8 @@ def test_noise_stands_for_images(image_folder):
     config = Config(synthetic=60, global_batch_size=8, num_classes=3)
     train, val, num_classes = open_splits(config)
     assert (len(train), len(val), num_classes) == (60, 3, 3)
-    assert len(open_splits(Config(synthetic=101))[1]) == 5  # one for 25, as in ImageNet
+    # one validation image for 25 training images, as in ImageNet
+    assert len(open_splits(Config(synthetic=101))[1]) == 5
     assert open_splits(Config(synthetic=1_281_167))[2] == 1000
     batches = TrainingBatches(60, config, 4, 0, 1)
     loader, other = (training_loader(train, config, DATA_CONFIG, CPU, batches) for _ in range(2))
@@ -87,7 +88,7 @@ def test_of_a_stream_what_was_seen_is_read_again_and_dropped(image_folder):
 
 
 def test_a_loader_may_have_no_batch(image_folder):
-    """After the last step of an epoch, and where a split has fewer images than there are processes."""
+    """Load no batch after the last step of an epoch, and if a split has fewer images than the world size."""
     loader, _ = training_set(image_folder)
     assert list(micro_batches(loader, loader.batches, 0, loader.batches.steps)) == []
     images = open_split(str(image_folder), "", "val")
@@ -96,12 +97,12 @@ def test_a_loader_may_have_no_batch(image_folder):
         assert sum(len(batch) for batch, _ in loader) == count
 
 
-# which way images go
+# choice between workers and device
 
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """Log messages on a machine whose GPU can decode."""
+    """Return the log messages on a machine whose GPU can decode."""
     _say_once.cache_clear()
     monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
@@ -134,7 +135,10 @@ def loader_for_evaluation(folder, device, **options):
 def test_a_gpu_that_decodes_augments_jpegs_and_a_cpu_where_it_is_asked_to(
     photo_folder, said, device, wanted, kind, monkeypatch
 ):
-    """The workers decode small ones of them, and no thread prepares these."""
+    """Augment JPEG files on a GPU that can decode, and on a CPU if requested.
+
+    Workers decode small files, and no thread prepares them.
+    """
     here = "in the training process"
     for make in (loader_for_training, loader_for_evaluation):
         for small, place in ((0, "and augmenting on the device"), (2**20, f"{here} and augmenting on the device")):
@@ -149,7 +153,10 @@ def test_a_gpu_that_decodes_augments_jpegs_and_a_cpu_where_it_is_asked_to(
 
 
 def test_pieces_take_the_shared_memory_of_what_the_workers_hand_over(photo_folder, monkeypatch, tmp_path):
-    """Prepared images, or pixels of small ones and files, with room for larger ones."""
+    """Choose the size of pieces by shared memory:
+
+    for prepared images, or for pixels of small images and for files, with room for larger files.
+    """
     taken = []
     monkeypatch.setattr(loaders, "choose_settings", lambda *a: taken.append(a[3:5]) or workers.choose_settings(*a))
     sizes = [path.stat().st_size for path in (photo_folder / "val").glob("*/*")]
@@ -162,7 +169,7 @@ def test_pieces_take_the_shared_memory_of_what_the_workers_hand_over(photo_folde
     streaming.set_loader_cfg = lambda num_workers: None
     evaluation_loader(streaming, DATA_CONFIG, CPU, 0, 100, 0, 1)
     assert taken.pop() == (0, 100 * 3 * 12 * 16)  # whole batches
-    assert taken.pop() == (len(sizes) // 2, 3 * 2**18)  # half as much again as a large file has
+    assert taken.pop() == (len(sizes) // 2, 3 * 2**18)  # 1.5 times the size of a large file
     files = 64 * (3 * sum(sizes) // (2 * len(sizes)))
     pixels = [math.prod(Image.open(path).size) for path in (photo_folder / "val").glob("*/*")]
     pieces, decoded = (len(sizes) // 2, 2), 2 * int(4.5 * sum(pixels) / len(pixels))
@@ -196,26 +203,27 @@ def test_what_the_gpu_cannot_do_the_workers_do_as_one_line_says(
 def test_a_split_of_other_files_is_the_workers_and_one_line_says_so(tmp_path, said):
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
-        for i in range(8):  # by its name alone each is a JPEG
+        for i in range(8):  # all files are named .jpg, but half of them are PNG files
             file = encode(PHOTO.resize((200, 150)), format="JPEG" if i < 4 else "PNG")
             (tmp_path / split / "a" / f"{i}.jpg").write_bytes(file)
     assert type(loader_for_training(tmp_path, CUDA)) is HostLoader
     assert type(loader_for_evaluation(tmp_path, CUDA)) is HostLoader
     assert said() == ["the workers decode and augment images, not the GPU: most files are no JPEGs"]
     assert type(loader_for_training(tmp_path, CPU, augment_on_device=True)) is DeviceLoader
-    for path in (tmp_path / "train" / "a").iterdir():  # whatever their kind, small ones are decoded by the workers
+    for path in (tmp_path / "train" / "a").iterdir():  # workers decode small images of any format
         path.write_bytes(encode(PHOTO, format="PNG"))
     assert type(loader_for_training(tmp_path, CUDA)) is DeviceLoader
 
 
 def test_files_in_a_tar_are_known_by_their_names(photo_folder, said, tmp_path):
     with tarfile.open(tmp_path / "train.tar", "w") as tar:
-        for path in (photo_folder / "train").glob("*/*"):  # as ImageNet's are called
+        for path in (photo_folder / "train").glob("*/*"):  # ImageNet's file names end in .JPEG
             tar.add(path, f"{path.parent.name}/{path.name.replace('.jpg', '.JPEG')}")
     loader = loader_for_training(tmp_path, CUDA)
     assert type(loader) is DeviceLoader
-    assert loader.dataset.dataset.reader.tar_state.tf is None  # each worker opens its own
-    assert loader_for_training(tmp_path, CUDA, aug_repeats=3).typical_bytes is None  # which nobody knows
+    assert loader.dataset.dataset.reader.tar_state.tf is None  # each worker opens its own file
+    # file sizes inside a .tar are unknown
+    assert loader_for_training(tmp_path, CUDA, aug_repeats=3).typical_bytes is None
 
 
 def test_a_dataset_that_streams_is_the_workers(photo_folder, said):

@@ -37,7 +37,7 @@ def test_pixels_are_pillows_but_for_rounding(mode, subsampling):
     sizes = [(500, 375), (17, 33), (8, 8), (301, 299)]
     files = [encode(picture(i, mode, size), **options) for i, size in enumerate(sizes)]
     decode = Decoder(torch.device("cuda", 0))
-    batches = 10 * [files, files[:2], files[1:]]  # another number of files each time, with no pause in between
+    batches = 10 * [files, files[:2], files[1:]]  # batch sizes change, without a pause in between
     contents = [[bytes_of(file) for file in batch] for batch in batches]
     decoded = [decode(batch) for batch in contents]
     for batch, images in zip(batches, decoded, strict=True):
@@ -51,13 +51,13 @@ def test_pixels_are_pillows_but_for_rounding(mode, subsampling):
 def test_pixels_are_not_written_before_what_is_queued_has_read_their_memory():
     device, file, size = torch.device("cuda", 0), bytes_of(encode(picture(0, "RGB", (1200, 900)))), 3 * 1200 * 900
     decode = Decoder(device)
-    with torch.cuda.stream(torch.cuda.Stream()):  # with the default stream others may wait
+    with torch.cuda.stream(torch.cuda.Stream()):  # the default stream could synchronize with other streams
         decode([file])
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.full((size,), 7, dtype=torch.uint8, device=device)
         torch.cuda.synchronize()
-        torch.cuda._sleep(2 * 10**8)  # a tenth of a second
+        torch.cuda._sleep(2 * 10**8)  # 0.1 seconds
         read, memory = before.sum(), before.data_ptr()
         del before
         (image,) = decode([file])
@@ -79,7 +79,7 @@ def test_a_file_that_is_none_or_too_large_is_refused(monkeypatch):
 
 
 def test_memory_is_taken_for_sizes_within_the_limit_that_nvjpeg_was_asked_for(monkeypatch):
-    """By a library that sees another size than the header says."""
+    """Check the limit on sizes that nvJPEG reports, which may differ from the sizes in PIL's header."""
     sizes, taken = iter([(48, 64), (2**12, 2**12 + 1), (0, 64)]), []
 
     def size_of(handle, pointer, length, components, subsampling, widths, heights):
@@ -106,7 +106,7 @@ def test_memory_is_taken_for_sizes_within_the_limit_that_nvjpeg_was_asked_for(mo
 
 @pytest.fixture
 def library(monkeypatch):
-    """A stub of nvJPEG and a GPU: calls, configurable results (success by default), and where pixels are written."""
+    """Stub of nvJPEG and a GPU: calls, configurable results (success by default), and where pixels are written."""
     asked, answers, destinations = [], {}, []
 
     def create(backend, *_):

@@ -17,7 +17,7 @@ from vil.data.images import read_image
 from vil.data.readers import EncodedReader
 from vil.data.splits import open_split
 
-ON_DEVICE = ("grey", "full colour", "wrong tables")  # of the odd kinds of files
+ON_DEVICE = ("grey", "full colour", "wrong tables")  # unusual files that a device decodes
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def encoded_reader(photo_folder):
 
 
 def test_what_a_device_can_decode_is_left_to_it(encoded_reader, monkeypatch):
-    """But for small images, of any kind that is decoded without a guard: their pixels."""
+    """Return encoded bytes if a device can decode the image, but pixels of small images that need no guard."""
     for i in range(len(encoded_reader)):
         image, path = encoded_reader[i, 0][0], encoded_reader.dataset.reader.samples[i][0]
         if isinstance(image, EncodedImage) and math.prod(image.size) <= encoded.SMALL:
@@ -43,14 +43,14 @@ def test_what_a_device_can_decode_is_left_to_it(encoded_reader, monkeypatch):
 @pytest.mark.parametrize("sampling", [0x11, 0x21, 0x12, 0x22, 0x41, 0x14])
 def test_colours_at_a_quarter_of_the_size_are_not_for_the_hardware(sampling):
     jpeg = bytearray(encode(PHOTO))
-    first = jpeg.index(b"\xff\xc0") + 2 + 2 + 1 + 4 + 1  # of the components in the frame's header
+    first = jpeg.index(b"\xff\xc0") + 2 + 2 + 1 + 4 + 1  # position of the first component in the frame header
     jpeg[first + 1] = sampling
     header = Image.open(io.BytesIO(jpeg))
     assert header.layer[0][1:3] == (sampling >> 4, sampling & 15)
     assert is_plain_jpeg(bytes(jpeg), header) == (sampling not in (0x41, 0x14))
     for thumbnail in (b"", b"\xff\xd9"):
-        assert not is_plain_jpeg(bytes(jpeg[:2]) + thumbnail + bytes(jpeg[2:-1]), header)  # cut off
-    header.layers = 6  # as of two frames
+        assert not is_plain_jpeg(bytes(jpeg[:2]) + thumbnail + bytes(jpeg[2:-1]), header)  # truncated
+    header.layers = 6  # as if the file had two frames
     assert not is_plain_jpeg(bytes(jpeg), header)
 
 
@@ -66,5 +66,5 @@ def test_a_split_is_judged_by_files_from_all_over_it(photo_folder, tmp_path):
         (folder / f"{i}.jpg").write_bytes(encode(PHOTO.resize((9, 9)) if kind == "GIF" else PHOTO, format=kind))
     os.mkfifo(folder / "pipe.jpg")
     images = open_split(str(tmp_path), "", "odd")
-    assert readers.has_jpegs(images)  # three of five: a pipe is named when it is read
-    assert readers.typical_pixels(images) == math.prod(PHOTO.size)  # of what may be opened here, without a guard
+    assert readers.has_jpegs(images)  # three of five files; a pipe is reported only when it is read
+    assert readers.typical_pixels(images) == math.prod(PHOTO.size)  # of files that can be opened without a guard

@@ -24,7 +24,7 @@ def test_a_micro_batch_is_the_largest_that_shares_equally_and_fits(share, batch_
 def test_a_global_batch_that_cannot_be_shared_is_refused(image_folder):
     with pytest.raises(ConfigError, match="must be a multiple of the world size 3, got 16"):
         split_global_batch(small_config(image_folder), 3)
-    odd = dict(global_batch_size=18)  # 9 a process
+    odd = dict(global_batch_size=18)  # 9 images a rank
     with pytest.raises(ConfigError, match="mixup pairs images, got 9: .*9 images a rank"):
         split_global_batch(small_config(image_folder, **odd), 2)
     with pytest.raises(ConfigError, match="mixup pairs images, got 9: .*18 images a rank"):
@@ -109,7 +109,7 @@ def test_an_image_is_never_mixed_with_a_copy_of_itself(image_folder, global_batc
         indices = torch.tensor([i for i, _ in batch])
         images = torch.zeros(len(batch), 3, 2, 2, dtype=torch.uint8)
         _, targets = augment(images, indices, epoch=0, position=0)
-        # every image has a class of its own, so a target with one peak is an image by itself
+        # Each image has its own class, so a target with a single peak means that the image is not mixed.
         assert ((targets > targets.min(dim=1, keepdim=True).values).sum(dim=1) == 2).all()
 
 
@@ -121,7 +121,7 @@ def test_epochs_and_seeds_shuffle_and_augment_differently(image_folder):
     assert drawn(0, 0) == drawn(0, 0)
     orders, seeds = zip(*(drawn(*key) for key in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]))
     assert len(set(map(tuple, orders))) == 5
-    assert len(set.union(*seeds)) == 5 * 96  # no image is augmented as any other was
+    assert len(set.union(*seeds)) == 5 * 96  # each image is augmented with its own seed
     assert 2**32 > max(max(s) for s in seeds) >= 2**31 > min(min(s) for s in seeds)
 
 
@@ -155,7 +155,7 @@ def test_process_r_of_several_evaluates_every_nth_image_from_r_on():
 
 
 def test_batches_come_in_pieces_and_none_before_they_are_wanted():
-    """To start a loader's workers is to ask for pieces of an epoch that nobody has chosen yet."""
+    """Return no pieces before an epoch has been chosen, although a loader requests pieces when its workers start."""
     pieces = Pieces(EvaluationBatches(250, 100, 1, 2), lambda index, seed: (index, seed, 7))
     assert list(pieces) == []
     pieces.ready = True
@@ -179,4 +179,4 @@ def test_seeds_follow_from_their_key_and_reach_every_generator(monkeypatch):
     monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     seed_everything(3)
-    assert seeded == [("xpu", 3), ("mps", 3)]  # a GPU that nobody uses is not started
+    assert seeded == [("xpu", 3), ("mps", 3)]  # an unused GPU is not initialized

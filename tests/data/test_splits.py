@@ -1,4 +1,4 @@
-"""Tests of finding a dataset's splits and classes, and of the messages if they do not match."""
+"""Tests of finding a dataset's splits and classes, and of the messages about missing or mismatched ones."""
 
 import dataclasses
 import io
@@ -48,14 +48,14 @@ def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, ta
                 file.add(tmp_path / name, ".")
             shutil.rmtree(tmp_path / name)
         else:
-            (tmp_path / f"{name}.tar").touch()  # beside which the folder counts
+            (tmp_path / f"{name}.tar").touch()  # a folder takes precedence over the .tar file
     images = open_split(str(tmp_path), "", wanted)
     assert [os.path.basename(name) for name in images.filenames()] == [f"{found}.png"]
     assert describe_split(wanted, images) == f"{wanted}: 1 images of 1 classes, from 1 of 'a' to 1 of 'a'"
     lines = [record.getMessage() for record in caplog.records]
     if wanted in (found, "train", "validation"):
         assert lines == []
-    else:  # who asks for a folder by its name hears of another one
+    else:  # an alternative to the requested folder is logged
         assert lines == [f"{tmp_path} has no split {wanted!r}: {found}{'.tar' * tar} in its place"]
 
 
@@ -114,7 +114,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
 
 
 def pets(folder, count):
-    """Two classes of this many images, all of different sizes."""
+    """Return two classes with this many images, all of different sizes."""
     for name in ("cat", "dog"):
         (folder / name).mkdir(parents=True)
         for i in range(count):
@@ -124,7 +124,7 @@ def pets(folder, count):
 
 def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_are(tmp_path, monkeypatch):
     source = pets(tmp_path / "pets", 30)
-    Image.new("RGB", (3, 3)).save(source / "cover.jpg")  # of no class
+    Image.new("RGB", (3, 3)).save(source / "cover.jpg")  # belongs to no class
     before = {path: path.read_bytes() for path in source.rglob("*.png")}
     monkeypatch.setattr("tempfile.tempdir", "/on/another/disk")
     (gone := source / "dog" / "gone.png").symlink_to("../0.png")
@@ -134,17 +134,17 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     counts = folders.split_folder(source, tmp_path / "one", 0.5)
     assert folders.split_folder(source, tmp_path / "two", 0.5) == counts == dict(train=30, validation=30)
     assert {path: path.read_bytes() for path in source.rglob("*.png")} == before
-    assert (tmp_path / "one").stat().st_mode == source.stat().st_mode  # not that of a temporary folder
+    assert (tmp_path / "one").stat().st_mode == source.stat().st_mode  # a temporary folder would have a different mode
     one, two = ({p.relative_to(tmp_path / n): p for p in (tmp_path / n).rglob("*.png")} for n in ("one", "two"))
     assert one.keys() == two.keys()
     assert sorted(path.read_bytes() for path in one.values()) == sorted(before.values())
     numbers = sorted(int(path.stem) for path in (tmp_path / "one" / "validation" / "dog").iterdir())
     assert len(numbers) == 15
-    assert numbers[0] < 10 < 20 < numbers[-1]  # not the first by their names
+    assert numbers[0] < 10 < 20 < numbers[-1]  # images are sampled at random
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "pets", "two"]
     (tmp_path / "here" / "new").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "link", lambda *_: os.stat("nothing"))  # fails, as between two disks
+    monkeypatch.setattr(os, "link", lambda *_: os.stat("nothing"))  # hard links fail between two disks
     for target in ("here/new", "there/is/new"):
         assert folders.split_folder(Path("pets"), Path(target), 0.5) == counts
         assert sorted(p.read_bytes() for p in Path(target).rglob("*.png")) == sorted(before.values())
@@ -206,7 +206,7 @@ def test_classes_have_timms_numbers(tmp_path):
             Image.new("RGB", (4, 4)).save(tmp_path / name / f"{i}.png")
     timms, ours = ReaderImageFolder(str(tmp_path)), folders.FolderReader(str(tmp_path), str(tmp_path))
     assert (ours.class_to_idx, ours.samples) == (timms.class_to_idx, timms.samples)
-    alike = [a + b + c for a in "aA" for b in "bB" for c in "cC"]  # which timm takes in any order
+    alike = [a + b + c for a in "aA" for b in "bB" for c in "cC"]  # timm's order of these names is arbitrary
     (tmp_path / "more" / "a").mkdir(parents=True)
     for name, suffix in zip(alike, ["bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif", "webp"]):
         (tmp_path / "more" / name).mkdir()
@@ -243,7 +243,8 @@ def test_a_class_may_be_called_as_a_split_is(tmp_path):
 
 
 def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path):
-    for dataset, data_dir in (("", None), ("", ""), ("wds/x", None), ("wds/x", "")):  # and not the folder one is in
+    # the current folder must not be used instead
+    for dataset, data_dir in (("", None), ("", ""), ("wds/x", None), ("wds/x", "")):
         with pytest.raises(ConfigError, match="^data_dir is required"):
             open_splits(small_config(image_folder, data_dir=data_dir, dataset=dataset))
     with pytest.raises(ConfigError, match="data_dir .*nowhere is not a folder"):
@@ -254,7 +255,7 @@ def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path)
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text("none")
     (tmp_path / "more" / "a.png").touch()
-    with pytest.raises(ConfigError, match="it has 'more', 'notes'$"):  # which are one class
+    with pytest.raises(ConfigError, match="it has 'more', 'notes'$"):  # folders without class subfolders
         open_split(str(tmp_path), "", "holdout")
     with pytest.raises(ConfigError, match="no images in subfolders of .*notes; not read as images: 1 '.txt'$"):
         open_split(str(tmp_path), "", "notes")
@@ -263,7 +264,7 @@ def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path)
         open_splits(small_config(tmp_path))
     shutil.copytree(image_folder / "val", tmp_path / "val")
     with pytest.raises(ConfigError, match="no split 'test' .*called test.; it has 'more', 'notes', 'train', 'val'$"):
-        open_split(str(tmp_path), "", "test")  # what is held out to the end is not what models are chosen by
+        open_split(str(tmp_path), "", "test")  # the test split must not be used for model selection
     (tmp_path / "val").rename(tmp_path / "test")
     with pytest.raises(ConfigError, match="'validation' .*has 'more', 'notes', 'test', 'train'. .*folders .*/train "):
         open_splits(small_config(tmp_path))
@@ -277,7 +278,7 @@ def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
         open_splits(config)
     with pytest.raises(ConfigError, match=r"the split 'train' of .* has 4 classes but the model 1000 \(num_classes\)"):
         open_splits(small_config(image_folder, num_classes=1000))
-    shutil.rmtree(tmp_path / "images" / "val" / "wasp")  # a class less keeps the others' numbers
+    shutil.rmtree(tmp_path / "images" / "val" / "wasp")  # the other classes keep their indices
     for packed in (False, True):
         for split in ("train", "val") if packed else ():
             shutil.make_archive(str(tmp_path / "images" / split), "tar", tmp_path / "images" / split)
@@ -302,12 +303,12 @@ def test_images_without_folders_of_classes_are_nothing_to_train_on(image_folder,
 
 
 def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path):
-    """timm would leave it out, and number the classes behind it otherwise."""
+    """Reject a class folder without images, because timm would skip the class and renumber the later classes."""
     shutil.copytree(image_folder, tmp_path / "images")
     config, train = small_config(tmp_path / "images"), tmp_path / "images" / "train"
     for name in (".cache", "__MACOSX", "bird/egg"):
         (train / name).mkdir(parents=True)
-    (train / "link").symlink_to(train.parent / "empty")  # a warning names it
+    (train / "link").symlink_to(train.parent / "empty")  # a link to an empty folder is only logged
     (train.parent / "empty").mkdir()
     with pytest.raises(ConfigError, match="no images: 'bird'. Copy"):
         open_splits(config)
@@ -315,7 +316,7 @@ def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path
         (train / name).mkdir()
     (train / "bird" / "notes.txt").write_text("none yet")
     (train / "bird" / "egg" / ".ipynb_checkpoints").mkdir()
-    shutil.copy(train / "ant" / "0.png", train / "bird" / "egg" / ".ipynb_checkpoints")  # which is passed over
+    shutil.copy(train / "ant" / "0.png", train / "bird" / "egg" / ".ipynb_checkpoints")  # hidden folders are skipped
     with pytest.raises(ConfigError, match=r"no images: 'bird', 'f', 'g', 'h', 'i', \.{4} Copy"):
         open_splits(config)
     for name in ("bird", *"fghij"):
@@ -366,7 +367,7 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, caplog, w
     assert len(whole) == batches.accumulation * batches.steps == 2 * (4 * TRAIN_IMAGES // 16)
     assert [position for _, position in targets(epoch=2, first_step=2)] == list(range(32, 64, 8))
     assert targets(epoch=2) != whole
-    assert train.reader.epoch_count.value == 2  # from which its shuffle follows, and from the seed
+    assert train.reader.epoch_count.value == 2  # the shuffle depends on the epoch and the seed
     assert open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4, seed=5))[0].reader.common_seed == 5
     loader = evaluation_loader(val, DATA_CONFIG, CPU, workers, 5, 0, 1)
     images, labels = joined(loader)
@@ -396,11 +397,12 @@ def test_processes_share_the_samples_of_shards_each_once(image_folder, tmp_path,
         train, val, _ = open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4))
         for reader in (train.reader, val.reader):
             reader.dist_rank, reader.dist_num_replicas, reader.global_num_workers = rank, 2, 2
-        assert count_images(train) == 4 * TRAIN_IMAGES  # not a process's, from which the steps of an epoch would follow
+        # the length is that of all ranks together, because it determines the steps of an epoch
+        assert count_images(train) == 4 * TRAIN_IMAGES
         assert len(list(train)) == 2 * TRAIN_IMAGES
         share = [label for _, label in val]
-        assert share == sorted(share) or shards > 1  # in the order of their names
+        assert share == sorted(share) or shards > 1  # sorted by name
         assert share
         labels += share
-    assert len(read[0] & read[1]) == (shards == 1)  # that of which each takes its turn
+    assert len(read[0] & read[1]) == (shards == 1)  # ranks that share one shard take turns in reading it
     assert sorted(labels) == [number for number in range(4) for _ in range(VAL_IMAGES)]

@@ -75,7 +75,7 @@ def quota(microseconds, folder="cpu,cpuacct"):
 def test_a_process_may_use_the_cores_it_has_within_its_containers_quota(machine, groups, files, cores, monkeypatch):
     machine(24, groups, files)
     assert workers.usable_cores() == cores
-    monkeypatch.delattr(os, "sched_getaffinity")  # which macOS lacks
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS lacks this function
     monkeypatch.setattr(os, "cpu_count", lambda: 24)
     assert workers.usable_cores() == cores
 
@@ -83,9 +83,9 @@ def test_a_process_may_use_the_cores_it_has_within_its_containers_quota(machine,
 @pytest.mark.parametrize(
     ("device", "cores_processes_expected"),
     [
-        # a GPU's process leaves itself a core or two and loads with the others
+        # Each process of a GPU reserves one or two cores for itself and uses the others for workers.
         (CUDA, "16-1-14 64-4-14 8-1-6 4-1-3 2-1-1 1-1-1 8-8-1 6-8-1 256-1-16"),
-        (CPU, "1-1-1 2-1-1 8-1-2 16-1-4 128-1-16"),  # a CPU that trains has most cores for that
+        (CPU, "1-1-1 2-1-1 8-1-2 16-1-4 128-1-16"),  # training on a CPU needs most cores itself
     ],
     ids=str,
 )
@@ -107,7 +107,7 @@ def test_workers_get_cores_of_their_own(machine, monkeypatch, wanted, threads, p
         workers.share_cores(CPU, wanted)
         monkeypatch.delenv("OMP_NUM_THREADS")
         workers.share_cores(CUDA, wanted)
-        assert torch.get_num_threads() == 3  # who says how many, or trains on a GPU, keeps them
+        assert torch.get_num_threads() == 3  # kept if the user sets the number of workers, or on a GPU
         workers.share_cores(CPU, wanted)
         assert torch.get_num_threads() == threads
     finally:
@@ -139,9 +139,10 @@ def test_workers_are_no_more_than_there_is_work_for_and_prepare_whole_batches_ah
     assert chosen() == (14, 2)
     assert chosen(pieces=3)[0] == 3
     assert chosen(pieces=0)[0] == 1
-    assert chosen(wanted=30, pieces=3)[0] == 30  # who says how many gets them
+    assert chosen(wanted=30, pieces=3)[0] == 30  # an explicit number is kept
     assert chosen(wanted=0) == (0, None)
-    assert (chosen(on_device=True)[0], chosen(on_device=True, decode=True)[0]) == (8, 14)  # files are read fast
+    # reading files needs fewer workers than decoding
+    assert (chosen(on_device=True)[0], chosen(on_device=True, decode=True)[0]) == (8, 14)
     for wanted, batch_size in ((2, 256), (1, 1024), (14, 1024), (4, 8)):
         count, prefetch = chosen(wanted, batch_size)
         assert prefetch >= 2
@@ -172,10 +173,11 @@ def test_too_little_shared_memory_for_one_worker_is_refused_with_what_helps(mach
     shared_memory(29)
     with pytest.raises(ConfigError, match="29 MiB free, and loading .* least 30: .*--shm-size=8g, or .*--workers 0"):
         chosen()
-    with pytest.raises(ConfigError, match="at least 130:"):  # files that a device reads stay there until it has
+    # encoded files stay in shared memory until the device has read them
+    with pytest.raises(ConfigError, match="at least 130:"):
         chosen(on_device=True)
     machine(16, processes=8)
-    with pytest.raises(ConfigError, match="at least 240:"):  # of all processes of the machine
+    with pytest.raises(ConfigError, match="at least 240:"):  # for all processes of the machine
         chosen()
     assert chosen(wanted=0) == (0, None)
 
@@ -188,7 +190,7 @@ def test_with_little_shared_memory_workers_decode_what_they_would(machine, share
 
 
 def test_without_a_folder_of_shared_memory_nobody_knows_how_much_there_is(machine, monkeypatch, tmp_path):
-    """As on macOS."""
+    """Use no limit if there is no folder of shared memory, as on macOS."""
     machine(16)
     monkeypatch.setattr(workers, "SHARED_MEMORY", tmp_path / "none")
     assert chosen() == (14, 2)
@@ -213,7 +215,7 @@ def started(image_folder):
             split.set_loader_cfg = lambda num_workers: None
         loader = evaluation_loader(split, DATA_CONFIG, CPU, count, batch_size, 0, 1, on_device)
         if streams:
-            next(iter(loader))  # with which its workers start
+            next(iter(loader))  # starts the workers
         return loader, new()
 
     yield make
@@ -235,10 +237,10 @@ def test_a_worker_that_finds_shared_memory_full_says_so_in_one_line(started, mon
     assert "\n" not in message
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * MIB))
     workers.into_shared_memory(image := torch.zeros(3 * MIB, dtype=torch.uint8))
-    assert not image.is_shared()  # out of no worker
+    assert not image.is_shared()  # only workers use shared memory
     monkeypatch.setattr(workers, "get_worker_info", lambda: "one")
     with pytest.raises(ConfigError, match="2 MiB free, 3 needed for images"):
-        workers.into_shared_memory(*image.split([MIB, 2 * MIB]))  # of which each would fit
+        workers.into_shared_memory(*image.split([MIB, 2 * MIB]))  # each tensor would fit alone
 
 
 @pytest.mark.parametrize(
@@ -259,7 +261,7 @@ def outlive(worker):
 
 @STREAMS
 def test_a_worker_that_is_killed_while_nobody_waits_for_it_is_one_line(started, streams):
-    """PyTorch raises its error in whatever the main thread is at."""
+    """Report a killed worker in one line, although PyTorch raises the error at an arbitrary point of the main thread."""
     loader, (worker,) = started(streams=streams)
     next(iter(loader))
     with pytest.raises(ConfigError, match="fewer --workers"):
@@ -278,7 +280,7 @@ def test_pytorchs_handler_is_wrapped_once_by_the_main_thread():
     finally:
         signal.signal(signal.SIGCHLD, pytorchs)
     first, after_the_thread, once, twice = found
-    assert first is after_the_thread  # Python lets no other thread set a handler
+    assert first is after_the_thread  # Python sets signal handlers only in the main thread
     assert once is twice is not first
 
 
@@ -288,9 +290,10 @@ def test_an_error_of_other_code_is_not_one_of_the_workers():
 
 
 def test_a_worker_that_hangs_ends_the_run(started, monkeypatch):
-    assert loaders.STALLED > workers.PIECE * decoder.SECONDS  # of files that each take all the time they may
+    assert loaders.STALLED > workers.PIECE * decoder.SECONDS  # the timeout exceeds the decoding limit of a whole piece
     monkeypatch.setattr(loaders, "STALLED", 0.2)
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # and then it ends the worker
+    # interval after which PyTorch ends the worker
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     monkeypatch.setattr(ImageReader, "__getitem__", lambda *_: time.sleep(1))
     with pytest.raises(MachineError, match="^cannot read .*timed out after 0.2 seconds. To continue, .*disk"):
         next(iter(started()[0]))
@@ -298,10 +301,10 @@ def test_a_worker_that_hangs_ends_the_run(started, monkeypatch):
 
 @STREAMS
 def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch, streams):
-    """A scheduler signals every process of a job, and then images are still needed."""
+    """Keep workers alive when a scheduler signals all processes of a job, because the parent still needs images."""
     monkeypatch.setattr("vil.data.loaders.STALLED", 60)
     threads = torch.get_num_threads()
-    try:  # then PyTorch starts threads in a worker, before anything of ours runs there
+    try:  # a different number of threads makes PyTorch start threads in a worker before this package's code runs
         torch.set_num_threads(threads + 2)
         loader, (worker,) = started(batch_size=2, streams=streams)
     finally:
@@ -312,7 +315,7 @@ def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch, streams)
         subprocess.run(["kill", name, str(worker.pid)], check=True)
     assert all(torch.equal(ours, theirs) for (ours, _), theirs in zip(loader, expected, strict=True))
     assert worker.is_alive()
-    for kept_out in ("SigIgn", "SigBlk"):  # Ctrl-C, which a terminal sends to all: also while the worker starts
+    for kept_out in ("SigIgn", "SigBlk"):  # a terminal sends Ctrl-C to all processes, also while the worker starts
         assert signal.SIGINT in signals(worker.pid, kept_out)
     os.kill(worker.pid, signal.SIGTERM)
     worker.join(timeout=60)
@@ -320,7 +323,10 @@ def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch, streams)
 
 
 def start_a_worker(pipe):
-    """Starts a process that heeds this one alone and writes its number to the pipe, which its end closes."""
+    """Start a process that heeds only its parent's signals and writes its process id to the pipe.
+
+    The pipe closes when the process ends.
+    """
 
     def work():
         workers._heed_the_parent_alone()
@@ -331,7 +337,7 @@ def start_a_worker(pipe):
 
 
 def test_a_worker_whose_parent_dies_as_it_starts_ends():
-    """Whatever signals it has got from others, and though PyTorch does not watch this parent yet."""
+    """End a worker whose parent dies before PyTorch watches the parent, whatever signals the worker has received."""
     read, write = os.pipe()
     parent = multiprocessing.get_context("fork").Process(target=start_a_worker, args=(write,))
     parent.start()
@@ -359,7 +365,7 @@ def test_a_loader_of_a_cycle_that_was_never_used_ends_its_workers_without_a_word
     del loader
     others = set(threading.enumerate())
     gc.collect()
-    for thread in set(threading.enumerate()) - others:  # that feed queues
+    for thread in set(threading.enumerate()) - others:  # threads that feed queues
         thread.join()
     assert not said
     assert not any(child.is_alive() for child in children)
@@ -367,19 +373,20 @@ def test_a_loader_of_a_cycle_that_was_never_used_ends_its_workers_without_a_word
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_pieces_make_up_the_batches_of_workers_that_start_with_their_loader(image_folder, started, monkeypatch, count):
-    """28 images, in pieces of at most 3, by one worker or several, again and again."""
+    """Assemble batches of 28 images from pieces of at most 3, with one or several workers, in repeated epochs."""
     for module in ("samplers", "host_loader", "loaders", "workers"):
         monkeypatch.setattr(f"vil.data.{module}.PIECE", 3)
-    made = []  # as a program with threads of its own makes one
+    made = []  # the loader is created in another thread
     (thread := threading.Thread(target=lambda: made.extend(started(count, batch_size=9)))).start()
     thread.join()
     loader, processes = made
     assert len(processes) == count
-    assert loader.loader.prefetch_factor == loader.settings.prefetch != 2  # PyTorch's own
+    assert loader.loader.prefetch_factor == loader.settings.prefetch != 2  # PyTorch's default
     for _ in range(2):
         assert [len(images) for images, _ in loader] == [9, 9, 9, 1]
         assert joined(loader)[1] == [number for number in range(4) for _ in range(7)]
-    assert not any(tensor.is_shared() for batch in loader for tensor in batch)  # what a caller keeps
+    # the caller's tensors are not in shared memory
+    assert not any(tensor.is_shared() for batch in loader for tensor in batch)
     trained, keys = training_set(image_folder, workers=count, global_batch_size=16)
     expected = [trained.dataset.dataset.reader[index][1] for index, _ in keys]
     found = [targets for (_, targets), _ in micro_batches(trained, trained.batches, 0, 0)]

@@ -207,8 +207,7 @@ def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, 
 
 
 def logits_of_imagenet(model, folders, **options):
-    """Return (names, targets, logits) of a split with some of ImageNet's classes, evaluated among these classes only.
-    """
+    """Return (names, targets, logits) of a split with some of ImageNet's classes, evaluated among these only."""
     names, targets, logits = naive.saved_logits(model, folders / "imagenet", WORDNET, [UNREADABLE], **options)
     return names, targets, naive.only(logits, list(WORDNET.values()))
 

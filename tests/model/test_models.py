@@ -528,8 +528,7 @@ def test_compiles_without_graph_breaks():
 
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="torch.compile says there that it exports")
 def test_compiles_for_a_second_image_size():
-    """Compile for a symbolic image size, for which PyTorch cannot differentiate the resampling of position embeddings.
-    """
+    """Compile for a symbolic image size, for which PyTorch cannot differentiate resampled position embeddings."""
     model = small("vil_tiny", dynamic_img_size=True, depth=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for height in (48, 80):
