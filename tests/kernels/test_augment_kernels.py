@@ -1,5 +1,5 @@
-"""Tests of augmentation kernels and their definition against PIL and timm, emulated with small images, on a GPU with
-large ones.
+"""Tests of augmentation kernels and their reference implementation against PIL and timm, emulated with small
+images and on a GPU with large ones.
 """
 
 import itertools
@@ -35,7 +35,7 @@ of_kernels = pytest.mark.parametrize("where", KERNELS, indirect=True)
 
 @pytest.fixture(params=["definition", *KERNELS])
 def where(request, monkeypatch):
-    """Device of the images, number of trials, image size, and whether pixels must be identical to PIL's."""
+    """Return the device of the images, number of trials, image size, and whether pixels must be identical to PIL's."""
     if request.param == "emulated":
         emulate(monkeypatch)
     if request.param == "gpu":
@@ -88,8 +88,8 @@ def test_crops_of_any_size_are_pils(where, interpolation):
         decoded = [tensor(image).to(where.device) for image in images]
         decoded[0] = decoded[0].mT.contiguous().mT  # one image with transposed memory
         crops = crop_resize_flip(decoded, np.array(boxes), np.array(flips), size, interpolation)
-        # fp32 may round sums of exactly half a level either way, once in each direction; small crops have many such
-        # sums
+        # fp32 may round sums of exactly half a level either way, once in each direction. Small crops have many such
+        # sums.
         assert_levels(crops, expected, *((0, 0) if where.exact else (2, 0.1)))
 
 
@@ -107,7 +107,7 @@ def test_images_of_extreme_shapes_are_resized_as_by_pil(where, shape):
 @pytest.mark.parametrize("crop_pct", [0.875, 1.0, 1.3])
 @pytest.mark.parametrize("interpolation", METHODS)
 def test_windows_are_those_of_timms_evaluation(where, interpolation, crop_pct):
-    """Windows may also have more pixels than the resized image."""
+    """Crop windows as timm's evaluation does, including windows larger than the resized image."""
     height, width = where.size
     transform = create_transform(
         (3, height, height), is_training=False, use_prefetcher=True, interpolation=interpolation, crop_pct=crop_pct
@@ -150,7 +150,7 @@ def random_operation(numbers, name=None):
     name = name or numbers.choice([*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
     ranges = dict(Posterize=(0, 8), Solarize=(0, 256), SolarizeAdd=(0, 110), Rotate=(-30, 30), GaussianBlur=(0.1, 2))
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
-    if name in ("TranslateX", "TranslateY"):  # multiples of a half, for which pixels come from the very edge
+    if name in ("TranslateX", "TranslateY"):  # multiples of 0.5, which read pixels at the very edge
         return name, numbers.randint(-40, 40) / 2
     if name not in ranges:  # factors in tenths, whose levels are often integers up to rounding
         return name, numbers.randint(1, 19) / 10
@@ -230,7 +230,7 @@ def test_every_image_goes_through_its_own_operations_in_order(where):
 
 @pytest.mark.parametrize("interpolation", METHODS)
 def test_a_batch_is_transformed_where_it_is(interpolation):
-    """Operands of a tensor on "meta" must be on "meta", too."""
+    """Keep results on the images' device: operands of a tensor on "meta" must be on "meta", too."""
     images = [torch.empty(3, 20, 30 + i, dtype=torch.uint8, device="meta") for i in range(3)]
     boxes, flips = np.array([[0, 0, 20, 30]] * 3), np.array([True, False, True])
     crops = crop_resize_flip(images, boxes, flips, (8, 12), interpolation)
@@ -308,7 +308,7 @@ def erased(device, keys, mode, size=(64, 64), **mixes):
 
 
 def test_erased_pixels_are_standard_normal_and_independent(where):
-    """Independent means uncorrelated between neighbours, rows, channels and images, also for neighbouring keys."""
+    """Check that noise is uncorrelated between neighbours, rows, channels and images, also for neighbouring keys."""
     values = erased(where.device, range(20), "pixel").double()
     for moment, power, variance in ((0, 1, 1), (1, 2, 2), (3, 4, 96)):
         assert abs((values**power).mean() - moment) < 5 * (variance / values.numel()) ** 0.5
@@ -328,7 +328,7 @@ def test_noise_depends_on_the_key_and_the_place_alone(where):
     assert torch.equal(values[1:2], erased(where.device, keys[1:2], "pixel", size))
     for i, j in ((0, 1), (0, 3), (1, 3)):
         assert not (values[i] == values[j]).any()
-    # that of a partner is the partner's
+    # The noise of a mixing partner is sampled with the partner's key.
     partners = dict(mixing=np.array([[0, 12, 0, 10, 0, 0]] * 4, np.float32), partners=np.array([1, 0, 3, 2]))
     assert torch.equal(erased(where.device, keys, "pixel", size, **partners), values[[1, 0, 3, 2]])
 
@@ -342,7 +342,7 @@ def test_a_channel_of_an_image_is_erased_to_one_number(where):
 
 
 def philox(counters, key):
-    """Random123's Philox4x32-10 for counters (n, 4) and a key of two words."""
+    """Compute Random123's Philox4x32-10 for counters (n, 4) and a key of two words."""
     a, b, c, d = np.array(counters, np.uint64).T
     key_0, key_1 = key
     low = np.uint64(2**32 - 1)

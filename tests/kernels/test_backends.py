@@ -37,7 +37,7 @@ def test_any_number_of_states_is_padded_to_one_that_kernels_have(scan, definitio
 @SCANS
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_inputs_of_several_dtypes_lose_only_the_rounding_of_the_output(scan, definition, make_inputs, low, stand_in):
-    """Kernels run in one dtype, but gradients have the dtype of their inputs."""
+    """Compute several input dtypes in the kernels' single dtype, and return gradients in the dtypes of the inputs."""
     for mixed in range(4):
         inputs = make_inputs(2, 5, 3, 4, torch.float32)
         per_token = [i for i, t in enumerate(inputs) if t.dim() == 3]
@@ -119,14 +119,14 @@ def test_only_interpreted_triton_takes_tensors_on_a_cpu(monkeypatch):
             with pytest.raises(ValueError, match=f"must be on a GPU for the {name} backend, got x on cpu"):
                 selective_scan(x, x, A, k, k, backend=name)
             with pytest.raises(ValueError, match=f"must be on a GPU for the {name} backend, got x on cpu"):
-                backends.resolve(name, x.device)  # as an operator that is called directly does
+                backends.resolve(name, x.device)  # as a direct call of an operator does
         assert backends.choose("auto", x, 4, 1) == "cpu"
     assert backends.choose("triton", x, 4, 1) == "triton"
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Make this machine look as if it had a GPU, by AMD or not, with or without the packages of CUDA kernels and
+    """Simulate a machine with or without a GPU, by AMD or not, with or without the packages of CUDA kernels and
     Triton.
     """
 
@@ -154,7 +154,7 @@ def test_the_first_backend_that_the_machine_can_run_is_taken(machine):
     with pytest.warns(UserWarning, match="no NVRTC here. Using the triton backend"):
         assert backends.backend_for(device) == "triton"
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it says so once
+        warnings.simplefilter("error")  # a second call must not warn again
         assert [backends.resolve(name, device) for name in ("auto", "triton")] == ["triton", "triton"]
     with pytest.raises(RuntimeError, match="no NVRTC here"):
         backends.resolve("cuda", device)
@@ -169,7 +169,7 @@ def test_the_reference_takes_over_on_a_gpu_without_nvrtc_and_triton(machine):
         with pytest.warns(UserWarning, match=reason):
             assert backends.choose("auto", x, 16, 1) == "reference"
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # it says so once
+            warnings.simplefilter("error")  # a second call must not warn again
             assert backends.choose("auto", x, 16, 1) == backends.backend_for(device) == "reference"
         for name in ("auto", "triton"):
             with pytest.raises(RuntimeError, match="the triton backend needs Triton"):

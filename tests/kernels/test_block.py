@@ -1,4 +1,7 @@
-"""Tests of the fused block against the unfused one: its algebra on a CPU with plain kernels, and all of it on a GPU."""
+"""Tests of the fused block against the unfused one:
+
+on a CPU with plain kernels, which checks the algebra, and on a GPU.
+"""
 
 import copy
 import traceback
@@ -35,7 +38,7 @@ from vil.kernels.scan import heuristics as variants
 
 @pytest.fixture
 def plain_kernels(monkeypatch):
-    """Run the operator on a CPU in fp64 with plain kernels. Yields a list of whether each block received its norm."""
+    """Run the operator on a CPU in fp64 with plain kernels. Yield a list of whether each block received its norm."""
     handed, pack_weights = [], PlainKernels.pack_weights
     monkeypatch.setattr(PlainKernels, "pack_weights", lambda *a: handed.append(a[3] is None) or pack_weights(*a))
     for module in (operator, forward, backward):
@@ -62,7 +65,9 @@ def plain():
 @pytest.mark.parametrize("size", [(16, 80), (32, 48)])
 @pytest.mark.parametrize("mixer", ["vil_tiny", "vim_tiny"])
 def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, plain_kernels):
-    """In training with stochastic depth and in evaluation without, with and without passing the norms on."""
+    """Compare models in train mode with stochastic depth and in eval mode without, with and without passing norms
+    to the next block.
+    """
     model = randomised(small(mixer, depth=3, img_size=size, drop_path_rate=0.5))
     x, weights = random_images(5, 3, *size, dtype=torch.float64), dict(model.named_parameters())
     scales = stochastic_depth([0, 0.25, 0.5], len(x), seed=3)
@@ -86,7 +91,7 @@ def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, plain_k
 
 @pytest.mark.parametrize("between", ["hook", "eps", "dtype", "unfused"])
 def test_what_comes_between_fused_blocks_is_not_passed_over(between, plain_kernels, plain):
-    """A module between blocks must invalidate the precomputed norm of the next block."""
+    """Invalidate the precomputed norm of the next block if a module is inserted between blocks."""
     model = randomised(small(depth=3, img_size=32)).eval()
     if between == "hook":
         model.blocks[0].register_forward_hook(lambda module, args, output: output * torch.arange(32))
@@ -106,7 +111,9 @@ def test_what_comes_between_fused_blocks_is_not_passed_over(between, plain_kerne
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_second_derivative_is_refused_and_not_taken_for_none(at_once, plain_kernels, monkeypatch):
-    """A gradient penalty would otherwise silently lack a part of its gradient."""
+    """Raise an error for second derivatives, because a gradient penalty would otherwise silently lack a part of
+    its gradient.
+    """
     monkeypatch.setattr(operator, "at_once", lambda t: at_once)
     model = randomised(small(depth=2, img_size=32)).eval()
     x = random_images(2, 3, 32, 32, dtype=torch.float64).requires_grad_()
@@ -152,7 +159,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(change, plain_kernels, plain):
-    """Forward and every gradient, for changes of the first, a middle and the last block; nothing may be cached."""
+    """Compare outputs and gradients after changes of the first, a middle and the last block, because nothing may
+    be cached.
+    """
     for place in (0, 1):
         model = randomised(small(depth=2, img_size=32)).train()
         x = random_images(2, 3, 32, 32, dtype=torch.float64)
@@ -196,7 +205,7 @@ def test_a_model_with_parameters_of_the_caller_and_a_hook_on_every_module(plain_
 def test_the_operator_and_its_definition_have_the_gradients_of_the_plain_block(
     mixer, scaled, how, tokens, middle, plain_kernels, plain
 ):
-    """In fp64 without kernels: weight folding, projections and every hand-written derivative."""
+    """Check weight folding, projections and every hand-written derivative in fp64 without kernels."""
     plain()
     block = make_block(mixer, 24, dtype=torch.float64)
     x, dy = torch.randn(2, 3, tokens, 24, dtype=torch.float64)
@@ -220,7 +229,7 @@ def test_the_operator_and_its_definition_have_the_gradients_of_the_plain_block(
 
 
 class Chain(torch.nn.Module):
-    """Blocks that pass on the norm of the next block."""
+    """Chain of blocks that pass on the norm of the next block."""
 
     def __init__(self, blocks, class_token_only):
         super().__init__()
@@ -232,7 +241,7 @@ class Chain(torch.nn.Module):
 
 @pytest.mark.parametrize("middle", [False, True])
 def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(middle, plain_kernels, plain):
-    """In fp64 without kernels."""
+    """Compare gradients in fp64 without kernels."""
     chain = Chain([make_block(LonghornMixer, 24, seed=i, dtype=torch.float64) for i in range(3)], middle)
     x, dy = torch.randn(2, 3, 9, 24, dtype=torch.float64)
     plain()
@@ -245,7 +254,7 @@ def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(mid
 
 
 def test_seven_calls_lead_from_a_model_to_a_kernel(plain_kernels, monkeypatch):
-    """Six calls here; when a plan replaces the last one, the plan and its step follow."""
+    """Count the calls between model and kernel: six without a plan. A plan adds its own call and its step."""
     monkeypatch.setattr(operator, "at_once", lambda t: True)
     model, ways = small(depth=2, img_size=32).double().eval(), []
     ours = str(Path(vil_block.__file__).parent), str(Path(backends.__file__).parent)
@@ -273,10 +282,11 @@ def test_a_frozen_model_gives_its_images_a_gradient(runs_at_once, plain_kernels,
     torch.testing.assert_close(found, torch.autograd.grad(model(x).square().sum(), x)[0])
 
 
-# With a GPU
+# tests with a GPU
 
 
-# channels that fill vectors and warps or not, one token, more tokens than a stretch, a batch of several parts,
+# Shapes with channels that fill vectors and warps or not, one token, more tokens than a stretch, and a batch of several
+# parts.
 SHAPES = [(4, 197, 384), (1, 50, 100), (3, 1, 64), (2, 1030, 48), (33, 33, 192), (1, 7, 18), (110, 133, 192)]
 TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 
@@ -286,7 +296,7 @@ TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, plain):
-    """Outputs and every gradient; in low precision, errors must not exceed those of the unfused block."""
+    """Compare outputs and every gradient. In low precision, errors must not exceed those of the unfused block."""
     block = make_block(mixer, shape[2], device="cuda")
     x, dy = torch.randn(2, *shape, device="cuda")
     truth = outcome(copy.deepcopy(block).double(), x.double(), dy.double(), class_token_only=middle)
@@ -298,7 +308,7 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
         vil_block.set_fused(True)
         for name, expected in truth.items():
             assert torch.equal(fused[name], again[name]), name
-            if expected.norm() == 0:  # rates that only a second token could show
+            if expected.norm() == 0:  # decay rates have no effect with a single token
                 assert fused[name].norm() == 0, name
                 continue
             error = relative_error(fused[name], expected)
@@ -311,7 +321,7 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
 @pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("shape", [(64, 197, 384), (64, 197, 192), (2, 70, 64)])
 def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
-    """On Hopper, the first two shapes pass norms on."""
+    """Compare results bitwise with and without passing norms on; on Hopper, the first two shapes pass norms on."""
     chain = Chain([make_block(LonghornMixer, shape[2], seed=i) for i in range(3)], middle).cuda()
     x, dy = torch.randn(2, *shape, device="cuda")
     found = outcome(chain, x, dy, torch.bfloat16)
@@ -323,7 +333,7 @@ def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
 
 @EMULATED
 @pytest.mark.parametrize("middle", [False, True])
-# the others fuse gate and product: for few tokens, for many, and for many on Hopper
+# The other cases fuse the gate and its product: for few tokens, for many tokens, and for many tokens on Hopper.
 @pytest.mark.parametrize(
     ("shape", "multiprocessors", "hopper", "dtype"),
     [
@@ -335,7 +345,7 @@ def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
 def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
     mixer, shape, multiprocessors, hopper, dtype, middle, monkeypatch, autocast_on_gpus
 ):
-    """All kernels of a block together, forward and every gradient; PyTorch computes cuBLAS's products in fp32."""
+    """Run all kernels of a block, forward and backward. PyTorch computes cuBLAS's products in fp32."""
     tolerance = 2.5e-2 if dtype == torch.bfloat16 else 3e-3
     blocks.on_an_emulated_gpu(monkeypatch, multiprocessors, hopper)
     project = hopper and mixer is LonghornMixer
@@ -384,8 +394,8 @@ def noted(monkeypatch, project):
 
 
 def exactly(block, x, dy, dnext, middle):
-    """Return output and gradients of the independent block in fp64; dnext is the gradient of its norm without
-    weight.
+    """Return output and gradients of the independent block in fp64; dnext is the gradient of the output's norm
+    without weight.
     """
     (scale,) = stochastic_depth([0.25], len(x), seed=1, dtype=x.dtype)
     assert scale.all()
@@ -402,7 +412,10 @@ def exactly(block, x, dy, dnext, middle):
 
 
 def by_kernels(block, x, dy, dnext, middle, amid_others, dtype):
-    """Return the same from the operator, and the norm it returns; inside a model it also receives one."""
+    """Return output and gradients of the operator, and the norm that the operator returns.
+
+    Inside a model, a block also receives a norm.
+    """
     x, normed = x.clone().requires_grad_(), None
     if amid_others:
         xhat, rstd = PlainKernels.rms_norm(x.flatten(0, 1), block.norm.eps, dtype)
@@ -420,7 +433,7 @@ def by_kernels(block, x, dy, dnext, middle, amid_others, dtype):
 
 
 def as_foretold(run, foretell):
-    """Wrap a part of the operator to check its results against the fake kernel that compilers use."""
+    """Wrap a part of the operator to check its results against the fake implementation that compilers use."""
 
     def checked(*arguments):
         results = run(*arguments)
@@ -449,7 +462,7 @@ def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most
     block, (B, L, C) = make_block(LonghornMixer, 384, device="cuda"), (4, 2048, 384)
     x = torch.randn(B, L, C, device="cuda", requires_grad=True)
     torch.cuda.empty_cache()  # the cache could return blocks that are up to 1 MiB too large
-    for _ in range(2):  # permanent allocations of the first call do not count
+    for _ in range(2):  # permanent allocations of the first call are not counted
         with torch.autocast("cuda", torch.bfloat16):
             y = block(x)
         before = torch.cuda.memory_allocated()
@@ -462,7 +475,7 @@ def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("mixer", "middle"), [(LonghornMixer, True), (MambaMixer, False)])
 def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle, device, monkeypatch):
-    """Emulated on a CPU: schema, autograd and fake results, also with dynamic shapes."""
+    """Check schema, autograd and fake results, also with dynamic shapes, emulated on a CPU."""
     if device == "cpu":
         blocks.on_an_emulated_gpu(monkeypatch)
     block = make_block(mixer, 16, device=device)
@@ -501,13 +514,13 @@ def test_compiled_and_checkpointed_and_captured_blocks_equal_the_eager_one(autoc
 
 @pytest.mark.gpu
 def test_models_in_several_threads_and_streams_do_what_they_do_alone():
-    """With equal and with different kinds of plans."""
+    """Run models in several threads and streams, with equal and with different kinds of plans."""
     torch.manual_seed(0)
     model = timm.create_model("vil_tiny", img_size=64, depth=3, num_classes=5).cuda()
     images = [torch.randn(2 + i % 3, 3, 64, 64, device="cuda") for i in range(8)]
 
     def outcome(x):
-        # threads share PyTorch's cache of cast weights, but have separate streams here
+        # Threads have separate streams but share PyTorch's cache of cast weights, so the cache is disabled.
         with torch.cuda.stream(torch.cuda.Stream()), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             y = model(x)
             return [y.detach(), *torch.autograd.grad(y.float().square().sum(), list(model.parameters()))]
@@ -519,7 +532,8 @@ def test_models_in_several_threads_and_streams_do_what_they_do_alone():
         found = list(pool.map(outcome, images))
     torch.cuda.synchronize()
     for results, alone in zip(found, expected):
-        for one, other in zip(results, alone, strict=True):  # cuBLAS may choose other algorithms for products
+        # cuBLAS may choose other algorithms, so results are close but not equal
+        for one, other in zip(results, alone, strict=True):
             assert relative_error(one, other.double()) < 1e-2
 
 
@@ -529,7 +543,7 @@ def test_models_in_several_threads_and_streams_do_what_they_do_alone():
     [("vil_tiny", 64, 8, None), ("vil_tiny", 224, 128, None), ("vil_tiny_pooled", 224, 128, "reduce-overhead")],
 )
 def test_a_compiled_training_step_has_the_gradients_of_the_eager_one(name, size, batch, mode):
-    """In bf16, and with many tokens on Hopper, for which blocks pass norms on."""
+    """Compare gradients in bf16, also with many tokens on Hopper, for which blocks pass norms on."""
     model = timm.create_model(name, img_size=size, depth=3, num_classes=5).cuda()
     images = torch.randn(batch, 3, size, size, device="cuda")
 

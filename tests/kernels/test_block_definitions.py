@@ -1,4 +1,6 @@
-"""Tests of each kernel of a block against the definition in the same file, emulated on a CPU and on a GPU."""
+"""Tests of each kernel of a block against the reference implementation in the same file, emulated on a CPU and on
+a GPU.
+"""
 
 import functools
 import math
@@ -82,7 +84,7 @@ def random_tensors(device, *kinds):
 
 
 def on_both(emulated, on_a_gpu):
-    """Parametrize over cases (shape, Hopper, dtype) emulated, the first also in fp16, and on a GPU."""
+    """Parametrize over cases (shape, Hopper, dtype): all emulated, the first also in fp16, and all on a GPU."""
     cases = [(*case, torch.bfloat16) for case in emulated] + [(*emulated[0], torch.float16)]
     large = [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *on_a_gpu]
     return pytest.mark.parametrize(
@@ -136,7 +138,8 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
             close(value, truth, dtype, "norm")
 
 
-# B, L, C and multiprocessors: groups of 33 to 50 tokens and fewer, also in the last of several rounds, and of 2 or none
+# B, L, C and multiprocessors: groups of 33 to 50 tokens and smaller groups, also in the last of several rounds, and
+# groups of at most 2 tokens
 GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (7, 83, 192, 9), (3, 3, 192, 12), (1, 65, 384, 1)]
 
 
@@ -153,7 +156,7 @@ def test_gate_outproj_backward_equals_the_plain_one(dtype, device, shape, hopper
         device, ((B * L, C), dtype), ((C, D), dtype), ((B, L, D), dtype), ((B, L, 2 * D), dtype), ((B,), torch.float32)
     )
     z = uz[..., D:]
-    # few tokens use two kernels and a product between them
+    # Few tokens use two kernels and a product between the kernels.
     roundings = 1 if gate_outproj_sm90.fits(B * L, C, D, dtype, dout.device) else 3
     for scale_B in scale, None:
         duz, again = (torch.empty_like(uz) for _ in range(2))
@@ -245,7 +248,7 @@ def calls_of_unpack_gradients(tokens, B, L, C, D):
     P, R = weights.sizes().padded_P, weights.sizes().padded_R
     dfolded, dfilters, dx_proj = torch.randn(2 * D, C), torch.randn(parts, 2, TAPS + 1, D), torch.randn(2, parts, P, D)
     dstep_proj, dskips, dchannels = torch.randn(2, parts, D, R), torch.randn(parts + 1, 2, D), torch.randn(2, 2, D)
-    for of_skips in (dskips, dchannels[None, :, 0]):  # as in a pooled block, and as in the scan
+    for of_skips in (dskips, dchannels[None, :, 0]):  # the gradient of skips as in a pooled block, and as in the scan
         yield (
             weights.norm, weights.in_proj, weights.sizes(), dfolded, dfilters, dx_proj, dstep_proj, of_skips,
             dchannels[:, 1], tokens(0).dtype,
@@ -266,7 +269,7 @@ WRITTEN = {"conv_backward": 1, "gate_backward": 2}  # numbers of tensors (B, L, 
 
 
 def results(name, kernel, inputs, written):
-    """Return what a kernel or its definition returns and writes, with partial sums added."""
+    """Return what a kernel or its reference implementation returns and writes, with partial sums added."""
     values = kernel(*inputs, *written)
     if name == "conv_backward":
         values = values.sum(0, keepdim=True)

@@ -21,12 +21,12 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    """Run the kernels on the CPU, as on a GPU with one multiprocessor that is not a Hopper."""
+    """Run the kernels emulated on the CPU, as on a GPU with one multiprocessor that is not a Hopper."""
     emulator.as_if_on_a_gpu(monkeypatch)
 
 
 def small_tokens(T, C):
-    """Tokens whose mean squares are 0, far below an eps of 1e-5, close to it, and far above."""
+    """Return tokens whose mean squares are 0, far below an eps of 1e-5, close to eps, and far above."""
     return torch.randn(T, C) * torch.tensor([0, 1e-4, 3e-3, 1.0])[torch.arange(T) % 4, None]
 
 
@@ -57,7 +57,7 @@ def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
 
 
 def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
-    """Packed weights for 16-bit parameters, and their gradients."""
+    """Compare packed 16-bit weights and their gradients."""
     weights = block_weights(8, BF16)
     C, D, _, _, K = sizes = weights.sizes()
     packed, _ = kernels.pack_weights(weights, BF16, None, None, 1e-5, True)
@@ -81,7 +81,7 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
 
 
 def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, poison):
-    """On Hopper, with an out_proj that adds nothing to small tokens."""
+    """Compute the norm after the product with eps on Hopper, with an out_proj that adds nothing to small tokens."""
     emulator.as_if_on_a_gpu(monkeypatch, hopper=True)
     B, L, C = 2, 96, 192
     x, out_proj = small_tokens(B * L, C), torch.zeros(C, 2 * C, dtype=BF16)
@@ -97,7 +97,7 @@ def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, pois
 @pytest.mark.parametrize(("B", "L"), [(11, 16), (13, 5), (5, 21), (2, 600)])
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 33), (BF16, 64)])
 def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dtype, D, B, L, poison):
-    """Stretches with even and odd numbers of tiles, consecutively in the same memory."""
+    """Compute stretches with even and odd numbers of tiles one after the other in the same memory."""
     for H in (L, L // 2 + 1):
         sizes = (B, L, D), (2, B, H, D), (2, B * H, 16), (2, 16, D)
         inputs = *[torch.randn(size).to(dtype) for size in sizes], torch.randn(2, D, 4), torch.randn(2, D)
@@ -121,7 +121,7 @@ def test_wide_projections_of_two_warps_for_the_same_tokens_emulated(D, R, B, L, 
             close(value, expected, BF16, "conv_xproj")
 
 
-# Choice of kernels on a simulated H200 or A100
+# choice of kernels on a simulated H200 or A100
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, e
         return entry, ctas if fused else None
 
     assert run() == run(dtype=torch.float16) == (entry, ctas)
-    # other widths and dtypes, and rows that vectors cannot read
+    # Other widths and dtypes, and rows that vector loads cannot read, use separate kernels.
     if entry != "gate_outproj":
         assert run(columns=C + 1)[0] == "gate"
     assert run(dtype=torch.float32)[0] == run(D=3 * C)[0] == "gate"
@@ -262,8 +262,8 @@ def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(B, L, D, vector
     assert conv.stretch_of(B * D // vector, L, 132) == stretch
 
 
-# Tensors of more than 2^32 elements, of which this machine stores only touched pages: all images except the last are 0,
-# and only the last CTAs of every grid run.
+# Offsets in tensors of more than 2^32 elements, of which the machine stores only touched pages. All images except the
+# last are 0, and only the last CTAs of each grid run.
 L = 50
 
 
@@ -284,7 +284,7 @@ def large(monkeypatch):
 
 
 def end(t):
-    """Return the last image of a batch, or as many tokens."""
+    """Return the last image of a batch, or the same number of tokens."""
     return t[..., -1:, :, :] if t.dim() > 2 and t.shape[-2] == L else t[..., -L:, :]
 
 
@@ -315,7 +315,7 @@ def test_offsets_of_more_than_32_bits_of_norms_emulated(large):
     assert torch.equal(end(rounded), end(dx).to(BF16))
 
 
-@pytest.mark.parametrize("D", [40, 64])  # for the kernel of convolutions without projections, and with
+@pytest.mark.parametrize("D", [40, 64])  # kernels of convolutions without and with projections
 def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeypatch):
     B, P, R = 2**21 + 3, 16, 8
     u, conv, conv_bias = large(B, L, 2 * D)[..., :D], torch.randn(2, D, 4), torch.randn(2, D)
@@ -362,7 +362,7 @@ def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatc
     close(end(mean), mean_truth, BF16, "mean")
     for value, expected in zip(norm, normed(end(out), 1e-5), strict=True):
         close(value[-L:], expected, BF16, "norm")
-    # for three slices of channels, with two rounds of two groups of 64 tokens in each CTA
+    # three slices of channels, with two rounds of two groups of 64 tokens in each CTA
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 3 * -(-T // 256))
     dout, duz = large(T, C), emulator.sparse((B, L, 2 * D), BF16)
     gated = kernels.gate_outproj_backward(dout, out_proj, mean, z, scale, *duz.chunk(2, dim=-1))

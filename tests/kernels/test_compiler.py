@@ -34,7 +34,7 @@ entry(BOTH(const float, x), float *__restrict__ y, i64 count, // of y
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """A kernel with a header and a source instead of the package's, and an empty cache."""
+    """Compile a kernel with a header and a source that replace the package's, with an empty cache."""
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "types.cuh").write_text("// a header\n")
@@ -72,7 +72,7 @@ def test_a_kernel_is_compiled_for_its_architecture_and_with_its_macros(tiny):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Names of compiled sources; the returned code is their count."""
+    """Record names of compiled sources; the returned code is the number of compilations."""
     pytest.importorskip("cuda.bindings")
     found = []
 
@@ -131,7 +131,7 @@ def test_the_cache_is_where_the_environment_says(tiny, compiled, tmp_path, monke
 
 
 def codes(_, sources, cache):
-    """Return the code that a process gets that only knows a folder of sources."""
+    """Return the code of a new process that only knows a folder of sources."""
     compiler.SOURCES = sources
     os.environ["VIL_CACHE_DIR"] = str(cache)
     return [code(value=value) for value in VALUES] * 2
@@ -147,12 +147,12 @@ def test_processes_that_start_at_once_on_a_cold_cache_all_get_the_kernel(tiny, t
     assert cubins == cubins[:2] * 4
 
 
-# Launches, recorded by stand-ins for cuda.core
+# launches, recorded by stubs of cuda.core
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Two GPUs of compute capability 9.0, the first of them current, and the launches they receive."""
+    """Simulate two GPUs of compute capability 9.0, the first of them current, and record their launches."""
     core, bindings = pytest.importorskip("cuda.core"), pytest.importorskip("cuda.bindings")
     state = SimpleNamespace(current=0, launches=[], bound=[], asked=[], loaded=[], capability=(9, 0))
     success = bindings.driver.CUresult.CUDA_SUCCESS
@@ -223,7 +223,7 @@ def test_a_launch_passes_tensors_as_pointers_and_numbers_in_64_bits_as_the_kerne
     assert (config.grid, config.block, config.shmem_size) == ((7, 1, 1), (64, 1, 1), 100)
     assert kernel.entry == "entry"
     assert gpu.loaded[0] == ("scan/forward_simt", "sm_90", (("A", "x"), ("B", 1), ("INPUT", "bf16")))
-    # launches go to the tensors' GPU, whichever is current, and to PyTorch's current stream there
+    # Launches use the GPU of the tensors, whichever is current, and PyTorch's current stream of this GPU.
     assert (current, stream, gpu.bound) == (1, "PyTorch's stream of GPU 1", [1])
     assert gpu.current == 0
 
@@ -303,7 +303,7 @@ def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(other, first):
         compiler.launch("block/gate", "gate_backward", dict(POOLED=0, INPUT="float"), 1, 32, arguments)
 
 
-# Missing packages and GPUs
+# missing packages and GPUs
 
 
 @NVRTC

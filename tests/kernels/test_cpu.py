@@ -80,7 +80,7 @@ def test_rows_that_lie_apart_are_read_where_they_lie():
     assert cpu_scan._readable(channels_apart).is_contiguous()
 
 
-# Threads
+# threads
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_any_number_of_threads_gives_the_same_bits(scan, definition, make_inputs
 
 
 def test_a_kernel_has_no_more_threads_than_tasks(threads, monkeypatch):
-    """Additional threads would have no work and no scratch memory."""
+    """Start at most one thread for each task, because additional threads would have no work and no scratch memory."""
     started, call = [], compiler._parallel()
     monkeypatch.setattr(compiler, "_parallel", lambda: lambda *given: started.append(given[2]) or call(*given))
     threads(3)
@@ -153,7 +153,7 @@ def test_a_forked_worker_scans(threads):
     worker.join()
 
 
-# Compilation, cache, and machines without Numba
+# compilation, cache, and machines without Numba
 
 
 SCRIPT = """
@@ -191,7 +191,7 @@ def test_later_processes_load_what_the_first_has_compiled_without_numba(tmp_path
     binary = entry.read_bytes()
     entry.write_bytes(binary[:-100] + bytes(100))
     assert imports_numba()
-    assert not imports_numba()  # the entry is valid again; its bytes are equal only if internal names are
+    assert not imports_numba()  # the entry is valid again; its bytes are equal only if internal names are equal
 
 
 @pytest.fixture

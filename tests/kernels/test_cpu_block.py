@@ -30,7 +30,7 @@ def a_block(mixer, C, conv_width=4, state_size=16, seed=0, pool=None):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record each call of the block's kernels, as whether its scan saved states for backward."""
+    """Record each call of the block's kernels: whether the scan saved states for backward."""
     made, scans = [], cpu.scans
 
     def forward(*arguments):
@@ -46,7 +46,8 @@ def gradients(y, block, x, seed=1):
     return torch.autograd.grad(y, [x, *block.parameters()], dy.to(y.dtype))
 
 
-# numbers of tokens around a filter's reach and a chunk, more channels than a task has, no multiples of anything
+# Shapes with numbers of tokens around a filter's reach and a chunk, and with more channels than a task. No size is a
+# multiple of another.
 @MIXERS
 @pytest.mark.parametrize("shape", [(1, 1, 16), (2, 2, 8), (1, 3, 24), (2, 5, 24), (3, 70, 40), (1, 130, 64)])
 @pytest.mark.parametrize("scaled", [False, True])
@@ -70,7 +71,7 @@ def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison
 
 @MIXERS
 def test_other_filters_and_numbers_of_states(mixer, calls, monkeypatch):
-    """Against the unfused composition, which other tests check."""
+    """Compare with the unfused composition, which other tests check."""
     block, x = a_block(mixer, 24, conv_width=3, state_size=4), torch.randn(2, 9, 24, requires_grad=True)
     y = block(x)
     assert calls == [True]
@@ -103,7 +104,10 @@ def test_layouts_inference_and_the_class_token(mixer, calls):
 
 @MIXERS
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(mixer, calls):
-    """Freeze one weight, the input, or all weights, as for gradients of the image only."""
+    """Compute no gradient for frozen parts:
+
+    one weight, the input, or all weights, as for gradients of the image only.
+    """
     block, x = a_block(mixer, 16), torch.randn(2, 5, 16, requires_grad=True)
     tensors = {"x": x, **dict(block.named_parameters())}
     expected = dict(zip(tensors, torch.autograd.grad(block(x).sum(), tensors.values())))
@@ -121,7 +125,10 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(mixer, calls):
 
 @MIXERS
 def test_any_number_of_threads_gives_what_one_gives(mixer):
-    """Up to rounding of PyTorch's matrix products; bitwise identical with the same number of threads."""
+    """Compare results up to rounding of PyTorch's matrix products.
+
+    With the same number of threads, results are bitwise identical.
+    """
     block, x = a_block(mixer, 40), torch.randn(3, 33, 40, requires_grad=True)
     before = torch.get_num_threads()
     try:
@@ -144,7 +151,7 @@ def test_any_number_of_threads_gives_what_one_gives(mixer):
 @pytest.mark.parametrize("pool", ["rows", "columns"])
 @pytest.mark.parametrize("grid", [(3, 4), (4, 3), (3, 3), (7, 5), (1, 5), (5, 1), (1, 1)])
 def test_a_pooled_block_equals_its_parts_in_fp64(mixer, pool, grid, poison, calls):
-    """tests/model/test_pooled.py compares the parts with loops."""
+    """Compare with the separate parts, which tests/model/test_pooled.py compares with loops."""
     block, x = a_block(mixer, 40, pool=pool), torch.randn(3, grid[0] * grid[1] + 1, 40)
     lines, scale = vil_block.lines_of(block, x, grid), torch.tensor([1.5, 0.0, 2.0])
     with torch.no_grad():

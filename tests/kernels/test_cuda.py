@@ -18,10 +18,11 @@ from vil.kernels.scan.heuristics import FORWARD_MMA, ForwardMma, Schedule
 
 RECURRENCES = pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
-SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}  # bytes that a CTA may have; else 99 KiB
+# bytes of shared memory for a CTA; 99 KiB on other chips
+SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 H200 = 132  # multiprocessors
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
-# errors beside the rounding of a result, of what a GPU's fast functions and tensor cores are emulated as
+# errors, beyond the rounding of a result, of the emulation of fast functions and tensor cores
 OWN = {torch.float32: 1e-6, torch.bfloat16: 4e-4, torch.float16: 8e-5}
 OWN_OF_TENSOR_CORES = {torch.float32: 1e-6, torch.bfloat16: 1.2e-3, torch.float16: 6e-4}
 
@@ -36,15 +37,16 @@ def emulated(monkeypatch):
     params=[pytest.param("cpu", marks=EMULATED, id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu, id="gpu")]
 )
 def device(request):
-    """Device of the test's kernels: emulated on a CPU, or a GPU."""
+    """Return the device of the test's kernels: emulated on a CPU, or a GPU."""
     if request.param == "cpu":
         request.getfixturevalue("emulated")
     return request.param
 
 
 def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
-    """Return all kernels that the cost model may choose for these inputs; on most chips, only the widest of each
-    rank.
+    """Return all kernels that the cost model may choose for these inputs.
+
+    On most chips, these are only the widest of each rank.
     """
     ranks = (0, 16, 24, 48) if (arch, dtype) == ("sm_90", torch.bfloat16) else (0, 48)
     x = torch.empty(2, 1, 8, D, dtype=dtype, device="meta")
@@ -107,8 +109,9 @@ def placed(t, place):
 
 
 def assert_close_to(truth, found, dtype, variant):
-    """Assert small errors for each direction: little more than the result's rounding if emulated, `TOLERANCE` on
-    a GPU.
+    """Assert small errors for each direction:
+
+    slightly more than the result's rounding if emulated, `TOLERANCE` on a GPU.
     """
     own = (OWN_OF_TENSOR_CORES if isinstance(variant, ForwardMma | str) else OWN)[dtype]
     for g, tensors in enumerate(found):
@@ -152,7 +155,7 @@ def test_every_variant_equals_the_definition(recurrence, dtype, shape, segment_c
         return cuda_scan.scan_forward(recurrence, *tensors, reverse, keep, Schedule(variant, segment_chunks))
 
     def results():
-        """y and chunk states, and gradients, of every variant."""
+        """Return y, chunk states and gradients of every variant."""
         _, states = chosen = cuda_scan.scan_forward(recurrence, *tensors, reverse, True)
         backward = {
             v: cuda_scan.scan_backward(recurrence, dy, *tensors, states, reverse, Schedule(v, segment_chunks))
@@ -167,7 +170,7 @@ def test_every_variant_equals_the_definition(recurrence, dtype, shape, segment_c
     _, states = ys[heuristics.FORWARD_SIMT[recurrence][0]]
     for variant, (y, kept) in ys.items():
         assert_close_to(truth, [[y[g]] for g in range(2)], dtype, variant)
-        # whose products round their factors, and that may be chosen
+        # These variants round the factors of their products, and the cost model may choose them.
         if isinstance(variant, ForwardMma | str):
             assert kept.numel() == 0 or relative_error(kept.cpu(), states.cpu().double()) < TOLERANCE[dtype] / 2
         else:
@@ -194,13 +197,13 @@ def test_every_variant_equals_the_definition(recurrence, dtype, shape, segment_c
 )
 @RECURRENCES
 def test_extreme_logits_and_keys(recurrence, dtype, logit, scale, device):
-    """A third of the logits each as they are, as given and with the other sign."""
+    """Test a third of the logits unchanged, a third with the given value, and a third with its negative."""
     make, definition = of_recurrence(recurrence)
     x, step_logits, k, q, A, skip, bias = in_order(recurrence, [t.detach() for t in make(1, 50, 40, 16, dtype)])
     signs = torch.randint(-1, 2, step_logits.shape, generator=torch.Generator().manual_seed(0))
     step_logits, k = torch.where(signs == 0, step_logits, signs * logit).to(dtype), (scale * k).to(dtype)
     A, skip, bias = (t if t is None else t.float() for t in (A, skip, bias))
-    if recurrence == "selective":  # whose definition, log(1 + exp(z)), is infinite where z is large
+    if recurrence == "selective":  # log(1 + exp(z)) in the reference implementation overflows for large z
         step_logits = step_logits.clamp(max=100)
     inputs = [t for t in (x, step_logits, A, k, q, skip, bias) if t is not None]
     truth = [results_of(definition, exact(inputs), x.double())]
@@ -217,7 +220,7 @@ def test_extreme_logits_and_keys(recurrence, dtype, logit, scale, device):
 
 
 @pytest.mark.parametrize(
-    ("shape", "rank", "dtype"),  # whole CTAs of channels and parts of them, sequences that end within a tile
+    ("shape", "rank", "dtype"),  # complete and partial CTAs of channels, and sequences that end within a tile
     [
         ((2, 50, 40), 8, torch.bfloat16), ((1, 33, 104), 16, torch.float16), ((1, 129, 96), 24, torch.bfloat16),
         ((1, 20, 8), 48, torch.float16),
@@ -228,7 +231,7 @@ def test_two_tokens_at_a_time_project_the_step(shape, rank, dtype, device, poiso
     _, stacked = of_both_directions("longhorn", (B, L, D, 16), dtype, "cpu")
     x, _, k, q, skip, bias = stacked
     random = torch.Generator().manual_seed(0)
-    projected = torch.randn(2, B, L, rank + 32, generator=random).to(dtype)  # of which the step is a part
+    projected = torch.randn(2, B, L, rank + 32, generator=random).to(dtype)  # the step is a slice of `projected`
     step_proj = torch.randn(2, D, rank, generator=random).to(dtype)
     step, reverse = projected[..., :rank], [False, True]
     logits = torch.einsum("gblr,gdr->gbld", step.double(), step_proj.double())
@@ -251,14 +254,16 @@ def test_two_tokens_at_a_time_project_the_step(shape, rank, dtype, device, poiso
     for variant in FORWARD_MMA:
         y, kept = results(variant)
         assert_close_to(truth, [[y[g]] for g in range(2)], dtype, variant)
-        # those of logits that are rounded
+        # states computed from rounded logits
         assert kept.shape == states.shape
         assert kept.numel() == 0 or relative_error(kept.cpu(), states.cpu().double()) < 2 * TOLERANCE[dtype]
 
 
 @EMULATED
 def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulated, monkeypatch):
-    """On a GPU of one multiprocessor, where the cost model would take two tokens at a time."""
+    """Choose a scalar kernel for unaligned tensors, on a GPU of one multiprocessor, for which the cost model
+    prefers two tokens at a time.
+    """
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
     launched = []
     monkeypatch.setattr(compiler, "launch", lambda name, *args: launched.append(name) or emulator.launch(name, *args))
@@ -273,18 +278,18 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
         return launched
 
     def behind(t, elements):
-        """One of other rows, so that each begins so many elements behind a vector."""
+        """Return a copy whose rows start at this number of elements after an aligned address."""
         return torch.cat([t[..., :elements], t, t[..., : 8 - elements]], -1)[..., elements:][..., : t.shape[-1]]
 
     assert right(x, logits, k, q) == ["scan/forward_mma"]
     for i, elements in enumerate((1, 4, 4, 1)):
         tensors = [behind(t, elements) if i == j else t for j, t in enumerate((x, logits, k, q))]
         assert right(*tensors) == ["scan/forward_simt"]
-    # neighbours that are not neighbours in memory, and tokens 2 GiB apart
+    # The last dimension is not contiguous, or tokens are 2 GiB apart.
     assert right(*(t.mT.contiguous().mT for t in (x, logits, k, q))) == ["scan/forward_mma"]
     for apart in (2**30 - 8, 2**30) if emulator.has_sparse() else ():
         far = emulator.sparse(x.shape, x.dtype, (0, 0, apart, 1))
-        assert (launches.rows(far)[0] is far) == (apart < 2**30)  # else the kernel would read what is not there
+        assert (launches.rows(far)[0] is far) == (apart < 2**30)  # otherwise 32-bit offsets would overflow
         assert right(far.copy_(x), logits, k, q) == ["scan/forward_mma"]
 
 
@@ -293,7 +298,7 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
 @pytest.mark.parametrize("strides", [False, True])  # large strides of inputs, or large results
 @RECURRENCES
 def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, monkeypatch):
-    """The last image of a tensor of more than 2^32 elements, of which this machine has no more than is touched."""
+    """Compute the last image of a tensor of more than 2^32 elements, of which the machine stores only touched pages."""
     (L, D, N), dtype, (make, definition) = (70, 40, 16), torch.bfloat16, of_recurrence(recurrence)
     inputs = [t.detach() if t.dim() == 3 else t.detach().float() for t in make(1, L, D, N, dtype)]
     x, logits, k, q, *channels = in_order(recurrence, inputs)
@@ -301,7 +306,10 @@ def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, mo
     truth = [results_of(definition, exact(inputs), dy.double(), reverse=True)]
 
     def large(t, image):
-        """The last of the second direction's images; the others are zeros or, if only results are large, the same."""
+        """Return a large tensor with `image` as the last image of the second direction.
+
+        The other images are zeros, or expanded from `t` if only results are large.
+        """
         if not strides:
             return t.expand(2, 2**21 + 3, -1, -1)
         n = t.shape[-1]
@@ -337,7 +345,7 @@ def test_what_is_no_number_stays_in_its_channel(recurrence, value, device):
     x, *rest = in_order(recurrence, [t.detach()[None] for t in make(1, 50, 40, 16, torch.bfloat16)][:-2])
     rest = [t if t is None else (t.float() if t.dim() == 3 else t).to(device) for t in rest]
     for variant in heuristics.forward_variants(recurrence, 16, 2):
-        # two tokens at a time spoil some before as well
+        # Kernels that process two tokens at a time spread NaN to earlier tokens as well.
         before, tokens = (2, (20, 21, 22, 23)) if isinstance(variant, ForwardMma) else (0, (20,))
         for token in tokens:
             spoilt = x.clone()
@@ -356,7 +364,7 @@ def test_what_is_no_number_stays_in_its_channel(recurrence, value, device):
 ])  # fmt: skip
 @RECURRENCES
 def test_gradients_written_over_the_step_logits_are_the_same(recurrence, dtype, shape, segment_chunks, device):
-    """Also where every other token of a longer tensor is scanned; and only if asked for."""
+    """Write gradients over the step logits on request only, also for every other token of a longer tensor."""
     (B, L, D, N), g = shape, torch.Generator().manual_seed(0)
     L, D = (L, D) if device == "cpu" else (5 * L, 8 * D)  # many CTAs
     x, dy, logits = (torch.randn(2, B, L, D, generator=g).to(device, dtype) for _ in range(3))
@@ -381,7 +389,7 @@ def test_gradients_written_over_the_step_logits_are_the_same(recurrence, dtype, 
 def test_gradients_between_segments_equal_those_without_tensor_cores(
     dtype, tolerance, L, D, segment_chunks, device, monkeypatch, poison
 ):
-    """The largest and smallest step sizes, large and small keys, neither aligned, and dy that the directions share."""
+    """Test the largest and smallest step sizes, large and small unaligned keys, and dy that both directions share."""
     g = torch.Generator().manual_seed(0)
     x = [torch.randn(2, 1, L, n, generator=g).to(dtype) for n in (D, 16, 16)]
     scale = torch.tensor([1e-2, 0.5, 20])[torch.randint(3, (2, 1, L, 1), generator=g)]
@@ -396,7 +404,7 @@ def test_gradients_between_segments_equal_those_without_tensor_cores(
     assert relative_error(found[0], found[1].double()) < tolerance
 
 
-# With a GPU, by the public functions
+# public functions on a GPU
 
 
 def with_gradients(inputs):
@@ -404,7 +412,7 @@ def with_gradients(inputs):
 
 
 def assert_right(scan, definition, inputs, dtype, **kwargs):
-    # parameters in fp32, as models keep them: their gradients, sums over all tokens, may be too large for fp16
+    # Parameters are in fp32, as in models, because gradients are sums over all tokens and may exceed fp16.
     inputs = with_gradients([t if t.dim() == 3 else t.float() for t in inputs])
     expected = scans.outputs_and_gradients(lambda *t, **k: definition(*t, **k).cpu(), exact(inputs), dtype, **kwargs)
     actual = scans.outputs_and_gradients(lambda *t, **k: scan(*t, backend="cuda", **k).cpu(), inputs, dtype, **kwargs)
@@ -422,7 +430,7 @@ def test_random_shapes_equal_the_definition(scan, definition, make_inputs, dtype
     g = torch.Generator().manual_seed(N)
     for seed in range(4):
         B, L, D = (int(torch.randint(1, high, (), generator=g)) for high in (5, 200, 150))
-        D = D if seed % 2 else 8 * D  # odd ones, and those that vectors can move
+        D = D if seed % 2 else 8 * D  # odd widths, and widths that vector loads support
         assert_right(scan, definition, make_inputs(B, L, D, N, dtype, seed), dtype, reverse=bool(seed // 2))
 
 
@@ -431,7 +439,7 @@ def test_random_shapes_equal_the_definition(scan, definition, make_inputs, dtype
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((*size, 16), torch.float32) for size in [(1, 1, 1), (1, 10_000, 3), (300, 3, 40), (1, 64, 768), (2, 65, 64)]]
-    + [((2, 1500, 768, 16), torch.bfloat16), ((3, 1000, 768, 16), torch.bfloat16)],  # of several CTAs and segments
+    + [((2, 1500, 768, 16), torch.bfloat16), ((3, 1000, 768, 16), torch.bfloat16)],  # several CTAs and segments
 )
 def test_extreme_shapes(scan, definition, make_inputs, shape, dtype, poison):
     assert_right(scan, definition, make_inputs(*shape, dtype), dtype)

@@ -46,7 +46,7 @@ extern "C" __global__ void last(float *y) { y[0] = blockIdx.x, y[1] = gridDim.x;
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
-    """(kernel, arguments, ...) of those above."""
+    """Return a function that launches the kernels above: launch(kernel, *arguments)."""
     shutil.copytree(compiler.SOURCES / "cuda", tmp_path / "cuda")
     (tmp_path / "tests.cu").write_text('#include "cuda/types.cuh"\n' + KERNELS)
     monkeypatch.setattr(compiler, "SOURCES", tmp_path)
@@ -63,7 +63,7 @@ def test_threads_that_do_not_wait_for_each_other_read_something_else(launch):
     x, y = torch.randn(64), torch.empty(64)
     for _ in range(20):
         launch("barriers", x, y, 1, ctas=3)
-        assert any(torch.equal(y, x + cta) for cta in range(3))  # whichever was last
+        assert any(torch.equal(y, x + cta) for cta in range(3))  # the CTA that ran last
         launch("barriers", x, y, 0)
         assert not torch.equal(y, x)
 
@@ -79,7 +79,7 @@ def test_copies_are_there_only_when_they_were_waited_for(launch):
 def test_what_is_outside_of_tensors_is_nan_and_must_not_be_written(launch):
     x, y = torch.randn(64), torch.zeros(64)
     launch("moves", x[8:], y, -3, 63, threads=32)
-    assert y[63] == x[5]  # outside of a view, but not of its tensor
+    assert y[63] == x[5]  # outside the view, but inside the tensor's storage
     for outside in (-1, 64, 100):
         launch("moves", x, y, outside, 63, threads=32)
         assert y[63].isnan()
@@ -108,14 +108,14 @@ def test_threads_at_different_barriers_do_not_wait_forever(launch):
     with pytest.raises(RuntimeError, match="parts: threads wait at different barriers"):
         launch("parts")
     y = torch.zeros(2)
-    launch("last", y)  # and the next launch finds a machine in order
+    launch("last", y)  # a failed launch does not affect the next launch
     assert y.tolist() == [0, 1]
 
 
 def test_some_of_the_last_ctas_run_of_a_grid_that_is_too_large_for_all(launch):
     y = torch.zeros(2)
     launch("last", y, ctas=2**31 - 1, blocks=1)
-    assert y.long().tolist() == [2**31 - 2 + 2, 2**31]  # in floats
+    assert y.long().tolist() == [2**31 - 2 + 2, 2**31]  # rounded to fp32
     launch("last", y, ctas=1, blocks=5)
     assert y.tolist() == [0, 1]
 

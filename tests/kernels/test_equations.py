@@ -1,4 +1,6 @@
-"""Tests of the equations in docs/kernels (mathematics.md, block.md) in fp64, against the definition and autograd."""
+"""Tests of the equations in docs/kernels (mathematics.md, block.md) in fp64, against the reference implementation
+and autograd.
+"""
 
 import math
 
@@ -32,7 +34,9 @@ def same(found, expected):
 
 
 def steps_of_longhorn(x_LD, logits_LD, k_LN):
-    """Step sizes, states after every token, and what each token corrects, x - k S, as the kernels have them."""
+    """Return step sizes, states after every token, and the residual x - k S of each token, as the kernels compute
+    them.
+    """
     e_LD = 1 / (1 + torch.exp(-logits_LD) + k_LN.square().sum(-1, keepdim=True))
     S_DN, states, residuals = torch.zeros(x_LD.shape[1], k_LN.shape[1], **FP64), [], []
     for x_D, e_D, k_N in zip(x_LD, e_LD, k_LN):
@@ -97,7 +101,8 @@ def test_segments_pass_on_states_and_gradients():
     S, J, states, passed = 0.0, 0.0, {}, {}
     for t in range(12):
         S = states[t] = decay[t] * S + drive[t]
-    for t in reversed(range(12)):  # G = dyq + what comes from behind; J = decay G is the gradient of the state before
+    # G = dyq + the gradient from later tokens; J = decay G is the gradient of the previous state
+    for t in reversed(range(12)):
         J = passed[t] = decay[t] * (dyq[t] + J)
     state = gradient = 0.0
     for s in range(segments):
@@ -166,7 +171,7 @@ def norm(x_TC):
 
 
 def test_the_gradients_of_a_block_are_those_of_the_chain():
-    """Equations (a) to (g) of block.md, and at the end (a) of the block before, whose norm made xhat."""
+    """Check equations (a) to (g) of block.md. The last one is (a) of the previous block, whose norm computed xhat."""
     shapes = (T, C), (C,), (2 * D, C), (C, D), (2, D, K), (2, D), (2, R + 2 * N, D), (2, D, R), (2, D), (2, D)
     x, gamma, W_in, W_out, w, b, Wx, Ws, bias, skip = parameters = leaves(*shapes)
     delta = torch.tensor([1.25, 0.7], **FP64).repeat_interleave(L)[:, None]
@@ -211,7 +216,7 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
         sigma, log2e = torch.sigmoid(sums), 1 / math.log(2)  # (e)
         s = dv * sigma * (1 + sums * (1 - sigma))
         scaled, ln2 = -log2e * sums, math.log(2)
-        same(dv * sigma * (scaled * ln2**2 * (1 - sigma) - ln2) * -log2e, s)  # as conv_backward has it
+        same(dv * sigma * (scaled * ln2**2 * (1 - sigma) - ln2) * -log2e, s)  # same form as in the conv_backward kernel
         du = sum(w[0, :, i] * shifted(s[0], 3 - i) + w[1, :, i] * shifted(s[1], i - 3) for i in range(K))
         dw = torch.stack([
             torch.stack([(s[0] * shifted(u_BLD, i - 3)).sum((0, 1)) for i in range(K)], -1),
@@ -220,7 +225,7 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
         duz = torch.cat([du.view(T, D), dz], -1)  # (f)
         folded = duz.T @ xhat
         dxhat = duz @ (W_in * gamma)
-        dx = through_norm(do, dxhat, xhat, rho)  # (g), then the block before
+        dx = through_norm(do, dxhat, xhat, rho)  # (g), then the previous block
         found = (
             dx, (folded * W_in).sum(0), folded * gamma, do.T @ gated, dw, s.sum((1, 2)), dWx, dWs, dbias, dskip,
         )  # fmt: skip

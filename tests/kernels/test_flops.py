@@ -23,7 +23,10 @@ def counted(function, *arguments, **keywords):
 
 
 def forward_by_hand(C, depth, tokens=197, classes=1000, states=16, taps=4):
-    """Of one image: 2 FLOPs a multiply-add of each product in the papers' description, 7 an element of state."""
+    """Return the FLOPs of one image from the papers' description:
+
+    2 for each multiply-add of a product, 7 for each state element.
+    """
     D, R = 2 * C, C // 16
     patches = (tokens - 1) * (3 * 16 * 16) * C
     in_and_out = tokens * C * (2 * D) + tokens * D * C
@@ -41,7 +44,7 @@ def test_every_operator_of_the_scan_counts_the_same_forward_and_backward():
         tensors = [torch.randn(G, B, L, size, device=device, requires_grad=True) for size in (D, D, N, N)]
         x, step_logits, k, q = tensors
         A = torch.full((G, D, N), -1.0, device=device, requires_grad=True)
-        if backend == "operator":  # of GPUs, which has to have none for tensors without memory
+        if backend == "operator":  # the GPU operator must not need a GPU to count FLOPs of tensors without memory
             rest = None, None, [False] * G, True
             (y, _), first = counted(operator.scan, "cuda", "longhorn", *tensors, None, *rest)
             (z, _), second = counted(operator.scan, "triton", "selective", *tensors, A, *rest)
@@ -75,12 +78,14 @@ def test_groups_count_in_the_gradient_of_a_convolution():
     convolution = torch.nn.Conv2d(6, 12, (3, 2), groups=3)
     y, forward_count = counted(convolution, x)
     assert forward_count == 2 * y.numel() * (3 * 2) * (6 // 3)
-    # each product of forward is one of the input's gradient and one of the weights'
+    # Each product of forward has two products in backward: for the input's gradient and for the weights' gradient.
     assert counted(y.sum().backward)[1] == 2 * forward_count
 
 
 def test_the_document_has_the_table_that_the_command_prints(capsys, monkeypatch):
-    """Its numbers are those of all products by hand, and of DeiT those that timm has published."""
+    """Compare the document's table with all products counted by hand, and the FLOPs of DeiT with those published
+    by timm.
+    """
     import flops as command
 
     measured, measure = {}, command.measure
@@ -90,7 +95,7 @@ def test_the_document_has_the_table_that_the_command_prints(capsys, monkeypatch)
     assert capsys.readouterr().out in (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
     for size, width in (("tiny", 192), ("small", 384), ("base", 768)):
         by_hand = forward_by_hand(width, depth=24)
-        scans = 2 * 24 * 2 * 197 * (2 * width) * 16  # at 9 in place of 7
+        scans = 2 * 24 * 2 * 197 * (2 * width) * 16  # 9 FLOPs for each state element instead of 7
         for kind in ("vil", "vim"):
             _, total, field, _ = measured[f"{kind}_{size}"]
             assert (total * 1e9, field * 1e9) == pytest.approx((by_hand, by_hand + scans), rel=1e-12)

@@ -51,7 +51,7 @@ def without_bias(block):
 FITTING = {
     "nothing": lambda block: None,
     "Mamba": lambda block: block.add_module("mixer", MambaMixer(16)),
-    "a hook on the block": hooked("forward", ""),  # it runs whenever the block does
+    "a hook on the block": hooked("forward", ""),  # hooks on the block itself run with fused blocks as well
     "8 states": replaced("mixer", LonghornMixer(16, state_size=8)),
     **{f"{n} taps": replaced("mixer", LonghornMixer(16, conv_width=n)) for n in (2, 3)},
 }
@@ -104,7 +104,7 @@ def test_the_operator_takes_a_residual_stream_in_fp32_and_weights_beside_it(back
         block, (place, _, weight) = Block(16, MambaMixer), name.rpartition(".")
         setattr(block.get_submodule(place), weight, nn.Parameter(p.to("meta")))
         assert found(block, x) is None, name
-    # in 16 bits on GPUs alone
+    # Only GPUs fuse blocks in 16 bits.
     assert found(Block(16, LonghornMixer).bfloat16(), x) is (operator.block if backend == "cuda" else None)
 
 

@@ -1,4 +1,4 @@
-"""Tests of calling operators directly: invalid arguments are rejected before kernels run, all others are computed."""
+"""Tests of direct operator calls: invalid arguments are rejected before kernels run, and valid ones are computed."""
 
 import re
 
@@ -24,7 +24,7 @@ recurrences = pytest.mark.parametrize("recurrence", RECURRENCES)
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Emulate the GPU operators on a CPU, and yield what they have launched."""
+    """Emulate the GPU operators on a CPU, and yield the list of their launches."""
     with operator_on_a_cpu():
         yield hostile.emulate(monkeypatch)
 
@@ -103,7 +103,8 @@ calls = pytest.mark.parametrize("call", CALLS)
 @calls
 @recurrences
 def test_what_does_not_fit_is_refused_by_name_before_anything_is_launched(call, recurrence, launched):
-    if "Numba" in call or "reference" in call:  # right ones have passed before, which is no excuse
+    # a valid call first, because cached checks must not accept invalid arguments later
+    if "Numba" in call or "reference" in call:
         run(call, CALLS[call](recurrence))
     hostile.assert_each_wrong_tensor_is_refused(call, CALLS[call](recurrence))
     assert launched == []
@@ -112,7 +113,7 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_launched(call, 
 @calls
 @recurrences
 def test_compilers_refuse_the_same(call, recurrence):
-    """Of tensors that are nowhere."""
+    """Reject the same arguments on the meta device."""
     named = tree_map_only(torch.Tensor, lambda t: t.to("meta"), CALLS[call](recurrence))
     run(call, named)
     hostile.assert_each_wrong_tensor_is_refused(call, named, but=["elsewhere"])
@@ -145,8 +146,8 @@ OTHERS = [
     ("scan_backward", dict(recurrence="hippo")),
     ("scan_backward", dict(reverse=[True])),
     ("scan_backward", dict(A_GDN=with_or_without_A)),
-    ("scan_backward", dict(states_GBSND=torch.empty(0))),  # of a forward that was not to keep them
-    ("scan_backward", dict(states_GBSND=torch.zeros(2, 3, 2, 4, 8))),  # of more tokens
+    ("scan_backward", dict(states_GBSND=torch.empty(0))),  # from a forward that did not keep states
+    ("scan_backward", dict(states_GBSND=torch.zeros(2, 3, 2, 4, 8))),  # states of more tokens
     ("scan_backward", dict(states_GBSND=torch.zeros(2, 3, 1, 8, 4))),
     ("reference_scan", dict(recurrence="hippo")),
     ("reference_scan", dict(q_GLBN=None)),
@@ -213,7 +214,7 @@ def test_numbers_of_states_that_there_are_no_kernels_for_are_refused(N, launched
     ],
 )
 def test_weights_of_both_directions_that_there_are_no_kernels_for_are_refused(name, size, reason, launched):
-    """Numbers of states of a recurrence that has them in no other weight."""
+    """Reject numbers of states without kernels, for a recurrence in which no other weight shows the number."""
     named = block_call("longhorn" if "states" in reason else "selective")
     half, place = len(named["directions"]) // 2, DirectionWeights._fields.index(name)
     for g in (0, half):
@@ -228,7 +229,7 @@ def sizes_of(named):
 
 
 def results(call, named):
-    """Of packed weights the parts, as what is between them may be anything."""
+    """Return the results; packed weights are split into parts, because the padding between parts is arbitrary."""
     found = run(call, named)
     if call == "block" and named["keep"]:
         found[2][3] = list(kernels.PackedWeights.of(found[2][3], sizes_of(named)))
@@ -248,7 +249,9 @@ def test_any_layout_gives_what_a_plain_copy_gives(layout, call, recurrence, laun
 @pytest.mark.parametrize("call", ["scan", "scan_backward", "block", "block_backward"])
 @recurrences
 def test_one_tensor_at_an_odd_address_changes_nothing(call, recurrence, launched):
-    """Where the others could be moved as vectors, as of weights in one buffer."""
+    """Compute the same result if one tensor is unaligned, like weights in one buffer, although vector loads could
+    read the others.
+    """
     named = CALLS[call](recurrence)
     expected = results(call, named)
     for place in places(named):
@@ -261,7 +264,7 @@ def test_one_tensor_at_an_odd_address_changes_nothing(call, recurrence, launched
     ("call", "variants"), [("scan", heuristics.FORWARD_SIMT), ("scan_backward", heuristics.BACKWARD)]
 )
 def test_a_skip_and_bias_at_an_odd_address_are_read_by_any_variant(call, variants, launched, monkeypatch):
-    """The widest, which a GPU chooses for many channels."""
+    """Read an unaligned skip and bias in the widest variant, which a GPU chooses for many channels."""
     monkeypatch.setattr(heuristics, "choose", lambda *_: heuristics.Schedule(variants["longhorn"][0], 2))
     named = CALLS[call]("longhorn")
     expected = run(call, named)
@@ -271,7 +274,10 @@ def test_a_skip_and_bias_at_an_odd_address_are_read_by_any_variant(call, variant
 
 @pytest.mark.parametrize("elements", [1, 2, 4])
 def test_what_is_8_bytes_off_is_copied_to_where_16_can_be_read_at_once(elements):
-    """By the widest instruction; what is there already stays."""
+    """Copy a tensor that is 8 bytes off alignment, because the widest loads need 16-byte alignment.
+
+    Aligned tensors are not copied.
+    """
     memory = torch.randn(64)
     t = memory[elements:][:32].view(4, 8)
     assert checks.aligned(memory) is memory
@@ -281,7 +287,7 @@ def test_what_is_8_bytes_off_is_copied_to_where_16_can_be_read_at_once(elements)
     assert (found is t) == (elements == 4)
 
 
-# What compilers are told
+# fake results for compilers
 
 
 OPTIONS = [
@@ -311,7 +317,7 @@ OPTIONS = [
 @pytest.mark.parametrize(("call", "options"), OPTIONS)
 @recurrences
 def test_compilers_are_told_what_comes_out(call, options, recurrence, launched):
-    """Shapes, dtypes and how results lie in memory."""
+    """Return fake results with the shapes, dtypes and strides of the real results."""
     named = CALLS[call](recurrence) | options
     with FakeTensorMode() as mode:
         foretold = run(call, tree_map_only(torch.Tensor, mode.from_tensor, named))
@@ -336,7 +342,9 @@ def test_backward_of_a_scan_that_kept_no_states_says_so(launched):
 
 
 def test_a_block_of_the_class_token_alone_has_no_norm_for_the_next(monkeypatch):
-    """Which Hopper's kernels compute of all tokens alone."""
+    """Return no norm for the next block if only the class token is computed, because Hopper's kernels compute
+    norms only for all tokens.
+    """
     monkeypatch.setattr(kernels, "runs_hopper_kernels", lambda *_: True)
     for only in (False, True):
         named = block_call("longhorn") | dict(class_token_only=only)
@@ -375,7 +383,7 @@ def test_what_fits_is_checked_once_a_kind_and_what_does_not_each_time(monkeypatc
             checked(x, "refused")
     assert len(ran) == len(calls) + 2
     monkeypatch.setattr(checks, "KINDS", len(calls))
-    checked(long, [x], 1)  # which is one too many
+    checked(long, [x], 1)  # one call more than the cache holds
     checked(*calls[0])
     assert len(ran) == len(calls) + 4
 
@@ -390,7 +398,7 @@ def test_scans_of_no_directions_and_of_no_channels_are_empty(G, D, launched):
     assert [t.shape for t in (y, *gradients[:4])] == [t.shape for t in (x, x, x, k, k)]
 
 
-# With a GPU
+# tests with a GPU
 
 
 @pytest.mark.gpu
@@ -410,7 +418,7 @@ def test_what_does_not_fit_is_refused_on_a_gpu_which_goes_on(call, recurrence):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_layout_gives_what_a_plain_copy_gives_on_a_gpu(dtype, layout, call, recurrence, poison):
-    """All at once, and each alone."""
+    """Compare any layout with a contiguous copy, for all tensors at once and for each alone."""
     named = in_dtype(call, on_this_machine(CALLS[call](recurrence)), dtype)
     change = LAYOUTS[layout]
     for laid_out in (
@@ -422,7 +430,7 @@ def test_any_layout_gives_what_a_plain_copy_gives_on_a_gpu(dtype, layout, call, 
 
 
 def in_dtype(call, named, dtype):
-    """In this dtype where that is the caller's choice."""
+    """Return the call in this dtype if the caller may choose the dtype."""
     if call == "block":
         return named | dict(dtype=dtype, normed=[named["normed"][0].to(dtype), named["normed"][1]])
     if call.startswith("block_backward"):

@@ -18,7 +18,7 @@ EVIL = b"what somebody else wants to be run"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Folder of the cache."""
+    """Return the cache folder."""
     monkeypatch.setenv("VIL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", False)
     return tmp_path / "cache"
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """Compiled code: large, and a new version in each compilation."""
+    """Simulate compiled code: large, and a new version for each compilation."""
     found = []
 
     def compile_cubin(*arguments):
@@ -48,7 +48,9 @@ def entry_of(folder):
 
 @pytest.fixture
 def given_to_another(monkeypatch):
-    """Give a file or folder to another user or, without the rights to do so, pretend that this user is another one."""
+    """Give a file or folder to another user or, without the rights to do so, simulate that the current user is
+    another one.
+    """
 
     def give(path):
         if os.geteuid() == 0:
@@ -85,7 +87,7 @@ DAMAGES = {
     "truncated": lambda content: content[:-1],
     "longer": lambda content: content + b"x",
     "a bit": lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
-    "no digest": lambda content: content[32:],  # as entries were when they had none
+    "no digest": lambda content: content[32:],  # entries of the first versions had no digest
 }
 
 
@@ -109,7 +111,7 @@ def test_an_entry_under_the_name_of_another_is_compiled_anew(folder, compiled):
 
 
 def planted(folder):
-    """A valid cache entry, with digest, that somebody has exchanged for the first."""
+    """Write a valid cache entry, with digest, that another user has exchanged for the first entry."""
     folder.mkdir(exist_ok=True)
     keys, read = [], cache.read
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +125,10 @@ def planted(folder):
 
 
 def test_whoever_can_write_an_entry_decides_what_runs(folder, monkeypatch):
-    """What the tests below rest on. Root can write any."""
+    """Show that anyone who can write an entry chooses the code that runs, which is why the tests below exist.
+
+    Root can write all entries.
+    """
     folder.mkdir(mode=0o700)
     planted(folder)
     assert code() == EVIL
@@ -158,7 +163,7 @@ def test_what_others_could_have_written_is_not_run_and_that_is_said_once(
         assert len(compiled) == 3
         assert sorted(os.listdir(folder)) == names
     else:
-        assert len(compiled) == 2  # for it is replaced by one that is ours
+        assert len(compiled) == 2  # the current user's new entry replaces it
         assert stat.S_IMODE(entry.stat().st_mode) == 0o600
         assert code() == found[0]
 
@@ -227,11 +232,11 @@ def test_what_a_killed_process_leaves_is_removed_once_it_is_old(folder, compiled
     process.join()
     assert process.exitcode == 9
     (left,) = folder.iterdir()
-    for name in ("notes.txt", ".notes.tmp", "tmpnotes"):  # which are nobody's business
+    for name in ("notes.txt", ".notes.tmp", "tmpnotes"):  # files that do not belong to the cache
         (folder / name).touch()
         os.utime(folder / name, (0, 0))
     code(8)
-    assert left.exists()  # somebody may be writing to it
+    assert left.exists()  # another process may still be writing to the file
     os.utime(left, (time.time() - 7200,) * 2)
     code(16)
     assert sorted(f.name for f in folder.iterdir() if f.suffix != ".sealed") == [".notes.tmp", "notes.txt", "tmpnotes"]

@@ -13,7 +13,7 @@ from vil.kernels.scan import chunked, chunks, naive, operator
 
 class Backend(NamedTuple):
     name: str
-    dtype: torch.dtype  # of tests that want no other
+    dtype: torch.dtype  # default dtype of tests
     tolerance: float
     device: str = "cpu"
 
@@ -32,8 +32,8 @@ class Backend(NamedTuple):
 REFERENCE, CPU = Backend("reference", torch.float64, 1e-12), Backend("cpu", torch.float32, 3e-6)
 TRITON = Backend("triton", torch.float32, 1e-5, "cuda" if torch.cuda.is_available() else "cpu")
 CUDA = pytest.param(Backend("cuda", torch.float32, 1e-5, "cuda"), marks=pytest.mark.gpu, id="cuda")
-# chunks of 16 tokens in plain PyTorch and of 64 elsewhere; blocks of 64 channels on CPUs, where each number of states
-# takes 5 s to compile, in Triton of 32 and 16
+# Chunks have 16 tokens in plain PyTorch and 64 elsewhere. Blocks have 64 channels on CPUs and 32 and 16 in Triton. On
+# CPUs, each number of states takes 5 s to compile.
 SHAPES = {
     REFERENCE: [(1, 1, 1, 1), (2, 5, 3, 4), (1, 17, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)],
     CPU: [(1, 1, 1, 1), (3, 64, 5, 4), (2, 101, 19, 3), (1, 64, 64, 16), (2, 65, 65, 16), (1, 129, 128, 3)],
@@ -84,7 +84,8 @@ def test_output_and_gradients_equal_the_definition(
 @on(REFERENCE, CPU, TRITON)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)])
 def test_low_precision_inputs_lose_only_their_own_rounding(scan, definition, make_inputs, backend, dtype, tolerance):
-    cuts_off = backend is TRITON and backend.device == "cpu" and dtype == torch.bfloat16  # the interpreter does
+    # the interpreter truncates instead of rounding
+    cuts_off = backend is TRITON and backend.device == "cpu" and dtype == torch.bfloat16
     inputs = make_inputs(*sizes(backend, 2, 77, 24, 16), dtype)
     assert backend.error(scan, definition, inputs) < (2 if cuts_off else 1) * tolerance
 
@@ -183,7 +184,7 @@ def test_extreme_logits_stay_finite_and_right(step_logit, backend):
     expected = outputs_and_gradients(naive.longhorn, exact(inputs), inputs[0].dtype)
     for i, (a, truth) in enumerate(zip(actual, expected, strict=True)):
         assert torch.isfinite(a).all()
-        if i != 2:  # the gradient of a saturated logit is below rounding in the definition's own form
+        if i != 2:  # the gradient of a saturated logit is below the rounding of the reference implementation
             torch.testing.assert_close(a.double(), truth, rtol=1e-4, atol=1e-5)
     assert actual[2].abs().max() < 1e-6
 
@@ -206,7 +207,7 @@ def test_nan_and_infinity_propagate(scan, definition, make_inputs, poison, backe
     finite = torch.isfinite(backend.run(scan)(*inputs))
     assert not finite[0, 5:, 1].any()
     finite[0, 5:, 1] = True
-    assert finite.all()  # other images, tokens before it and other channels
+    assert finite.all()  # other images, earlier tokens and other channels
 
 
 @SCANS
@@ -277,7 +278,7 @@ def test_a_second_derivative_is_refused(scan, definition, make_inputs, backend):
         torch.autograd.grad(dx.sum(), inputs[:1])
 
 
-# What is refused
+# rejected inputs
 
 
 def test_refuses_what_does_not_fit():
@@ -311,7 +312,7 @@ def test_refuses_what_does_not_fit():
 def test_every_argument_is_checked_under_its_name(scan, name, position, letters):
     inputs = [t.detach() for t in (longhorn_inputs if scan is longhorn_scan else selective_inputs)(2, 6, 4, 3)]
     wrong = inputs[position]
-    narrow = wrong[..., :-1]  # of two that differ, it cannot know which is meant, but shows both
+    narrow = wrong[..., :-1]  # the error shows both shapes, because either of two different tensors may be wrong
     for t, message in (
         (narrow, "must have shape .* got .*" + re.escape(f"{name} {tuple(narrow.shape)}")),
         (wrong.unsqueeze(0), rf"^{name} must have shape \({letters}\) with .*"),

@@ -38,8 +38,10 @@ def test_outputs_states_and_gradients_equal_the_definition(scan, definition, mak
 def test_parts_of_a_sequence_one_behind_the_other_are_the_whole(
     scan, definition, make_inputs, cuts, dtype, tolerance, backend
 ):
-    """Two directions, parts of 1, 64 and 35 tokens; the reverse one begins with the last. States keep fp32,
-    whatever the dtype of weights and of the state before."""
+    """Scan a sequence in parts of 1, 64 and 35 tokens in two directions. The reverse one starts with the last part.
+
+    States keep fp32, whatever the dtype of weights and of the initial state.
+    """
     device, reverse = "cpu" if backend == "auto" else "cuda", [False, True]
     pair = [make_inputs(2, cuts[-1][1], 24, 16, dtype, seed) for seed in (0, 1)]
     inputs = [torch.stack([t.detach() for t in two]).to(device) for two in zip(*pair)]

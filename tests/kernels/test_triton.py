@@ -22,7 +22,8 @@ def error(scan, definition, inputs, **options):
     return max(relative_error(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-# of three chunks and a part of one: each for itself, three and one, all in one that takes no state over
+# Sequences have three complete chunks and a partial one, divided into segments of one chunk, of three chunks and one,
+# and into a single segment without initial state.
 @SCANS
 @pytest.mark.parametrize(
     ("large", "segment_chunks", "reverse"), [(2**16, None, False), (2**16, 3, True), (32, None, True)]
@@ -31,7 +32,7 @@ def test_segments_equal_the_definition(scan, definition, make_inputs, large, seg
     for module in (chunks, triton_scan):  # the interpreter takes milliseconds for a token
         monkeypatch.setattr(module, "CHUNK", 2)
     monkeypatch.setattr(triton_scan, "CHANNELS", large)
-    monkeypatch.setattr(triton_scan, "PROGRAMS", 1)  # which runs backward over all segments, one after the other
+    monkeypatch.setattr(triton_scan, "PROGRAMS", 1)  # one program runs backward over all segments sequentially
     schedule = triton_scan._schedule(torch.empty(1, 2, 7, 5), 16)
     assert schedule == ((4, 1, 16) if large == 32 else (1, 4, 16))
     if segment_chunks:

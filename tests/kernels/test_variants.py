@@ -15,25 +15,27 @@ H200, A100 = 132, 108  # multiprocessors
 RECURRENCES = pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
 
 
-LANES = ForwardSimt(16, 4, 4, (540, 910, 1365))  # of 4 channels and 16 states each; three warps of a scheduler
-BACK = Backward(4, (670, 1035, 1400))  # 4 lanes for 4 channels; 3 CTAs of 4 warps
+# lanes of 4 channels with 16 states; cycles for one to three warps on a scheduler
+LANES = ForwardSimt(16, 4, 4, (540, 910, 1365))
+BACK = Backward(4, (670, 1035, 1400))  # 4 lanes for 4 channels; cycles for one to three CTAs of 4 warps
 SCHEDULERS = 4 * H200
 
 
 @pytest.mark.parametrize(
     ("variant", "channels", "N", "itemsize", "short", "cycles"),
     [
-        # one warp on every scheduler, then two, three, and a second wave of those
+        # one warp on every scheduler, then two, then three, and a second wave of three
         (LANES, 128 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 540),
         (LANES, 128 * SCHEDULERS + 1, 16, 2, 0, 3000 + 100 * 910),
         (LANES, 3 * 128 * SCHEDULERS + 1, 16, 2, 0, 2 * (3000 + 100 * 1365)),
-        # a segment of few tokens adds a warp but no wave
+        # A segment of few tokens adds a warp but no wave.
         (LANES, 3 * 128 * SCHEDULERS, 16, 2, 999, 3000 + 100 * 1365),
-        # wider inputs leave room for two CTAs, 4 states for one channel of a lane, 64 for half of a CTA's warps
+        # Wider inputs leave room for two CTAs, 4 states need one channel in a lane, and 64 states need half of a CTA's
+        # warps.
         (BACK, 3 * 32 * SCHEDULERS, 16, 4, 0, 2 * (3000 + 100 * 1035)),
         (BACK, 32 * SCHEDULERS, 4, 2, 0, 3000 + 100 * 670),
         (Backward(2, (800, 1200)), 3 * 4 * SCHEDULERS, 64, 2, 0, 4 * (3000 + 100 * 800)),
-        # one CTA of a multiprocessor after the other
+        # CTAs of a multiprocessor run sequentially.
         (FORWARD_MMA[0], 96 * H200, 16, 2, 0, 19000 + 100 * 87),
         (FORWARD_MMA[0], 96 * H200 + 1, 16, 2, 0, 2 * (19000 + 100 * 87)),
     ],
@@ -100,11 +102,11 @@ def test_ctas_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
             warps, shared_bytes, resident = variant.cta(N, itemsize, channels)
             assert warps in (1, 2, 4)
             assert shared_bytes <= 99 * 1024
-            # halved only if it has to be
+            # the number of warps is halved only if shared memory requires it
             of_keys = 4 * 64 * (2 * N + 1)
             assert warps == 4 or of_keys + 2 * (shared_bytes - of_keys) > 99 * 1024
             assert 1024 <= resident * (shared_bytes + 1024) <= 228 * 1024
-            # 12 warps of 16-bit inputs with long keys have registers, of others 8
+            # registers suffice for 12 warps with 16-bit inputs and long keys, and for 8 warps otherwise
             most = (3 if itemsize == 2 and N in (16, 32) else 2) * 4 // warps
             assert resident == most or (resident + 1) * (shared_bytes + 1024) > 228 * 1024
 
@@ -139,8 +141,8 @@ def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypa
     others = dict(R=12), dict(D=764), dict(recurrence="selective"), dict(N=32), dict(dtype=torch.float32)
     assert not any(projects(8, 6085, **other) for other in others)
     assert not projects(128, 197)
-    assert projects(1, 197)  # where the scan alone would be faster from logits
-    # nor where sequences are cut
+    assert projects(1, 197)  # although the scan alone would be faster from logits
+    # Divided sequences are not projected, either.
     monkeypatch.setattr(heuristics, "choose", lambda *args: Schedule(FORWARD_MMA[0], 4))
     assert [projects(1, L) for L in (256, 257)] == [True, False]
 
@@ -151,7 +153,7 @@ def test_vectors_are_as_wide_as_every_row_of_every_tensor_allows(limit, dimensio
     g = torch.Generator().manual_seed(0)
 
     def view(multiple):
-        """Rows of multiples of so many elements, most of which begin at such."""
+        """Return a view with strides that are multiples of `multiple`; most of its rows start at such a multiple."""
         start, *strides, n = (int(i) * multiple for i in torch.randint(1, 5, (5,), generator=g))
         sizes = (2, 3) if dimensions == 3 else (2, 2, 3)
         start += int(torch.randint(4, (), generator=g) == 0)
