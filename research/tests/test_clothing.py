@@ -1,4 +1,4 @@
-"""The study of weights for photographs: what is chosen on which images, and what its tables say."""
+"""Tests of the study of weights for photographs: choices, the images that each choice uses, and tables."""
 
 import json
 import sys
@@ -33,7 +33,9 @@ def names(images, split):
 
 @pytest.fixture
 def study(photographs, monkeypatch, capsys):
-    """The results of the program, with runs that reach what their learning rate says, and what each was given."""
+    """Return the program's results, with runs whose accuracy depends on the learning rate, and the arguments of
+    each run.
+    """
     given, asked = [], []
 
     def train_on(images, words, folder, run):
@@ -44,7 +46,8 @@ def study(photographs, monkeypatch, capsys):
     def features(probe, way, seed):
         asked.append((way, seed))
         rows = [path.relative_to(probe.data) for path in sorted(probe.data.glob("*/*/*.png"))]
-        hats = [(path.parent.name == "hat") != (path.parts[0] == "validation") for path in rows]  # there it is deceived
+        # labels are swapped in the validation split
+        hats = [(path.parent.name == "hat") != (path.parts[0] == "validation") for path in rows]
         return {path: np.array([float(hat) + seed, 1.0]) for path, hat in zip(rows, hats)}
 
     monkeypatch.setattr(transfer, "train_on", train_on)
@@ -55,7 +58,7 @@ def study(photographs, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["clothing", *map(str, words), "--out", str(out)])
     clothing.main()
     before = len(given)
-    clothing.main()  # goes on with what is missing, which is nothing
+    clothing.main()  # a second call has no missing runs
     assert len(given) == before
     return json.loads(out.read_text()) | dict(asked=asked), given, capsys.readouterr().out
 
@@ -88,7 +91,7 @@ def test_settings_are_chosen_on_validation_and_judged_on_test_from_the_same_draw
     assert {(run["rehearse"], run["top1"]) for run in probes} == {(True, 0.0), (False, 100.0)}
     assert {run["way"] for run in probes} == {"linear, seen", "linear, drawn", "linear, random"}
     weights = [("linear, seen", 0), ("linear, drawn", 0), *(("linear, random", seed) for seed in (0, 1, 100))]
-    assert sorted(results["asked"]) == sorted(weights)  # each of them once
+    assert sorted(results["asked"]) == sorted(weights)  # each choice of weights once
 
 
 def test_results_of_other_images_are_not_added_to(study, photographs):
@@ -112,7 +115,7 @@ def test_features_are_of_every_image_as_it_is_evaluated_and_of_the_ways_weights(
     how = dict(img_size=224)
     assert built == [("vil_tiny", "drawn.safetensors", 0, how), ("vil_tiny", None, 7, how)]
     assert len(found) == 2 * (30 + 2 + 3)
-    reds = [found[Path("train", "hat", f"{i:02}.png")] for i in (0, 29)]  # which are i of 255 all over
+    reds = [found[Path("train", "hat", f"{i:02}.png")] for i in (0, 29)]  # uniform images with a red level of i / 255
     np.testing.assert_allclose(reds[1] - reds[0], [29 / 255 / 0.229, 0, 0], atol=1e-5)
 
 
@@ -121,7 +124,7 @@ def test_a_probe_learns_from_the_images_that_training_gets(photographs):
     clothing.write_images(photographs / "data", str(photographs), run)
     files = [path.relative_to(photographs / "data") for path in (photographs / "data/train/hat").iterdir()]
     written = names(transfer.images_of(str(photographs), run), "train")["hat"]
-    for descending in (False, True):  # whatever order a disk has them in
+    for descending in (False, True):  # independent of the order in which a file system lists files
         ordered = sorted(files, reverse=descending)
         assert sorted(path.name for path in clothing.drawn(ordered, run)) == written
 

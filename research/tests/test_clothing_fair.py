@@ -1,4 +1,4 @@
-"""The fair study of clothing: the order of its runs, its choices, and what its tables show."""
+"""Tests of the fair study of clothing: the order of its runs, its choices, and its tables."""
 
 import json
 import sys
@@ -17,7 +17,9 @@ ALL = [VIL, DEIT, POOLED]
 
 
 def top1(run):
-    """An accuracy whose best learning rate is 1e-3 from scratch, and the highest one for fine-tuning."""
+    """Return an accuracy that is highest at a learning rate of 1e-3 from scratch, and at the largest one for
+    fine-tuning.
+    """
     best = {1e-3: 30} if run.start == SCRATCH else {}
     return best.get(run.setting, 1000 * run.setting) + 2 * run.seed + ALL.index(run.model) + run.epochs / 10
 
@@ -27,7 +29,7 @@ def rows_of(runs):
 
 
 def study(pretrained=ALL, stop=None):
-    """The rows of a study that trains one run at a time, up to the first run that `stop` accepts."""
+    """Return the rows of a study that trains one run at a time, up to the first run that `stop` accepts."""
     rows, done = [], set()
     while missing := [run for run in clothing_fair.planned(rows, pretrained) if run not in done]:
         if stop and stop(missing[0]):

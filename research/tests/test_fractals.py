@@ -22,7 +22,7 @@ from vil.data.splits import class_names, open_splits
 from vil.files import FolderInUseError
 
 SMALL = dict(classes=3, per_class=4, val_per_class=2, size=32, points=2000)
-# a, b, c, d, e, f and the probability of each map
+# coefficients a, b, c, d, e, f and the probability of each map
 SIERPINSKI = [[0.5, 0, 0, 0.5, 0, 0, 1 / 3], [0.5, 0, 0, 0.5, 0.5, 0, 1 / 3], [0.5, 0, 0, 0.5, 0.25, 0.5, 1 / 3]]
 FERN = [[0.8, 0.1, -0.2, 0.7, 0.1, 0.3, 0.6], [0.2, -0.5, 0.4, 0.3, -0.4, 0.2, 0.3], [0.1, 0.2, 0.3, -0.4, 0.5, 0, 0.1]]
 DIVERGING = [[2, 0, 0, 2, 1, 1, 0.5], [2, 0, 0, 3, 1, 0, 0.5], [0] * 7]
@@ -35,7 +35,7 @@ def systems():
 
 @pytest.fixture
 def drawn(systems, monkeypatch):
-    """Return the classes of `systems` instead of drawing new ones, and list the requests."""
+    """Return the classes of `systems` instead of sampling new ones, and list the requests."""
     asked = []
 
     def draw(count, *of):
@@ -47,7 +47,7 @@ def drawn(systems, monkeypatch):
 
 
 def naive_play(system, start, points, table):
-    """Run the chaos game in plain loops, and return points and the maps that produced them."""
+    """Play the chaos game in plain loops, and return points and the maps that produced them."""
     steps, found = math.ceil(points / CHAINS), {}
     for chain in range(CHAINS):
         x = y = 0.0
@@ -114,15 +114,15 @@ def test_patches_are_drawn_around_every_point_in_the_order_of_the_maps(mask):
     drawn = fractals.render(points, maps, identity(), torch.tensor([mask]), 50)[0].numpy()
     expected = naive_render(points[0].double().numpy(), maps[0].numpy(), mask, 50)
     assert all((expected == number).sum() > 20 for number in (1, 2, 3))
-    assert (drawn != expected).sum() <= 3 * np.sum(mask)  # of points that rounding put on the other side of a border
+    assert (drawn != expected).sum() <= 3 * np.sum(mask)  # rounding moved some points across a pixel's border
     backwards = fractals.render(points, 2 - maps, identity(), torch.tensor([mask]), 50)[0].numpy()
     assert ((drawn > 0) == (backwards > 0)).all()
-    assert (drawn + backwards > 4).any()  # pixels of two maps, of which the last one wins
+    assert (drawn + backwards > 4).any()  # pixels that two maps reach show the last map
 
 
 def test_maps_are_applied_as_often_as_their_probabilities_say():
     probabilities = np.array([0.05, 0.7, 0.25])
-    apart = np.zeros((1, 3, 7))  # maps that take every point to a place of their own
+    apart = np.zeros((1, 3, 7))  # maps with separate constant results
     apart[0, :, 4], apart[0, :, 6] = [1, 2, 3], probabilities
     points, maps = play(apart, np.array([3]), 100_000, seed=0)
     assert torch.equal(points[..., 0], 1.0 + maps)
@@ -150,7 +150,8 @@ def test_classes_are_drawn_and_judged_as_published(systems):
 
 def test_candidates_have_2_to_8_maps_with_uniform_coefficients(monkeypatch):
     monkeypatch.setattr(fractals, "play", lambda systems, *_: (torch.zeros(len(systems), 1, 2), None))
-    monkeypatch.setattr(fractals, "filling_rate", lambda points, size: torch.ones(len(points)))  # all are classes
+    # accept all candidates as classes
+    monkeypatch.setattr(fractals, "filling_rate", lambda points, size: torch.ones(len(points)))
     candidates = draw_systems(7000, seed=0)
     exists = candidates[..., 6] > 0
     numbers = np.bincount(exists.sum(1), minlength=10)
@@ -209,7 +210,7 @@ def test_an_image_does_not_depend_on_how_many_there_are_or_come_with_it(systems)
 
 
 def test_every_image_has_random_numbers_of_its_own():
-    twins = np.stack([padded(FERN)] * 2)  # of one system, two classes
+    twins = np.stack([padded(FERN)] * 2)  # two classes of the same system
     wanted = [Place(split, number, image) for split in fractals.SPLITS for number in (0, 1) for image in (0, 1)]
     images = render_images(twins, twins, Fractals(**SMALL), wanted)
     assert len({image.numpy().tobytes() for image in images}) == 12
@@ -228,7 +229,7 @@ def test_memory_is_bounded_by_points_and_by_pixels():
 
 
 def test_images_that_diverge_are_drawn_again(monkeypatch):
-    edge = np.array(FERN)  # which no longer contracts in more than half of all images at this variation
+    edge = np.array(FERN)  # diverges in more than half of all images at this variation
     edge[0] = [0.97, 0.2, -0.2, 0.97, 0.3, 0, 0.99]
     edge[1:, 6] = 0.005
     edge = padded(edge)[None]
@@ -250,18 +251,18 @@ def test_points_that_are_played_again_come_with_their_maps(monkeypatch):
     options = Fractals(**SMALL | dict(variation=0, points=count))
     first, _ = fractals._points_that_fill(fern, options, places(40), "cpu")
     rates = fractals.filling_rate(first, 32)
-    monkeypatch.setattr(fractals, "KEPT", float(rates.median()))  # which more points reach, and so are played at first
+    monkeypatch.setattr(fractals, "KEPT", float(rates.median()))  # half of the images are accepted in the first attempt
     points, maps = fractals._points_that_fill(fern, options, places(40), "cpu")
     assert (fractals.filling_rate(points, 32) >= fractals.KEPT).all()
     assert ((points == first).all((1, 2)) == (rates >= fractals.KEPT)).all()
     a, b, c, d, e, f, _ = torch.from_numpy(fern[0]).float()[maps[:, CHAINS:].long()].unbind(-1)
-    x, y = points[:, :-CHAINS].unbind(-1)  # a step before
+    x, y = points[:, :-CHAINS].unbind(-1)  # the previous step
     expected = torch.stack([a * x + b * y + e, c * x + d * y + f], dim=-1)
     np.testing.assert_allclose(points[:, CHAINS:], expected, atol=1e-5)
 
 
 def test_every_image_has_a_patch_and_a_flip_of_its_own(monkeypatch):
-    corners = np.zeros((1, 8, 7))  # maps that take every point to one of three corners, where the patch is then seen
+    corners = np.zeros((1, 8, 7))  # maps that move each point to one of three corners, where the patch is painted
     corners[0, 1, 4] = corners[0, 2, 5] = 1
     corners[0, :3, 6] = 1 / 3
     monkeypatch.setattr(fractals, "KEPT", 0)
@@ -272,7 +273,7 @@ def test_every_image_has_a_patch_and_a_flip_of_its_own(monkeypatch):
     assert (seen.sum((1, 2, 3)) == images.sum((1, 2))).all()
     empty = ~seen.any(-1).any(-1)
     assert (empty.sum(1) == 1).all()
-    assert (empty.sum(0) > 25).all()  # of 200, by the four flips
+    assert (empty.sum(0) > 25).all()  # each of the four flips occurs in more than 25 of 200 images
     patches = seen[empty.roll(1, dims=1)]
     assert (seen[~empty].view(200, 3, 3, 3) == patches[:, None]).all()
     assert len(patches.unique(dim=0)) > 100
@@ -290,7 +291,7 @@ def test_a_class_has_a_palette_from_which_its_images_keep_their_distance(systems
         own = [row for row, place in enumerate(wanted) if place.number == number]
         drawn = grey[own][..., 0] > 0
         of_maps, background = pure[own][drawn].unique(dim=0), pure[own][~drawn].unique(dim=0)
-        assert len(background) == 1  # whatever the image and the split
+        assert len(background) == 1  # the background is the same in all images and splits
         assert 1 < len(of_maps) <= (systems[number, :, 6] > 0).sum()
         assert not (of_maps == background).all(1).any()
         palettes += [*of_maps.tolist(), *background.tolist()]
@@ -301,7 +302,7 @@ def test_a_class_has_a_palette_from_which_its_images_keep_their_distance(systems
     assert moves.min() < -0.28 * 256
     assert moves.max() > 0.28 * 256
     everything = render_images(systems, systems, Fractals(**SMALL | dict(colours=1.0)), wanted)
-    assert {0, 255} <= set(everything.unique().tolist())  # clipped, not round the corner
+    assert {0, 255} <= set(everything.unique().tolist())  # values are clipped, not wrapped around
     assert ((everything.int() - pure).abs() < 256).all()
 
 
@@ -313,7 +314,7 @@ def test_a_point_has_the_colour_of_the_map_that_made_it():
     drawn = [(image == colour).all(-1) for colour in palette]
     assert sum(where.sum() for where in drawn[:4]) == 128 * 128
     row, column = (torch.stack([where.nonzero()[:, axis].float().mean() for where in drawn[:4]]) for axis in (0, 1))
-    assert abs(row[1] - row[2]) < 4  # the first two maps make the triangles beside each other
+    assert abs(row[1] - row[2]) < 4  # the first two maps generate triangles side by side
     assert abs(row[3] - row[1]) > 50
     assert abs(column[1] - column[2]) > 50
     assert abs(column[3] - (column[1] + column[2]) / 2) < 4
@@ -323,13 +324,13 @@ def test_placement_turns_shrinks_and_moves_but_cuts_nothing_off(systems):
     frames = fractals._frames(np.random.default_rng(0).random((2000, 4)), 0.5, 1)
     corners = np.array([[-1, -1, 1], [-1, 1, 1], [1, -1, 1], [1, 1, 1]]) @ frames
     assert np.abs(corners).max() <= 1 + 1e-9
-    extents = np.ptp(corners, axis=1) / 2  # of the square that is turned
+    extents = np.ptp(corners, axis=1) / 2  # size of the rotated square
     assert np.allclose(extents[:, 0], extents[:, 1])
     assert 0.5 <= extents.min() < 0.51
     assert 0.99 < extents.max() <= 1
     angles = np.arctan2(frames[:, 0, 1], frames[:, 0, 0])
     assert (np.histogram(angles, 8, (-np.pi, np.pi))[0] > 180).all()
-    assert np.allclose(np.linalg.det(frames[:, :2]), (frames[:, 0] ** 2).sum(1))  # the axes keep their right angle
+    assert np.allclose(np.linalg.det(frames[:, :2]), (frames[:, 0] ** 2).sum(1))  # axes remain perpendicular
 
     options = Fractals(**SMALL | dict(per_class=60, size=128, variation=0, placement=True))
     centres, extents = [], []
@@ -373,7 +374,7 @@ def test_training_opens_the_folder(tmp_path, drawn):
     assert list(class_names(train)) == list(class_names(test)) == ["c0000", "c0001", "c0002"]
     path = tmp_path / "out" / "train" / "c0002" / "00003.jpg"
     image = Image.open(path)
-    assert is_plain_jpeg(path.read_bytes(), image)  # as a GPU decodes them
+    assert is_plain_jpeg(path.read_bytes(), image)  # a GPU can decode the file
     assert image.format == "JPEG"
     assert image.mode == "RGB"
     assert image.size == (32, 32)
@@ -381,7 +382,7 @@ def test_training_opens_the_folder(tmp_path, drawn):
     assert record["images"] == 21
     assert record["options"]["colours"] == 0.2
     assert record["environment"]["torch"]
-    assert len(set(files(tmp_path / "out").values())) == 21  # no two are the same, within a split or across
+    assert len(set(files(tmp_path / "out").values())) == 21  # no two images are equal, within a split or across splits
 
 
 def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch, capsys):
@@ -393,30 +394,32 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
     saved = itertools.count(1)
 
     def stop(*arguments, save=fractals._save_jpeg):
-        if next(saved) == 10:  # as Ctrl-C does, once
+        if next(saved) == 10:  # interrupt once, like Ctrl-C
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         save(*arguments)
 
     monkeypatch.setattr(fractals, "AT_ONCE", dict(cpu=4000))
     with monkeypatch.context() as patch:
         patch.setattr(fractals, "_save_jpeg", stop)
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a training in this process leaves its own
+        # an earlier training in this process may have left its own handler
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         with pytest.raises(SystemExit) as stopping:
             fractals.main([str(stopped), *small, "--device=cpu"])
         signal.signal(signal.SIGINT, before)
     assert stopping.value.code == 130
     assert "stopped: run the same command" in capsys.readouterr().err
-    assert sorted(path.name for path in stopped.glob("[tv]*/*")) == ["c0000", "c0001"]  # of the third only half
+    # the third class was only half finished
+    assert sorted(path.name for path in stopped.glob("[tv]*/*")) == ["c0000", "c0001"]
     assert all(len(list(path.iterdir())) == 4 for path in stopped.glob("train/*"))
     before = {path: path.stat().st_mtime_ns for path in stopped.glob("train/*/*")}
     assert json.loads((stopped / "fractals.json").read_text())["images"] == 0
     write_fractals(stopped, options)
     assert files(stopped) == files(whole)
     assert all(path.stat().st_mtime_ns == at for path, at in before.items())
-    assert len(drawn) == 2  # of each folder once: its classes are in a file
+    assert len(drawn) == 2  # classes are sampled once for each folder, because a file stores them
     assert not (stopped / ".unfinished").exists()
     assert json.loads((stopped / "fractals.json").read_text())["images"] == 18
-    monkeypatch.setattr(fractals, "render_images", None)  # nothing is made any more
+    monkeypatch.setattr(fractals, "render_images", None)  # rendering again would fail
     write_fractals(stopped, options)
     assert "all there already" in capsys.readouterr().out
 
@@ -427,7 +430,7 @@ def test_after_an_error_no_more_is_written(tmp_path, drawn, monkeypatch, where):
 
     def save(path, pixels):
         begun.append(path)
-        second.wait(60)  # however long that takes to render
+        second.wait(60)  # waits for the second batch
         time.sleep(0.05)
         if where == "saving":
             raise OSError("broken")
@@ -447,14 +450,15 @@ def test_after_an_error_no_more_is_written(tmp_path, drawn, monkeypatch, where):
     with pytest.raises(OSError, match="broken"):
         write_fractals(tmp_path / "out", Fractals(**SMALL | dict(per_class=80, size=16, points=512)))
     assert len(batches) == 2
-    assert len(begun) <= 3 * 32  # of the first 200: threads are 32 at most
+    assert len(begun) <= 3 * 32  # at most 32 threads run, so most of the first 200 images were not started
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path, drawn, capsys):
     resource = pytest.importorskip("resource")
     words = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | dict(size=128, clutter=3)).items()]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))  # of a file, of which a part is written as on a disk
+    # limits the file size, so a file is written only in part, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
     try:
         with pytest.raises(SystemExit):
             fractals.main([str(tmp_path / "out"), *words, "--device=cpu"])
@@ -517,9 +521,9 @@ def test_a_gpu_draws_what_a_cpu_draws(systems, tmp_path):
     options = Fractals(**SMALL | dict(size=128, per_class=20, clutter=2, placement=True, colours=0.2))
     on = {d: render_images(systems, systems, options, places(20), d).cpu() for d in ("cpu", "cuda")}
     differ = (on["cpu"] != on["cuda"]).float().mean((1, 2, 3))
-    assert differ.median() < 0.005  # an image that only one of them draws again differs altogether
+    assert differ.median() < 0.005  # an image differs entirely if only one device samples it again
     assert (differ > 0.05).sum() <= 1
-    for count in (2000, 40_000):  # whatever is rendered at a time
+    for count in (2000, 40_000):  # results do not depend on the number of images rendered at a time
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fractals, "AT_ONCE", dict(cuda=count, cpu=1))
             write_fractals(tmp_path / str(count), Fractals(**SMALL), "cuda")

@@ -34,7 +34,7 @@ def a_run(cell, top1, speed=1000.0):
 
 
 def searched(**by_model):
-    """Return the runs that select learning rates, by default all as in TRIED."""
+    """Return the runs that select learning rates, by default all accuracies in TRIED."""
     return [
         a_run(Cell("rates", model, rate, 100), top1)
         for model in MODELS
@@ -43,7 +43,7 @@ def searched(**by_model):
 
 
 def with_seeds(runs, **top1):
-    """Return further runs: the study's seeds with these accuracies on the selection images."""
+    """Return `runs` and further ones: the study's seeds with these accuracies on the selection images."""
     more = [a_run(Cell("seeds", model, 0.001, seed), value) for model in top1 for seed, value in enumerate(top1[model])]
     return [*runs, a_run(Cell("compiled", DEIT, 0.001, 100), 1.0, speed=4000.0), *more]
 
@@ -69,16 +69,21 @@ def test_every_model_tries_all_rates_and_one_more_where_the_best_is_at_an_edge()
 
 @pytest.mark.parametrize(("deviation", "more"), [(0.34, False), (0.35, True)])
 def test_the_deviation_alone_asks_for_further_seeds(deviation, more):
-    """Half of the interval is 2.306 sqrt(2/5) deviations, 0.496 and 0.510 points, however far apart the means are."""
+    """Request further seeds only because of the deviation:
+
+    half of the interval is 2.306 sqrt(2/5) deviations, which is 0.496 and 0.510 points.
+    """
     values = [-1.2, -0.4, 0.1, 0.3, 1.2]
     values = [deviation * (value - mean(values)) / stdev(values) for value in values]
     for gap in (0.0, 30.0):
         runs = with_seeds(searched(), **STEADY | {VIL: [40 + v for v in values], VIM: [40 + gap - v for v in values]})
         expected = [Cell("seeds", model, 0.001, seed) for seed in (5, 6, 7) for model in (VIL, VIM)] if more else []
         assert photographs.to_do(runs) == expected
-        assert photographs.to_do(runs[:-1]) == [Cell("seeds", DEIT, 0.001, 4), *expected]  # which decides nothing
+        # DeiT's runs do not influence the decision
+        assert photographs.to_do(runs[:-1]) == [Cell("seeds", DEIT, 0.001, 4), *expected]
         done, left = expected[:5], expected[5:]
-        assert photographs.to_do([*runs, *(a_run(cell, 40.0) for cell in done)]) == left  # nor do they themselves
+        # the additional runs do not influence the decision
+        assert photographs.to_do([*runs, *(a_run(cell, 40.0) for cell in done)]) == left
 
 
 def judged_as(runs, top1, images=1000):
@@ -92,7 +97,8 @@ def judged_as(runs, top1, images=1000):
 
 TEST = {
     VIL: [46.1, 45.2, 45.9, 46.4, 45.5],
-    VIM: [45.2, 45.0, 44.1, 44.6, 45.3],  # less than a point from VIL, with an interval that goes beyond
+    # the mean is less than a point below VIL's, but the interval includes larger differences
+    VIM: [45.2, 45.0, 44.1, 44.6, 45.3],
     POOLED: [45.9, 45.8, 46.0, 45.7, 46.2],
     DEIT: [51.0, 52.5, 50.2, 52.4, 51.9],
 }
@@ -100,9 +106,10 @@ TEST = {
 
 def test_test_images_are_counted_when_the_last_run_is_there():
     runs = with_seeds(searched(), **STEADY)
-    runs[-1]["curves"]["images_per_second"] = [10.0, 500.0, 500.0]  # on a GPU that is throttled
+    runs[-1]["curves"]["images_per_second"] = [10.0, 500.0, 500.0]  # a throttled GPU
     (alone,) = (run for run in runs if run["stage"] == "compiled")
-    alone["curves"]["images_per_second"], alone["machine"] = [10.0, 4000.0], dict(gpu=None)  # its two epochs
+    # the compiled run has two epochs
+    alone["curves"]["images_per_second"], alone["machine"] = [10.0, 4000.0], dict(gpu=None)
     judged = judged_as(runs, TEST)
     for table in (photographs.models_table, photographs.differences_table):
         early = table(runs[:-1], judged_as(runs[:-1], TEST))
@@ -116,9 +123,10 @@ def test_test_images_are_counted_when_the_last_run_is_there():
     assert vil[6:8] == ["50.08 ± 0.08", "51.08 ± 0.08"]
     assert vil[8:] == ["10.0 (H)", "1,000 (H)"]  # 600,000 images
     assert (deit[8:], compiled[8:]) == (["10.0 (H)", "1,000 (H)"], ["2.5 (CPU)", "4,000 (CPU)"])
-    backwards = photographs.models_table(runs[::-1], judged)  # as runs beside each other may end
+    backwards = photographs.models_table(runs[::-1], judged)  # runs may finish in any order
     assert backwards == photographs.models_table(runs, judged)
-    before = photographs.models_table(with_seeds(searched()), None)  # of which no time of a study follows
+    # the training time is unknown without the study's runs
+    before = photographs.models_table(with_seeds(searched()), None)
     assert before.splitlines()[-1].endswith("| nan (H) | 4,000 (H) |")
 
 
@@ -153,12 +161,14 @@ def test_an_extension_adds_an_estimate_when_it_is_whole_and_changes_nothing_else
 
 @pytest.fixture
 def stubbed(tmp_path, image_folder, monkeypatch):
-    """A folder and arguments of a study on small images whose runs do not train, and the arguments of each run."""
+    """Return a folder and the arguments of a study on small images whose runs do not train, and the list of each
+    run's arguments.
+    """
     (tmp_path / "images").mkdir()
     for split, name in (("train", "train"), ("choose", "val")):
         (tmp_path / "images" / split).symlink_to(image_folder / name)
     shutil.copytree(image_folder / "val", tmp_path / "images" / "test")
-    for name in CLASSES:  # six of each, where there are seven to choose on
+    for name in CLASSES:  # `test` has six images of each class, and the selection split seven
         (tmp_path / "images" / "test" / name / "0.png").unlink()
     config = dict(data_dir=str(tmp_path / "images"), val_split="choose", img_size=16, epochs=30, global_batch_size=16)
     config["model_kwargs"] = dict(depth=1, patch_size=8)
@@ -220,9 +230,9 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
     assert [(run["model"], run["lr"], run["top1"]) for run in diverged] == [(DEIT, 0.0005, 0.0), (VIM, 0.002, 0.0)]
     assert diverged[1]["diverged"].endswith("the gradient's norm is nan at step 3 of epoch 2")
     rows = gzip.decompress((root / "out.csv.gz").read_bytes()).decode().splitlines()
-    assert (len(rows), rows[0].count(",")) == (25, 1 + 36)  # the images of `test`
+    assert (len(rows), rows[0].count(",")) == (25, 1 + 36)  # number of images in `test`
     assert "| vil_tiny | 2" in (shown := capsys.readouterr().out)
-    assert "25.00 ± 0.00" in shown  # a quarter of the images is of the class that all are taken for
+    assert "25.00 ± 0.00" in shown  # all images get the same class, which is right for a quarter of them
 
     (root / "out.json").write_text(json.dumps(found | dict(runs=found["runs"][:-1])))
     (root / "runs").rename(root / "gone")
@@ -230,7 +240,7 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
         call("--minutes", "0")
     assert "not done yet: seeds-0.001/vim_tiny-19" in capsys.readouterr().err
     (root / "images").rename(root / "elsewhere")
-    call(*(words := ["--data-dir", str(root / "elsewhere")]))  # on another machine: the last run alone
+    call(*(words := ["--data-dir", str(root / "elsewhere")]))  # on another machine, only the last run is missing
     assert started[49:] == [(VIM, 19, [], 0.001)]
     assert len(json.loads((root / "out.json").read_text())["runs"]) == 49
 
@@ -252,7 +262,7 @@ def test_results_that_are_half_written_are_gone_on_with(stubbed, monkeypatch, ca
 
     def stop(path, content):
         write(path, content)
-        if len(started) > 13:  # the first run that is judged: of its two files one is there
+        if len(started) > 13:  # in the first judged run, after writing one of its two files
             raise OSError("no space left")
 
     with monkeypatch.context() as patch:

@@ -34,7 +34,7 @@ def a_run(**changes):
 
 
 def trained(run, deadline=math.inf, state=None, count=64, beside=()):
-    """Return the run, trained in turns with its neighbours."""
+    """Return the run, trained alternately with its neighbours."""
     shown = recall_examples(count, run.length, run.pairs, 0, CPU)
     others = [recall.train(other, lambda _: (shown, shown), CPU, math.inf) for other in beside]
     for _ in recall.train(run, lambda _: (shown, shown), CPU, deadline, state):
@@ -44,7 +44,7 @@ def trained(run, deadline=math.inf, state=None, count=64, beside=()):
 
 
 def sequences(pairs, queries, length):
-    """Return the tokens of examples, by plain loops."""
+    """Return the tokens of examples, computed in plain loops."""
     tokens = torch.zeros(len(pairs), length, dtype=torch.long)
     for row, listed, places in zip(tokens, pairs.tolist(), queries.tolist()):
         row[: len(listed)] = torch.tensor(listed)
@@ -66,7 +66,7 @@ def test_a_recall_example_lists_pairs_and_then_asks_for_every_value_once():
 
 def test_distances_follow_the_power_law():
     _, queries = recall_examples(6_000, 64, 4, seed=0, device=CPU)
-    first = (queries[:, 0] - 8) // 2  # the first of a draw without replacement has the plain distribution
+    first = (queries[:, 0] - 8) // 2  # only the first sample without replacement has the plain distribution
     found = torch.bincount(first, minlength=28) / len(first)
     expected = torch.arange(1.0, 29.0) ** (POWER - 1)
     torch.testing.assert_close(found, expected / expected.sum(), atol=0.02, rtol=0)
@@ -109,11 +109,13 @@ def test_embeddings_are_those_of_the_sequence_and_so_are_their_gradients():
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_the_loss_is_that_of_zoologys_model_at_the_queries(mixer):
-    """There a block adds what the one before it returns. The last one here computes queries alone, there everything."""
+    """Compare with Zoology's model, whose last block computes all positions, while this package's last block
+    computes queries only.
+    """
     torch.manual_seed(0)
     model = RecallModel(mixer, 16, 24).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # of which some would be all zeros or ones
+        for parameter in model.parameters():  # some parameters are initialized to zeros or ones
             parameter.add_(0.1 * torch.randn_like(parameter))
     pairs, queries = recall_examples(4, 24, 3, 0, CPU)
     loss = model.loss(pairs, queries)
@@ -169,13 +171,14 @@ def test_the_causal_mixer_is_one_direction_of_the_packages_block(mixer, width):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("shape", "taps"),  # full strips and parts of them, several sequences a program, and fewer tokens than taps
+    ("shape", "taps"),  # complete and partial strips, several sequences in a program, and fewer tokens than taps
     [((2, 33, 128), 4), ((1, 70, 70), 4), ((9, 5, 16), 3), ((1, 2, 16), 4), ((1, 40, 3), 1)],
 )
 def test_the_convolutions_kernels_are_silu_of_conv1d_with_its_gradients(dtype, shape, taps):
-    """On a CPU, in Triton's interpreter."""
+    """Compare with conv1d and SiLU in Triton's interpreter on a CPU."""
     torch.manual_seed(0)
-    u = torch.randn(shape[0], shape[2], shape[1], dtype=dtype).mT.requires_grad_()  # with gaps, as its gradient
+    # strides with gaps, also in the gradient
+    u = torch.randn(shape[0], shape[2], shape[1], dtype=dtype).mT.requires_grad_()
     weight, bias = torch.randn(shape[2], taps, requires_grad=True), torch.randn(shape[2], requires_grad=True)
     exact = [t.detach().double().requires_grad_() for t in (u, weight, bias)]
     of_conv = F.conv1d(exact[0].mT, exact[1].unsqueeze(1), exact[2], padding=taps - 1, groups=shape[2])
@@ -200,7 +203,10 @@ def test_attention_is_softmax_of_products():
 
 
 def test_attention_drops_a_tenth_of_its_weights():
-    """Queries of zeros attend evenly to all tokens up to theirs, and values that are unit vectors show it."""
+    """Measure the dropped weights:
+
+    zero queries attend evenly to all earlier tokens, and unit vectors as values show the weights.
+    """
     module, count = Attention(64), 64
     with torch.no_grad():
         module.in_proj.weight.copy_(torch.cat([torch.zeros(2 * count, count), torch.eye(count)]))
@@ -241,7 +247,7 @@ def test_initialisation_is_zoologys():
     assert mixer.in_proj.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert mixer.out_proj.weight.std().item() == pytest.approx(0.01, rel=0.03)
     assert not mixer.in_proj.bias.any()
-    # uniform within 1 / sqrt(fan in), and out_proj by the square root of two layers less
+    # Weights are uniform within 1 / sqrt(fan in), and out_proj is divided by the square root of the two layers.
     assert mamba.blocks[1].mixer.in_proj.weight.abs().max().item() == pytest.approx(128**-0.5, rel=1e-2)
     assert mamba.blocks[1].mixer.out_proj.weight.abs().max().item() == pytest.approx(256**-0.5 / 2**0.5, rel=1e-2)
 
@@ -259,8 +265,8 @@ def test_a_run_learns_what_it_is_shown_and_stops_there(mixer):
 
 
 def test_the_first_epoch_is_adamw_on_the_batches_in_their_order():
-    """Against a loop without graphs, flat gradients and rates on a device."""
-    run = trained(a_run(epochs=2, train_examples=70), count=70)  # of which the last fill no batch
+    """Compare with a loop without CUDA graphs, flat gradients and learning rates on the device."""
+    run = trained(a_run(epochs=2, train_examples=70), count=70)  # the last examples do not fill a batch and are dropped
     pairs, queries = recall_examples(70, 16, 2, 0, CPU)
     torch.manual_seed(0)
     model = RecallModel("longhorn", 16, 16)
@@ -305,7 +311,7 @@ def test_a_value_that_is_not_finite_is_recorded_and_ends_the_run():
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_run_cut_short_and_continued_beside_others_equals_one_in_a_piece(mixer, tmp_path, monkeypatch):
-    monkeypatch.setattr(recall, "STEPS_A_TURN", 3)  # of the four that an epoch has
+    monkeypatch.setattr(recall, "STEPS_A_TURN", 3)  # an epoch has four steps
     whole = trained(a_run(mixer=mixer, epochs=4))
     calls = 0
     while True:
@@ -318,7 +324,8 @@ def test_a_run_cut_short_and_continued_beside_others_equals_one_in_a_piece(mixer
     assert calls == 4
     assert (part.loss, part.gradient_norm, part.accuracy) == (whole.loss, whole.gradient_norm, whole.accuracy)
     assert [sitting["epochs"] for sitting in part.sittings] == [1, 1, 1, 1]
-    assert len(trained(a_run(mixer=mixer, epochs=4), deadline=0.0).accuracy) == 1  # and nothing of it is kept
+    # a run without a state file stores no progress
+    assert len(trained(a_run(mixer=mixer, epochs=4), deadline=0.0).accuracy) == 1
     other = a_run(mixer=mixer, epochs=4, lr=1e-3)
     with pytest.raises(
         ValueError, match=r"run.safetensors must be a state of this run, got another run \(.*lr 0.01, seed 0"
@@ -368,9 +375,10 @@ def test_a_worker_that_fails_ends_the_call(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-@torch._dynamo.config.patch(recompile_limit=8)  # recall.work sets it; pytest's monkeypatch would leave it deleted
+# recall.work sets the limit; pytest's monkeypatch would leave it deleted
+@torch._dynamo.config.patch(recompile_limit=8)
 def test_dropout_follows_from_the_run_whatever_runs_beside_it(device, monkeypatch):
-    """At a rate of 0, where losses differ by dropout alone."""
+    """Train at a learning rate of 0, so that losses differ by dropout only."""
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
 
     def losses(seeds, at_a_time):
@@ -382,7 +390,7 @@ def test_dropout_follows_from_the_run_whatever_runs_beside_it(device, monkeypatc
     together = losses([0, 1, 2], at_a_time=3)
     for alone, found in zip(losses([0, 1, 2], at_a_time=1), together):
         assert found == pytest.approx(alone, rel=1e-6)
-        assert found[0] != pytest.approx(found[1], rel=1e-6)  # other steps, other dropout
+        assert found[0] != pytest.approx(found[1], rel=1e-6)  # each step and each run samples another dropout mask
 
 
 def test_every_setting_has_a_state_of_its_own(tmp_path):
@@ -424,7 +432,7 @@ def run_main(monkeypatch, *arguments):
 
 
 def test_the_command_goes_on_until_all_is_done(tmp_path, monkeypatch, capfd):
-    """Through processes of its own, with time for one epoch at first."""
+    """Resume until all runs are done, in separate processes, with time for one epoch at first."""
     out, plot = tmp_path / "out.json", tmp_path / "plot.png"
     settings = ["--mixers", "longhorn", "--lengths", 16, "--pairs", 2, "--batch", 16, "--widths", 16, "--epochs", 2]
     settings += ["--learning-rates", 1e-2, "--seeds", 2, "--train-examples", 64, "--test-examples", 32]
@@ -445,7 +453,7 @@ def test_the_command_goes_on_until_all_is_done(tmp_path, monkeypatch, capfd):
     text = capfd.readouterr().out
     assert "2 runs, of which 2 are to do" in text
     assert "| longhorn | 0.01 | 2 |" in text
-    monkeypatch.setattr(recall, "train_all", None)  # nothing is left for it
+    monkeypatch.setattr(recall, "train_all", None)  # training again would fail
     run_main(monkeypatch, *settings)
     assert "2 runs, of which 0 are to do" in capfd.readouterr().out
 
@@ -514,7 +522,7 @@ def test_reports_come_from_several_files(tmp_path, monkeypatch, capsys):
 
 
 def study(**ends):
-    """Runs of two rates, with these accuracies at their ends, whatever was reached before."""
+    """Return runs of two learning rates, with these final accuracies and a higher accuracy before."""
     return [
         a_run(mixer=mixer, lr=lr, seed=seed, accuracy=[99.9, end], loss=[None if end == 0 else 1.0])
         for mixer, rates in ends.items()
@@ -540,7 +548,7 @@ def test_the_table_has_medians_shares_and_their_intervals():
         return f"| {mixer} | {rate} | {n} | {median} | {best} | {k} ({low:.0f} to {high:.0f}%) | {finite} | 2 |"
 
     assert lines[2:] == [
-        row("longhorn", 0.001, 4, 92.0, 99.5, 3, 4),  # 90 itself is not above it
+        row("longhorn", 0.001, 4, 92.0, 99.5, 3, 4),  # exactly 90 does not exceed 90
         row("longhorn", 0.01, 3, 50.0, 96.0, 1, 2),
         row("longhorn", "all", 7, 91.0, 99.5, 4, 6),
         row("mamba", 0.001, 4, 1.5, 95.0, 1, 3),
@@ -550,7 +558,8 @@ def test_the_table_has_medians_shares_and_their_intervals():
 
 def test_mixers_are_compared_over_the_rates_and_seeds_that_both_have():
     runs = study(longhorn=([91.0, 93.0, 95.0, 99.5], [96.0, 96.0]), mamba=([0.0, 2.0, 95.0, 1.0],))
-    # 5 of 8 above, 4 of them of Longhorn: the sum of all tables that are not more probable
+    # Of 8 runs, 5 exceed the limit, 4 of them Longhorn's. The p-value is the sum over all tables that are at most as
+    # probable.
     tables = [hypergeom.pmf(k, 8, 5, 4) for k in range(5)]
     p = sum(probability for probability in tables if probability <= tables[4] * (1 + 1e-9))
     text = f"Above 90%: Longhorn 4 of 4 runs, Mamba 1 of 4; Fisher's exact test, two-sided: p = {p:.2g}.\n"
@@ -560,7 +569,7 @@ def test_mixers_are_compared_over_the_rates_and_seeds_that_both_have():
 
 def test_a_seed_is_as_good_as_the_best_of_its_learning_rates():
     runs = study(longhorn=([91.0, 3.0, 95.0], [96.0, 90.0]), mamba=([0.0, 2.0, 99.0], [7.0, 91.5, 99.0]))
-    assert verdict(runs).splitlines()[1:] == [  # the third seed lacks a rate
+    assert verdict(runs).splitlines()[1:] == [  # the third seed lacks a learning rate
         "Best of 2 learning rates, longhorn by seed: 96.0, 90.0; 1 of 2 above 90%.",
         "Best of 2 learning rates, mamba by seed: 7.0, 91.5; 1 of 2 above 90%.",
     ]

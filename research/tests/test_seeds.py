@@ -1,4 +1,4 @@
-"""Tests of research/seeds.py: runs are kept and resumed, evaluated on a separate split, and compared per image."""
+"""Tests of research/seeds.py: runs are stored and resumed, evaluated on a separate split, and compared by image."""
 
 import csv
 import gzip
@@ -35,7 +35,7 @@ MODELS = ["vil_tiny", "vim_tiny"]
 
 @pytest.fixture
 def kept(tmp_path, image_folder):
-    """A folder, and the command line of a study with one run of each model in it."""
+    """Return a folder that contains one run of each model, and the command line of the study."""
     config = dict(SMALL, data_dir=str(image_folder), epochs=2, workers=1, crop_pct=0.7)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
     command = ["seeds.py", "-c", tmp_path / "small.yaml", "--folder", tmp_path / "runs", "--models", *MODELS]
@@ -65,9 +65,9 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
     precisions, autocast = [], seeds.autocast
     monkeypatch.setattr(seeds, "autocast", lambda *how: precisions.append(how[1:]) or autocast(*how))
     call(command, monkeypatch)
-    for model in MODELS:  # whose last weights are judged
+    for model in MODELS:  # the last checkpoint is evaluated, not the best
         (root / "runs" / f"{model}-0" / "best.pt").unlink()
-    call(command, monkeypatch)  # finds all of it done
+    call(command, monkeypatch)  # all runs are already done
     for model in MODELS:
         sessions = (root / "runs" / f"{model}-0" / "sessions.jsonl").read_text().splitlines()
         assert [json.loads(line)["epochs"] for line in sessions] == [2]
@@ -100,7 +100,7 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
     elsewhere = root / "elsewhere"
     shutil.copytree(image_folder, elsewhere)
     words = [word.replace("/runs", "/others").replace("/out.", "/more.") for word in command]
-    words[words.index("vim_tiny")] = "--earlier"  # in place of the second model
+    words[words.index("vim_tiny")] = "--earlier"  # replaces the second model
     words.insert(words.index("--earlier") + 1, str(root / "out.json"))
     words[words.index("--seeds") + 1] = "2"
     call([*words, "--data-dir", str(elsewhere)], monkeypatch)
@@ -150,7 +150,7 @@ train(2)
 
 @pytest.fixture
 def stubbed(tmp_path, image_folder, monkeypatch):
-    """A folder, and a command line whose runs do not train and predict the first class for every image."""
+    """Return a folder, and a command line whose runs do not train and predict the first class for every image."""
 
     def judge(folder, runs, images):
         names = [images.filename(i) for i in range(len(images))]
@@ -195,7 +195,8 @@ def test_runs_are_stopped_when_time_is_up_and_when_the_study_is_asked_to_end(by,
     signal.signal(signal.SIGTERM, handler := lambda *_: None)
 
     def sleep(seconds):
-        if by == "signal" and (run / "started").exists():  # which a thread gets, while the first waits for it
+        # a worker thread receives the signal while the main thread waits for it
+        if by == "signal" and (run / "started").exists():
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         time.sleep(seconds)
 
@@ -241,17 +242,18 @@ def test_a_run_whose_end_nobody_noted_counts(stubbed, monkeypatch):
     command += ["--seeds", "1", "--out", str(root / "out.json")]
     call(command, monkeypatch)
     (root / "runs" / "vil_tiny-0" / "sessions.jsonl").unlink()
-    (root / "runs" / "vil_tiny-0-before").mkdir()  # which is no run
+    (root / "runs" / "vil_tiny-0-before").mkdir()  # not the folder of a run
     summary = root / "runs" / "vil_tiny-0" / "summary.csv"
     head, *rows = summary.read_text().splitlines()
     for lines in (
         [line.rpartition(",")[0] for line in (head, *rows)],
         [head, *(f"{row.rpartition(',')[0]}," for row in rows)],
     ):
-        summary.write_text("\n".join(lines))  # as without an average of the weights
+        summary.write_text("\n".join(lines))  # a run without EMA weights
         call(command, monkeypatch)
         (run,) = json.loads((root / "out.json").read_text())["runs"]
-        assert (run["top1"], run["loss"], run["sessions"]) == (3.5, 3.0, [])  # of the last epoch, not of the best
+        # results of the last epoch, not of the best
+        assert (run["top1"], run["loss"], run["sessions"]) == (3.5, 3.0, [])
         assert run["curves"].keys() == {*seeds.CURVES} - {"eval_top1_ema"}
     seconds = run["epoch_seconds"], run["training_seconds"], run["evaluation_seconds"]
     assert seconds == pytest.approx((24, 64 / 4 + 64 / 2, 28 / 5 + 28 / 2.5))
@@ -289,7 +291,7 @@ def test_a_run_that_cannot_start_leaves_its_gpus_to_others(stubbed, monkeypatch)
         raise OSError("no memory for a process")
 
     monkeypatch.setattr(seeds.subprocess, "Popen", no_memory)
-    (root / "small.yaml").write_text("epochs: 1")  # without model_kwargs
+    (root / "small.yaml").write_text("epochs: 1")  # config without model_kwargs
     options = SimpleNamespace(config=root / "small.yaml", processes=None, jobs=1)
     deadline = seeds.Deadline(9)
     assert 9 * 60 - 5 < deadline.time - time.monotonic() <= 9 * 60
@@ -309,7 +311,7 @@ def enlarge(path):
 
 def test_a_folder_has_runs_of_one_recipe_and_of_the_same_images(stubbed, monkeypatch):
     root, command = stubbed
-    command[command.index("--folder") + 1] = str(root / "below" / "runs")  # of which nothing is there
+    command[command.index("--folder") + 1] = str(root / "below" / "runs")  # neither this folder nor its parent exists
     with pytest.raises(SystemExit):
         call([*command, "--minutes", "0"], monkeypatch)
     command[command.index("--folder") + 1] = str(root / "runs")
@@ -353,12 +355,12 @@ def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stub
     def refused(words, match):
         with pytest.raises(SystemExit, match=match):
             call(words, monkeypatch)
-        assert not (root / "others").exists()  # before anything is trained
+        assert not (root / "others").exists()  # rejected before training starts
 
     refused(command, "test_split must equal .*earlier.json, test, got None: leave out --earlier")
     refused(
         [*command, "--test-split", "val"], "test_split must equal .*, test, got val"
-    )  # its images have the same names
+    )  # both splits have the same file names
     for split, match in (
         ("test", "test_images must equal"),
         ("val", "images must equal"),
@@ -380,7 +382,7 @@ def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stub
     for file in tmp.iterdir():
         shutil.copy(file, root)
     shutil.copytree(root / "images", moved, dirs_exist_ok=True)
-    for folder in ("others", "runs"):  # which has the earlier run, too
+    for folder in ("others", "runs"):  # `runs` contains the earlier run as well
         judged[judged.index("--folder") + 1] = str(root / folder)
         call([*judged, "--data-dir", str(moved), "--out", str(root / "both.json")], monkeypatch)
         assert [run["seed"] for run in json.loads((root / "both.json").read_text())["runs"]] == [0, 1]
@@ -424,7 +426,8 @@ def test_predictions_are_read_as_they_were_written_and_have_no_date(tmp_path):
     assert (found.images, found.runs) == (judged.images, judged.runs)
     assert found.targets_N.tolist() == [1, 0]
     assert found.predicted_NM.tolist() == [[1, 2], [0, 3]]
-    assert (tmp_path / "found.csv.gz").read_bytes()[4:8] == bytes(4)  # where gzip has the time
+    # gzip's timestamp is zero, so that equal contents give equal files
+    assert (tmp_path / "found.csv.gz").read_bytes()[4:8] == bytes(4)
 
 
 def test_predictions_of_the_same_images_are_joined_by_the_names_of_runs():
@@ -447,7 +450,7 @@ def test_predictions_of_the_same_images_are_joined_by_the_names_of_runs():
         (["4", "7"], 3, 1, ["4", "7", "4"]),
         (["0", "1", "2", "3"], 2, 2, ["0,1", "2,3"]),
         (["0", "1", "2"], 2, 2, ["0,1", "0,1"]),
-        (["0"], 1, 2, ["0"]),  # too few: it is for train_imagenet.py to say so
+        (["0"], 1, 2, ["0"]),  # too few devices; train_imagenet.py reports the error
         ([], 2, 1, ["", ""]),
     ],
 )
@@ -466,7 +469,7 @@ def test_images_that_one_model_alone_gets_right_decide():
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[:6] == ["a, b", "3", "70", "10", "0", "20"]
     assert cells[7] == f"{binomtest(10, 10).pvalue:.2g}"
-    b, c, n = 10.5, 0.5, 102  # Wald's interval with half an image more in each cell
+    b, c, n = 10.5, 0.5, 102  # Wald's interval with half an image added to each cell
     half = 1.96 * math.sqrt(b + c - (b - c) ** 2 / n)
     assert cells[6] == f"+10.00 ({100 * (b - c - half) / n:+.2f} to {100 * (b - c + half) / n:+.2f})"
 
@@ -476,14 +479,16 @@ def test_a_table_has_means_and_differences_of_the_first_model():
     runs = [
         dict(model=m, seed=s, parameters=1000, top1=v, epoch_seconds=seconds)
         for m, values in top1.items()
-        for s, (v, seconds) in enumerate(zip(values, (9.0, 2.0, 1.9)))  # the first while the machine was busy
+        for s, (v, seconds) in enumerate(zip(values, (9.0, 2.0, 1.9)))  # the machine was busy during the first run
     ]
     _, _, vil, vim, deit = (line.strip("|").split(" | ") for line in seeds.report(runs).splitlines())
     assert vil[1:] == ["1,000", "92.00 ± 2.00", "90.00 92.00 94.00", "2.00", "", " "]
-    # differences 1, 0, 3: mean 4/3, standard error sqrt(7/3 / 3), t at 2 degrees of freedom 4.3027
+    # The differences are 1, 0 and 3, with mean 4/3 and standard error sqrt(7/3 / 3). The quantile of t at 2 degrees of
+    # freedom is 4.3027.
     half = 4.3027 * math.sqrt(7 / 9)
     assert vim[5] == f"+1.33 ({4 / 3 - half:+.2f} to {4 / 3 + half:+.2f}), p = 0.27"
-    # variances 4 and 7/3: standard error sqrt(19/9), t at 3.74 degrees of freedom 2.8546
+    # The variances are 4 and 7/3, with standard error sqrt(19/9). The quantile of t at 3.74 degrees of freedom is
+    # 2.8546.
     half = 2.8546 * math.sqrt(19 / 9)
     assert vim[6].startswith(f"+1.33 ({4 / 3 - half:+.2f} to {4 / 3 + half:+.2f}), p = 0.4")
     assert deit[2:] == ["80.00", "80.00", "9.00", "", " "]
@@ -503,6 +508,6 @@ def test_curves_are_drawn_by_epochs_and_by_the_time_of_training(monkeypatch):
 
 def test_a_machine_that_lists_no_processors_has_one_none_the_less(monkeypatch, tmp_path):
     monkeypatch.setattr(seeds, "CPU_INFO", tmp_path / "cpuinfo")
-    assert seeds.machine()["processor"] == platform.processor()  # as on macOS
+    assert seeds.machine()["processor"] == platform.processor()  # the fallback on macOS
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: One\n\nprocessor\t: 1\nmodel name\t: Two\n")
     assert seeds.machine()["processor"] == "One"

@@ -19,7 +19,7 @@ def test_images_are_those_of_their_seed_and_classes_of_every_seed():
     assert torch.equal(first, again)
     assert torch.equal(labels, same_labels)
     assert not torch.equal(first, other)
-    assert not torch.equal(first, streams[0].next()[0])  # they never repeat
+    assert not torch.equal(first, streams[0].next()[0])  # images never repeat
     assert torch.equal(streams[0].textures, streams[2].textures)
 
 
@@ -35,7 +35,7 @@ def test_the_norm_of_the_gradient_is_that_of_fp32_whatever_the_loss_is_scaled_by
 
 def test_steps_that_overflow_are_skipped_and_counted_and_an_infinite_loss_is_noticed(monkeypatch):
     images = stability.Images(0, 2, 32, 1.0, torch.device("cpu"))
-    scaler = partial(torch.amp.GradScaler, init_scale=2.0**30)  # more than fp16 can hold, also when halved
+    scaler = partial(torch.amp.GradScaler, init_scale=2.0**30)  # overflows fp16, also after one halving
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     run = stability.train("vil_tiny", images, 2, torch.float16)
     assert run.skipped == 2
@@ -71,7 +71,7 @@ def test_the_rate_rises_to_its_peak_and_the_norm_is_that_of_all_gradients(monkey
 
 
 def test_the_table_has_distances_from_fp32_in_units_of_the_noise(monkeypatch, tmp_path, capsys):
-    """The noise is 0.5, half of it the distance of bf16, which is not finite."""
+    """Divide distances from fp32 by the noise of 0.5. The bf16 run, which is not finite, has a distance of 0.25."""
 
     def train(model, seed, steps, dtype):
         finite = dtype != torch.bfloat16

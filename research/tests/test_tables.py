@@ -15,7 +15,7 @@ from research import seeds, tables
 
 
 def test_the_pages_have_the_tables_of_the_raw_files():
-    """Else `python -m research.tables` writes them."""
+    """Compare the pages with the raw files; on failure, `python -m research.tables` rewrites the pages."""
     named = set()
     for page in tables.pages():
         text = page.read_text()
@@ -65,7 +65,7 @@ def test_recipes_are_compared_when_the_last_run_is_there(missing, monkeypatch, t
 
 @pytest.mark.parametrize("name", ["cifar10", "rehearsal", "rehearsal2"])
 def test_published_runs_are_those_of_their_predictions(name):
-    """By the classes that are in the file of predictions alone."""
+    """Compute the published results again from the file of predictions only."""
     runs, tabled = tables.runs_of(name), tables.TABLES[f"{name}-images"]()
     with gzip.open(tables.RESULTS / f"{name}.csv.gz", "rt") as file:
         head, *rows = [line.strip().split(",") for line in file]

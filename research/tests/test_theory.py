@@ -38,13 +38,13 @@ def recall_objective(S_old, k, x, beta):
 
 
 def closed_form(S_old, k, x, beta):
-    """Theorem 1: S_t = (I - eps k k^T) S_{t-1} + eps x k, written for rows of channels."""
+    """Compute theorem 1: S_t = (I - eps k k^T) S_{t-1} + eps x k, written for rows of channels."""
     eps = (beta / (1 + beta * (k @ k)))[:, None]
     return S_old - eps * (S_old @ k)[:, None] * k + eps * x[:, None] * k
 
 
 def diagonal_form(S_old, k, x, beta):
-    """The approximation that a scan can run: k k^T by its diagonal."""
+    """Compute the approximation that a scan supports, with k k^T replaced by its diagonal."""
     eps = (beta / (1 + beta * (k @ k)))[:, None]
     return (1 - eps * k.square()) * S_old + eps * x[:, None] * k
 
@@ -57,7 +57,9 @@ def test_theorem_1_is_the_minimiser_of_the_recall_objective(g, scale):
 
 
 def test_theorem_1_is_the_implicit_step_of_gradient_descent(g):
-    """The new state is the old one less half the gradient of the recall error at the NEW state, not at the old one."""
+    """Check that the new state is the old one minus half the gradient of the recall error at the NEW state, not at
+    the old one.
+    """
     S_old, k, x, beta = randn(g, D, N), randn(g, N), randn(g, D), rand(g, D)
     S_new = closed_form(S_old, k, x, beta)
     error_gradient = jacobian(lambda S: (beta * (S @ k - x).square()).sum(), S_new)
@@ -70,19 +72,23 @@ def test_the_more_beta_the_better_the_new_pair_is_recalled(g):
     S_old, k, x = randn(g, D, N), randn(g, N), randn(g, D)
     weights = torch.tensor([0.0, 0.1, 1.0, 10.0, 1e9], dtype=torch.float64)
     errors = torch.stack([(closed_form(S_old, k, x, b.expand(D)) @ k - x).abs() for b in weights])
-    torch.testing.assert_close(errors[0], (S_old @ k - x).abs())  # nothing is learned
+    torch.testing.assert_close(errors[0], (S_old @ k - x).abs())  # a weight of 0 changes nothing
     assert (errors[1:] < errors[:-1]).all()
     assert errors[-1].max() < 1e-8
 
 
 def test_the_diagonal_form_drops_the_terms_between_different_states(g):
-    """What it leaves out is eps k_n sum_{m != n} k_m S_m: of second order in the key, where the update is of first."""
+    """Check the omitted terms eps k_n sum_{m != n} k_m S_m.
+
+    They are of second order in the key, but the update is of first order.
+    """
     S_old, k, x, beta = randn(g, D, N), randn(g, N), randn(g, D), rand(g, D)
     eps = (beta / (1 + beta * (k @ k)))[:, None]
     between = torch.outer(k, k) - torch.diag(k.square())
     left_out = diagonal_form(S_old, k, x, beta) - closed_form(S_old, k, x, beta)
     torch.testing.assert_close(left_out, eps * (S_old @ between))
-    # so a key a hundred times shorter, which makes the update a hundred times smaller, makes this 10^4 times smaller
+    # With a key that is 100 times shorter, the update is 100 times smaller, but the omitted terms are 10^4 times
+    # smaller.
     short = k / 100 * 1e-3, k * 1e-3
     errors = [(diagonal_form(S_old, key, x, beta) - closed_form(S_old, key, x, beta)).norm() for key in short]
     assert (errors[0] / errors[1]).item() == pytest.approx(1e-4, rel=1e-3)
@@ -94,18 +100,18 @@ def test_a_state_never_grows_when_there_is_nothing_to_remember(g):
         assert (form(S_old, k, torch.zeros(D, dtype=torch.float64), beta).norm(dim=1) <= S_old.norm(dim=1)).all()
 
 
-# The paper's table of online learners: an objective and the update that its authors published. Each builds both from
-# random inputs. A gate is in (0, 1).
+# The paper's table of online learners has an objective and the published update for each learner. Each function builds
+# both from random inputs. Gates are in (0, 1).
 
 
 def linear_attention(g):
-    """Katharopoulos et al., 2020: remember, correlation only."""
+    """Linear attention (Katharopoulos et al., 2020): keeps the whole state and maximizes correlation."""
     S_old, k, x = randn(g, D, N), randn(g, N), randn(g, D)
     return S_old, lambda S: (S - S_old).square().sum() - 2 * x @ S @ k, S_old + torch.outer(x, k)
 
 
 def retnet(g):
-    """Sun et al., 2023: forgets at one fixed rate."""
+    """RetNet (Sun et al., 2023): forgets at one fixed rate."""
     S_old, k, x, gamma = randn(g, D, N), randn(g, N), randn(g, D), 0.9
 
     def objective(S):
@@ -115,7 +121,7 @@ def retnet(g):
 
 
 def gla(g):
-    """Yang et al., 2024: forgets at a rate for each state that depends on the token."""
+    """GLA (Yang et al., 2024): forgets at a rate for each state that depends on the token."""
     S_old, k, x, alpha = randn(g, D, N), randn(g, N), randn(g, D), rand(g, N)
 
     def objective(S):
@@ -125,7 +131,10 @@ def gla(g):
 
 
 def griffin(g):
-    """De et al., 2024, whose RG-LRU has one state a channel: S_t = a S_{t-1} + sqrt(1 - a^2) (i * x)."""
+    """Griffin (De et al., 2024), whose RG-LRU has one state for each channel:
+
+    S_t = a S_{t-1} + sqrt(1 - a^2) (i * x).
+    """
     S_old, x, alpha, gate = randn(g, D), randn(g, D), rand(g, D), rand(g, D)
     drive = (1 - alpha.square()).sqrt() * gate * x
 
@@ -136,7 +145,7 @@ def griffin(g):
 
 
 def longhorn(g):
-    """Liu et al., 2024: the only one whose objective is an error of recall, so that what it forgets follows from k."""
+    """Longhorn (Liu et al., 2024): the only objective with a recall error, so the forget gate follows from k."""
     S_old, k, x, beta = randn(g, D, N), randn(g, N), randn(g, D), rand(g, D)
     return S_old, recall_objective(S_old, k, x, beta), closed_form(S_old, k, x, beta)
 
@@ -148,20 +157,23 @@ def test_each_online_objective_gives_its_published_update(g, learner):
 
 
 def operator_states(x_BLD, logits_BLD, k_BLN) -> Tensor:
-    """S_BLDN after each token, read out of the operator by unit queries, one state of every channel at a time."""
+    """Return the states S_BLDN after each token.
+
+    Unit queries read one state of every channel at a time from the operator.
+    """
     unit_queries = torch.eye(k_BLN.shape[-1], dtype=k_BLN.dtype)
     states = [longhorn_scan(x_BLD, logits_BLD, k_BLN, q_N.expand_as(k_BLN).contiguous()) for q_N in unit_queries]
     return torch.stack(states, dim=-1)
 
 
 def test_the_operator_keeps_0_to_all_of_a_state_for_any_key_and_beta(g):
-    """0 < 1 - eps k_n^2 <= 1, so that no initialisation or forget gate is needed to keep the state bounded."""
+    """Check 0 < 1 - eps k_n^2 <= 1, so no initialization or forget gate is needed to keep the state bounded."""
     B = 1000
     k_BLN, logits_BLD = torch.ones(B, 2, N, dtype=torch.float64), 20 * randn(g, B, 2, D)
     k_BLN[:, 1] = randn(g, B, N) * 10.0 ** torch.randint(-6, 7, (B, 1), generator=g)
-    k_BLN[0, 1] = torch.tensor([1e3, 0.0, 0.0, 0.0])  # a long key of one state all but clears it
+    k_BLN[0, 1] = torch.tensor([1e3, 0.0, 0.0, 0.0])  # a long key clears a state almost completely
     x_BLD = torch.tensor([1.0, 0.0], dtype=torch.float64).view(1, 2, 1).expand(B, 2, D).contiguous()
-    # a state is written, and then a token without content decides what is kept of it
+    # A state is written, and then a token without content determines how much of the state is kept.
     logits_BLD[:, 0] = logits_BLD[0] = 0
     written, kept = operator_states(x_BLD, logits_BLD, k_BLN).unbind(1)
     share = kept / written
@@ -180,7 +192,10 @@ def test_the_operator_runs_the_diagonal_form_token_by_token(g):
 
 
 def test_the_operator_recalls_every_pair_whose_keys_share_no_state(g):
-    """There the diagonal form is Theorem 1, and with a large beta k.k nothing of a value is lost."""
+    """Recall all pairs whose keys share no state.
+
+    The diagonal form equals Theorem 1 for such keys, and a large beta k.k loses nothing of a value.
+    """
     x_LD, k_LN = randn(g, N, D), 1e4 * torch.eye(N, dtype=torch.float64)
     logits_LD = torch.full((N, D), 30.0, dtype=torch.float64)
     state = operator_states(x_LD[None], logits_LD[None], k_LN[None])[0, -1]

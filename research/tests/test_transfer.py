@@ -35,7 +35,7 @@ KWARGS = SMALL["model_kwargs"]
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """A weight file of a small model for images of 32 pixels."""
+    """Return a weight file of a small model for images of 32 pixels."""
     folder, arguments = tmp_path_factory.mktemp("weights"), dict(num_classes=7, img_size=32, **KWARGS)
     torch.manual_seed(0)
     save_file(timm.create_model("vil_tiny", **arguments).state_dict(), folder / "state.safetensors")
@@ -71,7 +71,7 @@ def test_a_setting_that_was_tried_later_and_is_better_takes_the_place_of_the_one
 def test_what_a_stopped_call_has_left_is_reported_as_far_as_all_ways_have_it():
     def size(per_class, *seeds_of_ways):
         found = [row for way in transfer.SETTINGS for row in rows(way, per_class, [50], True)]
-        for i, way in enumerate(transfer.SETTINGS):  # the last number is that of all other ways
+        for i, way in enumerate(transfer.SETTINGS):  # the last number applies to all remaining ways
             seeds = seeds_of_ways[min(i, len(seeds_of_ways) - 1)]
             found += rows(way, per_class, [60 + seed + i * (seed + 1) for seed in range(seeds)])
         return found
@@ -85,15 +85,16 @@ def test_what_a_stopped_call_has_left_is_reported_as_far_as_all_ways_have_it():
     assert differences.count("| 20 | ") == len(transfer.COMPARED)
     assert "| 60.50 ± 0.71 | 60.00 61.00 |" in ways
     assert f"| 20 | {transfer.FINE_TUNED} | {transfer.SCRATCH} | +1.50 (" in differences
-    assert tables(rows(transfer.SCRATCH, 5, [60, 70], True) + whole) == expected  # stopped while choosing
-    assert tables(size(5, 4, 3, 0) + whole) == expected  # while training
+    # stopped while choosing the learning rate
+    assert tables(rows(transfer.SCRATCH, 5, [60, 70], True) + whole) == expected
+    assert tables(size(5, 4, 3, 0) + whole) == expected  # stopped while training
     assert tables(size(20, 4, 3, 2)) == expected  # more seeds than before
     assert "| 5 | " in tables(size(5, 3) + whole)[0]
-    assert transfer.differences_table(size(20, 1)).count("\n") == 2  # of one seed there is no test
+    assert transfer.differences_table(size(20, 1)).count("\n") == 2  # a single seed has no test
 
 
 def as_a_run_that_tells_its_process(path):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as training does until it has written a checkpoint
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # training ignores the signal until it has written a checkpoint
     path.write_text(f"{os.getpid()} {os.environ['CUDA_VISIBLE_DEVICES']}")
     time.sleep(600)
 
@@ -135,7 +136,7 @@ def test_checkpoints_are_in_memory_if_there_is_enough_of_it(tmp_path, monkeypatc
     monkeypatch.setattr(transfer, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(transfer.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**31 + 1))
     assert [transfer.fast_folder(jobs) for jobs in (1, 2, 3)] == [str(tmp_path), str(tmp_path), None]
-    monkeypatch.setattr(transfer, "SHARED_MEMORY", tmp_path / "none")  # as where there is no /dev/shm
+    monkeypatch.setattr(transfer, "SHARED_MEMORY", tmp_path / "none")  # a machine without /dev/shm
     assert transfer.fast_folder(1) is None
 
 
@@ -191,7 +192,7 @@ def test_the_benchmark_from_images_to_tables(small_benchmark, weights, tmp_path,
     reported = [run for run in runs if not run["rehearse"]]
     assert [run["seed"] for run in runs if run["rehearse"]] == [100] * 12
     assert sorted(run["seed"] for run in reported) == [0] * 6 + [1] * 6
-    for run in reported:  # with what the rehearsals say
+    for run in reported:  # the reported runs use the best setting of the rehearsals
         tried = {r["setting"]: r["top1"] for r in runs if r["rehearse"] and r["way"] == run["way"]}
         assert tried[run["setting"]] == max(tried.values())
     assert {run["updates"] for run in runs if "updates" in run} == {2}
@@ -216,12 +217,14 @@ def test_the_benchmark_from_images_to_tables(small_benchmark, weights, tmp_path,
     (tmp_path / "found.json").write_text(json.dumps(content))
     resumed = small_benchmark()
     printed = capsys.readouterr().out
-    said, seconds = printed.partition(" s\n\n")[0].splitlines()  # of the run that was lost, and of both calls
-    assert 0 <= int(seconds) - 1000 - resumed["calls"][1]["seconds"] < 10, said  # it is printed after it is written
+    # log line of the lost run, and the total time of both calls
+    said, seconds = printed.partition(" s\n\n")[0].splitlines()
+    # the time is printed after the file is written
+    assert 0 <= int(seconds) - 1000 - resumed["calls"][1]["seconds"] < 10, said
     assert {**resumed["runs"][-1], "seconds": 0} == {**again, "seconds": 0}
     assert [call["runs"] for call in resumed["calls"]] == [24, 1]
     assert all(0 <= call["seconds"] < 600 for call in (found["calls"][0], resumed["calls"][1]))
-    assert small_benchmark() == resumed  # which has nothing to do, and leaves the file as it is
+    assert small_benchmark() == resumed  # a third call has no missing runs and does not change the file
     capsys.readouterr()
 
     earlier = {name: value for name, value in resumed.items() if name != "calls"}
@@ -250,7 +253,7 @@ def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, weights,
 
         def run(self):
             config, _ = trained[-1]
-            if before := trained[:-1]:  # which are in the file by now
+            if before := trained[:-1]:  # results of earlier runs are already in the file
                 assert len(json.loads((tmp_path / "found.json").read_text())["runs"]) == len(before)
             reached = dict(eval_top1=99.0, eval_top1_ema=1000 * config.lr, eval_loss=0.0, eval_loss_ema=4.0)
             self.history = [dict.fromkeys([*reached, "train_loss"], 50.0), reached | dict(train_loss=5.0)]
@@ -270,9 +273,10 @@ def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, weights,
         drawn = split_digits(CLASSES, 1, run["seed"], run["rehearse"])
         assert images == [set(indices.tolist()) for indices in drawn]
         assert asdict(config) | own == asdict(trained[0][0]) | own
-        assert (config.epochs, config.device, config.drop_path) == (1, "cpu", 0.1)  # of the command, and of the file
+        # from the command line, and from the config file
+        assert (config.epochs, config.device, config.drop_path) == (1, "cpu", 0.1)
         outcome = run["top1"], run["loss"], run["train_loss"], run["updates"]
-        assert outcome == (1000 * config.lr, 4, 5, 7)  # of the average, after the last epoch
+        assert outcome == (1000 * config.lr, 4, 5, 7)  # results of the EMA weights after the last epoch
 
 
 def test_a_run_that_is_lost_has_nothing_right_and_says_so(tmp_path, monkeypatch):
@@ -305,5 +309,5 @@ def test_features_are_the_pooled_class_tokens_of_all_digits(weights):
     with torch.inference_mode():
         expected = model.forward_head(model.forward_features((image / 255 - mean) / std), pre_logits=True)
     torch.testing.assert_close(torch.from_numpy(found[:2]), expected, rtol=1e-4, atol=1e-5)
-    shade = image[0, 0].float().mean() / 255  # bicubic resizing keeps the mean of the 64 pixels, nearly
+    shade = image[0, 0].float().mean() / 255  # bicubic resizing roughly preserves the mean of the 64 pixels
     assert shade.item() == pytest.approx(load_digits().images[0].mean() / 16, abs=0.03)
