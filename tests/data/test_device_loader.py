@@ -256,6 +256,7 @@ def test_images_stay_decoded_where_all_of_them_have_room_and_a_line_says_so(
     line = f"52 images stay decoded on {device} once they have been read: some 0.0023 GiB"
     assert [message for message in caplog.messages if "decoded on" in message] == [line] * stays
     caplog.clear()
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")  # only rank 0 logs the line
     assert kept.KeptImages(3, device).choose_room(1)
     assert caplog.messages == []

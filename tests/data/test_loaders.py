@@ -195,6 +195,7 @@ def test_what_the_gpu_cannot_do_the_workers_do_as_one_line_says(
     with pytest.raises(ConfigError, match=f"augment_on_device.*{reason}"):
         loader_for_training(photo_folder, CUDA, augment_on_device=True, **options)
     _say_once.cache_clear()
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     loader_for_training(photo_folder, CUDA, **options)
     assert said() == [line]

@@ -497,7 +497,7 @@ def test_the_command_takes_a_checkpoint_and_the_document_has_what_prepares_pictu
     images = torch.randn(2, 3, 16, 16)
     *stages, use = (record.getMessage() for record in caplog.records if record.name == "vil.export")
     assert [stage.partition(":")[0] for stage in stages] == [f"vil_tiny.onnx, step {n} of 2" for n in (1, 2)]
-    exec(use.removeprefix("in Python: "), used := dict(onnxruntime=onnxruntime, images=images.numpy()))
+    exec(use.removeprefix("use it in Python: "), used := dict(onnxruntime=onnxruntime, images=images.numpy()))
     found = [torch.from_numpy(used[name]) for name in ("logits", "features_0")]
     logits, maps = naive_outputs(trained, images)
     assert relative(found[0], logits) < 1e-5

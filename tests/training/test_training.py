@@ -428,6 +428,7 @@ def test_a_preempted_run_ends_with_status_75_and_says_so_once(monkeypatch, capsy
             pass
 
         def run(self):
+            monkeypatch.setenv("WORLD_SIZE", "2")
             raise PreemptedError("stopped by a signal: here and there")
 
     monkeypatch.setattr(train_imagenet, "Trainer", Preempted)
