@@ -340,24 +340,26 @@ def noted(outcome: Outcome):
             outcome.names.add(name)
             outcome.errors[type(error).__name__] += 1
 
-    def timed(file, read=images.read_image):
-        start = time.perf_counter()
-        try:
-            return read(file)
-        finally:
-            name = str(getattr(file, "name", file))
-            outcome.slowest = max(outcome.slowest, (time.perf_counter() - start, os.path.basename(name)))
+    def timed(read):
+        def read_timed(path, *rest):
+            start = time.perf_counter()
+            try:
+                return read(path, *rest)
+            finally:
+                outcome.slowest = max(outcome.slowest, (time.perf_counter() - start, os.path.basename(path)))
+
+        return read_timed
 
     logger, handler = logging.getLogger("vil.data.images"), Noted()
     logger.addHandler(handler)
     logger.propagate = False
-    readers.read_image = viz.read_image = timed
+    readers.on_machine, viz.read_image = timed(images.on_machine), timed(images.read_image)
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.propagate = True
-        readers.read_image = viz.read_image = images.read_image
+        readers.on_machine, viz.read_image = images.on_machine, images.read_image
 
 
 def memory(what: str) -> float:

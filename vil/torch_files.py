@@ -97,6 +97,8 @@ def _load_legacy(file: BinaryIO, machine: _Machine) -> Any:
         keys = machine.run(file) if machine.whole else ()
     except MemoryError:  # of a text whose length is more than any file's, whatever memory there is
         raise TorchFileError("it ends within a pickle") from None
+    if machine.whole and set(keys) != machine.storages.keys():
+        raise TorchFileError("its list of storages is not that of its tensors")
     for key in keys:
         file.read(8)  # skip the number of elements
         _fill(machine.storages[key], file)

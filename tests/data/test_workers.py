@@ -261,7 +261,7 @@ def outlive(worker):
 
 @STREAMS
 def test_a_worker_that_is_killed_while_nobody_waits_for_it_is_one_line(started, streams):
-    """Report a killed worker in one line, although PyTorch raises the error at an arbitrary point of the main thread."""
+    """Report a killed worker in one line, although PyTorch raises the error anywhere in the main thread."""
     loader, (worker,) = started(streams=streams)
     next(iter(loader))
     with pytest.raises(ConfigError, match="fewer --workers"):
