@@ -1,15 +1,16 @@
-"""The worth of weights for photographs: ten kinds of clothing, 3,068 images or 20 of each kind to learn from.
+"""Measure the value of weights for photographs: ten kinds of clothing, with 3,068 training images or 20 of each kind.
 
     python -m research.clothing --data-dir data/clothing --jobs 2 --out output/clothing.json \\
         --weights weights/vil_tiny_photographs.safetensors weights/vil_tiny_fractals.safetensors
 
-`vil_tiny` at 224 pixels by configs/finetune.yaml, from scratch and from each file of weights, and a logistic regression
-that reads features of the same weights, frozen, and of random ones. A learning rate, or the penalty of a regression, is
-chosen for each way and number of images on the split `validation`, by a seed that is not reported; what is reported is
-the top-1 of the weights' average after the last epoch, on the split `test`, which nothing is chosen on. A seed decides
-the initial weights, the order of images and, with 20 of a kind, which they are. research/transfer.md has the protocol.
+`vil_tiny` is trained at 224 pixels by configs/finetune.yaml, from scratch and from each file of weights. As a
+comparison, a logistic regression is fitted to frozen features of the same weights, and of random weights. For each way
+and number of images, a seed that is not reported chooses the learning rate, or the penalty of the regression, on the
+split `validation`. The reported accuracy is the top-1 of the EMA weights after the last epoch on the split `test`, on
+which nothing is chosen. A seed determines the initial weights, the order of the images and, with 20 images of a kind,
+the sample of images. The protocol is in research/transfer.md.
 
-Runs that are done are in the JSON file, and a second call goes on with the others. Options that are not known here go
+Finished runs are stored in the JSON file, and a second call continues with the other runs. Unknown options are passed
 to `train_imagenet.py`.
 """
 
@@ -40,14 +41,14 @@ from vil.data.splits import open_split
 from vil.devices import known_device
 
 CONFIG = ROOT / "configs" / "finetune.yaml"
-PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # C of the regression: the larger, the weaker the penalty
-EPOCHS = {0: 20, 20: 100}  # by images of a kind; 0 is all that there are
+PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # C of the regression; larger values are weaker penalties
+EPOCHS = {0: 20, 20: 100}  # by training images of a kind; 0 means all images
 CHOICE_SEED = 100
 RANDOM = "random"
 
 
 def ways(names: Sequence[str]) -> dict[str, Sequence[float]]:
-    """The ways to learn with these weights, and what each chooses its setting from."""
+    """Return the ways to learn with these weights, each with the settings to choose from."""
     trained = [SCRATCH, *map(fine_tuned, names)]
     return dict.fromkeys(trained, RATES) | dict.fromkeys([*map(linear, names), linear(RANDOM)], PENALTIES)
 
@@ -88,12 +89,12 @@ def main() -> None:
 
 
 def drawn(files: Sequence[Path], run: Run) -> list[Path]:
-    """The run's images of one kind; all of them are the same to every seed."""
+    """Return the run's training images of one kind. Every seed gets the same images if the run uses all of them."""
     return random.Random(run.seed).sample(sorted(files), run.per_class) if run.per_class else sorted(files)
 
 
 def write_images(data: Path, runs: str, run: Run) -> None:
-    """A data set with a run's images, which others of its seed share, and with those that it is judged on."""
+    """Write the images of a run, which runs with the same seed share, and the images for evaluation."""
     folder = transfer.images_of(runs, run)
     if folder.exists():
         return
@@ -105,7 +106,7 @@ def write_images(data: Path, runs: str, run: Run) -> None:
 
 
 def train(words: list[str], files: dict[str, Path], folder: str, run: Run) -> dict[str, Any]:
-    """The outcome of one run of train_imagenet.py."""
+    """Return the outcome of one run of train_imagenet.py."""
     start = {fine_tuned(name): ["--pretrained-path", str(path)] for name, path in files.items()}.get(run.way, [])
     split = "validation" if run.rehearse else "test"
     words = [*words, *start, "--epochs", str(EPOCHS[run.per_class]), "--val-split", split]
@@ -113,12 +114,12 @@ def train(words: list[str], files: dict[str, Path], folder: str, run: Run) -> di
 
 
 class Probe:
-    """The top-1 of a logistic regression on features of frozen weights.
+    """Callable that returns the top-1 of a logistic regression on features of frozen weights.
 
     Args:
         data: Folder of the three splits.
-        files: Of the weights, by their names.
-        device: Where the model runs.
+        files: Files of the weights, by name.
+        device: Device of the model.
     """
 
     def __init__(self, data: Path, files: dict[str, Path], device: str):
@@ -137,7 +138,7 @@ class Probe:
 
     @torch.inference_mode()
     def _features(self, way: str, seed: int) -> dict[Path, np.ndarray]:
-        """Of every image, (C,), the pooled class token."""
+        """Return the pooled class token (C,) of every image, by path."""
         weights = {linear(name): str(path) for name, path in self.files.items()}.get(way)
         model = transfer.frozen("vil_tiny", weights, seed, self.device, img_size=224)
         transform, found = create_transform(**resolve_model_data_config(model)), {}
@@ -151,9 +152,10 @@ class Probe:
 
 
 def differences_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: the first weights less from scratch, less the other weights and less their own frozen features.
+    """Return a Markdown table of the first weights, fine-tuned, minus each other way.
 
-    By the paired test with 20 of a kind, where a seed draws the same images for all ways, else by Welch's.
+    The other ways are training from scratch, the other weights, and the first weights' own frozen features. With 20
+    images of a kind, the paired test is used, because a seed samples the same images for all ways; otherwise Welch's.
     """
     found = []
     for per_class, own in transfer.complete(rows).items():

@@ -1,6 +1,6 @@
-"""Bugs planted into the CUDA sources one at a time; the emulated tests should notice each: `make cuda-mutants`.
+"""Plant bugs into the CUDA sources one at a time; the emulated tests should detect each bug: `make cuda-mutants`.
 
-python tools/cuda_mutants.py [--jobs 2] [word ...]  # those whose file or description has one of the words
+python tools/cuda_mutants.py [--jobs 2] [word ...]  # mutants whose file or description contains one of the words
 python tools/cuda_mutants.py --check  # only report stale quotes
 
 A quote of a source is stale if a change of the source has removed or repeated it. Update the quote in that case.
@@ -23,16 +23,16 @@ import pytest
 
 from vil.kernels.cuda import compiler
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/helpers"))  # as pytest has it
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/helpers"))  # pytest does the same
 import emulator
 
-LIMIT = 600  # seconds; a kernel that never ends is noticed too
+LIMIT = 600  # seconds; a kernel that never ends counts as detected
 SCAN = ["tests/kernels/test_cuda.py"]
 POOLED = ["tests/kernels/test_pooled_block.py"]
 BLOCK = [f"tests/kernels/test_block{name}.py" for name in ("_kernels", "_definitions", "")] + POOLED
 AUGMENT = ["tests/kernels/test_augment_kernels.py"]
 PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", "emulated"]
-TESTS = {  # of others those of their folders
+TESTS = {  # other sources use the tests of their folder
     **{f"cuda/{name}.cuh": SCAN + BLOCK for name in ("async_copies", "elements", "mma")},
     **{f"block/{name}.cu": POOLED for name in ("pool", "scan_lines", "sum_lines", "pooled_conv_backward")},
     "block/along_lines.cuh": POOLED,
@@ -47,7 +47,8 @@ class Mutant(NamedTuple):
     after: str
 
 
-# what each shows, and the text, which the file has once, with ⟦what is there→what takes its place⟧; or both texts
+# Each mutant has a description and a unique quote of the source with ⟦original→replacement⟧, or the texts before and
+# after.
 # fmt: off
 TABLE = {
     "cuda/async_copies.cuh": [
@@ -432,19 +433,19 @@ class Run(NamedTuple):
 
 
 def tests_of(mutants: list[Mutant]) -> list[str]:
-    """The files of tests that are to notice these."""
+    """Return the test files that should detect these mutants."""
     every = (TESTS.get(m.file, FOLDERS[Path(m.file).parent.name]) for m in mutants)
     return list(dict.fromkeys(file for files in every for file in files))
 
 
 def start(mutant: Mutant | None, folder: Path, files: list[str]) -> tuple[int, Run]:
-    """Runs these tests with or without a mutant, in another process."""
+    """Run these tests in a child process, with a mutant or without."""
     folder.mkdir()
     run = Run(mutant, folder / "log", time.monotonic())
     pid = os.fork()
     if pid:
         return pid, run
-    os.setsid()  # so that it can be killed with its compilers
+    os.setsid()  # own session, so that the child can be killed together with its compilers
     log = os.open(run.log, os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -454,7 +455,7 @@ def start(mutant: Mutant | None, folder: Path, files: list[str]) -> tuple[int, R
         path = sources / mutant.file
         path.write_text(path.read_text().replace(mutant.before, mutant.after))
         cache.mkdir()
-        for library in emulator.CACHE.iterdir():  # of the other kernels
+        for library in emulator.CACHE.iterdir():  # libraries of unchanged kernels
             (cache / library.name).symlink_to(library)
         compiler.SOURCES, emulator.CACHE = sources, cache
     code = 3
@@ -466,7 +467,7 @@ def start(mutant: Mutant | None, folder: Path, files: list[str]) -> tuple[int, R
 
 
 def outcome(status: int, run: Run) -> str:
-    """By what it was noticed, or nothing."""
+    """Return the test, signal or exit status that detected the mutant, or "" if nothing did."""
     if os.WIFSIGNALED(status):
         return f"signal {os.WTERMSIG(status)}"
     failed = re.search(r"^(?:FAILED|ERROR) \S+?::(\w+)", run.log.read_text(), re.M)
@@ -486,7 +487,7 @@ def report_stale() -> int:
     """Print the mutants that cannot be planted and the sources that have no mutant; return the number of both."""
     stale = [f"{m.file}: {m.shows}: STALE: {why}" for m in MUTANTS if (why := why_stale(m))]
     files = {path.relative_to(compiler.SOURCES).as_posix() for path in compiler.SOURCES.glob("*/*.cu*")}
-    # emulator.cpp stands for Hopper's own
+    # emulator.cpp replaces sm90.cuh
     without = sorted(files - {"cuda/sm90.cuh", "cuda/types.cuh"} - {m.file for m in MUTANTS})
     for line in [*stale, *(f"{file}: no mutant" for file in without)]:
         print(line)

@@ -88,7 +88,7 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
 
 
 def augmentation(interpolation: str) -> None:
-    """Run every operation in each of two turns, on sizes that are not multiples of anything."""
+    """Run every operation in each of two turns, on sizes that are not multiples of a vector or block."""
     count, size = len(OPERATIONS), (37, 261)
     images = [torch.randint(0, 256, (3, 9 * i + 1, 61 - i), dtype=torch.uint8).cuda() for i in range(count)]
     boxes = np.array([(0, 0, *image.shape[1:]) for image in images])

@@ -67,4 +67,4 @@ def test_a_split_is_judged_by_files_from_all_over_it(photo_folder, tmp_path):
     os.mkfifo(folder / "pipe.jpg")
     images = open_split(str(tmp_path), "", "odd")
     assert readers.has_jpegs(images)  # three of five files; a pipe is reported only when it is read
-    assert readers.typical_pixels(images) == math.prod(PHOTO.size)  # of files that can be opened without a guard
+    assert readers.typical_pixels(images) == math.prod(PHOTO.size)  # mean of the files that need no guard

@@ -155,7 +155,7 @@ def _others() -> None:
         add(f"tiff {tags} tags", lambda t: sharing(600_000, t), tags)
     for compression in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "zstd", "lzma", "jpeg"):
         add(f"tiff {compression}", lambda c: encoded("TIFF", "RGB", (SIDE, SIDE), compression=c), compression)
-        if compression != "jpeg":  # of 8 bits only
+        if compression != "jpeg":  # JPEG supports 8 bits only
             add(
                 f"tiff 16 bits {compression}",
                 lambda c: encoded("TIFF", "I;16", (SIDE, SIDE), compression=c),

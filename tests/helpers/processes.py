@@ -148,7 +148,7 @@ def become(rank, processes, port, stdout, stderr):
     for standard, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
     logging.getLogger().handlers.clear()  # a forked process has copies of pytest's handlers
-    # pytest may have replaced these
+    # pytest may have replaced stdout and stderr
     sys.stdout, sys.stderr = (os.fdopen(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
 
 

@@ -230,7 +230,7 @@ def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
     D, R, dtype, one_kernel, launched, monkeypatch
 ):
     product = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))  # as GPUs support
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))  # as on GPUs only
     T, N = 1000, 16
     sizes = (2, T, D), (2, T, R), (2, D, R), (2, T, N), (2, T, N)
     dprojected, dstep_proj = kernels.step_proj_backward(*[torch.zeros(size, dtype=dtype) for size in sizes])

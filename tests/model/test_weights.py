@@ -239,7 +239,7 @@ def test_any_model_of_timm_is_loaded_and_packed(tmp_path):
     original = timm.create_model("resnet10t", num_classes=5).eval()
     torch.save(original.state_dict(), tmp_path / "resnet.pth")
     model = vil.from_checkpoint(tmp_path / "resnet.pth", "resnet10t", num_classes=5, img_size=176)
-    # the test size belongs to timm's pretrained weights, not to these
+    # test size of timm's pretrained weights
     assert "test_input_size" in original.pretrained_cfg
     assert resolve_model_data_config(model, use_test_size=True) == resolve_model_data_config(original)
     images = torch.rand(1, 3, 64, 64)

@@ -1,4 +1,6 @@
-"""Imported by every Python process that a mutant's test starts: the mutant is there too, and what it reaches counts."""
+"""Plant the mutant in every Python process that a mutant's test starts, and record the functions that each process
+calls.
+"""
 
 import os
 

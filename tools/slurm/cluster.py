@@ -1,10 +1,10 @@
-"""A Slurm cluster on one machine: a controller and nodes, each with a network, host name and processes of its own.
+"""Slurm cluster on one machine: a controller and nodes, each with its own network, host name and processes.
 
-Needs root, Debian's packages slurm-wlm, munge and iproute2, and a Python that was started by
+The cluster needs root, Debian's packages slurm-wlm, munge and iproute2, and a Python that was started by
 
     unshare --mount --net --uts --pid --fork --kill-child --mount-proc python ...
 
-so that nothing here reaches the machine itself, and all of it ends with that Python.
+so that the cluster cannot affect the machine itself and ends with that Python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# credentials of 5 seconds: a job that was requeued waits until those of before have expired
+# Credentials expire after 5 seconds, because a requeued job waits until its earlier credentials have expired.
 CONFIG = """
 ClusterName=test
 SlurmctldHost=head(10.0.0.1)
@@ -45,7 +45,7 @@ PartitionName=urgent Nodes=ALL PriorityTier=2
 
 
 def wait_until(condition: Callable, seconds: float, what: str):
-    """The first true value of a condition."""
+    """Wait until the condition is true, and return its first true value."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, f"not in {seconds} s: {what}"
@@ -60,17 +60,17 @@ def command(*words: str | os.PathLike) -> str:
 
 
 class Cluster:
-    """`nodes` machines, node0, node1, ..., each with all cores of this one and a GPU that only Slurm believes in.
+    """Cluster of `nodes` nodes, node0, node1, ..., each with all cores of the machine and a GPU known only to Slurm.
 
     Args:
-        folder: For its files; deep ones are too long for a socket's name.
+        folder: Folder for the cluster's files; a deep folder would exceed the length limit of socket names.
     """
 
     def __init__(self, folder: Path, nodes: int = 2):
         assert os.listdir("/sys/class/net") == ["lo"] or os.getpid() < 10, "start this by unshare, as cluster.py says"
         self.folder, self.daemons, self.nodes = folder, [], {}
         command("hostname", "head")
-        command("mount", "-t", "tmpfs", "tmpfs", "/run")  # where ip keeps the networks that have a name
+        command("mount", "-t", "tmpfs", "tmpfs", "/run")  # ip stores named network namespaces in /run
         (folder / "state").mkdir()
         hosts = folder / "hosts"
         addresses = {"localhost": "127.0.0.1", "head": "10.0.0.1"} | {f"node{i}": f"10.0.0.1{i}" for i in range(nodes)}
@@ -122,14 +122,14 @@ class Cluster:
         return listed.stdout.strip()
 
     def fail_node(self, node: int) -> None:
-        """The power goes: nothing is sent any more, not even that connections are closed."""
+        """Simulate a power failure: the node sends nothing more, not even the end of its connections."""
         command("ip", "link", "delete", f"node{node}")
         self.nodes[node].kill()
         self.nodes[node].wait()
         command("ip", "netns", "delete", f"node{node}")
 
     def processes(self, node: int, words: str) -> list[int]:
-        """The processes on a node whose command lines have these words in them."""
+        """Return the processes on a node whose command lines contain these words."""
         network = os.stat(f"/run/netns/node{node}").st_ino
         found = []
         for process in Path("/proc").glob("[0-9]*"):
@@ -137,7 +137,7 @@ class Cluster:
                 line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if words in line and (process / "ns/net").stat().st_ino == network:
                     found.append(int(process.name))
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
         return found
 
@@ -148,19 +148,19 @@ class Cluster:
 
 
 class Job:
-    """A job that `sbatch` starts, given these words."""
+    """Job that `sbatch` starts with these arguments."""
 
     def __init__(self, log: Path, *words: str | os.PathLike):
         self.log = log
         self.number = command("sbatch", "--parsable", f"--output={log}", *words).strip()
 
     def show(self) -> dict[str, str]:
-        """What Slurm knows of it: JobState, Restarts, ..."""
+        """Return a field of Slurm's record of the job: JobState, Restarts, ..."""
         words = command("scontrol", "--oneliner", "show", "job", self.number).split()
         return dict(word.partition("=")[::2] for word in words)
 
     def wait(self, *states: str, seconds: float = 900) -> dict[str, str]:
-        """Until it is in one of these states, or else in one that it will not leave."""
+        """Wait until the job is in one of these states, or in a final state."""
         final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", *states}
 
         def ended():

@@ -1,8 +1,8 @@
-"""scripts/slurm.sh on two nodes of a real Slurm: whatever ends its job, the run ends as an undisturbed one.
+"""Tests of scripts/slurm.sh on two nodes of a real Slurm: however its job ends, the run ends like an uninterrupted one.
 
-    make slurm-test    as root, with Debian's slurm-wlm, munge and iproute2; some ten minutes
+    make slurm-test    as root, with Debian's slurm-wlm, munge and iproute2; about ten minutes
 
-The truth is a run of two processes that has never met Slurm, on a CPU: weights and losses are equal bit for bit.
+The reference is a run of two processes on a CPU without Slurm. Weights and losses must be bitwise identical.
 """
 
 import os
@@ -18,7 +18,7 @@ from cluster import Cluster, Job, command, wait_until
 from faults import OPTIONS, assert_same, result
 from processes import ROOT
 
-EPOCHS = 30  # some 20 seconds
+EPOCHS = 30  # about 20 seconds
 RECIPE = dict(checkpoint_interval="none", model_ema_decay=0.9)
 
 
@@ -32,19 +32,19 @@ def cluster():
 
 
 class Training(Job):
-    """A job of scripts/slurm.sh that trains in `output`/run."""
+    """Job of scripts/slurm.sh that trains in `output`/run."""
 
     def __init__(self, output, image_folder, *words, epochs=EPOCHS, **options):
         self.folder = output / "run"
         config = output / "small.yaml"
         where = dict(data_dir=str(image_folder), output=str(output), device="cpu", workers=1)
         config.write_text(yaml.safe_dump(OPTIONS | RECIPE | where | dict(epochs=epochs) | options))
-        os.chdir(ROOT)  # whence the script is submitted
+        os.chdir(ROOT)  # the script is submitted from the root of the checkout
         machines = "--nodes=2", "--gpus-per-node=1", f"--cpus-per-task={os.cpu_count()}"
         super().__init__(output / "log.txt", *machines, *words, "scripts/slurm.sh", "-c", config)
 
     def wait_until_it_trains(self, epochs=3):
-        """In this start, some epochs more than before."""
+        """Wait until the run has trained some epochs since its last start."""
         rows = self.rows()
         wait_until(lambda: self.rows() >= rows + epochs, 120, f"it trains: {self.log}")
 
@@ -73,7 +73,8 @@ def training(cluster, image_folder, tmp_path):
     yield submit
     for job in jobs:
         print(job.text)
-        subprocess.run(["scancel", "--signal=KILL", "--full", job.number], capture_output=True)  # if it still runs
+        # in case the job still runs
+        subprocess.run(["scancel", "--signal=KILL", "--full", job.number], capture_output=True)
         subprocess.run(["scancel", job.number], capture_output=True)
         wait_until(lambda: not command("squeue", "-h").strip(), 60, "the queue is empty")
 
@@ -84,7 +85,7 @@ def test_two_nodes_train_what_two_processes_do(cluster, training, undisturbed):
     for node in (0, 1):
         processes = cluster.processes(node, "train_imagenet.py")
         assert processes
-        for process in processes:  # srun gives its tasks one core if it is not told otherwise
+        for process in processes:  # srun gives its tasks one core by default
             assert len(os.sched_getaffinity(process)) == os.cpu_count()
     job.assert_ended_like(undisturbed(**RECIPE, epochs=EPOCHS).result(), restarts=0)
 
@@ -100,7 +101,10 @@ def test_the_notice_of_a_preemption_makes_it_save_and_queue_again(training, undi
 
 
 def test_a_time_limit_makes_it_save_and_queue_again_before(training, undisturbed):
-    """By the script's own --signal, of five minutes, which Slurm sends 30 to 60 seconds early."""
+    """Save and requeue before the time limit.
+
+    The script's --signal asks for five minutes, and Slurm sends it 30 to 60 seconds early.
+    """
     job = training("--time=6", epochs=120)
     assert job.wait("COMPLETED")["JobState"] == "COMPLETED"
     restarts = job.text.count("stopped by a signal: ")
@@ -110,7 +114,10 @@ def test_a_time_limit_makes_it_save_and_queue_again_before(training, undisturbed
 
 @pytest.mark.parametrize("partition", ["normal", "graceful"])
 def test_a_job_of_a_higher_priority_takes_its_nodes_and_gives_them_back(training, undisturbed, tmp_path, partition):
-    """At once, or after a minute of grace, in which Slurm tells the step and not the script."""
+    """Requeue when a job of higher priority takes the nodes:
+
+    at once, or after a grace period of a minute, in which Slurm signals the step but not the script.
+    """
     job = training(f"--partition={partition}")
     job.wait_until_it_trains()
     urgent = Job(tmp_path / "urgent.txt", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1")
@@ -147,7 +154,8 @@ def test_a_node_that_is_lost_without_a_word_costs_no_more_than_the_steps_since_a
 def test_a_process_that_is_killed_is_started_again_without_the_scheduler(cluster, training, undisturbed, node):
     job = training(checkpoint_interval="1")
     job.wait_until_it_trains()
-    launcher = cluster.processes(node, "--node-rank=")  # torchrun, its process, and that one's loaders
+    # torchrun, its training process, and the workers of that process
+    launcher = cluster.processes(node, "--node-rank=")
     worker = next(p for p in cluster.processes(node, "-u train_imagenet.py") if parent(p) in launcher)
     os.kill(worker, 9)
     job.assert_ended_like(undisturbed(**RECIPE, epochs=EPOCHS).result(), restarts=0)
