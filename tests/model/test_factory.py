@@ -178,7 +178,7 @@ def test_weights_are_not_taken_for_those_of_a_model_that_reads_other_tokens(name
 def test_weights_of_others_need_the_name_of_their_model(tmp_path):
     path = tmp_path / "vim.pth"
     torch.save({"model": naive_model.published_vim(embed_dim=40, depth=2, grid=(3, 3), num_classes=7)}, path)
-    with pytest.raises(ConfigError, match=r"as well, vil.from_checkpoint\('\S+/vim.pth', 'vim_tiny'\)$"):
+    with pytest.raises(ConfigError, match=r"pass the name, vil\.from_checkpoint\('\S+/vim.pth', 'vim_tiny'\)$"):
         vil.from_checkpoint(path)
     model = vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48, num_classes=7)
     default = vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, num_classes=7)
