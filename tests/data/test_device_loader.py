@@ -61,9 +61,9 @@ def on_device(folder, device, rank=0, world_size=1, **options):
 )  # fmt: skip
 def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, device, options, monkeypatch):
     options = dict(options)
-    # pixel limit below which workers decode images
+    # pixels of the largest image that workers decode
     monkeypatch.setattr(encoded, "SMALL", options.pop("SMALL", encoded.SMALL))
-    # pixels that are transformed together; by default a whole batch
+    # pixels of the whole batches that are transformed together
     monkeypatch.setattr(loaders, "PIXELS_TOGETHER", options.pop("TOGETHER", 2**20))
     piece = options.pop("PIECE", workers.PIECE)  # images that a worker returns at a time
     for module in ("samplers", "host_loader"):

@@ -100,10 +100,10 @@ def test_the_picture_shows_the_differences_and_the_classes(monkeypatch):
         assert ([100 * (cells[1] - cells[2]) / 5], [y]) in lines
         (label,) = [t for t in differences.texts if t.get_text() == text]
         assert label.get_position() == pytest.approx((100 * (cells[1] - cells[2]) / 5, y), abs=0.2)
-    assert ([0, 0], [0, 1]) in lines  # diagonal of equal accuracy
+    assert ([0, 0], [0, 1]) in lines  # vertical line at a difference of zero
     assert differences.get_ylim()[0] < 0 < 1 < differences.get_ylim()[1]
     points = sorted(map(tuple, by_class.collections[0].get_offsets().tolist()))
-    # the x-axis has the first model's accuracy, the y-axis the second model's
+    # the x-axis has the second model's accuracy, the y-axis the first model's
     assert points == [(0.0, 0.0), (0.0, 50.0), (50.0, 100.0)]
     assert by_class.lines[0].get_slope() == 1
     labels = differences.get_xlabel(), by_class.get_xlabel(), by_class.get_ylabel()

@@ -142,7 +142,7 @@ def test_a_checkpoint_alone_has_no_teacher_fetched(image_folder, tmp_path):
         load_config("", ["--resume", str(last), "--lr", "1"], checkpoint.saved_config)
     words = ["--resume", str(last), "--teacher", "test_resnet"]
     config = load_config("", words, checkpoint.saved_config)
-    # a teacher without a path has no checkpoint
+    # the path in the checkpoint's teacher_checkpoint is not used
     assert (config.teacher, config.teacher_checkpoint) == ("test_resnet", None)
     with pytest.raises(ConfigError, match="has teacher '/etc/x', which is not a model of timm"):
         options_of_checkpoint(dict(teacher="/etc/x"), "x")
