@@ -156,6 +156,10 @@ def finish_output() -> None:
 def exit_at_once(status: int) -> NoReturn:
     """End the process without cleaning up, which might wait for other processes."""
     finish_output()
+    for stream in (sys.stdout, sys.stderr):
+        if not isinstance(stream, BackgroundStream):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
     os._exit(status)
 
 

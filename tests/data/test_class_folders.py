@@ -3,6 +3,8 @@
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tarfile
 import unicodedata
 
@@ -74,6 +76,17 @@ def test_a_class_folder_around_another_is_a_class_in_a_split_that_lacks_the_othe
     assert num_classes == 3
     assert sorted(by_file(val).values()) == ["a", "b"]
     assert "left out" not in caplog.text
+
+
+def test_the_splitting_tool_prints_names_that_are_not_utf_8(tmp_path):
+    source, target = tmp_path / "all", tmp_path / os.fsdecode(b"caf\xe9")
+    write(source, *(f"{name}/{i}.png" for name in ("ant", "bee") for i in (1, 2)))
+    words = [sys.executable, "-m", "vil.data.folders", source, target]
+    ended = subprocess.run(words, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"})
+    assert ended.stdout.splitlines() == [
+        f"{tmp_path}/caf?/{split}: 2 images".encode() for split in ("train", "validation")
+    ]
+    assert (target / "train").is_dir()
 
 
 def test_a_split_that_has_one_of_two_equal_folders_finds_its_class_by_the_path(tmp_path, packed):
@@ -229,3 +242,10 @@ def test_a_class_folder_that_is_a_link_has_its_own_name(tmp_path, caplog):
         images = open_split(str(tmp_path), "", "train")
     assert class_names(images) == {"ant": 0, "bee": 1}
     assert "links in" in caplog.text
+
+
+def test_splits_one_folder_deeper_are_named(tmp_path):
+    write(tmp_path, *(f"unpacked/{split}/{name}/0.png" for split in ("Train", "val") for name in ("ant", "bee")))
+    for split in ("train", "validation"):
+        with pytest.raises(ConfigError, match=f"set --data-dir {tmp_path}/unpacked$"):
+            open_split(str(tmp_path), "", split)

@@ -223,7 +223,7 @@ def test_classes_have_timms_numbers(tmp_path):
     assert "; a class is the folder that an image is in, also 'abc/all/batch2' inside of another class" in str(nested)
 
 
-def test_a_folder_that_may_not_be_read_is_passed_over(image_folder, monkeypatch):
+def test_a_class_folder_that_may_not_be_read_is_an_error(image_folder, monkeypatch):
     scandir = os.scandir
 
     def refuse(folder):
@@ -232,7 +232,8 @@ def test_a_folder_that_may_not_be_read_is_passed_over(image_folder, monkeypatch)
         return scandir(folder)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    assert [*class_names(open_split(str(image_folder), "", "val"))] == ["ant", "cat", "dog"]
+    with pytest.raises(ConfigError, match="cannot open the split 'val' .*Permission denied.*bee"):
+        open_split(str(image_folder), "", "val")
 
 
 def test_a_class_may_be_called_as_a_split_is(tmp_path):

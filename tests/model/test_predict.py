@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import runpy
 import sys
 from functools import partial
@@ -105,7 +106,8 @@ def test_sixteen_bits_are_the_same_picture_in_any_form(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("suffix", ["onnx", "safetensors"])
 def test_an_exported_file_predicts_what_its_model_does(suffix, checkpoint, photos, tmp_path):
-    file, files = tmp_path / f"model.{suffix}", sorted(photos.glob("*.*"))
+    file, files = tmp_path / os.fsdecode(b"caf\xe9") / f"model.{suffix}", sorted(photos.glob("*.*"))
+    file.parent.mkdir()
     files = [path for path in files if path.stem not in ("broken", "notes")]
     export_model(vil.from_checkpoint(checkpoint), file)
     tolerance = dict(rel=1e-4, abs=1e-5) if suffix == "onnx" else dict(rel=0.1, abs=1e-2)  # half precision

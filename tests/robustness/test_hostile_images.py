@@ -32,7 +32,7 @@ from timm.data.dataset import ImageDataset
 
 from train_imagenet import Trainer
 from vil.config import Config, ConfigError
-from vil.data import decoder, device_loader, encoded, guard, images, tars
+from vil.data import decoder, device_loader, encoded, guard, images
 from vil.data.draws import Draws
 from vil.data.encoded import EncodedImage
 from vil.data.images import UNREADABLE
@@ -505,7 +505,7 @@ class Million(Rows):
 def test_of_a_million_broken_files_a_hundred_say_that_none_can_be_read():
     rows = Million(lambda index: False)
     reader = next(readers(rows))
-    with pytest.raises(ConfigError, match="no image of the training split can be read.*none of JPEG, PNG, "):
+    with pytest.raises(ConfigError, match="no image of the training split can be read.*not that of a JPEG, PNG, "):
         _ = reader[999_990, 0]
     assert 100 <= len(set(rows.asked)) == len(rows.asked) < 200
     assert max(rows.asked) - min(rows.asked) > 900_000  # from all over the split
@@ -852,14 +852,6 @@ def test_tars_that_claim_more_than_they_hold_are_refused(tmp_path, name, pillow,
         (tmp_path / "validation-0.tar").write_bytes(content.ljust(2**17, b"\0"))
         _, val, _ = open_splits(Config(data_dir=str(tmp_path), dataset="wds/x", num_classes=4))
         assert [*evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)] == []
-
-
-def test_a_gzip_file_that_becomes_much_more_is_read_to_a_limit(tmp_path):
-    packed = gzip.compress(bytes(2**28))
-    stream = tars.Stream(io.BytesIO(packed))
-    with pytest.raises(tarfile.ReadError, match="compressed"):
-        stream.skip(2**28)
-    assert stream.given < 2**26 + 100 * len(packed) + 2**20
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_a_run_learns_and_writes_its_files(uninterrupted):
     assert parts < set(checkpoint.read_checkpoint(folder / "last.pt"))
     assert all(row["data_wait_percent"] > 0 for row in rows)
     assert parts - set(torch.load(folder / "best.pt", weights_only=True)) == {"optimizer"}
-    with pytest.raises(checkpoint.CheckpointError, match=r"--resume \S+/run/last.pt goes on .* --pretrained"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"--resume \S+/run/last.pt resumes .* --pretrained"):
         checkpoint.read_checkpoint(folder / "best.pt")
     assert not list(folder.glob(".*.tmp"))
 

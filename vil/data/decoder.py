@@ -139,7 +139,7 @@ def open_image(file: BinaryIO) -> Any:
     try:
         image: Any = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError as error:  # Pillow's message contains only a memory address
-        raise UnfitImageError(f"none of {', '.join(FORMATS)} by its content") from error
+        raise UnfitImageError(f"its content is not that of a {', '.join(FORMATS)} file") from error
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise UnfitImageError(f"{width}x{height} pixels, more than {MOST_PIXELS}")

@@ -31,6 +31,7 @@ from ..classes import check_distinct, ends_of, normal, quoted
 from ..config import ConfigError
 from ..files import retried
 from ..processes import warn
+from ..text import printable
 
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 
@@ -410,7 +411,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         for split, count in sorted(split_folder(options.source, options.target, options.validation).items()):
-            print(f"{options.target / split}: {count} images")
+            print(printable(f"{options.target / split}: {count} images"))
     except (OSError, ValueError) as error:
         parser.exit(1, f"error: {error}\n")
 

@@ -25,7 +25,7 @@ from ..config import ConfigError
 from ..files import is_of_machine
 from .decoder import UnfitImageError
 from .images import UNREADABLE, MachineError, SteadyFile, Unreadable, image_of, machine_error, on_machine, open_file
-from .tars import Stream, members, read_member
+from .tars import GZIP, MOST_RATIO, decompressed, members, read_member
 
 LOCAL = "local-shards"  # URL scheme of the files that webdataset may open
 LABELS = "cls", "json"  # file name extensions of labels
@@ -79,7 +79,8 @@ class Shards(ReaderWds):
                 raise ConfigError(f"the shard {name!r} is no regular file in {root!r}: copy it there, not a link to it")
             if os.path.exists(path):
                 with open_file(path) as file:
-                    room += Stream(file).most(os.path.getsize(path)) // FEWEST_BYTES
+                    ratio = MOST_RATIO if file.read(len(GZIP)) == GZIP else 1
+                    room += ratio * os.path.getsize(path) // FEWEST_BYTES
         if not isinstance(count, int) or not 0 <= count <= room:
             raise ConfigError(
                 f"the shards of {root!r} cannot have {count!r} samples, but at most {room}: see _info.json"
@@ -127,7 +128,7 @@ class Shards(ReaderWds):
         suffixes = {*self.input_key.split(";"), *LABELS}
         for shard in shards:
             try:
-                stream = Stream(shard["stream"])
+                stream = decompressed(shard["stream"])
                 for member in members(stream):
                     suffix = (base_plus_ext(member.name)[1] or "").lower()
                     is_read = member.is_file and suffix in suffixes and not re.match(r"__[^/]*__($|/)", member.name)

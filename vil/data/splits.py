@@ -269,6 +269,8 @@ def _find_split(data_dir: str | None, split: str) -> Path:
     if tests and names == SPLIT_NAMES["validation"]:
         test = tests[0].removesuffix(".tar")
         hints = f". The split {test!r} is read with --val-split {test} in training and --split {test} in validate.py"
+    if deeper := [folder for folder in root.glob("*/") if _has_splits(folder)]:
+        hints += f". The splits are in {deeper[0].name!r}: set --data-dir {deeper[0]}"
     train = next((root / name for name in there if name.casefold() in SPLIT_NAMES["train"]), root / "train")
     for folder, what in ((root, "If these are classes, this splits them"), (train, f"This splits {train.name!r}")):
         if _count_classes(folder) > 1 and (folder == root or names == SPLIT_NAMES["validation"]):
@@ -278,6 +280,12 @@ def _find_split(data_dir: str | None, split: str) -> Path:
     raise ConfigError(
         f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(names)}); it has {found}{hints}"
     )
+
+
+def _has_splits(folder: Path) -> bool:
+    """Return whether a folder has a training and a validation split."""
+    there = {path.name.casefold().removesuffix(".tar") for path in folder.iterdir()}
+    return not any(there.isdisjoint(names) for names in SPLIT_NAMES.values())
 
 
 def _count_classes(root: Path) -> int:

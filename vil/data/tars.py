@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import os
 import re
 import tarfile
@@ -14,73 +13,27 @@ from typing import Any, BinaryIO
 BLOCK = 512
 PIECE = 2**20  # bytes that are read at once
 MOST_NOTES = {tarfile.XGLTYPE: 2**10, None: 2**16}  # bytes of a member's extended header; global ones hold for all
-MOST_RATIO, SLACK = 100, 2**26  # of gzip: images do not compress, and headers and labels by a factor of about ten
+GZIP, MOST_RATIO = b"\x1f\x8b", 1032  # the first bytes of a gzip file, and the most by which gzip compresses
 NOTES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 DEEPEST = 3  # tar files inside of tar files
 
 
-class Stream:
-    """A tar file that is read from start to end, decompressed if it is one of gzip.
+class _Rejoined:
+    """A file whose start has been read."""
 
-    Args:
-        file: The file, which needs only `read`.
-    """
+    def __init__(self, start: bytes, file: Any):
+        self.start, self.file = start, file
 
-    def __init__(self, file: Any):
-        self.file, self.taken, self.given = file, 0, 0
-        self.start = file.read(2)
-        self.is_compressed = self.start == b"\x1f\x8b"
-        self.source: Any = gzip.GzipFile(fileobj=self._Packed(self)) if self.is_compressed else self
-
-    class _Packed(io.RawIOBase):
-        """The compressed file, which counts what is taken of it."""
-
-        def __init__(self, stream: Stream):
-            self.stream = stream
-
-        def read(self, count: int = -1) -> bytes:
-            return self.stream.raw(count)
-
-    def most(self, size: int) -> int:
-        """Return how many bytes may be read of a file of this size."""
-        return SLACK + MOST_RATIO * size if self.is_compressed else size
-
-    def raw(self, count: int) -> bytes:
+    def read(self, count: int) -> bytes:
         start, self.start = self.start[:count], self.start[count:]
-        data = start or self.file.read(count)
-        self.taken += len(data)
-        return data
-
-    def read(self, count: int) -> bytes:
-        """Return this many bytes, or fewer at the end."""
-        pieces = []
-        while count > 0:
-            piece = self.source.read(min(count, PIECE)) if self.is_compressed else self.raw(min(count, PIECE))
-            if not piece:
-                break
-            pieces.append(piece)
-            count -= len(piece)
-            self.given += len(piece)
-            if self.given > self.most(self.taken):
-                raise tarfile.ReadError(f"{self.given} bytes of {self.taken} compressed ones")
-        return b"".join(pieces)
-
-    def skip(self, count: int) -> None:
-        while count > 0 and (piece := len(self.read(min(count, PIECE)))):
-            count -= piece
+        return start + self.file.read(count - len(start))
 
 
-class Seekable:
-    """Part of a tar file that is not compressed, of which `skip` reads nothing."""
-
-    def __init__(self, file: BinaryIO):
-        self.file = file
-
-    def read(self, count: int) -> bytes:
-        return self.file.read(min(count, PIECE))
-
-    def skip(self, count: int) -> None:
-        self.file.seek(count, io.SEEK_CUR)
+def decompressed(file: Any) -> Any:
+    """Return the stream of a tar file, decompressed if the file is one of gzip. The file needs only `read`."""
+    start = file.read(len(GZIP))
+    stream: Any = _Rejoined(start, file)
+    return gzip.GzipFile(fileobj=stream) if start == GZIP else stream
 
 
 @dataclass
@@ -92,7 +45,7 @@ class Member:
     is_file: bool
 
 
-def members(stream: Stream | Seekable) -> Iterator[Member]:
+def members(stream: Any) -> Iterator[Member]:
     """Yield the members of a tar file. Whoever iterates leaves the stream at the start of a member's data or behind it.
 
     Raises:
@@ -126,12 +79,14 @@ def members(stream: Stream | Seekable) -> Iterator[Member]:
         yield member
 
 
-def read_member(stream: Stream, member: Member, most: int) -> bytes:
+def read_member(stream: Any, member: Member, most: int) -> bytes:
     """Return the data of a member, or nothing if they are more than `most` bytes."""
     data = stream.read(member.size if member.size <= most else 0)
     if len(data) < member.size <= most:
         raise tarfile.ReadError("unexpected end of data")
-    stream.skip(_blocks(member.size) - len(data))
+    left = _blocks(member.size) - len(data)
+    while left > 0 and (piece := stream.read(min(left, PIECE))):
+        left -= len(piece)
     return data
 
 
@@ -143,7 +98,7 @@ def check_tar(file: BinaryIO, depth: int = 0) -> None:
     if depth > DEEPEST:
         raise tarfile.ReadError(f"tar files nested {depth} levels deep")
     try:
-        for member in members(Seekable(file)):
+        for member in members(file):
             start = file.tell()
             if member.is_file and member.name.lower().endswith(".tar"):
                 check_tar(file, depth + 1)

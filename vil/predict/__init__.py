@@ -211,7 +211,7 @@ def _of_onnx(path: Path) -> Classifier:
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
     try:
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
         said = session.get_modelmeta().custom_metadata_map
         words = ("crop_mode", "interpolation")
         config = {name: said[name] if name in words else json.loads(said[name]) for name in (*NEEDED, *words)}

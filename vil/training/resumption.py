@@ -146,4 +146,4 @@ def check_optimizer(optimizer: torch.optim.Optimizer, name: str) -> None:
             fits = all(found[key][0] in ((), shape) for key in ("exp_avg", "momentum_buffer") if key in found)
         fits = fits and all(t.isfinite().all() for t in tensors.values()) and 0 <= float(state.get("step", 0)) < 2**53
         if not fits:
-            raise ValueError(f"the optimizer's state of a parameter {tuple(shape)} is none that {name} reaches")
+            raise ValueError(f"the optimizer's state of a parameter {tuple(shape)} cannot result from {name}")
