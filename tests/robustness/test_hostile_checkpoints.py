@@ -562,7 +562,7 @@ def test_the_state_of_an_optimizer_is_one_that_training_reaches(name, key, odd):
     optimizer.state[model[0]] |= {"step": torch.tensor(2.0**52)} if name == "adamw" else {}
     check_optimizer(optimizer, name)
     optimizer.state[model[0]][key] = odd
-    with pytest.raises(ValueError, match=rf"state of a parameter \(2,\) is none that {name} reaches$"):
+    with pytest.raises(ValueError, match=rf"state of a parameter \(2,\) cannot result from {name}$"):
         check_optimizer(optimizer, name)
 
 
