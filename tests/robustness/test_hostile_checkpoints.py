@@ -708,3 +708,12 @@ def test_a_device_that_is_not_there_is_refused_by_name(error_of_validation, monk
     assert (known_device("cuda:1"), known_device(None)) == ("cuda:1", "cuda")
     with pytest.raises(ConfigError, match="less than 2.*got 'cuda:2'"):
         known_device("cuda:2")
+
+
+def test_a_legacy_file_whose_list_lacks_a_storage_is_damaged(tmp_path):
+    torch.save({"a": torch.ones(3)}, path := tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    content = path.read_bytes()
+    start = content.rindex(b"\x80\x02]")  # the list of storages is the last pickle
+    path.write_bytes(content[:start] + pickle.dumps([], 2))
+    with pytest.raises(CheckpointError, match="list of storages"):
+        checkpoint.read_weights(path)
