@@ -26,7 +26,8 @@ LAYERS = """
     vil.predict
     vil
     vil.evaluation vil.training
-    vil.export vil.viz train_imagenet validate
+    vil.export vil.viz vil.cli
+    train_imagenet validate
     research
 """
 RANKS = {room: rank for rank, line in enumerate(LAYERS.splitlines()) for room in line.split()}

@@ -17,7 +17,7 @@ from PIL import Image
 from processes import SMALL, run, script
 from timm.data import ImageNetInfo
 
-import validate
+from vil.cli import validate
 from vil.evaluation.comparison import Speed
 from vil.export import export_model
 from vil.factory import from_checkpoint

@@ -9,8 +9,8 @@ from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
 import vil
-from validate import parse_options, resolve_settings
 from vil.checkpoint import CheckpointError, label_names
+from vil.cli.validate import parse_options, resolve_settings
 from vil.config import ConfigError, load_config
 from vil.export import export_model
 from vil.factory import create_model

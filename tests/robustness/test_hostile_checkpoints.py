@@ -26,11 +26,11 @@ from processes import ROOT, SMALL
 from timm.optim import create_optimizer_v2
 
 import train_imagenet
-import validate
 import vil
 from train_imagenet import FORESEEN, Trainer
 from vil import checkpoint
 from vil.checkpoint import BrokenCheckpointError, CheckpointError
+from vil.cli import validate
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.data.splits import open_split
 from vil.devices import known_device

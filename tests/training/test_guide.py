@@ -14,10 +14,10 @@ import timm
 import torch
 from processes import ROOT
 
-import validate
 import vil.export.__main__
 import vil.viz.__main__
 from train_imagenet import Trainer
+from vil.cli import validate
 from vil.config import load_config
 from vil.predict.__main__ import parse_options
 from vil.processes import join_processes
