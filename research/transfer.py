@@ -66,7 +66,7 @@ from vil.files import write_atomically
 from vil.processes import end_with_parent, join_processes
 
 sys.path.insert(0, str(ROOT))
-from train_imagenet import DivergenceError, Trainer
+from vil.training.trainer import DivergenceError, Trainer
 
 SCRATCH, FINE_TUNED = "from scratch", "fine-tuned"
 PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS = "linear, features", "linear, features of random weights", "linear, pixels"

@@ -25,7 +25,8 @@ LAYERS = """
     vil.data vil.cuda_graphs
     vil.predict
     vil
-    vil.evaluation vil.training
+    vil.evaluation
+    vil.training
     vil.export vil.viz vil.cli
     train_imagenet validate
     research

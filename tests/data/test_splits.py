@@ -18,7 +18,6 @@ from PIL import Image
 from timm.data import create_transform
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 
-from train_imagenet import Trainer
 from vil.config import ConfigError
 from vil.data import folders
 from vil.data.images import UNREADABLE
@@ -27,6 +26,7 @@ from vil.data.samplers import TrainingBatches
 from vil.data.shards import Shards
 from vil.data.splits import class_names, count_images, describe_split, open_split, open_splits
 from vil.evaluation.imagenet import open_test_split
+from vil.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(

@@ -215,14 +215,14 @@ def _launch(words: list[str], log: str) -> None:
 
 
 def _train(rank: int, processes: int, port: int, config: str, log: str, prepare: Callable[[], None] | None) -> None:
-    import train_imagenet
+    from vil.cli import train as program
 
     become(rank, processes, port, log, log)
     draw_nothing()
     if prepare:
         prepare()
     sys.argv = ["train_imagenet.py", "-c", config]
-    train_imagenet.main()
+    program.main()
 
 
 def is_running(pid: int) -> bool:

@@ -59,26 +59,27 @@ def train(platform: str, config: str) -> None:
     cache.os = whole  # otherwise each run would compile its kernels
     summary.plot_history = lambda history: b""
     sys.argv = ["train_imagenet.py", "-c", config]
-    until_imports = (ROOT / "train_imagenet.py").read_text().partition("\nimport dataclasses\n")[0]
+    until_imports = (ROOT / "train_imagenet.py").read_text().partition("\nfrom vil.")[0]
     exec(until_imports, {"__name__": "__main__"})  # the script's handling of early signals
-    import train_imagenet
+    from vil.cli import train as program
+    from vil.training import trainer as training_loop
 
-    save = train_imagenet.Trainer.checkpoint_if_due
+    save = training_loop.Trainer.checkpoint_if_due
 
     def interrupted(trainer):
         if trainer.steps == 6:
             signal.raise_signal(signal.SIGINT)
         save(trainer)
 
-    train_imagenet.Trainer.checkpoint_if_due = interrupted
+    training_loop.Trainer.checkpoint_if_due = interrupted
     try:
-        train_imagenet.main()
+        program.main()
     except SystemExit as end:
         if end.code != 75:
             raise
-    train_imagenet.Trainer.checkpoint_if_due = save
+    training_loop.Trainer.checkpoint_if_due = save
     sys.argv += ["--resume", "auto", "--workers", "0"]
-    train_imagenet.main()
+    program.main()
 
 
 if __name__ in ("__main__", "__mp_main__"):

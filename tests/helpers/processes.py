@@ -21,7 +21,7 @@ import yaml
 UNDER_TEST = os.environ.get("MUTANT_UNDER_TEST", "stats") != "stats"
 CONTEXT = multiprocessing.get_context("fork" if UNDER_TEST else "forkserver")
 CONTEXT.set_forkserver_preload(
-    ["train_imagenet", "vil.cli.validate", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin"]
+    ["vil.cli.train", "vil.cli.validate", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin"]
 )
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = dict(os.environ)

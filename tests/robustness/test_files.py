@@ -16,11 +16,11 @@ import pytest
 from faults import before
 from processes import Forked, become, draw_nothing, in_processes, run, train_command
 
-import train_imagenet
 from vil import checkpoint, files
 from vil.files import FolderInUseError, FolderLock, write_atomically
 from vil.output import check_outputs
 from vil.streams import BackgroundStream, outlive_output
+from vil.training import trainer as training_loop
 
 
 def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path, monkeypatch):
@@ -301,7 +301,7 @@ def test_a_run_goes_on_when_its_terminal_is_closed(image_folder, tmp_path):
 def hasten(log):
     """Let one run wait only briefly for the folder, and the other train only after that."""
     files.PATIENCE = 0.1
-    before(train_imagenet.Trainer, "run", lambda: wait_for("is in use", log))
+    before(training_loop.Trainer, "run", lambda: wait_for("is in use", log))
 
 
 def wait_for(words, log):

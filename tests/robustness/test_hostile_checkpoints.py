@@ -25,17 +25,18 @@ import yaml
 from processes import ROOT, SMALL
 from timm.optim import create_optimizer_v2
 
-import train_imagenet
 import vil
-from train_imagenet import FORESEEN, Trainer
 from vil import checkpoint
 from vil.checkpoint import BrokenCheckpointError, CheckpointError
+from vil.cli import train as training
 from vil.cli import validate
+from vil.cli.train import FORESEEN
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.data.splits import open_split
 from vil.devices import known_device
 from vil.factory import create_model
 from vil.training.resumption import check_optimizer, history_of
+from vil.training.trainer import Trainer
 from vil.viz import __main__ as viz
 
 COUNT = int(os.environ.get("FUZZ", 60))
@@ -457,7 +458,7 @@ def test_a_file_that_is_no_checkpoint_is_refused_without_advice_to_load_it_all_t
     assert [str(warning.message) for warning in recwarn if warning.category is not ResourceWarning] == []
 
 
-COMMANDS = [(validate, ("--checkpoint",)), (viz, ("--images", "x", "--checkpoint")), (train_imagenet, ("--resume",))]
+COMMANDS = [(validate, ("--checkpoint",)), (viz, ("--images", "x", "--checkpoint")), (training, ("--resume",))]
 
 
 LARGE = [dict(model_kwargs=dict(embed_dim=8192, depth=64)), dict(model_kwargs=KWARGS | dict(stride=1), img_size=1600)]

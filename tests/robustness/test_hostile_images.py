@@ -30,7 +30,6 @@ from PIL import EpsImagePlugin, Image, PngImagePlugin, features
 from processes import ROOT, SMALL
 from timm.data.dataset import ImageDataset
 
-from train_imagenet import Trainer
 from vil.config import Config, ConfigError
 from vil.data import decoder, device_loader, encoded, guard, images
 from vil.data.draws import Draws
@@ -41,6 +40,7 @@ from vil.data.readers import EncodedReader, ImageReader
 from vil.data.samplers import TrainingBatches
 from vil.data.splits import open_split, open_splits
 from vil.evaluation.imagenet import open_test_split
+from vil.training.trainer import Trainer
 from vil.viz import __main__ as viz
 
 CPU = torch.device("cpu")

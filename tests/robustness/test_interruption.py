@@ -18,9 +18,9 @@ import pytest
 from faults import Torchrun, assert_same, before, signals
 from processes import ROOT, free_port, in_processes, train_command
 
-import train_imagenet
 from vil import checkpoint, processes
 from vil.training import interruption
+from vil.training import trainer as training_loop
 from vil.training.interruption import PREEMPTED, CheckpointTimer
 
 COUNT = int(os.environ.get("INTERRUPTS", 6))
@@ -347,7 +347,7 @@ def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypa
 
 
 def test_a_second_ctrl_c_ends_at_once(start):
-    run = start(1, functools.partial(before, train_imagenet.Trainer, "update", take_a_minute, call=2), **OPTIONS)
+    run = start(1, functools.partial(before, training_loop.Trainer, "update", take_a_minute, call=2), **OPTIONS)
     run.wait_for_words("a long step")
     run.signal(signal.SIGINT)
     run.wait_for_words("Ctrl-C again ends the run")

@@ -9,11 +9,11 @@ from fixtures import CLASSES
 from pictures import CPU, small_config
 from processes import SMALL
 
-from train_imagenet import Trainer
 from vil import checkpoint
 from vil.config import ConfigError
 from vil.factory import create_model
 from vil.training.building import build_model
+from vil.training.trainer import Trainer
 
 ARGUMENTS = dict(SMALL["model_kwargs"], img_size=16)
 

@@ -14,10 +14,10 @@ from timm.utils import ModelEmaV3
 from torch import nn
 from tqdm import tqdm
 
-from train_imagenet import Trainer
 from vil.config import Config, ConfigError
 from vil.cuda_graphs import Replayed, unchanged
 from vil.training.gradients import FlatGradients
+from vil.training.trainer import Trainer
 from vil.training.update import Update
 
 

@@ -9,12 +9,12 @@ import torch
 from fixtures import CLASSES
 from processes import SMALL
 
-from train_imagenet import Trainer
 from vil import checkpoint
 from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.training.interruption import PreemptedError
 from vil.training.losses import Loss
+from vil.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -16,14 +16,14 @@ from faults import OPTIONS, Run, assert_same, before, result
 from processes import SMALL
 from tqdm import tqdm
 
-import train_imagenet
-from train_imagenet import Trainer
 from vil import checkpoint, files
 from vil.config import FIELDS, Config, ConfigError, load_config
 from vil.config.options import PHASE_OPTIONS
 from vil.files import FolderInUseError, FolderLock
 from vil.training import summary
+from vil.training import trainer as training_loop
 from vil.training.phases import check_phases
+from vil.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 # Phases have eight, four and eight steps an epoch. The model has a position embedding, which changes with the image
@@ -53,17 +53,17 @@ def get(number):
 
 def stopped_at(call, number=signal.SIGKILL):
     """Kill or signal rank 0 before its `call`-th update."""
-    return functools.partial(before, train_imagenet.Trainer, "update", functools.partial(get, number), call)
+    return functools.partial(before, training_loop.Trainer, "update", functools.partial(get, number), call)
 
 
 def ended_while_it_begins():
     """Send a signal between two phases, so that the last checkpoint is the end of a phase."""
-    before(train_imagenet.Trainer, "restore", functools.partial(get, signal.SIGTERM))
+    before(training_loop.Trainer, "restore", functools.partial(get, signal.SIGTERM))
 
 
 def told_to_stop_while_it_saves(call):
     """Send a signal while the first phase saves its last checkpoint; the signal is handled only after the phase."""
-    return functools.partial(before, train_imagenet.Trainer, "save", functools.partial(get, signal.SIGTERM), call)
+    return functools.partial(before, training_loop.Trainer, "save", functools.partial(get, signal.SIGTERM), call)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
     bars: list = []
     folders = [tmp_path / "run"]
     monkeypatch.setattr(files, "PATIENCE", 0)
-    monkeypatch.setattr(train_imagenet, "tqdm", Bar)
+    monkeypatch.setattr(training_loop, "tqdm", Bar)
     first = Config(**OPTIONS | options | dict(output=str(tmp_path)))
     Trainer(first, CPU, 0, 1).run()
     last = tmp_path / "run" / "last.pt"
@@ -117,7 +117,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
     elsewhere = dataclasses.replace(first, **others)
     for config in (elsewhere, load_config("", ["--resume", str(last)], checkpoint.saved_config)):
         folders.append(Path(config.output) / "run")
-        train_imagenet.train(config, CPU, 0, 1)
+        training_loop.train(config, CPU, 0, 1)
         assert not trainers_left(tmp_path)
         assert bars[1:] == [(0, 128), (0, 64)]
         del bars[1:]
@@ -157,7 +157,7 @@ def test_progress_summary_and_files_show_the_phases(undisturbed):
     assert saved["config"]["img_size"] == 16  # loading the checkpoint creates the last phase's model
     written = load_config("", ["-c", str(run.folder / "config.yaml")])
     assert [written.of_phase(n).img_size for n in range(3)] == [16, 24, 16]
-    assert train_imagenet.phase_at_hand(written) == 2  # all phases are finished
+    assert training_loop.phase_at_hand(written) == 2  # all phases are finished
 
 
 def test_the_curve_marks_where_a_phase_begins(monkeypatch):
@@ -241,7 +241,7 @@ def test_phases_on_a_gpu_have_the_same_losses_as_cuda_graphs_and_eager_and_leave
     histories = []
     for cuda_graphs in (True, False):
         run = dict(cuda_graphs=cuda_graphs, amp=False, output=str(tmp_path / str(cuda_graphs)))
-        train_imagenet.train(Config(**OPTIONS | options | run), torch.device("cuda", 0), 0, 1)
+        training_loop.train(Config(**OPTIONS | options | run), torch.device("cuda", 0), 0, 1)
         assert not trainers_left(tmp_path)
         saved = checkpoint.read_checkpoint(tmp_path / str(cuda_graphs) / "run" / "last.pt")
         histories.append([row["train_loss"] for row in saved["history"]])

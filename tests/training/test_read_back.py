@@ -8,10 +8,10 @@ import torch
 from processes import SMALL
 
 import vil
-from train_imagenet import Trainer
 from vil import checkpoint
 from vil.config import FIELDS, NOT_FROM_CHECKPOINTS, Config, ConfigError, load_config
 from vil.data.synthetic import SyntheticImages
+from vil.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 # no option has its default value; `dataset` is tested separately below
@@ -73,7 +73,7 @@ def test_every_option_is_read_back(tmp_path):
 def test_datasets_and_splits_in_timms_forms_are_read_back_where_they_are_confirmed(
     tmp_path, monkeypatch, dataset, data_dir, split
 ):
-    monkeypatch.setattr("train_imagenet.open_splits", lambda config: (SyntheticImages(64), SyntheticImages(8), 4))
+    monkeypatch.setattr("vil.training.trainer.open_splits", lambda config: (SyntheticImages(64), SyntheticImages(8), 4))
     options = SMALL | dict(dataset=dataset, data_dir=data_dir, train_split=split, val_split=split, workers=0)
     path = written(tmp_path, synthetic=64, **options)
     # the folder does not exist, so the path is stored as given

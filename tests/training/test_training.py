@@ -22,16 +22,17 @@ from PIL import Image
 from processes import SMALL, run, script, train_command
 from timm.data import create_transform, resolve_model_data_config
 
-import train_imagenet
-from train_imagenet import DivergenceError, Trainer
 from vil import checkpoint
+from vil.cli import train as program
 from vil.config import Config, ConfigError, load_config
 from vil.cuda_graphs import nothing_collected
 from vil.factory import create_model, from_checkpoint
 from vil.predict import predict
 from vil.processes import FirstProcessError
+from vil.training import trainer as training_loop
 from vil.training.building import build_model
 from vil.training.interruption import PreemptedError
+from vil.training.trainer import DivergenceError, Trainer
 
 CPU = torch.device("cpu")
 NUMBERS = itertools.count()
@@ -61,7 +62,7 @@ def main(monkeypatch, capsys, *words):
     """Return the exit status of a command line, as a shell would see it, and stderr."""
     monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "--device", "cpu", *map(str, words)])
     with pytest.raises(SystemExit) as stopped:
-        train_imagenet.main()
+        program.main()
     code = stopped.value.code
     return (1, code) if isinstance(code, str) else (code or 0, capsys.readouterr().err)
 
@@ -155,7 +156,7 @@ def assert_close(found, expected, rtol=1e-4):
 
 def test_workers_do_not_change_training(whole, image_folder, tmp_path, no_pictures, monkeypatch):
     left_to: list = []
-    monkeypatch.setattr(train_imagenet, "share_cores", lambda *whom: left_to.append(whom))
+    monkeypatch.setattr(training_loop, "share_cores", lambda *whom: left_to.append(whom))
     rows, saved = trained(image_folder, tmp_path, workers=3)
     assert rows == [pytest.approx(row, rel=1e-5) for row in whole[0]]
     assert_close(saved, whole[1])
@@ -397,7 +398,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capsys):
     def mistaken(*_):
         raise KeyError("a mistake")
 
-    monkeypatch.setattr(train_imagenet, "Trainer", mistaken)
+    monkeypatch.setattr(training_loop, "Trainer", mistaken)
     with pytest.raises(KeyError, match="a mistake"):
         main(monkeypatch, capsys)
 
@@ -411,7 +412,7 @@ def test_one_of_several_processes_ends_at_once_with_all_said(monkeypatch, tmp_pa
         print("epoch 1")
         raise error
 
-    monkeypatch.setattr(train_imagenet, "train", train)
+    monkeypatch.setattr(program, "train", train)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with open(tmp_path / "output", "w") as output, contextlib.redirect_stdout(output):
@@ -431,7 +432,7 @@ def test_a_preempted_run_ends_with_status_75_and_says_so_once(monkeypatch, capsy
             monkeypatch.setenv("WORLD_SIZE", "2")
             raise PreemptedError("stopped by a signal: here and there")
 
-    monkeypatch.setattr(train_imagenet, "Trainer", Preempted)
+    monkeypatch.setattr(training_loop, "Trainer", Preempted)
     monkeypatch.setenv("RANK", rank)
     status, error = main(monkeypatch, capsys)
     assert status == 75

@@ -16,14 +16,14 @@ from processes import in_processes
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-import train_imagenet
-from train_imagenet import Trainer
 from vil import checkpoint, processes
 from vil.config import Config
 from vil.evaluation.evaluator import Evaluation
 from vil.export import export_model
 from vil.factory import from_checkpoint
+from vil.training import trainer as training_loop
 from vil.training.interruption import PreemptedError
+from vil.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -162,7 +162,7 @@ def test_phases_are_what_the_formulas_make_of_them(folder, tmp_path):
     teacher = from_checkpoint(tmp_path / "own")  # the exported model stores its own image size and std
     settings = dict(data_dir=str(folder), output=str(tmp_path), experiment="run", workers=0, log_interval=1)
     settings |= dict(teacher="vil_tiny", teacher_checkpoint=str(tmp_path / "own"))
-    train_imagenet.train(Config(**OPTIONS | settings | dict(model_kwargs=kwargs, phases=phases)), CPU, 0, 1)
+    training_loop.train(Config(**OPTIONS | settings | dict(model_kwargs=kwargs, phases=phases)), CPU, 0, 1)
     assert_same_run(tmp_path, train(folder, OPTIONS | dict(model_kwargs=kwargs), phases=phases, teacher=teacher))
 
 
@@ -212,13 +212,13 @@ def test_the_loss_is_looked_at_every_so_many_steps_and_at_an_epochs_end(folder, 
     assert (bar.n, bar.postfix) == (56, f"loss={run.meter.losses[3]:.4f}, lr=4.00e-03")
     run.meter.add(torch.tensor(1.0), torch.tensor(torch.nan))
     run.timer.signalled = True
-    with pytest.raises(train_imagenet.DivergenceError, match="norm is nan at step 8 of epoch 1, .* is none yet"):
+    with pytest.raises(training_loop.DivergenceError, match="norm is nan at step 8 of epoch 1, .* is none yet"):
         run.checkpoint_if_due()  # a diverged run writes no checkpoint
     run.rank = 1  # other ranks write nothing
     run.save()
     assert not (tmp_path / "run" / "last.pt").exists()
     quiet: list = []
-    monkeypatch.setattr(train_imagenet, "tqdm", lambda **options: quiet.append(options["disable"]) or 1 / 0)
+    monkeypatch.setattr(training_loop, "tqdm", lambda **options: quiet.append(options["disable"]) or 1 / 0)
     for run.rank in (0, 1):
         with pytest.raises(ZeroDivisionError):
             run.run()
@@ -280,7 +280,7 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
             super().__init__(**options | dict(file=io.StringIO(), disable=False))
             bars.append((self, self.n))
 
-    monkeypatch.setattr(train_imagenet, "tqdm", Bar)
+    monkeypatch.setattr(training_loop, "tqdm", Bar)
     trainer(folder, tmp_path, resume="auto", **changes).run()
     ((bar, begun),) = bars
     assert (begun, bar.n, bar.total, bar.desc) == (5 * 16, 4 * 3 * 16, 4 * 3 * 16, "epoch 4/4: ")
@@ -311,7 +311,7 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
     run.evaluator = evaluate
     written, save = [], checkpoint.save_checkpoint
     monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *c, **how: written.append(c[1].name) or save(*c, **how))
-    monkeypatch.setattr(train_imagenet.Reporter, "__call__", lambda _, history: written.append(f"{len(history)} rows"))
+    monkeypatch.setattr(training_loop.Reporter, "__call__", lambda _, history: written.append(f"{len(history)} rows"))
     run.run()
     # The order of writing ensures that a run killed in between loses no result.
     assert f"last.pt best.pt last.pt {epoch} rows last.pt" in " ".join([*written, "last.pt"])
