@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from research.causal_conv import silu_of_causal_conv
-from vil.block import LonghornDirection, MambaDirection
 from vil.kernels import longhorn_scan, selective_scan
+from vil.models.block import LonghornDirection, MambaDirection
 
 VOCABULARY = 8192
 POWER = 0.01  # exponent of the query distances: distance i has a probability proportional to i^(POWER - 1)

@@ -15,8 +15,9 @@ LAYERS = """
     vil.kernels.scan vil.kernels.augment
     vil.kernels.block
     vil.kernels
-    vil.block
-    vil.vision_longhorn
+    vil.models.block
+    vil.models.vision_longhorn
+    vil.models
     vil.text vil.launch vil.streams
     vil.config vil.files vil.info vil.published
     vil.classes vil.state_dicts vil.torch_files

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from scans import in_order, of_both_directions
 
-from vil.block import Block, LonghornMixer, MambaMixer, run_blocks
 from vil.data.batched_transforms import apply_operations, crop_resize_flip, finish
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.augment import OPERATIONS
@@ -22,6 +21,7 @@ from vil.kernels.cuda import hardware
 from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
 from vil.kernels.scan import triton_scan
+from vil.models.block import Block, LonghornMixer, MambaMixer, run_blocks
 
 B, L, D, N = 1, 70, 35, 16  # more tokens than a chunk; more channels than a block, and not a multiple of any vector
 REVERSE = [False, True]

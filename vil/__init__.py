@@ -3,10 +3,10 @@
 import importlib
 from importlib.metadata import PackageNotFoundError, version
 
-from .block import Longhorn
 from .factory import from_checkpoint
+from .models.block import Longhorn
+from .models.vision_longhorn import VisionLonghorn
 from .predict import predict
-from .vision_longhorn import VisionLonghorn
 
 __all__ = ["Longhorn", "VisionLonghorn", "from_checkpoint", "predict"]
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from .checkpoint import Checkpoint, fitted, load_weights
 from .classes import first_difference, order_of
 from .config import ConfigError
+from .models.vision_longhorn import VisionLonghorn, resample_pos_embed
 from .processes import warn
 from .state_dicts import parts_of
 from .text import nearest, one_line, printable
-from .vision_longhorn import VisionLonghorn, resample_pos_embed
 
 
 def create_model(

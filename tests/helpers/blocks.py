@@ -7,9 +7,9 @@ import emulator
 import torch
 from scans import relative_error
 
-from vil.block import Block, LonghornMixer, MambaMixer
 from vil.kernels.block import backward, gate_outproj, launch, operator, step_proj_bwd
 from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options
+from vil.models.block import Block, LonghornMixer, MambaMixer
 
 MIXERS = [LonghornMixer, MambaMixer]
 

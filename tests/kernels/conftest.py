@@ -2,7 +2,7 @@
 
 import pytest
 
-from vil import block
+from vil.models import block
 
 
 @pytest.fixture(autouse=True)

@@ -26,14 +26,14 @@ from scans import relative_error
 from timm.layers import DropPath
 from torch.utils._pytree import tree_leaves
 
-from vil import block as vil_block
-from vil.block import LonghornMixer, MambaMixer
 from vil.kernels import backends
 from vil.kernels.block import backward, contract, forward, naive, operator
 from vil.kernels.block import fused as fused_operators
 from vil.kernels.block.weights import Normed
 from vil.kernels.cuda import compiler
 from vil.kernels.scan import heuristics as variants
+from vil.models import block as vil_block
+from vil.models.block import LonghornMixer, MambaMixer
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from scans import relative_error
 from spills import NVRTC, assert_no_spills
 from torch.utils._pytree import tree_map_only
 
-from vil.block import LonghornMixer
 from vil.kernels.block import (
     conv_backward,
     conv_xproj,
@@ -29,6 +28,7 @@ from vil.kernels.block.gate import Read
 from vil.kernels.block.lines import Lines
 from vil.kernels.cuda import compiler, hardware
 from vil.kernels.cuda.elements import ELEMENT
+from vil.models.block import LonghornMixer
 
 
 @NVRTC

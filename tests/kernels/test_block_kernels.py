@@ -9,11 +9,11 @@ from blocks import close, make_block, weights_of
 from plain_kernels import PlainKernels, in_tiles
 from torch.utils._pytree import tree_map_only
 
-from vil.block import LonghornMixer
 from vil.kernels.block import conv, conv_backward, conv_xproj, gate_outproj_sm90
 from vil.kernels.block import launch as kernels
 from vil.kernels.block.weights import BlockWeights
 from vil.kernels.cuda import compiler, hardware
+from vil.models.block import LonghornMixer
 
 pytestmark = emulator.EMULATED
 BF16 = torch.bfloat16

@@ -9,9 +9,9 @@ from scans import relative_error
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import vil.block as vil_block
-from vil.block import Block, LonghornMixer, MambaMixer, run_blocks
+import vil.models.block as vil_block
 from vil.kernels.block import cpu
+from vil.models.block import Block, LonghornMixer, MambaMixer, run_blocks
 
 MIXERS = pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
 

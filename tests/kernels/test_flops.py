@@ -9,10 +9,10 @@ import torch
 from blocks import options_of, weights_of
 from torch.utils.flop_counter import FlopCounterMode
 
-from vil.block import lines_of
 from vil.kernels import flops, longhorn_scan, selective_scan
 from vil.kernels.block import operator as block_operator
 from vil.kernels.scan import operator
+from vil.models.block import lines_of
 
 
 def counted(function, *arguments, **keywords):

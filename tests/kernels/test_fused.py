@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from vil import block as block_module
-from vil.block import Block, LonghornMixer, MambaMixer, fused_block, set_fused
 from vil.kernels import backends
 from vil.kernels.block import cpu, operator
+from vil.models import block as block_module
+from vil.models.block import Block, LonghornMixer, MambaMixer, fused_block, set_fused
 
 OPERATORS = {"cuda": operator.block, "cpu": cpu.block, "reference": None}
 
@@ -115,4 +115,4 @@ def test_set_fused_and_the_environment_switch_it(backend, monkeypatch):
         assert found(block, x) is (OPERATORS[backend] if enable else None)
     for value, enable in (("", True), ("0", False)):
         monkeypatch.setenv("VIL_FUSED", value)
-        assert runpy.run_path(block_module.__file__, run_name="vil.again")["_fused"] is enable
+        assert runpy.run_path(block_module.__file__, run_name="vil.models.again")["_fused"] is enable

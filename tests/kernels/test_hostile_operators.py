@@ -11,13 +11,13 @@ from hostile import FIRST, LAYOUTS, RECURRENCES, assert_same, changed, kinds, on
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from vil.block import Block, LonghornMixer, MambaMixer
 from vil.kernels import checks
 from vil.kernels.block import contract
 from vil.kernels.block import launch as kernels
 from vil.kernels.block import operator as block_operator
 from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options, Sizes
 from vil.kernels.scan import heuristics, operator
+from vil.models.block import Block, LonghornMixer, MambaMixer
 
 recurrences = pytest.mark.parametrize("recurrence", RECURRENCES)
 

@@ -20,10 +20,10 @@ from blocks import (
 from emulator import EMULATED
 from scans import relative_error
 
-from vil import block as vil_block
 from vil.kernels import backends
 from vil.kernels.block import pool, pooled_conv_backward, scan_lines, sum_lines
 from vil.kernels.block.lines import Lines
+from vil.models import block as vil_block
 
 # Grids with the class token between lines and inside a line, with lines of one patch, with one line, and with one patch
 # only.

@@ -23,11 +23,11 @@ from torch.export import Dim
 
 import vil  # noqa: F401  registers the models
 from vil import export
-from vil.block import BidirectionalMixer, Block, LonghornDirection, LonghornMixer
 from vil.export import ExportError, export_model, onnx_graph
 from vil.export import __main__ as command_line
 from vil.export.traced import scan_by_steps
 from vil.kernels.scan.naive import longhorn, selective
+from vil.models.block import BidirectionalMixer, Block, LonghornDirection, LonghornMixer
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -15,11 +15,11 @@ from timm.models import _registry
 from torchvision.models import feature_extraction
 
 import vil
-from vil import block as vil_block
-from vil import vision_longhorn
-from vil.block import Block, LonghornMixer, MambaMixer, middle_token, split_class_token
 from vil.kernels.block.naive import block as naive_block
 from vil.kernels.scan import naive
+from vil.models import block as vil_block
+from vil.models import vision_longhorn
+from vil.models.block import Block, LonghornMixer, MambaMixer, middle_token, split_class_token
 
 COUNTS = dict(vil_tiny=6_853_096, vil_small=25_206_760, vil_base=96_418_792)
 COUNTS |= dict(vim_tiny=7_148_008, vim_small=25_796_584, vim_base=97_598_440)

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import vil
-from vil.block import BidirectionalMixer, Block, LonghornMixer, MambaMixer
 from vil.kernels.scan import naive
+from vil.models.block import BidirectionalMixer, Block, LonghornMixer, MambaMixer
 
 MIXERS = [LonghornMixer, MambaMixer]
 GRIDS = [(3, 4), (4, 3), (3, 3), (1, 5), (5, 1), (1, 1), (2, 2)]  # in some grids, the class token is inside a row
@@ -102,7 +102,7 @@ def test_pooled_models_do_what_a_user_of_timm_expects(name):
     model(images).sum().backward()
     for handle in handles:
         handle.remove()
-    assert calls == [vil.block.RMSNorm, vil.block.Blocks, vil.block.RMSNorm]
+    assert calls == [vil.models.block.RMSNorm, vil.models.block.Blocks, vil.models.block.RMSNorm]
     assert_close([p.grad for p in model.parameters()], plain)
     assert_close(torch.no_grad()(model)(images), logits)
     assert_close(model.forward_head(model.forward_intermediates(images)[0]), logits)
@@ -122,7 +122,7 @@ def test_what_cannot_be_pooled_is_named():
         pass
 
     with pytest.raises(ValueError, match="got Mine"):
-        vil.vision_longhorn.VisionLonghorn(mixer=Mine, pooled=True)
+        vil.models.vision_longhorn.VisionLonghorn(mixer=Mine, pooled=True)
     with pytest.raises(ValueError, match="got 7.*grid"):
         random_block(LonghornMixer, "rows")(torch.randn(1, 7, 8, dtype=torch.float64))
     for grid, tokens in (((2, 2), 5), ((2, 4), 9)):

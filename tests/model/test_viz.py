@@ -16,9 +16,9 @@ from models import random_images, with_random_parameters
 from PIL import Image
 from torchvision import transforms
 
-from vil.block import LonghornMixer
 from vil.checkpoint import save_checkpoint
 from vil.config import Config
+from vil.models.block import LonghornMixer
 from vil.viz import __main__ as viz
 from vil.viz import (
     class_evidence,

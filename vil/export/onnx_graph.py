@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from ..block import KNOWN_MIXERS, Block, middle_token
+from ..models.block import KNOWN_MIXERS, Block, middle_token
 from .traced import Exported, program_of
 
 DOMAIN = "vil.block"  # domain of the block functions, which are inlined at the end

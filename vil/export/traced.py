@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan_op
 from torch.export import Dim, ExportedProgram
 
-from ..block import KNOWN_MIXERS, BidirectionalMixer, RMSNorm, grid_of, row_means
 from ..factory import input_size
 from ..kernels.block.lines import Lines
+from ..models.block import KNOWN_MIXERS, BidirectionalMixer, RMSNorm, grid_of, row_means
 
 
 class ExportError(RuntimeError):

@@ -20,10 +20,10 @@ from ..data.folders import list_images
 from ..data.images import MachineError, read_image
 from ..factory import create_model, data_config_of, from_checkpoint
 from ..files import write_atomically
+from ..models.vision_longhorn import VisionLonghorn
 from ..output import errors_in_a_line
 from ..predict import Prediction, predict
 from ..text import label_of
-from ..vision_longhorn import VisionLonghorn
 from . import __doc__ as description
 from .evidence import class_evidence, deletion_curve, effective_receptive_field, patch_sums
 from .pictures import plot_receptive_fields, plot_scans, plot_why

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..vision_longhorn import VisionLonghorn, split_class_token
+from ..models.vision_longhorn import VisionLonghorn, split_class_token
 from .traces import check_model
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from ..vision_longhorn import VisionLonghorn
+from ..models.vision_longhorn import VisionLonghorn
 from .traces import blocks_of, check_model, patch_maps, trace_scans
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..block import KNOWN_MIXERS, Block, LonghornDirection, at_least_fp32, repeat_rows, transpose_grid
 from ..factory import unwrapped
 from ..kernels.scan.chunked import RECURRENCES
-from ..vision_longhorn import VisionLonghorn, split_class_token
+from ..models.block import KNOWN_MIXERS, Block, LonghornDirection, at_least_fp32, repeat_rows, transpose_grid
+from ..models.vision_longhorn import VisionLonghorn, split_class_token
 
 
 @dataclass

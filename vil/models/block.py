@@ -23,10 +23,10 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
-from .kernels import longhorn_scan, selective_scan
-from .kernels.block.fused import fused_operator
-from .kernels.block.lines import Lines
-from .kernels.block.weights import BlockWeights, DirectionWeights, Options
+from ..kernels import longhorn_scan, selective_scan
+from ..kernels.block.fused import fused_operator
+from ..kernels.block.lines import Lines
+from ..kernels.block.weights import BlockWeights, DirectionWeights, Options
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Vision Longhorn models: blocks, their fused kernels, timm registrations and published weights."""
