@@ -37,7 +37,7 @@ from research.compare import paired, welch
 from research.seeds import ROOT, digest_of, machine
 from research.transfer import AT_ONCE, RATES, SCRATCH, Results, Run
 from vil.config import load_config
-from vil.data.splits import open_split
+from vil.data.sources.splits import open_split
 from vil.devices import known_device
 
 CONFIG = ROOT / "configs" / "finetune.yaml"

@@ -52,9 +52,9 @@ import vil  # noqa: F401  registers the models
 from research.compare import listed, paired, spread, welch
 from research.predictions import Judged, compare_images, job_of, joined, name_of
 from vil.config import ConfigError, load_config
+from vil.data.host.workers import share_cores
 from vil.data.loaders import evaluation_loader
-from vil.data.splits import open_split
-from vil.data.workers import share_cores
+from vil.data.sources.splits import open_split
 from vil.devices import autocast, default_device
 from vil.evaluation.comparison import Predictions, markdown_table
 from vil.evaluation.evaluator import Evaluator

@@ -57,8 +57,8 @@ from research.compare import Difference, holm, listed, paired, spread
 from research.seeds import ROOT, machine, visible_gpus
 from vil.config import Config, load_config
 from vil.data.digits import picture, split_digits, write_digits
+from vil.data.host.workers import SHARED_MEMORY
 from vil.data.seeds import seed_everything
-from vil.data.workers import SHARED_MEMORY
 from vil.devices import known_device
 from vil.evaluation.comparison import markdown_table
 from vil.factory import create_model

@@ -36,11 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))  
 from processes import CONTEXT, Forked
 
 from vil.config import Config, ConfigError
-from vil.data import guard, images, readers
-from vil.data.images import UNREADABLE
+from vil.data import guard
 from vil.data.loaders import evaluation_loader, training_loader, unreadable_images
 from vil.data.samplers import TrainingBatches
-from vil.data.splits import open_split
+from vil.data.sources import images, readers
+from vil.data.sources.images import UNREADABLE
+from vil.data.sources.splits import open_split
 from vil.viz import __main__ as viz
 
 AT_ONCE = 100  # number of files on disk at a time
@@ -350,7 +351,7 @@ def noted(outcome: Outcome):
 
         return read_timed
 
-    logger, handler = logging.getLogger("vil.data.images"), Noted()
+    logger, handler = logging.getLogger("vil.data.sources.images"), Noted()
     logger.addHandler(handler)
     logger.propagate = False
     readers.on_machine, viz.read_image = timed(images.on_machine), timed(images.read_image)

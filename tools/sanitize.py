@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from scans import in_order, of_both_directions
 
-from vil.data.batched_transforms import apply_operations, crop_resize_flip, finish
+from vil.data.device.batched_transforms import apply_operations, crop_resize_flip, finish
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.augment import OPERATIONS
 from vil.kernels.cuda import hardware

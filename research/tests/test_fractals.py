@@ -17,8 +17,8 @@ from PIL import Image
 from research import fractals
 from research.fractals import CHAINS, Fractals, Place, draw_systems, play, render_images, write_fractals
 from vil.config import Config, ConfigError
-from vil.data.encoded import is_plain_jpeg
-from vil.data.splits import class_names, open_splits
+from vil.data.device.encoded import is_plain_jpeg
+from vil.data.sources.splits import class_names, open_splits
 from vil.files import FolderInUseError
 
 SMALL = dict(classes=3, per_class=4, val_per_class=2, size=32, points=2000)

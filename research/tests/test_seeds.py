@@ -27,7 +27,7 @@ from scipy.stats import binomtest
 from research import seeds
 from research.predictions import Judged, compare_images, joined
 from vil.config import load_config
-from vil.data.splits import open_split
+from vil.data.sources.splits import open_split
 from vil.factory import load_model
 
 MODELS = ["vil_tiny", "vim_tiny"]

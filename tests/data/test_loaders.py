@@ -14,12 +14,15 @@ from timm.data import create_transform
 from timm.data.dataset import IterableImageDataset
 
 from vil.config import Config, ConfigError
-from vil.data import device_loader, encoded, loaders, workers
-from vil.data.device_loader import DeviceLoader
-from vil.data.host_loader import HostLoader
+from vil.data import loaders
+from vil.data.device import encoded
+from vil.data.device import loader as device_loader
+from vil.data.device.loader import DeviceLoader
+from vil.data.host import workers
+from vil.data.host.loader import HostLoader
 from vil.data.loaders import _say_once, describe, evaluation_loader, micro_batches, training_loader, unreadable_images
 from vil.data.samplers import TrainingBatches
-from vil.data.splits import open_split, open_splits
+from vil.data.sources.splits import open_split, open_splits
 
 
 @pytest.mark.parametrize(

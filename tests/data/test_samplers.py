@@ -8,7 +8,7 @@ import torch
 from pictures import DATA_CONFIG, seed_all, small_config
 
 from vil.config import Config, ConfigError
-from vil.data.augmentation import BatchAugmentation
+from vil.data.device.augmentation import BatchAugmentation
 from vil.data.samplers import EvaluationBatches, Pieces, TrainingBatches, split_global_batch
 from vil.data.seeds import derive_seed, seed_everything
 

@@ -9,7 +9,7 @@ from timm.data import ImageNetInfo
 
 from vil.classes import order_of
 from vil.config import ConfigError
-from vil.data.splits import describe_split
+from vil.data.sources.splits import describe_split
 from vil.evaluation.imagenet import open_test_split, real_labels
 
 

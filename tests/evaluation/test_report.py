@@ -15,7 +15,7 @@ from sklearn.calibration import calibration_curve
 from sklearn.metrics import confusion_matrix, precision_score, recall_score
 from timm.data.dataset import IterableImageDataset
 
-from vil.data.splits import open_split
+from vil.data.sources.splits import open_split
 from vil.evaluation.comparison import Comparison
 from vil.evaluation.report import calibration, report_page
 from vil.files import write_atomically

@@ -36,8 +36,8 @@ from processes import CONTEXT, Forked
 
 from vil.checkpoint import Checkpoint
 from vil.data import guard
-from vil.data.images import read_image
-from vil.data.splits import open_split
+from vil.data.sources.images import read_image
+from vil.data.sources.splits import open_split
 from vil.factory import from_checkpoint
 
 MOST = 10**6  # largest file size in bytes

@@ -14,7 +14,7 @@ from timm.data import create_transform
 from vil.config import Config
 from vil.data.loaders import training_loader
 from vil.data.samplers import TrainingBatches, split_global_batch
-from vil.data.splits import open_split
+from vil.data.sources.splits import open_split
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))

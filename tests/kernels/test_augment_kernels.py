@@ -18,8 +18,8 @@ from scipy import stats
 from spills import NVRTC, assert_no_spills
 from timm.data import auto_augment, create_transform
 
-from vil.data import batched_transforms
-from vil.data.batched_transforms import POINTWISE, affine_matrix, apply_operations, crop_resize_flip, finish
+from vil.data.device import batched_transforms
+from vil.data.device.batched_transforms import POINTWISE, affine_matrix, apply_operations, crop_resize_flip, finish
 from vil.kernels import augment, cuda
 from vil.kernels.augment import CODES
 from vil.kernels.cuda import compiler

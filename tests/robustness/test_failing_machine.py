@@ -19,11 +19,11 @@ from processes import run, script, train_command
 from vil import checkpoint, files
 from vil.checkpoint import BrokenCheckpointError, CheckpointError
 from vil.config import Config, ConfigError
-from vil.data.images import MachineError, read_image
-from vil.data.kept import KeptImages
+from vil.data.device.cache import KeptImages
 from vil.data.loaders import evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
-from vil.data.splits import open_split, open_splits
+from vil.data.sources.images import MachineError, read_image
+from vil.data.sources.splits import open_split, open_splits
 from vil.training.best import BestCheckpoint
 from vil.training.resumption import find_resumed
 from vil.training.summary import best_row

@@ -32,7 +32,7 @@ from vil.cli import train as training
 from vil.cli import validate
 from vil.cli.train import FORESEEN
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
-from vil.data.splits import open_split
+from vil.data.sources.splits import open_split
 from vil.devices import known_device
 from vil.factory import create_model
 from vil.training.resumption import check_optimizer, history_of

@@ -31,14 +31,17 @@ from processes import ROOT, SMALL
 from timm.data.dataset import ImageDataset
 
 from vil.config import Config, ConfigError
-from vil.data import decoder, device_loader, encoded, guard, images
-from vil.data.draws import Draws
-from vil.data.encoded import EncodedImage
-from vil.data.images import UNREADABLE
+from vil.data import decoder, guard
+from vil.data.device import encoded
+from vil.data.device import loader as device_loader
+from vil.data.device.encoded import EncodedImage
+from vil.data.device.transform_parameters import Draws
 from vil.data.loaders import evaluation_loader, micro_batches, training_loader, unreadable_images
-from vil.data.readers import EncodedReader, ImageReader
 from vil.data.samplers import TrainingBatches
-from vil.data.splits import open_split, open_splits
+from vil.data.sources import images
+from vil.data.sources.images import UNREADABLE
+from vil.data.sources.readers import EncodedReader, ImageReader
+from vil.data.sources.splits import open_split, open_splits
 from vil.evaluation.imagenet import open_test_split
 from vil.training.trainer import Trainer
 from vil.viz import __main__ as viz
@@ -152,7 +155,7 @@ def loader_of(root, path, workers=0, device=CPU, transform_device=None):
 
 
 def named(log):
-    return [record.args[0] for record in log.records if record.name == "vil.data.images"]
+    return [record.args[0] for record in log.records if record.name == "vil.data.sources.images"]
 
 
 # no file ends a run
@@ -350,7 +353,7 @@ def test_a_guard_runs_no_module_of_the_folder_it_is_started_in(tmp_path, variabl
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     (tmp_path / "image.gif").write_bytes(encode(RGB, "GIF"))
     here = [] if variable is None else [f"os.environ[{variable!r}] = '.'"]
-    code = ["import os, sys", "from vil.data.images import read_image", f"os.chdir({str(tmp_path)!r})", *here]
+    code = ["import os, sys", "from vil.data.sources.images import read_image", f"os.chdir({str(tmp_path)!r})", *here]
     code += ["sys.path.insert(0, '')", "print(read_image('image.gif').size)"]
     found = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, cwd=ROOT)
     assert (found.stdout, found.returncode) == ("(32, 24)\n", 0), found.stderr
@@ -544,7 +547,7 @@ def test_a_split_without_a_readable_image_is_one_line_from_a_loaders_process(tmp
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_epoch_counts_its_own_and_a_file_is_named_once(tmp_path, workers):
     root = folder_of(tmp_path / "images", {name: UNFIT[name] for name in ("eps", "floats", "nothing", "a line")})
-    log, logger = logging.FileHandler(tmp_path / "log"), logging.getLogger("vil.data.images")
+    log, logger = logging.FileHandler(tmp_path / "log"), logging.getLogger("vil.data.sources.images")
     logger.addHandler(log)  # processes that start now write to it as well
     try:
         loader = loader_of(root, "evaluation", workers)
@@ -753,7 +756,7 @@ def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pi
 
 
 def test_an_epoch_of_shards_has_the_images_of_all_processes(tmp_path, monkeypatch, pillow):
-    monkeypatch.setattr("vil.data.shards.Shards.__len__", lambda shards: shards.num_samples // 2)  # one's share
+    monkeypatch.setattr("vil.data.sources.shards.Shards.__len__", lambda shards: shards.num_samples // 2)  # one's share
     options = SMALL | dict(global_batch_size=8, output=str(tmp_path), experiment="run")
     run = Trainer(dataclasses.replace(write_shards(tmp_path, {}), **options), CPU, 0, 1)
     assert run.batches.num_images == 8
@@ -869,7 +872,7 @@ def test_tars_that_claim_more_than_they_hold_are_refused(tmp_path, name, pillow,
     ],
 )
 def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillow, monkeypatch):
-    monkeypatch.setattr("vil.data.shards.MOST_INFO", 2**13)
+    monkeypatch.setattr("vil.data.sources.shards.MOST_INFO", 2**13)
     (tmp_path / "shards").mkdir()
     config = write_shards(tmp_path / "shards", {})
     shard(tmp_path / "shards.tar", {"a.jpg": SMALL_JPEG, "a.cls": b"1"})
@@ -889,9 +892,9 @@ def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillo
 
 def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path, caplog, monkeypatch, pillow):
     for name, most in (("IMAGE", 2**16), ("LABEL", 2**13), ("INFO", 2**13)):
-        monkeypatch.setattr(f"vil.data.shards.MOST_{name}", most)
+        monkeypatch.setattr(f"vil.data.sources.shards.MOST_{name}", most)
     stream = type("Stream", (io.BytesIO,), dict(seek=None))  # as that of an address
-    monkeypatch.setattr("vil.data.shards.open_file", lambda path: stream(pathlib.Path(path).read_bytes()))
+    monkeypatch.setattr("vil.data.sources.shards.open_file", lambda path: stream(pathlib.Path(path).read_bytes()))
     config = write_shards(tmp_path, {})
     samples = {"large": (bytes(2**16 + 1), b"1"), "far": (SMALL_JPEG, b"12345"), "long": (SMALL_JPEG, b"1" * 5000)}
     samples |= {"behind": (SMALL_JPEG, b"4"), "unlabelled": (SMALL_JPEG, b"-1")}
@@ -951,7 +954,7 @@ def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, mon
         reader.sample_shuffle_size, reader.sample_initial_size = sizes
         expected = list(_shuffle(iter(samples), *sizes, random.Random(5 + 3)))
         assert list(reader._shuffled(iter(samples))) == expected
-    monkeypatch.setattr("vil.data.shards.MOST_SHUFFLED", 50)
+    monkeypatch.setattr("vil.data.sources.shards.MOST_SHUFFLED", 50)
     source = iter(samples)
     waiting = [60 - source.__length_hint__() - given for given, _ in enumerate(reader._shuffled(source), start=1)]
     assert (len(waiting), max(waiting)) == (60, 50 // 9 + 1)  # of 9 bytes each, beside one that is handed over
@@ -972,14 +975,16 @@ def test_a_dataset_that_cannot_be_opened_is_an_error_that_names_it(dataset, mess
 
 
 def test_datasets_of_other_packages_are_timms(monkeypatch, pillow):
-    monkeypatch.setattr("vil.data.splits.create_dataset", lambda *names, **options: (*names, options))
-    monkeypatch.setattr("vil.data.splits.class_names", lambda _: {})
+    monkeypatch.setattr("vil.data.sources.splits.create_dataset", lambda *names, **options: (*names, options))
+    monkeypatch.setattr("vil.data.sources.splits.class_names", lambda _: {})
     assert open_split("/cache", "hfds/X/y", "test", seed=3) == ("hfds/X/y", dict(root="/cache", split="test", seed=3))
     assert tuple(Image.ID) == decoder.FORMATS  # which they open in this process, too
 
 
 def test_shards_at_an_address_are_timms_to_open(monkeypatch, pillow):
-    monkeypatch.setattr("vil.data.shards.ReaderWds.__init__", lambda self, root, **_: setattr(self, "asked", root))
+    monkeypatch.setattr(
+        "vil.data.sources.shards.ReaderWds.__init__", lambda self, root, **_: setattr(self, "asked", root)
+    )
     assert open_split("https://a.b/c", "wds/x", "train").reader.asked == "https://a.b/c"
 
 
@@ -988,7 +993,9 @@ def test_folders_beside_a_dataset_of_another_package_are_not_its_classes(root, t
     (tmp_path / "cache" / "downloads").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     reader = SimpleNamespace(root=root, class_to_idx={"cat": 0, "dog": 1})
-    monkeypatch.setattr("vil.data.splits.create_dataset", lambda *names, **options: SimpleNamespace(reader=reader))
+    monkeypatch.setattr(
+        "vil.data.sources.splits.create_dataset", lambda *names, **options: SimpleNamespace(reader=reader)
+    )
     assert open_splits(Config(data_dir=root, dataset="hfds/x"))[2] == 2
 
 

@@ -10,7 +10,7 @@ from processes import SMALL
 import vil
 from vil import checkpoint
 from vil.config import FIELDS, NOT_FROM_CHECKPOINTS, Config, ConfigError, load_config
-from vil.data.synthetic import SyntheticImages
+from vil.data.sources.synthetic import SyntheticImages
 from vil.training.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -37,10 +37,10 @@ from .. import output
 from ..checkpoint import Checkpoint
 from ..classes import Reordered, check_order, imagenet_ids, names_of
 from ..config import ConfigError, Parser, check_choices, confirm_dataset, convert, parse_key_values
-from ..data.images import UnreadableSplitError
+from ..data.host.workers import share_cores
 from ..data.loaders import evaluation_loader
-from ..data.splits import class_names, count_images, describe_split
-from ..data.workers import share_cores
+from ..data.sources.images import UnreadableSplitError
+from ..data.sources.splits import class_names, count_images, describe_split
 from ..devices import autocast, known_device
 from ..evaluation.comparison import Comparison, Predictions, Speed, markdown, measure_speed
 from ..evaluation.evaluator import Evaluation, Evaluator

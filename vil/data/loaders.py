@@ -18,17 +18,17 @@ from torch.utils.data import DataLoader
 from ..config import Config, ConfigError
 from ..processes import warn
 from .decoder import SECONDS
-from .device_loader import PIXELS_TOGETHER, DeviceLoader, decoder_is_missing
-from .draws import DrawingTransform
-from .encoded import collate_encoded, is_small
-from .host_loader import HostLoader
-from .images import UnreadableSplitError
-from .kept import KeptImages
-from .readers import EncodedReader, ImageReader, has_jpegs, typical_bytes, typical_pixels
+from .device.cache import KeptImages
+from .device.encoded import collate_encoded, is_small
+from .device.loader import PIXELS_TOGETHER, DeviceLoader, decoder_is_missing
+from .device.transform_parameters import DrawingTransform
+from .host.loader import HostLoader
+from .host.workers import PIECE, choose_settings, into_shared_memory, prepare_worker, start_workers
 from .samplers import EvaluationBatches, Pieces, TrainingBatches
-from .splits import streams
-from .synthetic import SyntheticImages, SyntheticLoader
-from .workers import PIECE, choose_settings, into_shared_memory, prepare_worker, start_workers
+from .sources.images import UnreadableSplitError
+from .sources.readers import EncodedReader, ImageReader, has_jpegs, typical_bytes, typical_pixels
+from .sources.splits import streams
+from .sources.synthetic import SyntheticImages, SyntheticLoader
 
 STALLED = 2 * PIECE * SECONDS  # seconds without a batch after which the workers are assumed to hang
 

@@ -13,7 +13,7 @@ from itertools import repeat
 import numpy as np
 
 from ..config import Config, ConfigError
-from .workers import PIECE
+from .host.workers import PIECE
 
 FEW = 8  # epochs of fewer steps are short; a run of fewer than FEW**3 steps learns little
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.images import UNREADABLE
+from ..data.sources.images import UNREADABLE
 from ..files import write_atomically
 from ..output import csv_text
 from ..processes import interleave_over_processes

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cuda_graphs import Replayed
-from ..data.images import UNREADABLE
+from ..data.sources.images import UNREADABLE
 
 Z_95 = 1.959964  # 97.5th percentile of the standard normal distribution, for two-sided 95% intervals
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..classes import imagenet_ids, order_of
 from ..config import ConfigError
-from ..data.splits import check_count, class_names, follow_classes, limit_classes, open_split
+from ..data.sources.splits import check_count, class_names, follow_classes, limit_classes, open_split
 from ..published import IMAGENET_CLASSES
 
 

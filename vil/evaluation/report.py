@@ -12,8 +12,8 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from ..data.readers import ImageReader
-from ..data.splits import streams
+from ..data.sources.readers import ImageReader
+from ..data.sources.splits import streams
 from ..text import label_of
 from .comparison import Comparison
 

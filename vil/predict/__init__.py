@@ -127,7 +127,7 @@ class Classifier:
         return [next(best) if isinstance(image, Tensor) else image for image in prepared]
 
     def _prepared(self, image: Any) -> Tensor | Exception:
-        from ..data.images import MachineError
+        from ..data.sources.images import MachineError
 
         try:
             return self.transform(open_picture(image))
@@ -159,7 +159,7 @@ class Classifier:
 def open_picture(image: Any) -> Image.Image:
     """Convert an image of any supported kind to 8-bit RGB, with the same colours as in training."""
     from ..data.decoder import to_rgb
-    from ..data.images import read_image
+    from ..data.sources.images import read_image
 
     if isinstance(image, (str, os.PathLike)):
         return read_image(image)

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..config import ConfigError, Parser
-from ..data.folders import endings, list_images
+from ..data.sources.folders import endings, list_images
 from ..devices import known_device
 from ..files import write_atomically
 from ..output import check_outputs, csv_text, errors_in_a_line, print_result

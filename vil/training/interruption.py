@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..data.images import MachineError, UnreadableSplitError
+from ..data.sources.images import MachineError, UnreadableSplitError
 from ..processes import SCHEDULERS_SIGNALS, is_first_process
 from ..streams import write_now
 

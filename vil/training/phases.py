@@ -16,10 +16,10 @@ from timm.data import resolve_data_config
 from torch import Tensor, nn
 
 from ..config import Config, ConfigError
-from ..data.draws import DrawingTransform
+from ..data.device.transform_parameters import DrawingTransform
 from ..data.loaders import training_transform
 from ..data.samplers import TrainingBatches, split_global_batch
-from ..data.splits import describe_split
+from ..data.sources.splits import describe_split
 from ..factory import input_size
 from ..text import one_line
 from .building import build_model, build_optimizer

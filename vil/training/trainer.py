@@ -21,13 +21,13 @@ from tqdm import tqdm
 from .. import checkpoint
 from ..config import Config, ConfigError, options_of_checkpoint
 from ..cuda_graphs import Replayed, unchanged
-from ..data.augmentation import BatchAugmentation
-from ..data.images import UnreadableSplitError
+from ..data.device.augmentation import BatchAugmentation
+from ..data.host.workers import share_cores
 from ..data.loaders import describe, evaluation_loader, micro_batches, training_loader, unreadable_images
 from ..data.samplers import TrainingBatches, split_global_batch
 from ..data.seeds import derive_seed, seed_everything
-from ..data.splits import class_names, count_images, open_splits, streams
-from ..data.workers import share_cores
+from ..data.sources.images import UnreadableSplitError
+from ..data.sources.splits import class_names, count_images, open_splits, streams
 from ..devices import autocast
 from ..evaluation.evaluator import Evaluator
 from ..factory import chosen_data_config

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..checkpoint import Checkpoint
 from ..config import ConfigError
-from ..data.folders import list_images
-from ..data.images import MachineError, read_image
+from ..data.sources.folders import list_images
+from ..data.sources.images import MachineError, read_image
 from ..factory import create_model, data_config_of, from_checkpoint
 from ..files import write_atomically
 from ..models.vision_longhorn import VisionLonghorn

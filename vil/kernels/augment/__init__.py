@@ -1,4 +1,5 @@
-"""Launches of the augmentation kernels in augment.cu; `vil.data.batched_transforms` is the reference implementation.
+"""Launches of the augmentation kernels in augment.cu; the reference implementation is
+`vil.data.device.batched_transforms`.
 
 Each call copies all per-image parameters to the GPU in one copy from pinned memory, so that the host never waits.
 """

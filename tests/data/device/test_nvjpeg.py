@@ -12,8 +12,8 @@ import torch
 from pictures import CPU, encode, tensor
 from PIL import Image
 
-from vil.data import nvjpeg
-from vil.data.nvjpeg import Decoder, DecodingError
+from vil.data.device import nvjpeg
+from vil.data.device.nvjpeg import Decoder, DecodingError
 
 
 def picture(seed, mode, size):

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..host.workers import into_shared_memory
 from .batched_transforms import ARGUMENTS, CODES, GEOMETRIC, affine_matrix
-from .draws import Draws
 from .nvjpeg import MOST_PIXELS
-from .workers import into_shared_memory
+from .transform_parameters import Draws
 
 SMALL = 2**14  # pixels; workers decode smaller images, because nvJPEG takes as long for them as for larger ones
 

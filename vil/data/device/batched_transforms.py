@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
-from ..kernels import augment, cuda
-from ..kernels.augment import CODES, OPERATIONS
+from ...kernels import augment, cuda
+from ...kernels.augment import CODES, OPERATIONS
 
 ARGUMENTS = 6  # values of an operation's argument: affine operations need a matrix, others at most one number
 

@@ -10,7 +10,7 @@ from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 
 from vil.config import Config
-from vil.data.augmentation import BatchAugmentation
+from vil.data.device.augmentation import BatchAugmentation
 
 RECIPE = dict(mixup=0.8, cutmix=1.0, mixup_prob=1.0, mixup_switch_prob=0.5, smoothing=0.1, reprob=0.25, remode="const")
 

@@ -18,7 +18,7 @@ from timm.data.auto_augment import AutoAugment, RandAugment
 from timm.data.transforms import MaybePILToTensor, RandomResizedCropAndInterpolation, ResizeKeepRatio
 from torchvision.transforms import CenterCrop, ColorJitter, Compose, RandomHorizontalFlip, Resize
 
-from ..config import ConfigError
+from ...config import ConfigError
 from .batched_transforms import CODES, GEOMETRIC
 
 

@@ -21,11 +21,11 @@ from webdataset.filters import getfirst
 from webdataset.gopen import gopen_schemes
 from webdataset.tariterators import base_plus_ext, group_by_keys, url_opener
 
-from ..config import ConfigError
-from ..files import is_of_machine
-from .decoder import UnfitImageError
+from ...config import ConfigError
+from ...files import is_of_machine
+from ..decoder import UnfitImageError
+from ..tars import GZIP, MOST_RATIO, decompressed, members, read_member
 from .images import UNREADABLE, MachineError, SteadyFile, Unreadable, image_of, machine_error, on_machine, open_file
-from .tars import GZIP, MOST_RATIO, decompressed, members, read_member
 
 LOCAL = "local-shards"  # URL scheme of the files that webdataset may open
 LABELS = "cls", "json"  # file name extensions of labels

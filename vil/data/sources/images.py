@@ -14,11 +14,11 @@ from typing import Any, BinaryIO, TypeVar
 
 from PIL import Image
 
-from ..config import ConfigError
-from ..files import cause_of, is_of_machine, remedy_for, retried
-from ..text import label_of
-from .decoder import FORMATS, UnfitImageError, decode, essence, length_of
-from .guard import LateImageError, decode_guarded
+from ...config import ConfigError
+from ...files import cause_of, is_of_machine, remedy_for, retried
+from ...text import label_of
+from ..decoder import FORMATS, UnfitImageError, decode, essence, length_of
+from ..guard import LateImageError, decode_guarded
 
 _logger = logging.getLogger(__name__)
 

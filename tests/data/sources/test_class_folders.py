@@ -13,8 +13,8 @@ from pictures import small_config
 from PIL import Image
 
 from vil.config import ConfigError
-from vil.data import folders
-from vil.data.splits import class_names, describe_split, open_split, open_splits
+from vil.data import folders as split_command
+from vil.data.sources.splits import class_names, describe_split, open_split, open_splits
 
 NFC, NFD = (unicodedata.normalize(form, "Café") for form in ("NFC", "NFD"))
 
@@ -64,7 +64,7 @@ def test_the_splitting_tool_makes_the_classes_that_training_would_have(tmp_path,
     leaves = "church/indoor", "bazaar/indoor", "cat", "x/y"
     write(tmp_path, *(f"all/{leaf}/{i}.png" for leaf in leaves for i in (1, 2)))
     before = class_names(open_split(str(tmp_path), "", "all"))
-    folders.split_folder(tmp_path / "all", tmp_path / "split")
+    split_command.split_folder(tmp_path / "all", tmp_path / "split")
     for split in ("train", "validation"):
         assert class_names(open_split(str(tmp_path / "split"), "", split)) == before
     assert "named by their paths, such as 'bazaar/indoor', 'church/indoor'" in caplog.text

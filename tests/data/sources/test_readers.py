@@ -10,12 +10,13 @@ from pictures import PHOTO, encode, tensor
 from PIL import Image
 from timm.data import create_transform
 
-from vil.data import encoded, readers
-from vil.data.draws import DrawingTransform
-from vil.data.encoded import EncodedImage, is_plain_jpeg
-from vil.data.images import read_image
-from vil.data.readers import EncodedReader
-from vil.data.splits import open_split
+from vil.data.device import encoded
+from vil.data.device.encoded import EncodedImage, is_plain_jpeg
+from vil.data.device.transform_parameters import DrawingTransform
+from vil.data.sources import readers
+from vil.data.sources.images import read_image
+from vil.data.sources.readers import EncodedReader
+from vil.data.sources.splits import open_split
 
 ON_DEVICE = ("grey", "full colour", "wrong tables")  # unusual files that a device decodes
 

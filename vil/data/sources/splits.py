@@ -13,13 +13,13 @@ from typing import Any
 from timm.data import create_dataset, get_img_extensions
 from timm.data.dataset import ImageDataset, IterableImageDataset
 
-from ..classes import find, quoted
-from ..config import DATASETS, Config, ConfigError
-from ..processes import warn
+from ...classes import find, quoted
+from ...config import DATASETS, Config, ConfigError
+from ...processes import warn
+from ..tars import check_tar
 from .folders import SPLIT_NAMES, ClassReader, FolderReader, TarReader, is_hidden
 from .images import open_file, restrict_pillow
 from .synthetic import SyntheticImages
-from .tars import check_tar
 
 
 def open_split(

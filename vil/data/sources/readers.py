@@ -18,9 +18,10 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.data.readers.reader_image_tar import ReaderImageTar
 from torch.utils.data import Dataset
 
-from .decoder import UnfitImageError, essence, open_image
-from .draws import DrawingTransform
-from .encoded import EncodedImage, is_plain_jpeg, is_small
+from ..decoder import UnfitImageError, essence, open_image
+from ..device.encoded import EncodedImage, is_plain_jpeg, is_small
+from ..device.transform_parameters import DrawingTransform
+from ..seeds import seed_everything
 from .images import (
     UNREADABLE,
     MachineError,
@@ -32,7 +33,6 @@ from .images import (
     read_bytes,
     reason,
 )
-from .seeds import seed_everything
 
 NEAR = 10  # neighbours of an unreadable image that training tries before images from the whole split
 TAR_READERS = (ReaderImageTar, ReaderImageInTar)

@@ -9,7 +9,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as pil
 
 from vil.config import ConfigError
-from vil.data.draws import DrawingTransform
+from vil.data.device.transform_parameters import DrawingTransform
 from vil.data.seeds import seed_everything
 
 FILL = (124, 116, 104)

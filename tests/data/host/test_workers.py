@@ -20,11 +20,12 @@ from pictures import CPU, CUDA, DATA_CONFIG, joined, training_set
 from timm.data.dataset import IterableImageDataset
 
 from vil.config import ConfigError
-from vil.data import decoder, loaders, workers
-from vil.data.images import MachineError
+from vil.data import decoder, loaders
+from vil.data.host import workers
 from vil.data.loaders import evaluation_loader, micro_batches
-from vil.data.readers import ImageReader
-from vil.data.splits import open_split
+from vil.data.sources.images import MachineError
+from vil.data.sources.readers import ImageReader
+from vil.data.sources.splits import open_split
 
 MIB = 2**20
 STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["folder", "stream"])
@@ -374,7 +375,7 @@ def test_a_loader_of_a_cycle_that_was_never_used_ends_its_workers_without_a_word
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_pieces_make_up_the_batches_of_workers_that_start_with_their_loader(image_folder, started, monkeypatch, count):
     """Assemble batches of 28 images from pieces of at most 3, with one or several workers, in repeated epochs."""
-    for module in ("samplers", "host_loader", "loaders", "workers"):
+    for module in ("samplers", "host.loader", "loaders", "host.workers"):
         monkeypatch.setattr(f"vil.data.{module}.PIECE", 3)
     made = []  # the loader is created in another thread
     (thread := threading.Thread(target=lambda: made.extend(started(count, batch_size=9)))).start()

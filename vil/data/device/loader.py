@@ -21,15 +21,15 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
+from ..host.loader import PieceLoader
+from ..host.workers import PIECE
+from ..samplers import EvaluationBatches
+from ..sources.images import MachineError, read_image
 from .batched_transforms import apply_operations, crop_resize_flip, to_device
-from .draws import DrawingTransform
+from .cache import KeptImages
 from .encoded import EncodedBatch, is_small, join_pieces
-from .host_loader import PieceLoader
-from .images import MachineError, read_image
-from .kept import KeptImages
 from .nvjpeg import decoder
-from .samplers import EvaluationBatches
-from .workers import PIECE
+from .transform_parameters import DrawingTransform
 
 READING_AHEAD = 10  # maximum seconds of reading ahead before the first batch
 PIXELS_AT_ONCE = 2**28  # pixels decoded at a time: 0.8 GB, more than a batch of photos

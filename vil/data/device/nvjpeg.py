@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..text import one_line
+from ...text import one_line
 
 HARDWARE, GPU_HYBRID = 3, 2  # nvjpegBackend_t
 FLAGS = {"NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE": 1, "NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION": 32}

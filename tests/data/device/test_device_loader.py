@@ -16,15 +16,19 @@ from pictures import DATA_CONFIG, PHOTO, by_timm, damage_tables, encode, joined,
 from PIL import Image
 from timm.data import create_transform
 
-from vil.data import device_loader, encoded, kept, loaders, workers
-from vil.data.device_loader import DeviceLoader
-from vil.data.draws import Draws
-from vil.data.encoded import EncodedImage, collate_encoded, join_pieces
-from vil.data.images import UNREADABLE
+from vil.data import loaders
+from vil.data.device import cache as kept
+from vil.data.device import encoded
+from vil.data.device import loader as device_loader
+from vil.data.device.encoded import EncodedImage, collate_encoded, join_pieces
+from vil.data.device.loader import DeviceLoader
+from vil.data.device.transform_parameters import Draws
+from vil.data.host import workers
 from vil.data.loaders import evaluation_loader, unreadable_images
-from vil.data.readers import EncodedReader
 from vil.data.samplers import TrainingBatches
-from vil.data.splits import open_split
+from vil.data.sources.images import UNREADABLE
+from vil.data.sources.readers import EncodedReader
+from vil.data.sources.splits import open_split
 
 SIZE = dict(input_size=(3, 48, 40))
 
@@ -66,7 +70,7 @@ def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, devic
     # pixels of the whole batches that are transformed together
     monkeypatch.setattr(loaders, "PIXELS_TOGETHER", options.pop("TOGETHER", 2**20))
     piece = options.pop("PIECE", workers.PIECE)  # images that a worker returns at a time
-    for module in ("samplers", "host_loader"):
+    for module in ("samplers", "host.loader"):
         monkeypatch.setattr(f"vil.data.{module}.PIECE", piece)
     loader, keys = on_device(photo_folder, device, **options)
     images, targets = joined(loader)

@@ -19,12 +19,13 @@ from timm.data import create_transform
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 
 from vil.config import ConfigError
-from vil.data import folders
-from vil.data.images import UNREADABLE
+from vil.data import folders as split_command
 from vil.data.loaders import evaluation_loader, micro_batches, training_loader
 from vil.data.samplers import TrainingBatches
-from vil.data.shards import Shards
-from vil.data.splits import class_names, count_images, describe_split, open_split, open_splits
+from vil.data.sources import folders
+from vil.data.sources.images import UNREADABLE
+from vil.data.sources.shards import Shards
+from vil.data.sources.splits import class_names, count_images, describe_split, open_split, open_splits
 from vil.evaluation.imagenet import open_test_split
 from vil.training.trainer import Trainer
 
@@ -79,7 +80,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     words = shlex.split(str(refused.value).rpartition(": ")[2])
     assert words[:3] == ["python", "-m", "vil.data.folders"]
     monkeypatch.setattr("sys.argv", words[2:])
-    folders.main()
+    split_command.main()
     assert capsys.readouterr().out == "".join(
         f"{tmp_path}/a pet_split/{split}: {count} images\n" for split, count in (("train", 8), ("validation", 3))
     )
@@ -100,16 +101,16 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     assert folders.endings(kinds) == f"{five}, ..."
     assert folders.endings(kinds - folders.Counter({".5": 4})) == five
     with pytest.raises(SystemExit, match="^1$"):
-        folders.main()
+        split_command.main()
     assert "is split already, into train: train on it as it is, or split one of" in capsys.readouterr().err
     monkeypatch.chdir("train/cat")
     with pytest.raises(SystemExit, match="^1$"):
-        folders.main()
+        split_command.main()
     assert "has no class folders, its images lie directly in it" in capsys.readouterr().err
     monkeypatch.chdir("..")
     shutil.rmtree("dog")
     with pytest.raises(SystemExit, match="^1$"):
-        folders.main()
+        split_command.main()
     assert capsys.readouterr().err == "error: . has 1 folders of images: it needs one for each class\n"
 
 
@@ -129,10 +130,10 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     monkeypatch.setattr("tempfile.tempdir", "/on/another/disk")
     (gone := source / "dog" / "gone.png").symlink_to("../0.png")
     with pytest.raises(FileNotFoundError, match="pets/dog/gone.png"):
-        folders.split_folder(source, tmp_path / "one", 0.5)
+        split_command.split_folder(source, tmp_path / "one", 0.5)
     gone.unlink()
-    counts = folders.split_folder(source, tmp_path / "one", 0.5)
-    assert folders.split_folder(source, tmp_path / "two", 0.5) == counts == dict(train=30, validation=30)
+    counts = split_command.split_folder(source, tmp_path / "one", 0.5)
+    assert split_command.split_folder(source, tmp_path / "two", 0.5) == counts == dict(train=30, validation=30)
     assert {path: path.read_bytes() for path in source.rglob("*.png")} == before
     assert (tmp_path / "one").stat().st_mode == source.stat().st_mode  # a temporary folder would have a different mode
     one, two = ({p.relative_to(tmp_path / n): p for p in (tmp_path / n).rglob("*.png")} for n in ("one", "two"))
@@ -146,19 +147,19 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "link", lambda *_: os.stat("nothing"))  # hard links fail between two disks
     for target in ("here/new", "there/is/new"):
-        assert folders.split_folder(Path("pets"), Path(target), 0.5) == counts
+        assert split_command.split_folder(Path("pets"), Path(target), 0.5) == counts
         assert sorted(p.read_bytes() for p in Path(target).rglob("*.png")) == sorted(before.values())
     for share, counts in ((0.999, dict(train=2, validation=58)), (0.001, dict(train=58, validation=2))):
-        assert folders.split_folder(source, tmp_path / f"{share}", share) == counts
+        assert split_command.split_folder(source, tmp_path / f"{share}", share) == counts
     (source / "fox").mkdir()
     Image.new("RGB", (1, 1)).save(source / "fox" / "0.png")
     with pytest.raises(ValueError, match="the class folder 'fox' has one image, and each split needs one"):
-        folders.split_folder(source, tmp_path / "three")
+        split_command.split_folder(source, tmp_path / "three")
     with pytest.raises(ValueError, match="there is no folder .*none"):
-        folders.split_folder(tmp_path / "none", tmp_path / "four")
+        split_command.split_folder(tmp_path / "none", tmp_path / "four")
     (tmp_path / "one" / "validation").rename(tmp_path / "one" / "Test")
     with pytest.raises(ValueError, match="one is split already, into Test, train: train on it as it is"):
-        folders.split_folder(tmp_path / "one", tmp_path / "five")
+        split_command.split_folder(tmp_path / "one", tmp_path / "five")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])
@@ -173,7 +174,7 @@ def test_splitting_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, err
     monkeypatch.setattr(os, "link", fail)
     monkeypatch.setattr(shutil, "copyfile", fail)
     with pytest.raises(type(error) if isinstance(error, OSError) else error):
-        folders.split_folder(source, tmp_path / "split")
+        split_command.split_folder(source, tmp_path / "split")
     assert [path.name for path in tmp_path.iterdir()] == ["pets"]
 
 
@@ -194,7 +195,7 @@ def test_a_folder_that_cannot_be_split_so_is_one_line(tmp_path, monkeypatch, cap
     (tmp_path / "file").touch()
     monkeypatch.setattr("sys.argv", ["vil.data.folders", "pets", target, f"--validation={share}"])
     with pytest.raises(SystemExit, match="^1$"):
-        folders.main()
+        split_command.main()
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"error: .*{error}", line)
 

@@ -16,7 +16,7 @@ from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from ..config import Config
+from ...config import Config
 from .batched_transforms import finish, to_device
 
 # Number of images that share mixup parameters and are mixed with each other. No group is split across ranks, so the

@@ -1,0 +1,1 @@
+"""Loading on the model's device: decoding and augmentation of whole batches."""

@@ -1,0 +1,1 @@
+"""Loading on the host: worker processes that decode and augment images."""
