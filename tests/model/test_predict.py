@@ -187,7 +187,7 @@ def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicte
         assert f"(H, W, 3) of uint8 or uint16, got {array.shape} of {array.dtype}" in caplog.text
     assert vil.predict(checkpoint, []) == []
     for numbers in (dict(topk=0), dict(batch_size=0)):
-        with pytest.raises(ConfigError, match="topk and batch_size must be at least 1, not [05] and (0|32)$"):
+        with pytest.raises(ConfigError, match="topk and batch_size must be at least 1, got [05] and (0|32)$"):
             vil.predict(checkpoint, others, **numbers)
     with pytest.raises(ConfigError, match=r"broken.png' cannot be read as an image: .*"):
         vil.predict(checkpoint, photos / "broken.png")
@@ -291,7 +291,7 @@ def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_p
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--topk", "0", "{photos}"], "error: --topk must be at least 1, not 0"),
+        (["--topk", "0", "{photos}"], "error: --topk must be at least 1, got 0"),
         (["--classes", "0", "{photos}"], "error: .*classes"),
         (["{tmp}"], "error: there are no images in "),
         (["--device", "toaster", "{photos}"], "error: device must be .*, got 'toaster'"),

@@ -288,7 +288,7 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--epochs", "many"], "error: option 'epochs' in the command line must be int, not 'many'"),
+        (["--epochs", "many"], "error: option 'epochs' in the command line must be int, got 'many'"),
         (["--data-dir", "nowhere"], "error: data_dir nowhere is not a folder"),
         (["--resume", "nowhere.pt", "--data-dir", "IMAGES"], "error: there is no checkpoint nowhere.pt"),
         (

@@ -41,22 +41,24 @@ def read_yaml(path: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not text in UTF-8: {error}") from error
     if len(content) > MOST_BYTES:
-        raise ConfigError(f"{path} must have at most {MOST_BYTES} bytes to be a config file")
+        raise ConfigError(f"{path} must have at most {MOST_BYTES} bytes as a config file, got a larger file")
     values = _parse_yaml(text, path)
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} is not a list of 'option: value' lines")
+        raise ConfigError(
+            f"{path} must be a YAML mapping such as 'epochs: 100', got {type(values).__name__}"
+        )
     return values
 
 
 def _parse_yaml(text: str, source: str) -> Any:
-    """Parse YAML without aliases, by which a short text could expand without bounds."""
+    """Parse YAML, but reject aliases, because a short text with aliases could expand without bounds."""
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise ConfigError("has an alias (*), which options do not support: write out its value")
         return yaml.load(text, _Loader)
     except RecursionError:
         raise ConfigError(
-            f"{source} is not YAML: maximum recursion depth exceeded, as its values are nested too deeply"
+            f"{source} has values that are nested too deeply for YAML: maximum recursion depth exceeded"
         ) from None
     except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for dates such as 2024-13-32
         if isinstance(error, ConfigError):
@@ -93,8 +95,13 @@ for _kind in ("int", "float"):
 def checked(values: dict[str, Any], source: str, errors: Sequence[str] = ()) -> dict[str, Any]:
     """Return the values of known options, converted to their types.
 
+    Args:
+        values: Values by option name.
+        source: Name of the file or command line, for messages.
+        errors: Messages about errors that the caller has found in the same source.
+
     Raises:
-        ConfigError: Options are unknown or have wrong values, or there are `errors` already. The message has all.
+        ConfigError: Options are unknown or have invalid values, or `errors` is not empty. The message lists all errors.
     """
     errors, converted = [*errors], {}
     for name, value in values.items():
@@ -137,6 +144,11 @@ def may_be_pair(name: str) -> bool:
 
 
 def convert(name: str, value: Any, source: str) -> Any:
+    """Convert the value of an option to the option's type.
+
+    Raises:
+        ConfigError: The value cannot be converted or is out of the option's range.
+    """
     kind, optional = kind_of(name)
     if optional and (value is None or value in ("none", "null") or value == ["none"]):
         return None
@@ -165,23 +177,25 @@ def convert(name: str, value: Any, source: str) -> Any:
         pass
     if converted is None:
         expected = f"{kind.__name__}{' or two of these (height and width)' * may_be_pair(name)}"
-        raise ConfigError(f"option {name!r} in {source} must be {expected}, not {shown(value)}")
+        raise ConfigError(f"option {name!r} in {source} must be {expected}, got {shown(value)}")
     for number in converted if kind is tuple else [converted] if kind in (int, float) else []:
         if complaint := _out_of_range(number, **{key: FIELDS[name].metadata[key] for key in ("low", "high", "above")}):
-            raise ConfigError(f"option {name!r} in {source} must be {complaint}, not {shown(value)}")
+            raise ConfigError(f"option {name!r} in {source} must be {complaint}, got {shown(value)}")
     return converted
 
 
 def _checked_phases(value: Any, source: str) -> list[dict[str, Any]]:
-    """Validate the tables of options of the phases; words of a command line are parsed as YAML."""
+    """Validate the options of each phase. Words of a command line are parsed as YAML."""
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"option 'phases' in {source} must be a list of tables of options, not {shown(value)}")
+        raise ConfigError(
+            f"option 'phases' in {source} must be a list with a table of options for each phase, got {shown(value)}"
+        )
     phases = []
     for number, phase in enumerate(value, start=1):
         where = f"phase {number} in {source}"
         phase = _parse_yaml(phase, where) if isinstance(phase, str) else phase
         if not isinstance(phase, dict):
-            raise ConfigError(f"{where} must be a table as {{epochs: 100, lr: 4e-4}}, not {shown(phase)}")
+            raise ConfigError(f"{where} must be a table as {{epochs: 100, lr: 4e-4}}, got {shown(phase)}")
         if of_run := [name for name in phase if name in FIELDS and name not in PHASE_OPTIONS]:
             raise ConfigError(f"{where} has {of_run[0]!r}, an option of the whole run: set it outside the phases")
         phases.append(checked(phase, where))

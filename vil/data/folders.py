@@ -35,7 +35,7 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
         OSError: A file cannot be read or written; then `target` does not exist.
     """
     if not 0 < validation < 1:
-        raise ValueError(f"the share of validation must be between 0 and 1, not {validation}")
+        raise ValueError(f"the share of validation must be between 0 and 1, got {validation}")
     target = target.resolve()
     if target.is_relative_to(source.resolve()):
         raise ValueError(f"target must be outside {source}, got {target}: choose a folder beside it")

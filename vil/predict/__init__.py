@@ -65,7 +65,7 @@ def predict(
         CheckpointError: The checkpoint is missing or corrupt.
     """
     if min(topk, batch_size) < 1:
-        raise ConfigError(f"topk and batch_size must be at least 1, not {topk} and {batch_size}")
+        raise ConfigError(f"topk and batch_size must be at least 1, got {topk} and {batch_size}")
     classifier = classifier_of(model)
     if isinstance(images, (str, os.PathLike, Image.Image)) or getattr(images, "ndim", 4) < 4:
         (found,) = classifier([images], topk)

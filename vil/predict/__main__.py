@@ -47,7 +47,7 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     for name in ("topk", "batch_size"):
         if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     check_outputs([path for path in (options.csv, options.json) if path])
     return options
 
