@@ -72,7 +72,6 @@ CURVES = (
     "eval_top1_ema",
 )  # fmt: skip
 EVALUATED_AT_ONCE = 250
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -448,8 +447,9 @@ def machine() -> dict[str, Any]:
     )  # fmt: skip
 
 
-def processor() -> str:
-    text = CPU_INFO.read_text() if CPU_INFO.exists() else ""  # exists on Linux only
+def processor(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the model name of the first processor in a file that exists on Linux only, or what Python reports."""
+    text = cpu_info.read_text() if cpu_info.exists() else ""
     names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor()
 

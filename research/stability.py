@@ -104,19 +104,24 @@ def main() -> None:
             with torch.cuda.stream(torch.cuda.Stream() if device.type == "cuda" else None):
                 images = Images(seed, args.batch, args.img_size, args.noise, device)
                 of_model[name] = train(model, images, args.steps, PRECISIONS[precision])
-        noise = farthest(of_model, "fp32, other images")
-        for name, run in of_model.items():
-            distance, norms = farthest(of_model, name), run.gradient_norms[run.gradient_norms.isfinite()]
-            print(
-                f"| {model} | {name} | {run.losses[0]:.3f} | {smooth(run.losses)[-1]:.3f} "
-                f"| {distance:.3f} | {distance / noise:.2f} | {norms.median():.2f}, {norms.max():.2f} "
-                f"| {run.skipped} | {'yes' if run.finite else 'NO'} | {run.seconds:.0f} |",
-                flush=True,
-            )
+        for name in of_model:
+            print(row(model, of_model, name), flush=True)
     if args.picture:
         write_atomically(args.picture, plot(runs))
     if not all(run.finite for of_model in runs.values() for run in of_model.values()):
         sys.exit("error: a loss, weight or gradient was not finite")
+
+
+def row(model: str, runs: dict[str, Run], name: str) -> str:
+    """Return the row of one of a model's runs in the Markdown table."""
+    run, distance = runs[name], farthest(runs, name)
+    norms = run.gradient_norms[run.gradient_norms.isfinite()]
+    median, largest = (norms.median(), norms.max()) if len(norms) else (math.nan, math.nan)
+    return (
+        f"| {model} | {name} | {run.losses[0]:.3f} | {smooth(run.losses)[-1]:.3f} "
+        f"| {distance:.3f} | {distance / farthest(runs, 'fp32, other images'):.2f} | {median:.2f}, {largest:.2f} "
+        f"| {run.skipped} | {'yes' if run.finite else 'NO'} | {run.seconds:.0f} |"
+    )
 
 
 def train(model_name: str, images: Images, steps: int, dtype: torch.dtype | None) -> Run:

@@ -84,9 +84,9 @@ def equal_time() -> str:
     return markdown_table(table)
 
 
-def recall() -> str:
+def recall(runs: list[dict[str, Any]]) -> str:
     """Tabulate recall accuracy by width, mixer and length, as the best over learning rates (in brackets)."""
-    runs, kept = runs_of("mqar"), {}
+    kept = {}
     for run in sorted(runs, key=lambda run: run["accuracy"][-1]):
         kept[run["width"], run["mixer"], run["length"]] = run
     pairs = {run["length"]: run["pairs"] for run in runs}
@@ -112,12 +112,13 @@ def of_fair_clothing(table: Callable[..., str]) -> str:
     return table(clothing_fair.read(RESULTS / "clothing_fair.json"))
 
 
-def recipes() -> str:
-    """Compare ViL's test accuracy with each recipe to the plain recipe, once all runs are complete."""
-    runs, judged = photographs.read(RESULTS / "photographs.json")
-    plain = photographs.top1_of_test(runs, judged).get(photographs.VIL, {})
-    found = {name: seeds.top1_by_seed(photographs.read(RESULTS / f"{name}.json")[0]) for name in RECIPES}
-    found = {name: models.get(photographs.VIL, {}) for name, models in found.items()}
+def recipes(plain: dict[int, float], found: dict[str, dict[int, float]]) -> str:
+    """Compare ViL's test accuracy with each recipe to the plain recipe, once all runs are complete.
+
+    Args:
+        plain: Top-1 by seed with the plain recipe.
+        found: Top-1 by seed with each recipe.
+    """
     if complete := plain and all(len(top1) == RECIPE_SEEDS for top1 in found.values()):
         gaps = [welch(top1, plain) for top1 in found.values()]
         corrected = holm([gap.p_value for gap in gaps])
@@ -130,6 +131,13 @@ def recipes() -> str:
             cells = [spread(top1.values()), str(gaps[i]), f"{gaps[i].p_value:.2g}", f"{corrected[i]:.2g}"]
         table.append([RECIPES[name], str(len(top1)), *cells])
     return markdown_table(table)
+
+
+def of_recipes() -> str:
+    runs, judged = photographs.read(RESULTS / "photographs.json")
+    plain = photographs.top1_of_test(runs, judged).get(photographs.VIL, {})
+    found = {name: seeds.top1_by_seed(photographs.read(RESULTS / f"{name}.json")[0]) for name in RECIPES}
+    return recipes(plain, {name: models.get(photographs.VIL, {}) for name, models in found.items()})
 
 
 def weights() -> str:
@@ -149,7 +157,7 @@ def weights() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "comparisons": comparisons,
     "equal-time": equal_time,
-    "recall": recall,
+    "recall": lambda: recall(runs_of("mqar")),
     "recall-registered": lambda: recall_results.shares(recall_results.merged([RESULTS / "recall.json"])),
     "photographs-rates": partial(of_photographs, photographs.rates_table, judged=False),
     "photographs": partial(of_photographs, photographs.models_table),
@@ -163,7 +171,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "clothing-fair-rates": partial(of_fair_clothing, clothing_fair.rates_table),
     "clothing-fair": partial(of_fair_clothing, clothing_fair.ways_table),
     "clothing-fair-differences": partial(of_fair_clothing, clothing_fair.differences_table),
-    "recipes": recipes,
+    "recipes": of_recipes,
     **{name: lambda name=name: seeds.report(runs_of(name)) for name in STUDIES},
     **{f"{name}-images": partial(image_by_image, name) for name in ("cifar10", "rehearsal", "rehearsal2")},
 }
@@ -173,21 +181,28 @@ def pages() -> list[Path]:
     return [*sorted((seeds.ROOT / "research").glob("*.md")), seeds.ROOT / "weights" / "README.md"]
 
 
-def filled(text: str) -> str:
+def filled(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
     """Return the page with its tables regenerated from the raw files.
 
     Raises:
         KeyError: The page names an unknown table.
     """
-    return TABLE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+    return TABLE.sub(lambda found: found[1] + tables[found[2]]() + found[3], text)
+
+
+def rewrite(page: Path, tables: dict[str, Callable[[], str]] = TABLES) -> bool:
+    """Regenerate the tables of a page, and return whether the page has changed."""
+    before = page.read_text()
+    after = filled(before, tables)
+    if after != before:
+        write_atomically(page, after)
+    return after != before
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for page in pages():
-        before = page.read_text()
-        if (after := filled(before)) != before:
-            write_atomically(page, after)
+        if rewrite(page):
             print(f"{page.relative_to(seeds.ROOT)} changed")
 
 

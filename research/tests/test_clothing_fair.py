@@ -1,12 +1,12 @@
 """Tests of the fair study of clothing: the order of its runs, its choices, and its tables."""
 
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from processes import call
 from scipy.stats import ttest_ind
 
 from research import clothing_fair, clothing_images, transfer
@@ -107,9 +107,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_images_are_shrunk_to_300_pixels_in_the_same_folders(folder, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["images", str(folder / "raw"), str(folder / "small")])
-    clothing_images.main()
+def test_images_are_shrunk_to_300_pixels_in_the_same_folders(folder):
+    call(clothing_images.main, folder / "raw", folder / "small")
     files = sorted(path.relative_to(folder / "small") for path in (folder / "small").glob("*/*/*"))
     assert files == sorted(path.relative_to(folder / "raw") for path in (folder / "raw").glob("*/*/*"))
     assert {Image.open(folder / "small" / file).size for file in files} == {(150, 300)}
@@ -126,10 +125,9 @@ def test_the_program_chooses_on_validation_reports_on_test_and_resumes(folder, m
     for path in weights:
         path.write_text(path.stem)
     out = folder / "out.json"
-    words = ["--data-dir", folder / "raw", "--weights", *weights, "--out", out, "--device", "cpu"]
+    command = ["--data-dir", folder / "raw", "--weights", *weights, "--out", out, "--device", "cpu"]
     monkeypatch.setattr(transfer, "train_on", train_on)
-    monkeypatch.setattr(sys, "argv", ["clothing_fair", *map(str, words)])
-    clothing_fair.main()
+    call(clothing_fair.main, *command)
     count = len(given)
     assert len(json.loads(out.read_text())["runs"]) == count == len(study())
     for run, words in given:
@@ -139,9 +137,9 @@ def test_the_program_chooses_on_validation_reports_on_test_and_resumes(folder, m
         assert options["--layer-decay"] == "none"
         assert ("--pretrained-path" in options) == (run.start == FINE_TUNED)
         assert Path(options.get("--pretrained-path", "-")).stem in (clothing_fair.WEIGHTS[run.model], "-")
-    clothing_fair.main()
+    call(clothing_fair.main, *command)
     assert len(given) == count
     assert f"| {POOLED} | fine-tuned | 20 | 0.01 | 5 |" in capsys.readouterr().out
     weights[0].write_text("others")
     with pytest.raises(SystemExit, match="must start from"):
-        clothing_fair.main()
+        call(clothing_fair.main, *command)

@@ -7,7 +7,6 @@ import math
 import platform
 import shutil
 import signal
-import sys
 import tarfile
 import threading
 import time
@@ -16,12 +15,13 @@ from types import SimpleNamespace
 
 import naive_evaluation as naive
 import numpy as np
-import processes
 import pytest
+import timm
+import torch
 import yaml
 from figures import kept_figures
 from fixtures import CLASSES
-from processes import SMALL
+from processes import SMALL, call
 from scipy.stats import binomtest
 
 from research import seeds
@@ -38,36 +38,26 @@ def kept(tmp_path, image_folder):
     """Return a folder that contains one run of each model, and the command line of the study."""
     config = dict(SMALL, data_dir=str(image_folder), epochs=2, workers=1, crop_pct=0.7)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
-    command = ["seeds.py", "-c", tmp_path / "small.yaml", "--folder", tmp_path / "runs", "--models", *MODELS]
+    command = ["-c", tmp_path / "small.yaml", "--folder", tmp_path / "runs", "--models", *MODELS]
     command += ["--seeds", "1", "--test-split", "val", "--out", tmp_path / "out.json"]
     return tmp_path, [str(word) for word in [*command, "--plot", tmp_path / "out.png", "--device", "cpu"]]
 
 
-def call(command, monkeypatch):
-    monkeypatch.setattr(sys, "argv", command)
-    seeds.main()
+def run_study(words):
+    call(seeds.main, *words)
 
 
-def forked(command, stdout, **_):
-    """Run a command, and return a finished replacement for its `subprocess.Popen`."""
-    status = processes.run(command, check=False, output=stdout.name).returncode
-    return SimpleNamespace(poll=lambda: status, wait=lambda: status)
-
-
-def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder, monkeypatch, capsys):
+def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder, capsys):
     root, command = kept
     with pytest.raises(SystemExit) as stopped:
-        call([*command, "--minutes", "0"], monkeypatch)
+        run_study([*command, "--minutes", "0"])
     assert stopped.value.code == 75
     assert "not done yet: vil_tiny-0, vim_tiny-0" in capsys.readouterr().err
     assert not (root / "out.png").exists()
-    monkeypatch.setattr(seeds, "subprocess", SimpleNamespace(Popen=forked))
-    precisions, autocast = [], seeds.autocast
-    monkeypatch.setattr(seeds, "autocast", lambda *how: precisions.append(how[1:]) or autocast(*how))
-    call(command, monkeypatch)
+    run_study(command)
     for model in MODELS:  # the last checkpoint is evaluated, not the best
         (root / "runs" / f"{model}-0" / "best.pt").unlink()
-    call(command, monkeypatch)  # all runs are already done
+    run_study(command)  # all runs are already done
     for model in MODELS:
         sessions = (root / "runs" / f"{model}-0" / "sessions.jsonl").read_text().splitlines()
         assert [json.loads(line)["epochs"] for line in sessions] == [2]
@@ -78,7 +68,6 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
     for run in found["runs"]:
         path = root / "runs" / f"{run['model']}-0"
         saved = yaml.safe_load((path / "config.yaml").read_text())
-        assert {*precisions} == {(saved["amp"], saved["amp_dtype"])}
         arguments = dict(num_classes=4, img_size=16, **SMALL["model_kwargs"])
         model = load_model(run["model"], str(path / "last.pt"), **arguments).eval()
         cfg = model.pretrained_cfg
@@ -103,7 +92,7 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
     words[words.index("vim_tiny")] = "--earlier"  # replaces the second model
     words.insert(words.index("--earlier") + 1, str(root / "out.json"))
     words[words.index("--seeds") + 1] = "2"
-    call([*words, "--data-dir", str(elsewhere)], monkeypatch)
+    run_study([*words, "--data-dir", str(elsewhere)])
     saved = yaml.safe_load((root / "others/vil_tiny-1/config.yaml").read_text())
     assert (saved["data_dir"], saved["seed"]) == (str(elsewhere), 1)
     assert sorted(path.name for path in (root / "others").iterdir()) == ["study.json", "vil_tiny-1"]
@@ -126,6 +115,7 @@ with open(folder / "calls", "a") as calls:
 given = sys.argv[sys.argv.index("--model-kwargs") + 1 :]
 arguments = {name: int(value) for name, value in (word.split("=") for word in given)}
 saved = dict(epochs=2, num_classes=4, img_size=16, global_batch_size=16, model_kwargs=arguments)
+saved |= dict(crop_pct=None, interpolation="", workers=0, amp=False, amp_dtype="bfloat16")
 (folder / "config.yaml").write_text(json.dumps(saved))
 
 names = "lr train_loss grad_norm images_per_second eval_images_per_second eval_loss eval_top1 eval_top1_ema".split()
@@ -133,6 +123,7 @@ names = "lr train_loss grad_norm images_per_second eval_images_per_second eval_l
 def train(epochs):  # of which the first is the best, and has the highest numbers
     rows = [",".join(str(number / epoch) for number in range(1, 9)) for epoch in range(1, epochs + 1)]
     (folder / "summary.csv").write_text("\\n".join([",".join(names), *rows]))
+    (folder / "last.pt").write_bytes(Path(__file__).with_name("last.pt").read_bytes())
 
 def stop(*_):
     (folder / "stopped").touch()
@@ -150,21 +141,16 @@ train(2)
 
 @pytest.fixture
 def stubbed(tmp_path, image_folder, monkeypatch):
-    """Return a folder, and a command line whose runs do not train and predict the first class for every image."""
-
-    def judge(folder, runs, images):
-        names = [images.filename(i) for i in range(len(images))]
-        targets = np.array([CLASSES.index(name.split("/")[0]) for name in names])
-        return Judged(targets, np.zeros((len(images), len(runs)), int), names, [f"vil_tiny-{r['seed']}" for r in runs])
-
+    """Return a folder, and a command line whose runs do not train and all have the same random weights."""
     monkeypatch.setattr(seeds, "ROOT", tmp_path)
-    monkeypatch.setattr(seeds, "judge", judge)
+    model = timm.create_model("vil_tiny", num_classes=4, img_size=16, **SMALL["model_kwargs"])
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "last.pt")
     (tmp_path / "train_imagenet.py").write_text(STUB)
     shutil.copytree(image_folder, tmp_path / "images")
     shutil.copytree(tmp_path / "images" / "val", tmp_path / "images" / "test")
     config = SMALL | dict(data_dir=str(tmp_path / "images"), epochs=1)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
-    command = ["seeds.py", "-c", tmp_path / "small.yaml", "--folder", tmp_path / "runs", "--models", "vil_tiny"]
+    command = ["-c", tmp_path / "small.yaml", "--folder", tmp_path / "runs", "--models", "vil_tiny"]
     return tmp_path, [str(word) for word in command]
 
 
@@ -172,9 +158,9 @@ def calls(root):
     return [json.loads(line) for path in sorted(root.glob("runs/*/calls")) for line in path.read_text().splitlines()]
 
 
-def test_every_run_has_its_own_model_and_seed_and_goes_on_by_itself(stubbed, monkeypatch):
+def test_every_run_has_its_own_model_and_seed_and_goes_on_by_itself(stubbed):
     root, command = stubbed
-    call([*command, "deit_tiny_patch16_224", "--seeds", "2", "--jobs", "3", "--lr", "1e-5"], monkeypatch)
+    run_study([*command, "deit_tiny_patch16_224", "--seeds", "2", "--jobs", "3", "--lr", "1e-5"])
     configs = [load_config("", words) for words in calls(root)]
     runs = [("deit_tiny_patch16_224", 0), ("deit_tiny_patch16_224", 1), ("vil_tiny", 0), ("vil_tiny", 1)]
     assert [(config.model, config.seed) for config in configs] == runs
@@ -186,61 +172,58 @@ def test_every_run_has_its_own_model_and_seed_and_goes_on_by_itself(stubbed, mon
     assert all(config.model_kwargs == SMALL["model_kwargs"] | heads[config.model] for config in configs)
 
 
-@pytest.mark.parametrize("by", ["time", "signal"])
-def test_runs_are_stopped_when_time_is_up_and_when_the_study_is_asked_to_end(by, stubbed, monkeypatch, capsys):
+def send_sigterm_once(started):
+    """Send SIGTERM to this thread, which is not the one that handles signals, after a file has appeared."""
+    while not started.exists():
+        time.sleep(0.01)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+
+def test_sigterm_stops_the_runs_which_the_next_call_resumes(stubbed, capsys):
     root, command = stubbed
     run, orders = root / "runs" / "vil_tiny-0", root / "orders"
     orders.touch()
-    command = [*command, "--seeds", "1", "--minutes", "1", "--out", str(root / "out.json")]
+    command = [*command, "--seeds", "1", "--out", str(root / "out.json")]
     signal.signal(signal.SIGTERM, handler := lambda *_: None)
-
-    def sleep(seconds):
-        # a worker thread receives the signal while the main thread waits for it
-        if by == "signal" and (run / "started").exists():
-            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-        time.sleep(seconds)
-
-    clock = dict(time=lambda: 3600.0 * (run / "started").exists(), signal=lambda: 0.0)[by]
-    monkeypatch.setattr(seeds, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+    threading.Thread(target=send_sigterm_once, args=(run / "started",), daemon=True).start()
     with pytest.raises(SystemExit) as ended:
-        call(command, monkeypatch)
+        run_study(command)
     assert ended.value.code == 75
     assert "not done yet: vil_tiny-0; run the same command" in capsys.readouterr().err
     assert (run / "stopped").exists()
     assert signal.getsignal(signal.SIGTERM) is handler
     orders.unlink()
-    monkeypatch.setattr(seeds, "time", time)
-    call(command, monkeypatch)
+    run_study(command)
     (found,) = json.loads((root / "out.json").read_text())["runs"]
     assert [(session["stopped"], session["epochs"]) for session in found["sessions"]] == [(True, 1), (False, 2)]
 
 
-def test_a_run_that_something_else_stops_is_not_an_error(stubbed, monkeypatch):
+def test_a_run_that_something_else_stops_is_not_an_error(stubbed):
     root, command = stubbed
     (root / "train_imagenet.py").write_text("print('stopped'); raise SystemExit(75)")
     with pytest.raises(SystemExit) as ended:
-        call([*command, "--seeds", "1"], monkeypatch)
+        run_study([*command, "--seeds", "1"])
     assert ended.value.code == 75
     (root / "train_imagenet.py").write_text("print(5000 * '.' + 'what is wrong'); raise SystemExit(3)")
     with pytest.raises(SystemExit, match="vil_tiny-0 ended with status 3: .*what is wrong"):
-        call([*command, "--seeds", "1"], monkeypatch)
+        run_study([*command, "--seeds", "1"])
     assert (root / "runs" / "vil_tiny-0" / "log.txt").read_text().startswith("stopped\n.")
 
 
-def test_without_a_folder_nothing_is_promised(stubbed, monkeypatch, capsys):
+def test_without_a_folder_nothing_is_promised(stubbed, capsys):
     _, command = stubbed
     i = command.index("--folder")
     with pytest.raises(SystemExit):
-        call([*command[:i], *command[i + 2 :], "vim_tiny", "--minutes", "0"], monkeypatch)
+        run_study([*command[:i], *command[i + 2 :], "vim_tiny", "--minutes", "0"])
     said = capsys.readouterr().err
     assert "not done yet: vil_tiny-0, vim_tiny-0, vil_tiny-1, vim_tiny-1, " in said  # every seed of all models
     assert "vim_tiny-4; set --folder" in said
 
 
-def test_a_run_whose_end_nobody_noted_counts(stubbed, monkeypatch):
+def test_a_run_whose_end_nobody_noted_counts(stubbed):
     root, command = stubbed
     command += ["--seeds", "1", "--out", str(root / "out.json")]
-    call(command, monkeypatch)
+    run_study(command)
     (root / "runs" / "vil_tiny-0" / "sessions.jsonl").unlink()
     (root / "runs" / "vil_tiny-0-before").mkdir()  # not the folder of a run
     summary = root / "runs" / "vil_tiny-0" / "summary.csv"
@@ -250,7 +233,7 @@ def test_a_run_whose_end_nobody_noted_counts(stubbed, monkeypatch):
         [head, *(f"{row.rpartition(',')[0]}," for row in rows)],
     ):
         summary.write_text("\n".join(lines))  # a run without EMA weights
-        call(command, monkeypatch)
+        run_study(command)
         (run,) = json.loads((root / "out.json").read_text())["runs"]
         # results of the last epoch, not of the best
         assert (run["top1"], run["loss"], run["sessions"]) == (3.5, 3.0, [])
@@ -260,90 +243,83 @@ def test_a_run_whose_end_nobody_noted_counts(stubbed, monkeypatch):
     assert len(calls(root)) == 1
 
 
-def test_a_study_shares_gpus_by_its_jobs_and_processes(stubbed, monkeypatch):
-    started = []
-
-    def start(command, env, **_):
-        started.append((env["CUDA_VISIBLE_DEVICES"], command[1:5]))
-        return SimpleNamespace(poll=lambda: 75, wait=lambda: 75)
-
+def test_parallel_runs_of_several_processes_have_gpus_of_their_own(stubbed, monkeypatch):
+    root, command = stubbed
+    note = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], "
+    note += "'on', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
+    (root / "train_imagenet.py").write_text(note + "if os.environ['RANK'] != '0': raise SystemExit\n" + STUB)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
-    monkeypatch.setattr(seeds, "subprocess", SimpleNamespace(Popen=start))
-    with pytest.raises(SystemExit):
-        call([*stubbed[1], "--seeds", "2", "--jobs", "2", "--processes", "2"], monkeypatch)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert sorted(started) == [("4,5", launcher), ("GPU-6,7", launcher)]
+    run_study([*command, "--seeds", "2", "--jobs", "2", "--processes", "2"])
+    logs = [(root / "runs" / f"vil_tiny-{seed}" / "log.txt").read_text().splitlines() for seed in range(2)]
+    found = sorted(sorted(line for line in log if line.startswith("rank ")) for log in logs)
+    assert found == [[f"rank {rank} of 2 on {gpus}" for rank in range(2)] for gpus in ("4,5", "GPU-6,7")]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(seeds.torch.cuda, "device_count", lambda: 2)
-    assert seeds.visible_gpus() == ["0", "1"]
+    assert seeds.visible_gpus() == [str(i) for i in range(torch.cuda.device_count())]
 
 
 def test_a_model_needs_neither_size_nor_arguments():
     assert seeds.model_arguments(dict(num_classes=4, img_size=None, model_kwargs=None)) == dict(num_classes=4)
 
 
-def test_a_run_that_cannot_start_leaves_its_gpus_to_others(stubbed, monkeypatch):
+def test_a_run_that_cannot_start_leaves_its_gpus_to_others(stubbed):
     root, _ = stubbed
     gpus = SimpleQueue()
     gpus.put("3")
 
-    def no_memory(*_, **__):
-        raise OSError("no memory for a process")
-
-    monkeypatch.setattr(seeds.subprocess, "Popen", no_memory)
+    (root / "runs" / "vil_tiny-0" / "log.txt").mkdir(parents=True)  # the run's output cannot be written
     (root / "small.yaml").write_text("epochs: 1")  # config without model_kwargs
     options = SimpleNamespace(config=root / "small.yaml", processes=None, jobs=1)
     deadline = seeds.Deadline(9)
     assert 9 * 60 - 5 < deadline.time - time.monotonic() <= 9 * 60
-    with pytest.raises(OSError, match="no memory"):
+    with pytest.raises(IsADirectoryError):
         seeds.train(options, "vil_tiny", 0, [], root / "runs", deadline, gpus)
     assert gpus.get_nowait() == "3"
 
 
-def test_what_cannot_be_opened_is_one_line(stubbed, monkeypatch):
+def test_what_cannot_be_opened_is_one_line(stubbed):
     with pytest.raises(SystemExit, match="^error: .*nosuch"):
-        call([*stubbed[1], "--test-split", "nosuch"], monkeypatch)
+        run_study([*stubbed[1], "--test-split", "nosuch"])
 
 
 def enlarge(path):
     path.write_bytes(path.read_bytes() + b"\0")
 
 
-def test_a_folder_has_runs_of_one_recipe_and_of_the_same_images(stubbed, monkeypatch):
+def test_a_folder_has_runs_of_one_recipe_and_of_the_same_images(stubbed):
     root, command = stubbed
     command[command.index("--folder") + 1] = str(root / "below" / "runs")  # neither this folder nor its parent exists
     with pytest.raises(SystemExit):
-        call([*command, "--minutes", "0"], monkeypatch)
+        run_study([*command, "--minutes", "0"])
     command[command.index("--folder") + 1] = str(root / "runs")
     command += ["--seeds", "1"]
-    call([*command, "--lr", "1e-3"], monkeypatch)
+    run_study([*command, "--lr", "1e-3"])
     with pytest.raises(SystemExit, match="options must equal .*study.json.*'1e-3'.* got .*'1e-5'.*--folder"):
-        call([*command, "--lr", "1e-5"], monkeypatch)
+        run_study([*command, "--lr", "1e-5"])
     command += ["--lr", "1e-3"]
     moved = root / "moved"
     shutil.copytree(root / "images", moved)
-    call([*command, "--data-dir", str(moved)], monkeypatch)
+    run_study([*command, "--data-dir", str(moved)])
     for split in ("train", "val"):
         shutil.copytree(root / "images", moved, dirs_exist_ok=True)
         enlarge(moved / split / "ant" / "3.png")
         with pytest.raises(SystemExit, match="images must equal .*study.json"):
-            call([*command, "--data-dir", str(moved)], monkeypatch)
+            run_study([*command, "--data-dir", str(moved)])
     config = root / "small.yaml"
     before = config.read_text()
     config.write_text(before.replace("epochs: 1", "epochs: 2"))
     with pytest.raises(SystemExit, match="config must equal .*study.json.*'epochs': 1.* got .*'epochs': 2"):
-        call(command, monkeypatch)
+        run_study(command)
     config.write_text(before)
     (root / "runs" / "study.json").unlink()
     with pytest.raises(SystemExit, match="runs contains runs of an earlier version without study.json"):
-        call(command, monkeypatch)
+        run_study(command)
     assert len(calls(root)) == 1
 
 
-def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stubbed, monkeypatch):
+def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stubbed):
     root, command = stubbed
     earlier, predictions, moved = root / "earlier.json", root / "earlier.csv.gz", root / "moved"
-    call([*command, "--seeds", "1", "--test-split", "test", "--out", str(earlier)], monkeypatch)
+    run_study([*command, "--seeds", "1", "--test-split", "test", "--out", str(earlier)])
     command += ["--seeds", "2", "--earlier", str(earlier)]
     command[command.index("--folder") + 1] = str(root / "others")
     judged = [*command, "--test-split", "test"]
@@ -354,7 +330,7 @@ def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stub
 
     def refused(words, match):
         with pytest.raises(SystemExit, match=match):
-            call(words, monkeypatch)
+            run_study(words)
         assert not (root / "others").exists()  # rejected before training starts
 
     refused(command, "test_split must equal .*earlier.json, test, got None: leave out --earlier")
@@ -384,7 +360,7 @@ def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stub
     shutil.copytree(root / "images", moved, dirs_exist_ok=True)
     for folder in ("others", "runs"):  # `runs` contains the earlier run as well
         judged[judged.index("--folder") + 1] = str(root / folder)
-        call([*judged, "--data-dir", str(moved), "--out", str(root / "both.json")], monkeypatch)
+        run_study([*judged, "--data-dir", str(moved), "--out", str(root / "both.json")])
         assert [run["seed"] for run in json.loads((root / "both.json").read_text())["runs"]] == [0, 1]
 
 
@@ -506,8 +482,8 @@ def test_curves_are_drawn_by_epochs_and_by_the_time_of_training(monkeypatch):
     assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()] == MODELS
 
 
-def test_a_machine_that_lists_no_processors_has_one_none_the_less(monkeypatch, tmp_path):
-    monkeypatch.setattr(seeds, "CPU_INFO", tmp_path / "cpuinfo")
-    assert seeds.machine()["processor"] == platform.processor()  # the fallback on macOS
-    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: One\n\nprocessor\t: 1\nmodel name\t: Two\n")
-    assert seeds.machine()["processor"] == "One"
+def test_the_processor_is_the_first_of_proc_cpuinfo_or_what_python_reports(tmp_path):
+    cpu_info = tmp_path / "cpuinfo"
+    assert seeds.processor(cpu_info) == platform.processor()  # the fallback on macOS
+    cpu_info.write_text("processor\t: 0\nmodel name\t: One\n\nprocessor\t: 1\nmodel name\t: Two\n")
+    assert seeds.processor(cpu_info) == "One"

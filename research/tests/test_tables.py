@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import math
-import sys
 
 import naive_evaluation as naive
 import numpy as np
@@ -24,43 +23,43 @@ def test_the_pages_have_the_tables_of_the_raw_files():
     assert named == tables.TABLES.keys()
 
 
-def test_a_table_stands_between_its_marks_and_nothing_else_changes(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(tables, "TABLES", {"one": lambda: "| 1 |\n", "two": lambda: "| 2 |\n"})
-    page = "text\n<!-- table: two -->\nold\n<!-- end -->\n<!-- table: one -->\n<!-- end -->\nmore <!-- end -->\n"
-    expected = page.replace("old\n", "| 2 |\n").replace("one -->\n", "one -->\n| 1 |\n")
-    assert tables.filled(page) == tables.filled(expected) == expected
+def test_a_table_stands_between_its_marks_and_nothing_else_changes(tmp_path):
+    of_names = {"one": lambda: "| 1 |\n", "two": lambda: "| 2 |\n"}
+    before = "text\n<!-- table: two -->\nold\n<!-- end -->\n<!-- table: one -->\n<!-- end -->\nmore <!-- end -->\n"
+    after = before.replace("old\n", "| 2 |\n").replace("one -->\n", "one -->\n| 1 |\n")
+    (page := tmp_path / "page.md").write_text(before)
+    assert tables.rewrite(page, of_names)
+    assert page.read_text() == after
+    assert not tables.rewrite(page, of_names)
+    assert page.read_text() == after
     with pytest.raises(KeyError, match="three"):
-        tables.filled("<!-- table: three -->\n<!-- end -->")
-    files = [tmp_path / "research" / "page.md", tmp_path / "weights" / "README.md"]
-    for file, text in zip(files, (page, expected)):
-        file.parent.mkdir()
-        file.write_text(text)
-    monkeypatch.setattr(seeds, "ROOT", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["tables.py"])
-    tables.main()
-    assert [file.read_text() for file in files] == [expected, expected]
-    assert capsys.readouterr().out == "research/page.md changed\n"
+        tables.filled("<!-- table: three -->\n<!-- end -->", of_names)
 
 
-@pytest.mark.parametrize("missing", ["no run", "a seed of a recipe", "the plain ones"])
-def test_recipes_are_compared_when_the_last_run_is_there(missing, monkeypatch, tmp_path):
-    plain, found = [40.0, 41.5, 40.5, 41.0, 42.0], {"recipes_teacher": [43.0, 44.0, 42.5], "recipes_bce": [41, 40, 42]}
-    for name, top1 in found.items():
-        seen = top1[:2] if missing == "a seed of a recipe" and name == "recipes_bce" else top1
-        runs = [dict(model="vil_tiny", seed=seed, top1=value) for seed, value in enumerate(seen)]
-        (tmp_path / f"{name}.json").write_text(json.dumps(dict(runs=runs)))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    by_model = {} if missing == "the plain ones" else {"vil_tiny": dict(enumerate(plain))}
-    monkeypatch.setattr(tables.photographs, "top1_of_test", lambda runs, judged: by_model)
-    rows = [line.split(" | ")[1:] for line in tables.recipes().splitlines()[2:]]
-    if missing != "no run":
-        assert all(cell.strip(" |") == "-" for row in rows for cell in row[1:])
-        return
-    p_values = [ttest_ind(top1, plain, equal_var=False).pvalue for top1 in found.values()]
-    assert rows[0][1].startswith("43.17")
-    assert rows[0][2].startswith("+2.17")
-    assert [float(row[3]) for row in rows] == pytest.approx(p_values, rel=0.05)
-    assert float(rows[0][4].strip(" |")) == pytest.approx(2 * p_values[0], rel=0.05)
+PLAIN = dict(enumerate([40.0, 41.5, 40.5, 41.0, 42.0]))
+BY_RECIPE = dict(recipes_teacher={0: 43.0, 1: 44.0, 2: 42.5}, recipes_bce={0: 41.0, 1: 40.0, 2: 42.0})
+
+
+def cells_of(table):
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+
+
+def test_recipes_are_compared_by_welchs_test_and_holms_correction():
+    p_values = [ttest_ind([*top1.values()], [*PLAIN.values()], equal_var=False).pvalue for top1 in BY_RECIPE.values()]
+    rows = cells_of(tables.recipes(PLAIN, BY_RECIPE))
+    assert rows[0][2].startswith("43.17")
+    assert rows[0][3].startswith("+2.17")
+    assert [float(row[4]) for row in rows] == pytest.approx(p_values, rel=0.05)
+    assert float(rows[0][5]) == pytest.approx(2 * p_values[0], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("plain", "found"), [({}, BY_RECIPE), (PLAIN, BY_RECIPE | dict(recipes_bce={0: 41.0, 1: 40.0}))]
+)
+def test_recipes_are_not_compared_before_the_last_run_is_there(plain, found):
+    rows = cells_of(tables.recipes(plain, found))
+    assert [row[1] for row in rows] == [str(len(top1)) for top1 in found.values()]
+    assert all(cell == "-" for row in rows for cell in row[2:])
 
 
 @pytest.mark.parametrize("name", ["cifar10", "rehearsal", "rehearsal2"])
@@ -102,13 +101,12 @@ def test_the_studies_of_transfer_are_of_the_weights_that_are_shipped():
         assert json.loads((tables.RESULTS / f"{name}.json").read_text())["sha256 of the weights"] == digest
 
 
-def test_the_best_learning_rate_of_recall_is_the_one_that_ends_highest(monkeypatch):
+def test_the_best_learning_rate_of_recall_is_the_one_that_ends_highest():
     run = dict(mixer="longhorn", length=16, width=16, lr=1e-3, pairs=2, parameters=5, accuracy=[10.0, 60.0])
     runs = [run, run | dict(lr=1e-2, accuracy=[90.0, 50.0])]
     runs += [run | dict(lr=1e-2, length=32, pairs=4, parameters=7, accuracy=[80.0])]
     runs += [run | dict(mixer="attention", accuracy=[99.0]), run | dict(width=32, accuracy=[7.0])]
-    monkeypatch.setattr(tables, "runs_of", lambda _: runs)
-    lines = tables.recall().splitlines()
+    lines = tables.recall(runs).splitlines()
     assert lines[0] == "| width | mixer | parameters | T 16, 2 pairs | T 32, 4 pairs |"
     assert lines[2:] == [
         "| 16 | longhorn | 5 to 7 | 60.0 (0.001) | 80.0 (0.01) |",

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -35,6 +36,12 @@ class Forked(CONTEXT.Process):
     def start(self):
         with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
             super().start()
+
+
+def call(main: Callable[[], Any], *words) -> Any:
+    """Call the `main` of a program in this process with a command line."""
+    with mock.patch.object(sys, "argv", [main.__module__, *map(str, words)]):
+        return main()
 
 
 def script(name):
