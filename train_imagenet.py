@@ -35,7 +35,7 @@ if __name__ == "__main__":  # before the slow imports: there is nothing to save 
         signal.signal(signal.SIGHUP, end_at_once if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_IGN)
 
 from vil.cli.train import main
-from vil.streams import outlive_output
+from vil.fault_tolerance.streams import outlive_output
 
 if __name__ == "__main__":
     outlive_output()

@@ -5,7 +5,7 @@ python validate.py --help
 """
 
 from vil.cli.validate import main
-from vil.streams import outlive_output
+from vil.fault_tolerance.streams import outlive_output
 
 if __name__ == "__main__":
     outlive_output("stderr")

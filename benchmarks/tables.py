@@ -17,7 +17,7 @@ import timm
 import torch
 
 import vil  # noqa: F401  registers the models
-from vil.files import write_atomically
+from vil.fault_tolerance.files import write_atomically
 from vil.published import published
 
 ROOT = Path(__file__).parents[1]

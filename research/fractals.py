@@ -63,7 +63,7 @@ from torch import Tensor
 
 from vil.config import ConfigError
 from vil.devices import default_device, known_device
-from vil.files import FolderInUseError, write_atomically
+from vil.fault_tolerance.files import FolderInUseError, write_atomically
 from vil.info import environment
 
 MOST_MAPS = 8

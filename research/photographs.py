@@ -29,7 +29,7 @@ from research import seeds
 from research.compare import BySeed, holm, listed, spread, welch
 from research.predictions import Judged, job_of, joined, name_of
 from vil.evaluation.comparison import markdown_table
-from vil.files import write_atomically
+from vil.fault_tolerance.files import write_atomically
 from vil.training.interruption import PREEMPTED
 
 Runs = list[dict[str, Any]]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vil.evaluation.comparison import Paired, markdown_table
-from vil.files import write_atomically
+from vil.fault_tolerance.files import write_atomically
 
 
 def name_of(model: str, seed: int) -> str:

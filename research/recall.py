@@ -51,7 +51,7 @@ from torch import Tensor
 
 from research.recall_model import MIXERS, RecallModel, recall_examples
 from research.recall_results import Run, merged, plot, report, write
-from vil.files import write_atomically
+from vil.fault_tolerance.files import write_atomically
 from vil.info import git_commit
 from vil.training.gradients import FlatGradients
 

@@ -56,12 +56,12 @@ from vil.data.host.workers import share_cores
 from vil.data.loaders import evaluation_loader
 from vil.data.sources.splits import open_split
 from vil.devices import autocast, default_device
+from vil.distributed import SCHEDULERS_SIGNALS, hearing_signals
 from vil.evaluation.comparison import Predictions, markdown_table
 from vil.evaluation.evaluator import Evaluator
 from vil.factory import create_model, load_model
-from vil.files import write_atomically
+from vil.fault_tolerance.files import write_atomically
 from vil.info import git_commit
-from vil.processes import SCHEDULERS_SIGNALS, hearing_signals
 from vil.training.interruption import PREEMPTED
 
 ROOT = Path(__file__).parents[1]

@@ -33,7 +33,7 @@ from timm.optim import param_groups_weight_decay
 from torch import Tensor
 
 import vil  # noqa: F401  registers the models
-from vil.files import write_atomically
+from vil.fault_tolerance.files import write_atomically
 from vil.info import git_commit
 
 CLASSES, GRID = 1000, 8

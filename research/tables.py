@@ -22,7 +22,7 @@ from research.compare import holm, paired, spread, welch
 from research.predictions import Judged, compare_images
 from research.recall_model import MIXERS
 from vil.evaluation.comparison import markdown_table
-from vil.files import write_atomically
+from vil.fault_tolerance.files import write_atomically
 
 RESULTS = seeds.ROOT / "research" / "results"
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)

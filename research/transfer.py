@@ -60,10 +60,10 @@ from vil.data.digits import picture, split_digits, write_digits
 from vil.data.host.workers import SHARED_MEMORY
 from vil.data.seeds import seed_everything
 from vil.devices import known_device
+from vil.distributed import end_with_parent, join_processes
 from vil.evaluation.comparison import markdown_table
 from vil.factory import create_model
-from vil.files import write_atomically
-from vil.processes import end_with_parent, join_processes
+from vil.fault_tolerance.files import write_atomically
 
 sys.path.insert(0, str(ROOT))
 from vil.training.trainer import DivergenceError, Trainer

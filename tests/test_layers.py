@@ -18,11 +18,14 @@ LAYERS = """
     vil.models.block
     vil.models.vision_longhorn
     vil.models
-    vil.text vil.launch vil.streams
-    vil.config vil.files vil.info vil.published
-    vil.classes vil.state_dicts vil.torch_files
-    vil.checkpoint vil.devices vil.processes
-    vil.factory vil.output
+    vil.text
+    vil.errors
+    vil.fault_tolerance
+    vil.distributed
+    vil.config vil.info vil.published
+    vil.classes vil.state_dicts vil.security
+    vil.checkpoint vil.devices
+    vil.factory
     vil.data vil.cuda_graphs
     vil.predict
     vil

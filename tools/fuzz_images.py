@@ -36,12 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))  
 from processes import CONTEXT, Forked
 
 from vil.config import Config, ConfigError
-from vil.data import guard
 from vil.data.loaders import evaluation_loader, training_loader, unreadable_images
 from vil.data.samplers import TrainingBatches
 from vil.data.sources import images, readers
 from vil.data.sources.images import UNREADABLE
 from vil.data.sources.splits import open_split
+from vil.security import sandbox
 from vil.viz import __main__ as viz
 
 AT_ONCE = 100  # number of files on disk at a time
@@ -318,7 +318,7 @@ def read_all(root: Path, path: str, device: torch.device, gigabytes: float | Non
         except BaseException as error:
             outcome.ended_by = repr(error)
     outcome.seconds, outcome.megabytes = time.perf_counter() - start, max(0, memory("VmHWM") - before)
-    guard.of_process(os.getpid()).close()
+    sandbox.of_process(os.getpid()).close()
     outcome.megabytes += resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     return outcome
 

@@ -19,12 +19,13 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from . import torch_files
-from .config import ConfigError, options_of_checkpoint
-from .files import cause_of, is_of_machine, machine_error_in, remedy_for, retried, write_atomically
-from .launch import is_first_process
+from .config import options_of_checkpoint
+from .distributed import is_first_process
+from .errors import CheckpointError, ConfigError
+from .fault_tolerance.files import cause_of, is_of_machine, machine_error_in, remedy_for, retried, write_atomically
+from .security import unpickler
 from .state_dicts import StateDictError, find_state_dict, parts_of, within_own_prefix, without_wrappers
-from .text import LONGEST_LABEL, label_of, printable
+from .text import LONGEST_LABEL, label_of
 
 _logger = logging.getLogger(__name__)
 
@@ -41,16 +42,7 @@ PRODUCER = "vision-longhorn"  # in the metadata of .safetensors files that name 
 MOST_RESAMPLED = 2**26  # maximum number of values that resampling to another image size may add
 MOST_TENSORS = 100_000  # of a .safetensors file
 # errors whose messages explain the problem
-READABLE = (zipfile.BadZipFile, SafetensorError, torch_files.TorchFileError)
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read, or used for this model. The message is printable, also if names in it are
-    not.
-    """
-
-    def __init__(self, message: str):
-        super().__init__(printable(message))
+READABLE = (zipfile.BadZipFile, SafetensorError, unpickler.TorchFileError)
 
 
 class BrokenCheckpointError(CheckpointError):
@@ -119,8 +111,8 @@ class Checkpoint:
         if not self.is_ours:
             return {}
         try:
-            torch_files.refuse_growth(config := self.content["config"], MOST_OPTIONS)
-        except torch_files.TorchFileError as error:
+            unpickler.refuse_growth(config := self.content["config"], MOST_OPTIONS)
+        except unpickler.TorchFileError as error:
             raise ConfigError(f"the options in {self.path} cannot be read: {error}") from error
         return options_of_checkpoint(config, self.path)
 
@@ -325,14 +317,14 @@ def _content(path: str | Path, whole: bool) -> Any:
 
     def read() -> Any:
         with open(path, "rb") as file:
-            return (_read_safetensors if path.suffix == ".safetensors" else torch_files.load)(file, whole)
+            return (_read_safetensors if path.suffix == ".safetensors" else unpickler.load)(file, whole)
 
     try:
         content = retried(read)
         digests = content.get("digest") if whole and _is_ours(content) else None
         for name, said in (digests or {}).items():
             if name in content and digest(content[name], content.get("metadata")) != said:
-                raise torch_files.TorchFileError(f"the checksum of its {name} is wrong")
+                raise unpickler.TorchFileError(f"the checksum of its {name} is wrong")
         return content
     except Exception as error:  # readers raise various types for broken files
         if is_of_machine(error):  # the file may be intact
@@ -366,15 +358,15 @@ def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:
     """
     start = file.read(8)
     if (length := int.from_bytes(start, "little")) > MOST_HEADER:
-        raise torch_files.TorchFileError(f"its header has {length} bytes, more than {MOST_HEADER}")
+        raise unpickler.TorchFileError(f"its header has {length} bytes, more than {MOST_HEADER}")
     header = json.loads(text := file.read(length))
     metadata = header.pop("__metadata__", None) or {}
     content: dict[str, Any] = {"state_dict": {}}
     if whole:
         dimensions = max((len(entry["shape"]) for entry in header.values()), default=0)
-        if len(header) > MOST_TENSORS or dimensions > torch_files.MOST_DIMENSIONS:
-            raise torch_files.TorchFileError(
-                f"it has {len(header)} tensors, or one of more than {torch_files.MOST_DIMENSIONS} dimensions"
+        if len(header) > MOST_TENSORS or dimensions > unpickler.MOST_DIMENSIONS:
+            raise unpickler.TorchFileError(
+                f"it has {len(header)} tensors, or one of more than {unpickler.MOST_DIMENSIONS} dimensions"
             )
         content = {"state_dict": safetensors.torch.load(start + text + file.read())}
     if metadata.get("producer") != PRODUCER:

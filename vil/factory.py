@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from .checkpoint import Checkpoint, fitted, load_weights
 from .classes import first_difference, order_of
 from .config import ConfigError
+from .distributed import warn
 from .models.vision_longhorn import VisionLonghorn, resample_pos_embed
-from .processes import warn
 from .state_dicts import parts_of
 from .text import nearest, one_line, printable
 

@@ -13,7 +13,7 @@ from figures import kept_figures
 from PIL import Image
 from processes import in_processes
 
-from vil import processes
+from vil import distributed
 from vil.evaluation import comparison
 from vil.evaluation.comparison import Comparison, Paired, Predictions, Speed, markdown, measure_speed
 
@@ -174,8 +174,8 @@ SPLITS = (8, 7, 6, 3)  # number of images
 
 
 def gathered(rank):
-    processes.join_processes("cpu")
-    return [gathered_of(rank, images) for images in SPLITS], processes.leave_processes()
+    distributed.join_processes("cpu")
+    return [gathered_of(rank, images) for images in SPLITS], distributed.leave_processes()
 
 
 def gathered_of(rank, images):

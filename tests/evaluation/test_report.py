@@ -18,7 +18,7 @@ from timm.data.dataset import IterableImageDataset
 from vil.data.sources.splits import open_split
 from vil.evaluation.comparison import Comparison
 from vil.evaluation.report import calibration, report_page
-from vil.files import write_atomically
+from vil.fault_tolerance.files import write_atomically
 
 VOID = {"meta", "img", "br", "path", "rect"}
 NAMES = dict(enumerate(["<script>alert(1)</script>", *CLASSES[1:]]))

@@ -35,10 +35,10 @@ from fuzz_images import chunk, memory, segments, sharing, tiff
 from processes import CONTEXT, Forked
 
 from vil.checkpoint import Checkpoint
-from vil.data import guard
 from vil.data.sources.images import read_image
 from vil.data.sources.splits import open_split
 from vil.factory import from_checkpoint
+from vil.security import sandbox
 
 MOST = 10**6  # largest file size in bytes
 SIDE = 9400  # side of a square image just below the pixel limit
@@ -425,7 +425,7 @@ def _measure(pipe, name: str, path: Path) -> None:
     except BaseException as error:
         outcome = f"{type(error).__name__}: {error}"
     seconds, grown = time.process_time() - start, memory("VmHWM") - before
-    guard.of_process(os.getpid()).close()
+    sandbox.of_process(os.getpid()).close()
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     pipe.send(Cost(seconds + children.ru_utime, max(grown, children.ru_maxrss / 1024), outcome[:300]))
 

@@ -135,10 +135,10 @@ def in_processes(count, function, *args, port=None) -> list[Ended]:
 
 
 def _call(function, args, pipe, file, rank, count, port):
-    from vil import processes
+    from vil import distributed
 
     become(rank, count, port, file, file)
-    processes.GRACE = 1  # seconds, for a process whose neighbour has failed
+    distributed.GRACE = 1  # seconds, for a process whose neighbour has failed
     pipe.send(function(rank, *args))
 
 

@@ -16,7 +16,7 @@ from faults import assert_same
 from PIL import Image
 from processes import run, script, train_command
 
-from vil import checkpoint, files
+from vil import checkpoint
 from vil.checkpoint import BrokenCheckpointError, CheckpointError
 from vil.config import Config, ConfigError
 from vil.data.device.cache import KeptImages
@@ -24,6 +24,8 @@ from vil.data.loaders import evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
 from vil.data.sources.images import MachineError, read_image
 from vil.data.sources.splits import open_split, open_splits
+from vil.fault_tolerance import files
+from vil.security import sandbox
 from vil.training.best import BestCheckpoint
 from vil.training.resumption import find_resumed
 from vil.training.summary import best_row
@@ -224,7 +226,7 @@ def test_a_missing_file_is_not_waited_for_and_a_failing_disk_is_an_error_of_a_li
 def test_a_guard_that_does_not_start_is_an_error_of_the_machine(tmp_path, monkeypatch):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.gif")
     monkeypatch.setattr(files, "BACK_OFFS", (0,))
-    monkeypatch.setattr("vil.data.guard.of_process", lambda _: __import__("vil.data.guard").data.guard.Guard())
+    monkeypatch.setattr(sandbox, "of_process", lambda _: sandbox.Guard())
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(MachineError, match=r"cannot read .*a.gif: .*does not start"):
         read_image(tmp_path / "a.gif")

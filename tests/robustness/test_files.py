@@ -16,10 +16,11 @@ import pytest
 from faults import before
 from processes import Forked, become, draw_nothing, in_processes, run, train_command
 
-from vil import checkpoint, files
-from vil.files import FolderInUseError, FolderLock, write_atomically
-from vil.output import check_outputs
-from vil.streams import BackgroundStream, outlive_output
+from vil import checkpoint
+from vil.fault_tolerance import files
+from vil.fault_tolerance.files import FolderInUseError, FolderLock, write_atomically
+from vil.fault_tolerance.output import check_outputs
+from vil.fault_tolerance.streams import BackgroundStream, outlive_output
 from vil.training import trainer as training_loop
 
 

@@ -31,7 +31,6 @@ from processes import ROOT, SMALL
 from timm.data.dataset import ImageDataset
 
 from vil.config import Config, ConfigError
-from vil.data import decoder, guard
 from vil.data.device import encoded
 from vil.data.device import loader as device_loader
 from vil.data.device.encoded import EncodedImage
@@ -43,6 +42,7 @@ from vil.data.sources.images import UNREADABLE
 from vil.data.sources.readers import EncodedReader, ImageReader
 from vil.data.sources.splits import open_split, open_splits
 from vil.evaluation.imagenet import open_test_split
+from vil.security import image_decoding, sandbox
 from vil.training.trainer import Trainer
 from vil.viz import __main__ as viz
 
@@ -165,7 +165,7 @@ def named(log):
 def test_what_is_no_image_within_the_limits_is_counted_named_and_replaced(
     tmp_path, path, caplog, ghostscript, monkeypatch
 ):
-    monkeypatch.setattr(decoder, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(image_decoding, "MOST_BYTES", 2**20)
     root = folder_of(tmp_path / "images", UNFIT | {"long": SMALL_JPEG + bytes(2**20)})
     os.mkfifo(root / "train" / "bee" / "pipe.png")
     for i in range(-(len(UNFIT) + 3) % 4 or 4):
@@ -201,13 +201,13 @@ def test_pictures_of_vil_viz_are_opened_as_the_loaders_do(tmp_path, ghostscript,
 
 def test_what_takes_too_much_time_or_memory_is_stopped_and_named_and_time_is_given_once(tmp_path, caplog, monkeypatch):
     """No limit of a format holds these: what is slow is known by the clock, what is large by the address space."""
-    limits = f"has {decoder.SECONDS} s and, on Linux, {decoder.MEMORY / 2**30:g} GiB"
+    limits = f"has {image_decoding.SECONDS} s and, on Linux, {image_decoding.MEMORY / 2**30:g} GiB"
     assert limits in (ROOT / "docs" / "security.md").read_text()
     with pytest.raises(
         images.UnfitImageError, match="MemoryError|not decoded"
     ):  # the one, or on a busy machine the other
         images.read_image(io.BytesIO(sharing(2**22, 900)))
-    monkeypatch.setattr(decoder, "SECONDS", 3)
+    monkeypatch.setattr(image_decoding, "SECONDS", 3)
     asked, decode = [], images.decode_guarded
     monkeypatch.setattr(images, "decode_guarded", lambda data: asked.append(data) or decode(data))
     comments = b"GIF89a" + bytes((8, 0, 8, 0, 0, 0, 0, 0x21, 0xFE)) + b"\1a" * 2**22
@@ -220,7 +220,7 @@ def test_what_takes_too_much_time_or_memory_is_stopped_and_named_and_time_is_giv
     assert named(caplog) == ["bee/gif.jpg"]
     assert "not decoded in 3 s" in caplog.text
     if sys.platform == "linux":
-        guard.of_process(os.getpid()).close()
+        sandbox.of_process(os.getpid()).close()
         assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 * 2**20
 
 
@@ -228,34 +228,34 @@ def test_what_takes_too_much_time_or_memory_is_stopped_and_named_and_time_is_giv
 def test_photographs_are_decoded_where_they_are_read(name):
     """Guarded they would be slower."""
     content = fuzz_images.corpus(name)[name]
-    assert decoder.is_bounded(io.BytesIO(content), len(content))
+    assert image_decoding.is_bounded(io.BytesIO(content), len(content))
     for scans in (100, 101) if name == "jpeg" else ():  # of one colour, though the frame is no progressive one
         scan = content[content.index(b"\xff\xda") :]
         several = content[: -len(scan)] + (scan[:4] + b"\1" + scan[5:]) * scans
-        if scans > decoder.MOST_SCANS:
+        if scans > image_decoding.MOST_SCANS:
             with pytest.raises(images.UnfitImageError, match="101 scans, more than 100"):
-                decoder.is_bounded(io.BytesIO(several), len(several))
+                image_decoding.is_bounded(io.BytesIO(several), len(several))
         else:
-            assert decoder.is_bounded(io.BytesIO(several), len(several))
+            assert image_decoding.is_bounded(io.BytesIO(several), len(several))
     twice = large_header(SMALL_JPEG, 24, 32, 2)  # which of two frames a decoder believes nobody knows
-    assert not decoder.is_bounded(io.BytesIO(twice), len(twice))
+    assert not image_decoding.is_bounded(io.BytesIO(twice), len(twice))
     if name == "jpeg progressive":  # but for one of many pixels, over all of which each of its scans may go
         place = content.index(b"\xff\xc2") + 5
         large = content[:place] + struct.pack(">HH", 8000, 8000) + content[place + 4 :]
-        assert not decoder.is_bounded(io.BytesIO(large), len(large))
+        assert not image_decoding.is_bounded(io.BytesIO(large), len(large))
         for odd in (b"\0\xe0", b"\xff\xff", b"\xff\xbf", b"\xff\xd9", b"\xff\xdf"):  # where a segment is to begin
             others = content[:2] + b"\xff\xe0\0\2" + odd + b"\0\2" + content[2:]
-            assert not decoder.is_bounded(io.BytesIO(others), len(others))
+            assert not image_decoding.is_bounded(io.BytesIO(others), len(others))
     for more in (b"\xff\xda" * 101, content[2:]) if name == "jpeg" else ():  # a film or a picture behind it is no scan
-        assert decoder.is_bounded(io.BytesIO(content + more), len(content + more))
+        assert image_decoding.is_bounded(io.BytesIO(content + more), len(content + more))
     width, height = Image.open(io.BytesIO(content)).size
     for length, is_in_proportion in ((most := 2**20 + 8 * width * height, True), (most + 1, False)):
-        assert decoder.is_bounded(io.BytesIO(content.ljust(length, b"\0")), length) == is_in_proportion
-    parts = decoder.MOST_PARTS
+        assert image_decoding.is_bounded(io.BytesIO(content.ljust(length, b"\0")), length) == is_in_proportion
+    parts = image_decoding.MOST_PARTS
     for kind, most in ((b"tEXt", parts - 1), (b"IDAT", parts + 11)) if name == "png" else ():  # beside its header
         for count in (most, most + 1):
             many = png(header(8, 8), *[(kind, b"")] * count, (b"IEND", b""))
-            assert decoder.is_bounded(io.BytesIO(many), len(many)) == (count == most)
+            assert image_decoding.is_bounded(io.BytesIO(many), len(many)) == (count == most)
 
 
 def with_segment(marker, note, jpeg=SMALL_JPEG):
@@ -284,29 +284,29 @@ def test_metadata_change_no_pixel_and_cost_nothing(name, monkeypatch):
     content = METADATA[name]
     plain = RGB if content.startswith(b"\x89PNG") else np.asarray(Image.open(io.BytesIO(SMALL_JPEG)))
     np.testing.assert_array_equal(np.asarray(images.read_image(io.BytesIO(content))), plain)
-    assert len(decoder.essence(content)) < 5000
+    assert len(image_decoding.essence(content)) < 5000
 
 
 def test_a_decoder_ends_by_itself_when_it_decodes_for_long_and_not_when_it_waits(monkeypatch):
     alarms = []
-    monkeypatch.setattr(decoder.signal, "alarm", alarms.append)
+    monkeypatch.setattr(image_decoding.signal, "alarm", alarms.append)
     for content in (SMALL_JPEG, b"none"):
-        decoder._decoded(content)
-    assert alarms == [2 * decoder.SECONDS, 0] * 2
+        image_decoding._decoded(content)
+    assert alarms == [2 * image_decoding.SECONDS, 0] * 2
 
 
 def test_a_decoder_heeds_no_scheduler_takes_one_thread_and_says_little(monkeypatch):
     ignored, replies = [], io.BytesIO()
-    monkeypatch.setattr(decoder.signal, "signal", lambda number, _: ignored.append(number.name))
-    monkeypatch.setattr(decoder, "_limit_memory", lambda: None)
+    monkeypatch.setattr(image_decoding.signal, "signal", lambda number, _: ignored.append(number.name))
+    monkeypatch.setattr(image_decoding, "_limit_memory", lambda: None)
     if features.check("avif"):
         monkeypatch.setattr("PIL.AvifImagePlugin.DEFAULT_MAX_THREADS", 64)
-    decoder.serve(io.BytesIO(), replies)
+    image_decoding.serve(io.BytesIO(), replies)
     assert set(ignored) == {"SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"}
     assert replies.getvalue() == b"\n"
     assert not features.check("avif") or sys.modules["PIL.AvifImagePlugin"].DEFAULT_MAX_THREADS == 1
-    monkeypatch.setattr(decoder, "decode", lambda _: {}["\udcff" * 9999])
-    size, error = decoder._decoded(b"")
+    monkeypatch.setattr(image_decoding, "decode", lambda _: {}["\udcff" * 9999])
+    size, error = image_decoding._decoded(b"")
     assert (size, len(error)) == ((0, 0), 1000)
 
 
@@ -316,29 +316,29 @@ def test_a_decoders_limit_of_memory_is_within_the_systems(most, monkeypatch):
     limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
-    decoder._limit_memory()
+    image_decoding._limit_memory()
     ((limit, hard),) = limits
     assert hard == most
-    assert limit == most if most == 2**20 else decoder.MEMORY < limit < 2**62
+    assert limit == most if most == 2**20 else image_decoding.MEMORY < limit < 2**62
 
 
 def test_a_decoder_that_has_died_is_started_again(monkeypatch):
-    gif, of_process = encode(RGB, "GIF"), guard.of_process(os.getpid())
+    gif, of_process = encode(RGB, "GIF"), sandbox.of_process(os.getpid())
     expected = of_process.decode(gif)
     if sys.platform == "linux":  # what libraries say of files from strangers is not for the terminal
         assert os.readlink(f"/proc/{of_process._child.pid}/fd/2") == os.devnull
     for end in (of_process._child.kill, lambda: os.kill(of_process._child.pid, signal.SIGSTOP)):  # as a system may
         end()
         with monkeypatch.context() as patched:
-            patched.setattr(decoder, "SECONDS", 0.5)
+            patched.setattr(image_decoding, "SECONDS", 0.5)
             with pytest.raises(images.UnfitImageError, match="its decoder ended with status -9|not decoded in 0.5 s"):
                 of_process.decode(gif)
         assert images.read_image(io.BytesIO(gif)) == expected
-    child, times = of_process._child, iter((0, decoder.SECONDS))  # when the clock was about to end it
-    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    child, times = of_process._child, iter((0, image_decoding.SECONDS))  # when the clock was about to end it
+    monkeypatch.setattr(sandbox, "time", SimpleNamespace(monotonic=lambda: next(times)))
     assert images.read_image(io.BytesIO(gif)) == expected
     assert (of_process._child, child.returncode) == (None, -9)  # and nothing of it is left
-    monkeypatch.setattr(guard.sys, "executable", "false")
+    monkeypatch.setattr(sandbox.sys, "executable", "false")
     with pytest.raises(OSError, match="the process that decodes images does not start: false "):
         images.read_image(io.BytesIO(gif))
 
@@ -365,7 +365,7 @@ def test_a_guard_runs_no_module_of_the_folder_it_is_started_in(tmp_path, variabl
 def test_a_process_that_is_forked_while_an_image_is_decoded_does_not_wait_for_it():
     """As loaders' workers are, beside a thread of vil.predict."""
     gif = encode(RGB, "GIF")
-    with guard.of_process(os.getpid())._lock:
+    with sandbox.of_process(os.getpid())._lock:
         forked = multiprocessing.get_context("fork").Process(target=images.read_image, args=[io.BytesIO(gif)])
         forked.start()
         forked.join(30)
@@ -375,7 +375,7 @@ def test_a_process_that_is_forked_while_an_image_is_decoded_does_not_wait_for_it
 
 def test_threads_that_decode_at_once_get_a_picture_each_of_their_own(monkeypatch):
     """As those of vil.predict."""
-    monkeypatch.setattr(decoder, "SECONDS", 3)
+    monkeypatch.setattr(image_decoding, "SECONDS", 3)
     files = [encode(Image.new("RGB", (32 + i, 24), (i, 0, 0)), "GIF") for i in range(24)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda file: images.read_image(io.BytesIO(file)), files))
@@ -566,11 +566,11 @@ def test_each_epoch_counts_its_own_and_a_file_is_named_once(tmp_path, workers):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_what_one_process_has_met_the_others_know(caplog):
     """In another epoch another worker has the file."""
-    unreadable, late = images.Unreadable(2), guard.LateImageError("not decoded")
+    unreadable, late = images.Unreadable(2), sandbox.LateImageError("not decoded")
     forked = multiprocessing.get_context("fork").Process(target=unreadable.add, args=(1, "name", late))
     forked.start()
     forked.join()
-    with pytest.raises(guard.LateImageError):
+    with pytest.raises(sandbox.LateImageError):
         unreadable.refuse_late(1)
     unreadable.add(1, "name", late)
     assert (unreadable.count, named(caplog)) == (2, [])
@@ -698,16 +698,16 @@ def test_of_several_pictures_the_first_is_shown(kind):
 def test_a_panorama_is_no_line_and_a_limit_is_within(monkeypatch):
     for shape in ((10, 1000), (1000, 10)):
         panorama = encode(np.zeros(shape, np.uint8), "PNG")
-        monkeypatch.setattr(decoder, "MOST_PIXELS", 10_000)
-        assert np.asarray(decoder.decode(io.BytesIO(panorama))).shape == (*shape, 3)
-        monkeypatch.setattr(decoder, "MOST_PIXELS", 9_999)
+        monkeypatch.setattr(image_decoding, "MOST_PIXELS", 10_000)
+        assert np.asarray(image_decoding.decode(io.BytesIO(panorama))).shape == (*shape, 3)
+        monkeypatch.setattr(image_decoding, "MOST_PIXELS", 9_999)
         with pytest.raises(images.UnfitImageError, match=f"^{shape[1]}x{shape[0]} pixels, more than 9999"):
-            decoder.open_image(io.BytesIO(panorama))
+            image_decoding.open_image(io.BytesIO(panorama))
     with pytest.raises(images.UnfitImageError, match="^1000x9 pixels, one side more than 100 times the other"):
-        decoder.open_image(io.BytesIO(encode(np.zeros((9, 1000), np.uint8), "PNG")))
+        image_decoding.open_image(io.BytesIO(encode(np.zeros((9, 1000), np.uint8), "PNG")))
     monkeypatch.undo()
     halves = {256: 4096, 257: 4096, 259: 8, 322: 4096, 323: 2048, 324: 0, 325: len(BOMB)}  # as large as the image needs
-    assert decoder.open_image(io.BytesIO(tiff(BOMB, halves))).size == (4096, 4096)
+    assert image_decoding.open_image(io.BytesIO(tiff(BOMB, halves))).size == (4096, 4096)
 
 
 # shards
@@ -978,7 +978,7 @@ def test_datasets_of_other_packages_are_timms(monkeypatch, pillow):
     monkeypatch.setattr("vil.data.sources.splits.create_dataset", lambda *names, **options: (*names, options))
     monkeypatch.setattr("vil.data.sources.splits.class_names", lambda _: {})
     assert open_split("/cache", "hfds/X/y", "test", seed=3) == ("hfds/X/y", dict(root="/cache", split="test", seed=3))
-    assert tuple(Image.ID) == decoder.FORMATS  # which they open in this process, too
+    assert tuple(Image.ID) == image_decoding.FORMATS  # which they open in this process, too
 
 
 def test_shards_at_an_address_are_timms_to_open(monkeypatch, pillow):
@@ -1062,7 +1062,7 @@ def test_large_pictures_and_files_and_those_of_two_sizes_are_not_for_the_device(
     for content, on_device in ((SMALL_JPEG, True), (large, False), (large_header(SMALL_JPEG, 9000, 9000, 2), False)):
         *_, reader = readers(Rows(content, encode(RGB, "PNG")))
         assert isinstance(reader[0, 0][0], EncodedImage) == on_device
-    monkeypatch.setattr(decoder, "MOST_BYTES", 100)
+    monkeypatch.setattr(image_decoding, "MOST_BYTES", 100)
     with pytest.raises(images.UnfitImageError, match="bytes, more than 100"):
         reader._content(0)
 

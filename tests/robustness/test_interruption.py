@@ -18,7 +18,7 @@ import pytest
 from faults import Torchrun, assert_same, before, signals
 from processes import ROOT, free_port, in_processes, train_command
 
-from vil import checkpoint, processes
+from vil import checkpoint, distributed
 from vil.training import interruption
 from vil.training import trainer as training_loop
 from vil.training.interruption import PREEMPTED, CheckpointTimer
@@ -80,7 +80,7 @@ def what_timers_say(rank):
     """Return the decisions of two ranks: the first's clock expires after the second step, the other gets a signal
     later.
     """
-    processes.join_processes("cpu")
+    distributed.join_processes("cpu")
     clock = SimpleNamespace(seconds=0.0)
     interruption.time = SimpleNamespace(monotonic=lambda: clock.seconds)
     timer, said = CheckpointTimer("1m", step=0), []
@@ -89,7 +89,7 @@ def what_timers_say(rank):
         if (rank, step) == (1, 5):
             os.kill(os.getpid(), signal.SIGTERM)
         said.append((timer.due(step), timer.stop))
-    processes.leave_processes()
+    distributed.leave_processes()
     return said
 
 

@@ -16,7 +16,8 @@ from processes import ROOT, train_command
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vil import checkpoint, files
+from vil import checkpoint
+from vil.fault_tolerance import files
 from vil.kernels import cache
 from vil.kernels.scan import chunked
 from vil.training import meter
@@ -117,10 +118,10 @@ def test_nothing_in_a_model_takes_fp64_which_apples_gpus_do_not_have(name, monke
 
 def test_a_build_of_pytorch_without_distributed_will_do(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
-    monkeypatch.delitem(sys.modules, "vil.processes", raising=False)
+    monkeypatch.delitem(sys.modules, "vil.distributed", raising=False)
     for name in ("register_rendezvous_handler", "Store", "PrefixStore", "DistError"):
         monkeypatch.delattr(dist, name)
-    assert runpy.run_module("vil.processes")["is_first_process"]()
+    assert runpy.run_module("vil.distributed")["is_first_process"]()
 
 
 def test_where_nobody_says_who_wrote_a_file_there_is_no_cache_of_compiled_code(monkeypatch):

@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from processes import free_port, in_processes, run, script
 
-from vil import processes
+from vil import distributed
 from vil.config import ConfigError
 
 
 def meet(rank):
-    device, *place = processes.join_processes("cpu")
+    device, *place = distributed.join_processes("cpu")
     value = torch.full((2,), 10.0**rank)
-    total = processes.sum_over_processes(value)
-    rows = processes.interleave_over_processes(torch.full(((1, 3, 0)[rank],), LARGE + rank))
+    total = distributed.sum_over_processes(value)
+    rows = distributed.interleave_over_processes(torch.full(((1, 3, 0)[rank],), LARGE + rank))
     outcomes = [str(device), place, dist.get_rank(), total.tolist(), value.tolist(), rows.tolist()]
 
     calls = []
     sent = {"rank": rank, "list": [1.5, "text", None, True], "tensor": torch.arange(3)}
-    outcomes.append(str(processes.from_first_process(lambda: calls.append(rank) or sent)))
+    outcomes.append(str(distributed.from_first_process(lambda: calls.append(rank) or sent)))
 
     def refuse(error):
         calls.append(rank)
@@ -34,12 +34,12 @@ def meet(rank):
 
     for error in (OSError(f"rank {rank} refuses"), ConfigError()):
         try:
-            processes.from_first_process(functools.partial(refuse, error))
-        except (type(error), processes.FirstProcessError) as error:
+            distributed.from_first_process(functools.partial(refuse, error))
+        except (type(error), distributed.FirstProcessError) as error:
             outcomes.append(str(error))
     with contextlib.suppress(pickle.UnpicklingError):  # what could run code is not taken from a neighbour
-        outcomes.append(processes.from_first_process(lambda: os.getcwd) is os.getcwd)
-    processes.leave_processes()
+        outcomes.append(distributed.from_first_process(lambda: os.getcwd) is os.getcwd)
+    distributed.leave_processes()
     return [*outcomes, calls, dist.is_initialized()]
 
 
@@ -56,17 +56,17 @@ def test_processes_add_up_and_hear_what_the_first_one_did():
 
 
 def test_a_process_alone_meets_nobody():
-    assert processes.join_processes("cpu") == (torch.device("cpu"), 0, 1)
+    assert distributed.join_processes("cpu") == (torch.device("cpu"), 0, 1)
     assert not dist.is_initialized()
     value = torch.tensor([3.0])
-    assert processes.sum_over_processes(value) is value
+    assert distributed.sum_over_processes(value) is value
     assert value.tolist() == [3.0]
-    assert processes.from_first_process(lambda: 7) == 7
+    assert distributed.from_first_process(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
-        processes.from_first_process(lambda: 1 / 0)
-    processes.leave_processes()
+        distributed.from_first_process(lambda: 1 / 0)
+    distributed.leave_processes()
     with ThreadPoolExecutor() as pool:  # of a thread that hears no signals
-        assert pool.submit(processes.join_processes, "cpu").result() == (torch.device("cpu"), 0, 1)
+        assert pool.submit(distributed.join_processes, "cpu").result() == (torch.device("cpu"), 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_the_host_speaks_over_gloo_beside_its_gpu_and_says_in_a_line_whom_it_did
         assert (process.device, process.dist_backend) == (device, backend)
         raise error
 
-    monkeypatch.setattr(processes, "init_distributed_device", meet_nobody)
+    monkeypatch.setattr(distributed, "init_distributed_device", meet_nobody)
     with pytest.raises(ConfigError, match=f"do not meet: {reason}. Start"):
-        processes.join_processes(device)
+        distributed.join_processes(device)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ PLACE = "MASTER_ADDR=localhost MASTER_PORT=29500"
 def test_processes_that_nobody_has_started_are_not_waited_for(launched, variables, found, lacks):
     launched(variables)
     with pytest.raises(ConfigError) as caught:
-        processes.join_processes("cpu")
+        distributed.join_processes("cpu")
     assert found in str(caught.value)
     assert lacks in str(caught.value)
     assert "unset " in str(caught.value)
@@ -127,14 +127,14 @@ def test_processes_that_nobody_has_started_are_not_waited_for(launched, variable
 )
 def test_a_launcher_of_one_process_is_no_reason_to_wait(launched, variables):
     launched(variables)
-    assert processes.join_processes("cpu") == (torch.device("cpu"), 0, 1)
-    assert processes.is_first_process()  # a stray RANK would hide the warnings
+    assert distributed.join_processes("cpu") == (torch.device("cpu"), 0, 1)
+    assert distributed.is_first_process()  # a stray RANK would hide the warnings
 
 
 @pytest.mark.parametrize("variables", ["WORLD_SIZE=2 RANK=1", "SLURM_NTASKS=2 SLURM_PROCID=1"])
 def test_the_second_of_two_processes_is_not_the_first(launched, variables):
     launched(variables)
-    assert not processes.is_first_process()
+    assert not distributed.is_first_process()
 
 
 @pytest.mark.parametrize("program", ["train_imagenet.py", "validate.py"])
@@ -149,12 +149,12 @@ def test_both_programs_say_in_a_line_that_an_interactive_job_has_other_processes
 
 def test_a_run_may_take_longer_than_gloo_waits_for_a_message(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda backend, timeout: (backend, timeout.days))
-    assert processes._Watch(0, 2).group == ("gloo", 1000)
+    assert distributed._Watch(0, 2).group == ("gloo", 1000)
 
 
 def die_in_the_middle(rank):
-    processes.GRACE = 0.1
-    processes.join_processes("cpu")
+    distributed.GRACE = 0.1
+    distributed.join_processes("cpu")
     if rank == 1:
         os._exit(7)
     time.sleep(3600)  # as one that waits for its GPU
@@ -168,12 +168,12 @@ def test_processes_end_one_after_the_other_when_one_is_gone():
 
 
 def notice_by_itself(rank):
-    processes.GRACE = 30
-    processes.join_processes("cpu")
+    distributed.GRACE = 30
+    distributed.join_processes("cpu")
     if rank == 1:
         os._exit(7)
     try:
-        processes.sum_over_processes(torch.zeros(1))
+        distributed.sum_over_processes(torch.zeros(1))
     except RuntimeError:
         return "noticed"
 
@@ -190,13 +190,13 @@ def join_and_leave_late(rank):
         time.sleep(rank / 4)
         times.append(time.monotonic())
 
-    make_watch, processes._Watch.__init__, processes.GRACE = processes._Watch.__init__, watch, 0
+    make_watch, distributed._Watch.__init__, distributed.GRACE = distributed._Watch.__init__, watch, 0
     times: list = []
-    processes.join_processes("cpu")
+    distributed.join_processes("cpu")
     times.append(time.monotonic())
     time.sleep(rank / 2)  # the last checkpoint, which one process writes
     times.append(time.monotonic())
-    processes.leave_processes()
+    distributed.leave_processes()
     times.append(time.monotonic())
     time.sleep(0.5)  # in which nobody takes for a loss that the others have left
     return times
@@ -212,7 +212,7 @@ def test_no_process_begins_before_all_have_joined_nor_leaves_before_all_have_com
 
 def press_ctrl_c(rank):
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt), processes.hearing_signals():
+    with contextlib.suppress(KeyboardInterrupt), distributed.hearing_signals():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
         return "went on"
@@ -227,16 +227,16 @@ def test_a_ctrl_c_that_nobody_handles_interrupts_the_thread_that_waits_and_no_ot
 def restart(rank, count):
     """Start processes as torchrun does: it keeps the store of the process group, and counts restarts."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(count))
-    processes.join_processes("cpu")
-    total = processes.sum_over_processes(torch.ones(1)).item()
+    distributed.join_processes("cpu")
+    total = distributed.sum_over_processes(torch.ones(1)).item()
     if count == 0:
         os._exit(7)
-    processes.leave_processes()
+    distributed.leave_processes()
     return total
 
 
 def restart_alone(rank):
-    processes.RESTART = 0.5
+    distributed.RESTART = 0.5
     if rank == 0:
         restart(rank, 2)
 

@@ -17,7 +17,7 @@ import pytest
 from processes import ROOT, Forked, become, draw_nothing, run, train_command
 
 from vil import checkpoint
-from vil.streams import MOST_PENDING, PIECE, BackgroundStream
+from vil.fault_tolerance.streams import MOST_PENDING, PIECE, BackgroundStream
 from vil.training.interruption import PREEMPTED
 
 
@@ -146,6 +146,7 @@ def test_a_slow_reader_gets_everything(tmp_path):
     assert read.getvalue().decode() == text
 
 
+FOLDER = ROOT / "vil" / "fault_tolerance"
 PROGRAM = """
 import os, sys, threading
 from streams import exit_at_once, outlive_output  # alone, which is quick
@@ -164,7 +165,7 @@ ENDS = {"sys.exit(3)": 3, "exit_at_once(3)": 3, "raise SystemExit('why')": 1, "r
 @pytest.mark.parametrize("end", ENDS)
 def test_the_last_words_of_a_process_are_printed_however_it_ends(end):
     words = [sys.executable, "-c", PROGRAM.format(end=end)]
-    ended = subprocess.run(words, cwd=ROOT / "vil", capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(words, cwd=FOLDER, capture_output=True, text=True, timeout=100)
     assert ended.returncode == ENDS[end]
     assert ended.stdout == "first\nof a fork\n"
     assert ended.stderr.startswith("last words")
@@ -174,7 +175,7 @@ def test_the_last_words_of_a_process_are_printed_however_it_ends(end):
 def test_the_last_words_of_a_process_are_not_waited_for_long(stuck_pipe):
     program = "import sys; from streams import outlive_output; outlive_output(); print('x'); sys.exit('why')"
     with open(stuck_pipe[0], "w") as pipe:
-        ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT / "vil", stdout=pipe, stderr=pipe, timeout=100)
+        ended = subprocess.run([sys.executable, "-c", program], cwd=FOLDER, stdout=pipe, stderr=pipe, timeout=100)
     assert ended.returncode == 1
 
 

@@ -18,8 +18,8 @@ import vil.export.__main__
 import vil.viz.__main__
 from vil.cli import validate
 from vil.config import load_config
+from vil.distributed import join_processes
 from vil.predict.__main__ import parse_options
-from vil.processes import join_processes
 from vil.training.trainer import Trainer
 
 DOCUMENTS = ["README.md", "docs/guide.md", "docs/hardware.md", "docs/export.md", "docs/seeing-inside.md"]

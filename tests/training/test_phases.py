@@ -16,10 +16,11 @@ from faults import OPTIONS, Run, assert_same, before, result
 from processes import SMALL
 from tqdm import tqdm
 
-from vil import checkpoint, files
+from vil import checkpoint
 from vil.config import FIELDS, Config, ConfigError, load_config
 from vil.config.options import PHASE_OPTIONS
-from vil.files import FolderInUseError, FolderLock
+from vil.fault_tolerance import files
+from vil.fault_tolerance.files import FolderInUseError, FolderLock
 from vil.training import summary
 from vil.training import trainer as training_loop
 from vil.training.phases import check_phases

@@ -26,9 +26,9 @@ from vil import checkpoint
 from vil.cli import train as program
 from vil.config import Config, ConfigError, load_config
 from vil.cuda_graphs import nothing_collected
+from vil.distributed import FirstProcessError
 from vil.factory import create_model, from_checkpoint
 from vil.predict import predict
-from vil.processes import FirstProcessError
 from vil.training import trainer as training_loop
 from vil.training.building import build_model
 from vil.training.interruption import PreemptedError

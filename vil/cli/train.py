@@ -23,9 +23,9 @@ import torch.distributed as dist
 from ..checkpoint import CheckpointError, saved_config
 from ..config import ConfigError, load_config
 from ..devices import known_device
-from ..files import FolderInUseError
-from ..processes import FirstProcessError, is_first_process, join_processes, leave_processes
-from ..streams import exit_at_once, outlive_output
+from ..distributed import FirstProcessError, is_first_process, join_processes, leave_processes
+from ..fault_tolerance.files import FolderInUseError
+from ..fault_tolerance.streams import exit_at_once, outlive_output
 from ..training.interruption import StoppedError
 from ..training.trainer import DivergenceError, train
 

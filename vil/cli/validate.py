@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from .. import output
 from ..checkpoint import Checkpoint
 from ..classes import Reordered, check_order, imagenet_ids, names_of
 from ..config import ConfigError, Parser, check_choices, confirm_dataset, convert, parse_key_values
@@ -42,16 +41,17 @@ from ..data.loaders import evaluation_loader
 from ..data.sources.images import UnreadableSplitError
 from ..data.sources.splits import class_names, count_images, describe_split
 from ..devices import autocast, known_device
+from ..distributed import init_processes, is_first_process
 from ..evaluation.comparison import Comparison, Predictions, Speed, markdown, measure_speed
 from ..evaluation.evaluator import Evaluation, Evaluator
 from ..evaluation.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
 from ..evaluation.report import report_page
 from ..factory import create_model, data_config_of, load_model
-from ..files import write_atomically
-from ..output import LostResultError, errors_in_a_line, print_result
-from ..processes import init_processes, is_first_process
+from ..fault_tolerance import output
+from ..fault_tolerance.files import write_atomically
+from ..fault_tolerance.output import LostResultError, errors_in_a_line, print_result
+from ..fault_tolerance.streams import outlive_output
 from ..published import IMAGENET_CLASSES, published_for
-from ..streams import outlive_output
 
 PAGE = "index.html"
 SHARED = "crop_pct", "crop_mode", "interpolation"  # settings of the first model that both models use

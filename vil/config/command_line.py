@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..launch import is_first_process
+from ..distributed import is_first_process
 from ..text import shown
 from .options import FIELDS, Config, ConfigError
 from .timm_args import from_timm, img_size_of

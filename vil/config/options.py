@@ -14,11 +14,8 @@ import timm
 from timm.data import create_transform
 from timm.optim import get_optimizer_info, list_optimizers
 
+from ..errors import ConfigError
 from ..text import nearest, shown
-
-
-class ConfigError(ValueError):
-    """An option is unknown, has an invalid value, or contradicts another option."""
 
 
 def _option(

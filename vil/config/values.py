@@ -44,9 +44,7 @@ def read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} must have at most {MOST_BYTES} bytes as a config file, got a larger file")
     values = _parse_yaml(text, path)
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path} must be a YAML mapping such as 'epochs: 100', got {type(values).__name__}"
-        )
+        raise ConfigError(f"{path} must be a YAML mapping such as 'epochs: 100', got {type(values).__name__}")
     return values
 
 

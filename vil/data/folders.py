@@ -14,7 +14,7 @@ from collections import Counter
 from itertools import chain
 from pathlib import Path
 
-from ..processes import warn
+from ..distributed import warn
 from ..text import printable
 from .sources.folders import SPLIT_NAMES, ClassFolders, folders_in, list_images
 

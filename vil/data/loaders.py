@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..config import Config, ConfigError
-from ..processes import warn
-from .decoder import SECONDS
+from ..distributed import warn
+from ..security.image_decoding import SECONDS
 from .device.cache import KeptImages
 from .device.encoded import collate_encoded, is_small
 from .device.loader import PIXELS_TOGETHER, DeviceLoader, decoder_is_missing

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from ..data.sources.images import UNREADABLE
-from ..files import write_atomically
-from ..output import csv_text
-from ..processes import interleave_over_processes
+from ..distributed import interleave_over_processes
+from ..fault_tolerance.files import write_atomically
+from ..fault_tolerance.output import csv_text
 from ..published import published
 from .evaluator import Z_95, Evaluation
 

@@ -28,7 +28,7 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from ..factory import input_size, unwrapped
-from ..files import write_atomically
+from ..fault_tolerance.files import write_atomically
 from ..text import label_of
 from .formats import OPSET, Run, arguments_of, onnx_packages, to_onnx, to_pt2, to_safetensors
 from .hub import card_of, config_of

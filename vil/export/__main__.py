@@ -10,7 +10,7 @@ from torch import nn
 
 from ..config import ConfigError, convert, parse_key_values
 from ..factory import create_model, from_checkpoint
-from ..output import errors_in_a_line
+from ..fault_tolerance.output import errors_in_a_line
 from . import OPSET, ExportError, check_options, export_model
 from . import __doc__ as description
 

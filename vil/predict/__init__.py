@@ -158,8 +158,8 @@ class Classifier:
 
 def open_picture(image: Any) -> Image.Image:
     """Convert an image of any supported kind to 8-bit RGB, with the same colours as in training."""
-    from ..data.decoder import to_rgb
     from ..data.sources.images import read_image
+    from ..security.image_decoding import to_rgb
 
     if isinstance(image, (str, os.PathLike)):
         return read_image(image)

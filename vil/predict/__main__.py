@@ -15,9 +15,9 @@ from tqdm import tqdm
 from ..config import ConfigError, Parser
 from ..data.sources.folders import endings, list_images
 from ..devices import known_device
-from ..files import write_atomically
-from ..output import check_outputs, csv_text, errors_in_a_line, print_result
-from ..streams import outlive_output
+from ..fault_tolerance.files import write_atomically
+from ..fault_tolerance.output import check_outputs, csv_text, errors_in_a_line, print_result
+from ..fault_tolerance.streams import outlive_output
 from ..text import label_of
 from . import Prediction, classifier_of, predictions, reason_of
 from . import __doc__ as description

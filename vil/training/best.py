@@ -6,8 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from .. import checkpoint, files
+from .. import checkpoint
 from ..checkpoint import BrokenCheckpointError, Checkpoint
+from ..fault_tolerance import files
 from .resumption import history_of
 from .summary import best_row, is_better
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..data.sources.images import MachineError, UnreadableSplitError
-from ..processes import SCHEDULERS_SIGNALS, is_first_process
-from ..streams import write_now
+from ..distributed import SCHEDULERS_SIGNALS, is_first_process
+from ..fault_tolerance.streams import write_now
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")

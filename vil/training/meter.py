@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..processes import is_first_process, sum_over_processes
+from ..distributed import is_first_process, sum_over_processes
 
 _logger = logging.getLogger(__name__)
 

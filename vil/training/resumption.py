@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checkpoint, files
+from .. import checkpoint
 from ..checkpoint import BrokenCheckpointError, CheckpointError
 from ..classes import first_difference, order_of
+from ..fault_tolerance import files
 from .meter import EpochMeter
 from .summary import best_top1
 

@@ -18,9 +18,9 @@ from typing import Any
 import yaml
 
 from ..config import Config, ConfigError
-from ..files import write_atomically
+from ..fault_tolerance.files import write_atomically
+from ..fault_tolerance.output import csv_text
 from ..info import format_environment
-from ..output import csv_text
 
 _logger = logging.getLogger(__name__)
 

@@ -29,13 +29,13 @@ from ..data.seeds import derive_seed, seed_everything
 from ..data.sources.images import UnreadableSplitError
 from ..data.sources.splits import class_names, count_images, open_splits, streams
 from ..devices import autocast
-from ..evaluation.evaluator import Evaluator
-from ..factory import chosen_data_config
-from ..files import FolderLock
-from ..processes import (
+from ..distributed import (
     from_first_process,
     sum_over_processes,
 )
+from ..evaluation.evaluator import Evaluator
+from ..factory import chosen_data_config
+from ..fault_tolerance.files import FolderLock
 from ..text import one_line
 from . import resumption
 from .best import BestCheckpoint

@@ -19,9 +19,9 @@ from ..config import ConfigError
 from ..data.sources.folders import list_images
 from ..data.sources.images import MachineError, read_image
 from ..factory import create_model, data_config_of, from_checkpoint
-from ..files import write_atomically
+from ..fault_tolerance.files import write_atomically
+from ..fault_tolerance.output import errors_in_a_line
 from ..models.vision_longhorn import VisionLonghorn
-from ..output import errors_in_a_line
 from ..predict import Prediction, predict
 from ..text import label_of
 from . import __doc__ as description

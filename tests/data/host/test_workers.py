@@ -20,12 +20,13 @@ from pictures import CPU, CUDA, DATA_CONFIG, joined, training_set
 from timm.data.dataset import IterableImageDataset
 
 from vil.config import ConfigError
-from vil.data import decoder, loaders
+from vil.data import loaders
 from vil.data.host import workers
 from vil.data.loaders import evaluation_loader, micro_batches
 from vil.data.sources.images import MachineError
 from vil.data.sources.readers import ImageReader
 from vil.data.sources.splits import open_split
+from vil.security import image_decoding
 
 MIB = 2**20
 STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["folder", "stream"])
@@ -291,7 +292,9 @@ def test_an_error_of_other_code_is_not_one_of_the_workers():
 
 
 def test_a_worker_that_hangs_ends_the_run(started, monkeypatch):
-    assert loaders.STALLED > workers.PIECE * decoder.SECONDS  # the timeout exceeds the decoding limit of a whole piece
+    assert (
+        loaders.STALLED > workers.PIECE * image_decoding.SECONDS
+    )  # the timeout exceeds the decoding limit of a whole piece
     monkeypatch.setattr(loaders, "STALLED", 0.2)
     # interval after which PyTorch ends the worker
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...processes import warn
+from ...distributed import warn
 
 SHARE = 8  # one split's images may use 1 / SHARE of a GPU's free memory
 HOST_BYTES = 2**30  # bytes that the images may use on a CPU

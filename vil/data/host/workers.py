@@ -20,9 +20,9 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from ...config import ConfigError
-from ...files import is_of_machine, remedy_for
-from ...processes import SCHEDULERS_SIGNALS
-from ...streams import outlive_output
+from ...distributed import SCHEDULERS_SIGNALS
+from ...fault_tolerance.files import is_of_machine, remedy_for
+from ...fault_tolerance.streams import outlive_output
 from ..sources.images import MachineError, WorkersError, restrict_pillow
 
 _logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from timm.utils.misc import natural_key
 
 from ...classes import check_distinct, ends_of, normal, quoted
 from ...config import ConfigError
-from ...files import retried
-from ...processes import warn
+from ...distributed import warn
+from ...fault_tolerance.files import retried
 
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 

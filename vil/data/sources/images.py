@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, TypeVar
 from PIL import Image
 
 from ...config import ConfigError
-from ...files import cause_of, is_of_machine, remedy_for, retried
+from ...fault_tolerance.files import cause_of, is_of_machine, remedy_for, retried
+from ...security.image_decoding import FORMATS, UnfitImageError, decode, essence, length_of
+from ...security.sandbox import LateImageError, decode_guarded
 from ...text import label_of
-from ..decoder import FORMATS, UnfitImageError, decode, essence, length_of
-from ..guard import LateImageError, decode_guarded
 
 _logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
     """Return the first image of a file as 8-bit RGB.
 
     A JPEG or PNG whose structure bounds its cost is decoded in this process without its metadata, any other file under
-    the limits of `guard`.
+    the limits of `sandbox`.
 
     Raises:
         UnfitImageError: The file is not an image, damaged or beyond the limits.

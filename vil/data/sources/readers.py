@@ -18,7 +18,7 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.data.readers.reader_image_tar import ReaderImageTar
 from torch.utils.data import Dataset
 
-from ..decoder import UnfitImageError, essence, open_image
+from ...security.image_decoding import UnfitImageError, essence, open_image
 from ..device.encoded import EncodedImage, is_plain_jpeg, is_small
 from ..device.transform_parameters import DrawingTransform
 from ..seeds import seed_everything

@@ -22,9 +22,9 @@ from webdataset.gopen import gopen_schemes
 from webdataset.tariterators import base_plus_ext, group_by_keys, url_opener
 
 from ...config import ConfigError
-from ...files import is_of_machine
-from ..decoder import UnfitImageError
-from ..tars import GZIP, MOST_RATIO, decompressed, members, read_member
+from ...fault_tolerance.files import is_of_machine
+from ...security.image_decoding import UnfitImageError
+from ...security.tars import GZIP, MOST_RATIO, decompressed, members, read_member
 from .images import UNREADABLE, MachineError, SteadyFile, Unreadable, image_of, machine_error, on_machine, open_file
 
 LOCAL = "local-shards"  # URL scheme of the files that webdataset may open

@@ -15,8 +15,8 @@ from timm.data.dataset import ImageDataset, IterableImageDataset
 
 from ...classes import find, quoted
 from ...config import DATASETS, Config, ConfigError
-from ...processes import warn
-from ..tars import check_tar
+from ...distributed import warn
+from ...security.tars import check_tar
 from .folders import SPLIT_NAMES, ClassReader, FolderReader, TarReader, is_hidden
 from .images import open_file, restrict_pillow
 from .synthetic import SyntheticImages

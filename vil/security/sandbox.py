@@ -17,8 +17,8 @@ import numpy as np
 import PIL
 from PIL import Image
 
-from . import decoder
-from .decoder import MOST_PIXELS, REPLY, UnfitImageError
+from . import image_decoding
+from .image_decoding import MOST_PIXELS, REPLY, UnfitImageError
 
 
 class LateImageError(UnfitImageError):
@@ -57,7 +57,7 @@ class Guard:
         assert requests
         assert replies
         count, width, height, content = 0, 0, 0, b""
-        start_time, clock = time.monotonic(), threading.Timer(decoder.SECONDS, self._child.kill)
+        start_time, clock = time.monotonic(), threading.Timer(image_decoding.SECONDS, self._child.kill)
         clock.start()
         try:
             requests.write(len(data).to_bytes(8, "little") + data)
@@ -69,10 +69,10 @@ class Guard:
         finally:
             clock.cancel()
             clock.join()
-        is_whole, is_late = len(content) == count > 0, time.monotonic() - start_time >= decoder.SECONDS
+        is_whole, is_late = len(content) == count > 0, time.monotonic() - start_time >= image_decoding.SECONDS
         if not is_whole:
             if is_late:
-                raise LateImageError(f"not decoded in {decoder.SECONDS} s")
+                raise LateImageError(f"not decoded in {image_decoding.SECONDS} s")
             raise UnfitImageError(f"its decoder ended with status {self._child.wait()}")
         if is_late:  # the clock may have ended the process just then
             self.close()
@@ -89,15 +89,14 @@ class Guard:
 
 
 def _start() -> subprocess.Popen:
-    """Start `decoder` with this process's Pillow and NumPy.
+    """Start `image_decoding` with this process's Pillow and NumPy.
 
     The interpreter is isolated (-I, -S) and runs in the root folder, because it would import modules from the current
     folder, which may hold files from anybody.
     """
     folders = [str(Path(str(package.__file__)).absolute().parents[1]) for package in (PIL, np)]
-    code = (
-        f"import sys; sys.path += {folders!r}; import runpy; runpy.run_path({decoder.__file__!r}, run_name='__main__')"
-    )
+    program = image_decoding.__file__
+    code = f"import sys; sys.path += {folders!r}; import runpy; runpy.run_path({program!r}, run_name='__main__')"
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", code],
         stdin=subprocess.PIPE,
@@ -108,9 +107,7 @@ def _start() -> subprocess.Popen:
     )
     assert child.stdout
     if not child.stdout.read(1):
-        raise OSError(
-            errno.ENOEXEC, f"the process that decodes images does not start: {sys.executable} {decoder.__file__}"
-        )
+        raise OSError(errno.ENOEXEC, f"the process that decodes images does not start: {sys.executable} {program}")
     return child
 
 
@@ -123,5 +120,5 @@ def of_process(process: int) -> Guard:
 
 
 def decode_guarded(data: bytes) -> Image.Image:
-    """Return `decoder.decode` of a file, within `decoder.SECONDS` and, on Linux, `decoder.MEMORY`."""
+    """Return `image_decoding.decode` of a file, within its `SECONDS` and, on Linux, its `MEMORY`."""
     return of_process(os.getpid()).decode(data)

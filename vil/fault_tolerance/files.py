@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from .text import one_line, printable
+from ..text import one_line, printable
 
 fcntl: Any
 try:

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import CheckpointError
-from .config import ConfigError
+from ..errors import CheckpointError, ConfigError
+from ..text import label_of
 from .files import write_atomically
-from .text import label_of
 
 FORMULAS = "=+-@＝＋－＠"  # characters that start a formula in a spreadsheet
 

@@ -1,0 +1,1 @@
+"""Protection against damaged or untrusted files."""
