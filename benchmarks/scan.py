@@ -24,7 +24,7 @@ import triton
 from tables import results, write_results
 
 from vil.info import git_commit
-from vil.kernels.scan import operator
+from vil.kernels.scan import scan_op
 from vil.kernels.scan.chunks import chunk_state_count
 
 # (B, D, L): microseconds of the published kernels on an H200 in bf16, forward and backward
@@ -100,9 +100,9 @@ def time_backend(backend: str, recurrence: str, B: int, D: int, L: int, dtype: t
     tensors.append(-3 * randn(G, D, N, dtype=torch.float32).abs() if recurrence == "selective" else None)
     tensors += [randn(G, D, dtype=torch.float32), randn(G, D, dtype=torch.float32)]
     dy = randn(G, B, L, D)
-    _, states = operator.scan(backend, recurrence, *tensors, REVERSE, True)
-    forward = microseconds(lambda: operator.scan(backend, recurrence, *tensors, REVERSE, True))
-    backward = microseconds(lambda: operator.scan_backward(backend, recurrence, dy, *tensors, states, REVERSE))
+    _, states = scan_op.scan(backend, recurrence, *tensors, REVERSE, True)
+    forward = microseconds(lambda: scan_op.scan(backend, recurrence, *tensors, REVERSE, True))
+    backward = microseconds(lambda: scan_op.scan_backward(backend, recurrence, dy, *tensors, states, REVERSE))
     return forward, backward
 
 

@@ -7,7 +7,7 @@ import emulator
 import torch
 from scans import relative_error
 
-from vil.kernels.block import backward, gate_outproj, launch, operator, step_proj_bwd
+from vil.kernels.block import backward, block_op, gate_outproj, kernels, step_proj_bwd
 from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options
 from vil.models.block import Block, LonghornMixer, MambaMixer
 
@@ -62,7 +62,7 @@ def on_an_emulated_gpu(monkeypatch, multiprocessors=1, hopper=False):
     emulator.as_if_on_a_gpu(monkeypatch, multiprocessors, hopper)
     monkeypatch.setattr(backward, "_mm", product)
     monkeypatch.setattr(step_proj_bwd, "_bmm_in_fp32", product)
-    for module in (gate_outproj, launch):
+    for module in (gate_outproj, kernels):
         monkeypatch.setattr(module, "add_product", lambda x, a, b: x.add_(product(a, b)))
 
 
@@ -88,8 +88,8 @@ class Scale(torch.nn.Module):
 def operator_on_a_cpu():
     """Register the operator for CPU tensors, for tests that replace its kernels."""
     with torch.library._scoped_library("vil", "IMPL") as library:
-        library.impl("block", lambda *arguments: operator._block(*arguments), "CPU")
-        library.impl("block_backward", lambda *arguments: operator._block_backward(*arguments), "CPU")
+        library.impl("block", lambda *arguments: block_op._block(*arguments), "CPU")
+        library.impl("block_backward", lambda *arguments: block_op._block_backward(*arguments), "CPU")
         yield
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vil.kernels.cuda import compiler
-from vil.kernels.scan import cuda_scan, operator
+from vil.kernels.scan import cuda_scan, scan_op
 
 GPU = torch.cuda.is_available()
 RECURRENCES = ("longhorn", "selective")
@@ -31,10 +31,10 @@ def emulate(monkeypatch):
         launched.append(arguments[1])
         return emulator.launch(*arguments)
 
-    module = operator._module
+    module = scan_op._module
     emulator.as_if_on_a_gpu(monkeypatch)
     monkeypatch.setattr(compiler, "launch", launch)
-    monkeypatch.setattr(operator, "_module", lambda name, device: cuda_scan if name == "cuda" else module(name, device))
+    monkeypatch.setattr(scan_op, "_module", lambda name, device: cuda_scan if name == "cuda" else module(name, device))
     return launched
 
 

@@ -7,7 +7,7 @@ checkpoints.
 import torch
 import torch.nn.functional as F
 
-from vil.kernels.scan import naive
+from vil.kernels.scan import reference
 
 OURS = {
     "block": "blocks.{}.",
@@ -67,7 +67,9 @@ def check_known(w):
 
 
 def scan(v, logits, k, q, rates, skip=None):
-    return naive.longhorn(v, logits, k, q, skip) if rates is None else naive.selective(v, logits, rates, k, q, skip)
+    if rates is None:
+        return reference.longhorn(v, logits, k, q, skip)
+    return reference.selective(v, logits, rates, k, q, skip)
 
 
 def direction(u, w, names):

@@ -7,7 +7,7 @@ import torch
 
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.backends import DTYPES, STATE_SIZES
-from vil.kernels.scan import naive
+from vil.kernels.scan import reference
 from vil.kernels.scan.chunks import chunk_state_count
 
 
@@ -25,7 +25,7 @@ def selective_inputs(B, L, D, N, dtype=torch.float64, seed=0):
 
 def of_recurrence(recurrence):
     """Return the function that creates a recurrence's inputs, and its reference implementation."""
-    both = {"longhorn": (longhorn_inputs, naive.longhorn), "selective": (selective_inputs, naive.selective)}
+    both = {"longhorn": (longhorn_inputs, reference.longhorn), "selective": (selective_inputs, reference.selective)}
     return both[recurrence]
 
 
@@ -45,10 +45,10 @@ def of_both_directions(recurrence, shape, dtype, device):
 
 
 SCANS = pytest.mark.parametrize(
-    ("scan", "definition", "make_inputs"),
+    ("scan", "reference_scan", "make_inputs"),
     [
-        pytest.param(longhorn_scan, naive.longhorn, longhorn_inputs, id="longhorn"),
-        pytest.param(selective_scan, naive.selective, selective_inputs, id="selective"),
+        pytest.param(longhorn_scan, reference.longhorn, longhorn_inputs, id="longhorn"),
+        pytest.param(selective_scan, reference.selective, selective_inputs, id="selective"),
     ],
 )
 
@@ -109,8 +109,8 @@ class StandIn:
     def y(recurrence, x, step_logits, k, q, A, skip, step_bias, reverse):
         def one(x, step_logits, k, q, A, skip, step_bias, reverse):
             if recurrence == "longhorn":
-                return naive.longhorn(x, step_logits, k, q, skip, step_bias, reverse=reverse)
-            return naive.selective(x, step_logits, A, k, q, skip, step_bias, reverse=reverse)
+                return reference.longhorn(x, step_logits, k, q, skip, step_bias, reverse=reverse)
+            return reference.selective(x, step_logits, A, k, q, skip, step_bias, reverse=reverse)
 
         tensors = x, step_logits, k, q, A, skip, step_bias
         each = ([t if t is None else t[g] for t in tensors] for g in range(len(reverse)))

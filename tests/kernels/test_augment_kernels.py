@@ -33,7 +33,7 @@ KERNELS = [pytest.param("emulated", marks=EMULATED), pytest.param("gpu", marks=p
 of_kernels = pytest.mark.parametrize("where", KERNELS, indirect=True)
 
 
-@pytest.fixture(params=["definition", *KERNELS])
+@pytest.fixture(params=["reference", *KERNELS])
 def where(request, monkeypatch):
     """Return the device of the images, number of trials, image size, and whether pixels must be identical to PIL's."""
     if request.param == "emulated":

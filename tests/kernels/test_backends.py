@@ -10,22 +10,24 @@ from scans import SCANS, StandIn, exact, outputs_and_gradients, relative_error
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vil.kernels import backends, cuda, longhorn_scan, selective_scan
-from vil.kernels.scan import chunked, operator
+from vil.kernels.scan import scan_op, torch_scan
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # lets Triton accept CPU tensors
     module = StandIn()
-    monkeypatch.setattr(operator, "_module", lambda backend, device: module)
+    monkeypatch.setattr(scan_op, "_module", lambda backend, device: module)
     return module
 
 
 @SCANS
 @pytest.mark.parametrize(("N", "padded"), [(1, 4), (4, 4), (5, 8), (16, 16), (17, 32), (64, 64)])
-def test_any_number_of_states_is_padded_to_one_that_kernels_have(scan, definition, make_inputs, N, padded, stand_in):
+def test_any_number_of_states_is_padded_to_one_that_kernels_have(
+    scan, reference_scan, make_inputs, N, padded, stand_in
+):
     inputs = make_inputs(2, 5, 3, N, torch.float32)
-    expected = outputs_and_gradients(definition, exact(inputs), torch.float32)
+    expected = outputs_and_gradients(reference_scan, exact(inputs), torch.float32)
     actual = outputs_and_gradients(lambda *t: scan(*t, backend="triton"), inputs)
     assert [t.dtype for t in actual] == [torch.float32] * len(actual)
     for a, truth in zip(actual, expected):
@@ -36,14 +38,16 @@ def test_any_number_of_states_is_padded_to_one_that_kernels_have(scan, definitio
 
 @SCANS
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-def test_inputs_of_several_dtypes_lose_only_the_rounding_of_the_output(scan, definition, make_inputs, low, stand_in):
+def test_inputs_of_several_dtypes_lose_only_the_rounding_of_the_output(
+    scan, reference_scan, make_inputs, low, stand_in
+):
     """Compute several input dtypes in the kernels' single dtype, and return gradients in the dtypes of the inputs."""
     for mixed in range(4):
         inputs = make_inputs(2, 5, 3, 4, torch.float32)
         per_token = [i for i, t in enumerate(inputs) if t.dim() == 3]
         for i in {*range(len(inputs))} - {per_token[mixed]}:
             inputs[i] = inputs[i].detach().to(low).requires_grad_()
-        expected = outputs_and_gradients(definition, exact(inputs), low)
+        expected = outputs_and_gradients(reference_scan, exact(inputs), low)
         actual = outputs_and_gradients(lambda *t: scan(*t, backend="triton"), inputs, low)
         assert [t.dtype for t in actual] == [inputs[0].dtype, *(t.dtype for t in inputs)]
         for a, truth in zip(actual, expected):
@@ -55,10 +59,10 @@ def test_inputs_of_several_dtypes_lose_only_the_rounding_of_the_output(scan, def
 @SCANS
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_states_are_kept_only_for_a_backward_that_can_come(
-    scan, definition, make_inputs, backend, stand_in, monkeypatch
+    scan, reference_scan, make_inputs, backend, stand_in, monkeypatch
 ):
-    kept, reference = stand_in.kept, chunked._scan_forward
-    monkeypatch.setattr(chunked, "_scan_forward", lambda *given: kept.append(given[-1]) or reference(*given))
+    kept, reference = stand_in.kept, torch_scan._scan_forward
+    monkeypatch.setattr(torch_scan, "_scan_forward", lambda *given: kept.append(given[-1]) or reference(*given))
     inputs = make_inputs(2, 5, 3, 4, torch.float32)
     frozen = [t.detach() for t in inputs]
     scan(*frozen, backend=backend)

@@ -21,13 +21,13 @@ from blocks import MIXERS, make_block, operator_on_a_cpu, options_of, outcome, w
 from emulator import EMULATED
 from models import assert_same_output_and_gradients, random_images, small, stochastic_depth
 from models import with_random_parameters as randomised
-from plain_kernels import PlainKernels
+from reference_kernels import ReferenceKernels
 from scans import relative_error
 from timm.layers import DropPath
 from torch.utils._pytree import tree_leaves
 
 from vil.kernels import backends
-from vil.kernels.block import backward, contract, forward, naive, operator
+from vil.kernels.block import backward, block_op, contract, forward, reference
 from vil.kernels.block import fused as fused_operators
 from vil.kernels.block.weights import Normed
 from vil.kernels.cuda import compiler
@@ -37,20 +37,20 @@ from vil.models.block import LonghornMixer, MambaMixer
 
 
 @pytest.fixture
-def plain_kernels(monkeypatch):
+def reference_kernels(monkeypatch):
     """Run the operator on a CPU in fp64 with plain kernels. Yield a list of whether each block received its norm."""
-    handed, pack_weights = [], PlainKernels.pack_weights
-    monkeypatch.setattr(PlainKernels, "pack_weights", lambda *a: handed.append(a[3] is None) or pack_weights(*a))
-    for module in (operator, forward, backward):
-        monkeypatch.setattr(module, "kernels", PlainKernels)
+    handed, pack_weights = [], ReferenceKernels.pack_weights
+    monkeypatch.setattr(ReferenceKernels, "pack_weights", lambda *a: handed.append(a[3] is None) or pack_weights(*a))
+    for module in (block_op, forward, backward):
+        monkeypatch.setattr(module, "kernels", ReferenceKernels)
     for module in (forward, backward):
-        monkeypatch.setattr(module, "scans", PlainKernels)
+        monkeypatch.setattr(module, "scans", ReferenceKernels)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     as_on_a_gpu = dict(DTYPES=(torch.float32, torch.float64), backend_for=lambda device: "cuda")
     for module in (contract, fused_operators):
         monkeypatch.setattr(module, "FP32", torch.float64)
         monkeypatch.setattr(module, "backends", SimpleNamespace(**{**vars(backends), **as_on_a_gpu}))
-    monkeypatch.setattr(operator, "check_backward", lambda *_: None)  # reference kernels have no states
+    monkeypatch.setattr(block_op, "check_backward", lambda *_: None)  # reference kernels have no states
     with operator_on_a_cpu():
         yield handed
 
@@ -64,7 +64,7 @@ def plain():
 
 @pytest.mark.parametrize("size", [(16, 80), (32, 48)])
 @pytest.mark.parametrize("mixer", ["vil_tiny", "vim_tiny"])
-def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, plain_kernels):
+def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, reference_kernels):
     """Compare models in train mode with stochastic depth and in eval mode without, with and without passing norms
     to the next block.
     """
@@ -80,17 +80,17 @@ def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, plain_k
         (False, model, [False, True, True]), (True, model, [False] * 3), (False, whole, [False, True, True]),
     ):  # fmt: skip
         model.set_grad_checkpointing(checkpointing)
-        plain_kernels.clear()
+        reference_kernels.clear()
         torch.manual_seed(3)
         y = function(x)
-        assert plain_kernels == handed
+        assert reference_kernels == handed
         assert_same_output_and_gradients(model, y, naive_model.model(x, weights, scales=scales))
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(x), naive_model.model(x, weights), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("between", ["hook", "eps", "dtype", "unfused"])
-def test_what_comes_between_fused_blocks_is_not_passed_over(between, plain_kernels, plain):
+def test_what_comes_between_fused_blocks_is_not_passed_over(between, reference_kernels, plain):
     """Invalidate the precomputed norm of the next block if a module is inserted between blocks."""
     model = randomised(small(depth=3, img_size=32)).eval()
     if between == "hook":
@@ -103,18 +103,18 @@ def test_what_comes_between_fused_blocks_is_not_passed_over(between, plain_kerne
         model.blocks[1].mixer.out_proj.register_forward_hook(lambda module, args, output: 2 * output)
     x = random_images(2, 3, 32, 32, dtype=torch.float64)
     y = model(x)
-    assert len(plain_kernels) == (2 if between == "unfused" else 3)
+    assert len(reference_kernels) == (2 if between == "unfused" else 3)
     plain()
     tolerance = 1e-5 if between == "dtype" else 1e-11
     torch.testing.assert_close(y, model(x), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_second_derivative_is_refused_and_not_taken_for_none(at_once, plain_kernels, monkeypatch):
+def test_a_second_derivative_is_refused_and_not_taken_for_none(at_once, reference_kernels, monkeypatch):
     """Raise an error for second derivatives, because a gradient penalty would otherwise silently lack a part of
     its gradient.
     """
-    monkeypatch.setattr(operator, "at_once", lambda t: at_once)
+    monkeypatch.setattr(block_op, "at_once", lambda t: at_once)
     model = randomised(small(depth=2, img_size=32)).eval()
     x = random_images(2, 3, 32, 32, dtype=torch.float64).requires_grad_()
     (dx,) = torch.autograd.grad(model(x).sum(), x)
@@ -158,7 +158,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(change, plain_kernels, plain):
+def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(change, reference_kernels, plain):
     """Compare outputs and gradients after changes of the first, a middle and the last block, because nothing may
     be cached.
     """
@@ -166,7 +166,7 @@ def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(chan
         model = randomised(small(depth=2, img_size=32)).train()
         x = random_images(2, 3, 32, 32, dtype=torch.float64)
         model(x).sum().backward()
-        assert plain_kernels
+        assert reference_kernels
         CHANGES[change](model.blocks[place])
         found = {}
         for fused in (True, False):
@@ -180,7 +180,7 @@ def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(chan
         torch.testing.assert_close(found[True], found[False], rtol=1e-9, atol=1e-9)
 
 
-def test_a_model_with_parameters_of_the_caller_and_a_hook_on_every_module(plain_kernels, plain):
+def test_a_model_with_parameters_of_the_caller_and_a_hook_on_every_module(reference_kernels, plain):
     model, other = (randomised(small(depth=2, img_size=32)).eval() for _ in range(2))
     x = random_images(2, 3, 32, 32, dtype=torch.float64)
     expected = other(x)
@@ -199,11 +199,11 @@ def test_a_model_with_parameters_of_the_caller_and_a_hook_on_every_module(plain_
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize(
     ("how", "tokens", "middle"),
-    [(how, *case) for how in ("at once", "by definition") for case in ((9, 0), (9, 1), (8, 1), (1, 1), (2, 1))]
+    [(how, *case) for how in ("at once", "by reference") for case in ((9, 0), (9, 1), (8, 1), (1, 1), (2, 1))]
     + [("compiled", 9, 0), ("compiled", 9, 1)],
 )
-def test_the_operator_and_its_definition_have_the_gradients_of_the_plain_block(
-    mixer, scaled, how, tokens, middle, plain_kernels, plain
+def test_the_operator_and_its_reference_have_the_gradients_of_the_plain_block(
+    mixer, scaled, how, tokens, middle, reference_kernels, plain
 ):
     """Check weight folding, projections and every hand-written derivative in fp64 without kernels."""
     plain()
@@ -216,13 +216,13 @@ def test_the_operator_and_its_definition_have_the_gradients_of_the_plain_block(
 
     block.zero_grad()
     arguments = x.requires_grad_(), weights_of(block), options_of(block, x.dtype, bool(middle)), scale
-    if how == "by definition":
-        y = naive.block(*arguments)
+    if how == "by reference":
+        y = reference.block(*arguments)
         y = vil_block.middle_token(y) if middle else y
     else:
         torch.compiler.reset()
-        compiled = torch.compile(operator.block, fullgraph=True, backend="aot_eager")
-        y, _ = (compiled if how == "compiled" else operator.block)(*arguments)
+        compiled = torch.compile(block_op.block, fullgraph=True, backend="aot_eager")
+        y, _ = (compiled if how == "compiled" else block_op.block)(*arguments)
     y.backward(dy[:, : y.shape[1]])
     found = {name: parameter.grad for name, parameter in block.named_parameters()}
     torch.testing.assert_close({"y": y.detach(), "x": x.grad, **found}, expected)
@@ -240,7 +240,7 @@ class Chain(torch.nn.Module):
 
 
 @pytest.mark.parametrize("middle", [False, True])
-def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(middle, plain_kernels, plain):
+def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(middle, reference_kernels, plain):
     """Compare gradients in fp64 without kernels."""
     chain = Chain([make_block(LonghornMixer, 24, seed=i, dtype=torch.float64) for i in range(3)], middle)
     x, dy = torch.randn(2, 3, 9, 24, dtype=torch.float64)
@@ -250,34 +250,34 @@ def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(mid
     torch.compiler.reset()
     found = outcome(torch.compile(chain, fullgraph=True, backend="aot_eager"), x, dy)
     torch.testing.assert_close({name.removeprefix("_orig_mod."): t for name, t in found.items()}, expected)
-    assert plain_kernels == [False, True, True]
+    assert reference_kernels == [False, True, True]
 
 
-def test_seven_calls_lead_from_a_model_to_a_kernel(plain_kernels, monkeypatch):
+def test_seven_calls_lead_from_a_model_to_a_kernel(reference_kernels, monkeypatch):
     """Count the calls between model and kernel: six without a plan. A plan adds its own call and its step."""
-    monkeypatch.setattr(operator, "at_once", lambda t: True)
+    monkeypatch.setattr(block_op, "at_once", lambda t: True)
     model, ways = small(depth=2, img_size=32).double().eval(), []
     ours = str(Path(vil_block.__file__).parent), str(Path(backends.__file__).parent)
-    pack_weights = PlainKernels.pack_weights
+    pack_weights = ReferenceKernels.pack_weights
 
     def kernel(*arguments):
         stack = [frame for frame in traceback.extract_stack() if frame.filename.startswith(ours)]
         ways.append([f"{Path(frame.filename).stem}.{frame.name}" for frame in stack])
         return pack_weights(*arguments)
 
-    monkeypatch.setattr(PlainKernels, "pack_weights", kernel)
+    monkeypatch.setattr(ReferenceKernels, "pack_weights", kernel)
     model(random_images(1, 3, 32, 32, dtype=torch.float64))
-    way = "vision_longhorn.forward", "block.run_blocks", "operator.block", "operator.forward", "plan.run"
+    way = "vision_longhorn.forward", "block.run_blocks", "block_op.block", "block_op.forward", "plan.run"
     assert ways == [[*way, "forward.forward"]] * 2
 
 
 @pytest.mark.parametrize("runs_at_once", [False, True])
-def test_a_frozen_model_gives_its_images_a_gradient(runs_at_once, plain_kernels, plain, monkeypatch):
-    monkeypatch.setattr(operator, "at_once", lambda t: runs_at_once)
+def test_a_frozen_model_gives_its_images_a_gradient(runs_at_once, reference_kernels, plain, monkeypatch):
+    monkeypatch.setattr(block_op, "at_once", lambda t: runs_at_once)
     model = randomised(small(depth=2, img_size=32)).eval().requires_grad_(False)
     x = random_images(2, 3, 32, 32, dtype=torch.float64).requires_grad_()
     (found,) = torch.autograd.grad(model(x).square().sum(), x)
-    assert plain_kernels
+    assert reference_kernels
     plain()
     torch.testing.assert_close(found, torch.autograd.grad(model(x).square().sum(), x)[0])
 
@@ -363,7 +363,8 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
         found, given = by_kernels(block, x, dy, dnext, middle, hopper, dtype)
     assert set(projecting) == {project} or not hopper
     assert ("gate_outproj_backward" in launched) == (given is not None) == (dnext is not None)
-    for value, norm in zip(given or (), PlainKernels.rms_norm(found["y"].double().flatten(0, 1), 1e-3, torch.float64)):
+    norms = ReferenceKernels.rms_norm(found["y"].double().flatten(0, 1), 1e-3, torch.float64)
+    for value, norm in zip(given or (), norms):
         blocks.close(value, norm, dtype, "norm")
     for name, expected in truth.items():
         assert relative_error(found[name], expected) < (3 * tolerance if middle else tolerance), name
@@ -388,8 +389,8 @@ def noted(monkeypatch, project):
 
     monkeypatch.setattr(forward.scans, "scan_forward", scan_and_note)
     for name in ("block", "block_backward"):
-        foretold = as_foretold(getattr(operator, f"_{name}"), getattr(operator, f"_fake_{name}"))
-        monkeypatch.setattr(operator, f"_{name}", foretold)
+        foretold = as_foretold(getattr(block_op, f"_{name}"), getattr(block_op, f"_fake_{name}"))
+        monkeypatch.setattr(block_op, f"_{name}", foretold)
     return launched, projecting
 
 
@@ -405,7 +406,7 @@ def exactly(block, x, dy, dnext, middle):
     y = vil_block.middle_token(y) if middle else y
     loss = (y * dy[:, : y.shape[1]]).sum()
     if dnext is not None:
-        xhat, _ = PlainKernels.rms_norm(y.flatten(0, 1), block.norm.eps, torch.float64)
+        xhat, _ = ReferenceKernels.rms_norm(y.flatten(0, 1), block.norm.eps, torch.float64)
         loss = loss + (xhat.view_as(y) * dnext).sum()
     loss.backward()
     return {"y": y.detach(), "x": x.grad, **{name: w.grad for name, w in weights.items()}}
@@ -418,7 +419,7 @@ def by_kernels(block, x, dy, dnext, middle, amid_others, dtype):
     """
     x, normed = x.clone().requires_grad_(), None
     if amid_others:
-        xhat, rstd = PlainKernels.rms_norm(x.flatten(0, 1), block.norm.eps, dtype)
+        xhat, rstd = ReferenceKernels.rms_norm(x.flatten(0, 1), block.norm.eps, dtype)
         normed = Normed(xhat, rstd.detach())
     torch.manual_seed(1)
     run, weights = vil_block.fused_block(block, x)

@@ -6,11 +6,10 @@ import emulator
 import pytest
 import torch
 from blocks import close, make_block, weights_of
-from plain_kernels import PlainKernels, in_tiles
+from reference_kernels import ReferenceKernels, in_tiles
 from torch.utils._pytree import tree_map_only
 
-from vil.kernels.block import conv, conv_backward, conv_xproj, gate_outproj_sm90
-from vil.kernels.block import launch as kernels
+from vil.kernels.block import conv, conv_backward, conv_xproj, gate_outproj_sm90, kernels
 from vil.kernels.block.weights import BlockWeights
 from vil.kernels.cuda import compiler, hardware
 from vil.models.block import LonghornMixer
@@ -62,7 +61,7 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
     C, D, _, _, K = sizes = weights.sizes()
     packed, _ = kernels.pack_weights(weights, BF16, None, None, 1e-5, True)
     views = kernels.PackedWeights.of(packed, sizes)
-    for value, truth in zip(views, PlainKernels.pack(*exactly(weights), torch.float64), strict=True):
+    for value, truth in zip(views, ReferenceKernels.pack(*exactly(weights), torch.float64), strict=True):
         close(value, truth, BF16, "packed")
     # projections in the products' dtype, other weights in fp32
     assert [t.dtype for t in views] == 4 * [BF16] + 4 * [torch.float32]
@@ -73,7 +72,7 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
     found, (in_one,) = (kernels.unpack_gradients(*given, BF16, in_one) for in_one in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(kernels.unflatten(in_one, found), found, strict=True))
     norm, in_proj, _, *directions = weights.flat()
-    truths = PlainKernels.unpack_gradients(*exactly(*given), torch.float64)
+    truths = ReferenceKernels.unpack_gradients(*exactly(*given), torch.float64)
     for value, truth, weight in zip(found, truths, (norm, in_proj, *directions), strict=True):
         assert (value.shape, value.dtype) == (weight.shape, weight.dtype)
         assert value.is_contiguous()
@@ -102,7 +101,7 @@ def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dt
         sizes = (B, L, D), (2, B, H, D), (2, B * H, 16), (2, 16, D)
         inputs = *[torch.randn(size).to(dtype) for size in sizes], torch.randn(2, D, 4), torch.randn(2, D)
         du, expected = torch.empty(B, L, D, dtype=dtype), torch.empty(B, L, D, dtype=torch.float64)
-        truth = PlainKernels.conv_backward(*exactly(*inputs), expected)
+        truth = ReferenceKernels.conv_backward(*exactly(*inputs), expected)
         dfilters = kernels.conv_backward(*(t.clone() for t in inputs), du)
         close(dfilters.sum(0, keepdim=True), truth, dtype, "filters")
         close(du, expected, dtype, "du")
@@ -117,7 +116,7 @@ def test_wide_projections_of_two_warps_for_the_same_tokens_emulated(D, R, B, L, 
     for H in (L, L // 2 + 1):
         found = kernels.conv_xproj(*inputs, H, project_step)
         assert (found[2] is None) == (not project_step)
-        for value, expected in zip(found[: 2 + project_step], PlainKernels.conv_xproj(*exactly(*inputs), H)):
+        for value, expected in zip(found[: 2 + project_step], ReferenceKernels.conv_xproj(*exactly(*inputs), H)):
             close(value, expected, BF16, "conv_xproj")
 
 
@@ -293,12 +292,12 @@ def test_offsets_of_more_than_32_bits_of_gates_emulated(large):
     y, z, dgated, scale = large(2, B, L, D), large(B, L, 2 * D)[..., D:], large(B, L, D), torch.rand(B)
     gated, mean = kernels.gate(kernels.Read(*y), z, scale, True)
     end_y, *given = exactly(end(y), end(z), scale[-1:])
-    for value, truth in zip((gated, mean), PlainKernels.gate(kernels.Read(*end_y), *given, True), strict=True):
+    for value, truth in zip((gated, mean), ReferenceKernels.gate(kernels.Read(*end_y), *given, True), strict=True):
         close(end(value), truth, BF16, "gate")
     duz, expected = emulator.sparse((B, L, 2 * D), BF16), torch.empty(1, L, 2 * D, dtype=torch.float64)
     gated = kernels.gate_backward(dgated, mean, z, scale, *duz.chunk(2, dim=-1))
     given = exactly(end(dgated), end(mean), end(z), scale[-1:])
-    close(end(gated), PlainKernels.gate_backward(*given, *expected.chunk(2, dim=-1)), BF16, "gated")
+    close(end(gated), ReferenceKernels.gate_backward(*given, *expected.chunk(2, dim=-1)), BF16, "gated")
     close(end(duz), expected, BF16, "duz")
 
 
@@ -310,7 +309,7 @@ def test_offsets_of_more_than_32_bits_of_norms_emulated(large):
         close(value, truth, BF16, "norm")
     assert torch.equal(end(copy), end(x))
     dx, rounded = kernels.norm_backward(dxhat, xhat, rstd, dresidual)
-    truth, _ = PlainKernels.norm_backward(*exactly(end(dxhat), end(xhat), rstd[-L:], end(dresidual)))
+    truth, _ = ReferenceKernels.norm_backward(*exactly(end(dxhat), end(xhat), rstd[-L:], end(dresidual)))
     close(end(dx), truth, BF16, "dx")
     assert torch.equal(end(rounded), end(dx).to(BF16))
 
@@ -323,7 +322,7 @@ def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(torch, "bmm", lambda a, b: a.new_zeros(()).expand(*a.shape[:2], b.shape[2]))
         found = kernels.conv_xproj(u, conv, conv_bias, x_proj, step_proj, L)
-    truths = PlainKernels.conv_xproj(*exactly(end(u), conv, conv_bias, x_proj, step_proj), L)
+    truths = ReferenceKernels.conv_xproj(*exactly(end(u), conv, conv_bias, x_proj, step_proj), L)
     for value, truth in list(zip(found, truths, strict=True))[: 3 if D == 64 else 1]:
         close(end(value), truth, BF16, "conv_xproj")
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2**40)  # each CTA has one group of stretches
@@ -331,7 +330,7 @@ def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeyp
     dfilters = kernels.conv_backward(u, dv, dprojected, x_proj, conv, conv_bias, du)
     expected = torch.empty(1, L, D, dtype=torch.float64)
     given = exactly(end(u), end(dv), end(dprojected), x_proj, conv, conv_bias)
-    close(dfilters[-16:].sum(0, keepdim=True), PlainKernels.conv_backward(*given, expected), BF16, "filters")
+    close(dfilters[-16:].sum(0, keepdim=True), ReferenceKernels.conv_backward(*given, expected), BF16, "filters")
     close(end(du), expected, BF16, "du")
 
 
@@ -342,7 +341,7 @@ def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
     step_proj = torch.randn(2, D, R).to(BF16)
     dprojected, dstep_proj = kernels.step_proj_backward(dstep_logits, step, step_proj, dk, dq)
     given = exactly(end(dstep_logits), end(step), step_proj, end(dk), end(dq))
-    truths = PlainKernels.step_proj_backward(*given)
+    truths = ReferenceKernels.step_proj_backward(*given)
     close(end(dprojected)[1], truths[0][1], BF16, "dprojected")
     close(dstep_proj[1, -16:].sum(0), truths[1][1, 0], BF16, "dstep_proj")
 
@@ -356,7 +355,7 @@ def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatc
     scale, out_proj = torch.rand(B), torch.randn(C, D).to(BF16)
     out, mean, norm = kernels.gate_outproj(x, kernels.Read(*y), z, scale, out_proj, in_tiles(out_proj), True, 1e-5)
     end_y, *given = exactly(end(y), end(z), scale[-1:])
-    gated, mean_truth = PlainKernels.gate(kernels.Read(*end_y), *given, True)
+    gated, mean_truth = ReferenceKernels.gate(kernels.Read(*end_y), *given, True)
     truth = end(x) + gated.to(BF16).double().flatten(0, 1) @ out_proj.double().t()
     torch.testing.assert_close(end(out).double(), truth, atol=2e-2, rtol=1e-4)
     close(end(mean), mean_truth, BF16, "mean")
@@ -368,6 +367,6 @@ def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatc
     gated = kernels.gate_outproj_backward(dout, out_proj, mean, z, scale, *duz.chunk(2, dim=-1))
     expected = torch.empty(1, L, 2 * D, dtype=torch.float64)
     given = exactly(end(dout), out_proj, end(mean), end(z), scale[-1:])
-    truth = PlainKernels.gate_outproj_backward(*given, *expected.chunk(2, dim=-1))
+    truth = ReferenceKernels.gate_outproj_backward(*given, *expected.chunk(2, dim=-1))
     close(end(gated), truth, BF16, "gated")
     close(end(duz), expected, BF16, "duz")

@@ -17,7 +17,7 @@ from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative
 
 from vil.kernels import backends, longhorn_scan, selective_scan
 from vil.kernels.cpu import compiler
-from vil.kernels.scan import cpu_kernels, cpu_scan, naive, operator
+from vil.kernels.scan import cpu_kernels, cpu_scan, reference, scan_op
 
 llvm = pytest.importorskip("llvmlite.binding")
 
@@ -33,7 +33,7 @@ def test_time_steps_keep_their_relative_precision(logit):
     inputs[1] = torch.full_like(inputs[1], logit).requires_grad_()
     inputs[-2:] = [torch.zeros_like(t).requires_grad_() for t in inputs[-2:]]
     y, *gradients = outputs_and_gradients(on_cpu(selective_scan), inputs)
-    truth, *expected = outputs_and_gradients(naive.selective, exact(inputs), torch.float32)
+    truth, *expected = outputs_and_gradients(reference.selective, exact(inputs), torch.float32)
     if logit < -87:  # below the normal numbers of fp32
         assert y.abs().max() < 1e-36
     else:
@@ -55,7 +55,7 @@ def test_rates_that_are_steep_or_grow():
 
 @SCANS
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, definition, make_inputs, poison):
+def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, reference_scan, make_inputs, poison):
     # with these flags, LLVM versions may or may not preserve NaN and infinity
     assert not compiler.FAST & {"fast", "nnan", "ninf"}
     for which in range(len(make_inputs(1, 1, 1, 1))):
@@ -91,7 +91,7 @@ def threads():
 
 
 @SCANS
-def test_any_number_of_threads_gives_the_same_bits(scan, definition, make_inputs, threads, monkeypatch):
+def test_any_number_of_threads_gives_the_same_bits(scan, reference_scan, make_inputs, threads, monkeypatch):
     inputs = make_inputs(3, 70, 150, 4, torch.float32)
     threads(1)
     expected = outputs_and_gradients(on_cpu(scan), inputs)
@@ -196,7 +196,7 @@ def test_later_processes_load_what_the_first_has_compiled_without_numba(tmp_path
 
 @pytest.fixture
 def without_numba(monkeypatch):
-    caches = compiler.unavailable, operator._module, backends._backend_for
+    caches = compiler.unavailable, scan_op._module, backends._backend_for
     find = compiler.importlib.util.find_spec
     monkeypatch.setattr(
         compiler.importlib.util, "find_spec", lambda name, *a: None if name == "numba" else find(name, *a)

@@ -13,8 +13,9 @@ from spills import NVRTC, assert_no_spills
 
 from vil.kernels import backends, longhorn_scan
 from vil.kernels.cuda import compiler, hardware
-from vil.kernels.scan import cuda_scan, heuristics, launches, naive, operator
+from vil.kernels.scan import cuda_scan, heuristics, reference, scan_op
 from vil.kernels.scan.heuristics import FORWARD_MMA, ForwardMma, Schedule
+from vil.kernels.scan.kernel import rows
 
 RECURRENCES = pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -89,7 +90,7 @@ def test_every_variant_fits_a_multiprocessor(recurrence):
 @pytest.mark.parametrize("L", [1, 64, 65, 127, 128, 197, 6085])
 def test_memory_kept_for_backward_is_at_most_a_byte_for_each_element(L):
     x, k = (torch.empty(1, 2, L, n, device="meta") for n in (96, 16))
-    _, states = operator._fake_scan("cuda", "longhorn", x, x, k, k, None, None, None, [False], True)
+    _, states = scan_op._fake_scan("cuda", "longhorn", x, x, k, k, None, None, None, [False], True)
     assert states.shape == (1, 2, (L - 1) // 64, 16, 96)
     assert states.nbytes <= x.numel()
 
@@ -138,14 +139,16 @@ def assert_close_to(truth, found, dtype, variant):
     ],
 )
 @RECURRENCES
-def test_every_variant_equals_the_definition(recurrence, dtype, shape, segment_chunks, channels, device, poison):
-    _, definition = of_recurrence(recurrence)
+def test_every_variant_equals_the_reference(recurrence, dtype, shape, segment_chunks, channels, device, poison):
+    _, reference_scan = of_recurrence(recurrence)
     pair, stacked = of_both_directions(recurrence, shape, dtype, device)
     pair, stacked = (pair, stacked) if channels else ([inputs[:-2] for inputs in pair], stacked[:-2])
     x, step_logits, k, q, A, skip, bias = in_order(recurrence, stacked)
     reverse = [False, True]
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    truth = [results_of(definition, exact(inputs), dy[g].double(), reverse=reverse[g]) for g, inputs in enumerate(pair)]
+    truth = [
+        results_of(reference_scan, exact(inputs), dy[g].double(), reverse=reverse[g]) for g, inputs in enumerate(pair)
+    ]
     x, step_logits, k, q, dy = (placed(t.to(device), place) for place, t in enumerate((x, step_logits, k, q, dy)))
     tensors = x, step_logits, k, q, A, skip, bias
     before = [t.clone() for t in (*tensors, dy) if t is not None]
@@ -198,7 +201,7 @@ def test_every_variant_equals_the_definition(recurrence, dtype, shape, segment_c
 @RECURRENCES
 def test_extreme_logits_and_keys(recurrence, dtype, logit, scale, device):
     """Test a third of the logits unchanged, a third with the given value, and a third with its negative."""
-    make, definition = of_recurrence(recurrence)
+    make, reference_scan = of_recurrence(recurrence)
     x, step_logits, k, q, A, skip, bias = in_order(recurrence, [t.detach() for t in make(1, 50, 40, 16, dtype)])
     signs = torch.randint(-1, 2, step_logits.shape, generator=torch.Generator().manual_seed(0))
     step_logits, k = torch.where(signs == 0, step_logits, signs * logit).to(dtype), (scale * k).to(dtype)
@@ -206,7 +209,7 @@ def test_extreme_logits_and_keys(recurrence, dtype, logit, scale, device):
     if recurrence == "selective":  # log(1 + exp(z)) in the reference implementation overflows for large z
         step_logits = step_logits.clamp(max=100)
     inputs = [t for t in (x, step_logits, A, k, q, skip, bias) if t is not None]
-    truth = [results_of(definition, exact(inputs), x.double())]
+    truth = [results_of(reference_scan, exact(inputs), x.double())]
     tensors = [t if t is None else t[None].to(device) for t in (x, step_logits, k, q, A, skip, bias)]
     _, states = cuda_scan.scan_forward(recurrence, *tensors, [False], True)
     for variant in heuristics.forward_variants(recurrence, 16, dtype.itemsize):
@@ -236,7 +239,8 @@ def test_two_tokens_at_a_time_project_the_step(shape, rank, dtype, device, poiso
     step, reverse = projected[..., :rank], [False, True]
     logits = torch.einsum("gblr,gdr->gbld", step.double(), step_proj.double())
     truth = [
-        [naive.longhorn(*(t[g].double() for t in (x, logits, k, q, skip, bias)), reverse=reverse[g])] for g in range(2)
+        [reference.longhorn(*(t[g].double() for t in (x, logits, k, q, skip, bias)), reverse=reverse[g])]
+        for g in range(2)
     ]
     x, projected, k, q, skip, bias, step_proj = (t.to(device) for t in (x, projected, k, q, skip, bias, step_proj))
     tensors = k, q, None, skip, bias, reverse, True
@@ -269,7 +273,7 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
     monkeypatch.setattr(compiler, "launch", lambda name, *args: launched.append(name) or emulator.launch(name, *args))
     inputs = [t.detach()[None] for t in longhorn_inputs(1, 300, 96, 16, torch.bfloat16)]
     x, logits, k, q, skip, bias = (t.float() if t.dim() == 2 else t for t in inputs)
-    truth = [[naive.longhorn(*(t[0].double() for t in inputs))]]
+    truth = [[reference.longhorn(*(t[0].double() for t in inputs))]]
 
     def right(x, logits, k, q):
         launched.clear()
@@ -289,7 +293,7 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
     assert right(*(t.mT.contiguous().mT for t in (x, logits, k, q))) == ["scan/forward_mma"]
     for apart in (2**30 - 8, 2**30) if emulator.has_sparse() else ():
         far = emulator.sparse(x.shape, x.dtype, (0, 0, apart, 1))
-        assert (launches.rows(far)[0] is far) == (apart < 2**30)  # otherwise 32-bit offsets would overflow
+        assert (rows(far)[0] is far) == (apart < 2**30)  # otherwise 32-bit offsets would overflow
         assert right(far.copy_(x), logits, k, q) == ["scan/forward_mma"]
 
 
@@ -299,11 +303,11 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
 @RECURRENCES
 def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, monkeypatch):
     """Compute the last image of a tensor of more than 2^32 elements, of which the machine stores only touched pages."""
-    (L, D, N), dtype, (make, definition) = (70, 40, 16), torch.bfloat16, of_recurrence(recurrence)
+    (L, D, N), dtype, (make, reference_scan) = (70, 40, 16), torch.bfloat16, of_recurrence(recurrence)
     inputs = [t.detach() if t.dim() == 3 else t.detach().float() for t in make(1, L, D, N, dtype)]
     x, logits, k, q, *channels = in_order(recurrence, inputs)
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    truth = [results_of(definition, exact(inputs), dy.double(), reverse=True)]
+    truth = [results_of(reference_scan, exact(inputs), dy.double(), reverse=True)]
 
     def large(t, image):
         """Return a large tensor with `image` as the last image of the second direction.
@@ -411,10 +415,12 @@ def with_gradients(inputs):
     return [t.detach().cuda().requires_grad_() for t in inputs]
 
 
-def assert_right(scan, definition, inputs, dtype, **kwargs):
+def assert_right(scan, reference_scan, inputs, dtype, **kwargs):
     # Parameters are in fp32, as in models, because gradients are sums over all tokens and may exceed fp16.
     inputs = with_gradients([t if t.dim() == 3 else t.float() for t in inputs])
-    expected = scans.outputs_and_gradients(lambda *t, **k: definition(*t, **k).cpu(), exact(inputs), dtype, **kwargs)
+    expected = scans.outputs_and_gradients(
+        lambda *t, **k: reference_scan(*t, **k).cpu(), exact(inputs), dtype, **kwargs
+    )
     actual = scans.outputs_and_gradients(lambda *t, **k: scan(*t, backend="cuda", **k).cpu(), inputs, dtype, **kwargs)
     for i, (a, truth, t) in enumerate(zip(actual, expected, [inputs[0], *inputs])):
         assert a.dtype == t.dtype
@@ -426,12 +432,12 @@ def assert_right(scan, definition, inputs, dtype, **kwargs):
 @SCANS
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("N", [4, 8, 16, 32, 64, 1, 11])
-def test_random_shapes_equal_the_definition(scan, definition, make_inputs, dtype, N, poison):
+def test_random_shapes_equal_the_reference(scan, reference_scan, make_inputs, dtype, N, poison):
     g = torch.Generator().manual_seed(N)
     for seed in range(4):
         B, L, D = (int(torch.randint(1, high, (), generator=g)) for high in (5, 200, 150))
         D = D if seed % 2 else 8 * D  # odd widths, and widths that vector loads support
-        assert_right(scan, definition, make_inputs(B, L, D, N, dtype, seed), dtype, reverse=bool(seed // 2))
+        assert_right(scan, reference_scan, make_inputs(B, L, D, N, dtype, seed), dtype, reverse=bool(seed // 2))
 
 
 @pytest.mark.gpu
@@ -441,15 +447,15 @@ def test_random_shapes_equal_the_definition(scan, definition, make_inputs, dtype
     [((*size, 16), torch.float32) for size in [(1, 1, 1), (1, 10_000, 3), (300, 3, 40), (1, 64, 768), (2, 65, 64)]]
     + [((2, 1500, 768, 16), torch.bfloat16), ((3, 1000, 768, 16), torch.bfloat16)],  # several CTAs and segments
 )
-def test_extreme_shapes(scan, definition, make_inputs, shape, dtype, poison):
-    assert_right(scan, definition, make_inputs(*shape, dtype), dtype)
+def test_extreme_shapes(scan, reference_scan, make_inputs, shape, dtype, poison):
+    assert_right(scan, reference_scan, make_inputs(*shape, dtype), dtype)
 
 
 @pytest.mark.gpu
 @SCANS
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("shape", [(64, 197, 384, 16), (1, 1500, 768, 16), (8, 1025, 768, 16)])
-def test_two_runs_are_equal_bit_for_bit(scan, definition, make_inputs, shape, backend):
+def test_two_runs_are_equal_bit_for_bit(scan, reference_scan, make_inputs, shape, backend):
     inputs = with_gradients(make_inputs(*shape, torch.bfloat16))
     dy = torch.randn(shape[:3], device="cuda", dtype=torch.bfloat16)
     runs = [results_of(scan, inputs, dy, reverse=True, backend=backend) for _ in range(2)]
@@ -466,13 +472,13 @@ def test_gradients_of_more_than_two_to_the_31_elements():
     inputs = [t.requires_grad_() for t in (x, logits, k, q)]
     found = results_of(longhorn_scan, inputs, x.detach())
     last = [t.detach()[-1:].double().requires_grad_() for t in inputs]
-    for a, truth in zip(found, results_of(naive.longhorn, last, last[0].detach())):
+    for a, truth in zip(found, results_of(reference.longhorn, last, last[0].detach())):
         assert relative_error(a[-1:], truth) < 4e-3
 
 
 @pytest.mark.gpu
 @SCANS
-def test_cuda_graph_capture_on_another_stream(scan, definition, make_inputs):
+def test_cuda_graph_capture_on_another_stream(scan, reference_scan, make_inputs):
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         inputs = with_gradients(make_inputs(1, 300, 64, 16, torch.float32))

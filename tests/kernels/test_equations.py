@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vil.kernels.scan import naive
+from vil.kernels.scan import reference
 
 FP64 = dict(dtype=torch.float64)
 B, L, C, D, N, R, K = 2, 7, 6, 12, 4, 3, 4  # images, tokens, widths, states, rank, taps
@@ -48,7 +48,7 @@ def steps_of_longhorn(x_LD, logits_LD, k_LN):
 
 def test_longhorns_gradients_in_residual_form_are_those_of_the_definition():
     x, logits, k, q, skip, bias = inputs = leaves((L, D), (L, D), (L, N), (L, N), (D,), (D,))
-    y = naive.longhorn(*(t[None] for t in (x, logits, k, q)), skip, bias)[0]
+    y = reference.longhorn(*(t[None] for t in (x, logits, k, q)), skip, bias)[0]
     dy = randn(L, D)
     expected = torch.autograd.grad(y, inputs, dy)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_longhorns_gradients_in_residual_form_are_those_of_the_definition():
 def test_mambas_gradients_from_the_state_before_and_the_decay_are_those_of_the_definition():
     x, logits, b, c = inputs = leaves((L, D), (L, D), (L, N), (L, N))
     A = (-torch.rand(D, N, **FP64)).requires_grad_()
-    y = naive.selective(x[None], logits[None], A, b[None], c[None])
+    y = reference.selective(x[None], logits[None], A, b[None], c[None])
     dy = randn(L, D)
     expected = torch.autograd.grad(y[0], (*inputs, A), dy)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_24_bits_of_a_state_are_within_a_part_in_32768_and_have_no_bias():
 
 
 def both_scans(*inputs):
-    return torch.stack([naive.longhorn(*(t[g] for t in inputs), reverse=bool(g)) for g in range(2)])
+    return torch.stack([reference.longhorn(*(t[g] for t in inputs), reverse=bool(g)) for g in range(2)])
 
 
 def norm(x_TC):

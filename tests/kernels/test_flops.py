@@ -10,8 +10,8 @@ from blocks import options_of, weights_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from vil.kernels import flops, longhorn_scan, selective_scan
-from vil.kernels.block import operator as block_operator
-from vil.kernels.scan import operator
+from vil.kernels.block import block_op
+from vil.kernels.scan import scan_op
 from vil.models.block import lines_of
 
 
@@ -46,8 +46,8 @@ def test_every_operator_of_the_scan_counts_the_same_forward_and_backward():
         A = torch.full((G, D, N), -1.0, device=device, requires_grad=True)
         if backend == "operator":  # the GPU operator must not need a GPU to count FLOPs of tensors without memory
             rest = None, None, [False] * G, True
-            (y, _), first = counted(operator.scan, "cuda", "longhorn", *tensors, None, *rest)
-            (z, _), second = counted(operator.scan, "triton", "selective", *tensors, A, *rest)
+            (y, _), first = counted(scan_op.scan, "cuda", "longhorn", *tensors, None, *rest)
+            (z, _), second = counted(scan_op.scan, "triton", "selective", *tensors, A, *rest)
         else:
             keywords = dict(reverse=[False, True], backend=backend)
             y, first = counted(longhorn_scan, x, step_logits, k, q, **keywords)
@@ -68,7 +68,7 @@ def test_the_fused_block_counts_what_its_parts_do(kind, class_token_only):
     y, by_parts = counted(block, x, class_token_only, (4, 5))
     by_parts = by_parts, counted(y.sum().backward)[1]
     options = options_of(block, torch.bfloat16, class_token_only, lines=lines_of(block, x, (4, 5)))
-    (y, _), fused = counted(block_operator.block, x, weights_of(block), options)
+    (y, _), fused = counted(block_op.block, x, weights_of(block), options)
     assert y.shape == (3, 1 if class_token_only else 21, 48)
     assert (fused, counted(y.sum().backward)[1]) == by_parts
 

@@ -8,11 +8,11 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from vil.kernels import backends
-from vil.kernels.block import cpu, operator
+from vil.kernels.block import block_op, cpu
 from vil.models import block as block_module
 from vil.models.block import Block, LonghornMixer, MambaMixer, fused_block, set_fused
 
-OPERATORS = {"cuda": operator.block, "cpu": cpu.block, "reference": None}
+OPERATORS = {"cuda": block_op.block, "cpu": cpu.block, "reference": None}
 
 
 @pytest.fixture(params=OPERATORS)
@@ -105,7 +105,7 @@ def test_the_operator_takes_a_residual_stream_in_fp32_and_weights_beside_it(back
         setattr(block.get_submodule(place), weight, nn.Parameter(p.to("meta")))
         assert found(block, x) is None, name
     # Only GPUs fuse blocks in 16 bits.
-    assert found(Block(16, LonghornMixer).bfloat16(), x) is (operator.block if backend == "cuda" else None)
+    assert found(Block(16, LonghornMixer).bfloat16(), x) is (block_op.block if backend == "cuda" else None)
 
 
 def test_set_fused_and_the_environment_switch_it(backend, monkeypatch):

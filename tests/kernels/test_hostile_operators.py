@@ -12,11 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vil.kernels import checks
-from vil.kernels.block import contract
-from vil.kernels.block import launch as kernels
-from vil.kernels.block import operator as block_operator
+from vil.kernels.block import block_op, contract, kernels
 from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options, Sizes
-from vil.kernels.scan import heuristics, operator
+from vil.kernels.scan import heuristics, scan_op
 from vil.models.block import Block, LonghornMixer, MambaMixer
 
 recurrences = pytest.mark.parametrize("recurrence", RECURRENCES)
@@ -73,7 +71,7 @@ def block_backward_call(recurrence, class_token_only=False, norm_given=False):
     named = block_call(recurrence) | dict(class_token_only=class_token_only)
     named |= dict(normed=named["normed"] if norm_given else [])
     with FakeTensorMode(allow_non_fake_inputs=True):
-        y, _, saved = block_operator._fake_block(*named.values())
+        y, _, saved = block_op._fake_block(*named.values())
     new, (B, M, C) = hostile.random_tensors(1), y.shape
     saved = [new(*t.shape) / 4 for t in saved] + named["normed"]
     after = [] if class_token_only else [new(B * M, C), new(B * M)]
@@ -393,8 +391,8 @@ def test_what_fits_is_checked_once_a_kind_and_what_does_not_each_time(monkeypatc
 def test_scans_of_no_directions_and_of_no_channels_are_empty(G, D, launched):
     x, k = torch.zeros(G, 3, 66, D), torch.zeros(G, 3, 66, 4)
     tensors = x, x, k, k, None, None, None
-    y, states = operator.scan("cuda", "longhorn", *tensors, [True] * G, True)
-    gradients = operator.scan_backward("cuda", "longhorn", x, *tensors, states, [True] * G)
+    y, states = scan_op.scan("cuda", "longhorn", *tensors, [True] * G, True)
+    gradients = scan_op.scan_backward("cuda", "longhorn", x, *tensors, states, [True] * G)
     assert [t.shape for t in (y, *gradients[:4])] == [t.shape for t in (x, x, x, k, k)]
 
 

@@ -1,4 +1,4 @@
-"""Tests of the public scans against `naive` on all available backends: outputs, gradients, limits and errors."""
+"""Tests of the public scans against `reference` on all available backends: outputs, gradients, limits and errors."""
 
 import re
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import torch
 from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
 
 from vil.kernels import longhorn_scan, selective_scan
-from vil.kernels.scan import chunked, chunks, naive, operator
+from vil.kernels.scan import chunks, reference, scan_op, torch_scan
 
 
 class Backend(NamedTuple):
@@ -20,10 +20,10 @@ class Backend(NamedTuple):
     def run(self, scan):
         return lambda *t, **options: scan(*(each.to(self.device) for each in t), backend=self.name, **options).cpu()
 
-    def error(self, scan, definition, inputs, dy_dtype=None, **options):
+    def error(self, scan, reference_scan, inputs, dy_dtype=None, **options):
         """Return the largest relative error of output and gradients."""
         dy_dtype = dy_dtype or inputs[0].dtype
-        expected = outputs_and_gradients(definition, exact(inputs), dy_dtype, **options)
+        expected = outputs_and_gradients(reference_scan, exact(inputs), dy_dtype, **options)
         actual = outputs_and_gradients(self.run(scan), inputs, dy_dtype, **options)
         assert [t.dtype for t in actual] == [inputs[0].dtype, *(t.dtype for t in inputs)]
         return max(relative_error(a, e) for a, e in zip(actual, expected, strict=True))
@@ -73,27 +73,29 @@ def sizes(backend, *large):
     [pytest.param(b, shape, id=f"{b.name}-{'x'.join(map(str, shape))}") for b in SHAPES for shape in SHAPES[b]],
 )
 @pytest.mark.parametrize("reverse", [False, True])
-def test_output_and_gradients_equal_the_definition(
-    scan, definition, make_inputs, backend, shape, reverse, prepared, poison
+def test_output_and_gradients_equal_the_reference(
+    scan, reference_scan, make_inputs, backend, shape, reverse, prepared, poison
 ):
     inputs = make_inputs(*shape, backend.dtype)
-    assert backend.error(scan, definition, inputs, reverse=reverse) < backend.tolerance
+    assert backend.error(scan, reference_scan, inputs, reverse=reverse) < backend.tolerance
 
 
 @SCANS
 @on(REFERENCE, CPU, TRITON)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)])
-def test_low_precision_inputs_lose_only_their_own_rounding(scan, definition, make_inputs, backend, dtype, tolerance):
+def test_low_precision_inputs_lose_only_their_own_rounding(
+    scan, reference_scan, make_inputs, backend, dtype, tolerance
+):
     # the interpreter truncates instead of rounding
     cuts_off = backend is TRITON and backend.device == "cpu" and dtype == torch.bfloat16
     inputs = make_inputs(*sizes(backend, 2, 77, 24, 16), dtype)
-    assert backend.error(scan, definition, inputs) < (2 if cuts_off else 1) * tolerance
+    assert backend.error(scan, reference_scan, inputs) < (2 if cuts_off else 1) * tolerance
 
 
 @SCANS
 @on(REFERENCE, CPU, TRITON, CUDA)
 @pytest.mark.parametrize("options", range(3))
-def test_skip_and_bias_are_optional(scan, definition, make_inputs, backend, options):
+def test_skip_and_bias_are_optional(scan, reference_scan, make_inputs, backend, options):
     *inputs, skip, bias = make_inputs(*sizes(backend, 2, 9, 6, 4), backend.dtype)
     bias_name = "beta_bias_D" if scan is longhorn_scan else "dt_bias_D"
     given = [{}, {"skip_D": skip}, {bias_name: bias}][options]
@@ -101,28 +103,30 @@ def test_skip_and_bias_are_optional(scan, definition, make_inputs, backend, opti
     def with_names(f):
         return lambda *t, **o: f(*t[: len(inputs)], **dict(zip(given, t[len(inputs) :])), **o)
 
-    assert backend.error(with_names(scan), with_names(definition), [*inputs, *given.values()]) < backend.tolerance
+    assert backend.error(with_names(scan), with_names(reference_scan), [*inputs, *given.values()]) < backend.tolerance
 
 
 @SCANS
 @on(REFERENCE, CPU, TRITON, CUDA)
 @pytest.mark.parametrize("reverse", [(False, True), (False, True, True), [True]])
-def test_directions_in_one_pass_equal_the_definition_of_each(scan, definition, make_inputs, backend, reverse):
+def test_directions_in_one_pass_equal_the_reference_of_each(scan, reference_scan, make_inputs, backend, reverse):
     each = [make_inputs(*sizes(backend, 2, 70, 9, 4), backend.dtype, seed) for seed in range(len(reverse))]
     stacked = [torch.stack(tensors).detach().requires_grad_() for tensors in zip(*each)]
 
-    def definitions(*stacked):
-        return torch.stack([definition(*(t[g] for t in stacked), reverse=r) for g, r in enumerate(reverse)])
+    def references(*stacked):
+        return torch.stack([reference_scan(*(t[g] for t in stacked), reverse=r) for g, r in enumerate(reverse)])
 
     def scans(*stacked, **options):
         return scan(*stacked, reverse=reverse, **options)
 
-    assert backend.error(scans, definitions, stacked) < backend.tolerance
+    assert backend.error(scans, references, stacked) < backend.tolerance
 
 
 @SCANS
 @on(REFERENCE)
-def test_the_state_is_in_fp32_or_as_x_in_fp64_whatever_the_other_inputs_have(scan, definition, make_inputs, backend):
+def test_the_state_is_in_fp32_or_as_x_in_fp64_whatever_the_other_inputs_have(
+    scan, reference_scan, make_inputs, backend
+):
     inputs = [t.detach() for t in make_inputs(2, 40, 6, 16, torch.bfloat16)]
     for dtype, others, tolerance in ((torch.float64, torch.bfloat16, 1e-12), (torch.bfloat16, torch.float64, 4e-3)):
         x, *rest = inputs[0].to(dtype), *(t.to(others) for t in inputs[1:])
@@ -130,34 +134,34 @@ def test_the_state_is_in_fp32_or_as_x_in_fp64_whatever_the_other_inputs_have(sca
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.add(t.dtype) or t, lambda t: t):
             y = backend.run(scan)(x.requires_grad_(), *rest)
         assert (y.dtype, kept) == (dtype, {torch.promote_types(dtype, torch.float32)})
-        assert relative_error(y, definition(*exact([x, *rest]))) < tolerance
+        assert relative_error(y, reference_scan(*exact([x, *rest]))) < tolerance
 
 
 @SCANS
-def test_reverse_scan_equals_flipped_forward_scan(scan, definition, make_inputs):
+def test_reverse_scan_equals_flipped_forward_scan(scan, reference_scan, make_inputs):
     inputs = [t.detach() for t in make_inputs(2, 37, 6, 4)]
     flipped = [t.flip(1) if t.dim() == 3 else t for t in inputs]
     assert torch.equal(scan(*inputs, reverse=True), scan(*flipped).flip(1))
 
 
 @SCANS
-def test_batch_slices_do_not_change_the_result(scan, definition, make_inputs, monkeypatch):
+def test_batch_slices_do_not_change_the_result(scan, reference_scan, make_inputs, monkeypatch):
     inputs = make_inputs(5, 70, 6, 4)
     for elements in (1, 24 * 2, 24 * 3):  # one, two and three images of five
-        monkeypatch.setattr(chunked, "SLICE_ELEMENTS", elements)
-        assert REFERENCE.error(scan, definition, inputs) < 1e-12
+        monkeypatch.setattr(torch_scan, "SLICE_ELEMENTS", elements)
+        assert REFERENCE.error(scan, reference_scan, inputs) < 1e-12
 
 
 @SCANS
 @on(REFERENCE, CPU)
-def test_views_that_are_strided_offset_and_expanded(scan, definition, make_inputs, backend):
+def test_views_that_are_strided_offset_and_expanded(scan, reference_scan, make_inputs, backend):
     views = []
     for t in make_inputs(3, 11, 8, 4, backend.dtype):
         padded = torch.full([n + 3 for n in t.shape[::-1]], float("nan"), dtype=t.dtype)
         view = padded[tuple(slice(1, n + 1) for n in t.shape[::-1])].permute(*reversed(range(t.dim())))
         view.copy_(t.detach())
         views.append(view.requires_grad_())
-    assert backend.error(scan, definition, views) < backend.tolerance
+    assert backend.error(scan, reference_scan, views) < backend.tolerance
     one = [t.detach()[:1] if t.dim() == 3 else t.detach() for t in views]
     many = [t.expand(3, *t.shape[1:]) if t.dim() == 3 else t for t in one]
     assert torch.equal(backend.run(scan)(*many), backend.run(scan)(*one).expand(3, -1, -1))
@@ -165,14 +169,14 @@ def test_views_that_are_strided_offset_and_expanded(scan, definition, make_input
 
 @SCANS
 @on(REFERENCE, CPU, TRITON, CUDA)
-def test_a_frozen_input_gets_no_gradient_and_changes_no_other(scan, definition, make_inputs, backend):
+def test_a_frozen_input_gets_no_gradient_and_changes_no_other(scan, reference_scan, make_inputs, backend):
     inputs = make_inputs(*sizes(backend, 2, 9, 4, 4), backend.dtype)
     frozen = inputs.pop(2).detach()
 
     def with_frozen(f):
         return lambda *t, **options: f(*t[:2], frozen.to(t[0]), *t[2:], **options)
 
-    assert backend.error(with_frozen(scan), with_frozen(definition), inputs) < backend.tolerance
+    assert backend.error(with_frozen(scan), with_frozen(reference_scan), inputs) < backend.tolerance
 
 
 @on(REFERENCE, REFERENCE._replace(dtype=torch.float32), CPU, TRITON)
@@ -181,7 +185,7 @@ def test_extreme_logits_stay_finite_and_right(step_logit, backend):
     inputs = longhorn_inputs(*sizes(backend, 2, 20, 6, 4), backend.dtype)
     inputs[1] = torch.full_like(inputs[1], step_logit).requires_grad_()
     actual = outputs_and_gradients(backend.run(longhorn_scan), inputs)
-    expected = outputs_and_gradients(naive.longhorn, exact(inputs), inputs[0].dtype)
+    expected = outputs_and_gradients(reference.longhorn, exact(inputs), inputs[0].dtype)
     for i, (a, truth) in enumerate(zip(actual, expected, strict=True)):
         assert torch.isfinite(a).all()
         if i != 2:  # the gradient of a saturated logit is below the rounding of the reference implementation
@@ -195,13 +199,13 @@ def test_zero_and_large_keys(scale, backend):
     inputs = longhorn_inputs(*sizes(backend, 2, 50, 6, 16), torch.float32)
     k = inputs[2].detach()
     inputs[2] = (scale * k / k.norm(dim=-1, keepdim=True)).requires_grad_()
-    assert backend.error(longhorn_scan, naive.longhorn, inputs) < 1e-5
+    assert backend.error(longhorn_scan, reference.longhorn, inputs) < 1e-5
 
 
 @SCANS
 @on(REFERENCE, CPU)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_nan_and_infinity_propagate(scan, definition, make_inputs, poison, backend):
+def test_nan_and_infinity_propagate(scan, reference_scan, make_inputs, poison, backend):
     inputs = [t.detach().clone() for t in make_inputs(2, 12, 4, 4, backend.dtype)]
     inputs[0][0, 5, 1] = poison
     finite = torch.isfinite(backend.run(scan)(*inputs))
@@ -211,7 +215,7 @@ def test_nan_and_infinity_propagate(scan, definition, make_inputs, poison, backe
 
 
 @SCANS
-def test_memory_kept_for_backward_is_a_state_every_16_tokens(scan, definition, make_inputs):
+def test_memory_kept_for_backward_is_a_state_every_16_tokens(scan, reference_scan, make_inputs):
     B, L, D, N = 2, 128, 8, 16
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -222,7 +226,7 @@ def test_memory_kept_for_backward_is_a_state_every_16_tokens(scan, definition, m
 
 @SCANS
 @on(REFERENCE, CPU)
-def test_autocast_does_not_reach_the_state(scan, definition, make_inputs, backend):
+def test_autocast_does_not_reach_the_state(scan, reference_scan, make_inputs, backend):
     inputs = make_inputs(2, 40, 8, 16, torch.float32)
     expected = outputs_and_gradients(backend.run(scan), inputs)
     with torch.autocast("cpu", torch.bfloat16):
@@ -234,7 +238,7 @@ def test_autocast_does_not_reach_the_state(scan, definition, make_inputs, backen
 @SCANS
 @on(REFERENCE, CPU, TRITON, CUDA)
 @pytest.mark.parametrize(("B", "L"), [(0, 3), (2, 0)])
-def test_empty_batch_and_empty_sequence(scan, definition, make_inputs, B, L, backend):
+def test_empty_batch_and_empty_sequence(scan, reference_scan, make_inputs, B, L, backend):
     inputs = make_inputs(B, L, 4, 4, backend.dtype)
     y, *gradients = outputs_and_gradients(backend.run(scan), inputs)
     assert y.shape == (B, L, 4)
@@ -244,7 +248,7 @@ def test_empty_batch_and_empty_sequence(scan, definition, make_inputs, B, L, bac
 
 @SCANS
 @on(REFERENCE, CPU, TRITON, CUDA)
-def test_operator_registrations(scan, definition, make_inputs, backend):
+def test_operator_registrations(scan, reference_scan, make_inputs, backend):
     stacked = [t.detach()[None].to(backend.device) for t in make_inputs(*sizes(backend, 2, 40, 4, 4), backend.dtype)]
     recurrence, A = "longhorn", None
     if scan is selective_scan:
@@ -252,17 +256,17 @@ def test_operator_registrations(scan, definition, make_inputs, backend):
     x, step_logits, k, q, skip, step_bias = stacked
     if backend is REFERENCE:
         inputs = [*(t.transpose(1, 2) for t in (x, step_logits, k)), *([] if A is None else [A.mT])]
-        function, arguments = chunked._scan_forward, (recurrence, q.transpose(1, 2), inputs, True)
+        function, arguments = torch_scan._scan_forward, (recurrence, q.transpose(1, 2), inputs, True)
     else:
         tensors = x, step_logits, k, q, A, skip, step_bias
-        function, arguments = operator.scan.default, (backend.name, recurrence, *tensors, [True], True)
+        function, arguments = scan_op.scan.default, (backend.name, recurrence, *tensors, [True], True)
     arguments = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(), arguments)
     torch.library.opcheck(function, arguments, atol=1e-5, rtol=1e-4)
 
 
 @SCANS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # the reference, and the cpu backend
-def test_compiles_without_graph_breaks(scan, definition, make_inputs, dtype):
+def test_compiles_without_graph_breaks(scan, reference_scan, make_inputs, dtype):
     inputs = make_inputs(2, 40, 4, 4, dtype)
     compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
     for actual, truth in zip(outputs_and_gradients(compiled, inputs), outputs_and_gradients(scan, inputs)):
@@ -271,7 +275,7 @@ def test_compiles_without_graph_breaks(scan, definition, make_inputs, dtype):
 
 @SCANS
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_second_derivative_is_refused(scan, definition, make_inputs, backend):
+def test_a_second_derivative_is_refused(scan, reference_scan, make_inputs, backend):
     inputs = make_inputs(1, 5, 3, 4, torch.float32)
     (dx,) = torch.autograd.grad(scan(*inputs, backend=backend).square().sum(), inputs[:1], create_graph=True)
     with pytest.raises(NotImplementedError, match="differentiable once"):

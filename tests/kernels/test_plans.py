@@ -7,8 +7,7 @@ import pytest
 import torch
 from blocks import OnGpu, make_block, on_an_emulated_gpu, weights_of
 
-from vil.kernels.block import backward, forward
-from vil.kernels.block import launch as kernels
+from vil.kernels.block import backward, forward, kernels
 from vil.kernels.block.weights import BackwardOptions, Inputs, Normed, Options, SavedForBackward
 from vil.kernels.cuda import compiler, plan
 from vil.kernels.cuda.plan import Plan

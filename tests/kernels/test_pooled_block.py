@@ -65,7 +65,7 @@ def test_pooled_kernels_equal_their_definitions(case, dtype):
 
     kernels = pool.pool, sum_lines.sum_lines, pooled_conv_backward.pooled_conv_backward
     found, again = (run(t, *kernels) for _ in range(2))
-    truth = run(exact, pool.plain, sum_lines.plain, pooled_conv_backward.plain)
+    truth = run(exact, pool.reference, sum_lines.reference, pooled_conv_backward.reference)
     for i, (value, repeated, expected) in enumerate(zip(found, again, truth, strict=True)):
         assert torch.equal(value, repeated)
         if value.dim() - expected.dim() == 0 and len(value) != len(expected):
@@ -107,7 +107,7 @@ def test_scan_lines_equals_its_definition(B, S, D, R, dtype, recurrence, device,
     assert torch.equal(found, again)
     assert states.shape == (2, B, 0, 16, D)
     exactly = [t if t is None else t.double() for t in (means, x_proj, step_proj, A, bias)]
-    truth = scan_lines.plain(recurrence, *exactly)
+    truth = scan_lines.reference(recurrence, *exactly)
     close(found, truth, dtype, "conv_xproj")  # the kernel also rounds steps, keys and queries
 
 

@@ -1,4 +1,4 @@
-"""Tests of initial and final states of the public scans, against `naive`."""
+"""Tests of initial and final states of the public scans, against `reference`."""
 
 import functools
 
@@ -18,12 +18,12 @@ def random(*shape, seed=0, dtype=torch.float64):
 @SCANS
 @pytest.mark.parametrize("shape", [(2, 1, 3, 4), (1, 17, 7, 16), (2, 70, 5, 5)])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_outputs_states_and_gradients_equal_the_definition(scan, definition, make_inputs, shape, reverse):
+def test_outputs_states_and_gradients_equal_the_reference(scan, reference_scan, make_inputs, shape, reverse):
     B, _, D, N = shape
     inputs = [*make_inputs(*shape), random(B, D, N).requires_grad_()]
     *tensors, initial = inputs
     y, final = scan(*tensors, reverse=reverse, initial_state=initial, return_final_state=True)
-    truth = definition(*tensors, reverse=reverse, initial_state=initial, return_final_state=True)
+    truth = reference_scan(*tensors, reverse=reverse, initial_state=initial, return_final_state=True)
     dy, dS = random(*y.shape, seed=1), random(B, D, N, seed=2)
     found, expected = (torch.autograd.grad(results, inputs, (dy, dS)) for results in ((y, final), truth))
     for a, b in zip((y, final, *found), (*truth, *expected), strict=True):
@@ -36,7 +36,7 @@ def test_outputs_states_and_gradients_equal_the_definition(scan, definition, mak
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("cuts", [[(0, 1), (1, 65), (65, 100)], [(0, 1)]], ids=["three", "one"])
 def test_parts_of_a_sequence_one_behind_the_other_are_the_whole(
-    scan, definition, make_inputs, cuts, dtype, tolerance, backend
+    scan, reference_scan, make_inputs, cuts, dtype, tolerance, backend
 ):
     """Scan a sequence in parts of 1, 64 and 35 tokens in two directions. The reverse one starts with the last part.
 
@@ -60,7 +60,9 @@ def test_parts_of_a_sequence_one_behind_the_other_are_the_whole(
     both, final = scan(*inputs, reverse=reverse, backend=backend, initial_state=initial, return_final_state=True)
     for g, backwards in enumerate(reverse):
         tensors = exact(t[g].cpu() for t in inputs)
-        y, S = definition(*tensors, reverse=backwards, initial_state=initial[g].cpu().double(), return_final_state=True)
+        y, S = reference_scan(
+            *tensors, reverse=backwards, initial_state=initial[g].cpu().double(), return_final_state=True
+        )
         for found in (ys[g], both[g]):
             assert relative_error(found.cpu(), y) < tolerance
         for found in (ends[g], final[g]):
@@ -69,13 +71,13 @@ def test_parts_of_a_sequence_one_behind_the_other_are_the_whole(
 
 @SCANS
 @pytest.mark.parametrize("reverse", [False, True])
-def test_only_in_and_only_out(scan, definition, make_inputs, reverse):
+def test_only_in_and_only_out(scan, reference_scan, make_inputs, reverse):
     inputs, initial = make_inputs(1, 9, 3, 4), random(1, 3, 4)
-    scan, definition = (functools.partial(function, reverse=reverse) for function in (scan, definition))
-    assert relative_error(scan(*inputs, initial_state=initial), definition(*inputs, initial_state=initial)) < 1e-12
+    scan, reference_scan = (functools.partial(function, reverse=reverse) for function in (scan, reference_scan))
+    assert relative_error(scan(*inputs, initial_state=initial), reference_scan(*inputs, initial_state=initial)) < 1e-12
     one = [t[:, :1] if t.dim() == 3 else t for t in inputs[:-2]]  # without skip and bias
     for given in (inputs, one):
-        for found, expected in zip(*(function(*given, return_final_state=True) for function in (scan, definition))):
+        for found, expected in zip(*(function(*given, return_final_state=True) for function in (scan, reference_scan))):
             assert relative_error(found, expected) < 1e-12
     empty = [t[:, :0] if t.dim() == 3 else t for t in inputs]
     y, same = scan(*empty, initial_state=initial, return_final_state=True)

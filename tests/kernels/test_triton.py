@@ -5,7 +5,7 @@ import torch
 from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error
 
 from vil.kernels import longhorn_scan
-from vil.kernels.scan import chunks, naive
+from vil.kernels.scan import chunks, reference
 
 pytest.importorskip("triton")
 from vil.kernels.scan import triton_scan
@@ -13,11 +13,11 @@ from vil.kernels.scan import triton_scan
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def error(scan, definition, inputs, **options):
+def error(scan, reference_scan, inputs, **options):
     def run(*tensors, **options):
         return scan(*(t.to(DEVICE) for t in tensors), backend="triton", **options).cpu()
 
-    expected = outputs_and_gradients(definition, exact(inputs), torch.float32, **options)
+    expected = outputs_and_gradients(reference_scan, exact(inputs), torch.float32, **options)
     actual = outputs_and_gradients(run, inputs, torch.float32, **options)
     return max(relative_error(a, e) for a, e in zip(actual, expected, strict=True))
 
@@ -28,7 +28,7 @@ def error(scan, definition, inputs, **options):
 @pytest.mark.parametrize(
     ("large", "segment_chunks", "reverse"), [(2**16, None, False), (2**16, 3, True), (32, None, True)]
 )
-def test_segments_equal_the_definition(scan, definition, make_inputs, large, segment_chunks, reverse, monkeypatch):
+def test_segments_equal_the_reference(scan, reference_scan, make_inputs, large, segment_chunks, reverse, monkeypatch):
     for module in (chunks, triton_scan):  # the interpreter takes milliseconds for a token
         monkeypatch.setattr(module, "CHUNK", 2)
     monkeypatch.setattr(triton_scan, "CHANNELS", large)
@@ -37,11 +37,11 @@ def test_segments_equal_the_definition(scan, definition, make_inputs, large, seg
     assert schedule == ((4, 1, 16) if large == 32 else (1, 4, 16))
     if segment_chunks:
         monkeypatch.setattr(triton_scan, "_schedule", lambda *_: (segment_chunks, 2, 16))
-    assert error(scan, definition, make_inputs(2, 7, 5, 4, torch.float32), reverse=reverse) < 1e-5
+    assert error(scan, reference_scan, make_inputs(2, 7, 5, 4, torch.float32), reverse=reverse) < 1e-5
 
 
 def test_a_sequence_of_two_chunks_as_long_as_on_a_gpu():
-    assert error(longhorn_scan, naive.longhorn, longhorn_inputs(1, 67, 5, 4, torch.float32)) < 1e-5
+    assert error(longhorn_scan, reference.longhorn, longhorn_inputs(1, 67, 5, 4, torch.float32)) < 1e-5
 
 
 @pytest.mark.parametrize("L", [1, 64, 65, 1000, 6085])

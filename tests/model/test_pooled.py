@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import vil
-from vil.kernels.scan import naive
+from vil.kernels.scan import reference
 from vil.models.block import BidirectionalMixer, Block, LonghornMixer, MambaMixer
 
 MIXERS = [LonghornMixer, MambaMixer]
@@ -25,7 +25,10 @@ def one_direction(direction, u, groups):
     step, k, q = (read @ w["x_proj.weight"].T).split([R, 16, 16], dim=-1)
     logits = step @ w["step_proj.weight"].T + w["step_proj.bias"]
     read, logits, k, q = (t[None] for t in (read, logits, k, q))
-    y = naive.selective(read, logits, -w["A_log"].exp(), k, q) if "A_log" in w else naive.longhorn(read, logits, k, q)
+    if "A_log" in w:
+        y = reference.selective(read, logits, -w["A_log"].exp(), k, q)
+    else:
+        y = reference.longhorn(read, logits, k, q)
     out = {t: y[0, i] + w["skip"] * v[t] for i, group in enumerate(groups) for t in group}
     return torch.stack([out[t] for t in range(len(u))])
 

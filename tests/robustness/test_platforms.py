@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from vil import checkpoint
 from vil.fault_tolerance import files
 from vil.kernels import cache
-from vil.kernels.scan import chunked
+from vil.kernels.scan import torch_scan
 from vil.training import meter
 
 
@@ -84,8 +84,8 @@ def test_a_file_is_written_where_folders_cannot_be_opened(tmp_path, monkeypatch)
 
 # what operators that are defined in Python run
 INSIDE = {
-    torch.ops.vil.reference_scan: chunked._scan_forward._init_fn,
-    torch.ops.vil.reference_scan_backward: chunked._scan_backward._init_fn,
+    torch.ops.vil.reference_scan: torch_scan._scan_forward._init_fn,
+    torch.ops.vil.reference_scan_backward: torch_scan._scan_backward._init_fn,
 }
 
 

@@ -1,12 +1,12 @@
 """Operators on plain tensors, independent of vision models. Each operator has a folder:
 
-`scan`      the recurrences: `naive` is the reference implementation, `interface` has the public functions, `operator`
-is `vil::scan`, which runs on `cuda_scan` (CUDA C++), `triton_scan` or `cpu_scan` (Numba); `chunked` is plain PyTorch
-for any device
-`block`     the model's residual block around the scan: `naive` is the reference implementation, `fused` decides which
-block runs as one operator, `operator` is `vil::block`, `forward` and `backward` launch its kernels, `cpu` is the CPU
-version
+`scan`      the recurrences: `interface` has the public functions, `scan_op` registers `vil::scan`, which runs on
+`cuda_scan` (CUDA C++), `triton_scan` or `cpu_scan` (Numba), and `torch_scan` is plain PyTorch for any device
+`block`     the model's residual block around the scan: `fused` decides which block runs as one operator, `block_op`
+registers `vil::block`, `forward` and `backward` launch its kernels, and `cpu` is the CPU version
 `augment`   augmentation of image batches
+
+Both folders have the reference implementation in `reference`.
 
 Shared modules:
 

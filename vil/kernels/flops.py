@@ -33,9 +33,9 @@ from torch.utils.flop_counter import conv_flop_count, register_flop_formula  # n
 
 _logger.setLevel(_level)
 
-from .block import operator as _block  # noqa: E402, F401  defines the operators
-from .scan import chunked as _chunked  # noqa: E402, F401
-from .scan import operator as _scan  # noqa: E402, F401
+from .block import block_op as _block  # noqa: E402, F401  defines the operators
+from .scan import scan_op as _scan  # noqa: E402, F401
+from .scan import torch_scan as _torch_scan  # noqa: E402, F401
 
 FORWARD = 7
 BACKWARD = {"longhorn": 14, "selective": 15}

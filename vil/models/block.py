@@ -6,7 +6,7 @@ Dimension letters in the suffixes of tensor names:
     2 directions, stacked in this order: first token to last, last token to first
     In a pooled block: h, w grid of patches    r rows of the grid, or columns    S = r + 1 pooled tokens
 
-On an NVIDIA GPU, a forward pass runs through `VisionLonghorn.forward` and `run_blocks`, then through `operator.block`,
+On an NVIDIA GPU, a forward pass runs through `VisionLonghorn.forward` and `run_blocks`, then through `block_op.block`,
 `_Block.forward` and the planned forward of vil/kernels/block, then through `Plan.__call__` of vil/kernels/cuda, whose
 steps launch the kernels.
 """

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..factory import unwrapped
-from ..kernels.scan.chunked import RECURRENCES
+from ..kernels.scan.torch_scan import RECURRENCES
 from ..models.block import KNOWN_MIXERS, Block, LonghornDirection, at_least_fp32, repeat_rows, transpose_grid
 from ..models.vision_longhorn import VisionLonghorn, split_class_token
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from ..checks import aligned, given
 from ..cuda.plan import planned
 from ..scan import cuda_scan as scans
-from . import launch as kernels
+from . import kernels
 from .forward import REVERSE, project, project_pooled, split
-from .launch import PackedWeights
+from .kernels import PackedWeights
 from .lines import Lines
 from .tokens import Tokens
 from .weights import BackwardInputs, BackwardOptions, BlockWeights, DirectionWeights, SavedForBackward, Sizes

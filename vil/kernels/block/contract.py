@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import backends
 from ..checks import Row, check, check_choice, check_given, given, once_a_kind
 from ..scan.chunks import chunk_state_count
-from . import launch as kernels
+from . import kernels
 from .lines import Lines
 from .tokens import Tokens
 from .weights import BlockWeights, Inputs, Normed, Options

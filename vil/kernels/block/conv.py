@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..cuda import compiler, hardware
 from ..cuda.elements import ELEMENT, vector_width
-from ..cuda.plan import place
+from ..cuda.plan import device_of
 
 WARPS = 4  # warps of a CTA, as in conv.cu
 
@@ -19,7 +19,7 @@ def conv(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tenso
     v_2BHD, vector = u_BLD.new_empty(2, B, H, D), vector_width(16 // dtype.itemsize, u_BLD)
     macros = dict(INPUT=ELEMENT[dtype], VECTOR=vector, TAPS=taps)
     threads = B * D // min(4, vector)
-    stretch = stretch_of(threads, L, hardware.multiprocessors(place(u_BLD)))
+    stretch = stretch_of(threads, L, hardware.multiprocessors(device_of(u_BLD)))
     blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
     compiler.launch("block/conv", "conv", macros, blocks, 32 * WARPS, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, v=v_2BHD, B=B, L=L, H=H, D=D,
@@ -38,7 +38,7 @@ def stretch_of(threads: int, L: int, multiprocessors: int) -> int:
     return -(-L // (4 * -(-L // stretch))) * 4
 
 
-def plain(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tensor:
+def reference(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tensor:
     """Reference implementation of `conv`."""
 
     def one(u_BLD, weight_DK, bias_D):

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ..cuda import compiler, hardware
 from ..cuda.elements import ELEMENT, vector_width
-from ..cuda.plan import place
+from ..cuda.plan import device_of
 from . import conv
-from .plain import gradients
+from .reference import gradients
 
 WARPS = 4  # warps of a CTA, as in conv_backward.cu
 
@@ -29,7 +29,7 @@ def conv_backward(
         dv_2BHD.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
     macros = macros_of(u_BLD.dtype, vector_width(16 // size, u_BLD), taps, P)
     blocks, resident = -(-D // (8 * WARPS * min(2, macros["VECTOR"]))), 3 if size == 4 or P <= 80 else 2
-    stretch, parts = share(B, L, resident * hardware.multiprocessors(place(u_BLD)) // blocks)
+    stretch, parts = share(B, L, resident * hardware.multiprocessors(device_of(u_BLD)) // blocks)
     dfilters = u_BLD.new_empty(parts, 2, taps + 1, D, dtype=torch.float32)
     compiler.launch("block/conv_backward", "conv_backward", macros, parts * blocks, 32 * WARPS, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), dv=dv_2BHD, dprojected=dprojected_2TP, x_proj=x_proj_2PD, weights=conv_2DK,
@@ -57,13 +57,13 @@ def macros_of(dtype: torch.dtype, vector: int, taps: int, P: int) -> dict:
     return dict(INPUT=ELEMENT[dtype], VECTOR=vector, TAPS=taps, PROJECTIONS=P, CTA_BYTES=2 * 32 * rows)
 
 
-def plain(
+def reference(
     u_BLD: Tensor, dv_2BHD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
     du_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
     """Reference implementation of `conv_backward`, in one part."""
     dv_2BHD = dv_2BHD + (dprojected_2TP @ x_proj_2PD).view_as(dv_2BHD)
     inputs, H = [u_BLD, conv_2DK, conv_bias_2D], dv_2BHD.shape[2]
-    found_BLD, dconv, dconv_bias = gradients(lambda u, w, b: conv.plain(u, w, b, H), inputs, dv_2BHD)
+    found_BLD, dconv, dconv_bias = gradients(lambda u, w, b: conv.reference(u, w, b, H), inputs, dv_2BHD)
     du_BLD.copy_(found_BLD)
     return torch.cat([dconv.mT, dconv_bias[:, None]], 1)[None]

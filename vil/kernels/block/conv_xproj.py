@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..cuda import compiler, hardware
 from ..cuda.elements import ELEMENT, vector_width
-from ..cuda.plan import place
+from ..cuda.plan import device_of
 from . import conv as convolutions
 
 STRIPS = 48  # strips of two tokens in a CTA
@@ -29,7 +29,7 @@ def conv_xproj(
         v_2BHD = convolutions.conv(u_BLD, conv_2DK, conv_bias_2D, H)
         projected_2TP = torch.bmm(v_2BHD.flatten(1, 2), x_proj_2PD.mT)
         return v_2BHD, projected_2TP, torch.bmm(projected_2TP[..., :R], step_proj_2DR.mT) if project_step else None
-    macros = macros_of(dtype, D, P, R, conv_2DK.shape[2], project_step, hardware.shared_bytes(place(u_BLD)))
+    macros = macros_of(dtype, D, P, R, conv_2DK.shape[2], project_step, hardware.shared_bytes(device_of(u_BLD)))
     v_2BHD = u_BLD.new_empty(2, B, H, D)
     projected_2TP = u_BLD.new_empty(2, B * H, P)
     step_logits_2TD = u_BLD.new_empty(2, B * H, D) if project_step else None
@@ -50,7 +50,7 @@ def fits(u_BLD: Tensor, P: int, taps: int) -> bool:
     _, L, D = u_BLD.shape
     shape = u_BLD.dtype.itemsize == 2 and D % 64 == 0 and P <= 80 and taps == 4 and L >= 24
     reached = vector_width(8, u_BLD) == 8 and 2 * L * u_BLD.stride(1) < 2**31
-    return shape and reached and STRIPS * hardware.multiprocessors(place(u_BLD)) <= _strips(u_BLD)
+    return shape and reached and STRIPS * hardware.multiprocessors(device_of(u_BLD)) <= _strips(u_BLD)
 
 
 def _strips(u_BLD: Tensor) -> int:
@@ -72,11 +72,11 @@ def macros_of(dtype: torch.dtype, D: int, P: int, R: int, taps: int, project_ste
     )  # fmt: skip
 
 
-def plain(
+def reference(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int,
     project_step: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Reference implementation of `conv_xproj`, always with step logits."""
-    v_2BHD = convolutions.plain(u_BLD, conv_2DK, conv_bias_2D, H)
+    v_2BHD = convolutions.reference(u_BLD, conv_2DK, conv_bias_2D, H)
     projected_2TP = v_2BHD.flatten(1, 2) @ x_proj_2PD.mT
     return v_2BHD, projected_2TP, projected_2TP[..., : step_proj_2DR.shape[2]] @ step_proj_2DR.mT

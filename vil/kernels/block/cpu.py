@@ -56,7 +56,7 @@ class Scanned(NamedTuple):
 def block(
     x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None, normed: Normed | None = None
 ) -> tuple[Tensor, None]:
-    """Run `operator.block` on a CPU, always in fp32 and without the norm for the next block."""
+    """Run `block_op.block` on a CPU, always in fp32 and without the norm for the next block."""
     x_BLC, weights = x_BLC.contiguous(), BlockWeights.of([t.contiguous() for t in weights.flat()])
     scale_B = None if scale_B is None else scale_B.contiguous()
     if needs_gradients(x_BLC, weights):

@@ -14,9 +14,9 @@ from torch import Tensor
 from ..checks import aligned, given
 from ..cuda.plan import planned
 from ..scan import cuda_scan as scans
-from . import launch as kernels
+from . import kernels
 from .contract import check_forward
-from .launch import PackedWeights
+from .kernels import PackedWeights
 from .tokens import Tokens
 from .weights import BlockWeights, Inputs, Options, SavedForBackward
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from . import cpu, operator
+from . import block_op, cpu
 from .contract import FP32, TAPS, unobserved
 from .weights import BlockWeights
 
@@ -17,7 +17,7 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -
     """Return the operator that computes a block of these weights for this residual stream on this machine, or None.
 
     The operator accepts (x_BLC, weights, options, scale_B, normed) and returns x' and its norm or None, as
-    `operator.block`.
+    `block_op.block`.
     """
     dtype, device, sizes = weights.norm.dtype, x_BLC.device, weights.sizes()
     fits = [t is not None and t.dtype == dtype and t.device == device and is_plain(t) for t in weights.flat()]
@@ -27,7 +27,7 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -
         return None
     backend = backends.backend_for(device)
     if backend == "cuda":
-        return None if backends.transformed() else operator.block
+        return None if backends.transformed() else block_op.block
     # on a CPU, compilers and other observers must see the separate parts of a block
     hidden = dtype == FP32 and unobserved(x_BLC) and not torch.is_autocast_enabled("cpu")
     if backend != "cpu" or not hidden or (pooled and torch.is_grad_enabled()):  # pooled blocks have no backward on CPUs

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..cuda import compiler
 from ..cuda.elements import ELEMENT, vector_width
 from .lines import Lines
-from .plain import gradients
+from .reference import gradients
 
 WARPS = 4  # warps of a CTA, as in gate.cu
 
@@ -67,20 +67,20 @@ def _launch(entry: str, dtype: torch.dtype, vector: int, tokens: int, arguments:
     compiler.launch("block/gate", entry, macros, -(-tokens // WARPS), 32 * WARPS, arguments)
 
 
-def plain(y: Read, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+def reference(y: Read, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     """Reference implementation of `gate`."""
     second_BLD = y.second if y.lines is None else y.second[:, y.lines.pooled_in_memory().to(z_BLD.device)]
     mean_BLD = (y.first + second_BLD) / 2
     return mean_BLD * F.silu(z_BLD) * (1 if scale_B is None else scale_B[:, None, None]), mean_BLD
 
 
-def plain_backward(
+def reference_backward(
     dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor, dz_BLD: Tensor
 ) -> Tensor:
     """Reference implementation of `gate_backward`."""
 
     def gated(mean_BLD, z_BLD):
-        return plain(Read(mean_BLD, mean_BLD), z_BLD, scale_B, True)[0]
+        return reference(Read(mean_BLD, mean_BLD), z_BLD, scale_B, True)[0]
 
     dmean_BLD, found_BLD = gradients(gated, [mean_BLD, z_BLD], dgated_BLD)
     dy_BLD.copy_(dmean_BLD / 2)

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..cuda import compiler, hardware
 from ..cuda.elements import ELEMENT, vector_width
-from ..cuda.plan import place
+from ..cuda.plan import device_of
 from . import gate as gates
 from . import gate_outproj_sm90 as on_hopper
 from .gate import Read
-from .norm_backward import plain_norm
+from .norm_backward import reference_norm
 
 
 def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
@@ -19,7 +19,9 @@ def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
     T, C = x_TC.shape
     if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or vector_width(4, x_TC) < 4:
         return False
-    return few_ctas(T, C) <= hardware.multiprocessors(place(x_TC)) or on_hopper.fits(T, C, D, dtype, place(x_TC))
+    return few_ctas(T, C) <= hardware.multiprocessors(device_of(x_TC)) or on_hopper.fits(
+        T, C, D, dtype, device_of(x_TC)
+    )
 
 
 def gate_outproj(
@@ -60,11 +62,11 @@ def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(x, a, b, out_dtype=x.dtype, out=x)
 
 
-def plain(
+def reference(
     x_TC: Tensor, y: Read, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Reference implementation of `gate_outproj`, with the norm whenever `eps` is given."""
-    gated_BLD, mean_BLD = gates.plain(y, z_BLD, scale_B, keep)
+    gated_BLD, mean_BLD = gates.reference(y, z_BLD, scale_B, keep)
     out_TC = x_TC + gated_BLD.flatten(0, 1) @ out_proj_CD.t()
-    return out_TC, mean_BLD, [] if eps is None else list(plain_norm(out_TC, eps, out_TC.dtype))
+    return out_TC, mean_BLD, [] if eps is None else list(reference_norm(out_TC, eps, out_TC.dtype))

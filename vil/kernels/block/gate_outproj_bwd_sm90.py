@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..cuda import compiler, hardware
 from ..cuda.elements import ELEMENT, vector_width
-from ..cuda.plan import place
+from ..cuda.plan import device_of
 from . import gate as gates
 from . import gate_outproj_sm90 as forward
 
@@ -27,12 +27,12 @@ def gate_outproj_backward(
     dout_TC = dout_TC.contiguous()
     halves = all(gates.token_stride(t) == 2 * D for t in (z_BLD, dz_BLD))
     aligned = vector_width(8, dout_TC, out_proj_CD, mean_BLD, z_BLD, dy_BLD, dz_BLD) == 8
-    if not (forward.fits(T, C, D, dout_TC.dtype, place(dout_TC)) and halves and aligned):
+    if not (forward.fits(T, C, D, dout_TC.dtype, device_of(dout_TC)) and halves and aligned):
         dgated_BLD = torch.mm(dout_TC, out_proj_CD).view_as(mean_BLD)
         return gates.gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
     gated_BLD = torch.empty_like(mean_BLD)
     slices = D // 128  # slices of 128 channels; a CTA has one slice and a multiprocessor's whole shared memory
-    blocks = max(1, hardware.multiprocessors(place(dout_TC)) // slices)  # CTAs of each slice
+    blocks = max(1, hardware.multiprocessors(device_of(dout_TC)) // slices)  # CTAs of each slice
     rounds, tokens = forward.shares(T, blocks)
     macros = macros_of(dout_TC.dtype, C)
     compiler.launch("block/gate_outproj_bwd_sm90", "gate_outproj_backward", macros, blocks * slices, 384, dict(
@@ -50,10 +50,10 @@ def macros_of(dtype: torch.dtype, C: int) -> dict:
     return dict(INPUT=ELEMENT[dtype], WIDTH=C, SLOTS=slots, CTA_BYTES=weights + 2 * slots * slot + 8)
 
 
-def plain(
+def reference(
     dout_TC: Tensor, out_proj_CD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor,
     dz_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
     """Reference implementation of `gate_outproj_backward`."""
     dgated_BLD = (dout_TC @ out_proj_CD).view_as(mean_BLD)
-    return gates.plain_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
+    return gates.reference_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)

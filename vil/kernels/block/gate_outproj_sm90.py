@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..cuda import compiler, hardware
 from ..cuda.elements import ELEMENT
-from ..cuda.plan import place
+from ..cuda.plan import device_of
 from .gate import Read, token_stride
 from .norm_backward import empty_norm
 
@@ -23,7 +23,7 @@ def fits(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bo
 def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Allocate the tiled copy of out_proj that `pack_weights` writes, or return None if the kernel is not used."""
     C, D = out_proj.shape
-    takes = fits(T, C, D, dtype, place(out_proj))
+    takes = fits(T, C, D, dtype, device_of(out_proj))
     return torch.empty_like(out_proj, dtype=dtype, memory_format=torch.contiguous_format) if takes else None
 
 
@@ -40,7 +40,7 @@ def gate_outproj_sm90(
     assert x_TC.data_ptr() % 16 == 0
     out_TC, norm = torch.empty_like(x_TC), [] if eps is None else empty_norm(x_TC, dtype)
     macros = macros_of(dtype, C, mean_BLD is not None, y.lines is not None)
-    multiprocessors = hardware.multiprocessors(place(x_TC))
+    multiprocessors = hardware.multiprocessors(device_of(x_TC))
     rounds, tokens = shares(T, multiprocessors)
     xhat_TC, rstd_T = norm or (None, None)
     compiler.launch("block/gate_outproj_sm90", "gate_outproj", macros, multiprocessors, 384, dict(

@@ -27,13 +27,13 @@ def empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty_like(x_TC, dtype=dtype), x_TC.new_empty(len(x_TC))]
 
 
-def plain_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def reference_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Reference implementation of the norm; returns xhat and its factors."""
     rstd_T = (x_TC.square().mean(-1) + eps).rsqrt()
     return (x_TC * rstd_T[:, None]).to(dtype), rstd_T
 
 
-def plain(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor) -> tuple[Tensor, Tensor]:
+def reference(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor) -> tuple[Tensor, Tensor]:
     """Reference implementation of `norm_backward`."""
     projected = xhat_TC * (dxhat_TC * xhat_TC).mean(-1, keepdim=True)
     dx_TC = dresidual_TC + rstd_T[:, None] * (dxhat_TC - projected)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..cuda import compiler
 from ..cuda.elements import ELEMENT
-from .norm_backward import empty_norm, plain_norm
+from .norm_backward import empty_norm, reference_norm
 from .weights import BlockWeights, Sizes
 
 ALIGNMENT = 64  # elements; alignment of weights and gradients that share memory
@@ -99,7 +99,7 @@ def by_direction(prefix: str, directions: Sequence[Sequence[Tensor | None]]) -> 
     return {f"{prefix}{name}_{g}": t for g, weights in enumerate(directions) for name, t in zip(names, weights)}
 
 
-def plain_packed(weights: BlockWeights, dtype: torch.dtype) -> PackedWeights:
+def reference_packed(weights: BlockWeights, dtype: torch.dtype) -> PackedWeights:
     """Reference implementation of `PackedWeights`, in the parameters' dtype or, for both directions' weights, in
     `dtype`.
     """
@@ -113,11 +113,11 @@ def plain_packed(weights: BlockWeights, dtype: torch.dtype) -> PackedWeights:
     return PackedWeights(*projections, conv.squeeze(2), conv_bias, step_bias, skip)
 
 
-def plain(
+def reference(
     weights: BlockWeights, dtype: torch.dtype, tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Reference implementation of `pack_weights`, without tiles."""
     packed = weights.norm.new_zeros(packed_size(weights.sizes(), dtype), dtype=dtype)
-    for part, value in zip(PackedWeights.of(packed, weights.sizes()), plain_packed(weights, dtype)):
+    for part, value in zip(PackedWeights.of(packed, weights.sizes()), reference_packed(weights, dtype)):
         part.copy_(value)
-    return packed, [None] * 3 if x_TC is None else [*plain_norm(x_TC, eps, dtype), x_TC.clone()]
+    return packed, [None] * 3 if x_TC is None else [*reference_norm(x_TC, eps, dtype), x_TC.clone()]

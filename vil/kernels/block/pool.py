@@ -35,15 +35,15 @@ def pool(
     return means_2BSD, skipped_BLD
 
 
-def plain_v(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, lines: Lines) -> Tensor:
+def reference_v(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, lines: Lines) -> Tensor:
     """Return v_2BLD of both directions in the order of lines, for u in memory order."""
-    return conv.plain(in_order(u_BLD, lines), conv_2DK, conv_bias_2D, lines.L)
+    return conv.reference(in_order(u_BLD, lines), conv_2DK, conv_bias_2D, lines.L)
 
 
-def plain(
+def reference(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, skip_2D: Tensor, lines: Lines
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Reference implementation of `pool`."""
-    v_2BLD = plain_v(u_BLD, conv_2DK, conv_bias_2D, lines)
+    v_2BLD = reference_v(u_BLD, conv_2DK, conv_bias_2D, lines)
     skipped_BLD = (skip_2D[:, None, None] * v_2BLD).sum(0)[:, lines.order().argsort().to(u_BLD.device)]
     return torch.stack([line_means(v_BLD, lines) for v_BLD in v_2BLD]), skipped_BLD

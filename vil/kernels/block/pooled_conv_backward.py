@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ..cuda import compiler, hardware
 from ..cuda.elements import ELEMENT, vector_width
-from ..cuda.plan import place
+from ..cuda.plan import device_of
 from .lines import Lines, cta_shape, in_order, line_means
-from .plain import gradients
-from .pool import plain_v
+from .pool import reference_v
+from .reference import gradients
 
 VECTOR, WARPS = 2, 12  # maximum vector width; warps of a multiprocessor
 SEGMENT = 64  # as in lines.cuh
@@ -29,7 +29,7 @@ def pooled_conv_backward(
     vector = vector_width(VECTOR, u_BLD, du_BLD)
     groups, threads = cta_shape(D, vector)
     ctas = WARPS * 32 // threads
-    stretch, parts = share(B, L, ctas * hardware.multiprocessors(place(u_BLD)) // groups)
+    stretch, parts = share(B, L, ctas * hardware.multiprocessors(device_of(u_BLD)) // groups)
     dfilters = u_BLD.new_empty(parts, 2, taps + 1, D, dtype=torch.float32)
     dskips = u_BLD.new_empty(parts, 2, D, dtype=torch.float32)
     macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=ctas)
@@ -49,14 +49,14 @@ def share(B: int, L: int, most: int) -> tuple[int, int]:
     return stretch, min(B * -(-L // stretch), most)
 
 
-def plain(
+def reference(
     u_BLD: Tensor, dy_BLD: Tensor, dmeans_2BSD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, skip_2D: Tensor,
     du_BLD: Tensor, lines: Lines,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Reference implementation of `pooled_conv_backward`, in one part."""
 
     def read_and_skipped(u_BLD, conv_2DK, conv_bias_2D, skip_2D):
-        v_2BLD = plain_v(u_BLD, conv_2DK, conv_bias_2D, lines)
+        v_2BLD = reference_v(u_BLD, conv_2DK, conv_bias_2D, lines)
         means = [line_means(v_BLD, lines) for v_BLD in v_2BLD]
         return torch.cat([torch.stack(means).flatten(), (skip_2D[:, None, None] * v_2BLD).sum(0).flatten()])
 

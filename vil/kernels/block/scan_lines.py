@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..cuda import compiler, hardware
-from ..cuda.plan import place
-from ..scan import naive
+from ..cuda.plan import device_of
 from ..scan.chunks import CHUNK
-from ..scan.launches import common_macros
+from ..scan.kernel import common_macros
+from ..scan.reference import longhorn, selective
 
 # channels of a CTA; maximum number of lines without states between chunks, which backward would need
 CHANNELS, MOST_LINES = 32, CHUNK
@@ -21,7 +21,7 @@ def fits(means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
     """
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     shape = means_2BSD.dtype.itemsize == 2 and D % 128 == R % 8 == 0 and P - R == 32 and S <= MOST_LINES
-    device = place(means_2BSD)
+    device = device_of(means_2BSD)
     few = hardware.multiprocessors(device) >= B * (D // CHANNELS)
     return shape and few and cta_bytes(S, P) <= hardware.shared_bytes(device)
 
@@ -53,7 +53,7 @@ def cta_bytes(S: int, P: int) -> int:
     return 4 * (8 * 16 * (P | 8) + 2 * -(-S // 16) * 16 * (P + 2 * CHANNELS))
 
 
-def plain(
+def reference(
     recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, A_2DN: Tensor | None,
     step_bias_2D: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -66,9 +66,9 @@ def plain(
     for g in (0, 1):
         x, logits, bias = means_2BSD[g], step_logits[g], step_bias_2D[g]
         if A_2DN is None:
-            found_BSD = naive.longhorn(x, logits, k[g], q[g], None, bias, reverse=g == 1)
+            found_BSD = longhorn(x, logits, k[g], q[g], None, bias, reverse=g == 1)
         else:
-            found_BSD = naive.selective(x, logits, A_2DN[g], k[g], q[g], None, bias, reverse=g == 1)
+            found_BSD = selective(x, logits, A_2DN[g], k[g], q[g], None, bias, reverse=g == 1)
         assert isinstance(found_BSD, Tensor)  # without its final state
         y_BSD += found_BSD
     return y_BSD

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..cuda import compiler, hardware
 from ..cuda.elements import ELEMENT
-from ..cuda.plan import place
+from ..cuda.plan import device_of
 
 
 def step_proj_backward(
@@ -23,7 +23,7 @@ def step_proj_backward(
         dstep_2TR = torch.bmm(dstep_logits_2TD, step_proj_2DR)
         dprojected_2TP = torch.cat([dstep_2TR, dk_2TN, dq_2TN], dim=-1)
         return dprojected_2TP, products_over_tokens(dstep_logits_2TD, step_2TR)
-    parts = min(-(-T // 16), -(-hardware.multiprocessors(place(dstep_logits_2TD)) // 2))
+    parts = min(-(-T // 16), -(-hardware.multiprocessors(device_of(dstep_logits_2TD)) // 2))
     dprojected_2TP = dstep_logits_2TD.new_empty(2, T, R + 2 * N)
     dstep_proj = dstep_logits_2TD.new_empty(2, parts, D, R, dtype=torch.float32)
     macros = macros_of(dstep_logits_2TD.dtype, D, R, N)
@@ -63,14 +63,14 @@ def _bmm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b) if a.dtype.itemsize >= 4 else torch.bmm(a, b, out_dtype=torch.float32)
 
 
-def plain(
+def reference(
     dstep_logits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Reference implementation of `step_proj_backward`, in one part."""
     dprojected_2TP = torch.cat([dstep_logits_2TD @ step_proj_2DR, dk_2TN, dq_2TN], dim=-1)
-    return dprojected_2TP, plain_products(dstep_logits_2TD, step_2TR)
+    return dprojected_2TP, reference_products(dstep_logits_2TD, step_2TR)
 
 
-def plain_products(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
+def reference_products(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
     """Reference implementation of `products_over_tokens`, in one part."""
     return (a_2TM.mT @ b_2TN)[:, None]

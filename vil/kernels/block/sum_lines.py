@@ -21,7 +21,7 @@ def sum_lines(e_BLD: Tensor, lines: Lines) -> Tensor:
     return sums_BSD
 
 
-def plain(e_BLD: Tensor, lines: Lines) -> Tensor:
+def reference(e_BLD: Tensor, lines: Lines) -> Tensor:
     """Reference implementation of `sum_lines`."""
     pooled = lines.pooled_in_memory().to(e_BLD.device)
     return e_BLD.new_zeros(e_BLD.shape[0], lines.S, e_BLD.shape[2]).index_add(1, pooled, e_BLD)

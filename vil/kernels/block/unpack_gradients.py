@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..cuda import compiler
 from ..cuda.elements import ELEMENT
-from .pack_weights import by_direction, plain_packed
-from .plain import gradients as by_autograd
+from .pack_weights import by_direction, reference_packed
+from .reference import gradients as by_autograd
 from .weights import BlockWeights, Sizes
 
 
@@ -56,7 +56,7 @@ def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     return list(torch._C._nn.unflatten_dense_tensors(flat, like))
 
 
-def plain(
+def reference(
     norm_C: Tensor, in_proj: Tensor, sizes: Sizes, dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
     dstep_proj: Tensor, dskips: Tensor, dstep_bias: Tensor, dtype: torch.dtype, in_one: bool = False,
 ) -> list[Tensor]:  # fmt: skip
@@ -64,7 +64,7 @@ def plain(
 
     def packed(norm_C, in_proj, *directions):
         weights = BlockWeights.of([norm_C, in_proj, in_proj, *directions])
-        folded, _, *rest = plain_packed(weights, dtype)
+        folded, _, *rest = reference_packed(weights, dtype)
         return torch.cat([t.flatten() for t in (folded, *rest)])
 
     dskip, dfilters = dskips.sum(0), dfilters.sum(0)

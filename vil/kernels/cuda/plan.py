@@ -9,7 +9,7 @@ Views and queries of sizes leave no steps.
     forward = planned()(forward)
 
 The function may use tensors only by PyTorch operators and `compiler.launch`, must not read values, returns a list of
-tensors and None, and calls `place` for the device of a tensor.
+tensors and None, and calls `device_of` for the device of a tensor.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BINDINGS: dict[Any, Callable] = {
 }
 
 
-def place(t: Tensor) -> torch.device:
+def device_of(t: Tensor) -> torch.device:
     """Return the device that the tensor is on or, while a plan is recorded, will be on."""
     recording = getattr(compiler._thread, "recording", None)
     return recording.device if recording and t.device.type == "meta" else t.device

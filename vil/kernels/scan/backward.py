@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cuda.elements import vector_width
 from ..cuda.hardware import CTA_BYTES, MULTIPROCESSOR_BYTES, SCHEDULERS
 from .chunks import CHUNK
-from .launches import Kernel, align, common_macros
+from .kernel import Kernel, align, common_macros
 
 
 class Cta(NamedTuple):

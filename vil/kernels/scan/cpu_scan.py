@@ -1,4 +1,4 @@
-"""Scan on CPUs: launches the kernels of `cpu_kernels`, which Numba compiles at first use. `operator` has the interface.
+"""Scan on CPUs: launches the kernels of `cpu_kernels`, which Numba compiles at first use. `scan_op` has the interface.
 
 States and sums are in fp32 for all input dtypes. Every task writes its own results, and sums over tasks have a fixed
 order, so that results do not depend on the number of threads.

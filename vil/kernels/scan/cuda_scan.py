@@ -20,13 +20,13 @@ from torch import Tensor
 
 from ..cuda import hardware
 from ..cuda.elements import vector_width
-from ..cuda.plan import place, planned
+from ..cuda.plan import device_of, planned
 from . import heuristics
 from .backward import Backward
 from .chunks import chunk_state_count
 from .forward_mma import ForwardMma
 from .heuristics import Schedule
-from .launches import mask, rows, tokens
+from .kernel import mask, rows, tokens
 from .segments import states_between_segments
 
 
@@ -132,6 +132,6 @@ def between_segments(recurrence, value, step_logits, k, q, A, step_bias, reverse
 def _choose(
     kind: str, recurrence: str, x_GBLD: Tensor, N: int, vectors: bool = False, step: bool = False
 ) -> Schedule:  # fmt: skip
-    (G, B, L, D), device = x_GBLD.shape, place(x_GBLD)
+    (G, B, L, D), device = x_GBLD.shape, device_of(x_GBLD)
     gpu = hardware.multiprocessors(device), vectors, hardware.shared_bytes(device)
     return heuristics.choose(kind, recurrence, G * B, D, L, N, x_GBLD.element_size(), *gpu, step)

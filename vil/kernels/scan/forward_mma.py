@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..cuda.hardware import SCHEDULERS
-from .launches import Kernel, common_macros
+from .kernel import Kernel, common_macros
 
 
 def has_mma(recurrence: str, N: int, itemsize: int) -> bool:

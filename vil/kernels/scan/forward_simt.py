@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..cuda.elements import common_power_of_two, vector_width
 from ..cuda.hardware import SCHEDULERS
-from .launches import Kernel, align, common_macros
+from .kernel import Kernel, align, common_macros
 
 
 class Lanes:

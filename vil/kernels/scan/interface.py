@@ -1,6 +1,6 @@
 """Public functions `longhorn_scan` and `selective_scan`: argument checks and choice of a backend.
 
-`naive` is the reference implementation.
+`reference.py` is the reference implementation.
 
     B batch    L tokens    D channels    N states of a channel    G directions
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..backends import STATE_SIZES, choose
 from ..checks import check, given
-from . import chunked, operator
+from . import scan_op, torch_scan
 from .states import Inputs, scan_with_states
 
 
@@ -190,7 +190,7 @@ def _scan(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Run the public functions after their checks."""
     backend = choose(backend, inputs.x, inputs.k.shape[-1], len(reverse))
-    run: Callable[..., Tensor] = chunked.scan if backend == "reference" else functools.partial(_on_kernels, backend)
+    run: Callable[..., Tensor] = torch_scan.scan if backend == "reference" else functools.partial(_on_kernels, backend)
     if initial_GBDN is None and not return_final_state:
         y_GBLD = run(recurrence, *inputs, reverse)
         return y_GBLD if stacked else y_GBLD[0]
@@ -209,7 +209,7 @@ def _on_kernels(backend: str, recurrence: str, x, step_logits, k, q, A, skip, st
     inputs.append(None if A is None else _pad(A.to(torch.float32).contiguous(), size))
     inputs += [None if t is None else t.to(torch.float32).contiguous() for t in (skip, step_bias)]
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    return operator.scan(backend, recurrence, *inputs, reverse, keep)[0].to(x.dtype)
+    return scan_op.scan(backend, recurrence, *inputs, reverse, keep)[0].to(x.dtype)
 
 
 def _pad(t: Tensor, state_size: int) -> Tensor:

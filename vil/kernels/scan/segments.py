@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cuda.elements import vector_width
 from .chunks import CHUNK
 from .forward_simt import ForwardSimt, Lanes
-from .launches import Kernel, common_macros, mask, tokens
+from .kernel import Kernel, common_macros, mask, tokens
 
 
 class SegmentStates(ForwardSimt):

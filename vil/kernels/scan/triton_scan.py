@@ -3,7 +3,7 @@
 One program scans BLOCK_D channels of a segment of a sequence, with the states as a tensor in registers. A segment is
 the whole sequence, unless this would leave most of a large GPU idle. In that case, sequences are cut into segments that
 run in parallel, and a pass over each segment from a zero state computes the states between segments (state passing).
-The recurrences are those of `naive`; docs/kernels derives their gradients.
+The recurrences are those of `reference.py`; docs/kernels derives their gradients.
 
 Tensors have three dimensions, (H, N / H, BLOCK_D). The first two are called N in a suffix, or 1 if they have size 1 or
 equal values. H threads share a channel's states. Backward sums over states and over channels, and is fastest with 4
@@ -306,7 +306,7 @@ def forward(
     recurrence: str, x_GBLD: Tensor, step_logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, A_GDN: Tensor | None,
     skip_GD: Tensor | None, step_bias_GD: Tensor | None, reverse: tuple[bool, ...], keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return y_GBLD, and the states between chunks of `CHUNK` tokens if `keep`; arguments as in `operator`."""
+    """Return y_GBLD, and the states between chunks of `CHUNK` tokens if `keep`; arguments as in `scan_op`."""
     x, step_logits, k, q = (t.contiguous() for t in (x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
     y, initial_states = torch.empty_like(x), None

@@ -1,10 +1,14 @@
-"""Reference implementation of the block's operator in plain PyTorch, for any device.
+"""Reference implementation of the block's operator in plain PyTorch, for any device, and gradients by autograd.
 
 B batch    L tokens    C model width    D inner width    N states of a channel    R rank of the step projection
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,7 +18,7 @@ from .weights import BlockWeights, DirectionWeights, Options
 
 
 def block(x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None) -> Tensor:
-    """Return x + scale * out_proj(mean of both directions * silu(z)); the arguments are those of `operator.block`."""
+    """Return x + scale * out_proj(mean of both directions * silu(z)); the arguments are those of `block_op.block`."""
     h_BLC = F.rms_norm(x_BLC, weights.norm.shape, weights.norm, options.eps)
     u_BLD, z_BLD = F.linear(h_BLC, weights.in_proj).chunk(2, dim=-1)
     forward, backward = (direction(options.recurrence, u_BLD, weights.directions[g], reverse=g == 1) for g in (0, 1))
@@ -36,3 +40,12 @@ def direction(recurrence: str, u_BLD: Tensor, weights: DirectionWeights, *, reve
         return longhorn_scan(v_BLD, step_logits_BLD, k_BLN, q_BLN, weights.skip, weights.step_bias, reverse=reverse)
     A_DN = -given(weights.A_log).exp()
     return selective_scan(v_BLD, step_logits_BLD, A_DN, k_BLN, q_BLN, weights.skip, weights.step_bias, reverse=reverse)
+
+
+def gradients(function: Callable, inputs: Sequence[Tensor | None], dy: Tensor) -> list[Any]:
+    """Return the gradients of `function(*inputs)` by autograd, a tensor or None like the input of each."""
+    inputs = [t if t is None else t.detach().requires_grad_() for t in inputs]
+    with torch.enable_grad():
+        y = function(*inputs)
+    found = iter(torch.autograd.grad(y, [t for t in inputs if t is not None], dy))
+    return [None if t is None else next(found) for t in inputs]

@@ -2,8 +2,8 @@
 
 Both recurrences are diagonal and linear over tokens, S_t = decay_t * S_{t-1} + drive_t and y_t = q_t . S_t, and differ
 only in their coefficients. A recurrence is a class with those coefficients and their gradients; one scan serves both.
-Products over a chunk of tokens are single PyTorch calls; only the states need a loop over the tokens. `naive` is the
-reference implementation that every backend must reproduce.
+Products over a chunk of tokens are single PyTorch calls; only the states need a loop over the tokens. `reference.py`
+is the reference implementation that every backend must reproduce.
 
     L tokens    T tokens of a chunk    S chunks    G directions    B batch    D channels    N states of a channel
 

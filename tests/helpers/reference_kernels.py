@@ -17,29 +17,29 @@ from vil.kernels.block import (
     sum_lines,
     unpack_gradients,
 )  # fmt: skip
-from vil.kernels.block.plain import gradients
+from vil.kernels.block.reference import gradients
 
 
-class PlainKernels:
+class ReferenceKernels:
     """The kernels that forward and backward call, as unfused reference implementations."""
 
-    Read, sum_lines = gate.Read, staticmethod(sum_lines.plain)
+    Read, sum_lines = gate.Read, staticmethod(sum_lines.reference)
     packed_size = staticmethod(pack_weights.packed_size)
     unflatten = staticmethod(unpack_gradients.unflatten)
-    rms_norm, norm_backward = staticmethod(norm_backward.plain_norm), staticmethod(norm_backward.plain)
-    pack, pack_weights = staticmethod(pack_weights.plain_packed), staticmethod(pack_weights.plain)
-    unpack_gradients = staticmethod(unpack_gradients.plain)
-    conv_xproj, conv_backward = staticmethod(conv_xproj.plain), staticmethod(conv_backward.plain)
-    step_proj_backward = staticmethod(step_proj_bwd.plain)
-    products_over_tokens = staticmethod(step_proj_bwd.plain_products)
-    gate, gate_backward = staticmethod(gate.plain), staticmethod(gate.plain_backward)
-    gate_outproj = staticmethod(gate_outproj.plain)
-    gate_outproj_backward = staticmethod(gate_outproj_bwd_sm90.plain)
+    rms_norm, norm_backward = staticmethod(norm_backward.reference_norm), staticmethod(norm_backward.reference)
+    pack, pack_weights = staticmethod(pack_weights.reference_packed), staticmethod(pack_weights.reference)
+    unpack_gradients = staticmethod(unpack_gradients.reference)
+    conv_xproj, conv_backward = staticmethod(conv_xproj.reference), staticmethod(conv_backward.reference)
+    step_proj_backward = staticmethod(step_proj_bwd.reference)
+    products_over_tokens = staticmethod(step_proj_bwd.reference_products)
+    gate, gate_backward = staticmethod(gate.reference), staticmethod(gate.reference_backward)
+    gate_outproj = staticmethod(gate_outproj.reference)
+    gate_outproj_backward = staticmethod(gate_outproj_bwd_sm90.reference)
 
     fuses_product, runs_hopper_kernels = staticmethod(lambda *_: False), staticmethod(lambda *_: True)
     empty_tiles, schedule_scan = staticmethod(lambda *_: None), staticmethod(lambda *_: (None, False))
     scans_lines = staticmethod(lambda *_: False)
-    pool, pooled_conv_backward = staticmethod(pool.plain), staticmethod(pooled_conv_backward.plain)
+    pool, pooled_conv_backward = staticmethod(pool.reference), staticmethod(pooled_conv_backward.reference)
     add_product = staticmethod(lambda x, a, b: x + a @ b)
 
     @staticmethod

@@ -10,7 +10,7 @@ import pytest
 import torch
 from blocks import close, make_block, on_an_emulated_gpu, weights_of
 from emulator import EMULATED
-from plain_kernels import PlainKernels, in_tiles
+from reference_kernels import ReferenceKernels, in_tiles
 from scans import relative_error
 from spills import NVRTC, assert_no_spills
 from torch.utils._pytree import tree_map_only
@@ -20,10 +20,10 @@ from vil.kernels.block import (
     conv_xproj,
     gate_outproj_bwd_sm90,
     gate_outproj_sm90,
+    kernels,
     scan_lines,
     step_proj_bwd,
 )
-from vil.kernels.block import launch as kernels
 from vil.kernels.block.gate import Read
 from vil.kernels.block.lines import Lines
 from vil.kernels.cuda import compiler, hardware
@@ -128,13 +128,13 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
         assert torch.equal(x, before)
         assert torch.equal(out, again)
         exactly = Read(read.first.double(), read.second.double(), read.lines)
-        gated, truth = PlainKernels.gate(exactly, z.double(), None if scale_B is None else scale_B.double(), keep)
+        gated, truth = ReferenceKernels.gate(exactly, z.double(), None if scale_B is None else scale_B.double(), keep)
         expected = x + gated.to(dtype).double().flatten(0, 1) @ out_proj.double().t()
         assert relative_error(out, expected) < 1e-4  # values may round to `dtype` the other way
         if keep:
             close(mean, truth, dtype, "mean")
         assert len(norm) == (0 if tiles is None else 2)
-        for value, truth in zip(norm, PlainKernels.rms_norm(out.double(), 1e-5, torch.float64)):
+        for value, truth in zip(norm, ReferenceKernels.rms_norm(out.double(), 1e-5, torch.float64)):
             close(value, truth, dtype, "norm")
 
 
@@ -167,7 +167,7 @@ def test_gate_outproj_backward_equals_the_plain_one(dtype, device, shape, hopper
         assert torch.equal(gated, gated_again)
         exactly = [t if t is None else t.double() for t in (dout, out_proj, mean, z, scale_B)]
         truth = torch.empty(2, B, L, D, device=device, dtype=torch.float64)
-        close(gated, PlainKernels.gate_outproj_backward(*exactly, *truth), dtype, "gated")
+        close(gated, ReferenceKernels.gate_outproj_backward(*exactly, *truth), dtype, "gated")
         for value, expected in zip(duz.chunk(2, dim=-1), truth):
             close(value, expected, dtype, "duz", roundings)
 
@@ -295,6 +295,6 @@ def test_a_kernel_emulated_on_a_cpu_equals_its_definition(name, dtype, shape, mo
         written = [torch.empty(B, L, D, dtype=dtype) for _ in range(WRITTEN.get(name, 0))]
         exactly = tree_map_only(torch.Tensor, torch.Tensor.double, [*inputs])
         exactly = [torch.float64 if i is dtype else i for i in exactly]
-        truths = results(name, getattr(PlainKernels, name), exactly, [t.double() for t in written])
+        truths = results(name, getattr(ReferenceKernels, name), exactly, [t.double() for t in written])
         for value, truth in zip(results(name, getattr(kernels, name), inputs, written), truths, strict=True):
             close(value, truth, dtype, name)

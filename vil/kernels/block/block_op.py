@@ -1,8 +1,8 @@
 """Bidirectional block as one PyTorch operator for NVIDIA GPUs, `vil::block`, and its gradient.
 
-The operator computes `naive.block` with fewer kernels and fewer tensors saved for backward. The norm's weight is folded
-into the projection after it, both directions share each kernel, the residual addition is part of the last product, and
-backward recomputes convolutions, projections and gate.
+The operator computes `reference.block` with fewer kernels and fewer tensors saved for backward. The norm's weight is
+folded into the projection after it, both directions share each kernel, the residual addition is part of the last
+product, and backward recomputes convolutions, projections and gate.
 
 Consecutive blocks share a fused add-norm: beside the residual stream x, a block returns its norm without a weight,
 xhat, and computes (x, xhat) -> (x', xhat'). Both have gradients, and the gradient of xhat' is added to that of x' at
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..checks import once_differentiable
 from ..scan.chunks import chunk_state_count
-from . import launch as kernels
+from . import kernels
 from .backward import backward, named_gradients
 from .contract import check_backward, check_forward, check_lists, unobserved
 from .forward import A_of, forward
