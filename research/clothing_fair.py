@@ -32,7 +32,7 @@ from research.compare import Difference, holm, listed, spread, welch
 from research.seeds import ROOT, digest_of, machine
 from research.transfer import FINE_TUNED, SCRATCH, Results
 from vil.data.sources.splits import open_split
-from vil.evaluation.comparison import markdown_table
+from vil.evaluation.markdown import markdown_table
 
 Rows = Sequence[dict[str, Any]]
 

@@ -28,7 +28,7 @@ import yaml
 from research import seeds
 from research.compare import BySeed, holm, listed, spread, welch
 from research.predictions import Judged, job_of, joined, name_of
-from vil.evaluation.comparison import markdown_table
+from vil.evaluation.markdown import markdown_table
 from vil.fault_tolerance.files import write_atomically
 from vil.training.interruption import PREEMPTED
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from vil.evaluation.comparison import Paired, markdown_table
+from vil.evaluation.comparison import ContingencyTable
+from vil.evaluation.markdown import markdown_table
 from vil.fault_tolerance.files import write_atomically
 
 
@@ -77,7 +78,7 @@ def compare_images(runs: list[dict[str, Any]], judged: Judged) -> str:
     for other in others:
         for (model, seed), right_N in columns.items():
             if model == other and (first, seed) in columns:
-                pair = Paired.of(columns[first, seed], right_N)
+                pair = ContingencyTable.of(columns[first, seed], right_N)
                 low, high = pair.interval
                 counts = (pair.both, pair.only_first, pair.only_second, pair.neither)
                 difference = f"{pair.difference:+.2f} ({low:+.2f} to {high:+.2f})"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from research.recall_model import MIXERS
-from vil.evaluation.comparison import markdown_table
+from vil.evaluation.markdown import markdown_table
 from vil.fault_tolerance.files import write_atomically
 
 LEARNED = 90.0  # percent; a run with a higher final accuracy counts as having learned the task

@@ -57,8 +57,9 @@ from vil.data.loaders import evaluation_loader
 from vil.data.sources.splits import open_split
 from vil.devices import autocast, default_device
 from vil.distributed import SCHEDULERS_SIGNALS, hearing_signals
-from vil.evaluation.comparison import Predictions, markdown_table
 from vil.evaluation.evaluator import Evaluator
+from vil.evaluation.markdown import markdown_table
+from vil.evaluation.predictions import PredictionCollector
 from vil.factory import create_model, load_model
 from vil.fault_tolerance.files import write_atomically
 from vil.info import git_commit
@@ -380,7 +381,7 @@ def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
     data_config = resolve_data_config(chosen, model=models[0])
     share_cores(device, saved["workers"])
     loader = evaluation_loader(images, data_config, device, saved["workers"], EVALUATED_AT_ONCE, 0, 1)
-    predictions = Predictions()
+    predictions = PredictionCollector()
     precision = autocast(device, saved["amp"], saved["amp_dtype"])
     Evaluator(models, data_config, device, precision, EVALUATED_AT_ONCE)(loader, predictions)
     targets_N, best_NMK, _ = predictions.gather()

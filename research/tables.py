@@ -21,7 +21,7 @@ from research import clothing, clothing_fair, photographs, recall_results, seeds
 from research.compare import holm, paired, spread, welch
 from research.predictions import Judged, compare_images
 from research.recall_model import MIXERS
-from vil.evaluation.comparison import markdown_table
+from vil.evaluation.markdown import markdown_table
 from vil.fault_tolerance.files import write_atomically
 
 RESULTS = seeds.ROOT / "research" / "results"

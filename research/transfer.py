@@ -61,7 +61,7 @@ from vil.data.host.workers import SHARED_MEMORY
 from vil.data.seeds import seed_everything
 from vil.devices import known_device
 from vil.distributed import end_with_parent, join_processes
-from vil.evaluation.comparison import markdown_table
+from vil.evaluation.markdown import markdown_table
 from vil.factory import create_model
 from vil.fault_tolerance.files import write_atomically
 

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import timm
-import torch
 from timm.data import ImageNetInfo
-from torch import Tensor, nn
 
 from .config import ConfigError
 from .published import IMAGENET_CLASSES
@@ -138,20 +136,6 @@ def names_of(model: Any) -> list[str]:
 def imagenet_ids() -> list[str]:
     """Return the WordNet ids of ImageNet's 1000 classes by index."""
     return list(ImageNetInfo().label_names())
-
-
-class Reordered(nn.Module):
-    """A classifier whose outputs are put in another order (see `check_order`)."""
-
-    order: Tensor
-
-    def __init__(self, model: nn.Module, order: list[int]):
-        super().__init__()
-        self.model = model
-        self.register_buffer("order", torch.tensor(order))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(images)[:, self.order]
 
 
 def quoted(names: Iterable[str]) -> str:

@@ -14,34 +14,39 @@ from PIL import Image
 from processes import in_processes
 
 from vil import distributed
-from vil.evaluation import comparison
-from vil.evaluation.comparison import Comparison, Paired, Predictions, Speed, markdown, measure_speed
+from vil.evaluation import speed
+from vil.evaluation.comparison import Comparison, ContingencyTable
+from vil.evaluation.markdown import comparison_text
+from vil.evaluation.plot import plot_comparison
+from vil.evaluation.predictions import PredictionCollector, Predictions
+from vil.evaluation.speed import Speed, measure_speed
+from vil.evaluation.tables import write_tables
 
 
-def judged(targets, best):
-    return Comparison.of(targets, best, np.ones(best.shape))
+def predictions(targets, best):
+    return Predictions.of(targets, best, np.ones(best.shape))
 
 
 @pytest.mark.parametrize("cells", [(70, 10, 3, 17), (5, 0, 0, 2), (0, 2, 9, 4), (9, 4000, 3800, 7)])
 def test_mcnemar_and_the_interval_by_their_formulas(cells):
-    paired = Paired(*cells)
+    paired = ContingencyTable(*cells)
     assert paired.difference == pytest.approx(100 * (cells[1] - cells[2]) / sum(cells))
     assert paired.p_value == pytest.approx(naive.mcnemar(*cells[1:3]))
     assert paired.interval == pytest.approx(naive.paired_interval(*cells), abs=1e-6)
 
 
 def test_an_interval_ends_where_differences_do():
-    assert Paired(both=0, only_first=1, only_second=0, neither=0).interval[1] == 100.0
-    assert Paired(both=0, only_first=0, only_second=1, neither=0).interval[0] == -100.0
-    assert [Paired(both=0, only_first=n, only_second=0, neither=0).difference for n in (0, 1)] == [0.0, 100.0]
-    assert [judged(np.zeros(n), np.zeros((n, 2, 1))).agreement for n in (0, 1)] == [0.0, 100.0]
+    assert ContingencyTable(both=0, only_first=1, only_second=0, neither=0).interval[1] == 100.0
+    assert ContingencyTable(both=0, only_first=0, only_second=1, neither=0).interval[0] == -100.0
+    assert [ContingencyTable(both=0, only_first=n, only_second=0, neither=0).difference for n in (0, 1)] == [0.0, 100.0]
+    assert [Comparison.of(predictions(np.zeros(n), np.zeros((n, 2, 1)))).agreement for n in (0, 1)] == [0.0, 100.0]
 
 
 def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):
     rng, names = np.random.default_rng(0), {0: "ant", 1: "bee", 2: "cat", 4: "eel"}  # class 3 has no name
     targets = rng.choice([0, 1, 2, 3, -1], size=90)
     best = np.stack([rng.permuted(np.tile(np.arange(5), (90, 1)), axis=1)[:, :3] for _ in range(2)], axis=1)
-    judged(targets, best).write_tables(tmp_path / "new" / "folder", names)
+    write_tables(tmp_path / "new" / "folder", predictions(targets, best), names)
 
     files = (tmp_path / "new" / "folder" / name for name in ("classes.csv", "confusions.csv"))
     classes, confusions = (list(csv.DictReader(file.open())) for file in files)
@@ -68,7 +73,7 @@ def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):
     assert found == expected
     assert list(found) == sorted(found, key=lambda pair: (-abs(found[pair][-1]), pair))
     assert len({abs(row[-1]) for row in found.values()}) > 1
-    judged(targets, best[:, [0, 0]]).write_tables(tmp_path, {})  # both models give the same predictions
+    write_tables(tmp_path, predictions(targets, best[:, [0, 0]]), {})  # both models give the same predictions
     assert (tmp_path / "confusions.csv").read_text().split() == ['"class"']
 
 
@@ -76,7 +81,7 @@ def test_names_in_tables_are_text_whatever_they_are(tmp_path):
     names = ['=HYPERLINK("x")', "+1", "-1", "@x", " =1", "＝1", "＋1", "－1", "＠x", "a\x1b[2J\n", 'b"c,d', "plain"]
     targets = np.arange(len(names))
     best = np.stack([targets, (targets + 1) % len(names)], axis=1)[:, :, None]
-    judged(targets, best).write_tables(tmp_path, dict(enumerate(names)))
+    write_tables(tmp_path, predictions(targets, best), dict(enumerate(names)))
     shown = ["'" * (i < 9) + name.replace("\x1b", "?").replace("\n", "?") for i, name in enumerate(names)]
     for table, column in (("classes", "name"), ("confusions", "name"), ("confusions", "predicted_name")):
         text = (tmp_path / f"{table}.csv").read_text()
@@ -89,7 +94,8 @@ def test_the_picture_shows_the_differences_and_the_classes(monkeypatch):
     targets, figures = np.array([0, 0, 1, 1, 2, -1]), kept_figures(monkeypatch)
     first = [[0, 1], [0, 2], [1, 0], [2, 1], [0, 1], [0, 1]]
     second = [[0, 2], [1, 0], [2, 1], [2, 0], [0, 1], [1, 0]]
-    png = judged(targets, np.stack([first, second], axis=1)).plot(["one", "other"])
+    found = predictions(targets, np.stack([first, second], axis=1))
+    png = plot_comparison(["one", "other"], Comparison.of(found), found)
     assert Image.open(io.BytesIO(png)).format == "PNG"
     (figure,) = figures
     differences, by_class = figure.axes
@@ -112,7 +118,7 @@ def test_the_picture_shows_the_differences_and_the_classes(monkeypatch):
 
 def test_speed_is_that_of_calls_after_the_first(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(comparison, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     class Slow(torch.nn.Linear):
         calls = 0
@@ -144,7 +150,7 @@ def test_the_printed_table_of_two_models():
     top1 |= dict(difference=1.44, interval=(1.27, 1.61), p_value=1.234e-5)
     top5 = dict(difference=-1.25, interval=(-1.5, 1.0), p_value=0.04567)
     result = dict(models=[model_row(), second], paired=dict(top1=top1, top5=top5, agreement=80.126), notes=["a note"])
-    text = markdown(result).splitlines()
+    text = comparison_text(result).splitlines()
     assert text[:12] == [
         "|  | vil_tiny | vim_tiny | first minus second (95% interval), McNemar's test |",
         "| --- | --- | --- | --- |",
@@ -162,10 +168,10 @@ def test_the_printed_table_of_two_models():
     ]
     assert text[12] == "A note."
     result["models"][1]["published"] = {}  # no results are published for this image size
-    assert "| published top-1 / top-5 % | 76.4 / - | - / - |  |" in markdown(result)
+    assert "| published top-1 / top-5 % | 76.4 / - | - / - |  |" in comparison_text(result)
     # A CPU has no peak memory, and no results are published for these classes.
     result["models"] = [row | dict(peak_mib=None, published={}) for row in result["models"]]
-    text = markdown(result)
+    text = comparison_text(result)
     assert "| peak MiB | - | - |  |" in text
     assert "published top-1" not in text
 
@@ -179,7 +185,7 @@ def gathered(rank):
 
 
 def gathered_of(rank, images):
-    share = Predictions()
+    share = PredictionCollector()
     # autocast returns bf16 logits
     mine, logits = torch.tensor(range(rank, images, 3)), torch.arange(9.0, dtype=torch.bfloat16)
     for part in mine.split(2):  # logits of two models: the values 0 to 8, rolled by the image's index

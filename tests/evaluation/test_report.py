@@ -16,8 +16,9 @@ from sklearn.metrics import confusion_matrix, precision_score, recall_score
 from timm.data.dataset import IterableImageDataset
 
 from vil.data.sources.splits import open_split
-from vil.evaluation.comparison import Comparison
-from vil.evaluation.report import calibration, report_page
+from vil.evaluation.calibration import calibration_bins, expected_calibration_error
+from vil.evaluation.predictions import Predictions
+from vil.evaluation.report import report_page
 from vil.fault_tolerance.files import write_atomically
 
 VOID = {"meta", "img", "br", "path", "rect"}
@@ -71,7 +72,7 @@ def found(request, image_folder):
     best = np.stack([rng.permuted(np.tile(np.arange(4), (len(targets), 1)), axis=1) for _ in range(request.param)], 1)
     best[targets == 3] = [0, 1, 2, 3]  # no image of class 3 is classified correctly
     shares = -np.sort(-rng.dirichlet(np.ones(4), best.shape[:2]), axis=-1)
-    judged = Comparison.of(targets, best, shares)
+    judged = Predictions.of(targets, best, shares)
     notes = ["1 unreadable images were left out"]
     models = [MODEL | dict(images=len(targets) - 1)] * request.param
     page = report_page("Validation", models, judged, NAMES, notes, images)
@@ -101,7 +102,7 @@ def test_names_of_folders_files_and_classes_need_not_be_utf_8(image_folder, tmp_
         shutil.copytree(image_folder / "val" / pictures, folder / "val" / os.fsdecode(name))
         (folder / "val" / os.fsdecode(name) / "0.png").rename(folder / "val" / os.fsdecode(name + b"/\xe9.png"))
     images = open_split(str(folder), "", "val")
-    judged = Comparison.of(np.repeat([0, 1], VAL_IMAGES), *(np.tile(v, (14, 1, 1)) for v in ([[1, 0]], [[0.7, 0.3]])))
+    judged = Predictions.of(np.repeat([0, 1], VAL_IMAGES), *(np.tile(v, (14, 1, 1)) for v in ([[1, 0]], [[0.7, 0.3]])))
     names = {number: name for name, number in images.reader.class_to_idx.items()}
     models = [MODEL | dict(weights=str(folder / "best.pt"), images=14)]
     page = report_page(f"Validation on {folder}", models, judged, names, [str(folder)], images)
@@ -163,9 +164,10 @@ def test_mistakes_are_pictures_of_their_files_the_most_confident_first(found):
 def test_each_model_has_the_calibration_of_its_first_answers_in_the_page(found):
     targets, best, shares, _, text = found
     bars = re.findall("<title>([0-9]+) images, accuracy ([.0-9]+)%, mean probability ([.0-9]+)%</title>", text)
-    judged = [calibration(shares[:, m, 0], best[:, m, 0] == targets) for m in range(best.shape[1])]
-    assert [row[6] for row in Page(text).tables[0][1:]] == [f"{error:.1f} points" for _, error in judged]
-    expected = [[*bin.values()] for bins, _ in judged for bin in bins if bin["images"]]
+    calibrated = [calibration_bins(shares[:, m, 0], best[:, m, 0] == targets) for m in range(best.shape[1])]
+    errors = [f"{expected_calibration_error(bins):.1f} points" for bins in calibrated]
+    assert [row[6] for row in Page(text).tables[0][1:]] == errors
+    expected = [[b.images, b.accuracy, b.confidence] for bins in calibrated for b in bins if b.images]
     np.testing.assert_allclose(np.array(bars, dtype=float), expected, atol=0.051)
 
 
@@ -174,29 +176,31 @@ def test_calibration_is_scikit_learns():
     shares = rng.uniform(0.2, 1, 500)
     shares[0] = 1.0
     right = rng.uniform(size=500) < shares**2
-    bins, error = calibration(shares, right)
-    filled = [bin for bin in bins if bin["images"]]
+    bins = calibration_bins(shares, right)
+    filled = [b for b in bins if b.images]
     accuracy, confidence = calibration_curve(right, shares, n_bins=10)
-    assert [bin["accuracy"] for bin in filled] == pytest.approx(100 * accuracy)
-    assert [bin["confidence"] for bin in filled] == pytest.approx(100 * confidence)
-    weights = [bin["images"] / 500 for bin in filled]
-    assert error == pytest.approx(float(np.sum(weights * np.abs(accuracy - confidence)) * 100))
-    assert calibration(np.array([0.75]), np.array([True]))[1] == 25
-    assert calibration(np.zeros(0), np.zeros(0, dtype=bool))[1] == 0
+    assert [b.accuracy for b in filled] == pytest.approx(100 * accuracy)
+    assert [b.confidence for b in filled] == pytest.approx(100 * confidence)
+    weights = [b.images / 500 for b in filled]
+    assert expected_calibration_error(bins) == pytest.approx(
+        float(np.sum(weights * np.abs(accuracy - confidence)) * 100)
+    )
+    assert expected_calibration_error(calibration_bins(np.array([0.75]), np.array([True]))) == 25
+    assert expected_calibration_error(calibration_bins(np.zeros(0), np.zeros(0, dtype=bool))) == 0
 
 
 def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, monkeypatch, tmp_path):
-    monkeypatch.setattr("vil.evaluation.report.MOST_CLASSES", 24)
-    monkeypatch.setattr("vil.evaluation.report.MOST_MISTAKES", 12)
-    monkeypatch.setattr("vil.evaluation.report.MOST_PAIRS", 4)
+    monkeypatch.setattr("vil.evaluation.report.MAX_MATRIX_CLASSES", 24)
+    monkeypatch.setattr("vil.evaluation.report.MAX_MISTAKES", 12)
+    monkeypatch.setattr("vil.evaluation.report.MAX_CONFUSIONS", 4)
     images = open_split(str(image_folder), "", "val")
     targets = np.arange(28)
     best = np.stack([targets, targets + 1], 1)[:, None, :]
     best[:9, 0, 0] = 50
     best[-4:, 0, 0] = [70, 71, 72, 73]
     targets[:9] = 40
-    judged = Comparison.of(targets, best, np.full(best.shape, 0.5))
-    monkeypatch.setattr("vil.evaluation.report.SIDE", 10)
+    judged = Predictions.of(targets, best, np.full(best.shape, 0.5))
+    monkeypatch.setattr("vil.evaluation.report.THUMBNAIL_SIZE", 10)
     words = "Validation", [MODEL | dict(images=28)], judged, {40: "a\n", 50: "b"}, []
     text = report_page(*words, images)
     shutil.make_archive(str(tmp_path / "val"), "tar", image_folder / "val")
@@ -212,9 +216,9 @@ def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, m
     assert rows[2:] == [[f"{i}", f"{i + 46}", "1"] for i in range(24, 27)]
     assert "only for up to 24 classes" in text
     assert len(re.findall("<figure>", text)) == 12
-    monkeypatch.setattr("vil.evaluation.report.MOST_CLASSES", 25)
+    monkeypatch.setattr("vil.evaluation.report.MAX_MATRIX_CLASSES", 25)
     cells = re.findall(r" / ([.0-9]+)\)", report_page(*words, images))  # cells of a confusion matrix
     assert (len(cells), {*cells}) == (25**2, {"0.00", "1.00"})  # all images of a class get the same prediction
     right = np.broadcast_to(targets[:, None, None], best.shape)
-    two = Comparison.of(targets, np.concatenate([right, best], 1), np.full((28, 2, 2), 0.5))
+    two = Predictions.of(targets, np.concatenate([right, best], 1), np.full((28, 2, 2), 0.5))
     assert len(Page(report_page(words[0], 2 * words[1], two, *words[3:], images)).tables[-1]) == 1 + 25

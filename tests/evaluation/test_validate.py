@@ -1,10 +1,15 @@
 """Tests of validate.py as a user runs it, with one or two models, against `naive_evaluation`, and with bad input."""
 
 import csv
+import io
 import json
+import logging
 import os
 import re
+import resource
 import shutil
+import signal
+import tarfile
 from contextlib import redirect_stdout
 
 import naive_evaluation as naive
@@ -18,9 +23,11 @@ from processes import SMALL, run, script
 from timm.data import ImageNetInfo
 
 from vil.cli import validate
-from vil.evaluation.comparison import Speed
+from vil.evaluation import validation
+from vil.evaluation.speed import Speed
 from vil.export import export_model
 from vil.factory import from_checkpoint
+from vil.fault_tolerance.output import LostResultError, print_result
 
 VIL = dict(img_size=16, **SMALL["model_kwargs"])
 VIT = dict(img_size=16, patch_size=8, embed_dim=12, depth=1, num_heads=3)
@@ -100,26 +107,14 @@ def models(tmp_path_factory, folders):
 def command(models, folders, tmp_path, monkeypatch, capsys):
     """Run validate.py in this process, and return its JSON and output."""
 
-    def speed(model, images, precision):  # stub that reports the number of parameters as throughput
-        assert "--against" in validate.sys.argv  # a single model is not timed
+    def speed(model, images, precision):  # takes no second, and reports the number of parameters as throughput
         assert len(images) == 7
         assert -5 < images.min() < 0 < images.max() < 5  # normalized
         with precision:
             assert model(images).shape == (7, model.num_classes)
         return Speed(float(parameters(model)), None)
 
-    def told_of_workers(function, place):
-        def told(*arguments):
-            assert arguments[place] == 0
-            asked.add(place)
-            return function(*arguments)
-
-        return told
-
-    asked = set()
-    monkeypatch.setattr(validate, "measure_speed", speed)
-    for name, place in (("share_cores", 1), ("evaluation_loader", 3)):
-        monkeypatch.setattr(validate, name, told_of_workers(getattr(validate, name), place))
+    monkeypatch.setattr(validation, "measure_speed", speed)
 
     def command(*words):
         out = tmp_path / "results.json"
@@ -127,7 +122,6 @@ def command(models, folders, tmp_path, monkeypatch, capsys):
         shared = ["--batch-size", "7", "--workers", "0", "--device", "cpu", "--json", str(out)]
         monkeypatch.setattr("sys.argv", ["validate.py", *shared, *words])
         validate.main()
-        assert asked == {1, 3}
         printed = capsys.readouterr()
         command.errors = printed.err
         return json.loads(out.read_text()) if out.exists() else None, printed.out
@@ -410,7 +404,7 @@ def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path)
         assert shares == pytest.approx(100 * right[:, of_class].mean(axis=1))
 
 
-def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_path, monkeypatch):
+def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_path):
     result, printed = command(*VIL_PT, "--csv", "{tmp}/new", "--report", "{tmp}/page")
     assert printed.endswith(f"\n{tmp_path}/page/index.html\n")
     page = (tmp_path / "page" / "index.html").read_text()
@@ -429,10 +423,24 @@ def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_
     assert found == {pair: pairs.count(pair) for pair in pairs if pair[0] != pair[1]}
     sizes = [int(row["images"]) for row in confusions]
     assert sizes == sorted(sizes, reverse=True)
-    # shards have no class names, so the checkpoint's are used
-    monkeypatch.setattr(validate, "class_names", lambda images: {})
-    command(*VIL_PT, "--csv", "{tmp}/new")
-    assert [row["name"] for row in csv.DictReader((tmp_path / "new" / "classes.csv").open())] == list(NUMBERS)[1:]
+
+
+def test_classes_of_shards_without_names_have_the_checkpoints_names(folders, command, tmp_path):
+    pytest.importorskip("webdataset")
+    paths = sorted((folders / "other").glob("*/*"))
+    with tarfile.open(tmp_path / "other-0.tar", "w") as tar:
+        for path in paths:
+            for suffix, content in (("png", path.read_bytes()), ("cls", str(NUMBERS[path.parent.name]).encode())):
+                entry = tarfile.TarInfo(f"{path.parent.name}{path.stem}.{suffix}")
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+    split = dict(name="other", filenames=["other-0.tar"], num_samples=len(paths), shard_lengths=[len(paths)])
+    (tmp_path / "_info.json").write_text(json.dumps(dict(splits=dict(other=split))))
+    words = ["--checkpoint", "{models}/vil.pt", "--split", "other"]
+    of_shards, _ = command(*words, "--dataset", "wds/x", "--data-dir", "{tmp}", "--csv", "{tmp}/csv")
+    assert [row["name"] for row in csv.DictReader((tmp_path / "csv/classes.csv").open())] == list(NUMBERS)[1:]
+    of_folders, _ = command(*words)
+    assert [of_shards[name] for name in ("top1", "images")] == [of_folders[name] for name in ("top1", "images")]
 
 
 def test_results_go_to_the_standard_output_and_to_new_folders(models, command, tmp_path, monkeypatch):
@@ -539,33 +547,37 @@ def test_bad_input_is_named_without_a_traceback(models, folders, command, tmp_pa
     assert "\n" not in str(error.value)
 
 
-def test_more_processes_than_images_are_refused(command, monkeypatch):
+def test_more_processes_than_images_are_refused(models, folders, tmp_path):
     """Reject more processes than images, because a process without an image does not know the number of classes."""
-    of_23 = lambda process: vars(process).update(rank=22, world_size=23) or torch.device("cpu")  # noqa: E731
-    monkeypatch.setattr(validate, "init_processes", of_23)
-    with pytest.raises(SystemExit, match="^error: the world size must be at most 22, .*got 23$"):
-        command(*VIL_PT)
+    (path, *_) = (folders / "val" / "class03").iterdir()
+    (tmp_path / "val" / "class03").mkdir(parents=True)
+    shutil.copy(path, tmp_path / "val" / "class03")
+    words = ["--checkpoint", str(models[0] / "vil.pt"), "--data-dir", str(tmp_path), "--split", "val", "--workers", "0"]
+    ended = run([*script("validate.py"), *words, "--device", "cpu"], count=2, check=False)
+    assert ended.returncode == 1
+    assert "error: the world size must be at most 1, the number of images, got 2" in ended.stderr
 
 
-def test_files_that_a_full_disk_does_not_take_leave_the_result_on_the_standard_output(
-    command, models, tmp_path, monkeypatch, capsys
-):
-    def full(path, content):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(validate, "write_atomically", full)
-    with pytest.raises(SystemExit, match=r"^error: failed to write a file: .*No space left on device$"):
-        command("--checkpoint", str(models[0] / "vil.pt"), "--json", str(tmp_path / "out.json"))
+def test_files_that_the_disk_does_not_take_leave_the_result_on_the_standard_output(command, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # bytes of a file
+    try:
+        with pytest.raises(SystemExit, match=r"^error: failed to write a file: .*File too large: "):
+            command(*VIL_PT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "top-1" in capsys.readouterr().out
 
 
-def test_ctrl_c_ends_it_with_a_line_and_the_shells_status(command, monkeypatch, capsys):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(validate, "validate", interrupted)
-    with pytest.raises(SystemExit, match="^130$"):
-        command(*VIL_PT)
+def test_ctrl_c_ends_it_with_a_line_and_the_shells_status(command, capsys):
+    interrupt = logging.Handler()
+    interrupt.emit = lambda record: signal.raise_signal(signal.SIGINT)  # at the first line, of the opened split
+    logging.getLogger("vil").addHandler(interrupt)
+    try:
+        with pytest.raises(SystemExit, match="^130$"):
+            command(*VIL_PT)
+    finally:
+        logging.getLogger("vil").removeHandler(interrupt)
     assert capsys.readouterr() == ("", "\nstopped\n")
 
 
@@ -573,5 +585,5 @@ def test_results_that_standard_output_does_not_take_are_in_the_files(models, tmp
     words = ["--checkpoint", str(models[0] / "vil.pt"), "--workers", "0", "--json", str(tmp_path / "out.json")]
     assert run([*script("validate.py"), *words], check=False, output="/dev/full").returncode == 1
     assert json.loads((tmp_path / "out.json").read_text())["images"] == 22
-    with open("/dev/full", "w") as lost, redirect_stdout(lost), pytest.raises(validate.LostResultError):
-        validate.print_result("top-1")  # closing the file must not write the result again
+    with open("/dev/full", "w") as lost, redirect_stdout(lost), pytest.raises(LostResultError):
+        print_result("top-1")  # closing the file must not write the result again

@@ -9,9 +9,9 @@ from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
 import vil
-from vil.checkpoint import CheckpointError, label_names
-from vil.cli.validate import parse_options, resolve_settings
+from vil.checkpoint import Checkpoint, CheckpointError
 from vil.config import ConfigError, load_config
+from vil.evaluation.settings import ModelOptions, resolve_model
 from vil.export import export_model
 from vil.factory import create_model
 from vil.training.building import build_model
@@ -103,7 +103,7 @@ def test_preprocessing_is_that_of_the_run(trained, tmp_path):
     assert timm.create_model("vil_tiny", depth=1).pretrained_cfg["crop_pct"] == 0.875
 
 
-def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for_timm(trained, tmp_path, monkeypatch):
+def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for_timm(trained, tmp_path):
     model, folder = vil.from_checkpoint(trained[0]), tmp_path / "weights"
     said = dict(mean=[0.5, 0.25, 0.5], std=[0.5, 0.25, 0.125], crop_mode="squash")
     export_model(model, folder, **said)
@@ -123,9 +123,8 @@ def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for
     changed_by_hand = vil.from_checkpoint(folder).pretrained_cfg
     expected = {**said, "std": [0.5, 0.25, 1.5], "crop_pct": 0.75, "crop_mode": "border"}
     assert {name: changed_by_hand[name] for name in expected} == expected
-    monkeypatch.setattr("sys.argv", ["validate.py", "--checkpoint", str(folder), "--data-dir", str(tmp_path)])
-    validated = resolve_settings(parse_options(), "--model")
-    assert {name: validated[name] for name in expected} == expected
+    validated = resolve_model(ModelOptions(), Checkpoint(folder))
+    assert {name: getattr(validated, name) for name in expected} == expected
 
     export_model(model, tmp_path / "grey.safetensors", std=[0.25])
     # timm repeats a single std for all channels
@@ -156,7 +155,7 @@ def test_the_names_of_the_classes_come_with_the_model_and_with_weights_made_of_i
     assert vil.from_checkpoint(tmp_path / "weights.safetensors").pretrained_cfg["label_names"] == list(CLASSES)
     assert "label_names" not in vil.from_checkpoint(trained[0], num_classes=0).pretrained_cfg
     older = changed(trained, tmp_path, label_names=None)
-    assert label_names(older) == []
+    assert Checkpoint(older).label_names == []
     assert "label_names" not in vil.from_checkpoint(older).pretrained_cfg
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 
 from ..cuda_graphs import Replayed
 from ..data.sources.images import UNREADABLE
-
-Z_95 = 1.959964  # 97.5th percentile of the standard normal distribution, for two-sided 95% intervals
+from .statistics import wilson_interval
 
 
 @dataclass
@@ -47,12 +45,8 @@ class Evaluation:
     @property
     def top1_interval(self) -> tuple[float, float]:
         """95% interval of top-1 (Wilson's score interval), in percent."""
-        if self.images == 0:
-            return 0.0, 100.0
-        n, share, own = self.images, self.top1_correct / self.images, Z_95**2 / self.images
-        half = Z_95 * math.sqrt(share * (1 - share) / n + own / (4 * n))
-        low, high = ((share + own / 2 + sign * half) / (1 + own) for sign in (-1, 1))
-        return 100 * max(0.0, low), 100 * min(1.0, high)
+        low, high = wilson_interval(self.top1_correct, self.images)
+        return 100 * low, 100 * high
 
 
 class Evaluator:

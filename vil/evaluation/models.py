@@ -1,0 +1,130 @@
+"""Models that are evaluated on the same images and classes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from ..classes import check_order, names_of
+from ..config import ConfigError
+from ..factory import create_model, data_config_of, load_model
+from .settings import ModelSettings
+from .wrappers import Renormalized, Reordered, Restricted
+
+SHARED_PREPROCESSING = ("crop_pct", "crop_mode", "interpolation")  # the first model's, of which all models see images
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """Model on its device, in eval mode.
+
+    Attributes:
+        settings: Settings of the model.
+        module: The model.
+        data_config: timm's data config of the model's images.
+        label_names: Class names by index; empty if unknown.
+    """
+
+    settings: ModelSettings
+    module: nn.Module
+    data_config: dict[str, Any]
+    label_names: Sequence[str]
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.module.num_classes)  # type: ignore[arg-type]  # timm's models have an int
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+
+def build(settings: ModelSettings, device: torch.device) -> EvaluatedModel:
+    """Build a model with its weights.
+
+    Raises:
+        ConfigError: The model is unknown, or timm has no pretrained weights for it.
+        CheckpointError: The weights do not fit the model.
+    """
+    module = _load(settings).to(device).eval()
+    source = settings.source
+    return EvaluatedModel(
+        settings=settings,
+        module=module,
+        data_config=data_config_of(module, **settings.preprocessing),
+        label_names=source.label_names if source else names_of(module),
+    )
+
+
+def _load(settings: ModelSettings) -> nn.Module:
+    name = settings.model
+    if settings.source:
+        return load_model(name, settings.source, settings.use_ema, **settings.arguments)
+    has_weights = timm.is_model_pretrained(name) or "pretrained_cfg_overlay" in settings.arguments
+    if timm.is_model(name) and not has_weights:
+        raise ConfigError(
+            f"timm has no pretrained weights for {name}: set --checkpoint FILE, or --against FILE for the second model"
+        )
+    return create_model(name, pretrained=True, **settings.arguments)
+
+
+def check_comparable(first: EvaluatedModel, second: EvaluatedModel) -> None:
+    """Log how the second model's own preprocessing differs from the first model's, which both use.
+
+    Raises:
+        ConfigError: The models have different numbers of classes or image sizes.
+    """
+    if first.num_classes != second.num_classes:
+        raise ConfigError(
+            f"the models must have equally many classes, got {first.num_classes} and {second.num_classes}"
+        )
+    shared, own = first.data_config, second.data_config
+    if own["input_size"] != shared["input_size"]:
+        sizes = f"{shared['input_size'][1:]} and {own['input_size'][1:]}"
+        raise ConfigError(f"the models must have the same image size, got {sizes}: set --img-size for both")
+    for name in SHARED_PREPROCESSING:
+        if own[name] != shared[name]:
+            _logger.warning(
+                "both models see images prepared with %s %s; the second's own is %s", name, shared[name], own[name]
+            )
+
+
+def adapt(
+    model: EvaluatedModel,
+    first: EvaluatedModel,
+    split: str,
+    class_order: Sequence[str],
+    classes: Sequence[int] | None,
+) -> nn.Module:
+    """Return a classifier of images that are normalized for the first model, with outputs in a common order.
+
+    Args:
+        model: The model.
+        first: The first model, which may be the same.
+        split: Name of the split, in messages.
+        class_order: Class names of the outputs: the first model's or, if these are unknown, the split's.
+        classes: Classes that the model can choose from; None for all.
+
+    Raises:
+        ConfigError: The model has other classes than the first model or the split.
+    """
+    module = model.module
+    if model is not first:
+        module = Renormalized(module, given=first.data_config, own=model.data_config)
+    owner = first.settings.owner if first.label_names else f"the split {split!r}"
+    remedy = "the models and the split must have the same classes"
+    order = check_order(model.label_names, class_order, model.settings.owner, owner, remedy)
+    if order:
+        module = Reordered(module, order)
+    if classes:
+        module = Restricted(module, classes, model.num_classes)
+    device = next(module.parameters()).device
+    return module.to(device)

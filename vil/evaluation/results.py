@@ -1,0 +1,120 @@
+"""Results of a validation as JSON and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..published import IMAGENET_CLASSES, published_for
+from .comparison import Comparison
+from .evaluator import Evaluation
+from .markdown import comparison_text
+from .models import EvaluatedModel
+from .predictions import Predictions
+from .settings import DataSettings, ModelSettings
+from .speed import Speed
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Results of one or two models on a split.
+
+    Attributes:
+        data: The split.
+        models: The models.
+        results: Result of each model.
+        notes: Remarks for the reader.
+        class_names: Class names by class index, as far as known.
+        images: timm's dataset.
+        predictions: Predictions of the models, if requested.
+        comparison: Comparison of two models.
+        speeds: Speed of each of two models, on rank 0.
+    """
+
+    data: DataSettings
+    models: Sequence[EvaluatedModel]
+    results: Sequence[Evaluation]
+    notes: Sequence[str]
+    class_names: dict[int, str]
+    images: Any
+    predictions: Predictions | None = None
+    comparison: Comparison | None = None
+    speeds: Sequence[Speed] = ()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the JSON result of each model."""
+        preprocessing = self.models[0].settings
+        rows = [_row(model, result, self.data, preprocessing) for model, result in zip(self.models, self.results)]
+        for row, speed in zip(rows, self.speeds):
+            row |= asdict(speed)  # replaces the speed of all models and the loader together
+        return rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON result."""
+        rows = self.rows()
+        if self.comparison is None:
+            return rows[0]
+        return {"models": rows, "paired": self.comparison.as_dict(), "notes": self.notes}
+
+    def as_text(self) -> str:
+        if self.comparison is not None:
+            return comparison_text(self.as_dict())
+        return validation_line(self.models[0].settings.model, self.models[0].num_classes, self.results[0], self.notes)
+
+
+def _row(model: EvaluatedModel, result: Evaluation, data: DataSettings, preprocessing: ModelSettings) -> dict[str, Any]:
+    """Return the JSON result of a model that saw images with the crop and resize of `preprocessing`."""
+    settings = model.settings
+    return {
+        "model": settings.model,
+        "data_dir": data.data_dir,
+        "dataset": data.dataset,
+        "num_classes": settings.num_classes,
+        "img_size": settings.img_size,
+        "crop_pct": preprocessing.crop_pct,
+        "interpolation": preprocessing.interpolation,
+        "mean": settings.mean,
+        "std": settings.std,
+        "crop_mode": preprocessing.crop_mode,
+        "split": data.split,
+        "model_kwargs": settings.model_kwargs,
+        "checkpoint": settings.checkpoint,
+        "use_ema": settings.use_ema,
+        "weights": (settings.checkpoint or "pretrained") + ", the moving average" * settings.use_ema,
+        "parameters": model.parameters,
+        "images": result.images,
+        "unreadable": result.unreadable,
+        "top1": result.top1,
+        "top1_interval": result.top1_interval,
+        "top5": result.top5,
+        "loss": result.loss,
+        "images_per_second": result.images_per_second,
+        "published": published_for(settings.model) if model.num_classes == IMAGENET_CLASSES else {},
+    }
+
+
+def validation_line(name: str, num_classes: int, result: Evaluation, notes: Sequence[str] = ()) -> str:
+    """Return the result of one model as a line.
+
+    Args:
+        name: timm's name of the model.
+        num_classes: Number of classes of the model.
+        result: Result of the model.
+        notes: Remarks for the reader.
+    """
+    low, high = result.top1_interval
+    line = (
+        f"{name}: top-1 {result.top1:.2f}% (95% interval {low:.2f} to {high:.2f}), top-5 {result.top5:.2f}%, "
+        f"loss {result.loss:.4f} on {result.images} images, {result.images_per_second:.0f} images/s"
+    )
+    return "; ".join([line, *notes, *_published_note(name, num_classes)])
+
+
+def _published_note(name: str, num_classes: int) -> list[str]:
+    if num_classes != IMAGENET_CLASSES:
+        return [f"published numbers are for ImageNet-1k, not for these {num_classes} classes"]
+    peers = [
+        f"{peer} {top1}" + (f" (top-5 {top5})" if top5 else "") for peer, (top1, top5) in published_for(name).items()
+    ]
+    return ["published top-1 on ImageNet-1k: " + ", ".join(peers)] if peers else []

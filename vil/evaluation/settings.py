@@ -1,0 +1,159 @@
+"""Settings of a validation. The command line overrides checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import Checkpoint
+from ..config import ConfigError, confirm_dataset
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The split, as for `open_split`."""
+
+    data_dir: str | None
+    dataset: str
+    split: str
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What a command line specifies about one model; None stands for the checkpoint's value."""
+
+    model: str | None = None
+    checkpoint: str | None = None
+    use_ema: bool | None = None
+    num_classes: int | None = None
+    img_size: int | tuple[int, int] | None = None
+    crop_pct: float | None = None
+    interpolation: str | None = None
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Model, weights and preprocessing; None stands for the model's own value.
+
+    Attributes:
+        model: timm's name.
+        checkpoint: File of weights; None for timm's pretrained weights.
+        source: Content of the checkpoint.
+    """
+
+    model: str
+    checkpoint: str | None
+    source: Checkpoint | None
+    use_ema: bool
+    num_classes: int | None
+    img_size: int | tuple[int, int] | None
+    crop_pct: float | None
+    crop_mode: str | None
+    interpolation: str | None
+    mean: list[float] | None
+    std: list[float] | None
+    model_kwargs: Mapping[str, Any]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments that build the model."""
+        sizes = {"num_classes": self.num_classes, "img_size": self.img_size}
+        return {name: value for name, value in sizes.items() if value} | dict(self.model_kwargs)
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """Values that override timm's data config of the model, as for `data_config_of`."""
+        names = ("img_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def owner(self) -> str:
+        """What has the model's class names, in messages."""
+        return str(self.source or self.model)
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """How models are evaluated.
+
+    Attributes:
+        batch_size: Batch size of each process.
+        workers: Workers of each process; None to choose by the number of cores.
+        amp: Run under bf16 autocast on GPUs.
+        real_labels: JSON file of ReaL labels; "" for timm's, None for the split's own labels.
+        keep_predictions: Return the predictions also for a single model.
+    """
+
+    batch_size: int
+    workers: int | None
+    amp: bool
+    real_labels: str | None
+    keep_predictions: bool
+
+
+def resolve_data(
+    data_dir: str | None, dataset: str | None, split: str | None, source: Checkpoint | None
+) -> DataSettings:
+    """Return the split that the command line specifies, otherwise the validation split of the checkpoint's run.
+
+    Raises:
+        ConfigError: The run's folder does not exist, or the run read from another source than a folder.
+    """
+    saved = source.options if source else {}
+    data = DataSettings(
+        data_dir=saved.get("data_dir") if data_dir is None else data_dir,
+        dataset=(saved.get("dataset") if dataset is None else dataset) or "",
+        split=split or saved.get("val_split", "validation"),
+    )
+    if not data_dir and not data.dataset and not Path(data.data_dir or ".").is_dir():
+        raise ConfigError(
+            f"data_dir {data.data_dir}, on which {source} was trained, does not exist here: set --data-dir"
+        )
+    confirm_dataset({"dataset": data.dataset}, {"dataset": dataset, "data_dir": data_dir}, str(source))
+    return data
+
+
+def resolve_model(given: ModelOptions, source: Checkpoint | None, option: str = "--model") -> ModelSettings:
+    """Return the settings of a model.
+
+    Args:
+        given: What the command line specifies.
+        source: Content of the checkpoint, if the command line specifies one.
+        option: Option of the model's name, in messages.
+
+    Raises:
+        ConfigError: Neither the command line nor the checkpoint specifies the model's name.
+    """
+    saved = source.options | source.preprocessing if source else {}
+    name = saved.get("model") if given.model is None else given.model
+    if not name:
+        raise ConfigError(f"{option} is required, unless a checkpoint of train_imagenet.py stores the model's name")
+    saved_kwargs = dict(saved.get("model_kwargs") or {})
+    if given.img_size:
+        saved_kwargs.pop("img_size", None)
+    return ModelSettings(
+        model=name,
+        checkpoint=given.checkpoint,
+        source=source,
+        use_ema=bool(source and source.average_is_best) if given.use_ema is None else given.use_ema,
+        num_classes=saved.get("num_classes") if given.num_classes is None else given.num_classes,
+        img_size=saved.get("img_size") if given.img_size is None else given.img_size,
+        crop_pct=saved.get("crop_pct") if given.crop_pct is None else given.crop_pct,
+        crop_mode=saved.get("crop_mode"),
+        interpolation=saved.get("interpolation") if given.interpolation is None else given.interpolation,
+        mean=saved.get("mean"),
+        std=saved.get("std"),
+        model_kwargs=saved_kwargs | dict(given.model_kwargs),
+    )
+
+
+def with_sizes_of(settings: ModelSettings, first: ModelSettings) -> ModelSettings:
+    """Return settings with the first model's number of classes and image size instead of unknown ones."""
+    return replace(
+        settings,
+        num_classes=settings.num_classes or first.num_classes,
+        img_size=settings.img_size or first.img_size,
+    )

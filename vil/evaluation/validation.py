@@ -1,0 +1,147 @@
+"""Validation of one or two models on a split, in one pass over the images."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from ..classes import check_order, imagenet_ids
+from ..config import ConfigError
+from ..data.host.workers import share_cores
+from ..data.loaders import evaluation_loader
+from ..data.sources.images import UnreadableSplitError
+from ..data.sources.splits import class_names, count_images, describe_split
+from ..devices import autocast
+from .comparison import Comparison
+from .evaluator import Evaluation, Evaluator
+from .models import EvaluatedModel, adapt, check_comparable
+from .predictions import PredictionCollector, Predictions
+from .real_labels import real_labels
+from .results import Validation
+from .settings import DataSettings, EvaluationSettings
+from .speed import measure_speed
+from .test_sets import TestSet, open_test_set
+
+_logger = logging.getLogger(__name__)
+
+
+def validate(
+    models: Sequence[EvaluatedModel],
+    data: DataSettings,
+    settings: EvaluationSettings,
+    device: torch.device,
+    rank: int,
+    world_size: int,
+) -> Validation:
+    """Evaluate one or two models on the images of the same split, which are prepared for the first model.
+
+    Raises:
+        ConfigError: The models or the split differ in classes or image size, or there are more processes than images.
+        UnreadableSplitError: No image can be read.
+    """
+    share_cores(device, settings.workers)
+    first = models[0]
+    for other in models[1:]:
+        check_comparable(first, other)
+
+    test_set = _open(first, data, rank, world_size)
+    images = test_set.images
+    class_order = first.label_names or _names_by_index(images)
+    classifiers = [adapt(model, first, data.split, class_order, test_set.classes) for model in models]
+    labels = None if settings.real_labels is None else _real_labels(images, first, settings.real_labels)
+
+    loader = evaluation_loader(
+        images, first.data_config, device, settings.workers, settings.batch_size, rank, world_size
+    )
+    precision = autocast(device, settings.amp, "bfloat16")
+    evaluator = Evaluator(classifiers, first.data_config, device, precision, settings.batch_size)
+    collector = PredictionCollector()
+    results = evaluator(_with_progress(loader, rank), collector)
+    _check_images(results[0], data.split)
+
+    predictions = None
+    if settings.keep_predictions or labels is not None or len(models) > 1:
+        predictions = Predictions.of(*collector.gather(), labels)
+        results = [predictions.recount(result, m) for m, result in enumerate(results)]
+    comparison = Comparison.of(predictions) if predictions and len(models) > 1 else None
+    speeds = []
+    if comparison and rank == 0:
+        batch = evaluator.normalised(next(iter(loader))[0])
+        speeds = [measure_speed(model.module, batch, precision) for model in models]
+
+    return Validation(
+        data=data,
+        models=models,
+        results=results,
+        notes=_notes(models, test_set, settings, results[0]),
+        class_names=_names_in_results(images, class_order),
+        images=images,
+        predictions=predictions,
+        comparison=comparison,
+        speeds=speeds,
+    )
+
+
+def _open(first: EvaluatedModel, data: DataSettings, rank: int, world_size: int) -> TestSet:
+    """Open the split with the first model's class indices."""
+    test_set = open_test_set(
+        data.data_dir, data.dataset, data.split, first.num_classes, first.label_names, first.settings.owner
+    )
+    count = count_images(test_set.images)
+    if world_size > count:
+        raise ConfigError(f"the world size must be at most {count}, the number of images, got {world_size}")
+    if rank == 0:
+        _logger.warning("%s", describe_split(data.split, test_set.images))
+    return test_set
+
+
+def _names_by_index(images: Any) -> list[str]:
+    """Return the class names of a split in the order of their indices; empty if the dataset does not store names."""
+    indices = class_names(images)
+    return sorted(indices, key=lambda name: indices[name])
+
+
+def _names_in_results(images: Any, class_order: Sequence[str]) -> dict[int, str]:
+    """Return the split's class names by index; the models' names if the dataset does not store names."""
+    names = {index: name for name, index in class_names(images).items()}
+    return names or dict(enumerate(class_order))
+
+
+def _real_labels(images: Any, first: EvaluatedModel, file: str) -> np.ndarray:
+    """Return ImageNet's reassessed labels in the order of the first model's classes."""
+    labels = real_labels(images, first.num_classes, file or None)
+    remedy = "leave out --real-labels"
+    order = check_order(imagenet_ids(), first.label_names, "the ReaL labels", first.settings.owner, remedy)
+    return labels if order is None else labels[:, order]
+
+
+def _with_progress(loader: Any, rank: int) -> Iterable[Any]:
+    """Show a progress bar on rank 0 if stderr is a terminal."""
+    return tqdm(loader, total=len(loader), unit="batch", disable=None if rank == 0 else True)
+
+
+def _check_images(result: Evaluation, split: str) -> None:
+    if not result.images:
+        missing = "can be read" if result.unreadable else "has a class"
+        raise UnreadableSplitError(f"no image of the split {split!r} {missing}")
+
+
+def _notes(
+    models: Sequence[EvaluatedModel], test_set: TestSet, settings: EvaluationSettings, result: Evaluation
+) -> list[str]:
+    """Return remarks on how the models were evaluated."""
+    notes = []
+    if len(models) == 1 and models[0].settings.use_ema:
+        notes.append("EMA weights")
+    if test_set.classes:
+        notes.append(f"evaluated among the {len(test_set.classes)} classes of this split")
+    if settings.real_labels is not None:
+        notes.append("evaluated with ReaL labels, without images that have none")
+    if result.unreadable:
+        notes.append(f"{result.unreadable} unreadable images were left out")
+    return notes
