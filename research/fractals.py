@@ -63,7 +63,8 @@ from torch import Tensor
 
 from vil.config import ConfigError
 from vil.devices import default_device, known_device
-from vil.fault_tolerance.files import FolderInUseError, write_atomically
+from vil.fault_tolerance.files import write_atomically
+from vil.fault_tolerance.locks import FolderInUseError
 from vil.info import environment
 
 MOST_MAPS = 8

@@ -56,12 +56,12 @@ from vil.data.host.workers import share_cores
 from vil.data.loaders import evaluation_loader
 from vil.data.sources.splits import open_split
 from vil.devices import autocast, default_device
-from vil.distributed import SCHEDULERS_SIGNALS, hearing_signals
 from vil.evaluation.evaluator import Evaluator
 from vil.evaluation.markdown import markdown_table
 from vil.evaluation.predictions import PredictionCollector
 from vil.factory import create_model, load_model
 from vil.fault_tolerance.files import write_atomically
+from vil.fault_tolerance.signals import SCHEDULER_SIGNALS, signals_handled_in_thread
 from vil.info import git_commit
 from vil.training.interruption import PREEMPTED
 
@@ -158,8 +158,8 @@ class Deadline:
         return time.monotonic() >= self.time
 
     def __enter__(self) -> None:
-        self.handlers = {number: signal.signal(number, self._pass) for number in SCHEDULERS_SIGNALS}
-        self.hearing = hearing_signals()  # this thread waits for the threads of the runs
+        self.handlers = {number: signal.signal(number, self._pass) for number in SCHEDULER_SIGNALS}
+        self.hearing = signals_handled_in_thread()  # this thread waits for the threads of the runs
         self.hearing.__enter__()
 
     def __exit__(self, *error) -> None:

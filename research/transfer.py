@@ -60,10 +60,11 @@ from vil.data.digits import picture, split_digits, write_digits
 from vil.data.host.workers import SHARED_MEMORY
 from vil.data.seeds import seed_everything
 from vil.devices import known_device
-from vil.distributed import end_with_parent, join_processes
+from vil.distributed import init_process_group
 from vil.evaluation.markdown import markdown_table
 from vil.factory import create_model
 from vil.fault_tolerance.files import write_atomically
+from vil.fault_tolerance.parents import terminate_with_parent
 
 sys.path.insert(0, str(ROOT))
 from vil.training.trainer import DivergenceError, Trainer
@@ -238,7 +239,7 @@ def begin_process(gpus: Queue[str]) -> None:
     # with "spawn", the inherited start method, each worker of a loader would take ten seconds to start
     multiprocessing.set_start_method(None, force=True)
     # SIGTERM would only end the current run, and the process would wait for the next run
-    end_with_parent(signal.SIGKILL)
+    terminate_with_parent(signal.SIGKILL)
     logging.disable(logging.WARNING)
 
 
@@ -280,7 +281,7 @@ def train_on(images: Path, words: list[str], folder: str, run: Any) -> dict[str,
     words += ["--lr", str(run.setting), "--seed", str(run.seed)]
     config, start = load_config("", words), time.monotonic()
     with redirect_stdout(io.StringIO()):
-        trainer = Trainer(config, *join_processes(known_device(config.device)))
+        trainer = Trainer(config, *init_process_group(known_device(config.device)))
         try:
             trainer.run()
         except DivergenceError as error:

@@ -41,6 +41,7 @@ from vil.data.samplers import TrainingBatches
 from vil.data.sources import images, readers
 from vil.data.sources.images import UNREADABLE
 from vil.data.sources.splits import open_split
+from vil.fault_tolerance import machine_errors
 from vil.security import sandbox
 from vil.viz import __main__ as viz
 
@@ -354,13 +355,13 @@ def noted(outcome: Outcome):
     logger, handler = logging.getLogger("vil.data.sources.images"), Noted()
     logger.addHandler(handler)
     logger.propagate = False
-    readers.on_machine, viz.read_image = timed(images.on_machine), timed(images.read_image)
+    readers.retry_reading, viz.read_image = timed(machine_errors.retry_reading), timed(images.read_image)
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.propagate = True
-        readers.on_machine, viz.read_image = images.on_machine, images.read_image
+        readers.retry_reading, viz.read_image = machine_errors.retry_reading, images.read_image
 
 
 def memory(what: str) -> float:

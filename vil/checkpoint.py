@@ -20,9 +20,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from .config import options_of_checkpoint
-from .distributed import is_first_process
+from .distributed import is_rank0
 from .errors import CheckpointError, ConfigError
-from .fault_tolerance.files import cause_of, is_of_machine, machine_error_in, remedy_for, retried, write_atomically
+from .fault_tolerance.files import write_atomically
+from .fault_tolerance.machine_errors import cause_of, find_machine_error, is_machine_error, remedy_for, retry
 from .security import unpickler
 from .state_dicts import StateDictError, find_state_dict, parts_of, within_own_prefix, without_wrappers
 from .text import LONGEST_LABEL, label_of
@@ -65,7 +66,7 @@ def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = N
     try:
         write_atomically(path, lambda file: torch.save(state, file), previous)
     except (OSError, RuntimeError) as error:  # PyTorch's writer turns an OSError into a RuntimeError
-        cause = machine_error_in(error) or error
+        cause = find_machine_error(error) or error
         kept = f". The last complete {path.name} is kept" if os.path.exists(path) else ""
         raise CheckpointError(
             f"could not write {path}: {cause_of(cause)}{kept}. To continue, {remedy_for(cause)}, then resume with "
@@ -186,7 +187,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} {error}") from error
         except Exception as error:  # names that are not text, or a file that is not a dict
             raise _broken(file_of(self.path), error) from error
-        if found.averaged and not (use_ema or self.is_ours) and is_first_process():
+        if found.averaged and not (use_ema or self.is_ours) and is_rank0():
             _logger.warning("%s: using the EMA weights %s", self.path, found)
         for name, tensor in weights.items():
             if complaint := _is_unfit(tensor):
@@ -320,14 +321,14 @@ def _content(path: str | Path, whole: bool) -> Any:
             return (_read_safetensors if path.suffix == ".safetensors" else unpickler.load)(file, whole)
 
     try:
-        content = retried(read)
+        content = retry(read)
         digests = content.get("digest") if whole and _is_ours(content) else None
         for name, said in (digests or {}).items():
             if name in content and digest(content[name], content.get("metadata")) != said:
                 raise unpickler.TorchFileError(f"the checksum of its {name} is wrong")
         return content
     except Exception as error:  # readers raise various types for broken files
-        if is_of_machine(error):  # the file may be intact
+        if is_machine_error(error):  # the file may be intact
             raise CheckpointError(
                 f"{path} cannot be read: {cause_of(error)}. To continue, {remedy_for(error)}"
             ) from error

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .checkpoint import Checkpoint, fitted, load_weights
 from .classes import first_difference, order_of
 from .config import ConfigError
-from .distributed import warn
+from .distributed import warn_on_rank0
 from .models.vision_longhorn import VisionLonghorn, resample_pos_embed
 from .state_dicts import parts_of
 from .text import nearest, one_line, printable
@@ -71,7 +71,7 @@ def create_model(
         raise ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}") from error
     if source:
         taken = printable(_what_was_taken(created, weights, given))
-        warn(__name__, "started from %s: %s%s", source, taken, printable(head))
+        warn_on_rank0(__name__, "started from %s: %s%s", source, taken, printable(head))
     return created
 
 
@@ -122,7 +122,7 @@ def _adapted(
         difference = f"{source} is of {said['model']}, whose scans read other tokens than those of {model}"
         if not start:
             raise ConfigError(f"{difference}: name {said['model']}")
-        warn(__name__, "%s: weights of the same kind of model are a better start", difference)
+        warn_on_rank0(__name__, "%s: weights of the same kind of model are a better start", difference)
     if positions.shape != built.pos_embed.shape:
         return weights
     grids = target.patch_embed.grid_size, built.patch_embed.grid_size

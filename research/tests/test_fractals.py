@@ -19,7 +19,7 @@ from research.fractals import CHAINS, Fractals, Place, draw_systems, play, rende
 from vil.config import Config, ConfigError
 from vil.data.device.encoded import is_plain_jpeg
 from vil.data.sources.splits import class_names, open_splits
-from vil.fault_tolerance.files import FolderInUseError
+from vil.fault_tolerance.locks import FolderInUseError
 
 SMALL = dict(classes=3, per_class=4, val_per_class=2, size=32, points=2000)
 # coefficients a, b, c, d, e, f and the probability of each map

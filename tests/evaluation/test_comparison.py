@@ -180,8 +180,8 @@ SPLITS = (8, 7, 6, 3)  # number of images
 
 
 def gathered(rank):
-    distributed.join_processes("cpu")
-    return [gathered_of(rank, images) for images in SPLITS], distributed.leave_processes()
+    distributed.init_process_group("cpu")
+    return [gathered_of(rank, images) for images in SPLITS], distributed.destroy_process_group()
 
 
 def gathered_of(rank, images):

@@ -121,7 +121,7 @@ class Ended(NamedTuple):
 
 
 def in_processes(count, function, *args, port=None) -> list[Ended]:
-    """Run `function(rank, *args)` in processes that can form a group by `join_processes`."""
+    """Run `function(rank, *args)` in processes that can form a group by `init_process_group`."""
     with tempfile.TemporaryDirectory() as folder:
         files = [os.path.join(folder, str(rank)) for rank in range(count)]
         port, pipes = port or free_port(), [CONTEXT.Pipe(duplex=False) for _ in range(count)]
@@ -135,10 +135,10 @@ def in_processes(count, function, *args, port=None) -> list[Ended]:
 
 
 def _call(function, args, pipe, file, rank, count, port):
-    from vil import distributed
+    from vil.fault_tolerance import watchdog
 
     become(rank, count, port, file, file)
-    distributed.GRACE = 1  # seconds, for a process whose neighbour has failed
+    watchdog.GRACE = 1  # seconds, for a process whose neighbour has failed
     pipe.send(function(rank, *args))
 
 

@@ -22,9 +22,10 @@ from vil.config import Config, ConfigError
 from vil.data.device.cache import KeptImages
 from vil.data.loaders import evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
-from vil.data.sources.images import MachineError, read_image
+from vil.data.sources.images import read_image
 from vil.data.sources.splits import open_split, open_splits
-from vil.fault_tolerance import files
+from vil.fault_tolerance import machine_errors
+from vil.fault_tolerance.machine_errors import MachineError
 from vil.security import sandbox
 from vil.training.best import BestCheckpoint
 from vil.training.resumption import find_resumed
@@ -89,7 +90,7 @@ def failing(tmp_path):
 
 
 def _prepare(number, words, left, call, later):
-    files.BACK_OFFS = (0.01, 0.02)
+    machine_errors.BACK_OFFS = (0.01, 0.02)
     fail_reads(number, words, left, call, later)
 
 
@@ -217,7 +218,7 @@ def test_a_missing_file_is_not_waited_for_and_a_failing_disk_is_an_error_of_a_li
     with pytest.raises(FileNotFoundError):
         read_image(tmp_path / "missing.png")
     (tmp_path / "a.png").write_bytes(b"x")
-    monkeypatch.setattr(files, "BACK_OFFS", (0,))
+    monkeypatch.setattr(machine_errors, "BACK_OFFS", (0,))
     monkeypatch.setattr(os, "stat", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle")))
     with pytest.raises(MachineError, match=r"^cannot read .*a.png: Stale file handle"):
         read_image(tmp_path / "a.png")
@@ -225,7 +226,7 @@ def test_a_missing_file_is_not_waited_for_and_a_failing_disk_is_an_error_of_a_li
 
 def test_a_guard_that_does_not_start_is_an_error_of_the_machine(tmp_path, monkeypatch):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.gif")
-    monkeypatch.setattr(files, "BACK_OFFS", (0,))
+    monkeypatch.setattr(machine_errors, "BACK_OFFS", (0,))
     monkeypatch.setattr(sandbox, "of_process", lambda _: sandbox.Guard())
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(MachineError, match=r"cannot read .*a.gif: .*does not start"):
@@ -247,7 +248,7 @@ def fail_to_read(path):
 @pytest.mark.parametrize(("fail", "reason"), [(lose_folder, "No such file"), (fail_to_read, "Input/output error")])
 def test_a_shard_that_the_machine_does_not_give_is_an_error_of_a_line(tmp_path, monkeypatch, split, fail, reason):
     pytest.importorskip("webdataset")
-    monkeypatch.setattr(files, "BACK_OFFS", (0, 0))
+    monkeypatch.setattr(machine_errors, "BACK_OFFS", (0, 0))
     (data := tmp_path / "data").mkdir()
     config = write_shards(data)
     train, val, _ = open_splits(config)
@@ -273,7 +274,7 @@ def test_a_shard_that_the_list_names_and_the_folder_lacks_is_logged_and_the_othe
 
 
 def test_a_tar_file_that_the_machine_does_not_give_is_an_error_of_a_line(image_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "BACK_OFFS", (0, 0))
+    monkeypatch.setattr(machine_errors, "BACK_OFFS", (0, 0))
     with tarfile.open(tmp_path / "val.tar", "w") as tar:
         tar.add(image_folder / "val", "val")
     loader = evaluation_loader(open_split(str(tmp_path), "", "val"), DATA_CONFIG, CPU, 0, 4, 0, 1)
@@ -294,7 +295,7 @@ def test_a_tar_file_that_the_machine_does_not_give_is_an_error_of_a_line(image_f
 def test_images_for_a_device_that_the_machine_does_not_give_are_an_error_of_a_line(
     image_folder, tmp_path, monkeypatch, workers
 ):
-    monkeypatch.setattr(files, "BACK_OFFS", (0, 0))
+    monkeypatch.setattr(machine_errors, "BACK_OFFS", (0, 0))
     shutil.copytree(image_folder, data := tmp_path / "data")
     dataset = open_split(str(data), "", "train", is_training=True)
     config = Config(global_batch_size=4, workers=workers, aug_repeats=0, augment_on_device=True)
@@ -309,7 +310,7 @@ def test_an_image_that_the_machine_does_not_give_ends_a_command_with_a_line(
     uninterrupted, image_folder, tmp_path, monkeypatch, command
 ):
     main = importlib.import_module(f"{command}.__main__").main
-    monkeypatch.setattr(files, "BACK_OFFS", (0, 0))
+    monkeypatch.setattr(machine_errors, "BACK_OFFS", (0, 0))
     (folder := tmp_path / "images").mkdir()
     shutil.copy(image_folder / "val" / "ant" / "1.png", folder)
     (folder / "lost.png").symlink_to("/missing/mount/1.png")
@@ -321,7 +322,7 @@ def test_an_image_that_the_machine_does_not_give_ends_a_command_with_a_line(
 
 def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(image_folder, tmp_path, monkeypatch):
     """Otherwise its class would be left out."""
-    monkeypatch.setattr(files, "BACK_OFFS", (0, 0))
+    monkeypatch.setattr(machine_errors, "BACK_OFFS", (0, 0))
     shutil.copytree(image_folder, data := tmp_path / "data")
     scandir = os.scandir
 
@@ -343,7 +344,7 @@ PARTS = dict(config={}, history=[], progress={}, scheduler={}, state_dict={}, op
 def test_an_intact_checkpoint_that_the_disk_does_not_give_stays_where_it_is(tmp_path, monkeypatch, number, call):
     for epoch in (1, 2):
         checkpoint.save_checkpoint(PARTS | {"epoch": epoch}, tmp_path / "last.pt", tmp_path / "previous.pt")
-    monkeypatch.setattr(files, "BACK_OFFS", (0, 0))
+    monkeypatch.setattr(machine_errors, "BACK_OFFS", (0, 0))
     monkeypatch.setattr("builtins.open", open)  # to have it back
     (left := tmp_path / "left").write_text(f"{10**6:<10}")
     fail_reads(number, "last.pt", str(left), call)

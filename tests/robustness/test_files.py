@@ -17,8 +17,9 @@ from faults import before
 from processes import Forked, become, draw_nothing, in_processes, run, train_command
 
 from vil import checkpoint
-from vil.fault_tolerance import files
-from vil.fault_tolerance.files import FolderInUseError, FolderLock, write_atomically
+from vil.fault_tolerance import files, locks
+from vil.fault_tolerance.files import write_atomically
+from vil.fault_tolerance.locks import FolderInUseError, FolderLock
 from vil.fault_tolerance.output import check_outputs
 from vil.fault_tolerance.streams import BackgroundStream, outlive_output
 from vil.training import trainer as training_loop
@@ -106,7 +107,7 @@ def test_files_get_the_users_usual_permissions(tmp_path, umask, mode):
 
 
 def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    monkeypatch.setattr(locks, "PATIENCE", 0.1)
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     with FolderLock(tmp_path / "run"):
         message = rf"run is in use: process {os.getpid()} on here has trained here since 20\d\d-.*--experiment NAME"
@@ -135,7 +136,7 @@ def leave_bytes(holder):
 
 @pytest.mark.parametrize("leave", [leave_escape_codes, leave_bytes, os.mkfifo, os.mkdir])
 def test_what_holds_a_folder_is_named_in_one_printable_line_whatever_its_file_is(leave, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    monkeypatch.setattr(locks, "PATIENCE", 0.1)
     with FolderLock(tmp_path):
         (tmp_path / ".holder").unlink()
         leave(tmp_path / ".holder")
@@ -182,7 +183,7 @@ def test_a_file_system_without_fsync_of_folders_has_one_warning_and_whole_files(
 
 def test_a_fork_that_lets_go_of_a_lock_leaves_it_to_the_run(tmp_path, monkeypatch):
     """As a loader's worker does, which has copies of all objects of the run."""
-    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    monkeypatch.setattr(locks, "PATIENCE", 0.1)
     with FolderLock(tmp_path) as lock:
         child = multiprocessing.get_context("fork").Process(target=lock.release)
         child.start()
@@ -301,7 +302,7 @@ def test_a_run_goes_on_when_its_terminal_is_closed(image_folder, tmp_path):
 
 def hasten(log):
     """Let one run wait only briefly for the folder, and the other train only after that."""
-    files.PATIENCE = 0.1
+    locks.PATIENCE = 0.1
     before(training_loop.Trainer, "run", lambda: wait_for("is in use", log))
 
 

@@ -80,7 +80,7 @@ def what_timers_say(rank):
     """Return the decisions of two ranks: the first's clock expires after the second step, the other gets a signal
     later.
     """
-    distributed.join_processes("cpu")
+    distributed.init_process_group("cpu")
     clock = SimpleNamespace(seconds=0.0)
     interruption.time = SimpleNamespace(monotonic=lambda: clock.seconds)
     timer, said = CheckpointTimer("1m", step=0), []
@@ -89,7 +89,7 @@ def what_timers_say(rank):
         if (rank, step) == (1, 5):
             os.kill(os.getpid(), signal.SIGTERM)
         said.append((timer.due(step), timer.stop))
-    distributed.leave_processes()
+    distributed.destroy_process_group()
     return said
 
 

@@ -121,7 +121,7 @@ def test_a_build_of_pytorch_without_distributed_will_do(monkeypatch):
     monkeypatch.delitem(sys.modules, "vil.distributed", raising=False)
     for name in ("register_rendezvous_handler", "Store", "PrefixStore", "DistError"):
         monkeypatch.delattr(dist, name)
-    assert runpy.run_module("vil.distributed")["is_first_process"]()
+    assert runpy.run_module("vil.distributed")["is_rank0"]()
 
 
 def test_where_nobody_says_who_wrote_a_file_there_is_no_cache_of_compiled_code(monkeypatch):

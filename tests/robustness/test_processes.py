@@ -9,24 +9,27 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import timm.utils
 import torch
 import torch.distributed as dist
 from processes import free_port, in_processes, run, script
 
 from vil import distributed
 from vil.config import ConfigError
+from vil.fault_tolerance import watchdog
+from vil.fault_tolerance.signals import signals_handled_in_thread
 
 
 def meet(rank):
-    device, *place = distributed.join_processes("cpu")
+    device, *place = distributed.init_process_group("cpu")
     value = torch.full((2,), 10.0**rank)
-    total = distributed.sum_over_processes(value)
-    rows = distributed.interleave_over_processes(torch.full(((1, 3, 0)[rank],), LARGE + rank))
+    total = distributed.all_reduce_sum(value)
+    rows = distributed.all_gather_interleaved(torch.full(((1, 3, 0)[rank],), LARGE + rank))
     outcomes = [str(device), place, dist.get_rank(), total.tolist(), value.tolist(), rows.tolist()]
 
     calls = []
     sent = {"rank": rank, "list": [1.5, "text", None, True], "tensor": torch.arange(3)}
-    outcomes.append(str(distributed.from_first_process(lambda: calls.append(rank) or sent)))
+    outcomes.append(str(distributed.broadcast_from_rank0(lambda: calls.append(rank) or sent)))
 
     def refuse(error):
         calls.append(rank)
@@ -34,12 +37,12 @@ def meet(rank):
 
     for error in (OSError(f"rank {rank} refuses"), ConfigError()):
         try:
-            distributed.from_first_process(functools.partial(refuse, error))
-        except (type(error), distributed.FirstProcessError) as error:
+            distributed.broadcast_from_rank0(functools.partial(refuse, error))
+        except (type(error), distributed.Rank0Error) as error:
             outcomes.append(str(error))
     with contextlib.suppress(pickle.UnpicklingError):  # what could run code is not taken from a neighbour
-        outcomes.append(distributed.from_first_process(lambda: os.getcwd) is os.getcwd)
-    distributed.leave_processes()
+        outcomes.append(distributed.broadcast_from_rank0(lambda: os.getcwd) is os.getcwd)
+    distributed.destroy_process_group()
     return [*outcomes, calls, dist.is_initialized()]
 
 
@@ -56,17 +59,17 @@ def test_processes_add_up_and_hear_what_the_first_one_did():
 
 
 def test_a_process_alone_meets_nobody():
-    assert distributed.join_processes("cpu") == (torch.device("cpu"), 0, 1)
+    assert distributed.init_process_group("cpu") == (torch.device("cpu"), 0, 1)
     assert not dist.is_initialized()
     value = torch.tensor([3.0])
-    assert distributed.sum_over_processes(value) is value
+    assert distributed.all_reduce_sum(value) is value
     assert value.tolist() == [3.0]
-    assert distributed.from_first_process(lambda: 7) == 7
+    assert distributed.broadcast_from_rank0(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
-        distributed.from_first_process(lambda: 1 / 0)
-    distributed.leave_processes()
+        distributed.broadcast_from_rank0(lambda: 1 / 0)
+    distributed.destroy_process_group()
     with ThreadPoolExecutor() as pool:  # of a thread that hears no signals
-        assert pool.submit(distributed.join_processes, "cpu").result() == (torch.device("cpu"), 0, 1)
+        assert pool.submit(distributed.init_process_group, "cpu").result() == (torch.device("cpu"), 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +85,9 @@ def test_the_host_speaks_over_gloo_beside_its_gpu_and_says_in_a_line_whom_it_did
         assert (process.device, process.dist_backend) == (device, backend)
         raise error
 
-    monkeypatch.setattr(distributed, "init_distributed_device", meet_nobody)
+    monkeypatch.setattr(timm.utils, "init_distributed_device", meet_nobody)
     with pytest.raises(ConfigError, match=f"do not meet: {reason}. Start"):
-        distributed.join_processes(device)
+        distributed.init_process_group(device)
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ PLACE = "MASTER_ADDR=localhost MASTER_PORT=29500"
 def test_processes_that_nobody_has_started_are_not_waited_for(launched, variables, found, lacks):
     launched(variables)
     with pytest.raises(ConfigError) as caught:
-        distributed.join_processes("cpu")
+        distributed.init_process_group("cpu")
     assert found in str(caught.value)
     assert lacks in str(caught.value)
     assert "unset " in str(caught.value)
@@ -127,14 +130,14 @@ def test_processes_that_nobody_has_started_are_not_waited_for(launched, variable
 )
 def test_a_launcher_of_one_process_is_no_reason_to_wait(launched, variables):
     launched(variables)
-    assert distributed.join_processes("cpu") == (torch.device("cpu"), 0, 1)
-    assert distributed.is_first_process()  # a stray RANK would hide the warnings
+    assert distributed.init_process_group("cpu") == (torch.device("cpu"), 0, 1)
+    assert distributed.is_rank0()  # a stray RANK would hide the warnings
 
 
 @pytest.mark.parametrize("variables", ["WORLD_SIZE=2 RANK=1", "SLURM_NTASKS=2 SLURM_PROCID=1"])
 def test_the_second_of_two_processes_is_not_the_first(launched, variables):
     launched(variables)
-    assert not distributed.is_first_process()
+    assert not distributed.is_rank0()
 
 
 @pytest.mark.parametrize("program", ["train_imagenet.py", "validate.py"])
@@ -149,12 +152,12 @@ def test_both_programs_say_in_a_line_that_an_interactive_job_has_other_processes
 
 def test_a_run_may_take_longer_than_gloo_waits_for_a_message(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda backend, timeout: (backend, timeout.days))
-    assert distributed._Watch(0, 2).group == ("gloo", 1000)
+    assert watchdog.RankWatchdog(0, 2).group == ("gloo", 1000)
 
 
 def die_in_the_middle(rank):
-    distributed.GRACE = 0.1
-    distributed.join_processes("cpu")
+    watchdog.GRACE = 0.1
+    distributed.init_process_group("cpu")
     if rank == 1:
         os._exit(7)
     time.sleep(3600)  # as one that waits for its GPU
@@ -168,12 +171,12 @@ def test_processes_end_one_after_the_other_when_one_is_gone():
 
 
 def notice_by_itself(rank):
-    distributed.GRACE = 30
-    distributed.join_processes("cpu")
+    watchdog.GRACE = 30
+    distributed.init_process_group("cpu")
     if rank == 1:
         os._exit(7)
     try:
-        distributed.sum_over_processes(torch.zeros(1))
+        distributed.all_reduce_sum(torch.zeros(1))
     except RuntimeError:
         return "noticed"
 
@@ -190,13 +193,13 @@ def join_and_leave_late(rank):
         time.sleep(rank / 4)
         times.append(time.monotonic())
 
-    make_watch, distributed._Watch.__init__, distributed.GRACE = distributed._Watch.__init__, watch, 0
+    make_watch, watchdog.RankWatchdog.__init__, watchdog.GRACE = watchdog.RankWatchdog.__init__, watch, 0
     times: list = []
-    distributed.join_processes("cpu")
+    distributed.init_process_group("cpu")
     times.append(time.monotonic())
     time.sleep(rank / 2)  # the last checkpoint, which one process writes
     times.append(time.monotonic())
-    distributed.leave_processes()
+    distributed.destroy_process_group()
     times.append(time.monotonic())
     time.sleep(0.5)  # in which nobody takes for a loss that the others have left
     return times
@@ -212,7 +215,7 @@ def test_no_process_begins_before_all_have_joined_nor_leaves_before_all_have_com
 
 def press_ctrl_c(rank):
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt), distributed.hearing_signals():
+    with contextlib.suppress(KeyboardInterrupt), signals_handled_in_thread():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
         return "went on"
@@ -227,16 +230,16 @@ def test_a_ctrl_c_that_nobody_handles_interrupts_the_thread_that_waits_and_no_ot
 def restart(rank, count):
     """Start processes as torchrun does: it keeps the store of the process group, and counts restarts."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(count))
-    distributed.join_processes("cpu")
-    total = distributed.sum_over_processes(torch.ones(1)).item()
+    distributed.init_process_group("cpu")
+    total = distributed.all_reduce_sum(torch.ones(1)).item()
     if count == 0:
         os._exit(7)
-    distributed.leave_processes()
+    distributed.destroy_process_group()
     return total
 
 
 def restart_alone(rank):
-    distributed.RESTART = 0.5
+    distributed.RESTART_TIMEOUT = 0.5
     if rank == 0:
         restart(rank, 2)
 

@@ -18,7 +18,7 @@ import vil.export.__main__
 import vil.viz.__main__
 from vil.cli import validate
 from vil.config import load_config
-from vil.distributed import join_processes
+from vil.distributed import init_process_group
 from vil.predict.__main__ import parse_options
 from vil.training.trainer import Trainer
 
@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch):
         words = ["-c", str(ROOT / "configs/digits.yaml"), "--data-dir", f"data/{name}", "--experiment", name]
         words += ["--model-kwargs", "embed_dim=64", "depth=1", "patch_size=8", "--epochs", "2", "--warmup-epochs", "0"]
         words += ["--workers", "0", "--device", "cpu", "--global-batch-size", "200"]
-        Trainer(load_config("", words), *join_processes("cpu")).run()
+        Trainer(load_config("", words), *init_process_group("cpu")).run()
     (tmp_path / "weights").symlink_to(ROOT / "weights")
     return tmp_path
 
@@ -77,7 +77,7 @@ def run_line(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", [program, *options])
     if program == "train_imagenet.py":
         short = ["--epochs", "1", "--warmup-epochs", "0", "--workers", "0", "--device", "cpu", "--lr", "0.001"]
-        Trainer(load_config("", [*options, *short]), *join_processes("cpu")).run()
+        Trainer(load_config("", [*options, *short]), *init_process_group("cpu")).run()
     elif program == "validate.py":
         validate.main()
     else:

@@ -100,7 +100,7 @@ def test_a_meter_goes_on_where_another_one_stopped(clock):
 
 
 def measure(rank):
-    distributed.join_processes("cpu")
+    distributed.init_process_group("cpu")
     clock = measuring.time = Clock()
     meter = EpochMeter()
     train(meter, clock, 1, wait=(1.0, 3.0)[rank], work=(3.0, 1.0)[rank], loss=(0.1, 0.2)[rank], norm=(1.0, 4.0)[rank])
@@ -108,7 +108,7 @@ def measure(rank):
     bottleneck = Bottleneck(1)
     bottleneck.look(meter, "", for_model=float(rank), for_preparation=0.0)
     row = meter.summary(global_batch_size=16) | dict(looked=bottleneck.before[1])
-    distributed.leave_processes()
+    distributed.destroy_process_group()
     return row
 
 

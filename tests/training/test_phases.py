@@ -19,8 +19,8 @@ from tqdm import tqdm
 from vil import checkpoint
 from vil.config import FIELDS, Config, ConfigError, load_config
 from vil.config.options import PHASE_OPTIONS
-from vil.fault_tolerance import files
-from vil.fault_tolerance.files import FolderInUseError, FolderLock
+from vil.fault_tolerance import locks
+from vil.fault_tolerance.locks import FolderInUseError, FolderLock
 from vil.training import summary
 from vil.training import trainer as training_loop
 from vil.training.phases import check_phases
@@ -108,7 +108,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
 
     bars: list = []
     folders = [tmp_path / "run"]
-    monkeypatch.setattr(files, "PATIENCE", 0)
+    monkeypatch.setattr(locks, "PATIENCE", 0)
     monkeypatch.setattr(training_loop, "tqdm", Bar)
     first = Config(**OPTIONS | options | dict(output=str(tmp_path)))
     Trainer(first, CPU, 0, 1).run()

@@ -26,7 +26,7 @@ from vil import checkpoint
 from vil.cli import train as program
 from vil.config import Config, ConfigError, load_config
 from vil.cuda_graphs import nothing_collected
-from vil.distributed import FirstProcessError
+from vil.distributed import Rank0Error
 from vil.factory import create_model, from_checkpoint
 from vil.predict import predict
 from vil.training import trainer as training_loop
@@ -405,7 +405,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(FirstProcessError("no room"), "error: no room\n"), (KeyError("a mistake"), "Traceback (most recent call last)")],
+    [(Rank0Error("no room"), "error: no room\n"), (KeyError("a mistake"), "Traceback (most recent call last)")],
 )
 def test_one_of_several_processes_ends_at_once_with_all_said(monkeypatch, tmp_path, capsys, error, said):
     def train(*_):

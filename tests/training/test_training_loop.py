@@ -229,14 +229,14 @@ def means_after(rank, folder, output, method):
     """Train one epoch and return the BatchNorm means of a model and its EMA, which equal the rank before training."""
     options = dict(model="test_byobnet", model_kwargs={}, img_size=None, workers=0, epochs=1, warmup_epochs=0)
     options |= dict(data_dir=str(folder), output=str(output), experiment="run", checkpoint_interval="1")
-    run = Trainer(Config(**OPTIONS | options), *distributed.join_processes("cpu"))
+    run = Trainer(Config(**OPTIONS | options), *distributed.init_process_group("cpu"))
     means = [t for model in run.evaluator.models for name, t in model.named_buffers() if name.endswith("running_mean")]
     for mean in means:
         mean.fill_(rank)
     run.meter.add(torch.tensor(1.0), torch.tensor(1.0))
     run.train_loader.dataset.unreadable.add(rank, "one", OSError())
     row = getattr(run, method)()
-    distributed.leave_processes()
+    distributed.destroy_process_group()
     return {value for mean in means for value in mean.tolist()}, row and row["unreadable_images"]
 
 

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from ..checkpoint import CheckpointError, saved_config
 from ..config import ConfigError, load_config
 from ..devices import known_device
-from ..distributed import FirstProcessError, is_first_process, join_processes, leave_processes
-from ..fault_tolerance.files import FolderInUseError
+from ..distributed import Rank0Error, destroy_process_group, init_process_group, is_rank0
+from ..fault_tolerance.locks import FolderInUseError
 from ..fault_tolerance.streams import exit_at_once, outlive_output
 from ..training.interruption import StoppedError
 from ..training.trainer import DivergenceError, train
 
-FORESEEN = (ConfigError, CheckpointError, FolderInUseError, FirstProcessError, DivergenceError)
+FORESEEN = (ConfigError, CheckpointError, FolderInUseError, Rank0Error, DivergenceError)
 
 
 def main(description: str = __doc__) -> None:
@@ -37,9 +37,9 @@ def main(description: str = __doc__) -> None:
     status = 0
     try:
         config = load_config(description, saved_options=saved_config)
-        train(config, *join_processes(known_device(config.device)))
+        train(config, *init_process_group(known_device(config.device)))
     except StoppedError as notice:
-        if is_first_process():
+        if is_rank0():
             print(notice, file=sys.stderr)
         status = notice.status
     except Exception as error:
@@ -50,7 +50,7 @@ def main(description: str = __doc__) -> None:
         if foreseen:
             sys.exit(f"error: {error}")
         raise
-    leave_processes()
+    destroy_process_group()
     sys.exit(status)
 
 

@@ -23,14 +23,13 @@ import json
 import logging
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch.distributed as dist
 
 from ..checkpoint import Checkpoint
 from ..config import ConfigError, Parser, check_choices, convert, parse_key_values
 from ..devices import known_device
-from ..distributed import init_processes, is_first_process
+from ..distributed import init_distributed_device, is_rank0
 from ..evaluation.models import build
 from ..evaluation.plot import plot_comparison
 from ..evaluation.report import report_page
@@ -60,14 +59,13 @@ def main() -> None:
     try:
         with errors_in_a_line():
             options = parse_options()
-            process = SimpleNamespace(device=known_device(options.device))
-            device = init_processes(process)
+            device, rank, world_size = init_distributed_device(known_device(options.device))
 
             data, settings = resolve_settings(options)
             models = [build(model, device) for model in settings]
             evaluation = evaluation_settings(options)
-            validation = validate(models, data, evaluation, device, process.rank, process.world_size)
-            if process.rank == 0:
+            validation = validate(models, data, evaluation, device, rank, world_size)
+            if rank == 0:
                 report(validation, options)
     finally:
         if dist.is_initialized():
@@ -88,7 +86,7 @@ def parse_options() -> argparse.Namespace:
         if value is not None:
             setattr(options, name, convert(name, value, "the command line"))
     check_choices(vars(options))
-    if is_first_process():  # rank 0 writes the files
+    if is_rank0():  # rank 0 writes the files
         check_outputs(options)
     return options
 

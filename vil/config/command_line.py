@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..distributed import is_first_process
+from ..distributed import is_rank0
 from ..text import shown
 from .options import FIELDS, Config, ConfigError
 from .timm_args import from_timm, img_size_of
@@ -75,7 +75,7 @@ def load_config(
     if path:
         options, ignored, errors = from_timm(read_yaml(path), path, given)
         from_file = checked(options, path, errors)
-        if ignored and is_first_process():
+        if ignored and is_rank0():
             names = ", ".join(ignored)
             _logger.warning("%s: ignored %d options of timm that change nothing here: %s", path, len(ignored), names)
     resumed = given.get("resume")

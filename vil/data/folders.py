@@ -14,7 +14,7 @@ from collections import Counter
 from itertools import chain
 from pathlib import Path
 
-from ..distributed import warn
+from ..distributed import warn_on_rank0
 from ..text import printable
 from .sources.folders import SPLIT_NAMES, ClassFolders, folders_in, list_images
 
@@ -57,7 +57,7 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
     if found is None or len(classes) < 2:
         raise ValueError(f"{source} has {len(classes)} folders of images: it needs one for each class")
     for note in found.notes():
-        warn(__name__, "%s: %s", source, note)
+        warn_on_rank0(__name__, "%s: %s", source, note)
     if few := [path for path, images in classes.items() if len(images) < 2]:
         raise ValueError(
             f"the class folder {few[0]!r} has one image, and each split needs one: add images, or move this image to "

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..config import Config, ConfigError
-from ..distributed import warn
+from ..distributed import warn_on_rank0
 from ..security.image_decoding import SECONDS
 from .device.cache import KeptImages
 from .device.encoded import collate_encoded, is_small
@@ -200,4 +200,4 @@ def _drawing_transform(dataset, transform, device: torch.device, wanted: bool | 
 @functools.cache
 def _say_once(message: str) -> None:
     """Log a message once, because training and evaluation have the same reasons."""
-    warn(__name__, "%s", message)
+    warn_on_rank0(__name__, "%s", message)

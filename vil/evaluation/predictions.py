@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..data.sources.images import UNREADABLE
-from ..distributed import interleave_over_processes
+from ..distributed import all_gather_interleaved
 from .evaluator import Evaluation
 
 
@@ -45,7 +45,7 @@ class PredictionCollector:
         Rank r has evaluated the images r, r + world size, ...
         """
         targets_N, classes_NMK, probabilities_NMK = (
-            interleave_over_processes(torch.cat(batches)).cpu().numpy()
+            all_gather_interleaved(torch.cat(batches)).cpu().numpy()
             for batches in (self._targets, self._classes, self._probabilities)
         )
         return targets_N, classes_NMK, probabilities_NMK

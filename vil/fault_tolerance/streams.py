@@ -139,13 +139,6 @@ def outlive_output(*names: str) -> None:
             setattr(sys, name, BackgroundStream(stream))
 
 
-def write_now(text: str) -> None:
-    """Write to stderr from a signal handler, unless that would block."""
-    with suppress(OSError, ValueError):
-        if os.name == "nt" or select.select([], [2], [], 0)[1]:
-            os.write(2, text.encode())
-
-
 def finish_output() -> None:
     """Give pending text a short time to be written."""
     end = time.monotonic() + LAST_WORDS

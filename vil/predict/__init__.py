@@ -127,7 +127,7 @@ class Classifier:
         return [next(best) if isinstance(image, Tensor) else image for image in prepared]
 
     def _prepared(self, image: Any) -> Tensor | Exception:
-        from ..data.sources.images import MachineError
+        from ..fault_tolerance.machine_errors import MachineError
 
         try:
             return self.transform(open_picture(image))

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import checkpoint
 from ..checkpoint import BrokenCheckpointError, Checkpoint
-from ..fault_tolerance import files
+from ..fault_tolerance.machine_errors import exists
 from .resumption import history_of
 from .summary import best_row, is_better
 
@@ -38,7 +38,7 @@ class BestCheckpoint:
         self.row = None
         if not history:
             return None
-        if not files.exists(self.path):
+        if not exists(self.path):
             return "is missing"
         try:
             rows = history_of(Checkpoint(self.path).content["history"])
@@ -63,7 +63,7 @@ class BestCheckpoint:
 
     def is_beaten_by(self, row: dict[str, Any]) -> bool:
         """Return whether best.pt is to hold the epoch of this history row."""
-        if self.row is None or not files.exists(self.path):
+        if self.row is None or not exists(self.path):
             return True
         images, most = row.get("eval_images"), self.row.get("eval_images")
         if images is not None and most is not None and images < most:

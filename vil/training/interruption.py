@@ -11,15 +11,16 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..data.sources.images import MachineError, UnreadableSplitError
-from ..distributed import SCHEDULERS_SIGNALS, is_first_process
-from ..fault_tolerance.streams import write_now
+from ..data.sources.images import UnreadableSplitError
+from ..distributed import is_rank0
+from ..fault_tolerance.machine_errors import MachineError
+from ..fault_tolerance.signals import SCHEDULER_SIGNALS, write_now
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PREEMPTED = 75  # exit status EX_TEMPFAIL: stopped by a signal with everything saved; "try again later"
-SIGNALS = (*SCHEDULERS_SIGNALS, signal.SIGINT)
+SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
 
 
 class StoppedError(RuntimeError):
@@ -112,5 +113,5 @@ class CheckpointTimer:
         self.signalled = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            if is_first_process():
+            if is_rank0():
                 write_now("\nfinishing the step and writing a checkpoint; Ctrl-C again ends the run without\n")

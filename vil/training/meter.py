@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import is_first_process, sum_over_processes
+from ..distributed import all_reduce_sum, is_rank0
 
 _logger = logging.getLogger(__name__)
 
@@ -65,9 +65,7 @@ class EpochMeter:
             self.waited_at_looks += self.waited_for_gpu - before
             # fp64 sums of a few fp32 numbers are exact, so results do not depend on their order or on restarts
             values = torch.stack(self.pending)
-            values = sum_over_processes(
-                (values.cpu() if values.is_mps else values).double()
-            )  # MPS does not support fp64
+            values = all_reduce_sum((values.cpu() if values.is_mps else values).double())  # MPS does not support fp64
             values /= dist.get_world_size() if dist.is_initialized() else 1
             losses, norms = values.T.tolist()
             self.losses, self.norms, self.pending = self.losses + losses, self.norms + norms, []
@@ -87,7 +85,7 @@ class EpochMeter:
 
     def summary(self, global_batch_size: int) -> dict[str, float]:
         """Return the training columns of summary.csv, after `collect` has read all steps."""
-        seconds, waited, waited_for_gpu, _ = sum_over_processes(torch.tensor(self.times, dtype=torch.float64)).tolist()
+        seconds, waited, waited_for_gpu, _ = all_reduce_sum(torch.tensor(self.times, dtype=torch.float64)).tolist()
         norms = [norm for norm in self.norms if math.isfinite(norm)]
         return {
             "train_loss": statistics.fmean(self.losses),
@@ -137,16 +135,14 @@ class Bottleneck:
         """
         if self.found or meter.steps % self.interval:
             return
-        times = sum_over_processes(
-            torch.tensor([*meter.times, for_model, for_preparation], dtype=torch.float64)
-        ).tolist()
+        times = all_reduce_sum(torch.tensor([*meter.times, for_model, for_preparation], dtype=torch.float64)).tolist()
         before, self.before = self.before, (meter, times)
         if before is None or before[0] is not meter:
             return
         self.found = True
         seconds, data, gpu, at_looks, model, preparation = (now - then for now, then in zip(times, before[1]))
         # the GPU is busy if the host waits for it
-        if not is_first_process() or gpu - at_looks + model >= IDLE * seconds:
+        if not is_rank0() or gpu - at_looks + model >= IDLE * seconds:
             return
         host, workers = seconds - data - gpu, data - preparation
         longest = max(host, workers, preparation)

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import checkpoint
 from ..checkpoint import BrokenCheckpointError, CheckpointError
 from ..classes import first_difference, order_of
-from ..fault_tolerance import files
+from ..fault_tolerance.machine_errors import exists
 from .meter import EpochMeter
 from .summary import best_top1
 
@@ -31,7 +31,7 @@ HARMLESS = (
 def files_of(folder: Path) -> list[Path]:
     """Return the checkpoints of a run folder that can be resumed from, the newest first."""
     try:
-        return [path for path in (folder / "last.pt", folder / "previous.pt") if files.exists(path)]
+        return [path for path in (folder / "last.pt", folder / "previous.pt") if exists(path)]
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {folder}: {error}") from error
 

@@ -30,12 +30,12 @@ from ..data.sources.images import UnreadableSplitError
 from ..data.sources.splits import class_names, count_images, open_splits, streams
 from ..devices import autocast
 from ..distributed import (
-    from_first_process,
-    sum_over_processes,
+    all_reduce_sum,
+    broadcast_from_rank0,
 )
 from ..evaluation.evaluator import Evaluator
 from ..factory import chosen_data_config
-from ..fault_tolerance.files import FolderLock
+from ..fault_tolerance.locks import FolderLock
 from ..text import one_line
 from . import resumption
 from .best import BestCheckpoint
@@ -56,7 +56,7 @@ class DivergenceError(RuntimeError):
 
 def train(config: Config, device: torch.device, rank: int, world_size: int) -> None:
     """Train the remaining phases of a run; most runs have one phase."""
-    lock, first = None, from_first_process(functools.partial(phase_at_hand, config))
+    lock, first = None, broadcast_from_rank0(functools.partial(phase_at_hand, config))
     for phase in range(first, config.num_phases):
         trainer = Trainer(config, device, rank, world_size, phase, lock)
         trainer.run()
@@ -103,7 +103,7 @@ class Trainer:
         check_phases(config, world_size, count_images(train_set), num_classes)
 
         self.saved_config = options_to_save(config, num_classes, self.folder)
-        from_first_process(lambda: self.compare_size(num_classes))
+        broadcast_from_rank0(lambda: self.compare_size(num_classes))
         share_cores(device, config.workers)
         seed_everything(config.seed)
         fresh = dataclasses.replace(config, pretrained_path=None) if phase else config
@@ -138,7 +138,7 @@ class Trainer:
         self.best = BestCheckpoint(self.folder)
         self.meter = EpochMeter()  # steps of the current epoch
         self.bottleneck = Bottleneck(max(1, min(config.log_interval, self.batches.steps // 3)))
-        if resumed := from_first_process(self.take_folder):
+        if resumed := broadcast_from_rank0(self.take_folder):
             self.restore(*resumed)
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps)
 
@@ -302,7 +302,7 @@ class Trainer:
         row = {"eval_images": results[0].images, "eval_images_per_second": results[0].images_per_second}
         for suffix, result in zip(("", "_ema"), results):
             row |= {f"eval_{name}{suffix}": getattr(result, name) for name in ("loss", "top1", "top5")}
-        skipped = sum_over_processes(torch.tensor(unreadable_images(self.train_loader)))
+        skipped = all_reduce_sum(torch.tensor(unreadable_images(self.train_loader)))
         return row | {"unreadable_images": results[0].unreadable + skipped.item()}
 
     @property

@@ -17,9 +17,10 @@ from torch import Tensor
 from ..checkpoint import Checkpoint
 from ..config import ConfigError
 from ..data.sources.folders import list_images
-from ..data.sources.images import MachineError, read_image
+from ..data.sources.images import read_image
 from ..factory import create_model, data_config_of, from_checkpoint
 from ..fault_tolerance.files import write_atomically
+from ..fault_tolerance.machine_errors import MachineError
 from ..fault_tolerance.output import errors_in_a_line
 from ..models.vision_longhorn import VisionLonghorn
 from ..predict import Prediction, predict

@@ -23,9 +23,11 @@ from vil.config import ConfigError
 from vil.data import loaders
 from vil.data.host import workers
 from vil.data.loaders import evaluation_loader, micro_batches
-from vil.data.sources.images import MachineError
 from vil.data.sources.readers import ImageReader
 from vil.data.sources.splits import open_split
+from vil.fault_tolerance.machine_errors import MachineError
+from vil.fault_tolerance.parents import obey_only_parent
+from vil.fault_tolerance.workers import explain_lost_workers, worker_errors_explained
 from vil.security import image_decoding
 
 MIB = 2**20
@@ -274,11 +276,11 @@ def test_pytorchs_handler_is_wrapped_once_by_the_main_thread():
     pytorchs = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         found = [signal.getsignal(signal.SIGCHLD)]
-        (thread := threading.Thread(target=workers._name_lost_workers)).start()
+        (thread := threading.Thread(target=explain_lost_workers)).start()
         thread.join()
         for _ in range(3):
             found.append(signal.getsignal(signal.SIGCHLD))
-            workers._name_lost_workers()
+            explain_lost_workers()
     finally:
         signal.signal(signal.SIGCHLD, pytorchs)
     first, after_the_thread, once, twice = found
@@ -287,7 +289,7 @@ def test_pytorchs_handler_is_wrapped_once_by_the_main_thread():
 
 
 def test_an_error_of_other_code_is_not_one_of_the_workers():
-    with pytest.raises(RuntimeError, match="of the model"), workers.lost_workers_named():
+    with pytest.raises(RuntimeError, match="of the model"), worker_errors_explained():
         raise RuntimeError("of the model")
 
 
@@ -333,7 +335,7 @@ def start_a_worker(pipe):
     """
 
     def work():
-        workers._heed_the_parent_alone()
+        obey_only_parent()
         os.write(pipe, b"%d" % os.getpid())
         time.sleep(600)
 

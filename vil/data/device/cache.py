@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...distributed import warn
+from ...distributed import warn_on_rank0
 
 SHARE = 8  # one split's images may use 1 / SHARE of a GPU's free memory
 HOST_BYTES = 2**30  # bytes that the images may use on a CPU
@@ -56,7 +56,7 @@ class KeptImages:
             room = torch.cuda.mem_get_info(self.device)[0] // SHARE if on_gpu else HOST_BYTES
             self.room = room if typical_bytes * self.count <= room else 0
             if self.room:
-                warn(
+                warn_on_rank0(
                     __name__, "%d images stay decoded on %s once they have been read: some %.2g GiB",
                     self.count, self.device, typical_bytes * self.count / 2**30,
                 )  # fmt: skip

@@ -21,10 +21,11 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
+from ...fault_tolerance.machine_errors import MachineError
 from ..host.loader import PieceLoader
 from ..host.workers import PIECE
 from ..samplers import EvaluationBatches
-from ..sources.images import MachineError, read_image
+from ..sources.images import read_image
 from .batched_transforms import apply_operations, crop_resize_flip, to_device
 from .cache import KeptImages
 from .encoded import EncodedBatch, is_small, join_pieces

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .workers import PIECE, LoaderSettings, lost_workers_named, start_workers
+from ...fault_tolerance.workers import worker_errors_explained
+from .workers import PIECE, LoaderSettings, start_workers
 
 
 class PieceLoader:
@@ -44,7 +45,7 @@ class PieceLoader:
                 yield islice(pieces, math.ceil(size / PIECE))
 
     def _loaded(self) -> Iterator:
-        with lost_workers_named():
+        with worker_errors_explained():
             # workers of an iterable dataset start with its first pass; other workers have started
             yield from start_workers(self.loader) if self.batches is None else self.loader
 

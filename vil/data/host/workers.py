@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from ...config import ConfigError
-from ...distributed import SCHEDULERS_SIGNALS
-from ...fault_tolerance.files import is_of_machine, remedy_for
+from ...fault_tolerance.machine_errors import WorkersError
+from ...fault_tolerance.parents import obey_only_parent
+from ...fault_tolerance.signals import signals_blocked
 from ...fault_tolerance.streams import outlive_output
-from ..sources.images import MachineError, WorkersError, restrict_pillow
+from ...fault_tolerance.workers import explain_lost_workers
+from ..sources.images import restrict_pillow
 
 _logger = logging.getLogger(__name__)
 
@@ -177,106 +174,23 @@ def into_shared_memory(*tensors: torch.Tensor) -> None:
         tensor.share_memory_()
 
 
-class LostWorkerError(ConfigError):
-    """A worker of a loader has died."""
-
-    def __init__(self, error: RuntimeError):
-        what = str(error).split(". ")[0].strip()
-        advice = "it may have run out of memory, of which fewer --workers need less"
-        if "Bus error" in what:
-            advice = f"{SHARED_MEMORY} is full: a container gets more with --shm-size=8g; --workers 0 needs none"
-        super().__init__(f"{what}: {advice}")
-
-
-@contextmanager
-def lost_workers_named() -> Iterator[None]:
-    """Replace PyTorch's error about a lost worker by one with a remedy."""
-    try:
-        yield
-    except OSError as error:  # PyTorch raises an error of a worker again, without its number
-        if is_of_machine(error) or "[Errno " in str(error):
-            raise MachineError(f"cannot read the data set: {str(error).rpartition('Error: ')[2].strip()}") from None
-        raise
-    except RuntimeError as error:
-        if isinstance(error.__cause__, LostWorkerError):  # PyTorch has wrapped this error
-            raise error.__cause__ from None
-        if "DataLoader worker" in str(error):
-            raise LostWorkerError(error) from None
-        if "DataLoader timed out" in str(error):  # workers wait for a disk or a mount that does not answer
-            raise MachineError(f"cannot read the data set: {error}. To continue, {remedy_for(error)}") from None
-        raise
-
-
-def _name_lost_workers() -> None:
-    """Make PyTorch's SIGCHLD handler, which may run anywhere in the training loop, raise a LostWorkerError."""
-    if not hasattr(signal, "SIGCHLD"):  # on Windows, PyTorch polls its workers
-        return
-    handler = signal.getsignal(signal.SIGCHLD)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        return
-    if getattr(handler, "names_lost_workers", False):
-        return
-
-    def handle(*args) -> None:
-        with lost_workers_named():
-            handler(*args)
-
-    handle.names_lost_workers = True  # type: ignore[attr-defined]
-    signal.signal(signal.SIGCHLD, handle)
-
-
 def start_workers(loader: DataLoader) -> Iterator:
     """Start a pass over a loader. The workers start with the first pass and are kept.
 
     Before Python 3.12, a fork can deadlock while another thread enters the interpreter, so this is first called before
     autograd creates threads. Workers of an iterable dataset start when it is first read.
     """
-    with _signals_blocked():
+    with signals_blocked():  # threads of PyTorch inherit the mask before `prepare_worker` runs
         loaded = iter(loader)
     if loader.num_workers:
-        _name_lost_workers()
+        explain_lost_workers()
         # break the cycle, or the garbage collector would close the queues before the pass ends its workers through them
         queues = [*loaded._index_queues, loaded._worker_result_queue]  # type: ignore[attr-defined]
         weakref.finalize(loaded, queues.clear).atexit = False
     return loaded
 
 
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block signals for workers that start inside, because PyTorch's threads inherit the mask before `prepare_worker`
-    runs.
-    """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (*SCHEDULERS_SIGNALS, signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
 def prepare_worker(worker: int) -> None:
     outlive_output()  # a spawned worker has its own streams
     restrict_pillow()
-    _heed_the_parent_alone()
-
-
-def _heed_the_parent_alone() -> None:
-    """Ignore signals from schedulers, so that workers live until training has written its checkpoint."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals all processes of a terminal
-    if not hasattr(signal, "sigwaitinfo"):  # macOS and Windows cannot identify the sender, so SIGTERM ends the worker
-        return
-    parent: Any = multiprocessing.parent_process()  # every worker has a parent
-
-    def wait() -> None:
-        while True:
-            notice = signal.sigtimedwait(SCHEDULERS_SIGNALS, 5)
-            if notice is None:  # PyTorch's watchdog misses a parent that dies while the worker starts
-                if not parent.is_alive():
-                    os._exit(1)
-            elif notice.si_signo == signal.SIGTERM and notice.si_pid == parent.pid:
-                os._exit(0)
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)
-    threading.Thread(target=wait, daemon=True).start()
+    obey_only_parent()

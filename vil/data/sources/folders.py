@@ -18,8 +18,8 @@ from timm.utils.misc import natural_key
 
 from ...classes import check_distinct, ends_of, normal, quoted
 from ...config import ConfigError
-from ...distributed import warn
-from ...fault_tolerance.files import retried
+from ...distributed import warn_on_rank0
+from ...fault_tolerance.machine_errors import retry
 
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 
@@ -65,7 +65,7 @@ class ClassFolders:
         common = posixpath.commonpath(paths)
         self.root = posixpath.dirname(common) if common in paths else common
         if strays := [file for file, folder in zip(files, folders) if folder not in paths]:
-            warn(
+            warn_on_rank0(
                 __name__, "%d images of %r are left out, such as %r: they lie beside the class folders, in no class",
                 len(strays), where, strays[0],
             )  # fmt: skip
@@ -240,7 +240,7 @@ def list_images(
     if dangling is not None:
         dangling += found.dangling
     if links_left_out:
-        warn(
+        warn_on_rank0(
             __name__,
             "%d links in %r are left out, such as %r: they lead out of the data set, or to what it has already. Copy "
             "the images, or mount their folder there",
@@ -269,7 +269,7 @@ class _Found:
                 if (place := os.path.realpath(folder)) in self.targets:
                     continue
                 self.targets.add(place)
-            with retried(partial(os.scandir, folder)) as entries:
+            with retry(partial(os.scandir, folder)) as entries:
                 for entry in entries:
                     if is_hidden(entry.name):
                         self.others["hidden"] += 1

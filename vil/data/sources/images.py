@@ -9,16 +9,13 @@ import multiprocessing
 import os
 import stat
 import warnings
-from collections.abc import Callable
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 from PIL import Image
 
-from ...config import ConfigError
-from ...fault_tolerance.files import cause_of, is_of_machine, remedy_for, retried
+from ...fault_tolerance.machine_errors import WorkersError, retry_reading
 from ...security.image_decoding import FORMATS, UnfitImageError, decode, essence, length_of
 from ...security.sandbox import LateImageError, decode_guarded
-from ...text import label_of
 
 _logger = logging.getLogger(__name__)
 
@@ -28,46 +25,8 @@ NAMED, LATE = 1, 2  # states of an unreadable image
 UNREADABLE = -1  # target of an unreadable image, which evaluation must not count
 
 
-class WorkersError(ConfigError):
-    """An error of a worker whose message stays one line in the training process."""
-
-    def __init__(self, message: str):
-        # PyTorch recreates a worker's error with its traceback as the message
-        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
-
-
-class MachineError(WorkersError):
-    """The machine could not read a file, which may be intact."""
-
-
 class UnreadableSplitError(WorkersError):
     """No image of a split can be read."""
-
-
-def on_machine(name: str, act: Callable[[], T]) -> T:
-    """Return what `act` makes of a file. Errors of the machine are retried for about ten seconds.
-
-    Raises:
-        MachineError: The machine still failed. Errors that are due to the file's content are raised as they are.
-    """
-    try:
-        return retried(act)
-    except Exception as error:
-        if is_of_machine(error) and not isinstance(error, MemoryError):  # which a decoder raises on a huge image
-            raise machine_error(name, error) from None  # whose traceback would hold the loader in a cycle
-        raise
-
-
-def machine_error(name: str, error: BaseException) -> MachineError:
-    """Return the MachineError of an error that `is_of_machine`."""
-    return MachineError(f"cannot read {label_of(name)}: {cause_of(error)}. To continue, {remedy_for(error)}")
-
-
-class SteadyFile(io.FileIO):
-    """A file whose reads are retried while the machine fails."""
-
-    def readinto(self, buffer: Any) -> int:
-        return on_machine(str(self.name), lambda: super(SteadyFile, self).readinto(buffer))
 
 
 def open_file(path: str | os.PathLike) -> BinaryIO:
@@ -111,8 +70,8 @@ def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
     path = os.fspath(file)
     if not os.path.lexists(path):  # most likely a typing error, which is not worth ten seconds
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    data = on_machine(path, lambda: read_bytes(path))
-    return on_machine(path, lambda: image_of(data))
+    data = retry_reading(path, lambda: read_bytes(path))
+    return retry_reading(path, lambda: image_of(data))
 
 
 def image_of(data: bytes) -> Image.Image:

@@ -18,21 +18,12 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.data.readers.reader_image_tar import ReaderImageTar
 from torch.utils.data import Dataset
 
+from ...fault_tolerance.machine_errors import MachineError, retry_reading
 from ...security.image_decoding import UnfitImageError, essence, open_image
 from ..device.encoded import EncodedImage, is_plain_jpeg, is_small
 from ..device.transform_parameters import DrawingTransform
 from ..seeds import seed_everything
-from .images import (
-    UNREADABLE,
-    MachineError,
-    Unreadable,
-    UnreadableSplitError,
-    image_of,
-    on_machine,
-    open_file,
-    read_bytes,
-    reason,
-)
+from .images import UNREADABLE, Unreadable, UnreadableSplitError, image_of, open_file, read_bytes, reason
 
 NEAR = 10  # neighbours of an unreadable image that training tries before images from the whole split
 TAR_READERS = (ReaderImageTar, ReaderImageInTar)
@@ -69,8 +60,8 @@ class ImageReader(Dataset):
             try:
                 self.unreadable.refuse_late(i)
                 path = os.path.join(getattr(self.dataset.reader, "root", ""), name)
-                data, target = on_machine(path, functools.partial(self._file, i))
-                return on_machine(path, functools.partial(image_of, data)), target
+                data, target = retry_reading(path, functools.partial(self._file, i))
+                return retry_reading(path, functools.partial(image_of, data)), target
             except MachineError:
                 raise
             except Exception as error:  # decoders raise various types

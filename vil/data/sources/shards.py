@@ -22,10 +22,10 @@ from webdataset.gopen import gopen_schemes
 from webdataset.tariterators import base_plus_ext, group_by_keys, url_opener
 
 from ...config import ConfigError
-from ...fault_tolerance.files import is_of_machine
+from ...fault_tolerance.machine_errors import MachineError, RetryingFile, is_machine_error, retry_reading
 from ...security.image_decoding import UnfitImageError
 from ...security.tars import GZIP, MOST_RATIO, decompressed, members, read_member
-from .images import UNREADABLE, MachineError, SteadyFile, Unreadable, image_of, machine_error, on_machine, open_file
+from .images import UNREADABLE, Unreadable, image_of, open_file
 
 LOCAL = "local-shards"  # URL scheme of the files that webdataset may open
 LABELS = "cls", "json"  # file name extensions of labels
@@ -138,8 +138,8 @@ class Shards(ReaderWds):
             except tarfile.HeaderError as error:
                 self._report(shard, f"what follows is lost, behind the broken header of a member: {error}")
             except Exception as error:
-                if is_of_machine(error):
-                    raise machine_error(shard["url"].removeprefix(f"{LOCAL}:"), error) from None
+                if is_machine_error(error):
+                    raise MachineError.reading(shard["url"].removeprefix(f"{LOCAL}:"), error) from None
                 if isinstance(error, MachineError):
                     raise
                 self._report(shard, error)
@@ -181,7 +181,7 @@ class Shards(ReaderWds):
                 return None
             if self.num_classes and target >= self.num_classes:
                 raise UnfitImageError(f"its class is {target}, of {self.num_classes}")
-            image = on_machine(sample["__key__"], lambda: image_of(getfirst(sample, self.input_key)))
+            image = retry_reading(sample["__key__"], lambda: image_of(getfirst(sample, self.input_key)))
             return dict(image=image, target=target)
         except MachineError:
             raise
@@ -205,16 +205,16 @@ def _open_local(url: str, *_, **__):
     listed = any((folder / "_info.json").exists() for folder in Path(path).parents)
     if listed and not os.path.lexists(path):  # the mount is there, and the list names a file that is not
         raise UnfitImageError(f"there is no file {path!r}")
-    on_machine(path, lambda: open_file(path).close())  # which refuses what is not a regular file
-    return io.BufferedReader(on_machine(path, lambda: SteadyFile(path)))
+    retry_reading(path, lambda: open_file(path).close())  # which refuses what is not a regular file
+    return io.BufferedReader(retry_reading(path, lambda: RetryingFile(path)))
 
 
 def _log_or_stop(error: Exception) -> bool:
     """Handle an error of webdataset: log what is wrong with a file, and raise an error of the machine."""
     if isinstance(error, MachineError):
         raise MachineError(error.args[0]) from None  # webdataset appends the address to the message
-    if is_of_machine(error):
-        raise machine_error(getattr(error, "filename", None) or "a shard", error) from None
+    if is_machine_error(error):
+        raise MachineError.reading(getattr(error, "filename", None) or "a shard", error) from None
     return log_and_continue(error)
 
 

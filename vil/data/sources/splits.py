@@ -15,7 +15,7 @@ from timm.data.dataset import ImageDataset, IterableImageDataset
 
 from ...classes import find, quoted
 from ...config import DATASETS, Config, ConfigError
-from ...distributed import warn
+from ...distributed import warn_on_rank0
 from ...security.tars import check_tar
 from .folders import SPLIT_NAMES, ClassReader, FolderReader, TarReader, is_hidden
 from .images import open_file, restrict_pillow
@@ -149,7 +149,9 @@ def _open_tar(path: Path, known: Sequence[str]):
             raise RuntimeError(f"no images in {path}") from error
         if not listed.exists():
             raise
-        warn(__name__, "%s is passed over, as it cannot be read (%r); remove it to have it made anew", listed, error)
+        warn_on_rank0(
+            __name__, "%s is passed over, as it cannot be read (%r); remove it to have it made anew", listed, error
+        )
         reader = TarReader(str(path), known, use_list=False)
     return ImageDataset(str(path), reader=reader)
 
@@ -219,7 +221,7 @@ def open_splits(config: Config):
         names = sorted(known, key=lambda name: known[name])
         val, present = follow_classes(val, names, "training", *location, config.val_split)
         if missing := [name for name, index in known.items() if index not in present]:
-            warn(
+            warn_on_rank0(
                 __name__, "the split %r has no images of %d of the %d classes: %s",
                 config.val_split, len(missing), num_classes, quoted(missing),
             )  # fmt: skip
@@ -262,7 +264,7 @@ def _find_split(data_dir: str | None, split: str) -> Path:
             path = root / (alike[0] if alike else wanted)
             if path.is_dir() or path.is_file():
                 if name != split and split not in SPLIT_NAMES:  # these names also stand for their synonyms
-                    warn(__name__, "%s has no split %r: %s in its place", data_dir, split, path.name)
+                    warn_on_rank0(__name__, "%s has no split %r: %s in its place", data_dir, split, path.name)
                 return path
     hints = ""
     tests = [name for name in there if name.casefold() in ("test", "testing", "test.tar")]

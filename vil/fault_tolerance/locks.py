@@ -1,0 +1,105 @@
+"""Lock of a run's folder."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import re
+import socket
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..text import one_line, printable
+from .files import UNFINISHED, warn_once, write_atomically
+from .machine_errors import cause_of
+
+fcntl: Any
+try:
+    fcntl = importlib.import_module("fcntl")
+except ImportError:  # Windows
+    fcntl = None
+
+PATIENCE = 10  # seconds to wait for a folder's lock, because the workers of a killed run outlive it for some seconds
+IN_USE = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)  # error codes of a lock that another process holds
+MOST_HOLDER = 1000  # maximum bytes of .holder to show
+
+
+class FolderInUseError(RuntimeError):
+    """Another run holds the folder's lock."""
+
+
+class FolderLock:
+    """A run's lock on its folder, held until the end of `with` or of the process, however the process ends.
+
+    On a file system without locks a warning says so, and the run trains on.
+
+    Args:
+        folder: The folder, which is created if it is missing. Unfinished files of killed processes are removed.
+
+    Raises:
+        FolderInUseError: Another run holds the folder. The message says which one, since when, and what to do.
+        OSError: The folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        holder, end = folder / ".holder", time.monotonic() + PATIENCE
+        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        self.release = weakref.finalize(self, _unlock, file, os.getpid())
+        while not _lock(file, folder):
+            if time.monotonic() > end:
+                self.release()
+                raise FolderInUseError(
+                    f"{folder} is in use: {_read_holder(holder)}. End that run first, or start this one in a folder of "
+                    "its own with --experiment NAME"
+                )
+            time.sleep(0.05)
+        for left in folder.glob(".*.vil.tmp"):
+            if re.fullmatch(UNFINISHED, left.name) and left.is_file():
+                left.unlink(missing_ok=True)
+        now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        write_atomically(holder, f"process {os.getpid()} on {socket.gethostname()} has trained here since {now}")
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.release()
+
+
+def _lock(file: int, folder: Path) -> bool:
+    """Lock an open file. Return False if another process holds the lock."""
+    try:
+        if fcntl is None:
+            msvcrt: Any = importlib.import_module("msvcrt")
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in IN_USE:
+            return False
+        warn_once(f"{folder} cannot be locked ({cause_of(error)}): start no second run in this folder")
+    return True
+
+
+def _unlock(file: int, process: int) -> None:
+    """Unlock and close a file. Workers forked from the process only close their copy."""
+    if fcntl is not None and os.getpid() == process:  # Windows unlocks a file when it is closed
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
+
+
+def _read_holder(holder: Path) -> str:
+    """Return what .holder says, in one printable line; the file may be anything."""
+    try:
+        if holder.is_file():  # opening a pipe would wait for its writer
+            with open(holder, "rb") as file:
+                return printable(one_line(file.read(MOST_HOLDER).decode(errors="replace"), MOST_HOLDER))
+    except OSError:
+        pass
+    return "another process"
