@@ -13,8 +13,8 @@ BIN := .venv/bin
 # one thread for each process, because the tensors of the demo and the tests are too small for two
 export OMP_NUM_THREADS := 1
 
-# two workers more than cores, because many tests wait for processes
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 2))')
+# one worker more than cores, because many tests wait for processes; each worker imports everything
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test lint timm-tests slurm-test mutants cuda-mutants

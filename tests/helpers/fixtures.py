@@ -6,15 +6,19 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import signal
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from processes import run, train_command
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads the variable at its first import
+# NVML does not initialize CUDA, which forked processes could not use afterwards
+with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads the variable at its first import
+
+from processes import run, train_command
 
 # background jobs of a shell ignore SIGINT, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)

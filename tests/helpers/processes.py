@@ -1,6 +1,7 @@
 """Command lines of small runs, and functions that run them as a user does."""
 
 import contextlib
+import importlib
 import logging
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,13 +23,35 @@ import yaml
 # a mutant's tests run in a process that was forked by this server
 UNDER_TEST = os.environ.get("MUTANT_UNDER_TEST", "stats") != "stats"
 CONTEXT = multiprocessing.get_context("fork" if UNDER_TEST else "forkserver")
-CONTEXT.set_forkserver_preload(
-    ["vil.cli.train", "vil.cli.validate", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin"]
-)
+PRELOADED = ("vil.cli.train", "vil.cli.validate", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin")
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = dict(os.environ)
 # every random part of the recipe, in a model that trains in seconds
 SMALL = dict(model_kwargs=dict(embed_dim=32, depth=2, patch_size=8), img_size=16, global_batch_size=16, warmup_epochs=1)
+
+
+def fork_server() -> None:
+    """Fork the server of all test processes from this process, before it starts threads.
+
+    The server that multiprocessing starts itself would be a new interpreter, which imports everything once more.
+    """
+    for name in PRELOADED:
+        importlib.import_module(name)
+    server = forkserver._forkserver
+    address = connection.arbitrary_address("AF_UNIX")
+    alive, held = os.pipe()  # the server ends when no process holds the pipe's other end
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        pid = os.fork()
+        if pid == 0:
+            os.close(held)
+            try:
+                forkserver.main(listener.fileno(), alive, [])
+            finally:
+                os._exit(0)
+    os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, held, pid
 
 
 class Forked(CONTEXT.Process):
@@ -166,3 +190,10 @@ def free_port() -> int:
             free.bind(("localhost", port))
             return port
     raise OSError("no port is free")
+
+
+# Last, because the server's children need the functions above. Python 3.14's server needs a key.
+if sys.version_info < (3, 14) and not UNDER_TEST:
+    fork_server()
+else:
+    CONTEXT.set_forkserver_preload(list(PRELOADED))
