@@ -18,13 +18,14 @@ LAYERS = """
     vil.models.block
     vil.models.vision_longhorn
     vil.models
-    vil.text
+    vil.text vil.wrappers
     vil.errors
     vil.fault_tolerance
     vil.distributed
     vil.config vil.info vil.published
     vil.classes vil.state_dicts vil.security
-    vil.checkpoint vil.devices
+    vil.checkpoint vil.devices vil.data_config
+    vil.initial_weights
     vil.factory
     vil.data vil.cuda_graphs
     vil.predict

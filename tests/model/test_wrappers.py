@@ -15,7 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 import vil
 from vil.config import ConfigError
 from vil.export import export_model
-from vil.factory import create_model, unwrapped
+from vil.factory import create_model
+from vil.wrappers import unwrapped
 
 NAMES = ["ant", "bee", "cat", "dog"]
 OWN = dict(mean=(0.3, 0.5, 0.6), std=(0.4, 0.2, 0.3), crop_pct=0.7, interpolation="bilinear")

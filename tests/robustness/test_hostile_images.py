@@ -41,7 +41,7 @@ from vil.data.sources import images
 from vil.data.sources.images import UNREADABLE
 from vil.data.sources.readers import EncodedReader, ImageReader
 from vil.data.sources.splits import open_split, open_splits
-from vil.evaluation.test_sets import open_test_set
+from vil.evaluation.split import open_evaluation_split
 from vil.security import image_decoding, sandbox
 from vil.training.trainer import Trainer
 from vil.viz import __main__ as viz
@@ -938,7 +938,7 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     assert "local-shards" not in caplog.text
     assert caplog.text.count("behind the broken header of a member") == 2
     assert caplog.text.count(f"{2**28} bytes of notes on a member") == len(notes)
-    again, _ = open_test_set(str(tmp_path), "wds/x", "validation", 4)  # as validate.py does
+    again, _ = open_evaluation_split(str(tmp_path), "wds/x", "validation", 4)  # as validate.py does
     targets = torch.cat([targets for _, targets in evaluation_loader(again, DATA_CONFIG, CPU, 0, 4, 0, 1)])
     assert sorted(targets.tolist()) == [UNREADABLE] * 8 + [2, 2, 3]
     assert not (tmp_path / "ran").exists()

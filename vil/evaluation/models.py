@@ -13,7 +13,8 @@ from torch import nn
 
 from ..classes import check_order, names_of
 from ..config import ConfigError
-from ..factory import create_model, data_config_of, load_model
+from ..data_config import data_config_of
+from ..factory import create_model, load_model
 from .settings import ModelSettings
 from .wrappers import Renormalized, Reordered, Restricted
 

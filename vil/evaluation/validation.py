@@ -25,7 +25,7 @@ from .real_labels import real_labels
 from .results import Validation
 from .settings import DataSettings, EvaluationSettings
 from .speed import measure_speed
-from .test_sets import TestSet, open_test_set
+from .split import EvaluationSplit, open_evaluation_split
 
 _logger = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ def validate(
     for other in models[1:]:
         check_comparable(first, other)
 
-    test_set = _open(first, data, rank, world_size)
-    images = test_set.images
+    split = _open(first, data, rank, world_size)
+    images = split.images
     class_order = first.label_names or _names_by_index(images)
-    classifiers = [adapt(model, first, data.split, class_order, test_set.classes) for model in models]
+    classifiers = [adapt(model, first, data.split, class_order, split.classes) for model in models]
     labels = None if settings.real_labels is None else _real_labels(images, first, settings.real_labels)
 
     loader = evaluation_loader(
@@ -78,7 +78,7 @@ def validate(
         data=data,
         models=models,
         results=results,
-        notes=_notes(models, test_set, settings, results[0]),
+        notes=_notes(models, split, settings, results[0]),
         class_names=_names_in_results(images, class_order),
         images=images,
         predictions=predictions,
@@ -87,17 +87,17 @@ def validate(
     )
 
 
-def _open(first: EvaluatedModel, data: DataSettings, rank: int, world_size: int) -> TestSet:
+def _open(first: EvaluatedModel, data: DataSettings, rank: int, world_size: int) -> EvaluationSplit:
     """Open the split with the first model's class indices."""
-    test_set = open_test_set(
+    split = open_evaluation_split(
         data.data_dir, data.dataset, data.split, first.num_classes, first.label_names, first.settings.owner
     )
-    count = count_images(test_set.images)
+    count = count_images(split.images)
     if world_size > count:
         raise ConfigError(f"the world size must be at most {count}, the number of images, got {world_size}")
     if rank == 0:
-        _logger.warning("%s", describe_split(data.split, test_set.images))
-    return test_set
+        _logger.warning("%s", describe_split(data.split, split.images))
+    return split
 
 
 def _names_by_index(images: Any) -> list[str]:
@@ -132,14 +132,14 @@ def _check_images(result: Evaluation, split: str) -> None:
 
 
 def _notes(
-    models: Sequence[EvaluatedModel], test_set: TestSet, settings: EvaluationSettings, result: Evaluation
+    models: Sequence[EvaluatedModel], split: EvaluationSplit, settings: EvaluationSettings, result: Evaluation
 ) -> list[str]:
     """Return remarks on how the models were evaluated."""
     notes = []
     if len(models) == 1 and models[0].settings.use_ema:
         notes.append("EMA weights")
-    if test_set.classes:
-        notes.append(f"evaluated among the {len(test_set.classes)} classes of this split")
+    if split.classes:
+        notes.append(f"evaluated among the {len(split.classes)} classes of this split")
     if settings.real_labels is not None:
         notes.append("evaluated with ReaL labels, without images that have none")
     if result.unreadable:

@@ -27,9 +27,10 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import nn
 
-from ..factory import input_size, unwrapped
+from ..data_config import input_size
 from ..fault_tolerance.files import write_atomically
 from ..text import label_of
+from ..wrappers import unwrapped
 from .formats import OPSET, Run, arguments_of, onnx_packages, to_onnx, to_pt2, to_safetensors
 from .hub import card_of, config_of
 from .traced import Exported, ExportError, as_evaluated, outputs_of, pictures

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .. import checkpoint
 from ..config import MODEL_KWARGS, ConfigError
-from ..factory import from_checkpoint, input_size
+from ..data_config import input_size
+from ..factory import from_checkpoint
 from .onnx_graph import onnx_model
 from .traced import Exported, ExportError, as_evaluated, outputs_of
 

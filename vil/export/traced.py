@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan_op
 from torch.export import Dim, ExportedProgram
 
-from ..factory import input_size
+from ..data_config import input_size
 from ..kernels.block.lines import Lines
 from ..models.block import KNOWN_MIXERS, BidirectionalMixer, RMSNorm, grid_of, row_means
 

@@ -28,9 +28,11 @@ from torch import Tensor, nn
 from ..checkpoint import check_preprocessing
 from ..classes import names_of
 from ..config import ConfigError, options_of_checkpoint
+from ..data_config import data_config_of
 from ..devices import default_device
-from ..factory import data_config_of, from_checkpoint, unwrapped
+from ..factory import from_checkpoint
 from ..text import label_of, one_line, printable
+from ..wrappers import unwrapped
 
 _logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from ..data.device.transform_parameters import DrawingTransform
 from ..data.loaders import training_transform
 from ..data.samplers import TrainingBatches, split_global_batch
 from ..data.sources.splits import describe_split
-from ..factory import input_size
+from ..data_config import input_size
 from ..text import one_line
 from .building import build_model, build_optimizer
 from .losses import Loss

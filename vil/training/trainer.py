@@ -28,13 +28,13 @@ from ..data.samplers import TrainingBatches, split_global_batch
 from ..data.seeds import derive_seed, seed_everything
 from ..data.sources.images import UnreadableSplitError
 from ..data.sources.splits import class_names, count_images, open_splits, streams
+from ..data_config import chosen_data_config
 from ..devices import autocast
 from ..distributed import (
     all_reduce_sum,
     broadcast_from_rank0,
 )
 from ..evaluation.evaluator import Evaluator
-from ..factory import chosen_data_config
 from ..fault_tolerance.locks import FolderLock
 from ..text import one_line
 from . import resumption

@@ -18,7 +18,8 @@ from ..checkpoint import Checkpoint
 from ..config import ConfigError
 from ..data.sources.folders import list_images
 from ..data.sources.images import read_image
-from ..factory import create_model, data_config_of, from_checkpoint
+from ..data_config import data_config_of
+from ..factory import create_model, from_checkpoint
 from ..fault_tolerance.files import write_atomically
 from ..fault_tolerance.machine_errors import MachineError
 from ..fault_tolerance.output import errors_in_a_line

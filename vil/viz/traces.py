@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..factory import unwrapped
 from ..kernels.scan.torch_scan import RECURRENCES
 from ..models.block import KNOWN_MIXERS, Block, LonghornDirection, at_least_fp32, repeat_rows, transpose_grid
 from ..models.vision_longhorn import VisionLonghorn, split_class_token
+from ..wrappers import unwrapped
 
 
 @dataclass

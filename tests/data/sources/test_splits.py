@@ -26,7 +26,7 @@ from vil.data.sources import folders
 from vil.data.sources.images import UNREADABLE
 from vil.data.sources.shards import Shards
 from vil.data.sources.splits import class_names, count_images, describe_split, open_split, open_splits
-from vil.evaluation.test_sets import open_test_set
+from vil.evaluation.split import open_evaluation_split
 from vil.training.trainer import Trainer
 
 
@@ -384,7 +384,7 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, caplog, w
 def test_a_sample_of_a_class_too_many_cannot_be_read(image_folder, tmp_path):
     write_shards(image_folder, tmp_path)
     train, val, _ = open_splits(small_config(tmp_path, dataset="wds/x", num_classes=3))
-    for images in (val, open_test_set(str(tmp_path), "wds/x", "validation", 3)[0]):
+    for images in (val, open_evaluation_split(str(tmp_path), "wds/x", "validation", 3)[0]):
         assert sorted({label for _, label in images}) == [UNREADABLE, 0, 1, 2]
     assert {label for _, label in train} == {0, 1, 2}
     assert {label for _, label in open_split(str(tmp_path), "wds/x", "train")} == {0, 1, 2, 3}

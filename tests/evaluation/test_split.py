@@ -11,7 +11,7 @@ from vil.classes import order_of
 from vil.config import ConfigError
 from vil.data.sources.splits import describe_split
 from vil.evaluation.real_labels import real_labels
-from vil.evaluation.test_sets import open_test_set
+from vil.evaluation.split import open_evaluation_split
 
 
 @pytest.mark.parametrize("names", [[*map(str, range(12))], ImageNetInfo().label_names()], ids=["numbers", "ImageNet"])
@@ -20,7 +20,7 @@ def test_folders_of_all_classes_have_their_numbers_and_no_others(names, tmp_path
     for name in names:
         (tmp_path / "all" / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "all" / name / "image.png")
-    images, classes = open_test_set(str(tmp_path), "", "all", len(names))
+    images, classes = open_evaluation_split(str(tmp_path), "", "all", len(names))
     assert classes is None
     assert [images.filename(i).split("/")[0] for i in range(len(names))] == names
     assert [images.reader[i][1] for i in range(len(names))] == [*range(len(names))]
@@ -32,29 +32,29 @@ def test_a_split_that_lacks_classes_has_the_numbers_that_were_learned(image_fold
         shutil.copytree(image_folder / "val" / name, tmp_path / "val" / name)
     shutil.make_archive(str(tmp_path / "packed"), "tar", tmp_path / "val")
     for split in ("val", "packed"):
-        images, classes = open_test_set(str(tmp_path), "", split, 4, ["ant", "bee", "cat", "dog"])
+        images, classes = open_evaluation_split(str(tmp_path), "", split, 4, ["ant", "bee", "cat", "dog"])
         assert (classes, {images.reader[i][1] for i in range(len(images))}) == (None, {0, 2, 3})
         if split == "val":
             assert describe_split(split, images) == "val: 21 images of 3 classes, from 7 of 'dog' to 7 of 'ant'"
     with pytest.raises(ConfigError, match="has classes that best.pt does not have: 'cat'"):
-        open_test_set(str(tmp_path), "", "val", 4, ["ant", "bee", "crow", "dog"], "best.pt")
+        open_evaluation_split(str(tmp_path), "", "val", 4, ["ant", "bee", "crow", "dog"], "best.pt")
     with pytest.raises(ConfigError, match="has 3 classes but the model 4"):  # the model's class names are unknown
-        open_test_set(str(tmp_path), "", "val", 4)
+        open_evaluation_split(str(tmp_path), "", "val", 4)
 
 
 def test_other_folders_must_have_the_classes_of_the_model(image_folder, tmp_path):
-    assert open_test_set(str(image_folder), "", "val", 4)[1] is None
+    assert open_evaluation_split(str(image_folder), "", "val", 4)[1] is None
     with pytest.raises(ConfigError, match="has 4 classes but the model 1000"):
-        open_test_set(str(image_folder), "", "val", 1000)
+        open_evaluation_split(str(image_folder), "", "val", 1000)
     root, ids = str(tmp_path), ImageNetInfo().label_names()
     for name in (ids[7], ids[301]):
         shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / name)
-    assert open_test_set(root, "", "some", 1000)[1] == [7, 301]
+    assert open_evaluation_split(root, "", "some", 1000)[1] == [7, 301]
     with pytest.raises(ConfigError, match="has 2 classes but the model 21"):  # the class names are not ImageNet's
-        open_test_set(root, "", "some", 21)
+        open_evaluation_split(root, "", "some", 21)
     shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / "ant")  # not a class of ImageNet
     with pytest.raises(ConfigError, match="has 3 classes but the model 1000"):
-        open_test_set(root, "", "some", 1000)
+        open_evaluation_split(root, "", "some", 1000)
 
 
 @pytest.mark.parametrize(("number", "text"), [(2, "[[0]]"), (1, "[[4]]"), (1, "5"), (1, "[[0]")])

@@ -1,4 +1,4 @@
-"""Test sets: splits whose class indices are those of a model, such as ImageNet-V2, ImageNet-A and ImageNet-R."""
+"""Split for an evaluation, such as ImageNet-A or ImageNet-R, with the class indices of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..data.sources.splits import check_count, class_names, follow_classes, limi
 from ..published import IMAGENET_CLASSES
 
 
-class TestSet(NamedTuple):
+class EvaluationSplit(NamedTuple):
     """Opened split.
 
     Attributes:
@@ -23,14 +23,14 @@ class TestSet(NamedTuple):
     classes: list[int] | None
 
 
-def open_test_set(
+def open_evaluation_split(
     data_dir: str | None,
     dataset: str,
     split: str,
     num_classes: int,
     label_names: Sequence[str] = (),
     owner: str = "the model",
-) -> TestSet:
+) -> EvaluationSplit:
     """Open a split with the class indices of a model.
 
     The indices follow the `label_names`. A model without names has the indices of the split, unless the split's folders
@@ -50,7 +50,7 @@ def open_test_set(
     indices = class_names(images)
     names = sorted(indices, key=lambda name: indices[name])
     if not names or order_of(names, label_names or names) == [*range(num_classes)]:
-        return TestSet(images, classes=None)
+        return EvaluationSplit(images, classes=None)
 
     imagenet = imagenet_ids()
     is_imagenet = num_classes == IMAGENET_CLASSES and {*(label_names or imagenet)} == {*imagenet}
@@ -58,4 +58,4 @@ def open_test_set(
         check_count(images, num_classes, split, data_dir)
     images, present = follow_classes(images, label_names or imagenet, owner, data_dir, dataset, split)
     lacks_classes = len(present) < num_classes
-    return TestSet(images, classes=present if is_imagenet and lacks_classes else None)
+    return EvaluationSplit(images, classes=present if is_imagenet and lacks_classes else None)

@@ -1,0 +1,80 @@
+"""State dicts from which a model with another depth or other classes is initialized."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import fitted
+from .classes import first_difference, order_of
+
+
+def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
+    """Return the weights without the blocks from index `depth` on, for our names and ViM's published names."""
+    if not isinstance(depth, int):
+        return weights
+    blocks = {name: re.match(r"(?:blocks|layers)\.(\d+)\.", name) for name in weights}
+    return {name: tensor for name, tensor in weights.items() if not (block := blocks[name]) or int(block[1]) < depth}
+
+
+def num_classes_of(model: str, weights: dict[str, Tensor]) -> int:
+    """Return the number of classes of a file's head, by timm's name of the head; 0 without a head."""
+    bias = f"{_classifiers(model)[0]}.bias"
+    return weights[bias].numel() if bias in weights else 0
+
+
+def fit_head(
+    model: str, weights: dict[str, Tensor], own_names: Sequence[str], label_names: Sequence[str]
+) -> tuple[dict[str, Tensor], str]:
+    """Return the weights with the rows of the head in the order of `label_names`, and what became of the head.
+
+    Weights of other classes are returned without their head.
+
+    Args:
+        model: timm's name of the model.
+        weights: State dict of a file.
+        own_names: Class names of the file by index; empty if unknown.
+        label_names: Class names of the data by index; empty if unknown.
+    """
+    if not label_names or not own_names:
+        return weights, ""
+    names = [f"{classifier}.{part}" for classifier in _classifiers(model) for part in ("weight", "bias")]
+    head = [name for name in names if name in weights and len(weights[name]) == len(own_names)]
+    order = order_of(own_names, label_names)
+    if order is None:
+        difference = first_difference(own_names, label_names, "the file", "the data")
+        without_head = {name: tensor for name, tensor in weights.items() if name not in head}
+        return without_head, f"; the head is new: {difference}"
+    if order == [*range(len(order))]:
+        return weights, ""
+    return weights | {name: weights[name][order] for name in head}, "; the head's rows follow the class names"
+
+
+def _classifiers(model: str) -> tuple[str, ...]:
+    """Return the names of a model's classifiers, as timm knows them."""
+    config = timm.get_pretrained_cfg(model)
+    classifier = (config.classifier if config else None) or "head"
+    return (classifier,) if isinstance(classifier, str) else tuple(classifier)
+
+
+def describe_initialization(model: nn.Module, weights: dict[str, Tensor], given: dict[str, Tensor]) -> str:
+    """Describe how a model that was initialized with `weights` used the tensors `given` in a file."""
+    own = model.state_dict()
+    adapted = fitted(weights, model)
+    taken = [name for name in own if name in adapted and torch.equal(adapted[name].to(own[name]), own[name])]
+    resampled = [name for name in taken if name in given and given[name].shape != own[name].shape]
+    others = {
+        "resampled": resampled,
+        "new": [name for name in own if name not in taken],
+        "not used": [name for name in adapted if name not in own],
+    }
+    parts = [f"{len(taken) - len(resampled)} of {len(own)} tensors as they are"]
+    for what, names in others.items():
+        if names:
+            parts.append(f"{what}: {', '.join(names[:8])}{', ...' * (len(names) > 8)}")
+    return "; ".join(parts)
