@@ -1,0 +1,227 @@
+"""Measure what each kernel variant gains over the next simpler one in whole models, on one GPU in one process.
+
+    python benchmarks/variants.py                                     # about two minutes on an H200
+    python benchmarks/variants.py --variants gate_outproj_sm90 --cases vil_small,train,224,128
+
+Each row compares a model with all variants to the same model without one of them. Both are captured as CUDA graphs,
+whose replays alternate. A variant is removed by replacing an entry of the tables or conditions that choose kernels, and
+the plans that were recorded with it are forgotten. "unused" means that the model launches the same kernels without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import inspect
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from throughput import Case, build_step, capture, described, seconds
+
+from vil.kernels import backends
+from vil.kernels.block import (
+    backward,
+    conv_xproj,
+    forward,
+    gate_outproj,
+    gate_outproj_bwd_sm90,
+    gate_outproj_sm90,
+    kernels,
+    step_proj_bwd,
+)
+from vil.kernels.cuda import compiler
+from vil.kernels.scan import cuda_scan, heuristics, scan_op
+
+ROUNDS, LEAST = 3, 0.06  # rounds of each graph, and seconds of a round
+TRAIN, BATCH, SINGLE = "train,224,128", "infer,224,256", "infer,224,1"
+MIDDLE_TRAIN, SMALL_TRAIN = "train,224,64", "train,224,8"
+LARGE_TRAIN, LARGE = "train,1248,4", "infer,1248,8"
+
+
+class Variant(NamedTuple):
+    """Kernel variant, the next simpler one, a context in which only that one is chosen, and cases by model."""
+
+    simpler: str
+    without: Callable[[], contextlib.AbstractContextManager]
+    cases: dict[str, list[str]]
+
+
+def no(*_, **__) -> bool:
+    return False
+
+
+def replaced(module: object, name: str, value: object) -> Callable:
+    return lambda: mock.patch.object(module, name, value)
+
+
+def table(entries: dict, longhorn: list) -> Callable:
+    return lambda: mock.patch.dict(entries, longhorn=longhorn)
+
+
+def segments_by_simt(kind: str, recurrence: str, N: int, itemsize: int) -> object:
+    return heuristics.SEGMENT_STATES[recurrence]
+
+
+def narrow_projections(u_BLD: torch.Tensor, P: int, taps: int, fits=conv_xproj.fits) -> bool:
+    return P <= 64 and fits(u_BLD, P, taps)
+
+
+def tiny(*cases: str) -> dict[str, list[str]]:
+    return {"vil_tiny": list(cases)}
+
+
+def small(*cases: str) -> dict[str, list[str]]:
+    return {"vil_small": list(cases)}
+
+
+def both(*cases: str) -> dict[str, list[str]]:
+    return {"vil_small": list(cases), "vil_small_pooled": list(cases)}
+
+
+SIMT, MMA, BACKWARD = heuristics.FORWARD_SIMT["longhorn"], heuristics.FORWARD_MMA, heuristics.BACKWARD["longhorn"]
+ON_HOPPER = SimpleNamespace(fits=no, shares=gate_outproj_sm90.shares)
+VARIANTS = {
+    "forward_mma": Variant(
+        "forward_simt", replaced(heuristics, "FORWARD_MMA", []), small(SINGLE, SMALL_TRAIN, LARGE, LARGE_TRAIN)
+    ),
+    "forward_mma, 3 consumers": Variant(
+        "6 consumers", replaced(heuristics, "FORWARD_MMA", MMA[:1]), small(SINGLE, SMALL_TRAIN, LARGE_TRAIN)
+    ),
+    "forward_mma, 6 consumers": Variant("3 consumers", replaced(heuristics, "FORWARD_MMA", MMA[1:]), small(LARGE)),
+    "forward_simt, 16 x 4": Variant("16 x 2", table(heuristics.FORWARD_SIMT, SIMT[1:]), both(TRAIN, BATCH)),
+    "forward_simt, 16 x 2": Variant(
+        "16 x 4, 4 x 1", table(heuristics.FORWARD_SIMT, [SIMT[0], SIMT[2]]), tiny(TRAIN) | both(MIDDLE_TRAIN)
+    ),
+    "forward_simt, 4 x 1": Variant("16 x 2", table(heuristics.FORWARD_SIMT, SIMT[:2]), both(SMALL_TRAIN)),
+    "backward, 4 channels": Variant("2 channels", table(heuristics.BACKWARD, BACKWARD[1:]), both(TRAIN, LARGE_TRAIN)),
+    "backward, 2 channels": Variant("4 channels", table(heuristics.BACKWARD, BACKWARD[:1]), both(SMALL_TRAIN)),
+    "segment_gradients_mma": Variant(
+        "segment_states", replaced(heuristics, "segment_variant", segments_by_simt), small(SMALL_TRAIN, LARGE_TRAIN)
+    ),
+    "segments": Variant("one segment", replaced(heuristics, "LAUNCHES", math.inf), small(SMALL_TRAIN, LARGE_TRAIN)),
+    "gate_outproj_sm90 and its backward": Variant(
+        "gate, product, norm", replaced(gate_outproj_sm90, "fits", no), both(TRAIN, BATCH, LARGE, LARGE_TRAIN)
+    ),
+    "gate_outproj_bwd_sm90": Variant(
+        "product, gate_backward", replaced(gate_outproj_bwd_sm90, "forward", ON_HOPPER), both(TRAIN, LARGE_TRAIN)
+    ),
+    "gate_outproj_of_few": Variant(
+        "gate, product", replaced(gate_outproj, "few_ctas", lambda T, C: 1 << 30), both(SINGLE)
+    ),
+    "conv_xproj": Variant("conv, products", replaced(conv_xproj, "fits", no), small(TRAIN, BATCH, LARGE, LARGE_TRAIN)),
+    "conv_xproj, P > 64": Variant(
+        "conv, products", replaced(conv_xproj, "fits", narrow_projections), {"vil_base": ["train,224,64"]}
+    ),
+    "step_proj_bwd": Variant("products", replaced(step_proj_bwd, "fits", no), both(TRAIN)),
+    "scan_lines": Variant("products, scan", replaced(kernels, "scans_lines", no), {"vil_small_pooled": [SINGLE]}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS], metavar="NAME")
+    parser.add_argument("--cases", nargs="+", help="MODEL,TASK,PIXELS,BATCH")
+    options = parser.parse_args()
+    device, start = torch.device("cuda"), time.perf_counter()
+    torch.cuda.set_stream(torch.cuda.Stream())
+    print(f"{described(device)}, bf16 autocast, CUDA graphs\n")
+    print("| model | case | variant | instead | images/s | without it | gain |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    cases: dict[tuple[str, str], list[str]] = {}
+    for name in options.variants:
+        for model, texts in VARIANTS[name].cases.items():
+            for text in texts:
+                cases.setdefault((model, text), []).append(name)
+    for (model, text), names in cases.items():
+        if not options.cases or f"{model},{text}" in options.cases:
+            compare(model, Case.parse(text), names, device)
+            gc.collect()
+            torch.cuda.empty_cache()
+    if not options.cases:
+        scan_backends(device)
+    print(f"\n{time.perf_counter() - start:.0f} s")
+
+
+def compare(model: str, case: Case, names: list[str], device: torch.device) -> None:
+    """Print a row for each variant of the case."""
+    with forgotten_plans(), launched() as used:
+        step = build_step(model, case, False, device)
+        with_all = capture(step)
+    for name in names:
+        variant = VARIANTS[name]
+        with variant.without(), forgotten_plans(), launched() as others:
+            step()
+            without = None if others == used else capture(step)
+        if without is None:
+            row(model, case, name, variant.simpler, None)
+            continue
+        row(model, case, name, variant.simpler, in_turn(case, [with_all, without], device))
+        del without
+
+
+def scan_backends(device: torch.device) -> None:
+    """Print a row for the Triton scan in unfused blocks, instead of the scan in plain PyTorch."""
+    case, graphs = Case("infer", 224, 8), []
+    for backend in ("triton", "reference"):
+        with mock.patch.object(backends, "_backend_for", lambda _, backend=backend: backend):
+            scan_op._module.cache_clear()
+            graphs.append(capture(build_step("vil_tiny", case, False, device)))
+    scan_op._module.cache_clear()
+    row("vil_tiny", case, "triton_scan, unfused blocks", "torch_scan", in_turn(case, graphs, device))
+
+
+def in_turn(case: Case, graphs: list[Callable], device: torch.device) -> list[float]:
+    """Return the median images/s of each graph's replays."""
+    speeds: list[list[float]] = [[] for _ in graphs]
+    for _ in range(ROUNDS):
+        for graph, speed in zip(graphs, speeds):
+            speed.append(case.batch / seconds(graph, device, rounds=1, least=LEAST))
+    return [statistics.median(speed) for speed in speeds]
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[set]:
+    """Yield the set of kernels that are launched or recorded, with their macros and numbers of thread blocks."""
+    kernels_used: set = set()
+    launch = compiler.launch
+
+    def noted(name, entry, macros, ctas, *arguments):
+        kernels_used.add((name, entry, tuple(macros.items()), ctas))
+        return launch(name, entry, macros, ctas, *arguments)
+
+    with mock.patch.object(compiler, "launch", noted):
+        yield kernels_used
+
+
+@contextlib.contextmanager
+def forgotten_plans() -> Iterator[None]:
+    """Forget all recorded plans and choices of variants before and after."""
+
+    def forget() -> None:
+        heuristics.choose.cache_clear()
+        for function in (forward.forward, backward.backward, cuda_scan.forward, cuda_scan.backward):
+            inspect.getclosurevars(function).nonlocals["plans"].clear()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
+def row(model: str, case: Case, name: str, simpler: str, speeds: list[float] | None) -> None:
+    numbers = ["unused", "", ""]
+    if speeds:
+        numbers = [f"{speeds[0]:,.1f}", f"{speeds[1]:,.1f}", f"{speeds[0] / speeds[1] - 1:+.1%}"]
+    print(f"| {' | '.join([model, str(case), name, simpler, *numbers])} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
