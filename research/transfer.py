@@ -67,7 +67,8 @@ from vil.fault_tolerance.files import write_atomically
 from vil.fault_tolerance.parents import terminate_with_parent
 
 sys.path.insert(0, str(ROOT))
-from vil.training.trainer import DivergenceError, Trainer
+from vil.training.divergence import DivergenceError
+from vil.training.trainer import Trainer
 
 SCRATCH, FINE_TUNED = "from scratch", "fine-tuned"
 PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS = "linear, features", "linear, features of random weights", "linear, pixels"
@@ -287,8 +288,8 @@ def train_on(images: Path, words: list[str], folder: str, run: Any) -> dict[str,
         except DivergenceError as error:
             return dict(top1=0.0, error=str(error))
         finally:
-            shutil.rmtree(trainer.folder)
-    last = trainer.history[-1]
+            shutil.rmtree(trainer.run_info.folder)
+    last = trainer.state.history[-1]
     return dict(
         top1=last["eval_top1_ema"], loss=last["eval_loss_ema"], train_loss=last["train_loss"], updates=trainer.steps,
         seconds=round(time.monotonic() - start, 1), plan=trainer.setup,

@@ -246,8 +246,8 @@ def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, weights,
         steps, setup = 7, "none"
 
         def __init__(self, config, *process):
-            self.folder = Path(config.output) / config.experiment
-            self.folder.mkdir()
+            self.run_info = SimpleNamespace(folder=Path(config.output) / config.experiment)
+            self.run_info.folder.mkdir()
             images = [Path(config.data_dir).glob(f"{split}/*/*.png") for split in ("train", "validation")]
             trained.append((config, [{int(image.stem[:4]) for image in some} for some in images]))
 
@@ -256,7 +256,8 @@ def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, weights,
             if before := trained[:-1]:  # results of earlier runs are already in the file
                 assert len(json.loads((tmp_path / "found.json").read_text())["runs"]) == len(before)
             reached = dict(eval_top1=99.0, eval_top1_ema=1000 * config.lr, eval_loss=0.0, eval_loss_ema=4.0)
-            self.history = [dict.fromkeys([*reached, "train_loss"], 50.0), reached | dict(train_loss=5.0)]
+            history = [dict.fromkeys([*reached, "train_loss"], 50.0), reached | dict(train_loss=5.0)]
+            self.state = SimpleNamespace(history=history)
 
     ways = {transfer.SCRATCH: None, transfer.FINE_TUNED: str(weights)}
     lower, higher = transfer.RATES[:2]

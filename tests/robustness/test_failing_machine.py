@@ -28,8 +28,8 @@ from vil.fault_tolerance import machine_errors
 from vil.fault_tolerance.machine_errors import MachineError
 from vil.security import sandbox
 from vil.training.best import BestCheckpoint
+from vil.training.history import best_row
 from vil.training.resumption import find_resumed
-from vil.training.summary import best_row
 
 READS = ("open", "read")
 CPU = torch.device("cpu")

@@ -13,8 +13,10 @@ import pytest
 from faults import Torchrun, assert_same, before, is_running
 
 from vil import checkpoint
+from vil.data.device.augmentation import BatchAugmentation
+from vil.evaluation.evaluator import Evaluator
 from vil.training import interruption
-from vil.training import trainer as training_loop
+from vil.training.update import Update
 
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
 KILLS = int(os.environ.get("KILLS", 8))
@@ -36,12 +38,12 @@ def get_sigusr1():
 
 
 def in_step(step, act, rank):
-    return functools.partial(before, training_loop.Trainer, "update", act, step, rank)
+    return functools.partial(before, Update, "__call__", act, step, rank)
 
 
 def poison(step, rank):
     """Give a process a NaN in the images of one step."""
-    augmentation, calls = training_loop.BatchAugmentation, []
+    augmentation, calls = BatchAugmentation, []
     original = augmentation.__call__
 
     def call(self, images, *place):
@@ -97,8 +99,8 @@ def test_a_preempted_run_writes_a_checkpoint_and_goes_on_in_the_middle_of_an_epo
 
 
 def signal_as_it_evaluates():
-    before(training_loop.Evaluator, "__call__", get_sigterm, rank=1)
-    before(training_loop.Evaluator, "_run", lambda: print("evaluates a batch", flush=True), rank=1)
+    before(Evaluator, "__call__", get_sigterm, rank=1)
+    before(Evaluator, "_run", lambda: print("evaluates a batch", flush=True), rank=1)
 
 
 def test_a_signal_cuts_an_evaluation_short(undisturbed, start):

@@ -35,7 +35,8 @@ from vil.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.data.sources.splits import open_split
 from vil.devices import known_device
 from vil.factory import create_model
-from vil.training.resumption import check_optimizer, history_of
+from vil.training.history import history_of
+from vil.training.state import check_optimizer
 from vil.training.trainer import Trainer
 from vil.viz import __main__ as viz
 
@@ -535,7 +536,7 @@ OF_ANOTHER_KIND = [
 @pytest.mark.parametrize(("part", "value", "reason"), OF_ANOTHER_KIND)
 def test_a_part_of_another_kind_is_nothing_to_go_on_from(write, image_folder, tmp_path, part, value, reason):
     fresh = resumed(None, image_folder, tmp_path / "fresh")
-    whole = {name: own.state_dict() for name, own in fresh.parts().items()} | dict(progress=fresh.meter.state_dict())
+    whole = fresh.state.state_dict()
     with pytest.raises((CheckpointError, ConfigError), match=rf"given.pt[^\n]*{reason}[^\n]*$"):
         resumed(write(**whole | {part: value}), image_folder, tmp_path)
 
@@ -624,7 +625,7 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
                 read(path)
             checkpoint.label_names(path)
             trainer = resumed(path, image_folder, tmp_path)
-            trainer.meter.collect()
+            trainer.state.meter.collect()
         except FORESEEN as error:
             refusals[seed] = str(error)
         trainer = None  # which has the folder

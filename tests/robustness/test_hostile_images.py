@@ -759,7 +759,7 @@ def test_an_epoch_of_shards_has_the_images_of_all_processes(tmp_path, monkeypatc
     monkeypatch.setattr("vil.data.sources.shards.Shards.__len__", lambda shards: shards.num_samples // 2)  # one's share
     options = SMALL | dict(global_batch_size=8, output=str(tmp_path), experiment="run")
     run = Trainer(dataclasses.replace(write_shards(tmp_path, {}), **options), CPU, 0, 1)
-    assert run.batches.num_images == 8
+    assert run.data.batches.num_images == 8
 
 
 def test_shards_without_a_readable_image_end_training(tmp_path, pillow):

@@ -20,8 +20,8 @@ from processes import ROOT, free_port, in_processes, train_command
 
 from vil import checkpoint, distributed
 from vil.training import interruption
-from vil.training import trainer as training_loop
-from vil.training.interruption import PREEMPTED, CheckpointTimer
+from vil.training.interruption import PREEMPTED, CheckpointTimer, Decision, LoadingWatch, SignalWatch
+from vil.training.update import Update
 
 COUNT = int(os.environ.get("INTERRUPTS", 6))
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
@@ -36,25 +36,28 @@ def clock(monkeypatch):
     return clock
 
 
+def timer_of(interval, step=0):
+    return CheckpointTimer(interval, step, SimpleNamespace(received=False), LoadingWatch())
+
+
 @pytest.mark.parametrize("minutes", [1, 30])
 def test_a_checkpoint_is_due_every_so_many_minutes(clock, minutes):
-    timer = CheckpointTimer(f"{minutes}m", step=0)
+    timer = timer_of(f"{minutes}m")
     for _ in range(2):
         clock.seconds += 60 * minutes - 1
-        assert not timer.due(10**9)
+        assert timer.decide(10**9) == Decision()
         clock.seconds += 1
-        assert timer.due(10**9)
-        assert not timer.stop
+        assert timer.decide(10**9) == Decision(is_due=True)
 
 
 def test_a_checkpoint_is_due_every_so_many_steps_counted_from_where_the_run_began(clock):
-    timer = CheckpointTimer("500", step=70)
-    assert [step for step in range(71, 2000) if timer.due(step)] == [570, 1070, 1570]
+    timer = timer_of("500", step=70)
+    assert [step for step in range(71, 2000) if timer.decide(step).is_due] == [570, 1070, 1570]
     clock.seconds += 1e9
-    assert not timer.due(2069)
-    assert timer.due(2090)  # asked late: the next one is 500 steps after this one
-    assert [timer.due(step) for step in (2589, 2590)] == [False, True]
-    assert not CheckpointTimer(None, step=0).due(10**12)
+    assert not timer.decide(2069).is_due
+    assert timer.decide(2090).is_due  # asked late: the next one is 500 steps after this one
+    assert [timer.decide(step).is_due for step in (2589, 2590)] == [False, True]
+    assert not timer_of(None).decide(10**12).is_due
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -62,18 +65,21 @@ def test_a_schedulers_signal_makes_a_checkpoint_due_and_is_the_last_thing(number
     def nobody_reads(*_):
         raise BrokenPipeError
 
-    before, timer = (CheckpointTimer(None, step=0) for _ in range(2))
-    assert (timer.due(1), timer.stop) == (False, False)
+    before = {other: signal.getsignal(other) for other in interruption.SIGNALS}
+    signals = SignalWatch()
+    timer = CheckpointTimer(None, 0, signals, LoadingWatch())
+    assert not timer.decide(1).writes_checkpoint
     with monkeypatch.context() as closed:
         closed.setattr(os, "write", nobody_reads)
         os.kill(os.getpid(), number)
-    assert not timer.stop  # nothing happens in the middle of a step
-    assert (timer.due(2), timer.stop) == (True, True)
-    # a second Ctrl-C alone ends the process
-    for other in interruption.SIGNALS:
-        assert signal.getsignal(other) == (signal.SIG_DFL if other == number == signal.SIGINT else timer._note)
-    timer.give_back()
-    assert signal.getsignal(number) == before._note
+    decision = timer.decide(2)
+    assert (decision.writes_checkpoint, decision.stops) == (True, True)
+    if number == signal.SIGINT:  # a second Ctrl-C ends the process
+        assert signal.getsignal(number) == signal.SIG_DFL
+    else:
+        os.kill(os.getpid(), number)  # the process survives a second signal of a scheduler
+    signals.restore_handlers()
+    assert {other: signal.getsignal(other) for other in interruption.SIGNALS} == before
 
 
 def what_timers_say(rank):
@@ -83,12 +89,13 @@ def what_timers_say(rank):
     distributed.init_process_group("cpu")
     clock = SimpleNamespace(seconds=0.0)
     interruption.time = SimpleNamespace(monotonic=lambda: clock.seconds)
-    timer, said = CheckpointTimer("1m", step=0), []
+    timer, said = CheckpointTimer("1m", 0, SignalWatch(), LoadingWatch()), []
     for step in range(1, 6):
         clock.seconds += (30.0, 20.0)[rank]
         if (rank, step) == (1, 5):
             os.kill(os.getpid(), signal.SIGTERM)
-        said.append((timer.due(step), timer.stop))
+        decision = timer.decide(step)
+        said.append((decision.writes_checkpoint, decision.stops))
     distributed.destroy_process_group()
     return said
 
@@ -347,7 +354,7 @@ def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypa
 
 
 def test_a_second_ctrl_c_ends_at_once(start):
-    run = start(1, functools.partial(before, training_loop.Trainer, "update", take_a_minute, call=2), **OPTIONS)
+    run = start(1, functools.partial(before, Update, "__call__", take_a_minute, call=2), **OPTIONS)
     run.wait_for_words("a long step")
     run.signal(signal.SIGINT)
     run.wait_for_words("Ctrl-C again ends the run")

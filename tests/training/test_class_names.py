@@ -78,7 +78,7 @@ def test_a_run_starts_with_the_head_in_the_order_of_its_folders(image_folder, tm
     path, weights = written(tmp_path, [*CLASSES[::-1]], **ARGUMENTS)
     config = small_config(image_folder, output=str(tmp_path), pretrained_path=str(path))
     trainer = Trainer(config, CPU, 0, 1)
-    assert torch.equal(trainer.model.state_dict()["head.weight"], weights["head.weight"].flip(0))
+    assert torch.equal(trainer.state.model.state_dict()["head.weight"], weights["head.weight"].flip(0))
     assert not torch.equal(build_model(config, 4).state_dict()["head.weight"], weights["head.weight"].flip(0))
 
 

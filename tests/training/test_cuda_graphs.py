@@ -12,10 +12,10 @@ import pytest
 import torch
 from timm.utils import ModelEmaV3
 from torch import nn
-from tqdm import tqdm
 
 from vil.config import Config, ConfigError
 from vil.cuda_graphs import Replayed, unchanged
+from vil.training.forward_backward import ForwardBackward, largest_that_fits
 from vil.training.gradients import FlatGradients
 from vil.training.trainer import Trainer
 from vil.training.update import Update
@@ -103,26 +103,19 @@ def test_memory_that_does_not_suffice_leaves_all_as_it_was(monkeypatch, caplog):
     assert gpu.waits == ["main", "aside"]
 
 
-def test_parts_that_fit_into_memory_make_up_the_batch(tmp_path, monkeypatch):
-    options = dict(synthetic=48, num_classes=4, global_batch_size=24, batch_size=12, img_size=16, workers=0)
-    run = Trainer(Config(**options, model_kwargs=dict(depth=1), output=str(tmp_path)), torch.device("cpu"), 0, 1)
-    tried: list = []
+@pytest.mark.parametrize(
+    ("room", "tried", "fits"), [(12, [12], 12), (5, [12, 6, 4], 4), (0, [12, 6, 4, 3, 2, 1], None)]
+)
+def test_the_largest_micro_batch_that_fits_into_memory_divides_the_batch(room, tried, fits):
+    sizes = []
 
-    def tried_out(*_):
-        tried.append(run.at_once)
-        if run.at_once > most:
+    def try_out(size):
+        sizes.append(size)
+        if size > room:
             raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(run, "tried_out", tried_out)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: tried.append("let go"))
-    run.device = SimpleNamespace(type="cuda")
-    most = 5
-    run.fit_to_device((3, 16, 16), 4)
-    assert tried == [12, "let go", 6, "let go", 4]
-    assert run.accumulation == 24 // 4
-    most = 0
-    with pytest.raises(ConfigError, match="has too little memory to train vil_tiny on one image"):
-        run.fit_to_device((3, 16, 16), 4)
+    assert largest_that_fits(12, try_out) == fits
+    assert sizes == tried
 
 
 class Step:
@@ -278,23 +271,24 @@ def test_a_run_trains_on_as_many_images_at_once_as_fit(tmp_path, monkeypatch, cu
     """Add the gradients of all micro-batches, and log the micro-batch size once."""
     options = dict(synthetic=64, num_classes=4, global_batch_size=32, amp=False, model_ema=False, img_size=32)
     options |= dict(model_kwargs=dict(embed_dim=32, depth=2), output=str(tmp_path), cuda_graphs=cuda_graphs)
-    backward, runs = Trainer.backward, []
+    run, runs = ForwardBackward.run, []
+    progress = SimpleNamespace(show=lambda *_: None, finish_step=lambda: None)
 
     def limited(self, images, targets):
         if len(images) > most:
             raise torch.OutOfMemoryError("no room for so many")
-        return backward(self, images, targets)
+        return run(self, images, targets)
 
-    monkeypatch.setattr(Trainer, "backward", limited)
+    monkeypatch.setattr(ForwardBackward, "run", limited)
     for most in (32, 10):
         runs.append(Trainer(Config(**options, experiment=str(most)), CUDA, 0, 1))
-        runs[-1].train_one_epoch(0, tqdm(disable=True))
+        runs[-1].train_one_epoch(0, progress)
     whole, parts = runs
-    assert (whole.at_once, parts.at_once) == (32, 8)
+    assert (whole.forward_backward.micro_batch, parts.forward_backward.micro_batch) == (32, 8)
     assert "8 of 32 images at once" in parts.setup
-    assert len(parts.meter.losses) == 2
-    assert parts.meter.losses == pytest.approx(whole.meter.losses, rel=1e-3)
-    assert parts.meter.norms == pytest.approx(whole.meter.norms, rel=1e-2)  # convolutions use TF32
+    assert len(parts.state.meter.losses) == 2
+    assert parts.state.meter.losses == pytest.approx(whole.state.meter.losses, rel=1e-3)
+    assert parts.state.meter.norms == pytest.approx(whole.state.meter.norms, rel=1e-2)  # convolutions use TF32
 
 
 @on_a_gpu
@@ -302,7 +296,7 @@ def test_a_gpu_without_room_for_one_image_is_one_line(tmp_path, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(Trainer, "backward", full)
+    monkeypatch.setattr(ForwardBackward, "run", full)
     options = dict(synthetic=8, num_classes=4, global_batch_size=8, model_kwargs=dict(depth=1), output=str(tmp_path))
     with pytest.raises(ConfigError, match="cuda:0 has too little memory to train vil_tiny on one image"):
         Trainer(Config(**options, experiment="run"), CUDA, 0, 1)

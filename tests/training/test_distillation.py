@@ -160,9 +160,9 @@ def test_a_teacher_is_part_of_the_cuda_graph_which_has_eager_modes_losses(image_
             image_folder, tmp_path / str(cuda_graphs), torch.device("cuda", 0), epochs=2, cuda_graphs=cuda_graphs,
             amp=False, drop_path=0.0, **options,
         )  # fmt: skip
-        assert bool(run.replayed and run.replayed.graph) is cuda_graphs
+        assert run.forward_backward.is_graph is cuda_graphs
         run.teacher.model.register_forward_hook(functools.partial(lambda graphs, *_: calls.append(graphs), cuda_graphs))
         run.run()
-        losses.append([row["train_loss"] for row in run.history])
+        losses.append([row["train_loss"] for row in run.state.history])
     assert set(calls) == {False}  # replaying a CUDA graph runs no Python
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

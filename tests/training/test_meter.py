@@ -3,6 +3,7 @@
 import math
 import re
 import statistics
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from processes import in_processes
 
 from vil import distributed
 from vil.training import meter as measuring
-from vil.training.meter import Bottleneck, EpochMeter
+from vil.training.bottleneck import Bottleneck
+from vil.training.meter import EpochMeter
 
 LOSSES = torch.tensor([2.5, 0.1, 0.7]).tolist()  # values rounded to fp32
 NORMS = 1.0, float("inf"), 4.0
@@ -86,7 +88,7 @@ def test_a_meter_goes_on_where_another_one_stopped(clock):
     for meter in (whole, first):
         train(meter, clock, 3, wait=1.0, work=2, loss=0.3, norm=0.9)
         meter.collect()
-        meter.waited_for_gpu = 2.0
+        meter.times.waited_for_gpu = 2.0
     second = EpochMeter()
     second.load_state_dict(first.state_dict())
     clock.now += 1e6  # time until the run is resumed
@@ -106,8 +108,8 @@ def measure(rank):
     train(meter, clock, 1, wait=(1.0, 3.0)[rank], work=(3.0, 1.0)[rank], loss=(0.1, 0.2)[rank], norm=(1.0, 4.0)[rank])
     meter.collect()
     bottleneck = Bottleneck(1)
-    bottleneck.look(meter, "", for_model=float(rank), for_preparation=0.0)
-    row = meter.summary(global_batch_size=16) | dict(looked=bottleneck.before[1])
+    bottleneck.look(meter, "", waited_for_model=float(rank), preparing=0.0)
+    row = meter.summary(global_batch_size=16) | dict(looked=astuple(bottleneck.times))
     distributed.destroy_process_group()
     return row
 
@@ -119,7 +121,7 @@ def test_means_are_over_all_processes():
         assert row["grad_norm"] == 2.5
         assert row["images_per_second"] == 4.0  # both processes train 16 images
         assert row["data_wait_percent"] == 50.0  # 4 of 8 seconds
-        assert row["looked"] == [8.0, 4.0, 0.0, 0.0, 1.0, 0.0]
+        assert row["looked"] == (8.0, 4.0, 0.0, 0.0, 1.0, 0.0)
 
 
 def looked(clock, steps, caplog):
@@ -129,15 +131,15 @@ def looked(clock, steps, caplog):
         for epoch in steps:
             meter = EpochMeter()
             for i, (data, model, preparation, host, gpu) in enumerate(epoch, start=1):
-                meter.seconds += data + model + preparation + host + gpu
-                meter.waited += data + model + preparation
+                meter.times.seconds += data + model + preparation + host + gpu
+                meter.times.waited += data + model + preparation
                 for_model, for_preparation = for_model + model, for_preparation + preparation
-                meter.waited_for_gpu += gpu
+                meter.times.waited_for_gpu += gpu
                 meter.losses.append(0.0)
                 if i % 5 == 0:
-                    meter.seconds += 1
-                    meter.waited_for_gpu += 1
-                    meter.waited_at_looks += 1
+                    meter.times.seconds += 1
+                    meter.times.waited_for_gpu += 1
+                    meter.times.waited_at_looks += 1
                 bottleneck.look(meter, "3 workers", for_model, for_preparation)
     return caplog.messages
 
@@ -191,10 +193,10 @@ def test_the_host_is_four_steps_ahead_of_a_gpu_and_notes_how_long_it_waits(clock
         clock.now += 1
         note(meter, [1.0], [1.0])
         assert waited_for == list(range(step - 3))
-    assert meter.times == (7 + 3 * 7, 0, 3 * 7, 0)
+    assert astuple(meter.times) == (7 + 3 * 7, 0, 3 * 7, 0)
     meter.collect()
     assert waited_for == [0, 1, 2, 3, 4, 5, 6]
-    assert meter.times == (7 + 7 * 7, 0, 7 * 7, 4 * 7)
+    assert astuple(meter.times) == (7 + 7 * 7, 0, 7 * 7, 4 * 7)
     assert meter.summary(8)["gpu_wait_percent"] == pytest.approx(100 * 49 / 56)
 
 

@@ -22,9 +22,11 @@ from vil.config.options import PHASE_OPTIONS
 from vil.fault_tolerance import locks
 from vil.fault_tolerance.locks import FolderInUseError, FolderLock
 from vil.training import summary
-from vil.training import trainer as training_loop
+from vil.training.checkpointer import Checkpointer
 from vil.training.phases import check_phases
-from vil.training.trainer import Trainer
+from vil.training.resumption import first_phase
+from vil.training.trainer import Trainer, train
+from vil.training.update import Update
 
 CPU = torch.device("cpu")
 # Phases have eight, four and eight steps an epoch. The model has a position embedding, which changes with the image
@@ -54,17 +56,17 @@ def get(number):
 
 def stopped_at(call, number=signal.SIGKILL):
     """Kill or signal rank 0 before its `call`-th update."""
-    return functools.partial(before, training_loop.Trainer, "update", functools.partial(get, number), call)
+    return functools.partial(before, Update, "__call__", functools.partial(get, number), call)
 
 
 def ended_while_it_begins():
     """Send a signal between two phases, so that the last checkpoint is the end of a phase."""
-    before(training_loop.Trainer, "restore", functools.partial(get, signal.SIGTERM))
+    before(Checkpointer, "load", functools.partial(get, signal.SIGTERM), call=2)
 
 
 def told_to_stop_while_it_saves(call):
     """Send a signal while the first phase saves its last checkpoint; the signal is handled only after the phase."""
-    return functools.partial(before, training_loop.Trainer, "save", functools.partial(get, signal.SIGTERM), call)
+    return functools.partial(before, Checkpointer, "save", functools.partial(get, signal.SIGTERM), call)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +93,7 @@ def trainers_left(folder):
 
     Their CUDA graphs and loaders would use memory in the next phase.
     """
-    return [
-        thing for thing in gc.get_objects() if type(thing) is Trainer and str(folder) in str(vars(thing).get("folder"))
-    ]
+    return [thing for thing in gc.get_objects() if type(thing) is Trainer and folder in thing.run_info.folder.parents]
 
 
 def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
@@ -109,7 +109,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
     bars: list = []
     folders = [tmp_path / "run"]
     monkeypatch.setattr(locks, "PATIENCE", 0)
-    monkeypatch.setattr(training_loop, "tqdm", Bar)
+    monkeypatch.setattr("vil.training.progress.tqdm", Bar)
     first = Config(**OPTIONS | options | dict(output=str(tmp_path)))
     Trainer(first, CPU, 0, 1).run()
     last = tmp_path / "run" / "last.pt"
@@ -118,7 +118,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
     elsewhere = dataclasses.replace(first, **others)
     for config in (elsewhere, load_config("", ["--resume", str(last)], checkpoint.saved_config)):
         folders.append(Path(config.output) / "run")
-        training_loop.train(config, CPU, 0, 1)
+        train(config, CPU, 0, 1)
         assert not trainers_left(tmp_path)
         assert bars[1:] == [(0, 128), (0, 64)]
         del bars[1:]
@@ -128,7 +128,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     shutil.copy(end, last)
     again = dataclasses.replace(first, resume=str(tmp_path / "elsewhere" / "run" / "last.pt"))
-    assert len(Trainer(again, CPU, 0, 1, 1).history) == 1
+    assert len(Trainer(again, CPU, 0, 1, 1).state.history) == 1
 
 
 def test_two_processes_go_through_phases_together(tmp_path, options):
@@ -158,7 +158,7 @@ def test_progress_summary_and_files_show_the_phases(undisturbed):
     assert saved["config"]["img_size"] == 16  # loading the checkpoint creates the last phase's model
     written = load_config("", ["-c", str(run.folder / "config.yaml")])
     assert [written.of_phase(n).img_size for n in range(3)] == [16, 24, 16]
-    assert training_loop.phase_at_hand(written) == 2  # all phases are finished
+    assert first_phase(written) == 2  # all phases are finished
 
 
 def test_the_curve_marks_where_a_phase_begins(monkeypatch):
@@ -242,7 +242,7 @@ def test_phases_on_a_gpu_have_the_same_losses_as_cuda_graphs_and_eager_and_leave
     histories = []
     for cuda_graphs in (True, False):
         run = dict(cuda_graphs=cuda_graphs, amp=False, output=str(tmp_path / str(cuda_graphs)))
-        training_loop.train(Config(**OPTIONS | options | run), torch.device("cuda", 0), 0, 1)
+        train(Config(**OPTIONS | options | run), torch.device("cuda", 0), 0, 1)
         assert not trainers_left(tmp_path)
         saved = checkpoint.read_checkpoint(tmp_path / str(cuda_graphs) / "run" / "last.pt")
         histories.append([row["train_loss"] for row in saved["history"]])

@@ -36,9 +36,9 @@ OPTIONS = dict(
 def written(folder, **options):
     """Write a run's checkpoint after one step, and return its path."""
     trainer = Trainer(Config(**dict(output=str(folder), experiment="run") | options), CPU, 0, 1)
-    trainer.meter.add(torch.tensor(1.0), torch.tensor(1.0))
-    trainer.save()
-    return trainer.folder / "last.pt"
+    trainer.state.meter.add(torch.tensor(1.0), torch.tensor(1.0))
+    trainer.checkpointer.save()
+    return trainer.run_info.folder / "last.pt"
 
 
 def read_back(path, *words):
@@ -73,7 +73,7 @@ def test_every_option_is_read_back(tmp_path):
 def test_datasets_and_splits_in_timms_forms_are_read_back_where_they_are_confirmed(
     tmp_path, monkeypatch, dataset, data_dir, split
 ):
-    monkeypatch.setattr("vil.training.trainer.open_splits", lambda config: (SyntheticImages(64), SyntheticImages(8), 4))
+    monkeypatch.setattr("vil.training.data.open_splits", lambda config: (SyntheticImages(64), SyntheticImages(8), 4))
     options = SMALL | dict(dataset=dataset, data_dir=data_dir, train_split=split, val_split=split, workers=0)
     path = written(tmp_path, synthetic=64, **options)
     # the folder does not exist, so the path is stored as given

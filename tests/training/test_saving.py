@@ -20,7 +20,7 @@ from vil import checkpoint
 from vil.checkpoint import CheckpointError
 from vil.config import ConfigError, load_config
 from vil.factory import create_model
-from vil.training.resumption import check_same_run, find_resumed
+from vil.training.resumption import check_same_options, find_resumed
 
 TINY = dict(embed_dim=16, depth=2, patch_size=8, img_size=16)
 
@@ -265,25 +265,25 @@ def test_a_broken_checkpoint_is_put_aside_for_the_one_before(tmp_path, caplog):
 def test_options_that_the_saved_tensors_depend_on_must_be_the_same(option, tmp_path):
     for other, named in (({option: "b"}, "'b'"), ({}, "None")):
         with pytest.raises(CheckpointError, match=f"^{option} must be 'a', as in .*, got {named}: resume"):
-            check_same_run({option: "a"}, other, tmp_path)
+            check_same_options({option: "a"}, other, tmp_path)
 
 
 def test_other_changes_are_said_and_harmless_ones_are_not(tmp_path, caplog):
     harmless = "resume output experiment workers device log_interval batch_size checkpoint_interval log_tensorboard"
     saved = dict.fromkeys(f"{harmless} log_wandb cuda_graphs augment_on_device".split(), 1)
-    check_same_run(saved, dict.fromkeys(saved, 2), tmp_path)
-    check_same_run({"lr": 0.1}, {"lr": 0.1, "new": 3}, tmp_path)
+    check_same_options(saved, dict.fromkeys(saved, 2), tmp_path)
+    check_same_options({"lr": 0.1}, {"lr": 0.1, "new": 3}, tmp_path)
     assert caplog.text == ""
     others = {"lr": 0.2, "mixup": 0.8, "seed": 5}
-    check_same_run({"lr": 0.1, "mixup": 0.8, "seed": 4}, others, tmp_path)
+    check_same_options({"lr": 0.1, "mixup": 0.8, "seed": 4}, others, tmp_path)
     assert caplog.messages == ["resuming with lr 0.2, was 0.1", "resuming with seed 5, was 4"]
 
 
 def test_the_middle_of_an_epoch_needs_the_same_global_batch(tmp_path):
     saved = dict(global_batch_size=16, lr=0.1)
-    check_same_run(saved, dict(global_batch_size=32, lr=0.1), tmp_path)
+    check_same_options(saved, dict(global_batch_size=32, lr=0.1), tmp_path)
     with pytest.raises(CheckpointError, match="global_batch_size must be 16 until .*, got 32: finish"):
-        check_same_run(saved, dict(global_batch_size=32, lr=0.1), tmp_path, middle=True)
+        check_same_options(saved, dict(global_batch_size=32, lr=0.1), tmp_path, is_within_epoch=True)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["checkpoint", "safetensors"])

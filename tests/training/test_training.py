@@ -31,8 +31,9 @@ from vil.factory import create_model, from_checkpoint
 from vil.predict import predict
 from vil.training import trainer as training_loop
 from vil.training.building import build_model
+from vil.training.divergence import DivergenceError
 from vil.training.interruption import PreemptedError
-from vil.training.trainer import DivergenceError, Trainer
+from vil.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 NUMBERS = itertools.count()
@@ -87,53 +88,53 @@ def test_a_run_learns_and_writes_its_files(uninterrupted):
 def test_another_optimizer_and_another_schedule_are_timms(image_folder, tmp_path, no_pictures):
     options = dict(opt="sgd", lr=0.5, sched="step", warmup_epochs=0, weight_decay=0.0)
     trainer = Trainer(small_config(image_folder, output=str(tmp_path), **options), CPU, 0, 1)
-    assert type(trainer.optimizer) is torch.optim.SGD
-    weight = trainer.model.head.weight
+    assert type(trainer.state.optimizer) is torch.optim.SGD
+    weight = trainer.state.model.head.weight
     before = weight.detach().clone()
-    trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
+    trainer.forward_backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
     gradient = weight.grad.clone()
     trainer.update()
     # Compute the first step of Nesterov's momentum with timm's default of 0.9.
     torch.testing.assert_close(weight, before - 0.5 * (1 + 0.9) * gradient)
     trainer.run()
-    assert [row["lr"] for row in trainer.history] == [0.5, 0.5]
+    assert [row["lr"] for row in trainer.state.history] == [0.5, 0.5]
     for name in ("sgd", "adafactor"):  # optimizers whose state tensors differ from AdamW's in number and shape
         choices = options | dict(opt=name, lr=0.01, output=str(tmp_path / name))
         trainer = Trainer(small_config(image_folder, **choices, epochs=1), CPU, 0, 1)
         trainer.run()
-        trainer.restore("last.pt", checkpoint.read_checkpoint(tmp_path / name / "run" / "last.pt"))
+        Trainer(small_config(image_folder, **choices, epochs=2, resume="auto"), CPU, 0, 1).run()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_blocks_run_in_the_precision_chosen_and_once_more_for_gradients_with_checkpointing(image_folder, checkpointing):
     trainer = Trainer(small_config(image_folder, grad_checkpointing=checkpointing), CPU, 0, 1)
     # a CPU does not use autocast by default
-    trainer.precision = trainer.evaluator.precision = torch.autocast("cpu", torch.bfloat16)
+    trainer.forward_backward.precision = trainer.evaluator.precision = torch.autocast("cpu", torch.bfloat16)
     dtypes = []
-    trainer.model.blocks[0].mixer.in_proj.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
-    trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
+    trainer.state.model.blocks[0].mixer.in_proj.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
+    trainer.forward_backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
     assert dtypes == [torch.bfloat16] * (2 if checkpointing else 1)
     trainer.evaluate()
     assert set(dtypes) == {torch.bfloat16}
-    trainer.timer.signalled = True
+    trainer.signals.received = True
     assert trainer.evaluate()["eval_images_per_second"] == 0  # evaluation stops early after a signal
 
 
 def test_evaluation_prepares_images_as_the_options_say(image_folder):
     options = dict(crop_pct=0.6, interpolation="bilinear", batch_size=4)
     trainer = Trainer(small_config(image_folder, **options), CPU, 0, 1)
-    images, _ = next(iter(trainer.val_loader))
+    images, _ = next(iter(trainer.data.val_loader))
     assert len(images) == 2 * 4  # validation batches are larger, because no gradients are stored
     mean_and_std = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     transform = create_transform(16, crop_pct=0.6, interpolation="bilinear", use_prefetcher=True, **mean_and_std)
     paths = [image_folder / "val" / CLASSES[0] / f"{i}.png" for i in range(7)]
     assert torch.equal(images[:7], torch.stack([torch.as_tensor(transform(Image.open(path))) for path in paths]))
     on_device = Trainer(small_config(image_folder, augment_on_device=True), CPU, 0, 1)
-    assert on_device.val_loader.kept.choose_room(1)  # the next epoch uses the kept images
+    assert on_device.data.val_loader.kept.choose_room(1)  # the next epoch uses the kept images
     # test_vit's weights specify a mean and std of 0.5, so a white pixel is 1
     other = dict(model="test_vit", model_kwargs={}, img_size=160, mixup=0.0, cutmix=0.0, reprob=0.0)
     trainer, white = Trainer(small_config(image_folder, **other), CPU, 0, 1), torch.full((2, 3, 160, 160), 255)
-    augmented, _ = trainer.augment(white.byte(), torch.zeros(2, dtype=torch.long), 0, 0)
+    augmented, _ = trainer.data.augment(white.byte(), torch.zeros(2, dtype=torch.long), 0, 0)
     for images in (augmented, trainer.evaluator.normalised(white.byte())):
         torch.testing.assert_close(images, torch.ones(2, 3, 160, 160))
 
@@ -217,8 +218,8 @@ def test_a_run_that_ends_in_its_warm_up_is_told(image_folder, caplog, warmup_epo
     assert (expected in caplog.text) is said
     rates = []
     for epoch in range(4):
-        trainer.scheduler.step(epoch)
-        rates.append(trainer.rate)
+        trainer.state.scheduler.step(epoch)
+        rates.append(trainer.state.learning_rate)
     assert (rates == sorted(rates) and rates[-1] < trainer.config.lr) is said
 
 
@@ -240,10 +241,12 @@ def test_a_checkpoint_of_another_folder_goes_on_in_this_one(whole, image_folder,
     options = dict(output=str(tmp_path / "second"), resume=str(path), checkpoint_interval="1")
     trainer = Trainer(small_config(image_folder, **options), CPU, 0, 1)
     assert trainer.steps == TRAIN_IMAGES * len(CLASSES) // SMALL["global_batch_size"]
-    assert not trainer.timer.due(trainer.steps)  # no checkpoint is due before the first trained step
+    assert not trainer.timer.decide(
+        trainer.steps
+    ).writes_checkpoint  # no checkpoint is due before the first trained step
     trainer.run()
-    assert [row["epoch"] for row in trainer.history] == [1, 2]
-    assert trainer.history[0]["train_loss"] == rows[0]["train_loss"]
+    assert [row["epoch"] for row in trainer.state.history] == [1, 2]
+    assert trainer.state.history[0]["train_loss"] == rows[0]["train_loss"]
     assert path.read_bytes() == before
 
 

@@ -4,6 +4,7 @@ import io
 import re
 import shutil
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -21,9 +22,12 @@ from vil.config import Config
 from vil.evaluation.evaluator import Evaluation
 from vil.export import export_model
 from vil.factory import from_checkpoint
-from vil.training import trainer as training_loop
+from vil.training.divergence import DivergenceError
 from vil.training.interruption import PreemptedError
+from vil.training.progress import Progress
+from vil.training.summary import Reporter
 from vil.training.trainer import Trainer
+from vil.training.trainer import train as train_phases
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -134,7 +138,7 @@ def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, optio
     costs = []
     for model, size in (
         (teacher, teacher.default_cfg["input_size"][1:] if "vit" in options["teacher"] else (16, 16)),
-        (run.model, (16, 16)),
+        (run.state.model, (16, 16)),
     ):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model.eval()(torch.zeros(1, 3, *size))
@@ -162,7 +166,7 @@ def test_phases_are_what_the_formulas_make_of_them(folder, tmp_path):
     teacher = from_checkpoint(tmp_path / "own")  # the exported model stores its own image size and std
     settings = dict(data_dir=str(folder), output=str(tmp_path), experiment="run", workers=0, log_interval=1)
     settings |= dict(teacher="vil_tiny", teacher_checkpoint=str(tmp_path / "own"))
-    training_loop.train(Config(**OPTIONS | settings | dict(model_kwargs=kwargs, phases=phases)), CPU, 0, 1)
+    train_phases(Config(**OPTIONS | settings | dict(model_kwargs=kwargs, phases=phases)), CPU, 0, 1)
     assert_same_run(tmp_path, train(folder, OPTIONS | dict(model_kwargs=kwargs), phases=phases, teacher=teacher))
 
 
@@ -200,29 +204,48 @@ def _awkward(folder, tmp_path):
     return dict(data_dir=str(root), train_split="training", pretrained_path=str(tmp_path / "run" / "best.pt"))
 
 
-def test_the_loss_is_looked_at_every_so_many_steps_and_at_an_epochs_end(folder, tmp_path, monkeypatch):
-    run, looks = trainer(folder, tmp_path, global_batch_size=8, batch_size=4, log_interval=4), []
-    look = run.check_finite
-    monkeypatch.setattr(run, "check_finite", lambda: looks.append(run.meter.steps) or look())
-    bar = tqdm(file=io.StringIO(), total=56)
-    run.train_one_epoch(0, bar)
-    assert looks == [4, 7]
+class Shown:
+    """Progress that records the losses shown, and how many losses have been read from the device after each step."""
+
+    def __init__(self, run):
+        self.run, self.losses, self.read = run, [], []
+
+    def show(self, loss, learning_rate):
+        self.losses.append((loss, learning_rate))
+
+    def finish_step(self):
+        self.read.append(len(self.run.state.meter.losses))
+
+
+def test_losses_are_read_at_each_logging_interval_and_at_an_epochs_end(folder, tmp_path):
+    run = trainer(folder, tmp_path, global_batch_size=8, batch_size=4, log_interval=4)
+    shown = Shown(run)
+    run.train_one_epoch(0, shown)
+    losses = run.state.meter.losses
+    assert shown.read == [0, 0, 0, 4, 4, 4, 4]
+    assert len(losses) == 7
+    assert shown.losses == [(losses[3], 4e-3)]
     assert run.bottleneck.interval == 2  # steps
     assert trainer(folder, tmp_path / "short", global_batch_size=56).bottleneck.interval == 1
-    assert (bar.n, bar.postfix) == (56, f"loss={run.meter.losses[3]:.4f}, lr=4.00e-03")
-    run.meter.add(torch.tensor(1.0), torch.tensor(torch.nan))
-    run.timer.signalled = True
-    with pytest.raises(training_loop.DivergenceError, match="norm is nan at step 8 of epoch 1, .* is none yet"):
-        run.checkpoint_if_due()  # a diverged run writes no checkpoint
-    run.rank = 1  # other ranks write nothing
-    run.save()
+
+
+def test_a_diverged_run_writes_no_checkpoint(folder, tmp_path):
+    run = trainer(folder, tmp_path)
+    run.state.meter.add(torch.tensor(1.0), torch.tensor(torch.nan))
+    run.signals.received = True
+    with pytest.raises(DivergenceError, match="norm is nan at step 1 of epoch 1, .* is none yet"):
+        run.checkpoint_if_due()
     assert not (tmp_path / "run" / "last.pt").exists()
-    quiet: list = []
-    monkeypatch.setattr(training_loop, "tqdm", lambda **options: quiet.append(options["disable"]) or 1 / 0)
-    for run.rank in (0, 1):
-        with pytest.raises(ZeroDivisionError):
-            run.run()
-    assert quiet == [None, True]  # a terminal shows one progress bar
+
+
+@pytest.mark.parametrize(("rank", "hidden"), [(0, False), (1, True)])
+def test_a_terminal_shows_one_progress_bar(folder, tmp_path, monkeypatch, rank, hidden):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    run = trainer(folder, tmp_path)
+    with Progress(run.run_info, rank, run.setup, [], run.data.steps_per_epoch, 0) as progress:
+        assert bool(progress.bar.disable) is hidden
 
 
 def means_after(rank, folder, output, method):
@@ -233,8 +256,8 @@ def means_after(rank, folder, output, method):
     means = [t for model in run.evaluator.models for name, t in model.named_buffers() if name.endswith("running_mean")]
     for mean in means:
         mean.fill_(rank)
-    run.meter.add(torch.tensor(1.0), torch.tensor(1.0))
-    run.train_loader.dataset.unreadable.add(rank, "one", OSError())
+    run.state.meter.add(torch.tensor(1.0), torch.tensor(1.0))
+    run.data.train_loader.dataset.unreadable.add(rank, "one", OSError())
     row = getattr(run, method)()
     distributed.destroy_process_group()
     return {value for mean in means for value in mean.tolist()}, row and row["unreadable_images"]
@@ -280,7 +303,7 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
             super().__init__(**options | dict(file=io.StringIO(), disable=False))
             bars.append((self, self.n))
 
-    monkeypatch.setattr(training_loop, "tqdm", Bar)
+    monkeypatch.setattr("vil.training.progress.tqdm", Bar)
     trainer(folder, tmp_path, resume="auto", **changes).run()
     ((bar, begun),) = bars
     assert (begun, bar.n, bar.total, bar.desc) == (5 * 16, 4 * 3 * 16, 4 * 3 * 16, "epoch 4/4: ")
@@ -303,19 +326,19 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
     folder, tmp_path, monkeypatch, model, average, epoch, best
 ):
     def evaluate(_):
-        counts = [top1[len(run.history)] for top1 in (model, average) if top1]
+        counts = [top1[len(run.state.history)] for top1 in (model, average) if top1]
         return [Evaluation(42, count, 42, 1.0, 0, 7.0) for count in counts]
 
     run = trainer(folder, tmp_path, epochs=5, model_ema=average is not None, checkpoint_interval="1")
-    assert run.evaluator.models == [run.model, *([run.ema.module] if average else [])]
+    assert run.evaluator.models == [run.state.model, *([run.state.ema.module] if average else [])]
     run.evaluator = evaluate
     written, save = [], checkpoint.save_checkpoint
     monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *c, **how: written.append(c[1].name) or save(*c, **how))
-    monkeypatch.setattr(training_loop.Reporter, "__call__", lambda _, history: written.append(f"{len(history)} rows"))
+    monkeypatch.setattr(Reporter, "__call__", lambda _, history: written.append(f"{len(history)} rows"))
     run.run()
     # The order of writing ensures that a run killed in between loses no result.
     assert f"last.pt best.pt last.pt {epoch} rows last.pt" in " ".join([*written, "last.pt"])
-    assert {row["eval_images_per_second"] for row in run.history} == {7.0}
+    assert {row["eval_images_per_second"] for row in run.state.history} == {7.0}
     path = tmp_path / "run" / "best.pt"
     saved = torch.load(path, weights_only=True)
     assert (saved["epoch"], len(saved["history"]), saved["best"]) == (epoch, epoch, best)
@@ -340,19 +363,21 @@ def test_a_loss_scaler_changes_no_step_but_leaves_out_those_that_overflow(folder
     options = dict(epochs=2, clip_grad=clip_grad)
     scaled = trainer(folder, tmp_path, **options)
     # training on a CPU does not use a gradient scaler by default
-    scaled.scaler = scaled.apply_gradients.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaled.state.scaler = scaled.forward_backward.scaler = scaled.update.scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**10
+    )
     scaled.run()
     truth = train(folder, OPTIONS | options)
     assert_same_run(tmp_path, truth)
 
-    before = {name: tensor.clone() for name, tensor in scaled.model.state_dict().items()}
-    scaled.gradients.flat.fill_(torch.inf)
-    scaled.scaler.scale(torch.zeros(()))
+    before = {name: tensor.clone() for name, tensor in scaled.state.model.state_dict().items()}
+    scaled.update.gradients.flat.fill_(torch.inf)
+    scaled.state.scaler.scale(torch.zeros(()))
     assert not torch.isfinite(scaled.update())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in scaled.model.state_dict().items())
-    assert scaled.scaler.get_scale() == 2.0**9
-    scaled.meter.add(torch.tensor(1.0), torch.tensor(torch.inf))
-    scaled.check_finite()  # the scaler skips infinite gradients, so the run continues
+    assert all(torch.equal(tensor, before[name]) for name, tensor in scaled.state.model.state_dict().items())
+    assert scaled.state.scaler.get_scale() == 2.0**9
+    scaled.state.meter.add(torch.tensor(1.0), torch.tensor(torch.inf))
+    scaled.check_divergence()  # the scaler skips infinite gradients, so the run continues
 
 
 @pytest.mark.gpu
@@ -371,7 +396,7 @@ def test_a_run_on_a_gpu_is_what_the_formulas_make_of_it(folder, tmp_path, option
     )  # fmt: skip
     gpu = Trainer(config, torch.device("cuda", 0), 0, 1)
     gpu.run()
-    assert gpu.scaler.is_enabled() == (options.get("amp_dtype") == "float16")
-    for row, expected in zip(gpu.history, truth.rows, strict=True):
+    assert gpu.state.scaler.is_enabled() == (options.get("amp_dtype") == "float16")
+    for row, expected in zip(gpu.state.history, truth.rows, strict=True):
         for name in ("lr", "train_loss", "grad_norm", "eval_loss", "eval_loss_ema"):
             assert row[name] == pytest.approx(expected[name], rel=rtol), name

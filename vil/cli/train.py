@@ -26,8 +26,9 @@ from ..devices import known_device
 from ..distributed import Rank0Error, destroy_process_group, init_process_group, is_rank0
 from ..fault_tolerance.locks import FolderInUseError
 from ..fault_tolerance.streams import exit_at_once, outlive_output
+from ..training.divergence import DivergenceError
 from ..training.interruption import StoppedError
-from ..training.trainer import DivergenceError, train
+from ..training.trainer import train
 
 FORESEEN = (ConfigError, CheckpointError, FolderInUseError, Rank0Error, DivergenceError)
 

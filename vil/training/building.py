@@ -1,4 +1,4 @@
-"""Construction of a run's model, optimizer and learning-rate schedule."""
+"""Construction of a run's model and of the state of its training."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from ..config import Config, ConfigError
 from ..factory import create_model
+from .state import TrainState
+from .update import ListedEma
 
 
 def build_model(
@@ -86,3 +88,27 @@ def build_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Schedul
     )
     assert scheduler is not None  # Config validates `sched`
     return scheduler
+
+
+def build_state(config: Config, model: nn.Module, first_epoch: int) -> TrainState:
+    """Create what training changes besides the model.
+
+    Args:
+        config: Options of the phase.
+        model: Model on its device.
+        first_epoch: First epoch of the phase, counted from 0 over the whole run.
+
+    Raises:
+        ConfigError: As `build_optimizer`.
+    """
+    device = next(model.parameters()).device
+    is_scaled = config.amp and config.amp_dtype == "float16" and device.type != "cpu"
+    optimizer = build_optimizer(config, model)
+    return TrainState(
+        model=model,
+        ema=ListedEma(model, decay=config.model_ema_decay) if config.model_ema else None,
+        optimizer=optimizer,
+        scheduler=build_scheduler(config, optimizer),
+        scaler=torch.amp.GradScaler(device.type, enabled=is_scaled),
+        first_epoch=first_epoch,
+    )

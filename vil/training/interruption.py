@@ -1,4 +1,4 @@
-"""Timing of checkpoints: at intervals, and when a signal requests the run to stop."""
+"""Interruption of a run: by signals, by images that cannot be loaded, and to write checkpoints."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -35,52 +36,51 @@ class PreemptedError(StoppedError):
     status = PREEMPTED
 
 
-class CheckpointTimer:
-    """Tells all ranks of a run consistently that a checkpoint is due, or that the run must stop.
+class SignalWatch:
+    """Record the signals of cluster schedulers (SIGTERM, SIGUSR1) and SIGINT (Ctrl-C) instead of ending the process.
 
-    SIGTERM and SIGUSR1, the signals of cluster schedulers, and SIGINT (Ctrl-C) only set `signalled`. A second SIGINT
-    terminates the process at once.
+    A second SIGINT terminates the process at once.
 
-    Args:
-        interval: '30m' for minutes, '500' for optimizer steps, None for no interval (see `Config.checkpoint_interval`).
-        step: Number of optimizer steps done so far.
+    Attributes:
+        received: Whether a signal has been received.
     """
 
-    def __init__(self, interval: str | None, step: int):
-        number = float("inf") if interval is None else int(interval.rstrip("m"))
-        in_minutes = interval is not None and interval.endswith("m")
-        self.seconds = 60 * number if in_minutes else float("inf")
-        self.steps = float("inf") if in_minutes else number
-        self.stop = self.signalled = False
-        self.failure: Exception | None = None  # why this process could not load images
-        self.failed = False  # whether a process could not
-        self._restart(step)
-        self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
+    def __init__(self):
+        self.received = False
+        self.handlers_before = {number: signal.signal(number, self._record) for number in SIGNALS}
 
-    def due(self, step: int) -> bool:
-        """Return whether to write a checkpoint now, after `step` steps; `stop` then says whether to stop as well.
+    def _record(self, number: int, *_) -> None:
+        self.received = True
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if is_rank0():
+                write_now("\nfinishing the step and writing a checkpoint; Ctrl-C again ends the run without\n")
 
-        All ranks must call this after the same steps.
-        """
-        late = time.monotonic() - self._time >= self.seconds or step - self._step >= self.steps
-        flags = torch.tensor([late, self.signalled, self.failure is not None], dtype=torch.uint8)
-        if dist.is_initialized():  # on the CPU, so that no rank waits for a GPU
-            dist.all_reduce(flags, dist.ReduceOp.MAX)
-        late, signalled, self.failed = (bool(flag) for flag in flags)
-        self.stop = signalled or self.failed
-        if late:
-            self._restart(step)
-        return late or self.stop
+    def restore_handlers(self) -> None:
+        """Restore the previous signal handlers; a signal received meanwhile stays recorded."""
+        for number, handler in self.handlers_before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
-    def watched(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield batches until they cannot be loaded, which becomes the `failure` and is logged."""
+
+class LoadingWatch:
+    """Record that this process cannot load images, and share it with all processes.
+
+    Attributes:
+        failure: Why this process cannot load images, or None.
+    """
+
+    def __init__(self):
+        self.failure: Exception | None = None
+
+    def until_failure(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield batches until they cannot be loaded."""
         try:
             yield from batches
         except (MachineError, UnreadableSplitError) as error:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Log why this process cannot load images. All processes stop at the next `due` or `all_loaded`."""
+        """Record and log why this process cannot load images."""
         self.failure = error
         _logger.error("error: %s", error)
 
@@ -90,28 +90,66 @@ class CheckpointTimer:
         Returns:
             A function that returns whether all processes have. It waits for the slowest process.
         """
-        flag = torch.tensor([self.failure is not None], dtype=torch.uint8)
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True) if dist.is_initialized() else None
+        has_failed = torch.tensor([self.failure is not None], dtype=torch.uint8)
+        work = dist.all_reduce(has_failed, dist.ReduceOp.MAX, async_op=True) if dist.is_initialized() else None
 
         def wait() -> bool:
             if work:
                 work.wait()
-            self.failed = bool(flag)
-            return not self.failed
+            return not has_failed
 
         return wait
 
-    def give_back(self) -> None:
-        """Restore the previous signal handlers; a signal received meanwhile stays recorded."""
-        for number, handler in self.before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+
+@dataclass(frozen=True)
+class Decision:
+    """What all processes do after a step: write a checkpoint, and stop if a signal came or images cannot be loaded."""
+
+    is_due: bool = False
+    is_signalled: bool = False
+    cannot_load: bool = False
+
+    @property
+    def stops(self) -> bool:
+        return self.is_signalled or self.cannot_load
+
+    @property
+    def writes_checkpoint(self) -> bool:
+        return self.is_due or self.stops
+
+
+class CheckpointTimer:
+    """Decide for all processes when to write a checkpoint, and whether to stop.
+
+    Args:
+        interval: '30m' for minutes, '500' for optimizer steps, None for no interval (see `Config.checkpoint_interval`).
+        step: Number of optimizer steps done so far.
+        signals: Signals that stop the run.
+        loading: Failures that stop the run.
+    """
+
+    def __init__(self, interval: str | None, step: int, signals: SignalWatch, loading: LoadingWatch):
+        self.seconds = self.steps = float("inf")
+        if interval is not None and interval.endswith("m"):
+            self.seconds = 60 * int(interval.removesuffix("m"))
+        elif interval is not None:
+            self.steps = int(interval)
+        self.signals = signals
+        self.loading = loading
+        self._restart(step)
 
     def _restart(self, step: int) -> None:
-        self._time, self._step = time.monotonic(), step
+        self.last_time = time.monotonic()
+        self.last_step = step
 
-    def _note(self, number: int, *_) -> None:
-        self.signalled = True
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            if is_rank0():
-                write_now("\nfinishing the step and writing a checkpoint; Ctrl-C again ends the run without\n")
+    def decide(self, step: int) -> Decision:
+        """Return what all processes do after `step` steps. All of them must call this after the same steps."""
+        seconds = time.monotonic() - self.last_time
+        is_due = seconds >= self.seconds or step - self.last_step >= self.steps
+        flags = torch.tensor([is_due, self.signals.received, self.loading.failure is not None], dtype=torch.uint8)
+        if dist.is_initialized():  # on the CPU, so that no rank waits for a GPU
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        decision = Decision(*(bool(flag) for flag in flags))
+        if decision.is_due:
+            self._restart(step)
+        return decision

@@ -1,22 +1,23 @@
-"""Resuming a run: choice of the checkpoint, and validation that it belongs to the same run and is consistent."""
+"""Resuming a run: choice of the checkpoint, and comparison of the checkpoint with the run."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import checkpoint
 from ..checkpoint import BrokenCheckpointError, CheckpointError
 from ..classes import first_difference, order_of
+from ..config import Config
 from ..fault_tolerance.machine_errors import exists
-from .meter import EpochMeter
-from .summary import best_top1
+from .building import build_model
+from .phases import Phase
+from .run_info import RunInfo, folder_of, stored_options
 
 _logger = logging.getLogger(__name__)
 
@@ -28,18 +29,21 @@ HARMLESS = (
 )  # fmt: skip
 
 
-def files_of(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run folder that can be resumed from, the newest first."""
-    try:
-        return [path for path in (folder / "last.pt", folder / "previous.pt") if exists(path)]
-    except OSError as error:
-        raise CheckpointError(f"cannot look for checkpoints in {folder}: {error}") from error
+def first_phase(config: Config) -> int:
+    """Return the index of the first phase with epochs left to train, or of the last phase of a finished run.
 
-
-def resolve_resume(resume: str | None, folder: Path) -> str | None:
-    """Resolve `resume`. A process that torchrun restarted always resumes from its run folder."""
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return "auto" if restarted and files_of(folder) else resume
+    Raises:
+        CheckpointError: As `find_resumed`.
+    """
+    if not config.phases:
+        return 0
+    found = find_resumed(config.resume, folder_of(config))
+    if found is None:
+        return 0
+    _, saved = found
+    epochs = len(saved["history"])
+    unfinished = [index for index in range(config.num_phases) if epochs < config.epochs_of_phase(index).stop]
+    return unfinished[0] if unfinished else config.num_phases - 1
 
 
 def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -50,14 +54,15 @@ def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]
     Raises:
         CheckpointError: No checkpoint can be read, or the folder contains a run and `resume` is not set.
     """
-    found, resume = files_of(folder), resolve_resume(resume, folder)
+    found = _checkpoints_in(folder)
+    resume = _resolve_resume(resume, folder)
     if resume not in (None, "auto"):
         return Path(resume), checkpoint.read_checkpoint(resume)
     if found and resume is None:
         raise CheckpointError(
             f"{folder} contains a run: set --resume auto to resume it, or --experiment NAME to start another run"
         )
-    broken = []
+    broken: list[Path] = []
     for path in found:
         try:
             saved = checkpoint.read_checkpoint(path)
@@ -74,9 +79,67 @@ def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]
     return None
 
 
-def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path, middle: bool = False) -> None:
-    """Compare the options of a checkpoint with those of the run that resumes from it, possibly in the `middle` of an
-    epoch.
+def _checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run folder that can be resumed from, the newest first."""
+    try:
+        return [path for path in (folder / "last.pt", folder / "previous.pt") if exists(path)]
+    except OSError as error:
+        raise CheckpointError(f"cannot look for checkpoints in {folder}: {error}") from error
+
+
+def _resolve_resume(resume: str | None, folder: Path) -> str | None:
+    """Resolve `resume`. A process that torchrun restarted always resumes from its run folder."""
+    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return "auto" if is_restarted and _checkpoints_in(folder) else resume
+
+
+def check_size(phase: Phase, num_classes: int) -> None:
+    """Reject a checkpoint of another model before a model of the claimed size uses memory.
+
+    Raises:
+        CheckpointError: The weights of `resume` have another architecture than the model, or options differ.
+    """
+    path = _resolve_resume(phase.config.resume, folder_of(phase.config))
+    if path is None or path == "auto":
+        return
+    saved = checkpoint.read_checkpoint(path, whole=False)
+    config = phase.that_wrote(saved).config
+    decisive = {name: value for name, value in saved["config"].items() if name in DECISIVE}
+    check_same_options(decisive, stored_options(config, num_classes), Path(path))
+    with torch.device("meta"):
+        model = build_model(dataclasses.replace(config, pretrained_path=None), num_classes)
+    checkpoint.load_weights(model, saved["state_dict"], path)
+
+
+def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:
+    """Compare a checkpoint with the run that resumes from it.
+
+    Raises:
+        CheckpointError: The saved tensors depend on something that differs. Other differences are only logged.
+    """
+    config = run.phase.that_wrote(saved).config
+    is_within_epoch = bool(saved["progress"].get("losses"))
+    check_same_options(saved["config"], stored_options(config, run.num_classes), path, is_within_epoch)
+
+    names = saved["label_names"]
+    if names and run.label_names and order_of(names, run.label_names) != [*range(len(names))]:
+        raise CheckpointError(
+            f"{first_difference(names, run.label_names, str(path), 'this run')}: give the class folders their old "
+            "names, or start another run with --experiment NAME"
+        )
+    if saved.get("teacher") != run.teacher:
+        raise CheckpointError(
+            f"the teacher must have the same weights as in {path}: set the run's --teacher-checkpoint, or start "
+            "another run with --experiment NAME"
+        )
+    if saved["num_images"] not in (0, run.num_images):  # 0: old checkpoints do not store it
+        _logger.warning("going on with %d training images, was %d", run.num_images, saved["num_images"])
+
+
+def check_same_options(
+    saved: dict[str, Any], current: dict[str, Any], path: Path, is_within_epoch: bool = False
+) -> None:
+    """Compare the options of a checkpoint with those of the run that resumes from it.
 
     Raises:
         CheckpointError: An option differs that the saved tensors depend on. Other differences are only logged.
@@ -87,64 +150,10 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path, m
                 f"{name} must be {saved[name]!r}, as in {path}, got {current.get(name)!r}: resume with the same value, "
                 "or start another run with --experiment NAME"
             )
-        if name == "global_batch_size" and middle:
+        if name == "global_batch_size" and is_within_epoch:
             raise CheckpointError(
                 f"{name} must be {saved[name]} until the end of the epoch in {path}, got {current.get(name)}: finish "
                 "the epoch with the same value"
             )
         if name not in HARMLESS:
             _logger.warning("resuming with %s %r, was %r", name, current.get(name), saved[name])
-
-
-def check_same_classes(saved: dict[str, Any], names: list[str], path: Path) -> None:
-    """Raise a CheckpointError if a class of the checkpoint has another name in the run that resumes."""
-    own = saved["label_names"]
-    if own and names and (order_of(own, names) != [*range(len(own))]):
-        raise CheckpointError(
-            f"{first_difference(own, names, str(path), 'this run')}: give the class folders their old names, or start "
-            "another run with --experiment NAME"
-        )
-
-
-def check_same_teacher(saved: dict[str, Any], teacher: str | None, path: Path) -> None:
-    """Raise a CheckpointError if the digest of the teacher's weights differs from the checkpoint's."""
-    if saved.get("teacher") != teacher:
-        raise CheckpointError(
-            f"the teacher must have the same weights as in {path}: set the run's --teacher-checkpoint, or start "
-            "another run with --experiment NAME"
-        )
-
-
-def history_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the history rows as numbers, with counts as integers.
-
-    Raises:
-        ValueError, KeyError, TypeError: A row is not one that training writes.
-    """
-    history = [
-        {str(name): int(float(v)) if isinstance(v, int) else float(v) for name, v in row.items()} for row in rows
-    ]
-    for epoch, row in enumerate(history, start=1):
-        if row["epoch"] != epoch or math.isnan(best_top1(row)) or not all(name.isidentifier() for name in row):
-            raise ValueError(f"the history has no row of epoch {epoch} as training writes it")
-    return history
-
-
-def check_progress(meter: EpochMeter) -> None:
-    """Raise a ValueError if an epoch does not have one loss and one norm for each step."""
-    if len(meter.losses) != len(meter.norms):
-        raise ValueError("the epoch's progress must have one loss and one norm for each step")
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Raise a ValueError if the optimizer's state is invalid; `name` is timm's name of the optimizer."""
-    for parameter, state in optimizer.state.items():
-        shape, tensors = parameter.shape, {key: t for key, t in state.items() if isinstance(t, Tensor)}
-        found, moment = {key: (t.shape, t.dtype) for key, t in tensors.items()}, (shape, torch.float32)
-        if name == "adamw":
-            fits = found == {"step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
-        else:
-            fits = all(found[key][0] in ((), shape) for key in ("exp_avg", "momentum_buffer") if key in found)
-        fits = fits and all(t.isfinite().all() for t in tensors.values()) and 0 <= float(state.get("step", 0)) < 2**53
-        if not fits:
-            raise ValueError(f"the optimizer's state of a parameter {tuple(shape)} cannot result from {name}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -27,18 +30,18 @@ class ListedEma(ModelEmaV3):
 
 
 class Update:
-    """Clip the gradients, run the optimizer step, update the EMA weights, and zero the gradients.
+    """Average the gradients over all ranks, clip them, run the optimizer step, update the EMA, and zero the gradients.
 
-    With PyTorch's fused AdamW, the whole update can be replayed as a CUDA graph. The first call creates the optimizer's
-    state, so the second call captures the graph. The graph reads the learning rates from GPU memory, and results are
-    bitwise identical with and without the graph.
+    With PyTorch's fused AdamW, everything after the averaging can be replayed as a CUDA graph. The first call creates
+    the optimizer's state, so the second call captures the graph. The graph reads the learning rates from GPU memory,
+    and results are bitwise identical with and without the graph.
 
     Args:
         model: Model to update.
         gradients: Gradients of `model`.
         optimizer: Optimizer of the run.
         scaler: Gradient scaler for float16; disabled for other precisions.
-        average: timm's EMA of the weights; None without EMA.
+        ema: timm's EMA of the weights; None without EMA.
         clip_grad: Maximum gradient norm; None disables clipping.
         as_graph: Whether to use a CUDA graph if possible.
     """
@@ -49,24 +52,30 @@ class Update:
         gradients: FlatGradients,
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
-        average: ModelEmaV3 | None,
+        ema: ModelEmaV3 | None,
         clip_grad: float | None,
         as_graph: bool,
     ):
-        self.model, self.gradients, self.optimizer, self.scaler = model, gradients, optimizer, scaler
-        self.average, self.clip_grad = average, clip_grad
-        self.fused = bool(optimizer.defaults.get("fused"))
-        self.as_graph = as_graph and self.fused and not scaler.is_enabled()
+        self.model = model
+        self.gradients = gradients
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.ema = ema
+        self.clip_grad = clip_grad
+        self.is_fused = bool(optimizer.defaults.get("fused"))
+        self.as_graph = as_graph and self.is_fused and not scaler.is_enabled()
         self.run = self._run
-        self.calls, self.rates = 0, gradients.flat.new_empty(len(optimizer.param_groups))
-        self.chosen: list[float] = []  # learning rates stored in `rates`
+        self.calls = 0
+        self.learning_rates: list[float] = []  # of the parameter groups, as stored in `rates_on_device`
+        self.rates_on_device = gradients.flat.new_empty(len(optimizer.param_groups))
 
     def __call__(self) -> Tensor:
         """Return the gradient norm before clipping; a CUDA graph overwrites the returned tensor in the next call."""
-        chosen = [group["lr"] for group in self.optimizer.param_groups]
-        if chosen != self.chosen:
-            self.chosen = chosen
-            self.rates.copy_(torch.tensor(chosen))
+        self.gradients.average_over_processes()
+        learning_rates = [group["lr"] for group in self.optimizer.param_groups]
+        if learning_rates != self.learning_rates:
+            self.learning_rates = learning_rates
+            self.rates_on_device.copy_(torch.tensor(learning_rates))
         if self.as_graph and self.calls == 1:
             self.run = Replayed(self._run, (), "the optimizer step", tried=True)
         self.calls += 1
@@ -77,20 +86,26 @@ class Update:
         norm = self.gradients.norm()
         if self.clip_grad is not None:
             nn.utils.clip_grads_with_norm_(self.gradients.parameters, self.clip_grad, norm)
-        groups = self.optimizer.param_groups
-        options = [(group["lr"], group.get("capturable")) for group in groups]
-        try:
-            if self.fused:
-                for group, rate in zip(groups, self.rates):
-                    group["lr"], group["capturable"] = rate, torch.cuda.is_current_stream_capturing()
+        with self._rates_on_device() if self.is_fused else nullcontext():
             self.scaler.step(self.optimizer)
-        finally:
-            for group, (rate, capturable) in zip(groups, options):
-                group["lr"] = rate
-                if self.fused:
-                    group["capturable"] = capturable
         self.scaler.update()
         self.gradients.zero()
-        if self.average:
-            self.average.update(self.model)
+        if self.ema:
+            self.ema.update(self.model)
         return norm
+
+    @contextmanager
+    def _rates_on_device(self) -> Iterator[None]:
+        """Let the fused optimizer read the learning rates from GPU memory, so that a CUDA graph sees them change."""
+        groups = self.optimizer.param_groups
+        before = [(group["lr"], group["capturable"]) for group in groups]
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        try:
+            for group, rate in zip(groups, self.rates_on_device):
+                group["lr"] = rate
+                group["capturable"] = is_capturing
+            yield
+        finally:
+            for group, (rate, capturable) in zip(groups, before):
+                group["lr"] = rate
+                group["capturable"] = capturable

@@ -1,0 +1,50 @@
+"""Messages at the start of a phase: its splits, its length, and options that have no effect."""
+
+from __future__ import annotations
+
+import logging
+
+from ..config import Config
+from ..data.samplers import TrainingBatches
+from ..data.sources.splits import describe_split
+from .data import Splits
+from .phases import Phase
+
+_logger = logging.getLogger(__name__)
+
+
+def announce(phase: Phase, batches: TrainingBatches, splits: Splits) -> None:
+    """Log a phase and its splits, and warn if the phase is too short for its schedule or its EMA."""
+    config = phase.config
+    if not config.synthetic:
+        _logger.warning("%s", describe_split(config.train_split, splits.train))
+        _logger.warning("%s", describe_split(config.val_split, splits.validation))
+    if config.phases:
+        options = ", ".join(f"{name} {value}" for name, value in config.phases[phase.index].items())
+        _logger.warning("phase %d of %d: %s", phase.index + 1, config.num_phases, options)
+    _logger.warning("%s", batches.described(config.epochs, "the phase" if config.phases else "the run"))
+
+    if config.aug_repeats > batches.repeats:
+        _logger.warning(
+            "aug_repeats %d has no effect, because an iterable dataset yields each image once", config.aug_repeats
+        )
+    if config.warmup_epochs >= config.epochs and config.warmup_lr < config.lr:
+        _logger.warning(
+            "warmup_epochs should be less than epochs: with %d of %d epochs the learning rate never reaches lr %g",
+            config.warmup_epochs, config.epochs, config.lr,
+        )  # fmt: skip
+    if config.model_ema:
+        _warn_of_short_ema(config, config.epochs * batches.steps)
+
+
+def _warn_of_short_ema(config: Config, steps: int) -> None:
+    decay = config.model_ema_decay
+    if steps * (1 - decay) >= 1:
+        return
+    averaged = 1 / (1 - decay) if decay < 1 else float("inf")
+    shorter = max(0.5, 1 - 10 / steps)
+    _logger.warning(
+        "model_ema_decay %s averages over about %.0f steps, but this run has only %d, so the EMA weights will stay "
+        "close to the initial weights: --model-ema-decay %.4g averages over a tenth of the run",
+        decay, averaged, steps, shorter,
+    )  # fmt: skip

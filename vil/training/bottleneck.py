@@ -1,0 +1,90 @@
+"""Diagnosis of what the host spends its time on if the GPU waits for the host."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, astuple, dataclass
+
+import torch
+
+from ..distributed import all_reduce_sum, is_rank0
+from .meter import EpochMeter, Times
+
+_logger = logging.getLogger(__name__)
+
+IDLE = 0.02  # fraction of time; if the host waits less for the GPU (except for losses), the GPU waits for the host
+
+
+@dataclass
+class HostTimes(Times):
+    """Seconds of the host, in total over all ranks.
+
+    Attributes:
+        waited_for_model: Prepared images waited for the model.
+        preparing: The process decoded and augmented images.
+    """
+
+    waited_for_model: float = 0.0
+    preparing: float = 0.0
+
+    def minus(self, other: HostTimes) -> HostTimes:
+        return HostTimes(*(now - then for now, then in zip(astuple(self), astuple(other))))
+
+
+class Bottleneck:
+    """Warning about the host's work, given once, early in a run, if the GPU waits for the host.
+
+    The warning cannot tell how long the GPU waits: a GPU that waits briefly after every step may still be busy most of
+    the time.
+
+    Args:
+        interval: Logging interval in steps.
+    """
+
+    def __init__(self, interval: int):
+        self.interval = interval
+        self.is_known = False
+        self.epoch: EpochMeter | None = None  # of the interval before
+        self.times: HostTimes | None = None  # at the end of the interval before
+
+    def look(self, meter: EpochMeter, how_loaded: str, waited_for_model: float, preparing: float) -> None:
+        """Compare the times of two consecutive logging intervals of an epoch, and warn once. Called after each step.
+
+        Args:
+            meter: Meter of the epoch.
+            how_loaded: Short description of who loads the images.
+            waited_for_model: Total seconds in which prepared images waited for the model.
+            preparing: Total seconds in which this process decoded and augmented images.
+        """
+        if self.is_known or meter.steps % self.interval:
+            return
+        own = HostTimes(**asdict(meter.times), waited_for_model=waited_for_model, preparing=preparing)
+        times = HostTimes(*all_reduce_sum(torch.tensor(astuple(own), dtype=torch.float64)).tolist())
+        before = self.times if self.epoch is meter else None
+        self.epoch = meter
+        self.times = times
+        if before is not None:
+            self.is_known = True
+            self._warn(times.minus(before), how_loaded)
+
+    def _warn(self, interval: HostTimes, how_loaded: str) -> None:
+        # the GPU is busy if the host waits for it
+        waited_for_gpu = interval.waited_for_gpu - interval.waited_at_looks + interval.waited_for_model
+        if not is_rank0() or waited_for_gpu >= IDLE * interval.seconds:
+            return
+        own_work = interval.seconds - interval.waited - interval.waited_for_gpu
+        waiting = interval.waited - interval.preparing
+        longest = max(own_work, waiting, interval.preparing)
+        if longest == own_work:
+            what = "work of the training process itself"
+            remedy = "--cuda-graphs, a larger --batch-size or --torchcompile"
+        elif longest == interval.preparing:
+            what = f"preparing images ({how_loaded})"
+            remedy = "--no-augment-on-device"
+        else:
+            what = f"waiting for images ({how_loaded})"
+            remedy = "more --workers, files that a GPU decodes (baseline JPEGs) or a faster disk"
+        _logger.warning(
+            "the GPU waits for the host, which spends its time on %s (%.0f%%): %s may help",
+            what, 100 * longest / interval.seconds, remedy,
+        )  # fmt: skip

@@ -1,0 +1,146 @@
+"""Checkpoints of a run folder: last.pt, previous.pt and best.pt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .. import checkpoint
+from ..checkpoint import CheckpointError
+from ..config import ConfigError
+from ..distributed import broadcast_from_rank0
+from ..fault_tolerance.locks import FolderLock
+from ..text import one_line
+from .best import BestCheckpoint
+from .phases import resampled_weights
+from .resumption import check_same_run, find_resumed
+from .run_info import RunInfo
+from .state import TrainState, check_optimizer
+
+_logger = logging.getLogger(__name__)
+
+# exceptions for a state that no run has saved
+INVALID_STATE = (KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError)
+
+
+class Checkpointer:
+    """Loads a run's state from a checkpoint when the run starts, and saves the state.
+
+    Only rank 0 locks the run folder, reads and writes.
+
+    Args:
+        run: Identity of the run.
+        state: State of the run.
+        rank: Rank of this process.
+        steps_per_epoch: Optimizer steps of an epoch.
+        lock: Lock of the run folder, if the process holds the lock already.
+    """
+
+    def __init__(
+        self, run: RunInfo, state: TrainState, rank: int, steps_per_epoch: int, lock: FolderLock | None = None
+    ):
+        self.run = run
+        self.state = state
+        self.rank = rank
+        self.steps_per_epoch = steps_per_epoch
+        self.lock = lock
+        self.last = run.folder / "last.pt"
+        self.previous = run.folder / "previous.pt"
+        self.best = BestCheckpoint(run.folder)
+
+    def load(self) -> None:
+        """Lock the run folder, and restore the state of all ranks if the run resumes.
+
+        Raises:
+            ConfigError: The folder cannot be written to.
+            FolderInUseError: Another run holds the folder.
+            CheckpointError: The checkpoint cannot be read, or is not one of this run.
+        """
+        found = broadcast_from_rank0(self._lock_and_read)
+        if found:
+            self._restore(*found)
+
+    @contextmanager
+    def hold_lock(self, release: bool) -> Iterator[None]:
+        """Hold the folder's lock inside the context. On exit, release the lock if requested or after an error."""
+        try:
+            yield
+        except BaseException:
+            release = True
+            raise
+        finally:
+            if self.lock and release:
+                self.lock.release()
+
+    def _lock_and_read(self) -> list | None:
+        """Return the checkpoint that this run resumes from and its content, on rank 0."""
+        try:
+            self.lock = self.lock or FolderLock(self.run.folder)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to {self.run.folder}: {error}. Choose another folder with --output or --experiment"
+            ) from error
+        for path in (self.last, self.previous, self.best.path):
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"{path} exists but is not a regular file; move or remove it")
+        found = find_resumed(self.run.phase.config.resume, self.run.folder)
+        if found is None:
+            return None
+        path, saved = found
+        check_same_run(saved, self.run, path)
+        return [str(path), saved]
+
+    def _restore(self, path: str, saved: dict[str, Any]) -> None:
+        starts_phase = self.run.phase.starts_from(saved)
+        try:
+            if starts_phase:
+                self._start_phase(saved)
+            else:
+                self.state.load_state_dict(saved)
+                check_optimizer(self.state.optimizer, self.run.phase.config.opt)
+        except INVALID_STATE as error:
+            reason = one_line(f"{type(error).__name__}: {error}", 400)
+            raise CheckpointError(f"{path} does not fit this run: {reason}") from error
+        if self.rank == 0:
+            self._resume_best(starts_phase)
+            self._log_progress(path)
+
+    def _start_phase(self, saved: dict[str, Any]) -> None:
+        """Restore the end of the previous phase, with the weights resampled to the image size of this phase."""
+        before = self.run.phase.previous.config
+        for name, model in zip(("state_dict", "state_dict_ema"), self.state.models):
+            saved[name] = resampled_weights(before, self.run.num_classes, model, saved[name])
+        self.state.load_weights_and_history(saved)
+
+    def _resume_best(self, starts_phase: bool) -> None:
+        """Find the best epoch. If best.pt is lost and the state is the end of an epoch, this epoch becomes the best."""
+        state = self.state
+        self.best.resume(state.history)
+        if state.history and not self.best.row and not state.meter.steps and not starts_phase:
+            self.best.write(self.state_dict())
+
+    def _log_progress(self, path: str) -> None:
+        epochs = len(self.state.history)
+        total_epochs = self.run.phase.config.total_epochs
+        if epochs >= total_epochs:
+            _logger.warning("%s has trained its %d epochs: --epochs N trains on", path, epochs)
+            return
+        _logger.warning(
+            "going on after step %d of %d of epoch %d of %d, from %s",
+            self.state.meter.steps, self.steps_per_epoch, epochs + 1, total_epochs, path,
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the content of last.pt."""
+        return self.run.state_dict() | self.state.state_dict()
+
+    def save(self) -> None:
+        """Write last.pt and, at the end of an epoch, best.pt if the model or its EMA weights are the best so far."""
+        if self.rank > 0:
+            return
+        content = self.state_dict()
+        if self.state.meter.steps == 0 and self.best.is_beaten_by(self.state.history[-1]):
+            self.best.write(content)
+        checkpoint.save_checkpoint(content, self.last, previous=self.previous)

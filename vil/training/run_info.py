@@ -1,0 +1,68 @@
+"""Identity of a run: what its checkpoints store besides the trained state."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import Config, ConfigError, options_of_checkpoint
+from .phases import Phase
+
+
+def folder_of(config: Config) -> Path:
+    """Return the run folder."""
+    return Path(config.output) / str(config.experiment)
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Identity of a run.
+
+    Attributes:
+        phase: Phase that is trained, with its options.
+        options: The options as checkpoints store them.
+        num_classes: Number of classes.
+        label_names: Class names by index; empty if the dataset does not store names.
+        num_images: Number of training images.
+        teacher: Digest of the teacher's weights; None without a teacher.
+    """
+
+    phase: Phase
+    options: dict[str, Any]
+    num_classes: int
+    label_names: list[str]
+    num_images: int
+    teacher: str | None
+
+    @property
+    def folder(self) -> Path:
+        return folder_of(self.phase.config)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint."""
+        return {
+            "arch": self.phase.config.model,
+            "config": self.options,
+            "label_names": self.label_names or None,
+            "num_images": self.num_images,
+            "teacher": self.teacher,
+        }
+
+
+def stored_options(config: Config, num_classes: int) -> dict[str, Any]:
+    """Return the options as a run's checkpoints store them.
+
+    Raises:
+        ConfigError: An option must not be stored in a checkpoint.
+    """
+    options = dataclasses.asdict(config) | {"num_classes": num_classes}
+    # absolute, because the checkpoint may be read from another folder
+    if config.data_dir and Path(config.data_dir).is_dir():
+        options["data_dir"] = str(Path(config.data_dir).resolve())
+    try:
+        options_of_checkpoint(options, folder_of(config) / "last.pt")
+    except ConfigError as error:
+        raise ConfigError(f"this run's checkpoints could not be read: {error}") from error
+    return options

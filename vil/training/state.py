@@ -1,0 +1,113 @@
+"""State of a run: everything that training changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from timm.scheduler.scheduler import Scheduler
+from torch import Tensor, nn
+
+from .history import history_of
+from .meter import EpochMeter
+from .update import ListedEma
+
+
+@dataclass
+class TrainState:
+    """State of a run, which a checkpoint stores under timm's names.
+
+    Attributes:
+        model: Model.
+        ema: EMA of the model's weights; None without EMA.
+        optimizer: Optimizer.
+        scheduler: Learning-rate schedule of the phase.
+        scaler: Gradient scaler for float16; disabled for other precisions.
+        first_epoch: First epoch of the phase, counted from 0 over the whole run.
+        history: A row for each finished epoch, as in summary.csv.
+        meter: Steps of the current epoch.
+    """
+
+    model: nn.Module
+    ema: ListedEma | None
+    optimizer: torch.optim.Optimizer
+    scheduler: Scheduler
+    scaler: torch.amp.GradScaler
+    first_epoch: int
+    history: list[dict[str, Any]] = field(default_factory=list)
+    meter: EpochMeter = field(default_factory=EpochMeter)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The model and, if any, its EMA."""
+        return [self.model] if self.ema is None else [self.model, self.ema.module]
+
+    @property
+    def learning_rate(self) -> float:
+        return max(group["lr"] for group in self.optimizer.param_groups)
+
+    def finish_epoch(self, row: dict[str, Any]) -> None:
+        """Append the row of the current epoch, and update the learning rate for the next one."""
+        self.history.append(row)
+        self.meter = EpochMeter()
+        self._step_scheduler()
+
+    def _step_scheduler(self) -> None:
+        self.scheduler.step(len(self.history) - self.first_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = {
+            "epoch": len(self.history),
+            "history": self.history,
+            "progress": self.meter.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "state_dict": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "amp_scaler": self.scaler.state_dict(),
+        }
+        if self.ema is not None:
+            saved["state_dict_ema"] = self.ema.module.state_dict()
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore a state of the same phase. Learning rates and other options are those of this run.
+
+        Raises:
+            Exception: The content is invalid or does not fit the model; PyTorch raises various types.
+        """
+        self.load_weights_and_history(saved)
+        for group, own in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups):
+            group.update({name: value for name, value in own.items() if name != "params"})
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.scaler.load_state_dict(saved["amp_scaler"])
+        self.meter.load_state_dict(saved["progress"])
+        if len(self.history) > self.first_epoch:
+            self._step_scheduler()
+
+    def load_weights_and_history(self, saved: dict[str, Any]) -> None:
+        """Restore only what a phase starts from."""
+        self.model.load_state_dict(saved["state_dict"])
+        if self.ema is not None:
+            self.ema.module.load_state_dict(saved["state_dict_ema"])
+        self.history = history_of(saved["history"])
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Raise a ValueError if the optimizer's state is invalid; `name` is timm's name of the optimizer."""
+    for parameter, state in optimizer.state.items():
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        steps = float(state.get("step", 0))
+        is_finite = all(tensor.isfinite().all() for tensor in tensors.values())
+        if not (_fits(tensors, parameter, name) and is_finite and 0 <= steps < 2**53):
+            raise ValueError(f"the optimizer's state of a parameter {tuple(parameter.shape)} cannot result from {name}")
+
+
+def _fits(tensors: dict[str, Tensor], parameter: Tensor, name: str) -> bool:
+    """Return whether an optimizer's tensors have the shapes and dtypes that belong to a parameter."""
+    if name == "adamw":
+        moment = (parameter.shape, torch.float32)
+        expected = {"step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
+        return {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()} == expected
+    moments = [tensors[key] for key in ("exp_avg", "momentum_buffer") if key in tensors]
+    return all(moment.shape in ((), parameter.shape) for moment in moments)
