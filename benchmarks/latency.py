@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import vil
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.scan import interface
-from vil.models.block import set_fused
+from vil.models.dispatch import set_fused
 
 MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224", "vil_small", "vim_small", "deit_small_patch16_224"]
 SHAPES = [(1, 384, 197), (1, 768, 197), (64, 128, 17)]  # images, channels, tokens

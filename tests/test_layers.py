@@ -15,6 +15,8 @@ LAYERS = """
     vil.kernels.scan vil.kernels.augment
     vil.kernels.block
     vil.kernels
+    vil.models.tokens
+    vil.models.dispatch vil.models.pretrained
     vil.models.block
     vil.models.vision_longhorn
     vil.models

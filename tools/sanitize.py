@@ -21,7 +21,7 @@ from vil.kernels.cuda import hardware
 from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
 from vil.kernels.scan import triton_scan
-from vil.models.block import Block, LonghornMixer, MambaMixer, run_blocks
+from vil.models.block import Block, Blocks, LonghornMixer, MambaMixer
 
 B, L, D, N = 1, 70, 35, 16  # more tokens than a chunk; more channels than a block, and not a multiple of any vector
 REVERSE = [False, True]
@@ -83,8 +83,8 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
             mock.patch.object(hardware, "is_hopper", return_value=on_hopper),
         ):
             for middle in (False, True):
-                blocks = torch.nn.Sequential(*[Block(width, mixer, drop_path=0.5).cuda().train() for _ in range(2)])
-                run_blocks(blocks, x, middle).sum().backward()
+                blocks = Blocks(*[Block(width, mixer, drop_path=0.5).cuda().train() for _ in range(2)])
+                blocks(x, class_token_only=middle).sum().backward()
 
 
 def augmentation(interpolation: str) -> None:

@@ -18,7 +18,8 @@ from .checkpoint import Checkpoint, fitted, load_weights
 from .config import ConfigError
 from .distributed import warn_on_rank0
 from .initial_weights import describe_initialization, first_blocks, fit_head, num_classes_of
-from .models.vision_longhorn import VisionLonghorn, resample_pos_embed
+from .models.tokens import resample_pos_embed
+from .models.vision_longhorn import VisionLonghorn
 from .state_dicts import parts_of
 from .text import nearest, one_line, printable
 

@@ -9,7 +9,7 @@ from scans import relative_error
 
 from vil.kernels.block import backward, block_op, gate_outproj, kernels, step_proj_bwd
 from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options
-from vil.models.block import Block, LonghornMixer, MambaMixer
+from vil.models.block import Block, Blocks, LonghornMixer, MambaMixer
 
 MIXERS = [LonghornMixer, MambaMixer]
 
@@ -26,11 +26,12 @@ def make_block(mixer, dim, drop_path=0.0, seed=0, pool=None, **dd):
 
 
 def outcome(block, x, dy, autocast=None, **kwargs):
-    """Return the output and every gradient, by name."""
+    """Return the output of a block, or of a sequence of blocks, and every gradient, by name."""
     x = x.detach().clone().requires_grad_()
     block.zero_grad()
+    run = Blocks(block) if isinstance(block, Block) and "class_token_only" in kwargs else block
     with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
-        y = block(x, **kwargs)
+        y = run(x, **kwargs)
     y.backward(dy[:, : y.shape[1]].to(y.dtype))
     return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
 

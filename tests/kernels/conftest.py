@@ -2,10 +2,10 @@
 
 import pytest
 
-from vil.models import block
+from vil.models import dispatch
 
 
 @pytest.fixture(autouse=True)
 def fused_blocks(monkeypatch):
     """Fuse blocks even with VIL_FUSED=0, and restore the setting afterwards."""
-    monkeypatch.setattr(block, "_fused", True)
+    monkeypatch.setattr(dispatch, "_fused", True)

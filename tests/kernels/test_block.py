@@ -4,9 +4,9 @@ on a CPU with plain kernels, which checks the algebra, and on a GPU.
 """
 
 import copy
+import itertools
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import blocks
@@ -32,8 +32,9 @@ from vil.kernels.block import fused as fused_operators
 from vil.kernels.block.weights import Normed
 from vil.kernels.cuda import compiler
 from vil.kernels.scan import heuristics as variants
-from vil.models import block as vil_block
-from vil.models.block import LonghornMixer, MambaMixer
+from vil.models import dispatch
+from vil.models.block import Blocks, LonghornMixer, MambaMixer
+from vil.models.tokens import middle_token
 
 
 @pytest.fixture
@@ -58,8 +59,8 @@ def reference_kernels(monkeypatch):
 @pytest.fixture
 def plain():
     """Disable the fused kernels, and enable them again after the test."""
-    yield lambda: vil_block.set_fused(False)
-    vil_block.set_fused(True)
+    yield lambda: dispatch.set_fused(False)
+    dispatch.set_fused(True)
 
 
 @pytest.mark.parametrize("size", [(16, 80), (32, 48)])
@@ -170,13 +171,13 @@ def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(chan
         CHANGES[change](model.blocks[place])
         found = {}
         for fused in (True, False):
-            vil_block.set_fused(fused)
+            dispatch.set_fused(fused)
             model.zero_grad()
             torch.manual_seed(0)
             y = model(x)
             y.square().sum().backward()
             found[fused] = [y.detach(), *(p.grad for p in model.parameters())]
-        vil_block.set_fused(True)
+        dispatch.set_fused(True)
         torch.testing.assert_close(found[True], found[False], rtol=1e-9, atol=1e-9)
 
 
@@ -218,7 +219,7 @@ def test_the_operator_and_its_reference_have_the_gradients_of_the_plain_block(
     arguments = x.requires_grad_(), weights_of(block), options_of(block, x.dtype, bool(middle)), scale
     if how == "by reference":
         y = reference.block(*arguments)
-        y = vil_block.middle_token(y) if middle else y
+        y = middle_token(y) if middle else y
     else:
         torch.compiler.reset()
         compiled = torch.compile(block_op.block, fullgraph=True, backend="aot_eager")
@@ -228,47 +229,35 @@ def test_the_operator_and_its_reference_have_the_gradients_of_the_plain_block(
     torch.testing.assert_close({"y": y.detach(), "x": x.grad, **found}, expected)
 
 
-class Chain(torch.nn.Module):
-    """Chain of blocks that pass on the norm of the next block."""
-
-    def __init__(self, blocks, class_token_only):
-        super().__init__()
-        self.blocks, self.class_token_only = torch.nn.Sequential(*blocks), class_token_only
-
-    def forward(self, x):
-        return vil_block.run_blocks(self.blocks, x, self.class_token_only)
-
-
 @pytest.mark.parametrize("middle", [False, True])
 def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(middle, reference_kernels, plain):
     """Compare gradients in fp64 without kernels."""
-    chain = Chain([make_block(LonghornMixer, 24, seed=i, dtype=torch.float64) for i in range(3)], middle)
+    chain = Blocks(*[make_block(LonghornMixer, 24, seed=i, dtype=torch.float64) for i in range(3)])
     x, dy = torch.randn(2, 3, 9, 24, dtype=torch.float64)
     plain()
-    expected = outcome(chain, x, dy)
-    vil_block.set_fused(True)
+    expected = outcome(chain, x, dy, class_token_only=middle)
+    dispatch.set_fused(True)
     torch.compiler.reset()
-    found = outcome(torch.compile(chain, fullgraph=True, backend="aot_eager"), x, dy)
+    found = outcome(torch.compile(chain, fullgraph=True, backend="aot_eager"), x, dy, class_token_only=middle)
     torch.testing.assert_close({name.removeprefix("_orig_mod."): t for name, t in found.items()}, expected)
     assert reference_kernels == [False, True, True]
 
 
-def test_seven_calls_lead_from_a_model_to_a_kernel(reference_kernels, monkeypatch):
-    """Count the calls between model and kernel: six without a plan. A plan adds its own call and its step."""
+def test_an_image_takes_one_path_from_a_model_to_a_kernel(reference_kernels, monkeypatch):
+    """Follow the calls to the first kernel of each block: the path never returns to a file of vil.models."""
     monkeypatch.setattr(block_op, "at_once", lambda t: True)
-    model, ways = small(depth=2, img_size=32).double().eval(), []
-    ours = str(Path(vil_block.__file__).parent), str(Path(backends.__file__).parent)
+    model, paths = small(depth=2, img_size=32).double().eval(), []
     pack_weights = ReferenceKernels.pack_weights
 
     def kernel(*arguments):
-        stack = [frame for frame in traceback.extract_stack() if frame.filename.startswith(ours)]
-        ways.append([f"{Path(frame.filename).stem}.{frame.name}" for frame in stack])
+        modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_stack(None)]
+        rooms = [name if ".models." in name else "vil.kernels" for name in modules if name.startswith("vil.")]
+        paths.append([room.removeprefix("vil.") for room, _ in itertools.groupby(reversed(rooms))])
         return pack_weights(*arguments)
 
     monkeypatch.setattr(ReferenceKernels, "pack_weights", kernel)
     model(random_images(1, 3, 32, 32, dtype=torch.float64))
-    way = "vision_longhorn.forward", "block.run_blocks", "block_op.block", "block_op.forward", "plan.run"
-    assert ways == [[*way, "forward.forward"]] * 2
+    assert paths == [["models.vision_longhorn", "models.block", "models.dispatch", "kernels"]] * 2
 
 
 @pytest.mark.parametrize("runs_at_once", [False, True])
@@ -301,11 +290,11 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
     x, dy = torch.randn(2, *shape, device="cuda")
     truth = outcome(copy.deepcopy(block).double(), x.double(), dy.double(), class_token_only=middle)
     for autocast, tolerance in TOLERANCE.items():
-        assert vil_block.fused_block(block, x) is not None
+        assert dispatch.fused_block(block, x) is not None
         fused, again = [outcome(block, x, dy, autocast, class_token_only=middle) for _ in range(2)]
         plain()
         reference = outcome(block, x, dy, autocast, class_token_only=middle)
-        vil_block.set_fused(True)
+        dispatch.set_fused(True)
         for name, expected in truth.items():
             assert torch.equal(fused[name], again[name]), name
             if expected.norm() == 0:  # decay rates have no effect with a single token
@@ -322,12 +311,12 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
 @pytest.mark.parametrize("shape", [(64, 197, 384), (64, 197, 192), (2, 70, 64)])
 def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
     """Compare results bitwise with and without passing norms on; on Hopper, the first two shapes pass norms on."""
-    chain = Chain([make_block(LonghornMixer, shape[2], seed=i) for i in range(3)], middle).cuda()
+    chain = Blocks(*[make_block(LonghornMixer, shape[2], seed=i) for i in range(3)]).cuda()
     x, dy = torch.randn(2, *shape, device="cuda")
-    found = outcome(chain, x, dy, torch.bfloat16)
-    first, second, third = chain.blocks
-    chain.forward = lambda x: third(second(first(x)), class_token_only=middle)
-    for name, expected in outcome(chain, x, dy, torch.bfloat16).items():
+    found = outcome(chain, x, dy, torch.bfloat16, class_token_only=middle)
+    first, second, third = chain
+    chain.forward = lambda x, **kwargs: Blocks(third)(second(first(x)), **kwargs)
+    for name, expected in outcome(chain, x, dy, torch.bfloat16, class_token_only=middle).items():
         assert torch.equal(found[name], expected), name
 
 
@@ -403,7 +392,7 @@ def exactly(block, x, dy, dnext, middle):
     weights = {name: p.detach().double().requires_grad_() for name, p in block.named_parameters()}
     x = x.double().requires_grad_()
     y = naive_model.block(x, weights, naive_model.OURS, scale, eps=block.norm.eps)
-    y = vil_block.middle_token(y) if middle else y
+    y = middle_token(y) if middle else y
     loss = (y * dy[:, : y.shape[1]]).sum()
     if dnext is not None:
         xhat, _ = ReferenceKernels.rms_norm(y.flatten(0, 1), block.norm.eps, torch.float64)
@@ -422,9 +411,9 @@ def by_kernels(block, x, dy, dnext, middle, amid_others, dtype):
         xhat, rstd = ReferenceKernels.rms_norm(x.flatten(0, 1), block.norm.eps, dtype)
         normed = Normed(xhat, rstd.detach())
     torch.manual_seed(1)
-    run, weights = vil_block.fused_block(block, x)
-    options = vil_block.options(block, weights, middle, amid_others)
-    y, given = run(x, weights, options, vil_block.path_scale(block, x), normed)
+    run, weights = dispatch.fused_block(block, x)
+    options = dispatch.options_of(block, weights, None, middle, amid_others)
+    y, given = run(x, weights, options, dispatch.path_scale(block, x), normed)
     results, gradients = [y], [dy[:, : y.shape[1]]]
     if given:
         results, gradients = [y, given.xhat], [*gradients, dnext.flatten(0, 1).to(dtype)]
@@ -569,5 +558,5 @@ def test_models_in_16_bits_and_of_images_in_any_layout():
     fused = model(x)
     torch.testing.assert_close(model(x.to(memory_format=torch.channels_last)), fused)
     half = copy.deepcopy(model).bfloat16()
-    assert vil_block.fused_block(half.blocks[0], half.embed(x.bfloat16())) is not None
+    assert dispatch.fused_block(half.blocks[0], half.embed(x.bfloat16())) is not None
     assert relative_error(half(x.bfloat16()), fused) < 3e-2

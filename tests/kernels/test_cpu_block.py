@@ -9,9 +9,9 @@ from scans import relative_error
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import vil.models.block as vil_block
 from vil.kernels.block import cpu
-from vil.models.block import Block, LonghornMixer, MambaMixer, run_blocks
+from vil.models import dispatch
+from vil.models.block import Block, Blocks, LonghornMixer, MambaMixer
 
 MIXERS = pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
 
@@ -55,8 +55,8 @@ def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison
     B, L, C = shape
     block, x = a_block(mixer, C), torch.randn(B, L, C).requires_grad_()
     scale = torch.tensor([1.5, 0.0, 2.0])[:B] if scaled else None
-    run, weights = vil_block.fused_block(block, x)
-    y, normed = run(x, weights, vil_block.options(block, weights, False), scale)
+    run, weights = dispatch.fused_block(block, x)
+    y, normed = run(x, weights, dispatch.options_of(block, weights), scale)
     exact = {name: p.detach().double().requires_grad_() for name, p in block.named_parameters()}
     x_exact = x.detach().double().requires_grad_()
     truth = naive_model.block(x_exact, exact, naive_model.OURS, scale, block.norm.eps)
@@ -70,12 +70,12 @@ def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison
 
 
 @MIXERS
-def test_other_filters_and_numbers_of_states(mixer, calls, monkeypatch):
+def test_other_filters_and_numbers_of_states(mixer, calls):
     """Compare with the unfused composition, which other tests check."""
     block, x = a_block(mixer, 24, conv_width=3, state_size=4), torch.randn(2, 9, 24, requires_grad=True)
     y = block(x)
     assert calls == [True]
-    monkeypatch.setattr(vil_block, "_fused", False)
+    dispatch.set_fused(False)
     plain = block(x)
     assert calls == [True]
     assert relative_error(y, plain.double()) < 1e-6
@@ -90,7 +90,7 @@ def test_layouts_inference_and_the_class_token(mixer, calls):
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert torch.equal(block(x), expected)
-            assert torch.equal(block(x, class_token_only=True), expected[:, 4:5])
+            assert torch.equal(Blocks(block)(x, class_token_only=True), expected[:, 4:5])
             # products of other sizes round differently
             assert relative_error(block(x[1:]), expected[1:].double()) < 1e-6
     assert calls == [True] + [False] * 6
@@ -153,10 +153,10 @@ def test_any_number_of_threads_gives_what_one_gives(mixer):
 def test_a_pooled_block_equals_its_parts_in_fp64(mixer, pool, grid, poison, calls):
     """Compare with the separate parts, which tests/model/test_pooled.py compares with loops."""
     block, x = a_block(mixer, 40, pool=pool), torch.randn(3, grid[0] * grid[1] + 1, 40)
-    lines, scale = vil_block.lines_of(block, x, grid), torch.tensor([1.5, 0.0, 2.0])
+    lines, scale = dispatch.lines_of(block, x, grid), torch.tensor([1.5, 0.0, 2.0])
     with torch.no_grad():
-        run, weights = vil_block.fused_block(block, x)
-        found, scaled = (run(x, weights, vil_block.options(block, weights, False, False, lines), s)[0]
+        run, weights = dispatch.fused_block(block, x)
+        found, scaled = (run(x, weights, dispatch.options_of(block, weights, lines), s)[0]
                          for s in (None, scale))  # fmt: skip
         assert torch.equal(block(x, grid=grid), found)
     assert calls == [False] * 3
@@ -185,8 +185,7 @@ def test_checkpointing_recomputes_the_same(calls):
     y = checkpoint(block, x, use_reentrant=False)
     for a, e in zip(gradients(y, block, x), expected, strict=True):
         assert torch.equal(a, e)
-    blocks = torch.nn.Sequential(block)
-    y = run_blocks(blocks, x, checkpointing=True)
+    y = Blocks(block)(x, checkpointing=True)
     for a, e in zip(gradients(y, block, x), expected, strict=True):
         assert torch.equal(a, e)
     assert calls == [True] * 5  # once, and twice for each recomputed block
@@ -206,7 +205,7 @@ def test_a_block_behind_somebody_elses_of_another_dtype_runs_by_its_parts(calls)
             return x.bfloat16()
 
     block, x = a_block(LonghornMixer, 16), torch.randn(2, 9, 16)
-    assert torch.equal(run_blocks(torch.nn.Sequential(Rounding(), block), x), block(x.bfloat16()))
+    assert torch.equal(Blocks(Rounding(), block)(x), block(x.bfloat16()))
     assert not calls
 
 

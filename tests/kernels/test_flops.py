@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from vil.kernels import flops, longhorn_scan, selective_scan
 from vil.kernels.block import block_op
 from vil.kernels.scan import scan_op
-from vil.models.block import lines_of
+from vil.models.block import Blocks
+from vil.models.dispatch import lines_of
 
 
 def counted(function, *arguments, **keywords):
@@ -65,7 +66,7 @@ def test_the_fused_block_counts_what_its_parts_do(kind, class_token_only):
     with torch.device("meta"):
         block = timm.create_model(kind, embed_dim=48, depth=1).blocks[0]
         x = torch.empty(3, 21, 48, requires_grad=True)
-    y, by_parts = counted(block, x, class_token_only, (4, 5))
+    y, by_parts = counted(Blocks(block), x, (4, 5), class_token_only)
     by_parts = by_parts, counted(y.sum().backward)[1]
     options = options_of(block, torch.bfloat16, class_token_only, lines=lines_of(block, x, (4, 5)))
     (y, _), fused = counted(block_op.block, x, weights_of(block), options)

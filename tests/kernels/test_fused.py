@@ -9,8 +9,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from vil.kernels import backends
 from vil.kernels.block import block_op, cpu
-from vil.models import block as block_module
-from vil.models.block import Block, LonghornMixer, MambaMixer, fused_block, set_fused
+from vil.models import dispatch
+from vil.models.block import Block, LonghornMixer, MambaMixer
+from vil.models.dispatch import fused_block, set_fused
 
 OPERATORS = {"cuda": block_op.block, "cpu": cpu.block, "reference": None}
 
@@ -115,4 +116,4 @@ def test_set_fused_and_the_environment_switch_it(backend, monkeypatch):
         assert found(block, x) is (OPERATORS[backend] if enable else None)
     for value, enable in (("", True), ("0", False)):
         monkeypatch.setenv("VIL_FUSED", value)
-        assert runpy.run_path(block_module.__file__, run_name="vil.models.again")["_fused"] is enable
+        assert runpy.run_path(dispatch.__file__, run_name="vil.models.again")["_fused"] is enable

@@ -23,7 +23,7 @@ from scans import relative_error
 from vil.kernels import backends
 from vil.kernels.block import pool, pooled_conv_backward, scan_lines, sum_lines
 from vil.kernels.block.lines import Lines
-from vil.models import block as vil_block
+from vil.models import dispatch
 
 # Grids with the class token between lines and inside a line, with lines of one patch, with one line, and with one patch
 # only.
@@ -128,7 +128,7 @@ def test_a_fused_pooled_block_equals_the_plain_one(dtype, tolerance, mixer, axis
     (h, w), C = ((3, 5), 32) if device == "cpu" else ((14, 14), 192)
     block, truth = (make_block(mixer, C, drop_path=0.25, pool=axis).to(device).train() for _ in range(2))
     x, dy = torch.randn(2, 4, h * w + 1, C, device=device)
-    monkeypatch.setattr(vil_block, "path_scale", lambda *_: x.new_tensor([4 / 3, 0, 4 / 3, 4 / 3]))
+    monkeypatch.setattr(dispatch, "path_scale", lambda *_: x.new_tensor([4 / 3, 0, 4 / 3, 4 / 3]))
     truth.double().drop_path = Scale(x.new_tensor([4 / 3, 0, 4 / 3, 4 / 3]))
     expected = outcome(truth, x.double(), dy.double(), grid=(h, w))
     with operator_on_a_cpu():

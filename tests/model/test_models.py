@@ -17,9 +17,9 @@ from torchvision.models import feature_extraction
 import vil
 from vil.kernels.block.reference import block as naive_block
 from vil.kernels.scan import reference
-from vil.models import block as vil_block
-from vil.models import vision_longhorn
-from vil.models.block import Block, LonghornMixer, MambaMixer, middle_token, split_class_token
+from vil.models import dispatch, vision_longhorn
+from vil.models.block import Block, LonghornMixer, MambaMixer
+from vil.models.tokens import middle_token, split_class_token
 
 COUNTS = dict(vil_tiny=6_853_096, vil_small=25_206_760, vil_base=96_418_792)
 COUNTS |= dict(vim_tiny=7_148_008, vim_small=25_796_584, vim_base=97_598_440)
@@ -112,8 +112,8 @@ def fused(monkeypatch):
         x = naive_block(x, weights, options, scale)
         return middle_token(x) if options.class_token_only else x, None
 
-    monkeypatch.setattr(vil_block, "_fused", True)
-    monkeypatch.setattr(vil_block, "fused_operator", lambda x, weights, pooled: operator)
+    monkeypatch.setattr(dispatch, "_fused", True)
+    monkeypatch.setattr(dispatch, "fused_operator", lambda x, weights, pooled: operator)
     return middles
 
 
@@ -385,7 +385,7 @@ def test_gradient_checkpointing_runs_every_block_again_for_its_gradient(fuse, re
 
 @pytest.mark.parametrize("fuse", [False, True])
 def test_gradient_checkpointing_changes_no_gradient(fuse, monkeypatch):
-    monkeypatch.setattr(vil_block, "_fused", fuse)
+    monkeypatch.setattr(dispatch, "_fused", fuse)
     model, x, results = small(drop_path_rate=0.5, depth=4).train(), random_images(4, 3, 48, 48), []
     for enable in (False, True):
         model.set_grad_checkpointing(enable)
@@ -539,15 +539,6 @@ def test_compiles_for_a_second_image_size():
         torch.testing.assert_close(gradients(actual, model), gradients(expected, model))
 
 
-@KINDS
-@pytest.mark.parametrize("kwargs", [dict(dynamic_img_size=True), dict(global_pool="avg")], ids=str)
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
-def test_scripts(name, kwargs):
-    model = small(name, **kwargs)
-    x = random_images(2, 3, 40 if kwargs.get("dynamic_img_size") else 48, 48)
-    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
-
-
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny", "vil_tiny_pooled"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_what_traces_a_model_or_takes_its_parts_computes_what_it_does(name):
@@ -599,7 +590,7 @@ def test_gradients_of_each_image_by_torch_func_are_those_of_backward(name):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_pooled", "vim_tiny", "vim_tiny_pooled"])
 def test_a_gradient_penalty_is_refused_in_the_same_words_by_every_model(name, fused, monkeypatch):
-    monkeypatch.setattr(vil_block, "_fused", fused)
+    monkeypatch.setattr(dispatch, "_fused", fused)
     model, x = randomised(small(name)).float(), random_images(2, 3, 48, 48).requires_grad_()
     (dx,) = torch.autograd.grad(model(x).sum(), x)
     (again,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)

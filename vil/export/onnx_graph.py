@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from ..models.block import KNOWN_MIXERS, Block, middle_token
+from ..models.block import KNOWN_MIXERS, Block
 from .traced import Exported, program_of
 
 DOMAIN = "vil.block"  # domain of the block functions, which are inlined at the end
@@ -51,15 +51,13 @@ def is_known(module: nn.Module) -> bool:
 
 
 def call(
-    kinds: dict[Kind, tuple[str, Block]], block: Block, x_BLC: Tensor, class_token_only: bool = False,
-    grid: tuple[int, int] | None = None,
-) -> Tensor:  # fmt: skip
+    kinds: dict[Kind, tuple[str, Block]], block: Block, x_BLC: Tensor, grid: tuple[int, int] | None = None
+) -> Tensor:
     """Replace a block's forward by a call of its kind's ONNX function, and register the kind in `kinds`."""
     kind = Kind(str(block), block.pool, grid, tuple(x_BLC.shape[1:]))
     name, _ = kinds.setdefault(kind, (f"Block{len(kinds)}", block))
     inputs = x_BLC, *block.state_dict(keep_vars=True).values()
-    y_BLC = torch.onnx.ops.symbolic(f"{DOMAIN}::{name}", inputs, dtype=x_BLC.dtype, shape=x_BLC.shape, version=1)
-    return middle_token(y_BLC) if class_token_only else y_BLC
+    return torch.onnx.ops.symbolic(f"{DOMAIN}::{name}", inputs, dtype=x_BLC.dtype, shape=x_BLC.shape, version=1)
 
 
 class WithWeights(nn.Module):

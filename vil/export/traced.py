@@ -20,7 +20,8 @@ from torch.export import Dim, ExportedProgram
 
 from ..data_config import input_size
 from ..kernels.block.lines import Lines
-from ..models.block import KNOWN_MIXERS, BidirectionalMixer, RMSNorm, grid_of, row_means
+from ..models.block import KNOWN_MIXERS, BidirectionalMixer, RMSNorm
+from ..models.tokens import grid_of, row_means
 
 
 class ExportError(RuntimeError):

@@ -8,14 +8,21 @@ model of Zhu et al., "Vision Mamba: Efficient Visual Representation Learning wit
 
     model = timm.create_model("vil_small", num_classes=10, img_size=384)
 
+A call `model(images)` passes through these functions, each of which calls the next one:
+
+    VisionLonghorn.forward              vision_longhorn.py        features, then head
+      VisionLonghorn.forward_features   vision_longhorn.py        embedding, blocks, norm
+        Blocks.forward                  block.py                  sequence of blocks
+          run_blocks                    dispatch.py               each block: fused operator or PyTorch modules
+            block                       ../kernels/block          one operator for a whole block
+              launches                  ../kernels/cuda or /cpu   compiled kernels
+
 Dimension letters in the suffixes of tensor names:
 
     B batch    H, W image    h, w grid of patches    L = h w + 1 tokens    C model width
 """
 
 import math
-import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +32,6 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
     calculate_drop_path_rates,
     lecun_normal_,
-    resample_abs_pos_embed,
     resample_patch_embed,
     to_2tuple,
     trunc_normal_,
@@ -41,21 +47,10 @@ from timm.models import (
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from .block import (
-    KNOWN_MIXERS,
-    BidirectionalMixer,
-    Block,
-    Blocks,
-    LonghornMixer,
-    MambaMixer,
-    RMSNorm,
-    at_least_fp32,
-    checkpointed,
-    grid_for,
-    insert_class_token,
-    run_blocks,
-    split_class_token,
-)
+from .block import KNOWN_MIXERS, BidirectionalMixer, Block, Blocks, LonghornMixer, MambaMixer, RMSNorm, at_least_fp32
+from .dispatch import run_blocks
+from .pretrained import check_architecture, check_classes, rename_published, resample
+from .tokens import insert_class_token, resample_pos_embed, split_class_token
 
 try:
     from timm.models._input import update_model_input_size
@@ -86,7 +81,6 @@ class PatchProjection(nn.Conv2d):
         return F.linear(patches, self.weight.flatten(1), bias).permute(0, 3, 1, 2)
 
 
-@torch.jit.ignore
 def copy_for_product(x: Tensor) -> Tensor:
     """Return a contiguous copy of x, in autocast's dtype if autocast is enabled."""
     device = x.device.type
@@ -211,20 +205,6 @@ def patch_grid(
     return max(1, h), max(1, w)
 
 
-@torch.jit.ignore
-def resample_pos_embed(pos_embed_1LC: Tensor, new_size: list[int], old_size: list[int]) -> Tensor:
-    """Resample position embeddings from one patch grid to another; the class token's embedding stays in the middle."""
-    if new_size == old_size:
-        return pos_embed_1LC
-    patches, token = split_class_token(pos_embed_1LC)
-    if patches.requires_grad and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-        # PyTorch cannot compile this gradient for symbolic sizes (pytorch#197622), so compile one graph per grid
-        new_size = [operator.index(n) for n in new_size]
-    patches = resample_abs_pos_embed(patches, new_size, old_size, num_prefix_tokens=0)
-    return insert_class_token(patches, token)
-
-
-@torch.jit.ignore
 def add_to_patches(x_1LC: Tensor, bias_C: Tensor) -> Tensor:
     """Return x in fp32 with the bias added to all tokens except the class token."""
     patches_1nC, token_11C = split_class_token(at_least_fp32(x_1LC))
@@ -409,7 +389,7 @@ class VisionLonghorn(nn.Module):
         intermediates: list[Any] = []
         class_tokens = []
         for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = checkpointed(block, x, grid=grid) if self.grad_checkpointing else block(x, **grid_for(block, grid))
+            x = run_blocks([block], x, grid, checkpointing=self.grad_checkpointing)
             if i in taken:
                 patches, class_token = split_class_token((self.norm(x) if norm else x).to(self.cls_token.dtype))
                 if output_fmt == "NCHW":
@@ -442,7 +422,7 @@ class VisionLonghorn(nn.Module):
     def embed(self, x_B3HW: Tensor) -> Tensor:
         """Embed images (B, 3, H, W) as the fp32 tokens (B, L, C) of the residual stream."""
         x_BhwC = self.patch_embed(x_B3HW, add_bias=False)
-        pos_embed_1LC = self.pos_embed
+        pos_embed_1LC: Tensor = self.pos_embed
         if self.dynamic_img_size:
             pos_embed_1LC = resample_pos_embed(pos_embed_1LC, x_BhwC.shape[1:3], self.patch_embed.grid_size)
         class_token_B1C = self.cls_token.expand(x_BhwC.shape[0], -1, -1)
@@ -456,15 +436,16 @@ class VisionLonghorn(nn.Module):
             return self.patch_embed.grid_size
         return self.patch_embed.dynamic_feat_size((x_B3HW.shape[2], x_B3HW.shape[3]))
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Return the normed tokens (B, L, C) of images (B, 3, H, W)."""
-        if not torch.jit.is_scripting():  # TorchScript skips a branch only if this is its whole condition
-            x, grid = self.embed(x), self.grid_of(x)
-            return self.norm(run_blocks(self.blocks, x, checkpointing=self.grad_checkpointing, grid=grid))
-        grid = self.grid_of(x)
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x, False, grid)
+    def forward_features(self, x: Tensor, class_token_only: bool = False) -> Tensor:
+        """Return the normed tokens (B, L, C) of images (B, 3, H, W).
+
+        With `class_token_only`, the caller needs only the class token, and may receive only this token (B, 1, C).
+        """
+        x, grid = self.embed(x), self.grid_of(x)
+        if isinstance(self.blocks, Blocks):
+            x = self.blocks(x, grid, class_token_only, self.grad_checkpointing)
+        else:  # another container, in which a user has put the blocks
+            x = self.blocks(x)
         return self.norm(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -477,13 +458,8 @@ class VisionLonghorn(nn.Module):
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():
-            # The head reads only the middle token, so the last block and the norm need not compute the other tokens.
-            only = self.global_pool == "token"
-            x, grid = self.embed(x), self.grid_of(x)
-            x = run_blocks(self.blocks, x, only, self.grad_checkpointing, grid)
-            return self.forward_head(self.norm(x))
-        return self.forward_head(self.forward_features(x))
+        x = self.forward_features(x, class_token_only=self.global_pool == "token")
+        return self.forward_head(x)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
         """Load weights after renaming ViM's published keys and resampling to this model's grid and patch size.
@@ -496,34 +472,15 @@ class VisionLonghorn(nn.Module):
         state_dict = rename_published(state_dict)
         if strict:
             check_architecture(state_dict, self)
-            classes = len(state_dict.get("head.bias", ()))
-            if classes != self.num_classes:
-                raise RuntimeError(
-                    f"the checkpoint has {classes} classes but the model has {self.num_classes}: create the model with "
-                    f"num_classes={classes}, load the checkpoint, and call reset_classifier({self.num_classes})"
-                )
-        return super().load_state_dict(resample(state_dict, self), strict, assign)
+            check_classes(state_dict, self.num_classes)
+        state_dict = resample(state_dict, self.patch_embed.patch_size, self.patch_embed.grid_size)
+        return super().load_state_dict(state_dict, strict, assign)
 
 
 def _known_pool(global_pool: str) -> str:
     if global_pool not in ("", "avg", "token"):
         raise ValueError(f"global_pool must be 'token', 'avg' or '', got {global_pool!r}")
     return global_pool
-
-
-# Regular expressions that rename keys of ViM's published checkpoints, applied in this order; `_b` is the backward scan.
-_VIM_NAMES = [
-    (r"^layers\.", "blocks."),
-    (r"^norm_f\.", "norm."),
-    (r"\.mixer\.A_log$", ".mixer.directions.0.A_log"),
-    (r"\.mixer\.A_b_log$", ".mixer.directions.1.A_log"),
-    (r"\.mixer\.D$", ".mixer.directions.0.skip"),
-    (r"\.mixer\.D_b$", ".mixer.directions.1.skip"),
-    (r"\.mixer\.(conv1d|x_proj)\.", r".mixer.directions.0.\1."),
-    (r"\.mixer\.(conv1d|x_proj)_b\.", r".mixer.directions.1.\1."),
-    (r"\.mixer\.dt_proj\.", ".mixer.directions.0.step_proj."),
-    (r"\.mixer\.dt_proj_b\.", ".mixer.directions.1.step_proj."),
-]
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
@@ -533,76 +490,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -
     """
     state_dict = rename_published(state_dict)
     check_architecture(state_dict, model)
-    return resample(state_dict, model)
-
-
-def rename_published(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Rename ViM's published state-dict keys to this package's names. Keys that are already renamed are kept."""
-    renamed = {}
-    for name, value in state_dict.get("model", state_dict).items():
-        for pattern, replacement in _VIM_NAMES:
-            name = re.sub(pattern, replacement, name)
-        renamed[name] = value
-    return renamed
-
-
-def check_architecture(state_dict: dict[str, Tensor], model: VisionLonghorn) -> None:
-    """Compare a checkpoint's keys and shapes with a model's.
-
-    The head and the size-dependent patch and position embeddings are ignored.
-
-    Raises:
-        RuntimeError: The architectures differ. The message describes both architectures and lists differing keys.
-    """
-    own = {name: value for name, value in model.state_dict().items() if not name.startswith("head.")}
-    other = {name: value for name, value in state_dict.items() if not name.startswith("head.")}
-    common = own.keys() & other.keys() - {"patch_embed.proj.weight", "pos_embed"}
-    differences = {
-        "missing": own.keys() - other.keys(),
-        "unexpected": other.keys() - own.keys(),
-        "with other shapes": [name for name in common if own[name].shape != other[name].shape],
-    }
-    if any(differences.values()):
-        listed = [
-            f"{len(names)} {what} ({', '.join(sorted(names)[:3])})" for what, names in differences.items() if names
-        ]
-        expected, found = _architecture(own), _architecture(other)
-        problem = f"architecture must match the model, {expected}, got {found}"
-        if found == expected:
-            problem = f"tensors must be those of the model, {expected}"
-        raise RuntimeError(f"the checkpoint's {problem}; keys: {', '.join(listed)}")
-
-
-def _architecture(state_dict: dict[str, Tensor]) -> str:
-    projections = [name for name in state_dict if re.fullmatch(r"blocks\.\d+\.mixer\.in_proj\.weight", name)]
-    if not projections:
-        return "an unknown architecture"
-    kind = "ViM" if any(name.endswith(".A_log") for name in state_dict) else "ViL"
-    return f"a {kind} with embed_dim {state_dict[projections[0]].shape[1]} and depth {len(projections)}"
-
-
-def resample(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
-    """Resample the patch and position embeddings of a checkpoint to a model's patch size and grid.
-
-    Raises:
-        RuntimeError: The checkpoint's grid must be resampled but is not square. All published checkpoints have square
-            grids.
-    """
-    state_dict = dict(state_dict)
-    patches = state_dict.get("patch_embed.proj.weight")
-    # Embeddings with another number of dimensions are left to load_state_dict, which rejects them.
-    if patches is not None and patches.dim() == 4:
-        state_dict["patch_embed.proj.weight"] = resample_patch_embed(patches, model.patch_embed.patch_size)
-    pos_embed = state_dict.get("pos_embed")
-    if pos_embed is not None and pos_embed.dim() == 3 and pos_embed.shape[1] != model.pos_embed.shape[1]:
-        side = math.isqrt(max(0, pos_embed.shape[1] - 1))
-        if side**2 + 1 != pos_embed.shape[1]:
-            raise RuntimeError(
-                f"pos_embed of the checkpoint must hold a square grid of patches and a class token, got "
-                f"{pos_embed.shape[1]} tokens: load it into a model of its own img_size, then call set_input_size()"
-            )
-        state_dict["pos_embed"] = resample_pos_embed(pos_embed, model.patch_embed.grid_size, (side, side))
-    return state_dict
+    return resample(state_dict, model.patch_embed.patch_size, model.patch_embed.grid_size)
 
 
 def _cfg() -> dict[str, Any]:

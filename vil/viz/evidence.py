@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.vision_longhorn import VisionLonghorn, split_class_token
+from ..models.tokens import split_class_token
+from ..models.vision_longhorn import VisionLonghorn
 from .traces import check_model
 
 

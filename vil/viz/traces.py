@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.scan.torch_scan import RECURRENCES
-from ..models.block import KNOWN_MIXERS, Block, LonghornDirection, at_least_fp32, repeat_rows, transpose_grid
-from ..models.vision_longhorn import VisionLonghorn, split_class_token
+from ..models.block import KNOWN_MIXERS, Block, LonghornDirection, at_least_fp32
+from ..models.tokens import repeat_rows, split_class_token, transpose_grid
+from ..models.vision_longhorn import VisionLonghorn
 from ..wrappers import unwrapped
 
 

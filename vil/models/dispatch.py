@@ -1,0 +1,228 @@
+"""Dispatch of blocks to the fused kernels of vil/kernels/block.
+
+A block runs fused if the kernels compute exactly what its modules compute. Otherwise the modules run as PyTorch code.
+
+    fusible        decorator of a block's forward: run this block fused if possible
+    run_blocks     run a sequence of blocks, each fused if possible
+    register       declare the modules that the kernels compute
+    set_fused      enable or disable the fused kernels; VIL_FUSED=0 in the environment disables them from the start
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import DropPath
+from timm.models import checkpoint
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook as any_global_hook
+
+from ..kernels.block.fused import fused_operator
+from ..kernels.block.lines import Lines
+from ..kernels.block.weights import BlockWeights, DirectionWeights, Options
+from .tokens import grid_of
+
+_fused = os.environ.get("VIL_FUSED") != "0"
+_classes: dict[type, list[type]] = {}  # for each mixer with fused kernels, the classes of `modules_of` a block
+
+
+def set_fused(enable: bool) -> None:
+    """Enable (the default) or disable the fused kernels of blocks, for debugging; compiled graphs do not see the
+    switch.
+
+    VIL_FUSED=0 in the environment disables the fused kernels from the start, also in child processes.
+    """
+    global _fused
+    _fused = enable
+
+
+def register(mixer: type[nn.Module], classes: Sequence[type]) -> None:
+    """Declare that the kernels compute blocks of this mixer whose modules have exactly these classes, in order."""
+    _classes[mixer] = list(classes)
+
+
+def fusible(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate a block's forward: run the fused kernels if they compute this block, otherwise `forward`."""
+
+    @functools.wraps(forward)
+    def fused_or_forward(block: nn.Module, x_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        fused = fused_block(block, x_BLC)
+        if fused is None:
+            return forward(block, x_BLC, grid)
+        options = options_of(block, fused.weights, lines_of(block, x_BLC, grid))
+        return fused.operator(x_BLC, fused.weights, options, path_scale(block, x_BLC))[0]
+
+    fused_or_forward.fusible = True  # type: ignore[attr-defined]
+    return fused_or_forward
+
+
+def run_blocks(
+    blocks: Iterable[nn.Module],
+    x_BLC: Tensor,
+    grid: tuple[int, int] | None = None,
+    class_token_only: bool = False,
+    checkpointing: bool = False,
+) -> Tensor:
+    """Run blocks sequentially and return the residual stream (B, L, C).
+
+    If two consecutive blocks run fused, the first one also computes the norm of the second one.
+
+    Args:
+        blocks: Modules of any class. A block with hooks, or of another class, is called.
+        x_BLC: Residual stream.
+        grid: Patch grid (h, w), which pooled blocks need.
+        class_token_only: Return only the class token (B, 1, C), if the last block's kernels support this.
+        checkpointing: Run each block with activation checkpointing.
+    """
+    modules = list(blocks)
+    normed, normed_eps = None, 0.0
+    for i, block in enumerate(modules):
+        is_last = i + 1 == len(modules)
+        fused = fused_block(block, x_BLC) if only_runs_forward(block) else None
+        if fused is None:
+            x_BLC, normed = call(block, x_BLC, grid, checkpointing), None
+            continue
+
+        options = options_of(
+            block,
+            fused.weights,
+            lines_of(block, x_BLC, grid),
+            class_token_only=class_token_only and is_last,
+            norm_next=not (is_last or checkpointing),
+        )
+        scale_B = path_scale(block, x_BLC)
+        if checkpointing:
+            # The recomputation samples no random numbers, because a CUDA graph could not restore their state.
+            x_BLC, _ = checkpoint(fused.operator, x_BLC, fused.weights, options, scale_B, preserve_rng_state=False)
+        else:
+            given = normed if options.eps == normed_eps else None
+            x_BLC, normed = fused.operator(x_BLC, fused.weights, options, scale_B, given)
+            normed_eps = options.eps
+    return x_BLC
+
+
+def only_runs_forward(block: nn.Module) -> bool:
+    """Return whether a call of this module runs a `fusible` forward and nothing else."""
+    return getattr(type(block).forward, "fusible", False) and not has_hooks(block)
+
+
+def call(block: nn.Module, x_BLC: Tensor, grid: tuple[int, int] | None, checkpointing: bool) -> Tensor:
+    """Call a module with the residual stream, and with the patch grid if the module is a pooled block."""
+    keywords: dict[str, Any] = {} if getattr(block, "pool", None) is None else {"grid": grid}
+    return checkpoint(block, x_BLC, **keywords) if checkpointing else block(x_BLC, **keywords)
+
+
+class FusedBlock(NamedTuple):
+    """Fused operator of a block, as `vil.kernels.block.block_op.block`, and the block's weights."""
+
+    operator: Callable
+    weights: BlockWeights
+
+
+def fused_block(block: nn.Module, x_BLC: Tensor) -> FusedBlock | None:
+    """Return the fused operator for this block and its weights, or None if the block must run unfused.
+
+    A block can run fused if all its modules are as built, whatever the values of their weights, and `fused_operator`
+    supports the tensor's device: an NVIDIA GPU, or a CPU in fp32.
+    """
+    if not _fused or not isinstance(x_BLC, Tensor):
+        return None
+    weights = weights_as_built(block)
+    if weights is None:
+        return None
+    operator = fused_operator(x_BLC, weights, block.pool is not None)
+    return None if operator is None else FusedBlock(operator, weights)
+
+
+def weights_as_built(block: nn.Module) -> BlockWeights | None:
+    """Return the block's weights, or None if a module was replaced, has hooks, or has a parameter unknown to
+    kernels.
+    """
+    modules: dict[str, Any] = block._modules  # reading `_modules` takes less host time than attributes
+    mixer, drop_path = modules["mixer"], modules["drop_path"]
+    if type(mixer) not in _classes or type(drop_path) not in (DropPath, nn.Identity) or mixer._parameters:
+        return None
+
+    parts = modules_of(block)
+    if [type(part) for part in parts] != _classes[type(mixer)] or has_hooks(drop_path, *parts):
+        return None
+
+    norm, _, in_proj, _, out_proj, *directions = [part._parameters for part in parts]
+    first, second = direction_weights(*directions[:4]), direction_weights(*directions[4:])
+    if first is None or second is None or in_proj["bias"] is not None or out_proj["bias"] is not None:
+        return None
+    return BlockWeights(norm["weight"], in_proj["weight"], out_proj["weight"], (first, second))
+
+
+def modules_of(block: nn.Module) -> list[Any]:
+    """Return norm, mixer, the mixer's modules, and each direction with its modules."""
+    modules: dict[str, Any] = block._modules
+    mixer = modules["mixer"]
+    parts = [modules["norm"], mixer, *mixer._modules.values()]
+    for direction in mixer._modules["directions"]._modules.values():
+        parts += [direction, *direction._modules.values()]
+    return parts
+
+
+def direction_weights(own: dict, conv: dict, x_proj: dict, step_proj: dict) -> DirectionWeights | None:
+    """Return a direction's weights, or None if the direction has a parameter unknown to kernels."""
+    if x_proj["bias"] is not None or len(own) > 1 + ("A_log" in own):
+        return None
+    return DirectionWeights(
+        conv["weight"],
+        conv["bias"],
+        x_proj["weight"],
+        step_proj["weight"],
+        step_proj["bias"],
+        own["skip"],
+        own.get("A_log"),
+    )
+
+
+def has_hooks(*modules: nn.Module) -> bool:
+    """Return whether one of the modules has hooks registered, or a forward of its own instead of its class's."""
+    return any_global_hook() or any([  # noqa: C419  a list is faster
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        for own in [module.__dict__ for module in modules]
+    ])  # fmt: skip
+
+
+def lines_of(block: nn.Module, x_BLC: Tensor, grid: tuple[int, int] | None) -> Lines | None:
+    """Return the rows or columns of patches whose means a pooled block reads; None for other blocks."""
+    if block.pool is None:
+        return None
+    h, w = grid_of(x_BLC.shape[1], grid)
+    return Lines.of(h, w, columns=block.pool == "columns")
+
+
+def options_of(
+    block: nn.Module,
+    weights: BlockWeights,
+    lines: Lines | None = None,
+    class_token_only: bool = False,
+    norm_next: bool = False,
+) -> Options:
+    """Return the operator's options for the block: products run in autocast's dtype if enabled, otherwise in the
+    weights'.
+    """
+    modules: dict[str, Any] = block._modules
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weights.norm.dtype
+    class_token_only = class_token_only and lines is None  # pooled kernels compute all tokens
+    return Options(modules["mixer"].recurrence, modules["norm"].eps, dtype, class_token_only, norm_next, lines)
+
+
+def path_scale(block: nn.Module, x_BLC: Tensor) -> Tensor | None:
+    """Sample the stochastic-depth factor of each image, 0 or 1 / (1 - rate); None if every factor is 1."""
+    drop: Any = block._modules["drop_path"]
+    if not block.training or not isinstance(drop, DropPath):
+        return None
+    if not 0 < drop.drop_prob < 1 or not drop.scale_by_keep:
+        return drop(x_BLC.new_ones(x_BLC.shape[0]))
+    keep = 1 - drop.drop_prob
+    return x_BLC.new_empty(x_BLC.shape[0]).bernoulli_(keep).div_(keep)  # equal to DropPath, in half of the host time

@@ -1,0 +1,112 @@
+"""Weights of other models: ViM's published names, resampling to another image or patch size, and a comparison of
+architectures.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from timm.layers import resample_patch_embed
+from torch import Tensor, nn
+
+from .tokens import resample_pos_embed
+
+# Regular expressions that rename keys of ViM's published checkpoints, applied in this order; `_b` is the backward scan.
+_VIM_NAMES = [
+    (r"^layers\.", "blocks."),
+    (r"^norm_f\.", "norm."),
+    (r"\.mixer\.A_log$", ".mixer.directions.0.A_log"),
+    (r"\.mixer\.A_b_log$", ".mixer.directions.1.A_log"),
+    (r"\.mixer\.D$", ".mixer.directions.0.skip"),
+    (r"\.mixer\.D_b$", ".mixer.directions.1.skip"),
+    (r"\.mixer\.(conv1d|x_proj)\.", r".mixer.directions.0.\1."),
+    (r"\.mixer\.(conv1d|x_proj)_b\.", r".mixer.directions.1.\1."),
+    (r"\.mixer\.dt_proj\.", ".mixer.directions.0.step_proj."),
+    (r"\.mixer\.dt_proj_b\.", ".mixer.directions.1.step_proj."),
+]
+
+
+def rename_published(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Rename ViM's published state-dict keys to this package's names. Keys that are already renamed are kept."""
+    renamed = {}
+    for name, value in state_dict.get("model", state_dict).items():
+        for pattern, replacement in _VIM_NAMES:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = value
+    return renamed
+
+
+def check_architecture(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Compare a checkpoint's keys and shapes with a model's.
+
+    The head and the size-dependent patch and position embeddings are ignored.
+
+    Raises:
+        RuntimeError: The architectures differ. The message describes both architectures and lists differing keys.
+    """
+    own = {name: value for name, value in model.state_dict().items() if not name.startswith("head.")}
+    other = {name: value for name, value in state_dict.items() if not name.startswith("head.")}
+    common = own.keys() & other.keys() - {"patch_embed.proj.weight", "pos_embed"}
+    differences = {
+        "missing": own.keys() - other.keys(),
+        "unexpected": other.keys() - own.keys(),
+        "with other shapes": [name for name in common if own[name].shape != other[name].shape],
+    }
+    if not any(differences.values()):
+        return
+
+    listed = [f"{len(names)} {what} ({', '.join(sorted(names)[:3])})" for what, names in differences.items() if names]
+    expected, found = architecture(own), architecture(other)
+    if found == expected:
+        problem = f"tensors must be those of the model, {expected}"
+    else:
+        problem = f"architecture must match the model, {expected}, got {found}"
+    raise RuntimeError(f"the checkpoint's {problem}; keys: {', '.join(listed)}")
+
+
+def architecture(state_dict: Mapping[str, Tensor]) -> str:
+    """Return a description of the architecture that a state dict belongs to."""
+    projections = [name for name in state_dict if re.fullmatch(r"blocks\.\d+\.mixer\.in_proj\.weight", name)]
+    if not projections:
+        return "an unknown architecture"
+    kind = "ViM" if any(name.endswith(".A_log") for name in state_dict) else "ViL"
+    return f"a {kind} with embed_dim {state_dict[projections[0]].shape[1]} and depth {len(projections)}"
+
+
+def check_classes(state_dict: Mapping[str, Tensor], num_classes: int) -> None:
+    """Raise a RuntimeError if the checkpoint's head has another number of classes."""
+    classes = len(state_dict.get("head.bias", ()))
+    if classes != num_classes:
+        raise RuntimeError(
+            f"the checkpoint has {classes} classes but the model has {num_classes}: create the model with "
+            f"num_classes={classes}, load the checkpoint, and call reset_classifier({num_classes})"
+        )
+
+
+def resample(
+    state_dict: Mapping[str, Tensor], patch_size: tuple[int, int], grid_size: tuple[int, int]
+) -> dict[str, Tensor]:
+    """Resample the patch and position embeddings of a checkpoint to a model's patch size and patch grid.
+
+    Raises:
+        RuntimeError: The checkpoint's grid must be resampled but is not square. All published checkpoints have square
+            grids.
+    """
+    resampled = dict(state_dict)
+
+    # Embeddings with another number of dimensions are left to load_state_dict, which rejects them.
+    patch_embed = resampled.get("patch_embed.proj.weight")
+    if patch_embed is not None and patch_embed.dim() == 4:
+        resampled["patch_embed.proj.weight"] = resample_patch_embed(patch_embed, list(patch_size))
+
+    pos_embed = resampled.get("pos_embed")
+    if pos_embed is not None and pos_embed.dim() == 3 and pos_embed.shape[1] != math.prod(grid_size) + 1:
+        side = math.isqrt(max(0, pos_embed.shape[1] - 1))
+        if side**2 + 1 != pos_embed.shape[1]:
+            raise RuntimeError(
+                f"pos_embed of the checkpoint must hold a square grid of patches and a class token, got "
+                f"{pos_embed.shape[1]} tokens: load it into a model of its own img_size, then call set_input_size()"
+            )
+        resampled["pos_embed"] = resample_pos_embed(pos_embed, grid_size, (side, side))
+    return resampled
