@@ -21,8 +21,8 @@ import vil
 from vil.checkpoint import CheckpointError, save_checkpoint
 from vil.config import ConfigError
 from vil.export import export_model
-from vil.predict import Classifier
 from vil.predict.__main__ import main
+from vil.predict.classifier import reason_of
 
 NAMES = ["ant", "n01440764", "cat", "dog", "eel", "fox", "gnu"]
 SHOWN = ["ant", "tench, Tinca tinca", *NAMES[2:]]
@@ -123,23 +123,14 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
     table, entries = tmp_path / "new/found.csv", tmp_path / "found.json"
     words = ["--checkpoint", str(checkpoint), str(photos), str(photos / "notes.txt"), "--topk", "2"]
     words += ["--batch-size", "3", "--csv", str(table), "--json", str(entries), "--device", "cpu"]
-    at_once, best, label = [], Classifier._best, Classifier._label
-    monkeypatch.setattr(Classifier, "_best", lambda self, x, topk: at_once.append(len(x)) or best(self, x, topk))
-    monkeypatch.setattr(
-        Classifier, "_label", lambda self, n: label(self, n) if torch.is_inference_mode_enabled() else 0
-    )
     monkeypatch.setattr(sys, "argv", ["vil.predict", *words])
-    with monkeypatch.context() as patch:
-        # fails if predict asks for the default device
-        patch.setattr(sys.modules["vil.predict"], "default_device", lambda: "meta")
-        with pytest.raises(SystemExit, match=r"^2 of 9 images cannot be read$"):
-            main()
+    with pytest.raises(SystemExit, match=r"^2 of 9 images cannot be read$"):
+        main()
     printed, errors = capsys.readouterr()
     assert [name for name in ("broken.png", "notes.txt") if f"{photos / name}' cannot be read" in errors] == [
         "broken.png",
         "notes.txt",
     ]
-    assert at_once == [2, 3, 2]  # batches of three files; broken.png and notes.txt cannot be read
     rows = {row["file"]: row for row in csv.DictReader(table.open())}
     read = {entry["file"]: entry["predictions"] for entry in json.loads(entries.read_text())}
     assert rows.keys() == read.keys()
@@ -172,9 +163,16 @@ def test_tables_are_written_where_no_image_can_be_read_and_nobody_takes_the_line
     assert ((tmp_path / "x.csv").read_text(), (tmp_path / "x").read_text()) == ('"file"\n', "[]\n")
 
 
-def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicted(
-    checkpoint, photos, caplog, monkeypatch
-):
+def test_batches_have_the_size_that_is_asked_for_less_what_cannot_be_read(checkpoint, photos):
+    model, batches = vil.from_checkpoint(checkpoint), []
+    seen = lambda _, inputs: batches.append((len(inputs[0]), torch.is_inference_mode_enabled()))  # noqa: E731
+    model.register_forward_pre_hook(seen)
+    files = [photos / name for name in ("a.png", "b.jpg", "broken.png", "c.webp", "notes.txt", "d.tif", "e.bmp")]
+    assert [len(found) > 0 for found in vil.predict(model, files, batch_size=3)] == [1, 1, 0, 1, 0, 1, 1]
+    assert batches == [(2, True), (2, True), (1, True)]
+
+
+def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicted(checkpoint, photos, caplog):
     others = np.zeros((3, 8, 8), np.uint8), Image.new("RGB", (0, 5)), np.zeros((8, 8)), np.zeros(8, np.uint8)
     found = vil.predict(checkpoint, [photos / "a.png", photos / "gone.png", *others, photos / "b.jpg"])
     assert [len(predictions) for predictions in found] == [5, 0, 0, 0, 0, 0, 5]
@@ -193,9 +191,7 @@ def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicte
         vil.predict(checkpoint, photos / "broken.png")
     with pytest.raises(ConfigError, match=r"' cannot be read as an image: .{200}$"):  # longer errors are truncated
         vil.predict(checkpoint, "n" * 240)
-    monkeypatch.setattr(Classifier, "_prepared", lambda *_: EOFError())
-    with pytest.raises(ConfigError, match="'x' cannot be read as an image: EOFError$"):  # an error without a message
-        vil.predict(checkpoint, "x")
+    assert reason_of(EOFError()) == "EOFError"  # an error without a message
 
 
 def test_classes_without_names_have_numbers_and_timms_of_imagenet_words():

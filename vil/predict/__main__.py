@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from ..fault_tolerance.files import write_atomically
 from ..fault_tolerance.output import check_outputs, csv_text, errors_in_a_line, print_result
 from ..fault_tolerance.streams import outlive_output
 from ..text import label_of
-from . import Prediction, classifier_of, predictions, reason_of
 from . import __doc__ as description
+from .classifier import Classifier, Prediction, classifier_of, predictions, reason_of
 
 _logger = logging.getLogger(__name__)
 
@@ -54,44 +55,64 @@ def parse_options() -> argparse.Namespace:
 
 def predict_files(options: argparse.Namespace) -> tuple[int, int]:
     """Print a line for each image and write the tables; return the numbers of unreadable images and of all images."""
+    files = image_files(options.images)
+    classifier = classifier_of(options.checkpoint, known_device(options.device))
+    found = print_predictions(classifier, files, options.topk, options.batch_size)
+    if options.csv:
+        rows = [_row(file, classes) for file, classes in found]
+        write_atomically(options.csv, csv_text(rows, list(rows[0]) if rows else ["file"]))
+    if options.json:
+        entries = [_entry(file, classes) for file, classes in found]
+        write_atomically(options.json, json.dumps(entries, indent=2) + "\n")
+    return len(files) - len(found), len(files)
+
+
+def image_files(paths: Sequence[Path]) -> list[Path]:
+    """Return the files among `paths`, and the images in the folders among them."""
     files: list[Path] = []
     left_out: Counter[str] = Counter()
-    for path in options.images:
+    for path in paths:
         inside = [Path(name) for name in list_images(str(path), str(path), left_out)] if path.is_dir() else [path]
         if not inside:
             raise ConfigError(f"there are no images in {path}{endings(left_out)}")
         files += inside
     if left_out:
         _logger.warning("%d images%s", len(files), endings(left_out))
-    classifier = classifier_of(options.checkpoint, known_device(options.device))
-    rows: list[dict[str, Any]] = []
-    entries: list[dict[str, Any]] = []
-    unreadable = 0
-    with tqdm(total=len(files), unit="img", disable=None if len(files) > options.batch_size else True) as bar:
-        for file, found in predictions(classifier, files, options.topk, options.batch_size):
+    return files
+
+
+def print_predictions(
+    classifier: Classifier, files: Sequence[Path], topk: int, batch_size: int
+) -> list[tuple[Path, list[Prediction]]]:
+    """Print a line for each image, and return the predictions of those that can be read."""
+    read = []
+    with tqdm(total=len(files), unit="img", disable=None if len(files) > batch_size else True) as bar:
+        for file, found in predictions(classifier, files, topk, batch_size):
             bar.update()
             if isinstance(found, Exception):
-                unreadable += 1
                 tqdm.write(f"{str(file)!r} cannot be read as an image: {reason_of(found)}", file=sys.stderr)
                 continue
+            classes = "; ".join(f"{p.label} {p.probability:.1%}" for p in found)
             with bar.external_write_mode():
-                print_result(f"{label_of(str(file))}: " + "; ".join(f"{p.label} {p.probability:.1%}" for p in found))
-            rows.append(_row(file, found))
-            classes = [{"class": p.label, "probability": p.probability, "number": p.number} for p in found]
-            entries.append({"file": str(file), "predictions": classes})
-    if options.csv:
-        write_atomically(options.csv, csv_text(rows, list(rows[0]) if rows else ["file"]))
-    if options.json:
-        write_atomically(options.json, json.dumps(entries, indent=2) + "\n")
-    return unreadable, len(files)
+                print_result(f"{label_of(str(file))}: {classes}")
+            read.append((file, found))
+    return read
 
 
 def _row(file: Path, found: list[Prediction]) -> dict[str, Any]:
+    """Return a row of the CSV table."""
     row: dict[str, Any] = {"file": str(file)}
-    for place, prediction in enumerate(found, start=1):
-        ending = f"_{place}" if place > 1 else ""
-        row |= {f"class{ending}": prediction.label, f"probability{ending}": prediction.probability}
+    for rank, prediction in enumerate(found, start=1):
+        suffix = f"_{rank}" if rank > 1 else ""
+        row[f"class{suffix}"] = prediction.label
+        row[f"probability{suffix}"] = prediction.probability
     return row
+
+
+def _entry(file: Path, found: list[Prediction]) -> dict[str, Any]:
+    """Return an entry of the JSON list."""
+    classes = [{"class": p.label, "probability": p.probability, "number": p.number} for p in found]
+    return {"file": str(file), "predictions": classes}
 
 
 if __name__ == "__main__":
