@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..config import ConfigError
 from ..data.sources.folders import list_images
 from ..data.sources.images import read_image
 from ..data_config import data_config_of
-from ..factory import create_model, from_checkpoint
+from ..factory import create_model, from_checkpoint, saved_arguments
 from ..fault_tolerance.files import write_atomically
 from ..fault_tolerance.machine_errors import MachineError
 from ..fault_tolerance.output import errors_in_a_line
@@ -39,6 +40,16 @@ SHOWN = 8  # maximum number of images in a plot; Matplotlib lays them out in sec
 
 
 def main() -> None:
+    options = parse_options()
+    try:
+        import matplotlib.figure  # noqa: F401  fail before the slow loading of the model
+    except ImportError as error:
+        sys.exit(f"error: vil.viz needs matplotlib: pip install matplotlib ({error})")
+    with errors_in_a_line(OSError):
+        draw(options)
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m vil.viz", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,13 +64,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("output/viz"), help="output folder for why.png, scans.png and fields.png"
     )
-    options = parser.parse_args()
-    try:
-        import matplotlib.figure  # noqa: F401  fail before the slow loading of the model
-    except ImportError as error:
-        sys.exit(f"error: vil.viz needs matplotlib: pip install matplotlib ({error})")
-    with errors_in_a_line(OSError):
-        draw(options)
+    return parser.parse_args()
 
 
 def draw(options: argparse.Namespace) -> None:
@@ -71,68 +76,101 @@ def draw(options: argparse.Namespace) -> None:
     """
     if options.count < 1:
         raise ConfigError(f"--count must be at least 1, got {options.count}")
-    source = Checkpoint(options.checkpoint)
-    config = source.options
-    if not config.get("model"):
+    model, untrained = load_models(options.checkpoint)
+    blocks = checked_blocks(options.blocks, len(model.blocks))
+    data_config = data_config_of(model)
+    files, pictures = zip(*read_pictures(image_files(options.images)))
+    transform = create_transform(**data_config)
+    images = torch.stack([transform(picture) for picture in pictures])
+
+    analysed = images[: options.count]
+    mean, std = (torch.tensor(data_config[name]).view(3, 1, 1) for name in ("mean", "std"))
+    shown = (analysed[:SHOWN] * std + mean).clamp(0, 1)
+    titles = titles_of(model, files[: len(shown)], pictures[: len(shown)])
+
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    figure, summary = why(model, analysed, shown, titles)
+    save(figure, out / "why.png")
+    print(f"{out / 'why.png'}: {len(shown)} images; {summary}", flush=True)
+    save(plot_scans(model, analysed[: len(shown)], shown, titles, blocks), out / "scans.png")
+    save(plot_receptive_fields(receptive_fields(model, untrained, images)), out / "fields.png")
+    print(f"{out / 'scans.png'}: {len(shown)} images; {out / 'fields.png'}: over {len(images)} images")
+
+
+def load_models(checkpoint: str) -> tuple[VisionLonghorn, VisionLonghorn]:
+    """Return the model of a checkpoint, and an untrained model of the same kind.
+
+    Raises:
+        ConfigError: The checkpoint does not store its model's name, or the model is not a ViL or ViM.
+        CheckpointError: The checkpoint is missing or corrupt.
+    """
+    source = Checkpoint(checkpoint)
+    name = source.options.get("model")
+    if not name:
         raise ConfigError(
-            f"{options.checkpoint} must be a checkpoint of train_imagenet.py, but does not store its model's name"
+            f"{checkpoint} must be a checkpoint of train_imagenet.py, but does not store its model's name"
         )
-    arguments = {name: config[name] for name in ("num_classes", "img_size") if config.get(name)}
-    arguments |= config.get("model_kwargs") or {}
     # create this model first, because the checkpoint may have another size than its config says
     model = from_checkpoint(source)
     torch.manual_seed(0)
-    untrained = create_model(config["model"], **arguments).eval()
+    untrained = create_model(name, **saved_arguments(source.options)).eval()
     if not (isinstance(model, VisionLonghorn) and isinstance(untrained, VisionLonghorn)):
-        raise ConfigError(f"{options.checkpoint} must hold a ViL or ViM model, got {config['model']}")
-    depth = len(model.blocks)
-    blocks = options.blocks or sorted({0, depth // 2, depth - 1})
+        raise ConfigError(f"{checkpoint} must hold a ViL or ViM model, got {name}")
+    return model, untrained
+
+
+def checked_blocks(blocks: list[int] | None, depth: int) -> list[int]:
+    """Return the requested blocks, by default the first, middle and last one.
+
+    Raises:
+        ConfigError: The model does not have a block.
+    """
+    blocks = blocks or sorted({0, depth // 2, depth - 1})
     for block in blocks:
         if not 0 <= block < depth:
             raise ConfigError(f"--blocks must be between 0 and {depth - 1} for this model, got {block}")
-    data_config = data_config_of(model)
-    transform = create_transform(**data_config)
-    files, opened = zip(*read_pictures(image_files(options.images)))
-    images = torch.stack([transform(image) for image in opened])
-    mean, std = (torch.tensor(data_config[name]).view(3, 1, 1) for name in ("mean", "std"))
+    return blocks
 
-    options.out.mkdir(parents=True, exist_ok=True)
-    asked = images[: options.count]
-    shown = (asked[:SHOWN] * std + mean).clamp(0, 1)
-    # of several images
-    predicted = cast("list[list[Prediction]]", predict(model, opened[: len(shown)], topk=1))
-    titles = [
-        f"{label_of('/'.join(path.parts[-2:]))[-30:]}\n{label_of(best.label)[:30]} ({best.probability:.1%})"
-        for path, (best,) in zip(files, predicted)
-    ]
-    figure, said = why(model, asked, shown, titles)
-    write_atomically(options.out / "why.png", partial(figure.savefig, dpi=110))
-    print(f"{options.out / 'why.png'}: {len(shown)} images; {said}", flush=True)
-    figure = plot_scans(model, asked[: len(shown)], shown, titles, blocks)
-    write_atomically(options.out / "scans.png", partial(figure.savefig, dpi=110))
-    fields = {
-        f"{name}, {token}": effective_receptive_field(m, images, token)
-        for name, m in (("untrained", untrained), ("trained", model))
+
+def titles_of(model: VisionLonghorn, files: Sequence[Path], pictures: Sequence[Image.Image]) -> list[str]:
+    """Return the file and the predicted class of each image, short enough for adjacent images."""
+    predicted = cast("list[list[Prediction]]", predict(model, pictures, topk=1))  # of several images
+    titles = []
+    for path, (best,) in zip(files, predicted):
+        name = label_of("/".join(path.parts[-2:]))[-30:]
+        titles.append(f"{name}\n{label_of(best.label)[:30]} ({best.probability:.1%})")
+    return titles
+
+
+def receptive_fields(model: VisionLonghorn, untrained: VisionLonghorn, images: Tensor) -> dict[str, Tensor]:
+    """Return the receptive fields of the central patch and of the class token by title."""
+    return {
+        f"{name}, {token}": effective_receptive_field(of, images, token)
+        for name, of in (("untrained", untrained), ("trained", model))
         for token in ("centre", "class")
     }
-    write_atomically(options.out / "fields.png", partial(plot_receptive_fields(fields).savefig, dpi=110))
-    print(f"{options.out / 'scans.png'}: {len(shown)} images; {options.out / 'fields.png'}: over {len(images)} images")
+
+
+def save(figure: Figure, path: Path) -> None:
+    write_atomically(path, partial(figure.savefig, dpi=110))
 
 
 def why(model: VisionLonghorn, images: Tensor, shown: Tensor, titles: list[str]) -> tuple[Figure, str]:
     """Return the plot why.png and a line with the mean probability of the class after deletion by each map."""
-    maps = {
-        "evidence for the class": patch_sums(model, class_evidence(model, images)),
-        "what the class token reads": reading(model, images),
+    evidence = patch_sums(model, class_evidence(model, images))
+    read = reading(model, images)
+    random_maps = torch.rand(4, *read.shape, generator=torch.Generator().manual_seed(0))
+    curves = {
+        "evidence": deletion_curve(model, images, evidence),
+        "most read": deletion_curve(model, images, read),
+        "at random": torch.stack([deletion_curve(model, images, maps) for maps in random_maps]).mean(0),
     }
-    evidence, read = maps.values()
-    curves = {"evidence": deletion_curve(model, images, evidence), "most read": deletion_curve(model, images, read)}
-    draws = torch.rand(4, *read.shape, generator=torch.Generator().manual_seed(0))
-    curves["at random"] = torch.stack([deletion_curve(model, images, draw) for draw in draws]).mean(0)
     fifths = ", ".join(f"{name} {curve[:, 2].mean():.2f}" for name, curve in curves.items())
     whole = f"probability of the class {curves['evidence'][:, 0].mean():.2f}"
-    said = f"mean over {len(images)} images: {whole}, with a fifth of the patches hidden: {fifths}"
-    return plot_why(shown, titles, maps, curves), said
+    summary = f"mean over {len(images)} images: {whole}, with a fifth of the patches hidden: {fifths}"
+    maps = {"evidence for the class": evidence, "what the class token reads": read}
+    return plot_why(shown, titles, maps, curves), summary
 
 
 def image_files(paths: list[Path]) -> list[Path]:

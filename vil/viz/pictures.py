@@ -31,34 +31,53 @@ def plot_why(shown: Tensor, titles: Sequence[str], maps: dict[str, Tensor], curv
     columns = 2 + len(maps)
     figure = Figure(figsize=(2.5 * columns, 2.2 * len(shown) + 0.3), layout="constrained")
     for i, row in enumerate(figure.subplots(len(shown), columns, squeeze=False)):
-        picture = shown[i].permute(1, 2, 0).numpy(force=True)
-        row[0].imshow(picture)
-        row[0].set_title(titles[i], fontsize=8, parse_math=False)
-        for axis, (name, values) in zip(row[1:], maps.items()):
-            axis.imshow(picture.mean(-1), cmap="gray", vmin=0, vmax=1)
-            bar = figure.colorbar(_overlay(axis, values[i].numpy(force=True), picture.shape), ax=axis, shrink=0.8)
-            bar.ax.tick_params(labelsize=6)
+        image_axis, *map_axes, curve_axis = row
+        picture_HW3 = _picture(shown[i])
+        image_axis.imshow(picture_HW3)
+        image_axis.set_title(titles[i], fontsize=8, parse_math=False)
+        for axis, (name, maps_Bhw) in zip(map_axes, maps.items()):
+            axis.imshow(picture_HW3.mean(-1), cmap="gray", vmin=0, vmax=1)
+            overlay = _overlay(axis, maps_Bhw[i].numpy(force=True), picture_HW3.shape)
+            _add_colorbar(figure, overlay, axis)
             axis.set_title(name if i == 0 else "", fontsize=8)
-        for axis in row[:-1]:
+        for axis in (image_axis, *map_axes):
             axis.set(xticks=[], yticks=[])
-        for name, values in curves.items():
-            row[-1].plot(np.linspace(0, 100, values.shape[1]), values[i].numpy(force=True), label=name)
-        row[-1].set(ylim=(-0.03, 1.03), ylabel="probability")
-        row[-1].tick_params(labelsize=6)
+        _plot_curves(curve_axis, {name: curve[i] for name, curve in curves.items()})
         if i == 0:
-            row[-1].legend(fontsize=6, title="hidden first", title_fontsize=6)
-    row[-1].set_xlabel("% of patches hidden", fontsize=8)
+            curve_axis.legend(fontsize=6, title="hidden first", title_fontsize=6)
+    curve_axis.set_xlabel("% of patches hidden", fontsize=8)
     return figure
+
+
+def _picture(shown_3HW: Tensor) -> np.ndarray:
+    """Return an image as Matplotlib shows it."""
+    return shown_3HW.permute(1, 2, 0).numpy(force=True)
+
+
+def _add_colorbar(figure: Figure, plotted: Any, axes: Any) -> None:
+    figure.colorbar(plotted, ax=axes, shrink=0.8).ax.tick_params(labelsize=6)
+
+
+def _plot_curves(axis: Any, curves: dict[str, Tensor]) -> None:
+    """Plot the deletion curves of an image."""
+    for name, curve in curves.items():
+        axis.plot(np.linspace(0, 100, len(curve)), curve.numpy(force=True), label=name)
+    axis.set(ylim=(-0.03, 1.03), ylabel="probability")
+    axis.tick_params(labelsize=6)
 
 
 def _overlay(axis: Any, values_hw: np.ndarray, shape: Sequence[int]) -> Any:
     """Plot a semi-transparent map over the image of an axis."""
-    signed = values_hw.min() < 0
-    most = abs(values_hw).max()
+    is_signed = values_hw.min() < 0
+    largest = abs(values_hw).max()
     return axis.imshow(
-        values_hw, cmap="RdBu" if signed else "viridis", vmin=-most if signed else 0, vmax=most, alpha=0.65,
+        values_hw,
+        cmap="RdBu" if is_signed else "viridis",
+        vmin=-largest if is_signed else 0,
+        vmax=largest,
+        alpha=0.65,
         extent=(-0.5, shape[1] - 0.5, shape[0] - 0.5, -0.5),
-    )  # fmt: skip
+    )
 
 
 def plot_scans(
@@ -78,25 +97,25 @@ def plot_scans(
     traces = trace_scans(model, images)
     blocks = range(len(traces)) if blocks is None else blocks
     step = {"longhorn": "beta", "selective": "dt"}[blocks_of(check_model(model))[0].mixer.recurrence]
-    columns = [
-        (name, field) for name, field in zip(("relevance", step, "state norm"), ("relevance", "step", "state_norm"))
-    ]
+    fields = {"relevance": "relevance", step: "step", "state norm": "state_norm"}
     rows = [(i, b) for i in range(len(images)) for b in blocks]
-    figure = Figure(figsize=(1.7 * 7, 1.8 * len(rows) + 0.4), layout="constrained")
-    axes = figure.subplots(len(rows), 7, squeeze=False)
+    columns = 1 + 2 * len(fields)
+    figure = Figure(figsize=(1.7 * columns, 1.8 * len(rows) + 0.4), layout="constrained")
+    axes = figure.subplots(len(rows), columns, squeeze=False)
     for row, (i, b) in zip(axes, rows):
-        row[0].imshow(shown[i].permute(1, 2, 0).numpy(force=True))
+        row[0].imshow(_picture(shown[i]))
         row[0].set_ylabel(f"block {b}")
         if b == blocks[0]:
             row[0].set_title(titles[i], fontsize=8, parse_math=False)
-        for c, (name, field) in enumerate(columns):
-            maps = patch_maps(model, getattr(traces[b], field)[i : i + 1], images.shape)[0].numpy(force=True)
+        for c, (name, field) in enumerate(fields.items()):
+            values_1GL = getattr(traces[b], field)[i : i + 1]
+            maps_Ghw = patch_maps(model, values_1GL, images.shape)[0].numpy(force=True)
             pair = row[1 + 2 * c : 3 + 2 * c]
-            for g, axis in enumerate(pair):
-                drawn = axis.imshow(maps[g], cmap="viridis", vmin=maps.min(), vmax=maps.max())
+            for axis, direction, map_hw in zip(pair, DIRECTIONS, maps_Ghw):
+                plotted = axis.imshow(map_hw, cmap="viridis", vmin=maps_Ghw.min(), vmax=maps_Ghw.max())
                 if (i, b) == rows[0]:
-                    axis.set_title(f"{name},\n{DIRECTIONS[g]}", fontsize=8)
-            figure.colorbar(drawn, ax=list(pair), shrink=0.8).ax.tick_params(labelsize=6)
+                    axis.set_title(f"{name},\n{direction}", fontsize=8)
+            _add_colorbar(figure, plotted, list(pair))
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
     return figure
