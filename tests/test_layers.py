@@ -26,6 +26,7 @@ LAYERS = """
     vil.distributed
     vil.config vil.info vil.published
     vil.classes vil.state_dicts vil.security
+    vil.weight_files
     vil.checkpoint vil.devices vil.data_config
     vil.initial_weights
     vil.factory

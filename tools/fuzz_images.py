@@ -319,7 +319,7 @@ def read_all(root: Path, path: str, device: torch.device, gigabytes: float | Non
         except BaseException as error:
             outcome.ended_by = repr(error)
     outcome.seconds, outcome.megabytes = time.perf_counter() - start, max(0, memory("VmHWM") - before)
-    sandbox.of_process(os.getpid()).close()
+    sandbox.sandbox_of(os.getpid()).close()
     outcome.megabytes += resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     return outcome
 

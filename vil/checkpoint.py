@@ -1,53 +1,34 @@
-"""Checkpoints: files that hold a whole run, written atomically, and weights from files of any origin."""
+"""Checkpoints: what the files of a run hold, and how they are written and read."""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import sys
-import zipfile
-import zlib
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
-from torch import nn
 
-from .config import options_of_checkpoint
 from .distributed import is_rank0
 from .errors import CheckpointError, ConfigError
 from .fault_tolerance.files import write_atomically
-from .fault_tolerance.machine_errors import cause_of, find_machine_error, is_machine_error, remedy_for, retry
+from .fault_tolerance.machine_errors import cause_of, find_machine_error, remedy_for
 from .security import unpickler
-from .state_dicts import StateDictError, find_state_dict, parts_of, within_own_prefix, without_wrappers
+from .security.checkpoint_options import check_preprocessing, confirm_dataset, confirm_teacher, options_of_checkpoint
+from .state_dicts import StateDictError, check_weights, find_state_dict, without_wrappers
 from .text import LONGEST_LABEL, label_of
+from .weight_files import VERSION, BrokenCheckpointError, file_of, read_file
 
 _logger = logging.getLogger(__name__)
 
-VERSION = 3  # version 1 stored no position within an epoch, 2 had another order of the optimizer's parameters
 PARTS: dict[str, type] = {
     "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "num_images": int,
 }  # fmt: skip
-LARGEST = 1e6  # largest mean or standard deviation of pixels in 0..1; its reciprocal is the smallest standard deviation
+PREPROCESSING = "mean", "std", "crop_mode", "crop_pct", "interpolation"  # timm's names
 MOST_CONFIG = 2**23  # bytes of config.json
-MOST_HEADER = 2**24  # bytes of the header of a .safetensors file, which may take 30 times as much memory
-MOST_OPTIONS = 10_000  # maximum number of values in the options of a run
-IN_FOLDER = "model.safetensors"  # the weights in a folder of `vil.export`
-PRODUCER = "vision-longhorn"  # in the metadata of .safetensors files that name their model
-MOST_RESAMPLED = 2**26  # maximum number of values that resampling to another image size may add
-MOST_TENSORS = 100_000  # of a .safetensors file
-# errors whose messages explain the problem
-READABLE = (zipfile.BadZipFile, SafetensorError, unpickler.TorchFileError)
-
-
-class BrokenCheckpointError(CheckpointError):
-    """A file cannot be read as a checkpoint because it is truncated, corrupt, or of another format."""
+MOST_OPTIONS = 2**17  # bytes of the values in the options of a run
 
 
 def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = None) -> None:
@@ -61,8 +42,7 @@ def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = N
     Raises:
         CheckpointError: Writing failed. The message names the file, the cause and the remedy.
     """
-    digests = {name: digest(state[name]) for name in ("state_dict", "state_dict_ema") if name in state}
-    state = {"version": VERSION, "digest": digests, **state}
+    state = {"version": VERSION, **state}
     try:
         write_atomically(path, lambda file: torch.save(state, file), previous)
     except (OSError, RuntimeError) as error:  # PyTorch's writer turns an OSError into a RuntimeError
@@ -72,6 +52,22 @@ def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = N
             f"could not write {path}: {cause_of(cause)}{kept}. To continue, {remedy_for(cause)}, then resume with "
             "--resume auto"
         ) from error
+
+
+def options_to_resume(path: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a checkpoint for a run that resumes from it.
+
+    Args:
+        path: The checkpoint.
+        given: Options of the command line.
+
+    Raises:
+        ConfigError: An option is not allowed in a checkpoint, or must be confirmed on the command line.
+    """
+    options = Checkpoint(path, whole=False).options
+    confirm_dataset(options, given, path)
+    confirm_teacher(options, given, path)
+    return options
 
 
 class Checkpoint:
@@ -88,7 +84,11 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path, whole: bool = True):
-        self.path, self.content = Path(path), _content(path, whole)
+        self.path = Path(path)
+        self.content = read_file(path, whole)
+        self.is_ours = (
+            isinstance(self.content, dict) and isinstance(self.content.get("version"), int) and "config" in self.content
+        )
 
     @classmethod
     def of(cls, source: str | Path | Checkpoint) -> Checkpoint:
@@ -97,10 +97,6 @@ class Checkpoint:
 
     def __str__(self) -> str:
         return str(self.path)
-
-    @property
-    def is_ours(self) -> bool:
-        return _is_ours(self.content)
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -111,8 +107,9 @@ class Checkpoint:
         """
         if not self.is_ours:
             return {}
+        config = self.content["config"]
         try:
-            unpickler.refuse_growth(config := self.content["config"], MOST_OPTIONS)
+            unpickler.check_expansion(config, MOST_OPTIONS)
         except unpickler.TorchFileError as error:
             raise ConfigError(f"the options in {self.path} cannot be read: {error}") from error
         return options_of_checkpoint(config, self.path)
@@ -128,11 +125,11 @@ class Checkpoint:
         names = self.content.get("label_names") if self.is_ours else None
         if names is None:
             return []
-        classes = self.options.get("num_classes")
+        num_classes = self.options.get("num_classes")
         are_labels = isinstance(names, list) and all(isinstance(name, str) and name == label_of(name) for name in names)
-        if not are_labels or len(names) != classes:
+        if not are_labels or len(names) != num_classes:
             raise CheckpointError(
-                f"{self.path} has label_names that are not a name for each of its {classes} classes, of at most "
+                f"{self.path} has label_names that are not a name for each of its {num_classes} classes, of at most "
                 f"{LONGEST_LABEL} printable characters"
             )
         return names
@@ -148,22 +145,29 @@ class Checkpoint:
             CheckpointError: The values cannot be read or are not preprocessing.
             ConfigError: crop_pct or interpolation is not allowed in a checkpoint (see `options_of_checkpoint`).
         """
+        found = self._metadata_preprocessing() | self._folder_preprocessing()
+        channels = (self.options.get("model_kwargs") or {}).get("in_chans", 3)
+        check_preprocessing(found, self.path, channels)
+        return found
+
+    def _metadata_preprocessing(self) -> dict[str, Any]:
         metadata = self.content.get("metadata", {}) if self.is_ours else {}
         try:
             found = {name: json.loads(metadata[name]) for name in ("mean", "std") if name in metadata}
-            found |= {name: metadata[name] for name in ("crop_mode",) if name in metadata}
+            return found | {name: metadata[name] for name in ("crop_mode",) if name in metadata}
         except (ValueError, RecursionError, AttributeError, TypeError) as error:
-            raise _broken(file_of(self.path), error) from error
-        if (beside := self.path / "config.json").is_file():  # timm reads this file of a folder
-            try:
-                with open(beside, "rb") as file:
-                    own = json.loads(file.read(MOST_CONFIG)).get("pretrained_cfg", {})
-                names = "mean", "std", "crop_mode", "crop_pct", "interpolation"
-                found |= {name: own[name] for name in names if own.get(name) is not None}
-            except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
-                raise BrokenCheckpointError(f"{beside} is not a model's config.json: {str(error)[:200]}") from error
-        check_preprocessing(found, self.path, (self.options.get("model_kwargs") or {}).get("in_chans", 3))
-        return found
+            raise BrokenCheckpointError.because(file_of(self.path), error) from error
+
+    def _folder_preprocessing(self) -> dict[str, Any]:
+        path = self.path / "config.json"  # timm reads this file of a folder
+        if not path.is_file():
+            return {}
+        try:
+            with open(path, "rb") as file:
+                config = json.loads(file.read(MOST_CONFIG)).get("pretrained_cfg", {})
+            return {name: config[name] for name in PREPROCESSING if config.get(name) is not None}
+        except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
+            raise BrokenCheckpointError(f"{path} is not a model's config.json: {str(error)[:200]}") from error
 
     @property
     def average_is_best(self) -> bool | None:
@@ -186,12 +190,10 @@ class Checkpoint:
         except StateDictError as error:
             raise CheckpointError(f"{self.path} {error}") from error
         except Exception as error:  # names that are not text, or a file that is not a dict
-            raise _broken(file_of(self.path), error) from error
+            raise BrokenCheckpointError.because(file_of(self.path), error) from error
+        check_weights(weights, self.path)
         if found.averaged and not (use_ema or self.is_ours) and is_rank0():
             _logger.warning("%s: using the EMA weights %s", self.path, found)
-        for name, tensor in weights.items():
-            if complaint := _is_unfit(tensor):
-                raise CheckpointError(f"{self.path} does not hold weights of a model: {name!r} {complaint}")
         return weights
 
     def run(self) -> dict[str, Any]:
@@ -217,205 +219,13 @@ class Checkpoint:
             )
         content = {"num_images": 0, **content}  # first versions did not store it
         for name, kind in PARTS.items():
-            part = content.get(name)
-            losses = part.get("losses", []) if isinstance(part, dict) else []
-            if not isinstance(part, kind) or not isinstance(losses, list):
+            if not isinstance(content.get(name), kind):
                 raise CheckpointError(
                     f"{path} has no {name} as train_imagenet.py writes it, and is nothing to go on from"
                 )
         return content | {"config": self.options, "label_names": self.label_names}
 
 
-def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
-    """Return `Checkpoint.run` of a file."""
-    return Checkpoint(path, whole).run()
-
-
-def saved_config(path: str | Path) -> dict[str, Any]:
-    """Return `Checkpoint.options` of a file."""
-    return Checkpoint(path, whole=False).options
-
-
-def label_names(path: str | Path) -> list[str]:
-    """Return `Checkpoint.label_names` of a file."""
-    return Checkpoint(path, whole=False).label_names
-
-
-def preprocessing(path: str | Path) -> dict[str, Any]:
-    """Return `Checkpoint.preprocessing` of a file."""
-    return Checkpoint(path, whole=False).preprocessing
-
-
-def says_average_is_best(path: str | Path) -> bool | None:
-    """Return `Checkpoint.average_is_best` of a file."""
-    return Checkpoint(path, whole=False).average_is_best
-
-
-def read_weights(path: str | Path, use_ema: bool | None = None) -> dict[str, Any]:
-    """Return `Checkpoint.weights` of a file."""
-    return Checkpoint(path).weights(use_ema)
-
-
 def labels_of(numbers: dict[str, int]) -> list[str]:
     """Return the names of classes in the order of their indices, as a checkpoint stores them."""
     return [label_of(name) for name in sorted(numbers, key=lambda name: numbers[name])]
-
-
-def check_preprocessing(said: dict[str, Any], path: str | Path, channels: int = 3) -> None:
-    """Raise an error as `preprocessing` does, unless images with these channels can be prepared with the values of a
-    file.
-    """
-    for name, least in {"mean": -LARGEST, "std": 1 / LARGEST}.items():
-        values = said.get(name, [0.5])
-        numbers = isinstance(values, list) and all(type(v) in (int, float) and least <= v <= LARGEST for v in values)
-        if not numbers or len(values) not in (1, channels):
-            raise CheckpointError(f"{path} has {name} {str(values)[:100]}, which is not one number per channel")
-    if said.get("crop_mode", "center") not in ("center", "squash", "border"):
-        raise CheckpointError(
-            f"{path} has crop_mode {str(said['crop_mode'])[:100]}, but it must be center, squash or border"
-        )
-    options_of_checkpoint({name: said[name] for name in ("crop_pct", "interpolation") if name in said}, path)
-
-
-def pack_weights(weights: dict[str, torch.Tensor], options: dict[str, Any], metadata: dict[str, str]) -> bytes:
-    """Return the content of a .safetensors file that stores its model's name and arguments.
-
-    Args:
-        weights: State dict on the CPU.
-        options: Options of a run that define the model; `saved_config` reads them from the file.
-        metadata: Further metadata entries.
-    """
-    said = metadata | {"format": "pt", "producer": PRODUCER, "config": json.dumps(options)}
-    said["digest"] = digest(weights, said)
-    return safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, said)
-
-
-def digest(weights: Any, said: Any = None) -> str:
-    """Return a checksum of named tensors and texts, which takes 0.05 s for 100 MB.
-
-    The checksum is CRC-32, which protects against accidents, but not against deliberate changes.
-    """
-    total = zlib.crc32(json.dumps(said or {}, sort_keys=True).encode())
-    for name, value in sorted(weights.items() if isinstance(weights, dict) else (), key=lambda item: str(item[0])):
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            total = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), total)
-            total = zlib.crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, total)
-    return f"{total:08x}"
-
-
-def _content(path: str | Path, whole: bool) -> Any:
-    """Open, check and read a file from one file object."""
-    path = file_of(path)
-    if not path.is_file():
-        best = path.with_name("best.pt")  # the folder may be a run folder
-        is_of_run = path.name == IN_FOLDER and best.is_file()
-        raise CheckpointError(f"there is no checkpoint {path}" + f": set {best}, or last.pt for --resume" * is_of_run)
-    if path.suffix in (".onnx", ".pt2"):
-        raise CheckpointError(
-            f"{path} cannot be read as a checkpoint; it is an exported program: export a .safetensors, or an .onnx for "
-            "vil.predict"
-        )
-
-    def read() -> Any:
-        with open(path, "rb") as file:
-            return (_read_safetensors if path.suffix == ".safetensors" else unpickler.load)(file, whole)
-
-    try:
-        content = retry(read)
-        digests = content.get("digest") if whole and _is_ours(content) else None
-        for name, said in (digests or {}).items():
-            if name in content and digest(content[name], content.get("metadata")) != said:
-                raise unpickler.TorchFileError(f"the checksum of its {name} is wrong")
-        return content
-    except Exception as error:  # readers raise various types for broken files
-        if is_machine_error(error):  # the file may be intact
-            raise CheckpointError(
-                f"{path} cannot be read: {cause_of(error)}. To continue, {remedy_for(error)}"
-            ) from error
-        raise _broken(path, error) from error
-
-
-def _is_ours(content: Any) -> bool:
-    return isinstance(content, dict) and isinstance(content.get("version"), int) and "config" in content
-
-
-def file_of(path: str | Path) -> Path:
-    """Return the path itself, or the file of weights in a folder of `vil.export`."""
-    return Path(path) / IN_FOLDER if Path(path).is_dir() else Path(path)
-
-
-def _broken(path: Path, error: Exception) -> BrokenCheckpointError:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = "it holds no tensors as torch.save and safetensors write them"
-    if isinstance(error, READABLE) and lines:
-        reason = lines[0][:400]
-    return BrokenCheckpointError(f"{path} cannot be read as a checkpoint; it may be cut off or corrupt: {reason}")
-
-
-def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:
-    """Return the content of a .safetensors file in the format of a checkpoint.
-
-    A file of `pack_weights` also has options and label names.
-    """
-    start = file.read(8)
-    if (length := int.from_bytes(start, "little")) > MOST_HEADER:
-        raise unpickler.TorchFileError(f"its header has {length} bytes, more than {MOST_HEADER}")
-    header = json.loads(text := file.read(length))
-    metadata = header.pop("__metadata__", None) or {}
-    content: dict[str, Any] = {"state_dict": {}}
-    if whole:
-        dimensions = max((len(entry["shape"]) for entry in header.values()), default=0)
-        if len(header) > MOST_TENSORS or dimensions > unpickler.MOST_DIMENSIONS:
-            raise unpickler.TorchFileError(
-                f"it has {len(header)} tensors, or one of more than {unpickler.MOST_DIMENSIONS} dimensions"
-            )
-        content = {"state_dict": safetensors.torch.load(start + text + file.read())}
-    if metadata.get("producer") != PRODUCER:
-        return content
-    if "digest" in metadata:
-        content |= {"digest": {"state_dict": metadata.pop("digest")}, "metadata": metadata}
-    said: dict[str, Any] = {name: metadata.get(name) for name in ("config", "label_names")}
-    for name, text in said.items():
-        with suppress(ValueError, RecursionError):  # `Checkpoint` rejects values that are not JSON
-            said[name] = text and json.loads(text)
-    return {"version": VERSION, **content, **said}
-
-
-def _is_unfit(tensor: Any) -> str | None:
-    """Return why a value of a state dict cannot be a weight, or None."""
-    if not isinstance(tensor, torch.Tensor):
-        return f"is not a tensor but {type(tensor).__name__}"
-    if tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() == 1):
-        return f"is a tensor of {tensor.dtype}"
-    if tensor.is_floating_point() and not tensor.float().isfinite().all():  # as models do
-        return "has values that are not finite"
-    return None
-
-
-def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) -> None:
-    """Load all weights of a model from the result of `read_weights`.
-
-    Raises:
-        CheckpointError: The weights have another architecture or number of classes than the model.
-    """
-    try:
-        wanted, given = (sum(math.prod(tensor.shape) for tensor in w.values()) for w in (model.state_dict(), weights))
-        if wanted > 4 * given + MOST_RESAMPLED:
-            raise ValueError(f"it has {wanted} values, and the file {given}")
-        # a model on the meta device uses the file's memory
-        own = within_own_prefix(weights, model.state_dict())
-        model.load_state_dict(fitted(own, model), assign=any(p.is_meta for p in model.parameters()))
-    except Exception as error:  # timm's filters and names that are not text raise various types
-        lines = [line.strip()[:400] for line in str(error).splitlines()]
-        reason = " ".join(lines[:6]) + parts_of(map(str, weights))
-        raise CheckpointError(f"{path} does not fit the model: {reason}") from error
-
-
-def fitted(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the weights unchanged if they have the model's shapes, otherwise adapted by timm's filter for the
-    model.
-    """
-    fit = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    if fit is None or {n: w.shape for n, w in weights.items()} == {n: t.shape for n, t in model.state_dict().items()}:
-        return weights
-    return fit(dict(weights), model)

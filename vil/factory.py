@@ -14,13 +14,13 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from .checkpoint import Checkpoint, fitted, load_weights
+from .checkpoint import Checkpoint
 from .config import ConfigError
 from .distributed import warn_on_rank0
 from .initial_weights import describe_initialization, first_blocks, fit_head, num_classes_of
 from .models.tokens import resample_pos_embed
 from .models.vision_longhorn import VisionLonghorn
-from .state_dicts import parts_of
+from .state_dicts import fitted, load_weights, parts_of
 from .text import nearest, one_line, printable
 
 

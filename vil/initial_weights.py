@@ -10,8 +10,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import fitted
 from .classes import first_difference, order_of
+from .state_dicts import fitted
 
 
 def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:

@@ -1,13 +1,19 @@
-"""Finding a model's state dict in a checkpoint of another program, and its names without those of wrappers."""
+"""State dicts in the checkpoints of this and other programs: finding, checking and loading them."""
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+
+from .errors import CheckpointError
 
 # keys of timm, PyTorch's tutorials, DeiT and DeepSpeed
 RAW = ("state_dict", "model_state_dict", "model", "net", "module")
@@ -16,6 +22,8 @@ AVERAGED = ("state_dict_ema", "model_ema", "ema")
 INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 IN_FRONT = "module."
 OF_ALL = ("model.", "net.")
+MOST_RESAMPLED = 2**26  # maximum number of values that resampling to another image size may add
+MOST_DIMENSIONS = 64
 COUNTER = "n_averaged"  # counter of PyTorch's AveragedModel, beside its module
 
 
@@ -161,3 +169,54 @@ def parts_of(names: Iterable[str]) -> str:
 def _groups(names: Iterable[str]) -> str:
     counts = Counter(name.partition(".")[0] + "." * ("." in name) for name in names)
     return ", ".join(f"{start!r} ({count})" for start, count in counts.most_common(8))
+
+
+def check_weights(weights: dict[str, Any], path: str | Path) -> None:
+    """Raise a CheckpointError that names a value of a state dict that cannot be a weight."""
+    for name, tensor in weights.items():
+        if problem := _problem_of(tensor):
+            raise CheckpointError(f"{path} does not hold weights of a model: {name!r} {problem}")
+
+
+def _problem_of(tensor: Any) -> str | None:
+    """Return why a value of a state dict cannot be a weight, or None."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"is not a tensor but {type(tensor).__name__}"
+    if tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() == 1):
+        return f"is a tensor of {tensor.dtype}"
+    if tensor.ndim > MOST_DIMENSIONS:  # PyTorch computes with no more
+        return f"has {tensor.ndim} dimensions, more than {MOST_DIMENSIONS}"
+    if tensor.is_floating_point() and not tensor.float().isfinite().all():  # as models do
+        return "has values that are not finite"
+    return None
+
+
+def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) -> None:
+    """Load all weights of a model from the result of `Checkpoint.weights`.
+
+    Raises:
+        CheckpointError: The weights have another architecture or number of classes than the model.
+    """
+    own = model.state_dict()
+    try:
+        expected, given = (sum(math.prod(tensor.shape) for tensor in part.values()) for part in (own, weights))
+        if expected > 4 * given + MOST_RESAMPLED:
+            raise ValueError(f"it has {expected} values, and the file {given}")
+        fitting = fitted(within_own_prefix(weights, own), model)
+        # a model on the meta device uses the file's memory
+        model.load_state_dict(fitting, assign=any(p.is_meta for p in model.parameters()))
+    except Exception as error:  # timm's filters and names that are not text raise various types
+        lines = [line.strip()[:400] for line in str(error).splitlines()]
+        reason = " ".join(lines[:6]) + parts_of(map(str, weights))
+        raise CheckpointError(f"{path} does not fit the model: {reason}") from error
+
+
+def fitted(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the weights unchanged if they have the model's shapes, otherwise adapted by timm's filter for the
+    model.
+    """
+    adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    if adapt is None or shapes == {name: tensor.shape for name, tensor in model.state_dict().items()}:
+        return weights
+    return adapt(dict(weights), model)

@@ -425,7 +425,7 @@ def _measure(pipe, name: str, path: Path) -> None:
     except BaseException as error:
         outcome = f"{type(error).__name__}: {error}"
     seconds, grown = time.process_time() - start, memory("VmHWM") - before
-    sandbox.of_process(os.getpid()).close()
+    sandbox.sandbox_of(os.getpid()).close()
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     pipe.send(Cost(seconds + children.ru_utime, max(grown, children.ru_maxrss / 1024), outcome[:300]))
 

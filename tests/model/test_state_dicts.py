@@ -10,7 +10,7 @@ from timm.utils import ModelEmaV3
 from torch.optim.swa_utils import AveragedModel
 
 import vil
-from vil.checkpoint import CheckpointError
+from vil.checkpoint import Checkpoint, CheckpointError
 from vil.config import ConfigError
 from vil.factory import create_model, from_checkpoint
 
@@ -135,6 +135,6 @@ def test_a_model_whose_own_names_begin_with_model_keeps_them(tmp_path):
     torch.save(own.state_dict(), tmp_path / "given.pth")
     loaded = torch.nn.Module()
     loaded.model = model_of(2)
-    weights = vil.checkpoint.read_weights(tmp_path / "given.pth")
-    vil.checkpoint.load_weights(loaded, weights, "given.pth")
+    weights = Checkpoint(tmp_path / "given.pth").weights()
+    vil.state_dicts.load_weights(loaded, weights, "given.pth")
     assert all(torch.equal(t, WEIGHTS[name.removeprefix("model.")]) for name, t in loaded.state_dict().items())

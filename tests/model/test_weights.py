@@ -179,7 +179,7 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
 
 def test_a_run_does_not_go_on_from_best_pt_which_says_what_does(best):
     with pytest.raises(CheckpointError, match="--resume .*last.pt resumes the run, --pretrained-path .*best.pt"):
-        checkpoint.read_checkpoint(best()[0])
+        checkpoint.Checkpoint(best()[0]).run()
 
 
 def test_the_weights_that_are_shipped_are_those_of_their_card(request):
@@ -284,7 +284,7 @@ def test_what_a_file_of_weights_may_decide_is_what_a_checkpoint_may(tmp_path, co
         vil.from_checkpoint(path)
     assert "\n" not in str(refused.value)
     save_file({"a": torch.ones(1)}, path, {"format": "pt", "config": json.dumps({"model": "vil_tiny"})})
-    assert checkpoint.saved_config(path) == {}  # metadata of other programs' files is ignored
+    assert checkpoint.Checkpoint(path).options == {}  # metadata of other programs' files is ignored
 
 
 def test_a_word_of_metadata_without_text_is_refused(monkeypatch, capsys):

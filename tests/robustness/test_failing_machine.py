@@ -17,7 +17,7 @@ from PIL import Image
 from processes import run, script, train_command
 
 from vil import checkpoint
-from vil.checkpoint import BrokenCheckpointError, CheckpointError
+from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError
 from vil.data.device.cache import KeptImages
 from vil.data.loaders import evaluation_loader, training_loader
@@ -30,6 +30,7 @@ from vil.security import sandbox
 from vil.training.best import BestCheckpoint
 from vil.training.history import best_row
 from vil.training.resumption import find_resumed
+from vil.weight_files import BrokenCheckpointError
 
 READS = ("open", "read")
 CPU = torch.device("cpu")
@@ -115,7 +116,7 @@ def test_a_run_whose_images_cannot_be_read_saves_its_last_step_and_stops(
     assert "cannot read" in said
     assert "/train/" in said
     assert os.strerror(number) in said
-    saved = checkpoint.read_checkpoint(never.folder / "last.pt")
+    saved = checkpoint.Checkpoint(never.folder / "last.pt").run()
     assert f"holds step {len(saved['progress']['losses'])} of epoch {len(saved['history']) + 1}" in said
     again = start(1, workers=workers, checkpoint_interval=None)
     assert_same(again.finished(), undisturbed(1).result())
@@ -200,7 +201,7 @@ def test_an_evaluation_without_a_readable_image_is_an_error(image_folder, uninte
     ended = run(train_command(tmp_path, data), check=False)
     assert ended.returncode == 1
     assert "no image of the validation split can be read" in ended.stderr
-    assert len(checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["progress"]["losses"]) > 0
+    assert len(checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()["progress"]["losses"]) > 0
 
 
 def test_a_link_without_a_target_is_refused_at_the_start(image_folder, tmp_path):
@@ -224,10 +225,10 @@ def test_a_missing_file_is_not_waited_for_and_a_failing_disk_is_an_error_of_a_li
         read_image(tmp_path / "a.png")
 
 
-def test_a_guard_that_does_not_start_is_an_error_of_the_machine(tmp_path, monkeypatch):
+def test_a_sandbox_that_does_not_start_is_an_error_of_the_machine(tmp_path, monkeypatch):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.gif")
     monkeypatch.setattr(machine_errors, "BACK_OFFS", (0,))
-    monkeypatch.setattr(sandbox, "of_process", lambda _: sandbox.Guard())
+    monkeypatch.setattr(sandbox, "sandbox_of", lambda _: sandbox.Sandbox())
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(MachineError, match=r"cannot read .*a.gif: .*does not start"):
         read_image(tmp_path / "a.gif")
@@ -390,7 +391,7 @@ def test_a_lost_best_checkpoint_is_noticed_and_written_again(image_folder, tmp_p
     ended = run(train_command(tmp_path, image_folder, epochs=3, resume="auto"))
     assert ended.stderr.count(f"{best} is ") == 1
     assert "It will hold the best of the epochs from here on" in ended.stderr
-    history = checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]
+    history = checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()["history"]
     held = checkpoint.Checkpoint(best).content["history"]
     assert len(held) in (2, 3)
     assert held == history[: len(held)]
@@ -410,7 +411,7 @@ def test_a_run_resumed_in_another_folder_has_a_best_checkpoint_there(image_folde
 
 def test_the_closing_line_does_not_announce_a_file_that_is_gone(image_folder, tmp_path):
     run(train_command(tmp_path, image_folder, epochs=2))
-    history = checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]
+    history = checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()["history"]
     best = BestCheckpoint(tmp_path / "run")
     assert best.find(history) is None
     assert best.row is best_row(history)

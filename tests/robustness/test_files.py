@@ -227,8 +227,8 @@ def test_of_two_runs_started_on_one_folder_one_trains_and_the_other_says_why_not
     assert log.count("is in use: process") == 1
     assert "Traceback" not in log
     for name in ("last.pt", "previous.pt"):
-        checkpoint.read_checkpoint(runs[0].folder / name)
-    assert len(checkpoint.read_checkpoint(runs[0].folder / "last.pt")["history"]) == 4
+        checkpoint.Checkpoint(runs[0].folder / name).run()
+    assert len(checkpoint.Checkpoint(runs[0].folder / "last.pt").run()["history"]) == 4
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -244,7 +244,7 @@ def test_a_run_goes_on_when_nobody_takes_what_it_prints(image_folder, tmp_path, 
     for output in ("/dev/full", str(fifo)):
         (folder := tmp_path / str(len(output))).mkdir()
         run(train_command(folder, image_folder), processes, output=output)
-        assert len(checkpoint.read_checkpoint(folder / "run" / "last.pt")["history"]) == 2
+        assert len(checkpoint.Checkpoint(folder / "run" / "last.pt").run()["history"]) == 2
     with open(os.devnull, "w") as closed:
         pass
     print("more", file=BackgroundStream(closed), flush=True)
@@ -297,7 +297,7 @@ def test_a_run_goes_on_when_its_terminal_is_closed(image_folder, tmp_path):
     os.close(screen)  # SIGHUP, and no more room for a word
     process.join(100)
     assert process.exitcode == 0
-    assert len(checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]) == 2
+    assert len(checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()["history"]) == 2
 
 
 def hasten(log):

@@ -8,7 +8,8 @@ import os
 import hostile_files
 import pytest
 
-from vil.checkpoint import BrokenCheckpointError, Checkpoint
+from vil.checkpoint import Checkpoint
+from vil.weight_files import BrokenCheckpointError
 
 SOME = [
     "jpeg app2", "jpeg progressive CMYK", "png zTXt", "gif comment", "tiff 5400 tags", "webp large", "pt hex",

@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,8 @@ from vil.data.sources.images import UNREADABLE
 from vil.data.sources.readers import EncodedReader, ImageReader
 from vil.data.sources.splits import open_split, open_splits
 from vil.evaluation.split import open_evaluation_split
-from vil.security import image_decoding, sandbox
+from vil.fault_tolerance.machine_errors import is_machine_error
+from vil.security import image_decoding, image_structure, sandbox
 from vil.training.trainer import Trainer
 from vil.viz import __main__ as viz
 
@@ -208,8 +210,8 @@ def test_what_takes_too_much_time_or_memory_is_stopped_and_named_and_time_is_giv
     ):  # the one, or on a busy machine the other
         images.read_image(io.BytesIO(sharing(2**22, 900)))
     monkeypatch.setattr(image_decoding, "SECONDS", 3)
-    asked, decode = [], images.decode_guarded
-    monkeypatch.setattr(images, "decode_guarded", lambda data: asked.append(data) or decode(data))
+    asked, decode = [], images.decode_in_sandbox
+    monkeypatch.setattr(images, "decode_in_sandbox", lambda data: asked.append(data) or decode(data))
     comments = b"GIF89a" + bytes((8, 0, 8, 0, 0, 0, 0, 0x21, 0xFE)) + b"\1a" * 2**22
     loader = loader_of(folder_of(tmp_path, {"gif": comments}), "evaluation")
     start = time.monotonic()
@@ -220,42 +222,45 @@ def test_what_takes_too_much_time_or_memory_is_stopped_and_named_and_time_is_giv
     assert named(caplog) == ["bee/gif.jpg"]
     assert "not decoded in 3 s" in caplog.text
     if sys.platform == "linux":
-        sandbox.of_process(os.getpid()).close()
+        sandbox.sandbox_of(os.getpid()).close()
         assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 * 2**20
+
+
+def is_bounded(content):
+    return image_structure.strip_metadata(content) is not None
 
 
 @pytest.mark.parametrize("name", ["jpeg", "jpeg progressive", "png"])
 def test_photographs_are_decoded_where_they_are_read(name):
     """Guarded they would be slower."""
     content = fuzz_images.corpus(name)[name]
-    assert image_decoding.is_bounded(io.BytesIO(content), len(content))
+    assert is_bounded(content)
     for scans in (100, 101) if name == "jpeg" else ():  # of one colour, though the frame is no progressive one
         scan = content[content.index(b"\xff\xda") :]
         several = content[: -len(scan)] + (scan[:4] + b"\1" + scan[5:]) * scans
-        if scans > image_decoding.MOST_SCANS:
+        if scans > image_structure.MOST_SCANS:
             with pytest.raises(images.UnfitImageError, match="101 scans, more than 100"):
-                image_decoding.is_bounded(io.BytesIO(several), len(several))
+                is_bounded(several)
         else:
-            assert image_decoding.is_bounded(io.BytesIO(several), len(several))
+            assert is_bounded(several)
     twice = large_header(SMALL_JPEG, 24, 32, 2)  # which of two frames a decoder believes nobody knows
-    assert not image_decoding.is_bounded(io.BytesIO(twice), len(twice))
+    assert not is_bounded(twice)
     if name == "jpeg progressive":  # but for one of many pixels, over all of which each of its scans may go
         place = content.index(b"\xff\xc2") + 5
         large = content[:place] + struct.pack(">HH", 8000, 8000) + content[place + 4 :]
-        assert not image_decoding.is_bounded(io.BytesIO(large), len(large))
+        assert not is_bounded(large)
         for odd in (b"\0\xe0", b"\xff\xff", b"\xff\xbf", b"\xff\xd9", b"\xff\xdf"):  # where a segment is to begin
             others = content[:2] + b"\xff\xe0\0\2" + odd + b"\0\2" + content[2:]
-            assert not image_decoding.is_bounded(io.BytesIO(others), len(others))
+            assert not is_bounded(others)
     for more in (b"\xff\xda" * 101, content[2:]) if name == "jpeg" else ():  # a film or a picture behind it is no scan
-        assert image_decoding.is_bounded(io.BytesIO(content + more), len(content + more))
+        assert is_bounded(content + more)
     width, height = Image.open(io.BytesIO(content)).size
     for length, is_in_proportion in ((most := 2**20 + 8 * width * height, True), (most + 1, False)):
-        assert image_decoding.is_bounded(io.BytesIO(content.ljust(length, b"\0")), length) == is_in_proportion
-    parts = image_decoding.MOST_PARTS
-    for kind, most in ((b"tEXt", parts - 1), (b"IDAT", parts + 11)) if name == "png" else ():  # beside its header
-        for count in (most, most + 1):
+        assert is_bounded(content.ljust(length, b"\0")) == is_in_proportion
+    for kind in (b"tEXt", b"IDAT") if name == "png" else ():
+        for count in (most := image_structure.MOST_PARTS + 9, most + 1):  # beside its header and end
             many = png(header(8, 8), *[(kind, b"")] * count, (b"IEND", b""))
-            assert image_decoding.is_bounded(io.BytesIO(many), len(many)) == (count == most)
+            assert is_bounded(many) == (count == most)
 
 
 def with_segment(marker, note, jpeg=SMALL_JPEG):
@@ -280,18 +285,18 @@ METADATA = {
 @pytest.mark.parametrize("name", METADATA)
 def test_metadata_change_no_pixel_and_cost_nothing(name, monkeypatch):
     """Whatever their name: pixels do not depend on them, so Pillow does not see them."""
-    monkeypatch.setattr(images, "decode_guarded", None)  # the file is decoded in this process
+    monkeypatch.setattr(images, "decode_in_sandbox", None)  # the file is decoded in this process
     content = METADATA[name]
     plain = RGB if content.startswith(b"\x89PNG") else np.asarray(Image.open(io.BytesIO(SMALL_JPEG)))
     np.testing.assert_array_equal(np.asarray(images.read_image(io.BytesIO(content))), plain)
-    assert len(image_decoding.essence(content)) < 5000
+    assert len(image_structure.strip_metadata(content)) < 5000
 
 
 def test_a_decoder_ends_by_itself_when_it_decodes_for_long_and_not_when_it_waits(monkeypatch):
     alarms = []
     monkeypatch.setattr(image_decoding.signal, "alarm", alarms.append)
     for content in (SMALL_JPEG, b"none"):
-        image_decoding._decoded(content)
+        image_decoding._decode_or_explain(content)
     assert alarms == [2 * image_decoding.SECONDS, 0] * 2
 
 
@@ -306,7 +311,7 @@ def test_a_decoder_heeds_no_scheduler_takes_one_thread_and_says_little(monkeypat
     assert replies.getvalue() == b"\n"
     assert not features.check("avif") or sys.modules["PIL.AvifImagePlugin"].DEFAULT_MAX_THREADS == 1
     monkeypatch.setattr(image_decoding, "decode", lambda _: {}["\udcff" * 9999])
-    size, error = image_decoding._decoded(b"")
+    size, error = image_decoding._decode_or_explain(b"")
     assert (size, len(error)) == ((0, 0), 1000)
 
 
@@ -322,25 +327,35 @@ def test_a_decoders_limit_of_memory_is_within_the_systems(most, monkeypatch):
     assert limit == most if most == 2**20 else image_decoding.MEMORY < limit < 2**62
 
 
-def test_a_decoder_that_has_died_is_started_again(monkeypatch):
-    gif, of_process = encode(RGB, "GIF"), sandbox.of_process(os.getpid())
-    expected = of_process.decode(gif)
-    if sys.platform == "linux":  # what libraries say of files from strangers is not for the terminal
-        assert os.readlink(f"/proc/{of_process._child.pid}/fd/2") == os.devnull
-    for end in (of_process._child.kill, lambda: os.kill(of_process._child.pid, signal.SIGSTOP)):  # as a system may
-        end()
-        with monkeypatch.context() as patched:
-            patched.setattr(image_decoding, "SECONDS", 0.5)
-            with pytest.raises(images.UnfitImageError, match="its decoder ended with status -9|not decoded in 0.5 s"):
-                of_process.decode(gif)
-        assert images.read_image(io.BytesIO(gif)) == expected
-    child, times = of_process._child, iter((0, image_decoding.SECONDS))  # when the clock was about to end it
-    monkeypatch.setattr(sandbox, "time", SimpleNamespace(monotonic=lambda: next(times)))
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="Windows cannot stop a process")
+def test_a_sandbox_that_hangs_is_late_and_one_that_is_killed_is_an_error_of_the_machine(monkeypatch):
+    gif, own = encode(RGB, "GIF"), sandbox.sandbox_of(os.getpid())
+    expected = own.decode(gif)
+    if sys.platform == "linux":  # what libraries print about untrusted files is not for the terminal
+        assert os.readlink(f"/proc/{own._process.pid}/fd/2") == os.devnull
+
+    os.kill(own._process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(image_decoding, "SECONDS", 0.5)
+        with pytest.raises(sandbox.LateImageError, match="not decoded in 0.5 s"):
+            own.decode(gif)
+    assert own.decode(gif) == expected
+
+    os.kill(own._process.pid, signal.SIGSTOP)
+    killing = threading.Timer(0.3, own._process.kill)  # as a system does that lacks memory
+    killing.start()
+    with pytest.raises(OSError, match="the process that decodes images was killed") as killed:
+        own.decode(gif)
+    killing.join()
+    assert is_machine_error(killed.value)
     assert images.read_image(io.BytesIO(gif)) == expected
-    assert (of_process._child, child.returncode) == (None, -9)  # and nothing of it is left
+
+
+def test_a_sandbox_that_does_not_start_is_an_error(monkeypatch):
+    sandbox.sandbox_of(os.getpid()).close()
     monkeypatch.setattr(sandbox.sys, "executable", "false")
     with pytest.raises(OSError, match="the process that decodes images does not start: false "):
-        images.read_image(io.BytesIO(gif))
+        images.read_image(io.BytesIO(encode(RGB, "GIF")))
 
 
 HOSTILE_MODULES = ("warnings", "runpy", "io", "os", "struct", "signal", "PIL", "numpy", "sitecustomize", "resource")
@@ -365,7 +380,7 @@ def test_a_guard_runs_no_module_of_the_folder_it_is_started_in(tmp_path, variabl
 def test_a_process_that_is_forked_while_an_image_is_decoded_does_not_wait_for_it():
     """As loaders' workers are, beside a thread of vil.predict."""
     gif = encode(RGB, "GIF")
-    with sandbox.of_process(os.getpid())._lock:
+    with sandbox.sandbox_of(os.getpid())._lock:
         forked = multiprocessing.get_context("fork").Process(target=images.read_image, args=[io.BytesIO(gif)])
         forked.start()
         forked.join(30)

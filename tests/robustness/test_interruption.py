@@ -130,7 +130,7 @@ def test_interrupted_at_random_moments_a_run_ends_as_if_nothing_had_been(undistu
         assert log.count("stopped by a signal: ") == interrupted  # a sentence for all processes together
         assert log.count("finishing the step and ") <= interrupted
         assert log.count("--resume auto resumes from there") == interrupted
-        checkpoint.read_checkpoint(run.folder / "last.pt")
+        checkpoint.Checkpoint(run.folder / "last.pt").run()
     assert interrupted > 0
     assert_same(run.result(), undisturbed(processes, **OPTIONS).result())
 
@@ -196,7 +196,7 @@ def test_a_run_that_starts_ends_with_its_status_and_one_line_if_somebody_reads_i
 def assert_stopped(errors, last):
     """Assert that the run stopped with a message about the last checkpoint."""
     assert errors.count("stopped by a signal: ") == 1, errors[-3000:]
-    saved = checkpoint.read_checkpoint(last)
+    saved = checkpoint.Checkpoint(last).run()
     assert f"holds step {len(saved['progress']['losses'])} of epoch {len(saved['history']) + 1}" in errors
 
 

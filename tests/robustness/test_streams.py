@@ -51,7 +51,7 @@ def test_a_run_trains_to_its_end_although_nobody_reads_the_pipe_it_prints_to(
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(file.read_bytes() if file.name != "1.png" else b"broken")  # workers print a warning
     run(train_command(tmp_path, broken), processes, output=str(stuck_pipe[0]))
-    assert len(checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]) == 2
+    assert len(checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()["history"]) == 2
 
 
 def train_printing_to(command, path):
@@ -89,7 +89,7 @@ def stop_after_an_epoch(process, folder, number):
     process.join(60)
     process.kill()
     assert process.exitcode == PREEMPTED
-    checkpoint.read_checkpoint(last)
+    checkpoint.Checkpoint(last).run()
 
 
 def stream_to(path):

@@ -8,8 +8,9 @@ import pytest
 import yaml
 from processes import ROOT
 
-from vil.config import FIELDS, SYNONYMS, Config, ConfigError, load_config, options_of_checkpoint, parse_key_values
+from vil.config import FIELDS, SYNONYMS, Config, ConfigError, load_config, parse_key_values
 from vil.config.values import convert, kind_of
+from vil.security.checkpoint_options import options_of_checkpoint
 
 # ViM's published hyperparameters (main.py, pt-vim-t.sh and pt-vim-s.sh) under timm's names, and defaults of timm's
 # transforms for the others

@@ -11,7 +11,8 @@ from processes import SMALL
 
 from vil import checkpoint
 from vil.checkpoint import CheckpointError
-from vil.config import Config, ConfigError, load_config, options_of_checkpoint
+from vil.config import Config, ConfigError, load_config
+from vil.security.checkpoint_options import options_of_checkpoint
 from vil.training.interruption import PreemptedError
 from vil.training.losses import Loss
 from vil.training.trainer import Trainer
@@ -129,7 +130,7 @@ def test_a_distilled_run_goes_on_bit_for_bit_and_with_the_same_teacher_alone(ima
         with pytest.raises(CheckpointError, match=message):
             trainer(image_folder, tmp_path, resume="auto", **changed)
     trainer(image_folder, tmp_path, resume="auto", **options).run()
-    ended, whole = (checkpoint.read_checkpoint(path) for path in (last, tmp_path / "whole" / "run" / "last.pt"))
+    ended, whole = (checkpoint.Checkpoint(path).run() for path in (last, tmp_path / "whole" / "run" / "last.pt"))
     for part in ("state_dict", "state_dict_ema"):
         assert all(torch.equal(tensor, ended[part][name]) for name, tensor in whole[part].items())
 
@@ -139,9 +140,9 @@ def test_a_checkpoint_alone_has_no_teacher_fetched(image_folder, tmp_path):
     trainer(image_folder, tmp_path, teacher="test_resnet", teacher_checkpoint=path).run()
     last = tmp_path / "run" / "last.pt"
     with pytest.raises(ConfigError, match="with the teacher 'test_resnet': to use it, set --teacher test_resnet, and"):
-        load_config("", ["--resume", str(last), "--lr", "1"], checkpoint.saved_config)
+        load_config("", ["--resume", str(last), "--lr", "1"], checkpoint.options_to_resume)
     words = ["--resume", str(last), "--teacher", "test_resnet"]
-    config = load_config("", words, checkpoint.saved_config)
+    config = load_config("", words, checkpoint.options_to_resume)
     # the path in the checkpoint's teacher_checkpoint is not used
     assert (config.teacher, config.teacher_checkpoint) == ("test_resnet", None)
     with pytest.raises(ConfigError, match="has teacher '/etc/x', which is not a model of timm"):

@@ -9,8 +9,9 @@ from processes import SMALL
 
 import vil
 from vil import checkpoint
-from vil.config import FIELDS, NOT_FROM_CHECKPOINTS, Config, ConfigError, load_config
+from vil.config import FIELDS, Config, ConfigError, load_config
 from vil.data.sources.synthetic import SyntheticImages
+from vil.security.checkpoint_options import NOT_FROM_CHECKPOINTS
 from vil.training.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -43,9 +44,9 @@ def written(folder, **options):
 
 def read_back(path, *words):
     """Read a checkpoint with --resume, in Python, and in a resumed run; all other readers call the same functions."""
-    checkpoint.read_checkpoint(path)
+    checkpoint.Checkpoint(path).run()
     vil.from_checkpoint(path)
-    return load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
+    return load_config("", ["--resume", str(path), *words], checkpoint.options_to_resume)
 
 
 def test_every_option_is_read_back(tmp_path):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import vil  # noqa: F401  registers the models
-from vil import checkpoint
+from vil import checkpoint, state_dicts, weight_files
 from vil.checkpoint import CheckpointError
 from vil.config import ConfigError, load_config
 from vil.factory import create_model
@@ -33,7 +33,7 @@ def save(path, epoch, **kwargs):
 
 
 def epochs(*paths):
-    return [checkpoint.read_checkpoint(path)["epoch"] for path in paths]
+    return [checkpoint.Checkpoint(path).run()["epoch"] for path in paths]
 
 
 def test_names_are_in_the_order_of_their_numbers_and_can_be_shown(tmp_path):
@@ -41,7 +41,7 @@ def test_names_are_in_the_order_of_their_numbers_and_can_be_shown(tmp_path):
     names = checkpoint.labels_of(numbers)
     assert names == ["n9", "n10", "é, ß", "a?[31m?b?", "x" * 1000, "?"]
     checkpoint.save_checkpoint(PARTS | dict(config=dict(num_classes=6), label_names=names), tmp_path / "best.pt")
-    assert checkpoint.label_names(tmp_path / "best.pt") == names
+    assert checkpoint.Checkpoint(tmp_path / "best.pt").label_names == names
 
 
 def test_the_last_checkpoint_is_kept_until_the_next_is_complete(tmp_path, monkeypatch):
@@ -179,10 +179,10 @@ OF_OTHERS = [dict(model=dict(a=torch.ones(1)), args=Namespace(model="vim")), dic
 def test_a_file_of_something_else_is_no_run_to_go_on_from(content, tmp_path):
     torch.save(content, tmp_path / "other.pt")
     with pytest.raises(CheckpointError, match="other.pt is not a checkpoint of train_imagenet.py"):
-        checkpoint.read_checkpoint(tmp_path / "other.pt")
+        checkpoint.Checkpoint(tmp_path / "other.pt").run()
     save_file({"a": torch.ones(1)}, tmp_path / "weights.safetensors")
     for name in ("other.pt", "weights.safetensors"):
-        assert checkpoint.saved_config(tmp_path / name) == {}
+        assert checkpoint.Checkpoint(tmp_path / name).options == {}
 
 
 def test_weights_are_the_average_where_there_is_one_unless_the_models_are_asked_for(tmp_path):
@@ -192,26 +192,26 @@ def test_weights_are_the_average_where_there_is_one_unless_the_models_are_asked_
     checkpoint.save_checkpoint(both, tmp_path / "both.pt")
     for name, best in (("model", "state_dict"), ("average", "state_dict_ema")):
         checkpoint.save_checkpoint(both | {"best": best}, tmp_path / f"{name}.pt")
-        assert checkpoint.read_weights(tmp_path / f"{name}.pt")["a"].item() == (name == "average")
+        assert checkpoint.Checkpoint(tmp_path / f"{name}.pt").weights()["a"].item() == (name == "average")
     torch.save({"model": {"a": torch.zeros(1)}, "model_ema": {"a": torch.ones(1)}}, tmp_path / "other.pt")
     for name, use_ema in (("one", None), *itertools.product(("both", "other"), (None, False, True))):
         expected = name != "one" and use_ema is not False
-        assert checkpoint.read_weights(tmp_path / f"{name}.pt", use_ema)["a"].item() == expected
+        assert checkpoint.Checkpoint(tmp_path / f"{name}.pt").weights(use_ema)["a"].item() == expected
     with pytest.raises(CheckpointError, match="one.pt has no moving average of its weights"):
-        checkpoint.read_weights(tmp_path / "one.pt", True)
+        checkpoint.Checkpoint(tmp_path / "one.pt").weights(True)
 
 
 def test_weights_that_do_not_fit_are_named_and_those_that_cannot_be_read_are_not_said_not_to_fit(tmp_path):
     torch.save({"other": torch.ones(2)}, path := tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=r"other.pth does not fit the model: .*Missing key.*weight.*other"):
-        checkpoint.load_weights(torch.nn.Linear(2, 2), checkpoint.read_weights(path), path)
+        state_dicts.load_weights(torch.nn.Linear(2, 2), checkpoint.Checkpoint(path).weights(), path)
     with pytest.raises(CheckpointError, match="^there is no checkpoint .*missing.safetensors$"):
-        checkpoint.read_weights(tmp_path / "missing.safetensors")
+        checkpoint.Checkpoint(tmp_path / "missing.safetensors").weights()
     (tmp_path / "cut.safetensors").write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match="cut.safetensors cannot be read as a checkpoint"):
-        checkpoint.read_weights(tmp_path / "cut.safetensors")
+        checkpoint.Checkpoint(tmp_path / "cut.safetensors").weights()
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        checkpoint.read_weights(tmp_path)  # a folder is not a checkpoint
+        checkpoint.Checkpoint(tmp_path).weights()  # a folder is not a checkpoint
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_which_checkpoint_a_run_goes_on_from(present, resume, restarts, found, t
     result = find_resumed(resume, tmp_path / "run")
     assert (result and result[0].name) == found
     if result:
-        assert result[1]["epoch"] == checkpoint.read_checkpoint(result[0])["epoch"]
+        assert result[1]["epoch"] == checkpoint.Checkpoint(result[0]).run()["epoch"]
         assert result[1]["num_images"] == 0  # checkpoints of the first versions do not store the number of images
 
 
@@ -295,7 +295,7 @@ def test_a_model_other_than_its_weights_is_refused_with_the_options_that_they_ne
     checkpoint.save_checkpoint(dict(config=config, state_dict=source.state_dict()), path)
     if packed:
         path = tmp_path / "weights.safetensors"
-        path.write_bytes(checkpoint.pack_weights(source.state_dict(), config, {}))
+        path.write_bytes(weight_files.pack_weights(source.state_dict(), config, {}))
     built = r"got a ViL with embed_dim 32 and depth 2; .*; it was built with (--model vil_tiny --model-kwargs .*)$"
     with pytest.raises(ConfigError, match=built) as refused:
         create_model("vil_tiny", str(path), num_classes=4)

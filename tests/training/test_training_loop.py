@@ -148,7 +148,9 @@ def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, optio
     run.run()
     truth = train(folder, OPTIONS | dict(epochs=1) | options, options.get("batch_size"), teacher=teacher)
     assert_same_run(tmp_path, truth)
-    assert not any("teacher" in name for name in checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["state_dict"])
+    assert not any(
+        "teacher" in name for name in checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()["state_dict"]
+    )
 
 
 def test_phases_are_what_the_formulas_make_of_them(folder, tmp_path):
@@ -200,7 +202,7 @@ def _awkward(folder, tmp_path):
     shutil.copytree(folder, root)
     shutil.rmtree(root / "val" / "6")
     (root / "val" / "0" / "link").symlink_to(tmp_path)
-    checkpoint.save_checkpoint(checkpoint.read_checkpoint(last) | dict(num_images=50), last)
+    checkpoint.save_checkpoint(checkpoint.Checkpoint(last).run() | dict(num_images=50), last)
     return dict(data_dir=str(root), train_split="training", pretrained_path=str(tmp_path / "run" / "best.pt"))
 
 
@@ -291,7 +293,7 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
     with pytest.raises(PreemptedError, match="step 2 of epoch 2, and --resume auto resumes from there"):
         first.run()
     last = tmp_path / "run" / "last.pt"
-    saved = checkpoint.read_checkpoint(last)
+    saved = checkpoint.Checkpoint(last).run()
     assert saved["num_images"] == 56
     checkpoint.save_checkpoint(saved | dict(num_images=50), last)
     bars = []
@@ -343,9 +345,9 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
     saved = torch.load(path, weights_only=True)
     assert (saved["epoch"], len(saved["history"]), saved["best"]) == (epoch, epoch, best)
     assert saved["progress"]["losses"] == []  # best.pt describes the end of an epoch, even if steps were saved later
-    weights = checkpoint.read_weights(path)  # the weights that fine-tuning loads
+    weights = checkpoint.Checkpoint(path).weights()  # the weights that fine-tuning loads
     assert all(torch.equal(tensor, saved[best][name]) for name, tensor in weights.items())
-    assert "best" not in checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")
+    assert "best" not in checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()
 
 
 @pytest.mark.parametrize(("decay", "warned"), [(1.0, True), (0.99996, True), (0.992, True), (0.99, False), (0, False)])

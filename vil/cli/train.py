@@ -20,7 +20,7 @@ import traceback
 
 import torch.distributed as dist
 
-from ..checkpoint import CheckpointError, saved_config
+from ..checkpoint import CheckpointError, options_to_resume
 from ..config import ConfigError, load_config
 from ..devices import known_device
 from ..distributed import Rank0Error, destroy_process_group, init_process_group, is_rank0
@@ -37,7 +37,7 @@ def main(description: str = __doc__) -> None:
     logging.basicConfig(format="%(message)s")
     status = 0
     try:
-        config = load_config(description, saved_options=saved_config)
+        config = load_config(description, saved_options=options_to_resume)
         train(config, *init_process_group(known_device(config.device)))
     except StoppedError as notice:
         if is_rank0():

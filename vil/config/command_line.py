@@ -12,7 +12,6 @@ from ..distributed import is_rank0
 from ..text import shown
 from .options import FIELDS, Config, ConfigError
 from .timm_args import from_timm, img_size_of
-from .trust import confirm_dataset, confirm_teacher
 from .values import checked, kind_of, may_be_pair, read_yaml, unknown_option
 
 _logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 def load_config(
     description: str,
     arguments: Sequence[str] | None = None,
-    saved_options: Callable[[str], dict[str, Any]] | None = None,
+    saved_options: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Config:
     """Read `-c FILE` and the options of a command line, which override the file.
 
@@ -45,7 +44,7 @@ def load_config(
         description: First lines of `--help`.
         arguments: Words of the command line; the program's own if None.
         saved_options: Function that reads the options of a checkpoint, which apply with `--resume FILE` but without
-            `-c`.
+            `-c`. Its arguments are the file and the options of the command line.
 
     Raises:
         ConfigError: An option or value is invalid, or a phase of the file overrides an option of the command line. The
@@ -81,9 +80,7 @@ def load_config(
     resumed = given.get("resume")
     if saved_options and not path and resumed not in (None, "auto"):
         folder = Path(resumed).resolve().parent  # resume in the checkpoint's folder
-        from_file = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed)}
-        confirm_dataset(from_file, given, resumed)
-        confirm_teacher(from_file, given, resumed)
+        from_file = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed, given)}
     for phase in () if "phases" in given else from_file.get("phases") or ():
         if decided := phase.keys() & given:
             flag = "--" + min(decided).replace("_", "-")

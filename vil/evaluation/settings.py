@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Checkpoint
-from ..config import ConfigError, confirm_dataset
+from ..config import ConfigError
+from ..security.checkpoint_options import confirm_dataset
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checkpoint
-from ..config import MODEL_KWARGS, ConfigError
+from ..config import ConfigError
 from ..data_config import input_size
+from ..errors import CheckpointError
 from ..factory import from_checkpoint
+from ..security.checkpoint_options import MODEL_KWARGS
+from ..weight_files import pack_weights
 from .onnx_graph import onnx_model
 from .traced import Exported, ExportError, as_evaluated, outputs_of
 
@@ -171,13 +173,13 @@ def to_safetensors(model: Any, metadata: dict[str, Any]) -> tuple[bytes, Run]:
     height, width = metadata["input_size"][1:]
     options["img_size"] = height if height == width else [height, width]
     options["model_kwargs"] = {name: value for name, value in built.items() if name != "img_size"}
-    content = checkpoint.pack_weights(weights, options, {name: _plain(value) for name, value in metadata.items()})
+    content = pack_weights(weights, options, {name: _plain(value) for name, value in metadata.items()})
     with TemporaryDirectory() as folder:
         path = Path(folder) / "weights.safetensors"
         path.write_bytes(content)
         try:
             loaded = from_checkpoint(path)
-        except (ConfigError, checkpoint.CheckpointError) as error:
+        except (ConfigError, CheckpointError) as error:
             raise ExportError(
                 "the model must record the arguments that it was built with: create it with vil.from_checkpoint "
                 f"({error})"

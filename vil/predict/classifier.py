@@ -18,12 +18,12 @@ from PIL import Image
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
-from ..checkpoint import check_preprocessing
 from ..classes import names_of
-from ..config import ConfigError, options_of_checkpoint
+from ..config import ConfigError
 from ..data_config import data_config_of
 from ..devices import default_device
 from ..factory import from_checkpoint
+from ..security.checkpoint_options import check_preprocessing, options_of_checkpoint
 from ..text import label_of, one_line, printable
 from ..wrappers import unwrapped
 

@@ -1,4 +1,4 @@
-"""Decoding of image files whose structure does not bound their cost, in a process with limits of time and memory."""
+"""Sandbox: a process with limits of time and memory that decodes images whose structure does not bound their cost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,11 +26,11 @@ class LateImageError(UnfitImageError):
     """An image was not decoded in time."""
 
 
-class Guard:
+class Sandbox:
     """A process that decodes files, one at a time. It starts with the first file, and restarts after a fatal one."""
 
     def __init__(self) -> None:
-        self._child: subprocess.Popen | None = None
+        self._process: subprocess.Popen | None = None
         self._lock = threading.Lock()
 
     def decode(self, data: bytes) -> Image.Image:
@@ -38,11 +39,11 @@ class Guard:
         Raises:
             LateImageError: Decoding took too long.
             UnfitImageError: There is no image within the limits; the message has the decoder's error.
-            OSError: The process does not start.
+            OSError: The process does not start, or the machine has killed it.
         """
         with self._lock:
             try:
-                size, content = self._ask(data)
+                size, content = self._request(data)
             except BaseException:
                 self.close()
                 raise
@@ -50,54 +51,61 @@ class Guard:
             raise UnfitImageError(content.decode())
         return Image.frombytes("RGB", size, content)
 
-    def _ask(self, data: bytes) -> tuple[tuple[int, int], bytes]:
-        if self._child is None or self._child.poll() is not None:
-            self._child = _start()
-        requests, replies = self._child.stdin, self._child.stdout
-        assert requests
-        assert replies
+    def _request(self, data: bytes) -> tuple[tuple[int, int], bytes]:
+        """Return the size and pixels of a file's image; a side of 0 pixels and the decoder's error if it has none."""
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._process = _start()
+        process = self._process
+        assert process.stdin
+        assert process.stdout
+
+        start = time.monotonic()
         count, width, height, content = 0, 0, 0, b""
-        start_time, clock = time.monotonic(), threading.Timer(image_decoding.SECONDS, self._child.kill)
-        clock.start()
+        timeout = threading.Timer(image_decoding.SECONDS, process.kill)
+        timeout.start()
         try:
-            requests.write(len(data).to_bytes(8, "little") + data)
-            requests.flush()
-            count, width, height = REPLY.unpack(replies.read(REPLY.size).ljust(REPLY.size, b"\0"))
-            content = replies.read(min(count, 3 * MOST_PIXELS))
+            process.stdin.write(len(data).to_bytes(8, "little") + data)
+            process.stdin.flush()
+            header = process.stdout.read(REPLY.size)
+            count, width, height = REPLY.unpack(header.ljust(REPLY.size, b"\0"))
+            content = process.stdout.read(min(count, 3 * MOST_PIXELS))
         except BrokenPipeError:  # the process ended before it had the file, which can be too large for its memory
             pass
         finally:
-            clock.cancel()
-            clock.join()
-        is_whole, is_late = len(content) == count > 0, time.monotonic() - start_time >= image_decoding.SECONDS
-        if not is_whole:
-            if is_late:
-                raise LateImageError(f"not decoded in {image_decoding.SECONDS} s")
-            raise UnfitImageError(f"its decoder ended with status {self._child.wait()}")
-        if is_late:  # the clock may have ended the process just then
-            self.close()
-        return (width, height), content
+            timeout.cancel()
+            timeout.join()
+
+        if len(content) == count > 0:
+            return (width, height), content
+        if time.monotonic() - start >= image_decoding.SECONDS:
+            raise LateImageError(f"not decoded in {image_decoding.SECONDS} s")
+        status = process.wait()
+        if status == -getattr(signal, "SIGKILL", 0):  # the sandbox's own limit of memory does not kill
+            raise OSError(errno.ENOMEM, "the process that decodes images was killed, probably for lack of memory")
+        raise UnfitImageError(f"its decoder ended with status {status}")
 
     def close(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._child.wait()
-            for pipe in filter(None, (self._child.stdin, self._child.stdout)):
-                with contextlib.suppress(OSError):  # ignore data that the process has not read
-                    pipe.close()
-            self._child = None
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        for pipe in filter(None, (self._process.stdin, self._process.stdout)):
+            with contextlib.suppress(OSError):  # ignore data that the process has not read
+                pipe.close()
+        self._process = None
 
 
 def _start() -> subprocess.Popen:
-    """Start `image_decoding` with this process's Pillow and NumPy.
+    """Start the process with this process's Pillow and NumPy.
 
     The interpreter is isolated (-I, -S) and runs in the root folder, because it would import modules from the current
-    folder, which may hold files from anybody.
+    folder, which may hold untrusted files.
     """
     folders = [str(Path(str(package.__file__)).absolute().parents[1]) for package in (PIL, np)]
     program = image_decoding.__file__
     code = f"import sys; sys.path += {folders!r}; import runpy; runpy.run_path({program!r}, run_name='__main__')"
-    child = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -105,20 +113,20 @@ def _start() -> subprocess.Popen:
         cwd=os.path.abspath(os.sep),
         env=os.environ | {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")},
     )
-    assert child.stdout
-    if not child.stdout.read(1):
+    assert process.stdout
+    if not process.stdout.read(1):
         raise OSError(errno.ENOEXEC, f"the process that decodes images does not start: {sys.executable} {program}")
-    return child
+    return process
 
 
 @functools.cache
-def of_process(process: int) -> Guard:
-    """Return the guard of a process, which a process forked from it must not share."""
-    guard = Guard()
-    atexit.register(guard.close)
-    return guard
+def sandbox_of(process_id: int) -> Sandbox:
+    """Return the sandbox of a process, which a process forked from it must not share."""
+    sandbox = Sandbox()
+    atexit.register(sandbox.close)
+    return sandbox
 
 
-def decode_guarded(data: bytes) -> Image.Image:
+def decode_in_sandbox(data: bytes) -> Image.Image:
     """Return `image_decoding.decode` of a file, within its `SECONDS` and, on Linux, its `MEMORY`."""
-    return of_process(os.getpid()).decode(data)
+    return sandbox_of(os.getpid()).decode(data)

@@ -1,14 +1,14 @@
-"""Reader of the files that `torch.save` writes, which may come from anybody. It builds tensors and plain values only.
+"""Restricted unpickler for the files that `torch.save` writes. It builds tensors and plain values only.
 
 A pickle is a program for a stack machine. The machine below runs the opcodes of plain values and calls only the
-functions in `GLOBALS`, which check their arguments. So a file can neither run code nor become much larger than it is.
+functions in `GLOBALS`, so a file cannot run code. `check_expansion` bounds what the values take in memory, because a
+pickle can refer to one value many times.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import math
 import pickle
 import pickletools
 import sys
@@ -17,17 +17,15 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import chain, islice
 from types import FunctionType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import Tensor
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # contents of the first two pickles of a legacy file
-PART_BYTES = 64  # minimum bytes of an archive for each part: two headers
-# maximum levels of nested values (checkpoints have about five), and maximum number of values
-DEEPEST, MOST = 20, 2_000_000
-MOST_CHARACTERS = 2**24  # maximum total length of texts, because a pickle can refer to one text many times
-MOST_ARGUMENTS = 8  # of a function, because each of many calls may copy the same arguments
+DEEPEST = 20  # maximum levels of nested values; checkpoints have about five
+SLACK = 2**24  # bytes that the values of a small file may take
+POINTER = 8  # bytes of a reference to a value
 MOST_DIMENSIONS = 64
 LARGEST_KEY = 2**32  # integers that are keys of a dict; larger keys can be slow, because their hashes collide
 NAMES = (
@@ -58,12 +56,12 @@ def load(file: BinaryIO, whole: bool = True) -> Any:
     file.seek(0)
     is_archive = file.read(4) == b"PK\3\4"
     file.seek(0)
-    content = (_load_archive if is_archive else _load_legacy)(file, _Machine(size, whole))
-    refuse_growth(content, MOST, 2 * size)  # twice the size, because two names may share a tensor
+    content = (_load_archive if is_archive else _load_legacy)(file, _Unpickler(size, whole))
+    check_expansion(content, 2 * size + SLACK)  # twice the size, because two names may share a tensor
     return content
 
 
-def _load_archive(file: BinaryIO, machine: _Machine) -> Any:
+def _load_archive(file: BinaryIO, unpickler: _Unpickler) -> Any:
     with zipfile.ZipFile(file) as archive:
         parts = {part.filename: part for part in archive.infolist()}
         folder = next(iter(parts)).partition("/")[0]
@@ -71,37 +69,40 @@ def _load_archive(file: BinaryIO, machine: _Machine) -> Any:
             raise TorchFileError("it is a TorchScript program, which is code; save its state_dict() instead")
         if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):  # it may claim any size
             raise TorchFileError("its parts are compressed, which torch.save never does")
-        if sum(part.file_size + PART_BYTES for part in archive.infolist()) > machine.size:
-            raise TorchFileError("its parts overlap, so they are larger than the file")
         for part in parts.values():
             if not part.CRC:  # torch.serialization.set_crc32_options(False) writes no checksums
                 del part.CRC
-        order = f"{folder}/byteorder"
-        _check_byte_order(order not in parts or archive.read(order) == b"little")
-        content = machine.run(io.BytesIO(archive.read(f"{folder}/data.pkl")))
-        for key, storage in machine.storages.items() if machine.whole else ():
-            with archive.open(f"{folder}/data/{key}") as values:
-                _fill(storage, values)
-                if values.read(1):
-                    raise TorchFileError("a tensor's storage is longer than its pickle says")
+
+        byte_order = f"{folder}/byteorder"
+        _check_byte_order(byte_order not in parts or archive.read(byte_order) == b"little")
+        content = unpickler.run(io.BytesIO(archive.read(f"{folder}/data.pkl")))
+        if unpickler.whole:
+            for key, storage in unpickler.storages.items():
+                with archive.open(f"{folder}/data/{key}") as values:
+                    _fill(storage, values)
+                    if values.read(1):  # the last read compares the part's checksum
+                        raise TorchFileError("a tensor's storage is longer than its pickle says")
         return content
 
 
-def _load_legacy(file: BinaryIO, machine: _Machine) -> Any:
+def _load_legacy(file: BinaryIO, unpickler: _Unpickler) -> Any:
     try:
-        magic, protocol, system = (machine.run(file) for _ in range(3))
+        magic, protocol, system = (unpickler.run(file) for _ in range(3))
         if (magic, protocol) != (MAGIC, PROTOCOL):
             raise ValueError("not a file of torch.save")
         _check_byte_order(system["little_endian"])
-        content = machine.run(file)
-        keys = machine.run(file) if machine.whole else ()
+        content = unpickler.run(file)
+        if not unpickler.whole:
+            return content
+        keys = unpickler.run(file)
     except MemoryError:  # of a text whose length is more than any file's, whatever memory there is
         raise TorchFileError("it ends within a pickle") from None
-    if machine.whole and set(keys) != machine.storages.keys():
+
+    if set(keys) != unpickler.storages.keys():
         raise TorchFileError("its list of storages is not that of its tensors")
     for key in keys:
         file.read(8)  # skip the number of elements
-        _fill(machine.storages[key], file)
+        _fill(unpickler.storages[key], file)
     return content
 
 
@@ -111,7 +112,7 @@ def _check_byte_order(is_little: bool) -> None:
 
 
 def _fill(storage: Tensor, values: Any) -> None:
-    """Read the values of a storage. The last read of an archive's part compares its checksum."""
+    """Read the values of a storage."""
     view = storage.numpy().data
     for start in range(0, len(view), 2**20):
         piece = view[start : start + 2**20]
@@ -119,14 +120,8 @@ def _fill(storage: Tensor, values: Any) -> None:
             raise TorchFileError("it ends within a tensor")
 
 
-class _Opcodes(dict):
-    def __missing__(self, code: int) -> None:
-        name = next(opcode.name for opcode in pickletools.opcodes if opcode.code == chr(code))  # if it is a pickle
-        raise TorchFileError(f"it holds more than tensors, lists and dicts (pickle's {name})")
-
-
-class _Machine(pickle._Unpickler):
-    """Python's unpickler, with few opcodes.
+class _Unpickler(pickle._Unpickler):
+    """Python's unpickler with few opcodes.
 
     Args:
         size: Bytes of the file, which are the most that storages may claim.
@@ -134,10 +129,14 @@ class _Machine(pickle._Unpickler):
     """
 
     stack: list[Any]
-    dispatch = _Opcodes((code, step) for code, step in pickle._Unpickler.dispatch.items() if chr(code) in OPCODES)
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: step for code, step in pickle._Unpickler.dispatch.items() if chr(code) in OPCODES
+    }
 
     def __init__(self, size: int, whole: bool):
-        self.size, self.whole, self.stored = size, whole, 0
+        self.size = size
+        self.whole = whole
+        self.claimed = 0  # bytes of all storages
         self.storages: dict[str, Tensor] = {}
 
     def run(self, program: BinaryIO) -> Any:
@@ -146,7 +145,8 @@ class _Machine(pickle._Unpickler):
         return self.load()
 
     def find_class(self, module: str, name: str) -> Any:
-        if (known := f"{module} {name}") not in GLOBALS:
+        known = f"{module} {name}"
+        if known not in GLOBALS:
             raise TorchFileError(
                 f"it holds {module[:100]}.{name[:100]}, which weights do not need, and nothing is loaded that may run "
                 "code; save only its state_dict()"
@@ -154,7 +154,8 @@ class _Machine(pickle._Unpickler):
         return GLOBALS[known]
 
     def load_reduce(self) -> None:
-        arguments, function = self.stack.pop(), self.stack.pop()
+        arguments = self.stack.pop()
+        function = self.stack.pop()
         self.stack.append(_call(function, arguments))
 
     def load_setitems(self) -> None:
@@ -162,7 +163,8 @@ class _Machine(pickle._Unpickler):
         self.set_items(self.stack[-1], items)
 
     def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
+        value = self.stack.pop()
+        key = self.stack.pop()
         self.set_items(self.stack[-1], [key, value])
 
     def set_items(self, container: Any, items: list[Any]) -> None:
@@ -175,71 +177,74 @@ class _Machine(pickle._Unpickler):
 
     def load_build(self) -> None:
         state = self.stack.pop()
-        if type(self.stack[-1]) not in (OrderedDict, argparse.Namespace) or type(state) is not dict:
-            raise TorchFileError(f"it sets attributes of {type(self.stack[-1]).__name__}")
-        self.stack[-1].__dict__ = state  # not a copy, because many objects may share one state
+        instance = self.stack[-1]
+        if type(instance) not in (OrderedDict, argparse.Namespace) or type(state) is not dict:
+            raise TorchFileError(f"it sets attributes of {type(instance).__name__}")
+        instance.__dict__ = state  # not a copy, because many objects may share one state
 
     def persistent_load(self, identity: Any) -> Tensor:
         """Return the 1-D tensor of a storage. `load` reads the values later."""
-        fields: Any = identity if type(identity) is tuple and len(identity) < 7 else [None] * 5
-        kind, dtype, key, _, count, *view = fields
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str or view not in ([], [None]):
+        fields: Any = identity if type(identity) is tuple and len(identity) in (5, 6) else [None] * 5
+        kind, dtype, key, _, count = fields[:5]
+        is_storage = kind == "storage" and isinstance(dtype, torch.dtype) and type(key) is str
+        if not is_storage or fields[5:] not in ((), (None,)):
             raise TorchFileError("it refers to something that is not a storage of a tensor")
+
         if key not in self.storages:
             length = count * dtype.itemsize
-            self.stored += length
-            if not 0 <= length <= self.stored <= self.size:
+            self.claimed += length
+            if not 0 <= length <= self.claimed <= self.size:
                 raise TorchFileError(
-                    f"its tensors have at least {self.stored} bytes, but the file has only {self.size}"
+                    f"its tensors have at least {self.claimed} bytes, but the file has only {self.size}"
                 )
             self.storages[key] = torch.empty(length, dtype=torch.uint8, device="cpu" if self.whole else "meta")
         return self.storages[key].view(dtype)
 
     dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = load_reduce
-    dispatch[pickle.SETITEM[0]], dispatch[pickle.SETITEMS[0]] = load_setitem, load_setitems
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
     dispatch[pickle.BUILD[0]] = load_build
 
 
 def _call(function: Any, arguments: Any) -> Any:
     """Call a function of `GLOBALS`. A stack holds no other functions."""
-    if not isinstance(function, FunctionType) or type(arguments) is not tuple or len(arguments) > MOST_ARGUMENTS:
+    if not isinstance(function, FunctionType) or type(arguments) is not tuple:  # a tensor would be iterated over
         raise TorchFileError(f"it calls {type(function).__name__} with arguments that weights do not need")
     return function(*arguments)
 
 
-def _tensor(storage: Tensor, offset: int, size: tuple, stride: tuple, *_: Any) -> Tensor:
-    """Stand in for `torch._utils._rebuild_tensor` and `_rebuild_tensor_v2`."""
+# Stand-ins for PyTorch's functions. None takes any number of arguments, because each of many calls could copy them.
+
+
+def _rebuild_tensor(storage: Tensor, offset: int, size: tuple, stride: tuple) -> Tensor:
     return storage.as_strided(_numbers(size), _numbers(stride), *_numbers((offset,)))
 
 
-def _tensor_of_dtype(storage: Tensor, offset: int, size: tuple, stride: tuple, _: Any, __: Any, dtype: Any, *___: Any):
-    """Stand in for `torch._utils._rebuild_tensor_v3`, whose storage is of bytes."""
-    return _tensor(storage.view(dtype), offset, size, stride)
+def _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, metadata=None) -> Tensor:
+    return _rebuild_tensor(storage, offset, size, stride)
 
 
-def _parameter(data: Any, *_: Any) -> Tensor:
-    """Stand in for `torch._utils._rebuild_parameter`."""
-    if not isinstance(data, Tensor):
-        raise TorchFileError("a parameter is not a tensor")
+def _rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype, metadata=None) -> Tensor:
+    return _rebuild_tensor(storage.view(dtype), offset, size, stride)  # a storage of bytes
+
+
+def _rebuild_parameter(data, requires_grad, hooks, state=None) -> Tensor:
     return data
 
 
-def _of_subclass(function: Any, _: Any, arguments: Any, __: Any) -> Tensor:
-    """Stand in for `torch._tensor._rebuild_from_type_v2` of a tensor with attributes, such as a buffer."""
-    return _parameter(_call(function, arguments))
+def _rebuild_from_type(function, tensor_type, arguments, state) -> Tensor:
+    """Return a tensor that has attributes, such as a buffer, without the attributes."""
+    return _call(function, arguments)
 
 
 def _numbers(values: Any) -> torch.Size:
-    if (
-        not isinstance(values, tuple)
-        or len(values) > MOST_DIMENSIONS
-        or any(type(value) is not int for value in values)
-    ):
+    is_tuple = isinstance(values, tuple) and len(values) <= MOST_DIMENSIONS
+    if not is_tuple or any(type(value) is not int for value in values):
         raise TorchFileError(f"a size is not a tuple of at most {MOST_DIMENSIONS} integers")
     return torch.Size(values)
 
 
-def _device(kind: str, *_: Any) -> str:
+def _device(kind, index=None) -> str:
     return kind
 
 
@@ -260,42 +265,35 @@ GLOBALS: dict[str, Any] = {
     **{f"{module} {name}Storage": kind for name, kind in STORAGES.items() for module in ("torch", "torch.cuda")},
     **{f"torch {name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "torch.storage UntypedStorage": torch.uint8,
-    "torch._tensor Tensor": None,  # argument of `_of_subclass`
+    "torch._tensor Tensor": None,  # argument of `_rebuild_from_type`
     "torch Tensor": None,
     "torch Size": _numbers,
     "torch device": _device,
-    "torch._utils _rebuild_tensor": _tensor,
-    "torch._utils _rebuild_tensor_v2": _tensor,
-    "torch._utils _rebuild_tensor_v3": _tensor_of_dtype,
-    "torch._utils _rebuild_parameter": _parameter,
-    "torch._utils _rebuild_parameter_with_state": _parameter,
-    "torch._tensor _rebuild_from_type_v2": _of_subclass,
+    "torch._utils _rebuild_tensor": _rebuild_tensor,
+    "torch._utils _rebuild_tensor_v2": _rebuild_tensor_v2,
+    "torch._utils _rebuild_tensor_v3": _rebuild_tensor_v3,
+    "torch._utils _rebuild_parameter": _rebuild_parameter,
+    "torch._utils _rebuild_parameter_with_state": _rebuild_parameter,
+    "torch._tensor _rebuild_from_type_v2": _rebuild_from_type,
     "collections OrderedDict": _ordered_dict,
     "argparse Namespace": _namespace,  # of ViM's training script, which stores its options beside the weights
 }
 
 
-def refuse_growth(content: Any, most: int, most_bytes: float = math.inf) -> None:
-    """Raise a TorchFileError if values that refer to one another are more than code can go through.
+def check_expansion(content: Any, most_bytes: int) -> None:
+    """Raise a TorchFileError if nested values that refer to one another would take too much memory when written out.
 
     Args:
         content: Nested values.
-        most: Number of values allowed.
-        most_bytes: Bytes allowed for tensors.
+        most_bytes: Bytes allowed for tensors, text and references to values.
     """
-    values = characters = claimed = 0
-    level = [content]
+    total = 0
+    level: list[Any] = [[content]]
     for _ in range(DEEPEST):
-        level = list(islice(chain.from_iterable(map(_inside, level)), most + 1))
-        values += len(level)
-        characters += sum(len(value) for value in level if isinstance(value, str))
-        claimed += sum(value.numel() * value.element_size() for value in level if isinstance(value, Tensor))
-        if claimed > most_bytes:
-            raise TorchFileError(
-                f"its tensors have at least {claimed} bytes, but the file has only {int(most_bytes) // 2}"
-            )
-        if values > most or characters > MOST_CHARACTERS:
-            raise TorchFileError(f"it has more than {most} values, or {MOST_CHARACTERS} characters in its texts")
+        level = list(islice(chain.from_iterable(map(_inside, level)), most_bytes // POINTER + 1))
+        total += sum(map(_bytes_of, level))
+        if total > most_bytes:
+            raise TorchFileError(f"its values take at least {total} bytes, of which the file can have {most_bytes}")
     if level:
         raise TorchFileError(f"its values are nested {DEEPEST} levels deep or deeper")
 
@@ -306,3 +304,9 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return chain(value, value.values())
     return value if isinstance(value, (list, tuple)) else ()
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return POINTER + value.numel() * value.element_size()
+    return POINTER + (len(value) if isinstance(value, str) else 0)

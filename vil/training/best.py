@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import checkpoint
-from ..checkpoint import BrokenCheckpointError, Checkpoint
+from ..checkpoint import Checkpoint
 from ..fault_tolerance.machine_errors import exists
+from ..weight_files import BrokenCheckpointError
 from .history import best_row, history_of, is_better
 
 _logger = logging.getLogger(__name__)

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from .. import checkpoint
-from ..checkpoint import BrokenCheckpointError, CheckpointError
+from ..checkpoint import Checkpoint
 from ..classes import first_difference, order_of
 from ..config import Config
+from ..errors import CheckpointError
 from ..fault_tolerance.machine_errors import exists
+from ..state_dicts import load_weights
+from ..weight_files import BrokenCheckpointError
 from .building import build_model
 from .phases import Phase
 from .run_info import RunInfo, folder_of, stored_options
@@ -57,7 +59,7 @@ def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]
     found = _checkpoints_in(folder)
     resume = _resolve_resume(resume, folder)
     if resume not in (None, "auto"):
-        return Path(resume), checkpoint.read_checkpoint(resume)
+        return Path(resume), Checkpoint(resume).run()
     if found and resume is None:
         raise CheckpointError(
             f"{folder} contains a run: set --resume auto to resume it, or --experiment NAME to start another run"
@@ -65,7 +67,7 @@ def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]
     broken: list[Path] = []
     for path in found:
         try:
-            saved = checkpoint.read_checkpoint(path)
+            saved = Checkpoint(path).run()
         except BrokenCheckpointError as error:
             broken.append(path)
             _logger.warning("%s", error)
@@ -102,13 +104,13 @@ def check_size(phase: Phase, num_classes: int) -> None:
     path = _resolve_resume(phase.config.resume, folder_of(phase.config))
     if path is None or path == "auto":
         return
-    saved = checkpoint.read_checkpoint(path, whole=False)
+    saved = Checkpoint(path, whole=False).run()
     config = phase.that_wrote(saved).config
     decisive = {name: value for name, value in saved["config"].items() if name in DECISIVE}
     check_same_options(decisive, stored_options(config, num_classes), Path(path))
     with torch.device("meta"):
         model = build_model(dataclasses.replace(config, pretrained_path=None), num_classes)
-    checkpoint.load_weights(model, saved["state_dict"], path)
+    load_weights(model, saved["state_dict"], path)
 
 
 def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import Config, ConfigError, options_of_checkpoint
+from ..config import Config, ConfigError
+from ..security.checkpoint_options import options_of_checkpoint
 from .phases import Phase
 
 

@@ -18,6 +18,7 @@ from ..classes import check_order, names_of
 from ..config import Config, ConfigError
 from ..factory import from_checkpoint
 from ..text import one_line
+from ..weight_files import digest
 
 
 class Teacher:
@@ -53,7 +54,7 @@ class Teacher:
         owner = f"the teacher {config.teacher_checkpoint or self.name}"
         order = check_order(names, label_names, owner, "this run", "choose a teacher of the same classes")
         self.order = None if order is None else torch.tensor(order, device=device)
-        self.digest = checkpoint.digest(model.state_dict())  # identifies the teacher's weights
+        self.digest = digest(model.state_dict())  # identifies the teacher's weights
         # the fast layout of convolutions
         layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         self.model = model.eval().requires_grad_(False).to(device, memory_format=layout)

@@ -14,8 +14,9 @@ from typing import BinaryIO, TypeVar
 from PIL import Image
 
 from ...fault_tolerance.machine_errors import WorkersError, retry_reading
-from ...security.image_decoding import FORMATS, UnfitImageError, decode, essence, length_of
-from ...security.sandbox import LateImageError, decode_guarded
+from ...security.image_decoding import FORMATS, UnfitImageError, decode, length_of
+from ...security.image_structure import strip_metadata
+from ...security.sandbox import LateImageError, decode_in_sandbox
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
     Raises:
         UnfitImageError: The file is not an image, damaged or beyond the limits.
         FileNotFoundError: There is no such file.
-        MachineError: The machine cannot read the file at a path, or start the guard's process.
+        MachineError: The machine cannot read the file at a path, or start the sandbox, or has killed the sandbox.
     """
     if not isinstance(file, (str, os.PathLike)):
         return image_of(read_bytes(file))
@@ -76,8 +77,8 @@ def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
 
 def image_of(data: bytes) -> Image.Image:
     """Return the first image of a file's content (see `read_image`)."""
-    if (plain := essence(data)) is None:
-        return decode_guarded(data)
+    if (plain := strip_metadata(data)) is None:
+        return decode_in_sandbox(data)
     try:
         return decode(io.BytesIO(plain))
     except Exception as error:  # decoders raise various types, including OSError

@@ -19,7 +19,8 @@ from timm.data.readers.reader_image_tar import ReaderImageTar
 from torch.utils.data import Dataset
 
 from ...fault_tolerance.machine_errors import MachineError, retry_reading
-from ...security.image_decoding import UnfitImageError, essence, open_image
+from ...security.image_decoding import UnfitImageError, open_image
+from ...security.image_structure import strip_metadata
 from ..device.encoded import EncodedImage, is_plain_jpeg, is_small
 from ..device.transform_parameters import DrawingTransform
 from ..seeds import seed_everything
@@ -142,7 +143,7 @@ class EncodedReader(ImageReader):
         file, target = _open(self.dataset.reader, index)
         with file:
             data = read_bytes(file)
-        if (plain := essence(data)) is not None:
+        if (plain := strip_metadata(data)) is not None:
             header = open_image(io.BytesIO(plain))
             if is_small(math.prod(header.size)):
                 return np.asarray(image_of(data)).transpose(2, 0, 1).tobytes(), header.size, target
@@ -185,7 +186,7 @@ def typical_pixels(dataset) -> float:
         with contextlib.suppress(Exception):  # whoever reads the image says so
             file, _ = _open(dataset.reader, i)
             with file:
-                if (plain := essence(read_bytes(file))) is not None:
+                if (plain := strip_metadata(read_bytes(file))) is not None:
                     found.append(math.prod(open_image(io.BytesIO(plain)).size))
     return sum(found) / len(found) if found else math.inf
 

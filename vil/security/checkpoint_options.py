@@ -1,0 +1,177 @@
+"""Validation of what an untrusted checkpoint specifies beside its weights: options of a run and preprocessing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.layers import to_2tuple
+
+from ..config.options import DATASETS, FIELDS, choices_of_options
+from ..config.values import convert
+from ..errors import CheckpointError, ConfigError
+from ..text import nearest, shown
+
+# options that an untrusted checkpoint must not set: where files are read and written, and with which programs
+NOT_FROM_CHECKPOINTS = {
+    "output", "experiment", "resume", "pretrained_path", "teacher_checkpoint", "device", "log_tensorboard", "log_wandb",
+}  # fmt: skip
+# model arguments that a checkpoint may set, with their maximum or their valid words
+MODEL_KWARGS: dict[str, int | tuple[str, ...]] = {
+    "embed_dim": 8192, "depth": 512, "patch_size": 512, "stride": 512, "in_chans": 1024, "dynamic_img_size": 1,
+    "drop_rate": 1, "drop_path_rate": 1, "img_size": 8192, "global_pool": ("", "token", "avg"),
+    "num_heads": 512, "mlp_ratio": 64, "qkv_bias": 1,  # arguments of DeiT and similar models
+}  # fmt: skip
+MOST_CLASSES = 10**6
+MOST_PIXELS = 8192  # of an image's side
+MOST_RESIZED = 2**14  # pixels of an image's side before the crop to img_size
+MOST_PHASES = 100
+LARGEST = 1e6  # mean or standard deviation of pixels in 0..1
+CROP_MODES = "center", "squash", "border"
+
+
+def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
+    """Return the options of a checkpoint that apply to whoever loads it, all of them plain names and numbers.
+
+    Raises:
+        ConfigError: An option has a wrong type, is out of range, or is a model, argument, path or split that a
+            checkpoint must not name.
+    """
+    source = f"the checkpoint {path}"
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source} holds {type(values).__name__} instead of options")
+    options = {
+        name: convert(name, value, source)
+        for name, value in values.items()
+        if name in FIELDS and name not in NOT_FROM_CHECKPOINTS
+    }
+    _check_models(options, source)
+    _check_model_kwargs(options.get("model_kwargs") or {}, source)
+    _check_choices(options, source)
+    _check_sizes(options, source)
+    _check_data(options, source)
+
+    phases = options.get("phases") or []
+    if len(phases) > MOST_PHASES:
+        raise ConfigError(f"{source} has {len(phases)} phases, but must have at most {MOST_PHASES}")
+    for phase in phases:
+        options_of_checkpoint({**values, "phases": None, **phase}, path)
+
+    if options.get("dataset"):  # data of a hub: whoever loads the checkpoint must specify where they are stored
+        options.pop("data_dir", None)
+    return options
+
+
+def _check_models(options: dict[str, Any], source: str) -> None:
+    for name in ("model", "teacher"):
+        model = options.get(name)
+        if model is not None and not (re.fullmatch(r"[\w.]+", model) and timm.is_model(model)):
+            raise ConfigError(f"{source} has {name} {shown(model)}, which is not a model of timm or this package")
+
+
+def _check_model_kwargs(arguments: dict[str, Any], source: str) -> None:
+    for name, value in arguments.items():
+        allowed = MODEL_KWARGS.get(name)
+        if allowed is None:
+            known = ", ".join(MODEL_KWARGS)
+            raise ConfigError(
+                f"{source} has the model argument {shown(name)}, but a checkpoint may only set {known}"
+                f"{nearest(name, MODEL_KWARGS)}"
+            )
+        if isinstance(allowed, tuple):
+            if value not in allowed:
+                words = ", ".join(map(repr, allowed))
+                raise ConfigError(f"{source} has {name} {shown(value)}, but it must be one of {words}")
+            continue
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        if len(numbers) > 2 or not all(isinstance(n, (int, float)) and 0 <= n <= allowed for n in numbers):
+            raise ConfigError(f"{source} has {name} {shown(value)}, but it must be at most {allowed}")
+
+
+def _check_choices(options: dict[str, Any], source: str) -> None:
+    for name, choices in choices_of_options().items():
+        if options.get(name) is not None and options[name] not in choices:
+            raise ConfigError(f"{source} has {name} {shown(options[name])}, which is unknown")
+
+
+def _check_sizes(options: dict[str, Any], source: str) -> None:
+    side = max(to_2tuple(options.get("img_size") or 224))
+    num_classes = options.get("num_classes") or 0
+    for name, value, most in (("num_classes", num_classes, MOST_CLASSES), ("img_size", side, MOST_PIXELS)):
+        if value > most:
+            raise ConfigError(f"{source} has {name} {options[name]}, but it must be at most {most}")
+    if side > MOST_RESIZED * (options.get("crop_pct") or 1):
+        raise ConfigError(
+            f"{source} has crop_pct {options['crop_pct']}, which would resize images to more than {MOST_RESIZED} pixels"
+        )
+
+
+def _check_data(options: dict[str, Any], source: str) -> None:
+    dataset = options.get("dataset", "")
+    if not re.fullmatch(rf"|({'|'.join(DATASETS)})/[\w./-]+(:[\w.*-]+)?", dataset, re.IGNORECASE):
+        raise ConfigError(f"{source} has dataset {shown(dataset)}, which is not a plain dataset name")
+    for name in ("train_split", "val_split"):
+        if not _is_plain_split(options.get(name, "x"), dataset):
+            raise ConfigError(
+                f"{source} has {name} {shown(options[name])}, which is not a plain name: letters, digits, spaces and "
+                ". _ + - in names, which / joins"
+            )
+    data_dir = options.get("data_dir") or ""
+    if not dataset and re.search(r"^pipe:|://|[\0-\x1f]", data_dir):
+        raise ConfigError(f"{source} has data_dir {shown(data_dir)}, which is not the path of a folder")
+
+
+def _is_plain_split(split: str, dataset: str) -> bool:
+    """Return whether a split consists of plain names joined by /, or has a suffix that its kind of dataset supports."""
+    if len(split) > 200:
+        return False
+    if dataset.lower().startswith("wds/"):  # numbered shards and a number of images: x-{0000..0099}.tar|50000
+        split = re.sub(r"\|\d{1,12}$", "", split)
+        split = re.sub(r"\{0*\d{1,5}\.\.0*\d{1,5}\}", "0", split, count=1)
+    elif dataset:  # a part of a split: train[:10%]
+        split = re.sub(r"\[[\d:%]*\]", "", split)
+    return all(re.fullmatch(r"[\w .+-]+", name) and name.strip(".") for name in split.split("/"))
+
+
+def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
+    """Raise a ConfigError if only a checkpoint specifies that data are read from another source than a folder."""
+    dataset = saved.get("dataset")
+    if not dataset or given.get("dataset") is not None or (dataset.startswith("wds/") and given.get("data_dir")):
+        return
+    confirmation = "--data-dir" if dataset.startswith("wds/") else f"--dataset {dataset}, and its --data-dir if any"
+    raise ConfigError(f"the checkpoint {path} was trained on the dataset {dataset!r}: to read it, set {confirmation}")
+
+
+def confirm_teacher(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
+    """Raise a ConfigError if only a checkpoint specifies that a teacher's weights are downloaded."""
+    teacher = saved.get("teacher")
+    if teacher and "teacher" not in given:
+        confirmation = f"--teacher {teacher}, and its --teacher-checkpoint if any"
+        raise ConfigError(
+            f"the checkpoint {path} was trained with the teacher {teacher!r}: to use it, set {confirmation}"
+        )
+
+
+def check_preprocessing(values: dict[str, Any], path: str | Path, channels: int = 3) -> None:
+    """Check the mean, std, crop_mode, crop_pct and interpolation that a file specifies, as far as it does.
+
+    Raises:
+        CheckpointError: mean or std is not one number for each channel, or the crop mode is unknown.
+        ConfigError: crop_pct or interpolation is not allowed in a checkpoint (see `options_of_checkpoint`).
+    """
+    for name in ("mean", "std"):
+        numbers = values.get(name, [0.5])
+        is_valid = isinstance(numbers, list) and len(numbers) in (1, channels) and all(map(_is_moderate, numbers))
+        if not is_valid or (name == "std" and min(numbers) < 1 / LARGEST):
+            raise CheckpointError(f"{path} has {name} {str(numbers)[:100]}, which is not one number per channel")
+    if values.get("crop_mode", "center") not in CROP_MODES:
+        raise CheckpointError(
+            f"{path} has crop_mode {str(values['crop_mode'])[:100]}, but it must be center, squash or border"
+        )
+    options_of_checkpoint({name: values[name] for name in ("crop_pct", "interpolation") if name in values}, path)
+
+
+def _is_moderate(number: Any) -> bool:
+    return type(number) in (int, float) and abs(number) <= LARGEST
