@@ -98,46 +98,56 @@ def export_model(
         ExportError: A package is missing, the format does not support the request, or the exported outputs differ from
             the model's.
     """
-    path, model = Path(path), unwrapped(model)
+    path = Path(path)
+    model = unwrapped(model)
     check_options(path, opset, features)
     exported = Exported(model, features)
     described = describe(model, preprocessing)
     if taken := {*described, "label_names"} & (metadata or {}).keys():
         raise ExportError(f"metadata must not set {', '.join(sorted(taken))}: set it in the model's pretrained_cfg")
     described |= metadata or {}
-    tolerance = TOLERANCE
-    others: dict[str, str] = {}
-    if path.suffix in WEIGHTS:
+
+    is_weights = path.suffix in WEIGHTS
+    if is_weights:
         content, run = to_safetensors(model, described)
-        tolerance = TOLERANCE_OF_HALVES
-        if not path.suffix:
-            others["config.json"] = config_of(model, described, arguments_of(model))
-            if (card := path / "README.md").exists():
-                _logger.info("%s exists and is not overwritten", card)
-            else:
-                others["README.md"] = card_of(path.resolve().name, described, metadata or {})
     else:
         _logger.info("%s, step 1 of 2: tracing and exporting the model", path)
         content, run = to_onnx(exported, described, opset) if path.suffix == ".onnx" else to_pt2(exported, described)
         _logger.info("%s, step 2 of 2: comparing its outputs with the model's", path)
-    found = compare(model, exported, run, tolerance)
-    if others:
-        path.mkdir(exist_ok=True)
-    for name, text in others.items():
-        write_atomically(path / name, text)
-    write_atomically(path / "model.safetensors" if others else path, content)
+    difference, images, same_top1 = compare(model, exported, run, TOLERANCE_OF_HALVES if is_weights else TOLERANCE)
+
+    if path.suffix:
+        write_atomically(path, content)
+    else:
+        _write_folder(path, content, model, described, metadata or {})
     _logger.info("use it in Python: %s", usage(path, exported.outputs))
-    return Report(path, len(content), *found)
+    return Report(path, len(content), difference, images, same_top1)
+
+
+def _write_folder(
+    folder: Path, weights: bytes, model: nn.Module, described: dict[str, Any], metadata: dict[str, str]
+) -> None:
+    """Write model.safetensors, config.json and, unless it exists, README.md."""
+    config = config_of(model, described, arguments_of(model))
+    folder.mkdir(exist_ok=True)
+    write_atomically(folder / "config.json", config)
+    card = folder / "README.md"
+    if card.exists():
+        _logger.info("%s exists and is not overwritten", card)
+    else:
+        write_atomically(card, card_of(folder.resolve().name, described, metadata))
+    write_atomically(folder / "model.safetensors", weights)
 
 
 def usage(path: Path, outputs: Sequence[str]) -> str:
     """Return a line of Python that runs the file, or that creates the model from its weights."""
-    name, found = repr(str(path)), ", ".join(outputs) + "," * (len(outputs) == 1)
+    file = repr(str(path))
+    assigned = "(" + ", ".join(outputs) + "," * (len(outputs) == 1) + ")"
     if path.suffix in WEIGHTS:
-        return f"model = vil.from_checkpoint({name})"
+        return f"model = vil.from_checkpoint({file})"
     if path.suffix == ".pt2":
-        return f"({found}) = torch.export.load({name}).module()(images)"
-    return f"({found}) = onnxruntime.InferenceSession({name}).run(None, {{'images': images}})"
+        return f"{assigned} = torch.export.load({file}).module()(images)"
+    return f"{assigned} = onnxruntime.InferenceSession({file}).run(None, {{'images': images}})"
 
 
 def check_options(path: Path, opset: int, features: Sequence[int] = ()) -> None:
@@ -205,4 +215,5 @@ def compare(
                 f"{name} differs from the model's by {difference:.1e}, which is more than rounding errors"
             )
         largest = max(largest, difference)
-    return largest, count, int((expected[0].argmax(-1) == found[0].argmax(-1)).reshape(count, -1).all(1).sum())
+    has_same_top1 = expected[0].argmax(-1) == found[0].argmax(-1)
+    return largest, count, int(has_same_top1.reshape(count, -1).all(1).sum())
