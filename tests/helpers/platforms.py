@@ -2,8 +2,8 @@
 
     python tests/helpers/platforms.py DARWIN.yaml WIN32.yaml
 
-Ctrl-C interrupts each run in the middle of its second epoch, and the run is then resumed. The loader's workers are new
-interpreters, as on these platforms; they import this file and lack the same features.
+Ctrl-C interrupts each run in the middle of its second epoch, and the run is then resumed. The workers of the loader are
+new interpreters in the run of Windows; they import this file and lack the same features.
 """
 
 import contextlib
@@ -46,7 +46,8 @@ def become(platform: str) -> None:
 
 def train(platform: str, config: str) -> None:
     """Train with workers until Ctrl-C, the only signal on Windows, and then to the end without workers."""
-    multiprocessing.set_start_method("spawn", force=True)
+    # a new interpreter takes seconds, and what its workers lack on macOS they lack on Windows, too
+    multiprocessing.set_start_method("spawn" if platform == "win32" else "fork", force=True)
     os.environ["PLATFORM"] = platform
     whole = SimpleNamespace(**vars(os))
     become(platform)

@@ -114,14 +114,14 @@ def test_timms_pretrained_models_of_1000_classes_have_imagenets_names():
     assert names_of(model) == []
 
 
-@pytest.mark.parametrize("count", [3, 5])
-def test_an_onnx_file_with_names_of_other_classes_is_refused(tmp_path, count):
+def test_an_onnx_file_with_more_or_fewer_names_than_classes_is_refused(tmp_path):
     onnx = pytest.importorskip("onnx")
     export_model(named(img_size=16, patch_size=8), path := tmp_path / "model.onnx")
     assert {p.label for p in vil.predict(path, PIXELS)} == {*NAMES}
     proto = onnx.load(path)
     said = {entry.key: entry.value for entry in proto.metadata_props}
-    onnx.helper.set_model_props(proto, said | dict(label_names=json.dumps([*"abcdef"[:count]])))
-    onnx.save(proto, path)
-    with pytest.raises(ConfigError, match=f"has 4 classes but {count} label_names"):
-        vil.predict(path, PIXELS)
+    for count in (3, 5):
+        onnx.helper.set_model_props(proto, said | dict(label_names=json.dumps([*"abcdef"[:count]])))
+        onnx.save(proto, path)
+        with pytest.raises(ConfigError, match=f"has 4 classes but {count} label_names"):
+            vil.predict(path, PIXELS)

@@ -19,7 +19,7 @@ from vil.training import interruption
 from vil.training.update import Update
 
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
-KILLS = int(os.environ.get("KILLS", 8))
+KILLS = int(os.environ.get("KILLS", 5))
 PREEMPTED = interruption.PREEMPTED
 
 

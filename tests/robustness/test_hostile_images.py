@@ -13,7 +13,6 @@ import random
 import resource
 import signal
 import struct
-import subprocess
 import sys
 import tarfile
 import threading
@@ -28,7 +27,7 @@ import pytest
 import torch
 from fuzz_images import DATA_CONFIG, PATHS, chunk, sharing, tiff
 from PIL import EpsImagePlugin, Image, PngImagePlugin, features
-from processes import ROOT, SMALL
+from processes import ROOT, SMALL, in_processes
 from timm.data.dataset import ImageDataset
 
 from vil.config import Config, ConfigError
@@ -361,17 +360,22 @@ def test_a_sandbox_that_does_not_start_is_an_error(monkeypatch):
 HOSTILE_MODULES = ("warnings", "runpy", "io", "os", "struct", "signal", "PIL", "numpy", "sitecustomize", "resource")
 
 
+def read_in(rank, folder, variable):
+    os.chdir(folder)
+    sys.path.insert(0, "")
+    if variable:
+        os.environ[variable] = "."
+    return images.read_image("image.gif").size
+
+
 @pytest.mark.parametrize("variable", [None, "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"])
 def test_a_guard_runs_no_module_of_the_folder_it_is_started_in(tmp_path, variable):
     """Which may be a data set's. The variables can hold a relative folder, as python -m adds the current one."""
     for name in HOSTILE_MODULES:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     (tmp_path / "image.gif").write_bytes(encode(RGB, "GIF"))
-    here = [] if variable is None else [f"os.environ[{variable!r}] = '.'"]
-    code = ["import os, sys", "from vil.data.sources.images import read_image", f"os.chdir({str(tmp_path)!r})", *here]
-    code += ["sys.path.insert(0, '')", "print(read_image('image.gif').size)"]
-    found = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, cwd=ROOT)
-    assert (found.stdout, found.returncode) == ("(32, 24)\n", 0), found.stderr
+    (ended,) = in_processes(1, read_in, tmp_path, variable)
+    assert (ended.value, ended.status) == ((32, 24), 0), ended.errors
     assert not (tmp_path / "ran").exists()
 
 

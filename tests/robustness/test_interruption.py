@@ -16,14 +16,14 @@ from types import SimpleNamespace
 
 import pytest
 from faults import Torchrun, assert_same, before, signals
-from processes import ROOT, free_port, in_processes, train_command
+from processes import ROOT, Forked, become, draw_nothing, free_port, in_processes, train_command
 
 from vil import checkpoint, distributed
 from vil.training import interruption
 from vil.training.interruption import PREEMPTED, CheckpointTimer, Decision, LoadingWatch, SignalWatch
 from vil.training.update import Update
 
-COUNT = int(os.environ.get("INTERRUPTS", 6))
+COUNT = int(os.environ.get("INTERRUPTS", 4))
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
 OPTIONS = dict(global_batch_size=8, epochs=3, checkpoint_interval=None)
 
@@ -200,16 +200,30 @@ def assert_stopped(errors, last):
     assert f"holds step {len(saved['progress']['losses'])} of epoch {len(saved['history']) + 1}" in errors
 
 
+def train_in_a_session(command, environment, errors):
+    os.setsid()  # a terminal signals all processes of its session
+    os.environ.update(environment)
+    become(0, 1, 0, os.devnull, errors)
+    draw_nothing()
+    sys.argv = command[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_ctrl_c_in_a_terminal_stops_a_run_with_everything_saved(image_folder, tmp_path, monkeypatch, number):
-    if number == signal.SIGHUP:  # and torchrun passes on that its terminal was closed
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-    process = start_in_a_terminal(train_command(tmp_path, image_folder, epochs=1000))
-    last = wait_for_a_checkpoint(process, tmp_path)
-    errors = press(process, number)
-    assert process.returncode == PREEMPTED
-    assert_stopped(errors, last)
-    assert "Traceback" not in errors
+def test_ctrl_c_in_a_terminal_stops_a_run_with_everything_saved(image_folder, tmp_path, number):
+    # torchrun passes on that its terminal was closed
+    environment = {"TORCHELASTIC_RUN_ID": "one"} if number == signal.SIGHUP else {}
+    command, errors = train_command(tmp_path, image_folder, epochs=1000), tmp_path / "errors.txt"
+    process = Forked(target=train_in_a_session, args=(command, environment, str(errors)))
+    process.start()
+    while not (last := tmp_path / "run" / "last.pt").exists():
+        assert process.is_alive(), errors.read_text()
+        time.sleep(0.01)
+    os.killpg(process.pid, number)
+    process.join(120)
+    assert process.exitcode == PREEMPTED
+    assert_stopped(errors.read_text(), last)
+    assert "Traceback" not in errors.read_text()
 
 
 def test_ctrl_c_in_torchruns_terminal_stops_all_with_everything_saved(image_folder, tmp_path):
@@ -329,28 +343,20 @@ def test_jobs_launch_a_process_for_each_gpu_of_all_nodes_as_they_are_told(tmp_pa
     assert {"--kill-on-bad-exit=1", "--cpus-per-task=2"} < set(srun.read_text().splitlines())
 
 
-@pytest.mark.parametrize(("script", "number"), [("single_node.sh", signal.SIGINT), ("slurm.sh", signal.SIGUSR1)])
-def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypatch, script, number):
-    """Slurm's own commands by stand-ins; a launcher without a store that anybody on the network could write to."""
+def test_a_job_that_slurm_signals_stops_with_everything_saved(image_folder, tmp_path, monkeypatch):
+    """Run the real launcher, which has no store that others on the network can write to, by stand-ins for Slurm."""
     stand_in_for_slurm(tmp_path, monkeypatch, STAND_INS)
+    script = ROOT / "scripts" / "slurm.sh"
     config = train_command(tmp_path, image_folder, epochs=1000)[-2:]
-    process = start_in_a_terminal(["bash", str(ROOT / "scripts" / script), *config])
+    process = start_in_a_terminal(["bash", str(script), *config])
     last = wait_for_a_checkpoint(process, tmp_path)
     launcher = process_of("--nproc-per-node", str(tmp_path))
     assert listening(launcher) == 1  # the store of its processes; --standalone has one more, of what it unpickles
-    assert script == "slurm.sh" or b"\0GLOO_SOCKET_IFNAME=lo\0" in (launcher / "environ").read_bytes()
-    if number == signal.SIGINT:
-        errors = press(process)
-    else:  # as Slurm does before the time limit, for B: to the script alone
-        options = re.findall("^#SBATCH (.*)", (ROOT / "scripts" / script).read_text(), re.M)
-        assert {"--signal=B:USR1@300", "--requeue", "--open-mode=append"} < set(options)
-        process.send_signal(number)
-        errors = process.communicate(timeout=120)[1]
-    assert_stopped(errors, last)
-    if script == "slurm.sh":
-        assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
-    else:
-        assert process.returncode == PREEMPTED
+    options = set(re.findall("^#SBATCH (.*)", script.read_text(), re.M))
+    assert {"--signal=B:USR1@300", "--requeue", "--open-mode=append"} < options
+    process.send_signal(signal.SIGUSR1)  # as Slurm does before the time limit, for B: to the script only
+    assert_stopped(process.communicate(timeout=120)[1], last)
+    assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
 
 
 def test_a_second_ctrl_c_ends_at_once(start):

@@ -3,7 +3,6 @@
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import unicodedata
@@ -11,6 +10,7 @@ import unicodedata
 import pytest
 from pictures import small_config
 from PIL import Image
+from processes import run
 
 from vil.config import ConfigError
 from vil.data import folders as split_command
@@ -81,11 +81,8 @@ def test_a_class_folder_around_another_is_a_class_in_a_split_that_lacks_the_othe
 def test_the_splitting_tool_prints_names_that_are_not_utf_8(tmp_path):
     source, target = tmp_path / "all", tmp_path / os.fsdecode(b"caf\xe9")
     write(source, *(f"{name}/{i}.png" for name in ("ant", "bee") for i in (1, 2)))
-    words = [sys.executable, "-m", "vil.data.folders", source, target]
-    ended = subprocess.run(words, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"})
-    assert ended.stdout.splitlines() == [
-        f"{tmp_path}/caf?/{split}: 2 images".encode() for split in ("train", "validation")
-    ]
+    ended = run([sys.executable, "-m", "vil.data.folders", str(source), str(target)])
+    assert ended.stdout.splitlines() == [f"{tmp_path}/caf?/{split}: 2 images" for split in ("train", "validation")]
     assert (target / "train").is_dir()
 
 
