@@ -200,30 +200,36 @@ def assert_stopped(errors, last):
     assert f"holds step {len(saved['progress']['losses'])} of epoch {len(saved['history']) + 1}" in errors
 
 
-def train_in_a_session(command, environment, errors):
+def train_in_a_session(command, errors):
     os.setsid()  # a terminal signals all processes of its session
-    os.environ.update(environment)
     become(0, 1, 0, os.devnull, errors)
     draw_nothing()
     sys.argv = command[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_ctrl_c_in_a_terminal_stops_a_run_with_everything_saved(image_folder, tmp_path, number):
-    # torchrun passes on that its terminal was closed
-    environment = {"TORCHELASTIC_RUN_ID": "one"} if number == signal.SIGHUP else {}
+def test_ctrl_c_in_a_terminal_stops_a_run_with_everything_saved(image_folder, tmp_path):
     command, errors = train_command(tmp_path, image_folder, epochs=1000), tmp_path / "errors.txt"
-    process = Forked(target=train_in_a_session, args=(command, environment, str(errors)))
+    process = Forked(target=train_in_a_session, args=(command, str(errors)))
     process.start()
     while not (last := tmp_path / "run" / "last.pt").exists():
         assert process.is_alive(), errors.read_text()
         time.sleep(0.01)
-    os.killpg(process.pid, number)
+    os.killpg(process.pid, signal.SIGINT)
     process.join(120)
     assert process.exitcode == PREEMPTED
     assert_stopped(errors.read_text(), last)
     assert "Traceback" not in errors.read_text()
+
+
+def test_the_end_of_torchruns_terminal_stops_a_run_with_everything_saved(image_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")  # torchrun passes SIGHUP on
+    process = start_in_a_terminal(train_command(tmp_path, image_folder, epochs=1000))
+    last = wait_for_a_checkpoint(process, tmp_path)
+    errors = press(process, signal.SIGHUP)
+    assert process.returncode == PREEMPTED
+    assert_stopped(errors, last)
+    assert "Traceback" not in errors
 
 
 def test_ctrl_c_in_torchruns_terminal_stops_all_with_everything_saved(image_folder, tmp_path):

@@ -69,11 +69,20 @@ def told_to_stop_while_it_saves(call):
     return functools.partial(before, Checkpointer, "save", functools.partial(get, signal.SIGTERM), call)
 
 
-def test_a_run_stopped_in_and_between_phases_ends_as_an_uninterrupted_one(tmp_path, options, undisturbed):
-    # interrupted before the fifth update; after the eighth update, the last of the first phase; as the second phase
-    # begins; before the ninth update; before the fourteenth (second epoch of the second phase); before the twentieth
-    stops = [(stopped_at(5), -9), (told_to_stop_while_it_saves(5), 75), (ended_while_it_begins, -15)]
-    stops += [(stopped_at(1), -9), (stopped_at(6), -9), (stopped_at(7, signal.SIGTERM), 75)]
+@pytest.mark.parametrize(
+    "stops",
+    [
+        # interrupted before the fifth update, and after the eighth update, the last of the first phase
+        [(stopped_at(5), -9), (told_to_stop_while_it_saves(5), 75)],
+        # interrupted after the eighth update, before the ninth, before the fourteenth (second epoch of the second
+        # phase) and before the twentieth
+        [(ended_while_it_begins, -15), (stopped_at(1), -9), (stopped_at(6), -9), (stopped_at(7, signal.SIGTERM), 75)],
+    ],
+    ids=["in and at the end of the first", "between, in the second and the third"],
+)
+def test_a_run_stopped_in_and_between_phases_ends_bit_for_bit_as_an_undisturbed_one(
+    tmp_path, options, undisturbed, stops
+):
     for prepare, status in stops:
         assert Run(tmp_path, 1, prepare, **options).wait() == [status]
     assert_same(Run(tmp_path, 1, **options).finished(), undisturbed[1])
