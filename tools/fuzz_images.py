@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))  
 from processes import CONTEXT, Forked
 
 from vil.config import Config, ConfigError
-from vil.data.loaders import evaluation_loader, training_loader, unreadable_images
+from vil.data.loaders import evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
 from vil.data.sources import images, readers
 from vil.data.sources.images import UNREADABLE
@@ -297,7 +297,7 @@ def read_all(root: Path, path: str, device: torch.device, gigabytes: float | Non
         batch = next(size for size in (16, 8, 4, 2) if len(dataset) >= size)
         config = Config(global_batch_size=batch, workers=0, aug_repeats=0, augment_on_device=path == "device")
         batches = TrainingBatches(len(dataset), config, batch, 0, 1)
-        loader = training_loader(dataset, config, DATA_CONFIG, device, batches)
+        loader = training_loader(dataset, config, DATA_CONFIG, device, batches, 2)
     else:
         loader = evaluation_loader(dataset, DATA_CONFIG, device, 0, 16, 0, 1)
     warnings.simplefilter("ignore")
@@ -309,11 +309,11 @@ def read_all(root: Path, path: str, device: torch.device, gigabytes: float | Non
             if path == "viz":
                 outcome.unreadable = sum(not drawn(file) for file, _ in dataset.reader.samples)
             else:
-                for pixels, targets in loader:
+                for pixels, targets in loader.images:
                     assert pixels.isfinite().all()
                     outcome.images += len(targets)
                     outcome.unreadable += int((targets == UNREADABLE).sum())
-                counted = unreadable_images(loader)
+                counted = loader.take_unreadable()
                 assert is_training or outcome.unreadable == counted
                 outcome.unreadable = counted
         except BaseException as error:

@@ -14,13 +14,10 @@ from timm.data import create_transform
 from timm.data.dataset import IterableImageDataset
 
 from vil.config import Config, ConfigError
-from vil.data import loaders
-from vil.data.device import encoded
-from vil.data.device import loader as device_loader
+from vil.data.device import decoding, encoded
 from vil.data.device.loader import DeviceLoader
-from vil.data.host import workers
 from vil.data.host.loader import HostLoader
-from vil.data.loaders import _say_once, describe, evaluation_loader, micro_batches, training_loader, unreadable_images
+from vil.data.loaders import TrainingLoader, _say_once, evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
 from vil.data.sources.splits import open_split, open_splits
 
@@ -67,16 +64,16 @@ def test_noise_stands_for_images(image_folder):
     assert len(open_splits(Config(synthetic=101))[1]) == 5
     assert open_splits(Config(synthetic=1_281_167))[2] == 1000
     batches = TrainingBatches(60, config, 4, 0, 1)
-    loader, other = (training_loader(train, config, DATA_CONFIG, CPU, batches) for _ in range(2))
+    loader, other = (training_loader(train, config, DATA_CONFIG, CPU, batches, 3).images for _ in range(2))
     images, targets = joined(loader)
     assert (images.shape, targets) == ((56, 3, 12, 16), [0, 1, 0, 1] * 14)
     assert torch.equal(images, next(iter(other))[0].repeat(14, 1, 1, 1))
     assert 120 < images.float().mean() < 135
     assert (images.min() < 10) & (images.max() > 245)
-    assert describe(loader) == "noise, made on the device"
+    assert loader.description == "noise, made on the device"
     loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 2, 0, 1)
     assert [len(images) for images, _ in loader] == [2, 1]
-    assert unreadable_images(loader) == 0
+    assert loader.take_unreadable() == 0
 
 
 def test_of_a_stream_what_was_seen_is_read_again_and_dropped(image_folder):
@@ -84,16 +81,20 @@ def test_of_a_stream_what_was_seen_is_read_again_and_dropped(image_folder):
         dataset = SimpleNamespace(set_epoch=lambda epoch: epochs.append(epoch))
 
     epochs, batches = [], TrainingBatches(70, small_config(image_folder, batch_size=8), 8, 0, 1)
+    stream = Stream((letter, letter.upper()) for letter in "abcdefgh")
+    loader = TrainingLoader(stream, batches, lambda images, targets, epoch, position: (images + str(epoch), targets))
     for epoch in (3, 0):
-        left = micro_batches(Stream("abcdefgh"), batches, epoch, first_step=2)
-        assert list(left) == [("e", 32), ("f", 40), ("g", 48), ("h", 56)]
+        left = [(f"{letter}{epoch}", letter.upper(), position) for letter, position in zip("efgh", (32, 40, 48, 56))]
+        assert list(loader.epoch(epoch, first_step=2)) == left
     assert epochs == [3, 0]
 
 
 def test_a_loader_may_have_no_batch(image_folder):
     """Load no batch after the last step of an epoch, and if a split has fewer images than the world size."""
-    loader, _ = training_set(image_folder)
-    assert list(micro_batches(loader, loader.batches, 0, loader.batches.steps)) == []
+    config = small_config(image_folder)
+    dataset = open_split(str(image_folder), "", "train")
+    batches = TrainingBatches(len(dataset), config, 16, 0, 1)
+    assert list(training_loader(dataset, config, DATA_CONFIG, CPU, batches, 4).epoch(0, batches.steps)) == []
     images = open_split(str(image_folder), "", "val")
     for rank, count in ((27, 1), (28, 0)):
         loader = evaluation_loader(images, DATA_CONFIG, CPU, 0, 4, rank, world_size=29)
@@ -107,7 +108,7 @@ def test_a_loader_may_have_no_batch(image_folder):
 def said(caplog, monkeypatch):
     """Return the log messages on a machine whose GPU can decode."""
     _say_once.cache_clear()
-    monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: None)
+    monkeypatch.setattr("vil.data.plan.decoder_is_missing", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
 
     def lines():
@@ -120,11 +121,11 @@ def loader_for_training(folder, device, dataset=None, **options):
     config = Config(data_dir=str(folder), global_batch_size=4, workers=0, **{"aug_repeats": 0, **options})
     if dataset is None:
         dataset = open_split(config.data_dir, "", "train", is_training=True)
-    return training_loader(dataset, config, DATA_CONFIG, device, TrainingBatches(8, config, 4, 0, 1))
+    return training_loader(dataset, config, DATA_CONFIG, device, TrainingBatches(8, config, 4, 0, 1), 2).images
 
 
 def loader_for_evaluation(folder, device, **options):
-    return evaluation_loader(open_split(str(folder), "", "val"), DATA_CONFIG, device, 0, 4, 0, 1, **options)
+    return evaluation_loader(open_split(str(folder), "", "val"), DATA_CONFIG, device, 0, 4, 0, 1, **options).images
 
 
 @pytest.mark.parametrize(
@@ -148,35 +149,39 @@ def test_a_gpu_that_decodes_augments_jpegs_and_a_cpu_where_it_is_asked_to(
             monkeypatch.setattr(encoded, "SMALL", small)
             loader = make(photo_folder, device, augment_on_device=wanted)
             assert type(loader) is kind
-            assert getattr(loader, "threaded", None) == (not small if kind is DeviceLoader else None)
+            if kind is DeviceLoader:
+                assert loader.plan.in_thread == (not small)
             assert loader.loader.pin_memory == (device == CUDA and kind is HostLoader)
             place = place if kind is DeviceLoader else f"and augmenting {here}"
-            assert describe(loader) == f"no workers, decoding {place}"
+            assert loader.description == f"no workers, decoding {place}"
     assert said() == []
 
 
-def test_pieces_take_the_shared_memory_of_what_the_workers_hand_over(photo_folder, monkeypatch, tmp_path):
-    """Choose the size of pieces by shared memory:
+def piece_bytes(dataset, batch_size, on_device=None):
+    """Return the shared memory that a loader reserves for a piece."""
+    loader = evaluation_loader(dataset, DATA_CONFIG, CPU, 0, batch_size, 0, 1, on_device)
+    return loader.images.plan.piece_bytes
 
-    for prepared images, or for pixels of small images and for files, with room for larger files.
-    """
-    taken = []
-    monkeypatch.setattr(loaders, "choose_settings", lambda *a: taken.append(a[3:5]) or workers.choose_settings(*a))
-    sizes = [path.stat().st_size for path in (photo_folder / "val").glob("*/*")]
-    shutil.make_archive(str(tmp_path / "val"), "tar", photo_folder / "val")
-    choices = (2, False, 2**20), (100, False, 2**20), (2, True, 2**20), (100, True, 0), (2, True, 0)
-    for root, (batch_size, on_device, small) in zip((*4 * [photo_folder], tmp_path), choices):
-        monkeypatch.setattr(encoded, "SMALL", small)
-        evaluation_loader(open_split(str(root), "", "val"), DATA_CONFIG, CPU, 0, batch_size, 0, 1, on_device)
+
+def test_pieces_take_the_shared_memory_of_what_the_workers_hand_over(photo_folder, monkeypatch, tmp_path):
+    """Reserve memory for prepared images, for pixels of small images, or for files, with room for larger ones."""
+    folder = open_split(str(photo_folder), "", "val")
+    assert piece_bytes(folder, 2) == 2 * 3 * 12 * 16
+    assert piece_bytes(folder, 100) == 64 * 3 * 12 * 16
     streaming = IterableImageDataset("", reader=UserList())
     streaming.set_loader_cfg = lambda num_workers: None
-    evaluation_loader(streaming, DATA_CONFIG, CPU, 0, 100, 0, 1)
-    assert taken.pop() == (0, 100 * 3 * 12 * 16)  # whole batches
-    assert taken.pop() == (len(sizes) // 2, 3 * 2**18)  # 1.5 times the size of a large file
-    files = 64 * (3 * sum(sizes) // (2 * len(sizes)))
-    pixels = [math.prod(Image.open(path).size) for path in (photo_folder / "val").glob("*/*")]
-    pieces, decoded = (len(sizes) // 2, 2), 2 * int(4.5 * sum(pixels) / len(pixels))
-    assert taken == [*zip(pieces, (2 * 3 * 12 * 16, 64 * 3 * 12 * 16)), *zip(pieces, (decoded, files))]
+    assert piece_bytes(streaming, 100) == 100 * 3 * 12 * 16  # whole batches
+
+    monkeypatch.setattr(encoded, "SMALL", 2**20)
+    paths = [*(photo_folder / "val").glob("*/*")]
+    pixels = sum(math.prod(Image.open(path).size) for path in paths) / len(paths)
+    assert piece_bytes(folder, 2, on_device=True) == 2 * int(1.5 * 3 * pixels)
+    monkeypatch.setattr(encoded, "SMALL", 0)
+    mean = sum(path.stat().st_size for path in paths) / len(paths)
+    assert piece_bytes(folder, 100, on_device=True) == 64 * int(1.5 * mean)
+    shutil.make_archive(str(tmp_path / "val"), "tar", photo_folder / "val")
+    tar = open_split(str(tmp_path), "", "val")
+    assert piece_bytes(tar, 2, on_device=True) == 2 * 1.5 * 2**18  # file sizes inside a .tar are unknown
 
 
 @pytest.mark.parametrize(
@@ -189,7 +194,7 @@ def test_pieces_take_the_shared_memory_of_what_the_workers_hand_over(photo_folde
 def test_what_the_gpu_cannot_do_the_workers_do_as_one_line_says(
     photo_folder, said, monkeypatch, options, missing, reason
 ):
-    monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: missing)
+    monkeypatch.setattr("vil.data.plan.decoder_is_missing", lambda device: missing)
     assert type(loader_for_training(photo_folder, CUDA, **options)) is HostLoader
     assert type(loader_for_evaluation(photo_folder, CUDA)) is (HostLoader if missing else DeviceLoader)
     (line,) = said()
@@ -227,7 +232,7 @@ def test_files_in_a_tar_are_known_by_their_names(photo_folder, said, tmp_path):
     assert type(loader) is DeviceLoader
     assert loader.dataset.dataset.reader.tar_state.tf is None  # each worker opens its own file
     # file sizes inside a .tar are unknown
-    assert loader_for_training(tmp_path, CUDA, aug_repeats=3).typical_bytes is None
+    assert loader_for_training(tmp_path, CUDA, aug_repeats=3).plan.fill_bytes is None
 
 
 def test_a_dataset_that_streams_is_the_workers(photo_folder, said):
@@ -242,14 +247,14 @@ def test_a_dataset_that_streams_is_the_workers(photo_folder, said):
 
 @pytest.mark.parametrize("error", [ImportError("no decode_jpeg"), AttributeError("gone"), RuntimeError("a\nb" * 99)])
 def test_whether_a_device_decodes_is_found_by_trying(monkeypatch, error, device):
-    device_loader.decoder_is_missing.cache_clear()
-    assert device_loader.decoder_is_missing(device) is None
-    device_loader.decoder_is_missing.cache_clear()
+    decoding.decoder_is_missing.cache_clear()
+    assert decoding.decoder_is_missing(device) is None
+    decoding.decoder_is_missing.cache_clear()
 
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(device_loader, "_decode_all", fail)
-    reason = device_loader.decoder_is_missing(device)
+    monkeypatch.setattr(decoding, "_decode_all", fail)
+    reason = decoding.decoder_is_missing(device)
     assert reason == f"{device} decodes no JPEG: {repr(error)[:200]}"
-    device_loader.decoder_is_missing.cache_clear()
+    decoding.decoder_is_missing.cache_clear()

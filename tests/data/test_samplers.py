@@ -156,7 +156,7 @@ def test_process_r_of_several_evaluates_every_nth_image_from_r_on():
 
 def test_batches_come_in_pieces_and_none_before_they_are_wanted():
     """Return no pieces before an epoch has been chosen, although a loader requests pieces when its workers start."""
-    pieces = Pieces(EvaluationBatches(250, 100, 1, 2), lambda index, seed: (index, seed, 7))
+    pieces = Pieces(EvaluationBatches(250, 100, 1, 2), 64, lambda index, seed: (index, seed, 7))
     assert list(pieces) == []
     pieces.ready = True
     assert [len(piece) for piece in pieces] == [64, 36, 25]

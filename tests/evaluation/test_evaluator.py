@@ -29,13 +29,14 @@ def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(
     targets = torch.arange(10) % 7
     targets[[2, 6]] = -1  # unreadable images
     models, observed = [Guess().train(), Guess().eval()], []
-    data_config = dict(input_size=(1, 1, 7), mean=(2 / 255,), std=(0.5 / 255,))
+    images = (pixels.float() - 2) / 0.5
+    data_config = dict(input_size=(1, 1, 7))
     evaluate = Evaluator(models, data_config, torch.device("cpu"), torch.autocast("cpu", torch.bfloat16), batch_size=6)
     results = evaluate(
-        [(pixels[:6], targets[:6]), (pixels[6:7], targets[6:7]), (pixels[7:], targets[7:])],
+        [(images[:6], targets[:6]), (images[6:7], targets[6:7]), (images[7:], targets[7:])],
         lambda targets, logits: observed.extend(zip(targets.tolist(), *logits)),
     )
-    images = (pixels.flatten(1).float() - 2) / 0.5
+    images = images.flatten(1)
     readable = targets >= 0
     expected = naive.numbers(images[readable].bfloat16().double().numpy(), targets[readable].numpy())
     for result in results:
@@ -43,11 +44,11 @@ def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(
         assert (result.unreadable, result.images_per_second) == (2, 10 / 4)
     assert [model.training for model in models] == [True, False]
     monkeypatch.undo()
-    (alone, _) = evaluate([(pixels[:1], targets[:1])])
+    (alone, _) = evaluate([(images[:1, None, None], targets[:1])])
     assert alone.loss == pytest.approx(
         naive.numbers(images[:1].bfloat16().double().numpy(), targets[:1].numpy())["loss"]
     )
-    (none, _) = evaluate([(pixels[2:3], targets[2:3])])
+    (none, _) = evaluate([(images[2:3, None, None], targets[2:3])])
     assert (none.images, none.unreadable, none.loss) == (0, 1, 0.0)
     assert [target for target, *_ in observed] == targets.tolist()
     for i, (_, *logits) in enumerate(observed):

@@ -66,18 +66,19 @@ def without_adobes_mark(jpeg):
 
 
 def training_set(folder, device=CPU, rank=0, world_size=1, epoch=0, input_size=(3, 12, 16), **options):
-    """Return a loader of the training split, and the (index, seed) of every image of an epoch."""
+    """Return the uint8 batches of a loader of the training split, and the (index, seed) of every image of an epoch."""
     config = Config(**dict(data_dir=str(folder), global_batch_size=8, workers=0, aug_repeats=0) | options)
     dataset = open_split(config.data_dir, "", "train", is_training=True)
     micro_batch, _ = split_global_batch(config, world_size)
     batches = TrainingBatches(len(dataset), config, micro_batch, rank, world_size)
     batches.set_epoch(epoch)
-    loader = training_loader(dataset, config, DATA_CONFIG | dict(input_size=input_size), device, batches)
-    return loader, [key for batch in batches for key in batch]
+    loader = training_loader(dataset, config, DATA_CONFIG | dict(input_size=input_size), device, batches, 2)
+    return loader.images, [key for batch in batches for key in batch]
 
 
 def joined(loader):
-    """Return all images and targets of a loader."""
+    """Return all images, before they are normalized, and targets of a loader."""
+    loader = getattr(loader, "images", loader)
     images, targets = zip(*loader)
     assert len(loader) == len(images)
     assert all(part.dtype == torch.uint8 for part in images)

@@ -23,7 +23,7 @@ from processes import call, in_processes, run, script, train_command
 from vil import checkpoint
 from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError
-from vil.data.device.cache import KeptImages
+from vil.data.device.cache import CachedImage, DecodedCache
 from vil.data.loaders import evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
 from vil.data.sources.images import read_image
@@ -286,7 +286,7 @@ def test_a_shard_that_the_machine_does_not_give_is_an_error_of_a_line(tmp_path, 
     train, val, _ = open_splits(config)
     if split == "train":
         batches = TrainingBatches(len(train), config, 8, 0, 1)
-        loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
+        loader = training_loader(train, config, DATA_CONFIG, CPU, batches, 2).epoch(0)
     else:
         loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)
     fail(data / f"{split}-0.tar")
@@ -327,7 +327,8 @@ def test_images_for_a_device_that_the_machine_does_not_give_are_an_error_of_a_li
     shutil.copytree(image_folder, data := tmp_path / "data")
     dataset = open_split(str(data), "", "train", is_training=True)
     config = Config(global_batch_size=4, workers=workers, aug_repeats=0, augment_on_device=True)
-    loader = training_loader(dataset, config, DATA_CONFIG, CPU, TrainingBatches(len(dataset), config, 4, 0, 1))
+    batches = TrainingBatches(len(dataset), config, 4, 0, 1)
+    loader = training_loader(dataset, config, DATA_CONFIG, CPU, batches, 4)
     lose_folder(data / "train")
     with pytest.raises(MachineError, match=r"^cannot read .*data/train/.*: No such file[^\n]*$"):
         list(loader)
@@ -451,9 +452,9 @@ def test_the_closing_line_does_not_announce_a_file_that_is_gone(image_folder, tm
 
 
 def test_the_bytes_of_an_image_that_changed_are_counted_once():
-    kept = KeptImages(2, torch.device("cpu"), room=1000)
+    cache = DecodedCache(2, torch.device("cpu"), room=1000)
     image = torch.zeros(3, 10, 10, dtype=torch.uint8)
     for version in range(10):
-        kept.add({0: (image, 0, (version, 0))})
-        assert kept.get(0, (version, 0)) is not None
-    assert kept.room == 700
+        cache.add({0: CachedImage(image, 0, (version, 0))})
+        assert cache.get(0, (version, 0)) is not None
+    assert cache.room == 700

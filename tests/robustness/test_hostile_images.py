@@ -31,15 +31,15 @@ from processes import ROOT, SMALL, in_processes
 from timm.data.dataset import ImageDataset
 
 from vil.config import Config, ConfigError
-from vil.data.device import encoded
-from vil.data.device import loader as device_loader
+from vil.data.device import decoding, encoded, preparation
 from vil.data.device.encoded import EncodedImage
-from vil.data.device.transform_parameters import Draws
-from vil.data.loaders import evaluation_loader, micro_batches, training_loader, unreadable_images
+from vil.data.device.reader import EncodedReader
+from vil.data.device.transform_parameters import TransformParameters
+from vil.data.host.reader import ImageReader
+from vil.data.loaders import evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
 from vil.data.sources import images
 from vil.data.sources.images import UNREADABLE
-from vil.data.sources.readers import EncodedReader, ImageReader
 from vil.data.sources.splits import open_split, open_splits
 from vil.evaluation.split import open_evaluation_split
 from vil.fault_tolerance.machine_errors import is_machine_error
@@ -147,12 +147,15 @@ def folder_of(root, contents):
 
 
 def loader_of(root, path, workers=0, device=CPU, transform_device=None):
+    """Return a loader and its batches before they are normalized."""
     if path == "evaluation":
-        return evaluation_loader(open_split(str(root), "", "val"), DATA_CONFIG, device, workers, 4, 0, 1)
+        loader = evaluation_loader(open_split(str(root), "", "val"), DATA_CONFIG, device, workers, 4, 0, 1)
+        return loader, loader.images
     dataset = open_split(str(root), "", "train", is_training=True)
     config = Config(global_batch_size=4, workers=workers, aug_repeats=0, augment_on_device=path == "device")
     batches = TrainingBatches(len(dataset) // 4 * 4, config, 4, 0, 1)
-    return training_loader(dataset, config, DATA_CONFIG, device, batches)
+    loader = training_loader(dataset, config, DATA_CONFIG, device, batches, 2)
+    return loader, loader.images
 
 
 def named(log):
@@ -171,13 +174,13 @@ def test_what_is_no_image_within_the_limits_is_counted_named_and_replaced(
     os.mkfifo(root / "train" / "bee" / "pipe.png")
     for i in range(-(len(UNFIT) + 3) % 4 or 4):
         (root / "train" / "bee" / f"whole {i}.png").write_bytes(SMALL_JPEG)
-    loader = loader_of(root, path)
+    loader, batches = loader_of(root, path)
     start = time.monotonic()
-    pixels, targets = (torch.cat(parts) for parts in zip(*loader))
+    pixels, targets = (torch.cat(parts) for parts in zip(*batches))
     assert time.monotonic() - start < 30
     unfit = {f"bee/{name}.jpg" for name in (*UNFIT, "long")} | {f"bee/{name}.png" for name in ("pipe",)}
     assert sorted(named(caplog)) == sorted(unfit)
-    counted = unreadable_images(loader)
+    counted = loader.take_unreadable()
     if path == "evaluation":
         assert (targets == UNREADABLE).sum() == counted == len(unfit)
         assert not pixels[targets == UNREADABLE].any()  # blank
@@ -212,10 +215,10 @@ def test_what_takes_too_much_time_or_memory_is_stopped_and_named_and_time_is_giv
     asked, decode = [], images.decode_in_sandbox
     monkeypatch.setattr(images, "decode_in_sandbox", lambda data: asked.append(data) or decode(data))
     comments = b"GIF89a" + bytes((8, 0, 8, 0, 0, 0, 0, 0x21, 0xFE)) + b"\1a" * 2**22
-    loader = loader_of(folder_of(tmp_path, {"gif": comments}), "evaluation")
+    loader, _ = loader_of(folder_of(tmp_path, {"gif": comments}), "evaluation")
     start = time.monotonic()
     for _ in range(3):
-        assert sum((targets == UNREADABLE).sum() for _, targets in loader) == unreadable_images(loader) == 1
+        assert sum((targets == UNREADABLE).sum() for _, targets in loader) == loader.take_unreadable() == 1
     assert time.monotonic() - start < 30
     assert len(asked) == 1
     assert named(caplog) == ["bee/gif.jpg"]
@@ -472,11 +475,11 @@ def identity(image):
     return image
 
 
-def readers(rows, transform=identity, draw=lambda header: Draws(box=(0, 0, *header.size[::-1]))):
+def readers(rows, transform=identity, sample=lambda header: TransformParameters(box=(0, 0, *header.size[::-1]))):
     dataset = ImageDataset("", reader=rows)
     yield ImageReader(dataset, transform, is_training=True)
     yield ImageReader(dataset, transform, is_training=False)
-    yield EncodedReader(dataset, transform, True, draw)
+    yield EncodedReader(dataset, transform, True, sample)
 
 
 ANY = pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
@@ -498,7 +501,7 @@ def test_an_error_of_our_own_code_is_one(error):
         raise error("of the code")
 
     training, evaluation, _ = readers(Rows(SMALL_JPEG), transform=fail)
-    *_, encoded = readers(Rows(SMALL_JPEG), draw=fail)
+    *_, encoded = readers(Rows(SMALL_JPEG), sample=fail)
     for reader in (training, evaluation, encoded):
         with pytest.raises(error, match="of the code"):
             _ = reader[0, 0]
@@ -553,9 +556,9 @@ def test_a_split_without_a_readable_image_is_one_line_from_a_loaders_process(tmp
         path.with_name(f"OSError: {path.name}").write_bytes(b"none")
         path.unlink()
     before = set(multiprocessing.active_children())
-    loader = loader_of(root, "training", workers=1)
+    _, batches = loader_of(root, "training", workers=1)
     with pytest.raises(ConfigError) as caught:
-        list(loader)
+        list(batches)
     for worker in set(multiprocessing.active_children()) - before:  # PyTorch gives it five seconds
         worker.terminate()
         worker.join()
@@ -569,11 +572,11 @@ def test_each_epoch_counts_its_own_and_a_file_is_named_once(tmp_path, workers):
     log, logger = logging.FileHandler(tmp_path / "log"), logging.getLogger("vil.data.sources.images")
     logger.addHandler(log)  # processes that start now write to it as well
     try:
-        loader = loader_of(root, "evaluation", workers)
+        loader, _ = loader_of(root, "evaluation", workers)
         for _ in range(3):
             assert sum((targets == UNREADABLE).sum() for _, targets in loader) == 4
-            assert unreadable_images(loader) == 4
-        assert unreadable_images(loader) == 0
+            assert loader.take_unreadable() == 4
+        assert loader.take_unreadable() == 0
     finally:
         logger.removeHandler(log)
     lines = (tmp_path / "log").read_text().splitlines()
@@ -760,17 +763,17 @@ def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pi
     config = write_shards(tmp_path, UNFIT | {"wide": SIXTEEN["png"]})
     train, val, _ = open_splits(config)
     loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)
-    images, targets = (torch.cat(parts) for parts in zip(*loader))
+    images, targets = (torch.cat(parts) for parts in zip(*loader.images))
     assert collections.Counter(targets.tolist()) == {1: 8, 2: 1, UNREADABLE: len(UNFIT)}
     assert images[targets == 2][0, :, 16, 16].tolist() == pytest.approx([GREY[12, 16]] * 3, abs=6)  # and not white
-    assert unreadable_images(loader) == len(UNFIT)
+    assert loader.take_unreadable() == len(UNFIT)
     assert {name.rpartition(": ")[2] for name in named(caplog)} == set(UNFIT)
     batches = TrainingBatches(len(train), config, 8, 0, 1)
-    loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
-    targets = torch.cat([targets for (_, targets), _ in micro_batches(loader, batches, 0, 0)])
+    loader = training_loader(train, config, DATA_CONFIG, CPU, batches, 2)
+    targets = torch.cat([targets for _, targets in loader.images])
     assert set(targets.tolist()) == {1, 2}
     assert len(targets) == batches.steps * 8
-    assert unreadable_images(loader) >= len(UNFIT)
+    assert loader.take_unreadable() >= len(UNFIT)
     assert not ghostscript.exists()
 
 
@@ -785,10 +788,10 @@ def test_shards_without_a_readable_image_end_training(tmp_path, pillow):
     config = write_shards(tmp_path, {}, train={f"broken{i}": b"none" for i in range(16)})
     train, _, _ = open_splits(config)
     batches = TrainingBatches(len(train), config, 8, 0, 1)
-    loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
+    loader = training_loader(train, config, DATA_CONFIG, CPU, batches, 2)
     with pytest.raises(ConfigError, match="no image of the training split can be read"):
-        list(micro_batches(loader, batches, 0, 0))
-    assert list(micro_batches(loader, batches, 0, 2)) == []  # an epoch resumed behind its last step
+        list(loader.epoch(0))
+    assert list(loader.epoch(0, 2)) == []  # an epoch resumed behind its last step
 
 
 @pytest.mark.parametrize("place", ["data_dir", "train_split", "val_split"])
@@ -1053,14 +1056,14 @@ def test_classes_that_the_validation_split_lacks_are_named_with_nothing_that_a_t
 
 def batches_on_device(root):
     """Return the grey levels of an epoch on the device path, and the number of unreadable images."""
-    loader = loader_of(root, "device")
-    return torch.cat([images for images, _ in loader]).float(), unreadable_images(loader)
+    loader, batches = loader_of(root, "device")
+    return torch.cat([images for images, _ in batches]).float(), loader.take_unreadable()
 
 
 @pytest.mark.parametrize("fault", [MemoryError, "another size"])
 def test_what_the_device_refuses_or_takes_for_another_size_the_cpu_decodes(tmp_path, fault, monkeypatch):
     monkeypatch.setattr(encoded, "SMALL", 0)
-    root, decode = folder_of(tmp_path, {}), device_loader._decode_all
+    root, decode = folder_of(tmp_path, {}), decoding._decode_all
     whole, _ = batches_on_device(root)
 
     def decode_wrongly(files, *arguments, **keywords):
@@ -1068,8 +1071,8 @@ def test_what_the_device_refuses_or_takes_for_another_size_the_cpu_decodes(tmp_p
             raise fault("of the file")
         return [image[:, 9:] for image in decode(files, *arguments, **keywords)]
 
-    monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: None)
-    monkeypatch.setattr(device_loader, "_decode_all", decode_wrongly)
+    monkeypatch.setattr("vil.data.plan.decoder_is_missing", lambda device: None)
+    monkeypatch.setattr(decoding, "_decode_all", decode_wrongly)
     images, unreadable = batches_on_device(root)
     assert unreadable == 0
     assert (images - whole).abs().mean() < 2.5
@@ -1090,15 +1093,15 @@ def test_a_batch_is_decoded_in_parts_that_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(encoded, "SMALL", 0)
     root = folder_of(tmp_path, {f"{i}": encode(Image.fromarray(RGB).resize((40 + i, 30)), "JPEG") for i in range(8)})
     whole, _ = batches_on_device(root)
-    decode, most = device_loader.decode, []
+    decode, most = preparation.decode, []
 
     def note(files, device):
         images = decode(files, device)
         most.append(sum(image[0].numel() for image in images) - images[-1][0].numel())
         return images
 
-    monkeypatch.setattr(device_loader, "decode", note)
-    monkeypatch.setattr(device_loader, "PIXELS_AT_ONCE", 2000)
+    monkeypatch.setattr(preparation, "decode", note)
+    monkeypatch.setattr(preparation, "PIXELS_AT_ONCE", 2000)
     parts, _ = batches_on_device(root)
     assert len(most) > 8
     assert max(most) <= 2000

@@ -128,14 +128,16 @@ def test_evaluation_prepares_images_as_the_options_say(image_folder):
     mean_and_std = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     transform = create_transform(16, crop_pct=0.6, interpolation="bilinear", use_prefetcher=True, **mean_and_std)
     paths = [image_folder / "val" / CLASSES[0] / f"{i}.png" for i in range(7)]
-    assert torch.equal(images[:7], torch.stack([torch.as_tensor(transform(Image.open(path))) for path in paths]))
+    pixels = torch.stack([torch.as_tensor(transform(Image.open(path))) for path in paths])
+    mean, std = (torch.tensor(mean_and_std[name]).view(3, 1, 1) for name in ("mean", "std"))
+    torch.testing.assert_close(images[:7], (pixels / 255 - mean) / std)
     on_device = Trainer(small_config(image_folder, augment_on_device=True), CPU, 0, 1)
-    assert on_device.data.val_loader.kept.choose_room(1)  # the next epoch uses the kept images
+    assert on_device.data.val_loader.images.cache.reserve(1)  # the next epoch uses the kept images
     # test_vit's weights specify a mean and std of 0.5, so a white pixel is 1
     other = dict(model="test_vit", model_kwargs={}, img_size=160, mixup=0.0, cutmix=0.0, reprob=0.0)
     trainer, white = Trainer(small_config(image_folder, **other), CPU, 0, 1), torch.full((2, 3, 160, 160), 255)
-    augmented, _ = trainer.data.augment(white.byte(), torch.zeros(2, dtype=torch.long), 0, 0)
-    for images in (augmented, trainer.evaluator.normalised(white.byte())):
+    augmented, _ = trainer.data.train_loader.augment(white.byte(), torch.zeros(2, dtype=torch.long), 0, 0)
+    for images in (augmented, trainer.data.val_loader.normalize(white.byte())):
         torch.testing.assert_close(images, torch.ones(2, 3, 160, 160))
 
 

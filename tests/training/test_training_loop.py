@@ -259,7 +259,7 @@ def means_after(rank, folder, output, method):
     for mean in means:
         mean.fill_(rank)
     run.state.meter.add(torch.tensor(1.0), torch.tensor(1.0))
-    run.data.train_loader.dataset.unreadable.add(rank, "one", OSError())
+    run.data.train_loader.images.dataset.unreadable.add(rank, "one", OSError())
     row = getattr(run, method)()
     distributed.destroy_process_group()
     return {value for mean in means for value in mean.tolist()}, row and row["unreadable_images"]

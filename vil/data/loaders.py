@@ -1,13 +1,16 @@
-"""Loaders of a split for training and evaluation, with timm's transforms in workers or on the model's device."""
+"""Loaders of a split: images pass once from their source through decoding and augmentation to a batch on the device.
+
+Workers or the device decode and augment single images (see `plan`). At the end, whole batches are normalized on the
+device and, in training, erased and mixed.
+"""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from timm.data import create_transform
@@ -15,35 +18,132 @@ from timm.data.loader import fast_collate
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..config import Config, ConfigError
+from ..config import Config
 from ..distributed import warn_on_rank0
 from ..security.image_decoding import SECONDS
-from .device.cache import KeptImages
-from .device.encoded import collate_encoded, is_small
-from .device.loader import PIXELS_TOGETHER, DeviceLoader, decoder_is_missing
-from .device.transform_parameters import DrawingTransform
-from .host.loader import HostLoader
-from .host.workers import PIECE, choose_settings, into_shared_memory, prepare_worker, start_workers
+from .device.augmentation import BatchAugmentation, Normalization
+from .device.cache import DecodedCache
+from .device.encoded import collate_encoded
+from .device.loader import DeviceLoader
+from .device.reader import EncodedReader
+from .device.synthetic import SyntheticLoader
+from .host.loader import HostLoader, PieceLoader, Waits
+from .host.reader import ImageReader
+from .host.workers import PIECE, into_shared_memory, prepare_worker, start_workers
+from .plan import LoadingOptions, LoadingPlan, plan_loading
 from .samplers import EvaluationBatches, Pieces, TrainingBatches
 from .sources.images import UnreadableSplitError
-from .sources.readers import EncodedReader, ImageReader, has_jpegs, typical_bytes, typical_pixels
 from .sources.splits import streams
-from .sources.synthetic import SyntheticImages, SyntheticLoader
+from .sources.synthetic import SyntheticImages
 
 STALLED = 2 * PIECE * SECONDS  # seconds without a batch after which the workers are assumed to hang
 
 
-def training_loader(dataset, config: Config, data_config: dict, device: torch.device, batches: TrainingBatches):
-    """Return a loader of augmented images (B, 3, H, W) uint8 and targets (B,) on `device`, in micro-batches."""
-    transform = training_transform(config, data_config)
-    place = data_config, device, config.workers, config.augment_on_device
-    return _create_loader(dataset, transform, *place, batches, batches.micro_batch, again=True)
+class Batch(NamedTuple):
+    """Micro-batch of training."""
+
+    images: Tensor  # (B, 3, H, W) float32, normalized, erased and mixed
+    targets: Tensor  # (B,) class indices or, if images are mixed, (B, classes) soft targets
+    position: int  # position of the first image in the epoch
+
+
+class TrainingLoader:
+    """Epochs of augmented micro-batches on the model's device.
+
+    Args:
+        images: Loader of augmented images (B, 3, H, W) uint8 and targets (B,).
+        batches: Batch sampler of the loader.
+        augment: Augmentation of a batch.
+    """
+
+    def __init__(self, images: PieceLoader | SyntheticLoader, batches: TrainingBatches, augment: BatchAugmentation):
+        self.images = images
+        self.batches = batches
+        self.augment = augment
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """Iterate over the micro-batches of an epoch from a step on."""
+        self.batches.set_epoch(epoch, first_step)
+        for (images, targets), position in zip(self._uint8_batches(epoch), self.batches.first_positions()):
+            yield Batch(*self.augment(images, targets, epoch, position), position)
+
+    def _uint8_batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        dataset = self.images.dataset
+        if not hasattr(dataset, "set_epoch"):
+            yield from self.images
+            return
+        # an iterable dataset shuffles itself, and batches before the first step are read again and dropped
+        dataset.set_epoch(epoch)
+        batch = None
+        for batch in islice(self.images, self.batches.first_step * self.batches.accumulation, None):
+            yield batch
+        if batch is None and len(self.batches):
+            raise UnreadableSplitError("no image of the training split can be read")
+
+    @property
+    def description(self) -> str:
+        """Line about how images are loaded."""
+        return self.images.description
+
+    @property
+    def waits(self) -> Waits:
+        """Seconds for which the next batch waited, in all epochs."""
+        return self.images.waits
+
+    def take_unreadable(self) -> int:
+        """Return how many images could not be read since the last call."""
+        return _take_unreadable(self.images.dataset)
+
+
+class EvaluationLoader:
+    """Normalized images (B, 3, H, W) float32 and targets (B,) on the model's device.
+
+    Args:
+        images: Loader of images (B, 3, H, W) uint8 and targets (B,).
+        normalize: Normalization of a batch.
+    """
+
+    def __init__(self, images: PieceLoader | SyntheticLoader, normalize: Normalization):
+        self.images = images
+        self.normalize = normalize
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for images, targets in self.images:
+            yield self.normalize(images), targets
+
+    def take_unreadable(self) -> int:
+        """Return how many images could not be read since the last call."""
+        return _take_unreadable(self.images.dataset)
+
+
+def training_loader(
+    dataset,
+    config: Config,
+    data_config: dict[str, Any],
+    device: torch.device,
+    batches: TrainingBatches,
+    num_classes: int,
+) -> TrainingLoader:
+    """Return a loader of a training split.
+
+    Args:
+        dataset: timm's dataset of the split.
+        config: Options of the run.
+        data_config: timm's data config of the images.
+        device: Device of the batches.
+        batches: Batch sampler.
+        num_classes: Length of a soft target.
+    """
+    options = LoadingOptions(device, config.workers, config.augment_on_device)
+    images = _open_images(dataset, training_transform(config, data_config), batches, data_config["input_size"], options)
+    return TrainingLoader(images, batches, BatchAugmentation(config, num_classes, data_config))
 
 
 def training_transform(config: Config, data_config: dict[str, Any]):
-    """Return the transform from a Pillow image to an augmented tensor (3, H, W) uint8; normalization follows on the
-    device.
-    """
+    """Return the transform from a Pillow image to an augmented tensor (3, H, W) uint8."""
     options: dict[str, Any] = dict(
         scale=config.scale,
         ratio=config.ratio,
@@ -58,23 +158,32 @@ def training_transform(config: Config, data_config: dict[str, Any]):
 
 def evaluation_loader(
     dataset,
-    data_config: dict,
+    data_config: dict[str, Any],
     device: torch.device,
     workers: int | None,
     batch_size: int,
     rank: int,
     world_size: int,
     augment_on_device: bool | None = None,
-    again: bool = False,
-):
-    """Return a loader of resized and cropped images (B, 3, H, W) uint8 and targets (B,) on `device`, for this rank's
-    share.
+    is_reused: bool = False,
+) -> EvaluationLoader:
+    """Return a loader of this rank's share of an evaluation split.
 
-    `again` says whether the loader will be used for more than one pass.
+    Args:
+        dataset: timm's dataset of the split.
+        data_config: timm's data config of the images.
+        device: Device of the batches.
+        workers: Number of workers; None chooses it.
+        batch_size: Images in a batch.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        augment_on_device: Whether the device decodes and resizes; None uses a GPU that supports it.
+        is_reused: Whether the loader will be used for more than one pass.
     """
+    options = LoadingOptions(device, workers, augment_on_device, is_reused)
     batches = EvaluationBatches(len(dataset), batch_size, rank, world_size)
-    place = data_config, device, workers, augment_on_device
-    return _create_loader(dataset, evaluation_transform(data_config), *place, batches, batch_size, again)
+    images = _open_images(dataset, evaluation_transform(data_config), batches, data_config["input_size"], options)
+    return EvaluationLoader(images, Normalization(data_config))
 
 
 def evaluation_transform(data_config: dict[str, Any]):
@@ -84,80 +193,71 @@ def evaluation_transform(data_config: dict[str, Any]):
     return create_transform(data_config["input_size"], use_prefetcher=True, **options)
 
 
-def micro_batches(loader, batches: TrainingBatches, epoch: int, first_step: int):
-    """Iterate over a training loader's ((images, targets), position of the first image) from a step of an epoch on."""
-    batches.set_epoch(epoch, first_step)
-    # an iterable dataset shuffles itself: batches before the first step are read again and dropped
-    if hasattr(loader.dataset, "set_epoch"):
-        loader.dataset.set_epoch(epoch)
-        loader = _not_empty(islice(loader, first_step * batches.accumulation, None), len(batches))
-    return zip(loader, batches.first_positions())
-
-
-def _not_empty(stream: Iterable, expected: int) -> Iterator:
-    batch = None
-    for batch in stream:
-        yield batch
-    if expected and batch is None:
-        raise UnreadableSplitError("no image of the training split can be read")
-
-
-def describe(loader) -> str:
-    """Describe briefly how a loader loads, for the log of a run."""
-    return str(loader.settings) if hasattr(loader, "settings") else "noise, made on the device"
-
-
-def unreadable_images(loader) -> int:
-    """Return how many images of a loader could not be read since the last call."""
-    unreadable = getattr(loader.dataset, "unreadable", None)  # synthetic data and other decoders have no count
-    return unreadable.take() if unreadable else 0
-
-
-def _create_loader(dataset, transform, data_config, device, workers, augment_on_device, batches, batch_size, again):
-    is_training = isinstance(batches, TrainingBatches)
+def _open_images(
+    dataset, transform, batches: TrainingBatches | EvaluationBatches, image_shape, options: LoadingOptions
+) -> PieceLoader | SyntheticLoader:
+    """Return a loader of uint8 batches."""
     if isinstance(dataset, SyntheticImages):
-        return SyntheticLoader(dataset, batches, batch_size, data_config["input_size"], device)
-    draw = _drawing_transform(dataset, transform, device, augment_on_device)
-    kept = KeptImages(len(dataset), device, room=None if again else 0)
-    pieces = math.ceil(batch_size / PIECE) * len(batches)
-    image_bytes = typical_bytes(dataset) if draw else math.prod(data_config["input_size"])
-    pixels = typical_pixels(dataset) if draw else math.inf
-    small = is_small(pixels)
-    streaming = streams(dataset)
-    together = max(1, int(PIXELS_TOGETHER // (batch_size * pixels))) if small else 1
-    in_a_piece = batch_size if streaming else min(batch_size, PIECE)
-    piece_bytes = in_a_piece * (int(4.5 * pixels) if small else image_bytes)  # 1.5 times the typical size
-    settings = choose_settings(workers, device, together * batch_size, pieces, piece_bytes, bool(draw), small)
-    if streaming:
-        dataset.transform = transform
-        # otherwise timm 1.0.30 treats the dataset as empty
-        dataset.set_loader_cfg(num_workers=max(1, settings.workers))
-        dataset.reader.batch_size = batch_size  # in training, the reader gives whole batches to each worker
-        order = dict(batch_size=batch_size)
-    else:
-        arguments = dataset, transform, is_training
-        dataset = EncodedReader(*arguments, draw) if draw else ImageReader(*arguments)
-        order = dict(batch_sampler=Pieces(batches, kept.key))
-    loader = DataLoader(
+        return SyntheticLoader(dataset, batches, image_shape, options.device)
+    plan = plan_loading(dataset, transform, batches, image_shape, options)
+    if plan.obstacle:
+        _say_once(f"the workers decode and augment images, not the GPU: {plan.obstacle}")
+    if streams(dataset):
+        return _open_stream(dataset, transform, plan)
+    if plan.sampler:
+        return _open_on_device(dataset, transform, batches, plan)
+    return _open_on_host(dataset, transform, batches, plan)
+
+
+def _open_stream(dataset, transform, plan: LoadingPlan) -> HostLoader:
+    """Return a loader of an iterable dataset, whose workers load whole batches."""
+    dataset.transform = transform
+    # otherwise timm 1.0.30 treats the dataset as empty
+    dataset.set_loader_cfg(num_workers=max(1, plan.workers))
+    dataset.reader.batch_size = plan.batch_size  # in training, the reader gives whole batches to each worker
+    loader = _piece_loader(dataset, plan, collate_fn=_collate, batch_size=plan.batch_size)
+    return HostLoader(loader, None, plan)
+
+
+def _open_on_host(dataset, transform, batches, plan: LoadingPlan) -> HostLoader:
+    """Return a loader whose workers decode and augment."""
+    reader = ImageReader(dataset, transform, isinstance(batches, TrainingBatches))
+    pieces = Pieces(batches, plan.piece_size)
+    loader = _piece_loader(reader, plan, collate_fn=_collate, batch_sampler=pieces)
+    return _started(HostLoader(loader, batches, plan), pieces)
+
+
+def _open_on_device(dataset, transform, batches, plan: LoadingPlan) -> DeviceLoader:
+    """Return a loader whose workers read files, which the device decodes and augments."""
+    assert plan.sampler
+    reader = EncodedReader(dataset, transform, isinstance(batches, TrainingBatches), plan.sampler)
+    cache = DecodedCache(len(dataset), plan.device, room=None if plan.keeps_decoded else 0)
+    pieces = Pieces(batches, plan.piece_size, cache.task)
+    collate = partial(collate_encoded, size=plan.sampler.size)
+    loader = _piece_loader(reader, plan, collate_fn=collate, batch_sampler=pieces)
+    return _started(DeviceLoader(loader, batches, plan, cache), pieces)
+
+
+def _piece_loader(dataset, plan: LoadingPlan, **arguments) -> DataLoader:
+    """Return PyTorch's loader of pieces."""
+    return DataLoader(
         dataset,
-        num_workers=settings.workers,
-        prefetch_factor=settings.prefetch,
-        collate_fn=partial(collate_encoded, size=draw.size) if draw else _collate,
-        pin_memory=device.type == "cuda" and not draw,  # file contents go to the decoder, not to the device
-        persistent_workers=settings.workers > 0,
-        timeout=STALLED if settings.workers else 0,
+        num_workers=plan.workers,
+        prefetch_factor=plan.prefetch,
+        # file contents go to the decoder, not to the device
+        pin_memory=plan.device.type == "cuda" and plan.sampler is None,
+        persistent_workers=plan.workers > 0,
+        timeout=STALLED if plan.workers else 0,
         worker_init_fn=prepare_worker,
-        **order,
+        **arguments,
     )
-    if not streaming:
-        start_workers(loader)
-        loader.batch_sampler.ready = True
-    place = loader, None if streaming else batches, device, settings
-    if not draw:
-        return HostLoader(*place)
-    repeats = is_training and batches.repeats > 1  # repeats mean that one epoch does not see all images
-    ahead = 3 * pixels if repeats and pixels < math.inf else None
-    return DeviceLoader(*place, together=together, threaded=not small, transform=draw, kept=kept, typical_bytes=ahead)
+
+
+def _started(loader, pieces: Pieces):
+    """Start the workers before autograd creates threads, without any pieces to load."""
+    start_workers(loader.loader)
+    pieces.ready = True
+    return loader
 
 
 def _collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
@@ -166,35 +266,9 @@ def _collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     return images, targets
 
 
-def _drawing_transform(dataset, transform, device: torch.device, wanted: bool | None) -> DrawingTransform | None:
-    """Return the transform that samples parameters for decoding and augmentation on the device; None to use the
-    workers.
-
-    Args:
-        wanted: True uses any device, False uses the workers, None uses a GPU that supports it, with one log line if it
-            does not.
-
-    Raises:
-        ConfigError: The device is requested but does not support it.
-    """
-    if wanted is False or (wanted is None and device.type != "cuda"):
-        return None
-    draw = None
-    try:
-        draw = DrawingTransform(transform)
-        reason = decoder_is_missing(device)
-    except ConfigError as error:
-        reason = str(error)
-    if streams(dataset):
-        reason = "a dataset that streams has no images by index"
-    if wanted and reason:
-        raise ConfigError(f"augment_on_device: {reason}")
-    if not reason and not wanted and not has_jpegs(dataset) and not is_small(typical_pixels(dataset)):
-        reason = "most files are no JPEGs"
-    if reason:
-        _say_once(f"the workers decode and augment images, not the GPU: {reason}")
-        return None
-    return draw
+def _take_unreadable(dataset) -> int:
+    unreadable = getattr(dataset, "unreadable", None)  # synthetic data and other decoders have no count
+    return unreadable.take() if unreadable else 0
 
 
 @functools.cache

@@ -13,7 +13,6 @@ from itertools import repeat
 import numpy as np
 
 from ..config import Config, ConfigError
-from .host.workers import PIECE
 
 FEW = 8  # epochs of fewer steps are short; a run of fewer than FEW**3 steps learns little
 
@@ -51,8 +50,12 @@ class TrainingBatches:
     """
 
     def __init__(self, num_images: int, config: Config, micro_batch: int, rank: int, world_size: int):
-        self.num_images, self.micro_batch, self.rank, self.world_size = num_images, micro_batch, rank, world_size
-        self.seed, self.global_batch = config.seed, config.global_batch_size
+        self.num_images = num_images
+        self.micro_batch = micro_batch
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = config.seed
+        self.global_batch = config.global_batch_size
         self.repeats = max(1, config.aug_repeats)
         self.set_epoch(0)
         if num_images < self.global_batch:
@@ -63,7 +66,12 @@ class TrainingBatches:
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Set the epoch, and skip its first `first_step` steps, which an interrupted run has already done."""
-        self.epoch, self.first_step = epoch, first_step
+        self.epoch = epoch
+        self.first_step = first_step
+
+    @property
+    def batch_size(self) -> int:
+        return self.micro_batch
 
     @property
     def steps(self) -> int:
@@ -110,16 +118,19 @@ class TrainingBatches:
         for first in self.first_positions():
             batch = []
             for position in range(first, first + self.micro_batch):
-                step, place = divmod(position, self.global_batch)
-                batch.append((int(order[step * unique + place % unique]), int(seeds[position])))
+                step, row = divmod(position, self.global_batch)
+                batch.append((int(order[step * unique + row % unique]), int(seeds[position])))
             yield batch
 
 
 class EvaluationBatches:
     """Batch sampler that yields every image exactly once over all ranks, in order."""
 
+    repeats = 1
+
     def __init__(self, num_images: int, batch_size: int, rank: int, world_size: int):
-        self.indices, self.batch_size = range(rank, num_images, world_size), batch_size
+        self.indices = range(rank, num_images, world_size)
+        self.batch_size = batch_size
 
     def __len__(self) -> int:
         return math.ceil(len(self.indices) / self.batch_size)
@@ -138,13 +149,23 @@ class Pieces:
 
     Args:
         batches: Batch sampler of (index, seed) pairs.
-        key: Function from such a pair to a worker's task.
+        size: Maximum number of images in a piece.
+        task: Function from index and seed to a worker's task; by default, the task is the pair.
     """
 
-    def __init__(self, batches: TrainingBatches | EvaluationBatches, key: Callable[[int, int], tuple[int, ...]]):
-        self.batches, self.key, self.ready = batches, key, False
+    def __init__(
+        self,
+        batches: TrainingBatches | EvaluationBatches,
+        size: int,
+        task: Callable[[int, int], tuple] | None = None,
+    ):
+        self.batches = batches
+        self.size = size
+        self.task = task
+        self.ready = False
 
-    def __iter__(self) -> Iterator[list[tuple[int, ...]]]:
+    def __iter__(self) -> Iterator[list[tuple]]:
         for batch in self.batches if self.ready else ():
-            for start in range(0, len(batch), PIECE):
-                yield [self.key(*pair) for pair in batch[start : start + PIECE]]
+            for start in range(0, len(batch), self.size):
+                piece = batch[start : start + self.size]
+                yield [self.task(*pair) for pair in piece] if self.task else piece

@@ -53,7 +53,7 @@ class Evaluator:
     """Evaluate models on the same images in one pass; every rank gets the results over all ranks.
 
     Args:
-        models: Functions from images (B, 3, H, W), normalised by `data_config`, to logits (B, classes).
+        models: Functions from normalized images (B, 3, H, W) to logits (B, classes).
         data_config: timm's data config of the images.
         device: Device of the models.
         precision: Autocast context in which the models run.
@@ -70,15 +70,11 @@ class Evaluator:
     ):
         self.models, self.device, self.precision = models, device, precision
         self.batch = (batch_size, *data_config["input_size"]) if batch_size and device.type == "cuda" else None
-        self.mean, self.std = (
-            torch.tensor([255 * value for value in data_config[name]], device=device).view(-1, 1, 1)
-            for name in ("mean", "std")
-        )
         self.run: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]] | None = None  # created in the first call
 
     @torch.inference_mode()
     def __call__(self, loader, observe: Callable[[Tensor, list[Tensor]], None] | None = None) -> list[Evaluation]:
-        """Return a result for each model on a loader of images (B, 3, H, W) uint8 and targets (B,).
+        """Return a result for each model on a loader of normalized images (B, 3, H, W) and targets (B,).
 
         If given, `observe` is called for each batch of this rank with the targets and the logits of every model.
         """
@@ -113,19 +109,14 @@ class Evaluator:
             for images, top1, top5, loss, unreadable in rows
         ]
 
-    def normalised(self, images: Tensor) -> Tensor:
-        """Normalize uint8 images as the models expect."""
-        return (images - self.mean) / self.std
-
     def _as_graph(self) -> Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]]:
         if not self.batch:
             return self._run
-        images = torch.zeros(self.batch, dtype=torch.uint8, device=self.device)
+        images = torch.zeros(self.batch, device=self.device)
         return Replayed(self._run, [images, images.new_zeros(len(images), dtype=torch.long)], "evaluation")
 
     def _run(self, images: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the sums (models, 5) of a batch and the logits of every model."""
-        images = self.normalised(images)
         with self.precision:
             logits = [model(images) for model in self.models]
         return torch.stack([_batch_sums(x.float(), targets) for x in logits]), logits

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from ..data.sources.readers import ImageReader
+from ..data.host.reader import ImageReader
 from ..data.sources.splits import streams
 from ..text import label_of
 from .calibration import calibration_bins, expected_calibration_error

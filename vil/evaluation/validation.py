@@ -71,7 +71,7 @@ def validate(
     comparison = Comparison.of(predictions) if predictions and len(models) > 1 else None
     speeds = []
     if comparison and rank == 0:
-        batch = evaluator.normalised(next(iter(loader))[0])
+        batch = next(iter(loader))[0]
         speeds = [measure_speed(model.module, batch, precision) for model in models]
 
     return Validation(

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import checkpoint
 from ..config import Config
-from ..data.device.augmentation import BatchAugmentation
-from ..data.loaders import describe, evaluation_loader, micro_batches, training_loader, unreadable_images
+from ..data.loaders import Batch, evaluation_loader, training_loader
 from ..data.samplers import TrainingBatches
 from ..data.sources.splits import class_names, count_images, open_splits, streams
 
@@ -43,22 +41,8 @@ class Splits:
         return count_images(self.train)
 
 
-class Batch(NamedTuple):
-    """A batch of the training loader on the device.
-
-    Attributes:
-        images: uint8 images (B, 3, H, W).
-        targets: Class indices (B,).
-        position: Position of the first image in the epoch.
-    """
-
-    images: Tensor
-    targets: Tensor
-    position: int
-
-
 class Data:
-    """Loaders of a run, and the augmentation on the device.
+    """Loaders of a run.
 
     Args:
         config: Options of the run.
@@ -84,7 +68,7 @@ class Data:
         # an iterable dataset yields each image once
         repeats = dataclasses.replace(config, aug_repeats=0) if streams(splits.train) else config
         self.batches = TrainingBatches(splits.num_images, repeats, batch_size, rank, world_size)
-        self.train_loader = training_loader(splits.train, config, data_config, device, self.batches)
+        self.train_loader = training_loader(splits.train, config, data_config, device, self.batches, splits.num_classes)
         self.val_loader = evaluation_loader(
             splits.validation,
             data_config,
@@ -94,9 +78,8 @@ class Data:
             rank,
             world_size,
             config.augment_on_device,
-            again=True,
+            is_reused=True,
         )
-        self.augment = BatchAugmentation(config, splits.num_classes, data_config)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -109,19 +92,18 @@ class Data:
 
     def training_batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
         """Iterate over the training batches of this process from a step of an epoch on."""
-        for (images, targets), position in micro_batches(self.train_loader, self.batches, epoch, first_step):
-            yield Batch(images, targets, position)
+        return self.train_loader.epoch(epoch, first_step)
 
     @property
     def waits(self) -> tuple[float, float]:
         """Seconds in which prepared images waited for the model, and in which this process prepared images."""
-        return getattr(self.train_loader, "waits", (0.0, 0.0))
+        return self.train_loader.waits
 
     @property
     def how_loaded(self) -> str:
         """Short description of who loads the images."""
-        return describe(self.train_loader)
+        return self.train_loader.description
 
     def take_unreadable(self) -> int:
         """Return how many training images of this process could not be read since the last call."""
-        return unreadable_images(self.train_loader)
+        return self.train_loader.take_unreadable()

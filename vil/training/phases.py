@@ -15,7 +15,7 @@ from timm.data import resolve_data_config
 from torch import Tensor, nn
 
 from ..config import Config, ConfigError
-from ..data.device.transform_parameters import DrawingTransform
+from ..data.device.transform_parameters import TransformSampler
 from ..data.loaders import training_transform
 from ..data.samplers import TrainingBatches, split_global_batch
 from ..data_config import input_size
@@ -92,7 +92,7 @@ def _check_phase(phase: Config, before: Config | None, world_size: int, num_imag
             model.load_state_dict(resampled_weights(before, num_classes, model))
     build_optimizer(phase, model)
     if phase.augment_on_device:
-        DrawingTransform(training_transform(phase, resolve_data_config({}, model=model)))
+        TransformSampler(training_transform(phase, resolve_data_config({}, model=model)))
 
 
 def resampled_weights(

@@ -188,10 +188,9 @@ class Trainer:
             if completes_step:
                 all_loaded = self.loading.all_loaded()
 
-            images, targets = self.data.augment(batch.images, batch.targets, epoch, batch.position)
             # stochastic depth also depends only on the seed and the position in the run
             seed_everything(derive_seed(self.config.seed, epoch, batch.position, 2))
-            for micro_batch in self.forward_backward.micro_batches(images, targets):
+            for micro_batch in self.forward_backward.micro_batches(batch.images, batch.targets):
                 loss = loss + self.forward_backward(*micro_batch)
             if not completes_step:
                 continue

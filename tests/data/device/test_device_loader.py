@@ -16,18 +16,17 @@ from pictures import DATA_CONFIG, PHOTO, by_timm, damage_tables, encode, joined,
 from PIL import Image
 from timm.data import create_transform
 
-from vil.data import loaders
-from vil.data.device import cache as kept
-from vil.data.device import encoded
+from vil.data import plan
+from vil.data.device import cache, encoded, preparation
 from vil.data.device import loader as device_loader
+from vil.data.device.decoding import decode
 from vil.data.device.encoded import EncodedImage, collate_encoded, join_pieces
 from vil.data.device.loader import DeviceLoader
-from vil.data.device.transform_parameters import Draws
-from vil.data.host import workers
-from vil.data.loaders import evaluation_loader, unreadable_images
+from vil.data.device.reader import EncodedReader
+from vil.data.device.transform_parameters import TransformParameters
+from vil.data.loaders import evaluation_loader
 from vil.data.samplers import TrainingBatches
 from vil.data.sources.images import UNREADABLE
-from vil.data.sources.readers import EncodedReader
 from vil.data.sources.splits import open_split
 
 SIZE = dict(input_size=(3, 48, 40))
@@ -40,11 +39,13 @@ def files(photo_folder, tmp_path):
 
 
 def test_pieces_make_the_batch_that_their_samples_would():
-    draws, image = Draws((1, 2, 3, 4), (5, 6), (7, 8), True, [("Invert", ())]), torch.zeros(3, 2, 2, dtype=torch.uint8)
-    samples = [(image, 0), (EncodedImage((3, 5), b"abc", draws, (4, 6), (9, 10)), 1), (image, 2)]
+    parameters = TransformParameters((1, 2, 3, 4), (5, 6), (7, 8), True, [("Invert", ())])
+    encoded_image = EncodedImage(3, 5, b"abc", (4, 6), (9, 10), parameters)
+    image = torch.zeros(3, 2, 2, dtype=torch.uint8)
+    samples = [(image, 0), (encoded_image, 1), (image, 2)]
     whole, pieces = collate_encoded(samples, (2, 2)), [collate_encoded([sample], (2, 2)) for sample in samples]
     for name, array in vars(join_pieces(pieces)).items():
-        if name not in ("files", "ready"):
+        if name not in ("contents", "finished"):
             np.testing.assert_array_equal(array, getattr(whole, name), strict=True)
 
 
@@ -68,10 +69,9 @@ def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, devic
     # pixels of the largest image that workers decode
     monkeypatch.setattr(encoded, "SMALL", options.pop("SMALL", encoded.SMALL))
     # pixels of the whole batches that are transformed together
-    monkeypatch.setattr(loaders, "PIXELS_TOGETHER", options.pop("TOGETHER", 2**20))
-    piece = options.pop("PIECE", workers.PIECE)  # images that a worker returns at a time
-    for module in ("samplers", "host.loader"):
-        monkeypatch.setattr(f"vil.data.{module}.PIECE", piece)
+    monkeypatch.setattr(plan, "PIXELS_TOGETHER", options.pop("TOGETHER", 2**20))
+    # images that a worker returns at a time
+    monkeypatch.setattr(plan, "PIECE", options.pop("PIECE", plan.PIECE))
     loader, keys = on_device(photo_folder, device, **options)
     images, targets = joined(loader)
     assert len(images) == 48
@@ -102,7 +102,7 @@ def test_a_picture_of_few_pixels_of_which_timm_crops_none_perhaps_is_prepared_as
 
 def test_one_file_that_the_device_refuses_leaves_it_the_others(device):
     files = [encode(PHOTO), damage_tables(encode(PHOTO)), encode(PHOTO.convert("L"))]
-    images = device_loader.decode([torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files], device)
+    images = decode([torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files], device)
     assert [image is None or tuple(image.shape) for image in images] == [(3, 40, 60), True, (3, 40, 60)]
 
 
@@ -137,7 +137,7 @@ def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, 
     config = DATA_CONFIG | dict(input_size=(3, 48, 48), crop_pct=0.875) | options
     dataset = open_split(str(photo_folder), "", "train")
     loader = evaluation_loader(dataset, config, device, workers, 10, 1, 2, augment_on_device=True)
-    assert isinstance(loader, DeviceLoader)
+    assert isinstance(loader.images, DeviceLoader)
     images, targets = joined(loader)
     indices = range(1, len(dataset), 2)
     assert len(images) == len(indices)
@@ -151,7 +151,7 @@ def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, 
             continue
         assert target == "ab".index(dataset.filename(i)[0])
         differences.append((image - torch.as_tensor(transform(expected)).float()).abs())
-    assert broken == unreadable_images(loader) >= 2
+    assert broken == loader.take_unreadable() >= 2
     # Many sums are exactly half a level in an image that is enlarged from few pixels.
     mean, largest = (0.1, 2) if device.type == "cpu" else (0.2, 8)
     assert max(levels.mean() for levels in differences) < mean
@@ -193,10 +193,10 @@ def test_what_stays_decoded_is_what_would_be_decoded_again(files, device, monkey
     assert set(names) <= {"truncated", "no header", "wrong tables"}
     resumed, _ = epochs(files, device, count=2, first=1, first_step=1, **options)
     assert same(resumed, with_memory[-len(resumed) :])
-    monkeypatch.setattr(kept, "HOST_BYTES", 0)
-    monkeypatch.setattr(kept, "SHARE", 2**50)
+    monkeypatch.setattr(cache, "HOST_BYTES", 0)
+    monkeypatch.setattr(cache, "SHARE", 2**50)
     without, loader = epochs(files, device, **options)
-    assert not loader.kept.images
+    assert not loader.cache.images
     assert same(with_memory, without)
 
 
@@ -208,21 +208,21 @@ def test_with_repeated_augmentation_images_are_decoded_before_the_first_batch(
 
     An unreadable image is counted when a batch contains the image.
     """
-    monkeypatch.setattr(device_loader, "READING_AHEAD", seconds)
-    monkeypatch.setattr(device_loader, "PIECE", 8)
+    monkeypatch.setattr(device_loader, "FILL_SECONDS", seconds)
+    monkeypatch.setattr(plan, "PIECE", 8)
     loader, _ = on_device(files, device, aug_repeats=2)
     monkeypatch.setattr(loader, "gathered", lambda: iter(()))
     assert list(loader) == []
     assert caplog.messages[0].endswith("read: some 0.0027 GiB")  # 3 bytes a pixel
     monkeypatch.setattr(loader, "_loaded", None)
     assert list(loader) == []  # images are read ahead only once
-    assert len(loader.kept.images) in read
+    assert len(loader.cache.images) in read
     assert loader.dataset.unreadable.count == 0
     keys = [key for batch in loader.batches for key in batch]
     assert len(keys) == 48  # keys of the epoch are unchanged
     without, _ = on_device(files, device)
     monkeypatch.setattr(without, "gathered", lambda: iter(()))
-    assert [list(without), without.kept.images] == [[], {}]
+    assert [list(without), without.cache.images] == [[], {}]
 
 
 def of_length(jpeg, length=40_000):
@@ -253,49 +253,49 @@ def test_a_file_that_has_changed_is_read_again(files, device, unchanged):
 def test_images_stay_decoded_where_all_of_them_have_room_and_a_line_says_so(
     files, device, monkeypatch, caplog, room, stays
 ):
-    monkeypatch.setattr(kept, "HOST_BYTES", room)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (kept.SHARE * room, None))
+    monkeypatch.setattr(cache, "HOST_BYTES", room)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (cache.SHARE * room, None))
     _, loader = epochs(files, device, count=1)
-    assert bool(loader.kept.images) == stays
+    assert bool(loader.cache.images) == stays
     line = f"52 images stay decoded on {device} once they have been read: some 0.0023 GiB"
     assert [message for message in caplog.messages if "decoded on" in message] == [line] * stays
     caplog.clear()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")  # only rank 0 logs the line
-    assert kept.KeptImages(3, device).choose_room(1)
+    assert cache.DecodedCache(3, device).reserve(1)
     assert caplog.messages == []
-    assert [kept.KeptImages(room + more, device).choose_room(1) for more in (0, 1)] == [True, False]
-    few = kept.KeptImages(3, device, room=2 * 48)
-    few.add({i: (torch.zeros(3, 4, 4, dtype=torch.uint8), 0, (0, 0)) for i in range(3)})
+    assert [cache.DecodedCache(room + more, device).reserve(1) for more in (0, 1)] == [True, False]
+    few = cache.DecodedCache(3, device, room=2 * 48)
+    few.add({i: cache.CachedImage(torch.zeros(3, 4, 4, dtype=torch.uint8), 0, (0, 0)) for i in range(3)})
     assert list(few.images) == [0, 1]
 
 
 def test_an_evaluation_that_is_repeated_reads_files_once(files, device, monkeypatch):
-    loader = evaluation_loader(open_split(str(files), "", "val"), DATA_CONFIG, device, 0, 3, 0, 1, True, again=True)
+    loader = evaluation_loader(open_split(str(files), "", "val"), DATA_CONFIG, device, 0, 3, 0, 1, True, is_reused=True)
     first = joined(loader)
     monkeypatch.setattr(EncodedReader, "_content", None)
     again = joined(loader)
     assert torch.equal(first[0], again[0])
     assert first[1] == again[1]
     once = evaluation_loader(open_split(str(files), "", "val"), DATA_CONFIG, device, 0, 3, 0, 1, True)
-    assert once.kept.room == 0
+    assert once.images.cache.room == 0
 
 
 # thread of the device loader
 
 
 def test_a_file_of_several_copies_is_decoded_once(photo_folder, device, monkeypatch):
-    monkeypatch.setattr(kept, "HOST_BYTES", 0)
-    monkeypatch.setattr(kept, "SHARE", 2**50)
-    counts, decode = [], device_loader.decode
-    monkeypatch.setattr(device_loader, "decode", lambda files, on: counts.append(len(files)) or decode(files, on))
+    monkeypatch.setattr(cache, "HOST_BYTES", 0)
+    monkeypatch.setattr(cache, "SHARE", 2**50)
+    counts = []
+    monkeypatch.setattr(preparation, "decode", lambda files, on: counts.append(len(files)) or decode(files, on))
     loader, keys = on_device(photo_folder, device, aug_repeats=3)
     images, _ = joined(loader)
     for count, first in zip(counts, (0, 24), strict=True):
         assert len({index for index, _ in keys[first : first + 24]}) == 8
         assert count <= 8
     assert torch.equal(images, joined(on_device(photo_folder, device, aug_repeats=3, batch_size=6)[0])[0])
-    monkeypatch.setattr(device_loader, "PIXELS_AT_ONCE", 10_000)  # decodes three or four files at a time
+    monkeypatch.setattr(preparation, "PIXELS_AT_ONCE", 10_000)  # decodes three or four files at a time
     assert torch.equal(images, joined(on_device(photo_folder, device, aug_repeats=3)[0])[0])
 
 
@@ -318,7 +318,7 @@ def test_the_thread_is_two_batches_ahead_and_no_more(six_batches, monkeypatch):
 
 def test_how_long_batches_have_waited_for_the_model_and_for_the_thread_is_known(six_batches, monkeypatch):
     slow = SimpleNamespace(synchronize=lambda: time.sleep(0.05))
-    monkeypatch.setattr(DeviceLoader, "_what_is_queued", lambda _: slow)
+    monkeypatch.setattr(DeviceLoader, "_record_use", lambda _: slow)
     monkeypatch.setattr(device_loader, "join_pieces", lambda pieces: time.sleep(0.02) or join_pieces(pieces))
     begin = time.perf_counter()
     list(six_batches)
@@ -336,7 +336,7 @@ def test_a_batch_is_prepared_when_the_model_is_done_with_the_third_before_it(six
         return prepare(self, pieces, None)
 
     monkeypatch.setattr(DeviceLoader, "_prepare", note)
-    monkeypatch.setattr(DeviceLoader, "_what_is_queued", lambda _: f"the use of {len(taken) - 1}")
+    monkeypatch.setattr(DeviceLoader, "_record_use", lambda _: f"the use of {len(taken) - 1}")
     for batch in six_batches:
         taken.append(batch)
     assert waited_for == [None] * 3 + [f"the use of {number}" for number in range(3)]
@@ -355,7 +355,7 @@ def test_an_error_of_the_thread_comes_with_its_traceback(six_batches, monkeypatc
     def fail(*_):
         raise ZeroDivisionError("of the code")
 
-    monkeypatch.setattr(device_loader, "crop_resize_flip", fail)
+    monkeypatch.setattr(preparation, "crop_resize_flip", fail)
     with pytest.raises(ZeroDivisionError, match="of the code") as caught:
         list(six_batches)
     assert [entry.name for entry in caught.traceback][-3:] == ["_decode_and_transform", "_transform", "fail"]

@@ -9,7 +9,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as pil
 
 from vil.config import ConfigError
-from vil.data.device.transform_parameters import DrawingTransform
+from vil.data.device.transform_parameters import TransformSampler
 from vil.data.seeds import seed_everything
 
 FILL = (124, 116, 104)
@@ -50,7 +50,7 @@ def replayed(image, draws, transform):
 def test_what_is_drawn_is_what_timms_transform_does(options):
     """Apply the sampled parameters with PIL, and compare each pixel with timm's transform."""
     transform = timm_transform(**options)
-    drawing = DrawingTransform(transform)
+    drawing = TransformSampler(transform)
     for seed in range(150):
         seed_everything(seed)
         expected = transform(PHOTO)
@@ -72,7 +72,7 @@ def test_what_is_drawn_is_what_timms_transform_does(options):
 )
 def test_evaluation_cuts_out_what_timms_transform_does(options, crop_pct):
     transform = create_transform(use_prefetcher=True, crop_pct=crop_pct, **options, **IMAGENET)
-    drawing = DrawingTransform(transform)
+    drawing = TransformSampler(transform)
     assert drawing.size == options["input_size"][1:]
     for size in ((60, 40), (40, 61), (33, 33), (1, 50), (200, 21)):
         photo = PHOTOS[1].resize(size)
@@ -90,6 +90,6 @@ def test_evaluation_cuts_out_what_timms_transform_does(options, crop_pct):
 )
 def test_a_transform_that_is_not_known_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        DrawingTransform(timm_transform(**options))
+        TransformSampler(timm_transform(**options))
     with pytest.raises(ConfigError, match="got 'CenterCropOrPad'"):  # adds a border
-        DrawingTransform(create_transform(32, use_prefetcher=True, crop_mode="border"))
+        TransformSampler(create_transform(32, use_prefetcher=True, crop_mode="border"))

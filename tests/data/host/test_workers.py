@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import multiprocessing
 import os
 import select
@@ -22,8 +23,8 @@ from timm.data.dataset import IterableImageDataset
 from vil.config import ConfigError
 from vil.data import loaders
 from vil.data.host import workers
-from vil.data.loaders import evaluation_loader, micro_batches
-from vil.data.sources.readers import ImageReader
+from vil.data.host.reader import ImageReader
+from vil.data.loaders import evaluation_loader
 from vil.data.sources.splits import open_split
 from vil.fault_tolerance.machine_errors import MachineError
 from vil.fault_tolerance.parents import obey_only_parent
@@ -132,9 +133,10 @@ def shared_memory(tmp_path, monkeypatch):
     return make
 
 
-def chosen(wanted=None, batch_size=256, pieces=1000, on_device=False, **options):
-    made = workers.choose_settings(wanted, CUDA, batch_size, pieces, 10 * MIB, on_device, **options)
-    return made.workers, made.prefetch
+def chosen(requested=None, batch_size=256, pieces=1000, **options):
+    ahead = workers.BATCHES_AHEAD * math.ceil(batch_size / workers.PIECE)
+    options = dict(pieces=pieces, ahead=ahead, piece_size=64, piece_bytes=10 * MIB, most=16, in_use=2) | options
+    return workers.choose_workers(requested, CUDA, **options)
 
 
 def test_workers_are_no_more_than_there_is_work_for_and_prepare_whole_batches_ahead(machine, shared_memory):
@@ -143,10 +145,9 @@ def test_workers_are_no_more_than_there_is_work_for_and_prepare_whole_batches_ah
     assert chosen() == (14, 2)
     assert chosen(pieces=3)[0] == 3
     assert chosen(pieces=0)[0] == 1
-    assert chosen(wanted=30, pieces=3)[0] == 30  # an explicit number is kept
-    assert chosen(wanted=0) == (0, None)
-    # reading files needs fewer workers than decoding
-    assert (chosen(on_device=True)[0], chosen(on_device=True, decode=True)[0]) == (8, 14)
+    assert chosen(requested=30, pieces=3)[0] == 30  # an explicit number is kept
+    assert chosen(requested=0) == (0, None)
+    assert chosen(most=8)[0] == 8
     for wanted, batch_size in ((2, 256), (1, 1024), (14, 1024), (4, 8)):
         count, prefetch = chosen(wanted, batch_size)
         assert prefetch >= 2
@@ -177,20 +178,12 @@ def test_too_little_shared_memory_for_one_worker_is_refused_with_what_helps(mach
     shared_memory(29)
     with pytest.raises(ConfigError, match="29 MiB free, and loading .* least 30: .*--shm-size=8g, or .*--workers 0"):
         chosen()
-    # encoded files stay in shared memory until the device has read them
     with pytest.raises(ConfigError, match="at least 130:"):
-        chosen(on_device=True)
+        chosen(in_use=12)
     machine(16, processes=8)
     with pytest.raises(ConfigError, match="at least 240:"):  # for all processes of the machine
         chosen()
-    assert chosen(wanted=0) == (0, None)
-
-
-def test_with_little_shared_memory_workers_decode_what_they_would(machine, shared_memory):
-    machine(16)
-    shared_memory(200)
-    made = workers.choose_settings(None, CUDA, 256, 1000, 10 * MIB, on_device=True, decode=True)
-    assert str(made) == "8 workers, decoding in the workers and augmenting on the device"
+    assert chosen(requested=0) == (0, None)
 
 
 def test_without_a_folder_of_shared_memory_nobody_knows_how_much_there_is(machine, monkeypatch, tmp_path):
@@ -380,14 +373,13 @@ def test_a_loader_of_a_cycle_that_was_never_used_ends_its_workers_without_a_word
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_pieces_make_up_the_batches_of_workers_that_start_with_their_loader(image_folder, started, monkeypatch, count):
     """Assemble batches of 28 images from pieces of at most 3, with one or several workers, in repeated epochs."""
-    for module in ("samplers", "host.loader", "loaders", "host.workers"):
-        monkeypatch.setattr(f"vil.data.{module}.PIECE", 3)
+    monkeypatch.setattr("vil.data.plan.PIECE", 3)
     made = []  # the loader is created in another thread
     (thread := threading.Thread(target=lambda: made.extend(started(count, batch_size=9)))).start()
     thread.join()
     loader, processes = made
     assert len(processes) == count
-    assert loader.loader.prefetch_factor == loader.settings.prefetch != 2  # PyTorch's default
+    assert loader.images.loader.prefetch_factor == loader.images.plan.prefetch != 2  # PyTorch's default
     for _ in range(2):
         assert [len(images) for images, _ in loader] == [9, 9, 9, 1]
         assert joined(loader)[1] == [number for number in range(4) for _ in range(7)]
@@ -395,5 +387,4 @@ def test_pieces_make_up_the_batches_of_workers_that_start_with_their_loader(imag
     assert not any(tensor.is_shared() for batch in loader for tensor in batch)
     trained, keys = training_set(image_folder, workers=count, global_batch_size=16)
     expected = [trained.dataset.dataset.reader[index][1] for index, _ in keys]
-    found = [targets for (_, targets), _ in micro_batches(trained, trained.batches, 0, 0)]
-    assert torch.cat(found).tolist() == expected
+    assert joined(trained)[1] == expected

@@ -12,10 +12,10 @@ from timm.data import create_transform
 
 from vil.data.device import encoded
 from vil.data.device.encoded import EncodedImage, is_plain_jpeg
-from vil.data.device.transform_parameters import DrawingTransform
+from vil.data.device.reader import EncodedReader
+from vil.data.device.transform_parameters import TransformSampler
 from vil.data.sources import readers
 from vil.data.sources.images import read_image
-from vil.data.sources.readers import EncodedReader
 from vil.data.sources.splits import open_split
 
 ON_DEVICE = ("grey", "full colour", "wrong tables")  # unusual files that a device decodes
@@ -25,7 +25,7 @@ ON_DEVICE = ("grey", "full colour", "wrong tables")  # unusual files that a devi
 def encoded_reader(photo_folder):
     transform = create_transform(32, is_training=True, use_prefetcher=True, interpolation="bicubic")
     dataset = open_split(str(photo_folder), "", "train", is_training=True)
-    return EncodedReader(dataset, transform, True, DrawingTransform(transform))
+    return EncodedReader(dataset, transform, True, TransformSampler(transform))
 
 
 def test_what_a_device_can_decode_is_left_to_it(encoded_reader, monkeypatch):

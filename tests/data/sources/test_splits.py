@@ -20,7 +20,7 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 
 from vil.config import ConfigError
 from vil.data import folders as split_command
-from vil.data.loaders import evaluation_loader, micro_batches, training_loader
+from vil.data.loaders import evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
 from vil.data.sources import folders
 from vil.data.sources.images import UNREADABLE
@@ -357,12 +357,12 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, caplog, w
     train, val, num_classes = open_splits(config)
     assert num_classes == 4
     batches = TrainingBatches(len(train), config, 8, 0, 1)
-    loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
+    loader = training_loader(train, config, DATA_CONFIG, CPU, batches, 4)
 
     def targets(epoch, first_step=0):
-        parts = list(micro_batches(loader, batches, epoch, first_step))
-        assert all(images.shape == (8, 3, 12, 16) for (images, _), _ in parts)
-        return [(labels.tolist(), position) for (_, labels), position in parts]
+        parts = list(loader.epoch(epoch, first_step))
+        assert all(batch.images.shape == (8, 3, 12, 16) for batch in parts)
+        return [(batch.targets.tolist(), batch.position) for batch in parts]
 
     whole = targets(epoch=1)
     assert [position for _, position in whole] == list(range(0, 64, 8))

@@ -1,4 +1,4 @@
-"""Augmentation of a batch on the device: normalization, random erasing, then mixup or cutmix with label smoothing.
+"""Last step of a batch on the device: normalization and, in training, random erasing and mixup or cutmix.
 
 timm samples the boxes and mixing ratios on the host, seeded by the position in the run. One kernel launch applies them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,38 @@ from .batched_transforms import finish, to_device
 MIXUP_GROUP = 8
 
 
+class Normalization:
+    """Normalize uint8 images as the model expects.
+
+    Args:
+        data_config: timm's data config, with `mean` and `std` of pixels in 0..1.
+    """
+
+    def __init__(self, data_config: dict[str, Any]):
+        self.mean = tuple(data_config["mean"])
+        self.std = tuple(data_config["std"])
+
+    def __call__(self, images_B3HW: Tensor) -> Tensor:
+        """Return float32 images."""
+        device = images_B3HW.device
+        return (images_B3HW - _of_channels(self.mean, device)) / _of_channels(self.std, device)
+
+
+@functools.cache
+def _of_channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return values for pixels in 0..1 as a tensor (3, 1, 1) for pixels in 0..255."""
+    return torch.tensor([255 * value for value in values], device=device).view(-1, 1, 1)
+
+
+@dataclass
+class BatchParameters:
+    """Sampled parameters of a batch, as `finish` accepts them; None for disabled parts."""
+
+    boxes: np.ndarray | None  # (B, 4) int32: erased boxes
+    keys: np.ndarray | None  # (B,) uint32: keys of the noise in erased boxes
+    mixing: np.ndarray | None  # (B, 6) float32: mixed boxes, and shares in the image and in the target
+
+
 class BatchAugmentation:
     """Normalize, erase and mix a batch and soften its targets, as timm does for each group of images.
 
@@ -34,9 +67,12 @@ class BatchAugmentation:
     """
 
     def __init__(self, config: Config, num_classes: int, data_config: dict[str, Any]):
-        self.seed, self.mode = config.seed, config.remode
-        self.num_classes, self.smoothing = num_classes, config.smoothing
-        self.mean, self.std = data_config["mean"], data_config["std"]
+        self.seed = config.seed
+        self.mode = config.remode
+        self.num_classes = num_classes
+        self.smoothing = config.smoothing
+        self.mean = data_config["mean"]
+        self.std = data_config["std"]
         # only samples the boxes, which do not depend on the mode; `finish` fills them
         self.erase = RandomErasing(config.reprob, mode="const", device="cpu") if config.reprob > 0 else None
         self.mix: Any = None
@@ -58,18 +94,27 @@ class BatchAugmentation:
             position: Position of the first image in the epoch.
         """
         count, _, height, width = images_B3HW.shape
-        boxes, keys, mixing = self.draw(count, height, width, epoch, position)
-        if not self.mix:
-            return finish(images_B3HW, self.mean, self.std, boxes, keys, self.mode), targets_B
-        partners = _partners(count)
-        images = finish(images_B3HW, self.mean, self.std, boxes, keys, self.mode, mixing, partners)
-        shares = to_device(mixing[:, 5:].copy(), targets_B.device)
+        sampled = self.sample(count, height, width, epoch, position)
+        partners = None if sampled.mixing is None else _partners(count)
+        images = finish(
+            images_B3HW, self.mean, self.std, sampled.boxes, sampled.keys, self.mode, sampled.mixing, partners
+        )
+        if sampled.mixing is None:
+            return images, targets_B
+
+        shares = to_device(sampled.mixing[:, 5:].copy(), targets_B.device)
         soft = mixup_target(targets_B, self.num_classes, smoothing=self.smoothing)
         return images, soft * shares + soft[_partners_on(count, targets_B.device)] * (1 - shares)
 
-    def draw(self, count: int, height: int, width: int, epoch: int, position: int):
-        """Sample the random numbers of `count` images from `position` on, as `finish` accepts them; None for disabled
-        parts.
+    def sample(self, count: int, height: int, width: int, epoch: int, position: int) -> BatchParameters:
+        """Sample the parameters of `count` images from a position on. The global random number generators are seeded.
+
+        Args:
+            count: Number of images.
+            height: Height of the images.
+            width: Width of the images.
+            epoch: Index of the epoch.
+            position: Position of the first image in the epoch.
         """
         boxes = np.zeros((count, 4), dtype=np.int32)
         keys = np.zeros(count, dtype=np.uint32)
@@ -84,10 +129,14 @@ class BatchAugmentation:
             if self.erase:
                 self.erase(_Boxes(boxes[group], height, width))
             if self.mix:
-                mixing[group] = self._draw_mixing(height, width)
-        return *((boxes, keys) if self.erase else (None, None)), mixing if self.mix else None
+                mixing[group] = self._sample_mixing(height, width)
+        return BatchParameters(
+            boxes=boxes if self.erase else None,
+            keys=keys if self.erase else None,
+            mixing=mixing if self.mix else None,
+        )
 
-    def _draw_mixing(self, height: int, width: int) -> tuple[float, ...]:
+    def _sample_mixing(self, height: int, width: int) -> tuple[float, ...]:
         """Return top, bottom, left and right of a box, and the image's share inside the box and in the target."""
         share, use_cutmix = self.mix._params_per_batch()
         if not use_cutmix or share == 1:
@@ -110,8 +159,8 @@ class _Boxes:
     def __getitem__(self, row: int) -> _Boxes:
         return _Boxes(self.boxes_B4[row : row + 1], self.height, self.width)
 
-    def __setitem__(self, place: tuple[slice, slice, slice], pixels: Tensor) -> None:
-        _, rows, columns = place
+    def __setitem__(self, window: tuple[slice, slice, slice], pixels: Tensor) -> None:
+        _, rows, columns = window
         self.boxes_B4[0] = rows.start, columns.start, rows.stop - rows.start, columns.stop - columns.start
 
 

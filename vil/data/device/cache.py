@@ -1,6 +1,8 @@
-"""Store of decoded images on the device, so that each file of a small split is read only once."""
+"""Cache of decoded images on the device, so that each file of a small split is read only once."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +13,34 @@ SHARE = 8  # one split's images may use 1 / SHARE of a GPU's free memory
 HOST_BYTES = 2**30  # bytes that the images may use on a CPU
 
 
-class KeptImages:
-    """Images (3, h, w) uint8 by index, if the whole split fits into a share of the device's memory.
+class CachedImage(NamedTuple):
+    """Decoded image on the device."""
 
-    Each rank keeps the images that it has decoded. A file that has changed is read again.
+    pixels: Tensor  # (3, h, w) uint8
+    target: int
+    version: tuple[int, int]  # version of the file
+
+
+class CachedHeader(NamedTuple):
+    """What a worker has to know about a cached image."""
+
+    target: int
+    size: tuple[int, int]  # height and width
+    version: tuple[int, int]
+
+
+class Task(NamedTuple):
+    """Image that a worker reads: index and seed of the sampler, and the header if the device has cached the image."""
+
+    image_index: int
+    seed: int
+    cached: CachedHeader | None = None
+
+
+class DecodedCache:
+    """Decoded images by index, if the whole split fits into a share of the device's memory.
+
+    Each rank caches the images that it has decoded. A file that has changed is read again.
 
     Args:
         count: Number of images in the split.
@@ -23,41 +49,48 @@ class KeptImages:
     """
 
     def __init__(self, count: int, device: torch.device, room: int | None = None):
-        self.count, self.device = count, device
-        self.images: dict[int, tuple[Tensor, int, tuple[int, ...]]] = {}  # with target and file version
+        self.count = count
+        self.device = device
+        self.images: dict[int, CachedImage] = {}
         self.room = room
 
-    def key(self, index: int, seed: int) -> tuple[int, ...]:
-        """Return a worker's task: index and seed and, for a kept image, target, size and version."""
-        if (kept := self.images.get(index)) is None:
-            return index, seed
-        image, target, version = kept
-        return index, seed, target, *image.shape[1:], *version
+    def task(self, index: int, seed: int) -> Task:
+        """Return a worker's task for an image."""
+        cached = self.images.get(index)
+        if cached is None:
+            return Task(index, seed)
+        _, height, width = cached.pixels.shape
+        return Task(index, seed, CachedHeader(cached.target, (height, width), cached.version))
 
-    def get(self, index: int, version: tuple[int, ...]) -> Tensor | None:
-        kept = self.images.get(index)
-        return kept[0] if kept and kept[2] == version else None
+    def get(self, index: int, version: tuple[int, int]) -> Tensor | None:
+        cached = self.images.get(index)
+        return cached.pixels if cached and cached.version == version else None
 
-    def add(self, found: dict[int, tuple[Tensor, int, tuple[int, ...]]]) -> None:
-        """Keep images with their targets and versions while there is space."""
-        if found:
-            self.choose_room(sum(image.nbytes for image, *_ in found.values()) / len(found))
-        for index, kept in found.items():
-            before = self.images.pop(index, None)  # of a file that has changed
-            self.room = (self.room or 0) + (before[0].nbytes if before else 0) - kept[0].nbytes
-            if self.room < 0:
-                return
-            self.images[index] = kept
+    def add(self, decoded: dict[int, CachedImage]) -> None:
+        """Cache images by index while there is room."""
+        if not decoded:
+            return
+        self.reserve(sum(image.pixels.nbytes for image in decoded.values()) / len(decoded))
+        room = self.room or 0
+        for index, image in decoded.items():
+            if replaced := self.images.pop(index, None):  # its file has changed
+                room += replaced.pixels.nbytes
+            room -= image.pixels.nbytes
+            if room < 0:
+                break
+            self.images[index] = image
+        self.room = room
 
-    def choose_room(self, typical_bytes: float) -> bool:
+    def reserve(self, typical_bytes: float) -> bool:
         """Return whether images of this size fit; the first call decides."""
         if self.room is None:
             on_gpu = self.device.type == "cuda"
-            room = torch.cuda.mem_get_info(self.device)[0] // SHARE if on_gpu else HOST_BYTES
-            self.room = room if typical_bytes * self.count <= room else 0
+            limit = torch.cuda.mem_get_info(self.device)[0] // SHARE if on_gpu else HOST_BYTES
+            needed = typical_bytes * self.count
+            self.room = limit if needed <= limit else 0
             if self.room:
                 warn_on_rank0(
                     __name__, "%d images stay decoded on %s once they have been read: some %.2g GiB",
-                    self.count, self.device, typical_bytes * self.count / 2**30,
+                    self.count, self.device, needed / 2**30,
                 )  # fmt: skip
         return self.room > 0

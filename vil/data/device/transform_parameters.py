@@ -1,4 +1,4 @@
-"""Random parameters of timm's transforms for an image without its pixels: crop, flip and policy operations.
+"""Parameters of timm's transforms, sampled for an image without its pixels: crop, flip and policy operations.
 
 timm's own transforms sample with the same seeds. Therefore an image that is transformed on the device has exactly the
 augmentation that `timm.data.create_transform` would give it on the CPU.
@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from PIL import Image
@@ -21,19 +22,21 @@ from torchvision.transforms import CenterCrop, ColorJitter, Compose, RandomHoriz
 from ...config import ConfigError
 from .batched_transforms import CODES, GEOMETRIC
 
+Operation: TypeAlias = tuple[str, tuple[float, ...]]  # timm's name and arguments
+
 
 @dataclass
-class Draws:
+class TransformParameters:
     """Sampled transform of an image: crop a box, resize it, take a window, and optionally flip it."""
 
     box: tuple[int, int, int, int]  # top, left, height, width
     resized: tuple[int, int] = (0, 0)  # height, width
     offset: tuple[int, int] = (0, 0)  # top, left of the window, which may extend beyond the edges
     flip: bool = False
-    operations: list[tuple[str, tuple[float, ...]]] = field(default_factory=list)  # timm's names and arguments
+    operations: list[Operation] = field(default_factory=list)
 
 
-class DrawingTransform:
+class TransformSampler:
     """Sample the random parameters of a timm transform for an image without reading its pixels.
 
     Raises:
@@ -42,9 +45,10 @@ class DrawingTransform:
 
     def __init__(self, transform: Compose):
         self.steps = [copy.deepcopy(step) for step in transform.transforms if not isinstance(step, MaybePILToTensor)]
-        self.fill, interpolations = (0, 0, 0), set()
+        self.fill = (0, 0, 0)
+        interpolations = set()
         for step in self.steps:
-            _check(type(step).__name__, [known.__name__ for known in _DRAW], "transform")
+            _check(type(step).__name__, [known.__name__ for known in _SAMPLE], "transform")
             if hasattr(step, "interpolation"):
                 interpolations.add(getattr(step.interpolation, "value", "random"))
             if isinstance(step, (RandomResizedCropAndInterpolation, CenterCrop)):
@@ -55,12 +59,12 @@ class DrawingTransform:
         (self.interpolation,) = interpolations
         _check(self.interpolation, ("bilinear", "bicubic"), "interpolation")
 
-    def __call__(self, image: Image.Image) -> Draws:
+    def __call__(self, image: Image.Image) -> TransformParameters:
         """Sample a transform. Only the image's size is used."""
-        draws = Draws(box=(0, 0, image.height, image.width))
+        parameters = TransformParameters(box=(0, 0, image.height, image.width))
         for step in self.steps:
-            _DRAW[type(step)](step, image, draws)
-        return draws
+            _SAMPLE[type(step)](step, image, parameters)
+        return parameters
 
 
 def _check(name: str, known: Sequence[str], what: str) -> None:
@@ -78,64 +82,67 @@ def _operations(step) -> list:
     return step.ops if isinstance(step, RandAugment) else []
 
 
-def _draw_random_crop(step: RandomResizedCropAndInterpolation, image: Image.Image, draws: Draws) -> None:
-    draws.box, draws.resized = step.get_params(image, step.scale, step.ratio), step.size
+def _sample_random_crop(
+    step: RandomResizedCropAndInterpolation, image: Image.Image, parameters: TransformParameters
+) -> None:
+    parameters.box = step.get_params(image, step.scale, step.ratio)
+    parameters.resized = step.size
 
 
-def _draw_resize(step: Resize, image: Image.Image, draws: Draws) -> None:
+def _sample_resize(step: Resize, image: Image.Image, parameters: TransformParameters) -> None:
     if isinstance(step.size, int):  # length of the shorter side
         height, width = image.height, image.width
-        long = int(step.size * max(height, width) / min(height, width))
-        draws.resized = (step.size, long) if height <= width else (long, step.size)
+        longer = int(step.size * max(height, width) / min(height, width))
+        parameters.resized = (step.size, longer) if height <= width else (longer, step.size)
     else:
-        draws.resized = step.size
+        parameters.resized = step.size
 
 
-def _draw_resize_keeping_ratio(step: ResizeKeepRatio, image: Image.Image, draws: Draws) -> None:
-    draws.resized = step.get_params(
+def _sample_resize_keeping_ratio(step: ResizeKeepRatio, image: Image.Image, parameters: TransformParameters) -> None:
+    parameters.resized = step.get_params(
         image, step.size, step.longest, step.random_scale_prob, step.random_scale_range, step.random_scale_area,
         step.random_aspect_prob, step.random_aspect_range,
     )  # fmt: skip
 
 
-def _draw_centre_crop(step: CenterCrop, image: Image.Image, draws: Draws) -> None:
+def _sample_centre_crop(step: CenterCrop, image: Image.Image, parameters: TransformParameters) -> None:
     """Compute the centre crop's offset with torchvision's rounding: half to even inside an image, down when padding."""
-    draws.offset = tuple(
+    parameters.offset = tuple(
         round((length - size) / 2) if length >= size else -((size - length) // 2)
-        for length, size in zip(draws.resized, step.size)
+        for length, size in zip(parameters.resized, step.size)
     )
 
 
-def _draw_flip(step: RandomHorizontalFlip, image: Image.Image, draws: Draws) -> None:
-    draws.flip = bool(torch.rand(1) < step.p)
+def _sample_flip(step: RandomHorizontalFlip, image: Image.Image, parameters: TransformParameters) -> None:
+    parameters.flip = bool(torch.rand(1) < step.p)
 
 
-def _draw_policy(step: RandAugment | AutoAugment, image: Image.Image, draws: Draws) -> None:
-    draws.operations += step([])
+def _sample_policy(step: RandAugment | AutoAugment, image: Image.Image, parameters: TransformParameters) -> None:
+    parameters.operations += step([])  # the operations' stand-ins append their calls to the list
 
 
-def _draw_jitter(step: ColorJitter, image: Image.Image, draws: Draws) -> None:
+def _sample_jitter(step: ColorJitter, image: Image.Image, parameters: TransformParameters) -> None:
     order, *factors, _ = step.get_params(step.brightness, step.contrast, step.saturation, step.hue)
     jitter = list(zip(("Brightness", "Contrast", "Color"), factors))
-    draws.operations += [
+    parameters.operations += [
         (name, (factor,)) for name, factor in (jitter[i] for i in order if i < len(jitter)) if factor is not None
     ]
 
 
-_DRAW = {
-    RandomResizedCropAndInterpolation: _draw_random_crop,
-    Resize: _draw_resize,
-    ResizeKeepRatio: _draw_resize_keeping_ratio,
-    CenterCrop: _draw_centre_crop,
-    RandomHorizontalFlip: _draw_flip,
-    RandAugment: _draw_policy,
-    AutoAugment: _draw_policy,
-    ColorJitter: _draw_jitter,
+_SAMPLE = {
+    RandomResizedCropAndInterpolation: _sample_random_crop,
+    Resize: _sample_resize,
+    ResizeKeepRatio: _sample_resize_keeping_ratio,
+    CenterCrop: _sample_centre_crop,
+    RandomHorizontalFlip: _sample_flip,
+    RandAugment: _sample_policy,
+    AutoAugment: _sample_policy,
+    ColorJitter: _sample_jitter,
 }
 
 
 def _recorder(name: str):
-    """Return a stand-in for the function of a timm operation; it appends the call to a list in place of the image."""
+    """Return a stand-in for the function of a timm operation; it appends the call to a list instead of the image."""
     if name == "Desaturate":
         return lambda operations, factor, **_: [*operations, ("Color", (1.0 - factor,))]
     if name == "GaussianBlurRand":
@@ -145,5 +152,5 @@ def _recorder(name: str):
     return partial(_record, name)
 
 
-def _record(name: str, operations: list, *arguments: float, **_) -> list:
+def _record(name: str, operations: list[Operation], *arguments: float, **_) -> list[Operation]:
     return [*operations, (name, arguments)]

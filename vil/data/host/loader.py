@@ -5,44 +5,62 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ...fault_tolerance.workers import worker_errors_explained
-from .workers import PIECE, LoaderSettings, start_workers
+from ..plan import LoadingPlan
+from .workers import start_workers
+
+
+class Waits(NamedTuple):
+    """Total seconds for which the next batch waited for the model, and for its preparation in this process."""
+
+    for_model: float = 0.0
+    for_preparation: float = 0.0
 
 
 class PieceLoader:
-    """Batches of images (B, 3, H, W) uint8 and targets (B,) on `device`, joined from the pieces of workers.
+    """Batches of images (B, 3, H, W) uint8 and targets (B,) on the plan's device, joined from the pieces of workers.
 
     Args:
-        loader: Loader of pieces with at most `PIECE` images.
+        loader: Loader of pieces.
         batches: Batch sampler that knows the `sizes()` of its batches; None if a piece is a batch.
-        device: Device of the batches.
-        settings: Settings of the loader.
+        plan: Plan of the loader.
     """
 
-    def __init__(self, loader: DataLoader, batches, device: torch.device, settings: LoaderSettings):
-        self.loader, self.batches, self.device, self.settings = loader, batches, device, settings
-        self.waits = 0.0, 0.0  # total seconds for which the next batch waited for the model, and for its preparation
+    def __init__(self, loader: DataLoader, batches, plan: LoadingPlan):
+        self.loader = loader
+        self.batches = batches
+        self.plan = plan
+        self.device = plan.device
+        self.waits = Waits()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self.loader if self.batches is None else self.batches)
+
+    @property
+    def description(self) -> str:
+        return str(self.plan)
 
     @property
     def dataset(self):
         return self.loader.dataset
 
     def gathered(self) -> Iterator[Iterator]:
-        """Iterate over the list of pieces of each batch."""
+        """Iterate over the pieces of each batch."""
         pieces = self._loaded()
         if self.batches is None:
             yield from (iter([piece]) for piece in pieces)
         else:
             for size in self.batches.sizes():
-                yield islice(pieces, math.ceil(size / PIECE))
+                yield islice(pieces, math.ceil(size / self.plan.piece_size))
 
     def _loaded(self) -> Iterator:
         with worker_errors_explained():
@@ -55,11 +73,17 @@ class HostLoader(PieceLoader):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for pieces in self.gathered():
-            moved = [self._move(*piece) for piece in pieces]
-            images, targets = (torch.cat(tensors) if len(moved) > 1 else tensors[0] for tensors in zip(*moved))
-            yield images, targets
+            images, targets = zip(*(self._move(*piece) for piece in pieces))
+            yield _joined(images), _joined(targets)
 
-    def _move(self, *tensors: Tensor) -> list[Tensor]:
+    def _move(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Copy even on CPU, because workers reuse the limited shared memory."""
         pinned = self.device.type == "cuda"
-        return [tensor.to(self.device, non_blocking=pinned, copy=True) for tensor in tensors]
+        return (
+            images.to(self.device, non_blocking=pinned, copy=True),
+            targets.to(self.device, non_blocking=pinned, copy=True),
+        )
+
+
+def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]

@@ -8,7 +8,6 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -83,55 +82,43 @@ def share_cores(device: torch.device, workers: int | None) -> None:
         torch.set_num_threads(max(1, usable_cores() // _local_processes() - workers))
 
 
-@dataclass
-class LoaderSettings:
-    """Settings of a split's loader."""
-
-    workers: int
-    prefetch: int | None = None  # pieces that each worker prefetches; None without workers
-    on_device: bool = False  # decode and augment on the device
-    decode: bool = False  # decode in the workers nevertheless
-
-    def __str__(self) -> str:
-        who = f"{self.workers} worker{'s' * (self.workers != 1)}" if self.workers else "no workers"
-        here = "in the workers" if self.workers else "in the training process"
-        if self.decode:
-            return f"{who}, decoding {here} and augmenting on the device"
-        return f"{who}, decoding and augmenting {'on the device' if self.on_device else here}"
-
-
-def choose_settings(
-    wanted: int | None,
+def choose_workers(
+    requested: int | None,
     device: torch.device,
-    batch_size: int,
+    *,
+    most: int,
     pieces: int,
+    ahead: int,
+    in_use: int,
+    piece_size: int,
     piece_bytes: int,
-    on_device: bool,
-    decode: bool = False,
-) -> LoaderSettings:
+) -> tuple[int, int | None]:
     """Choose as many workers as the machine supports and the split needs, and as much prefetching as fits in memory.
 
     Args:
-        wanted: Requested number of workers, or None.
+        requested: Requested number of workers, or None.
         device: Device of the batches.
-        batch_size: Batch size.
+        most: Maximum number of workers that are not requested.
         pieces: Number of pieces in a pass over the split.
+        ahead: Number of pieces that all workers together should prefetch.
+        in_use: Number of pieces that occupy shared memory besides the prefetched ones.
+        piece_size: Images in a piece.
         piece_bytes: Shared memory of a piece in bytes.
-        on_device: Whether the device decodes and augments.
-        decode: Whether the workers decode nevertheless.
+
+    Returns:
+        The number of workers, and the number of pieces that each one prefetches (None without workers).
 
     Raises:
         ConfigError: The pieces of a single worker exceed the shared memory.
     """
-    most = MOST_READERS if on_device and not decode else MOST_WORKERS
-    workers = min(default_workers(device), most, max(1, pieces)) if wanted is None else wanted
+    workers = min(default_workers(device), most, max(1, pieces)) if requested is None else requested
     if not workers:
-        return LoaderSettings(0, None, on_device, decode)
-    prefetch = max(2, math.ceil(BATCHES_AHEAD * math.ceil(batch_size / PIECE) / workers))
+        return 0, None
+    prefetch = max(2, math.ceil(ahead / workers))
     if not SHARED_MEMORY.is_dir():
-        return LoaderSettings(workers, prefetch, on_device, decode)
-    # only the workers of the split that is being read prefetch; besides, some pieces are in use
-    in_use = BATCHES_AHEAD * math.ceil(batch_size / PIECE) if on_device else 2
+        return workers, prefetch
+
+    # only the workers of the split that is being read prefetch
     free = shutil.disk_usage(SHARED_MEMORY).free
     room = free // _local_processes() // max(1, piece_bytes) - in_use
     if room < 1:
@@ -140,15 +127,15 @@ def choose_settings(
             f"{_local_processes() * (in_use + 1) * piece_bytes / 2**20:.0f}: start the container with --shm-size=8g, "
             "or give --workers 0"
         )
-    in_a_piece = min(batch_size, PIECE)
-    settings = LoaderSettings(min(workers, room), min(prefetch, max(1, room // workers)), on_device, decode)
-    if (settings.workers, settings.prefetch) != (workers, prefetch):
+    fitting_workers = min(workers, room)
+    fitting_prefetch = min(prefetch, max(1, room // workers))
+    if (fitting_workers, fitting_prefetch) != (workers, prefetch):
         _logger.warning(
             "%s has %.0f MiB free: %d workers with %d x %d images prefetched in place of %d with %d x %d; a container "
             "gets more with --shm-size",
-            SHARED_MEMORY, free / 2**20, settings.workers, settings.prefetch, in_a_piece, workers, prefetch, in_a_piece,
+            SHARED_MEMORY, free / 2**20, fitting_workers, fitting_prefetch, piece_size, workers, prefetch, piece_size,
         )  # fmt: skip
-    return settings
+    return fitting_workers, fitting_prefetch
 
 
 class SharedMemoryError(WorkersError):

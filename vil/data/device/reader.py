@@ -1,0 +1,72 @@
+"""Dataset of encoded images for a device that decodes and augments, which runs in a loader's workers."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+from PIL import Image
+
+from ...security.image_decoding import UnfitImageError, open_image
+from ...security.image_structure import strip_metadata
+from ..host.reader import ImageReader
+from ..seeds import seed_everything
+from ..sources.images import image_of, read_bytes
+from ..sources.readers import file_version, open_indexed
+from .cache import Task
+from .encoded import EncodedImage, is_plain_jpeg, is_small
+from .transform_parameters import TransformSampler
+
+
+class EncodedReader(ImageReader):
+    """`ImageReader` that returns an `EncodedImage` for files that a device can decode.
+
+    The keys are the tasks of `DecodedCache`. Only the transform is sampled for an image that the device has cached.
+    """
+
+    def __init__(self, dataset, transform, is_training: bool, sampler: TransformSampler):
+        super().__init__(dataset, transform, is_training)
+        self.sampler = sampler
+
+    def __getitem__(self, key: tuple):
+        index, seed, cached = Task(*key)
+        try:
+            version = file_version(self.dataset.reader, index)
+            if cached and cached.version == version:
+                data, size, target = b"", cached.size, cached.target
+            else:
+                data, size, target = self._content(index)
+        except Exception:  # `finish` reports the error
+            return self.finish(index, seed)
+
+        seed_everything(seed)
+        parameters = self.sampler(Image.new("1", size[::-1]))
+        if 0 in parameters.box[2:]:  # timm's crop of an image of few pixels can be empty
+            return self.finish(index, seed)
+        return EncodedImage(index, seed, data, size, version, parameters), target
+
+    def _content(self, index: int) -> tuple[bytes, tuple[int, int], int]:
+        """Return an image's content for the device, its height and width, and the target.
+
+        Raises:
+            UnfitImageError: The device should not decode this image. A file that is not an image may raise any
+                exception.
+        """
+        file, target = open_indexed(self.dataset.reader, index)
+        with file:
+            data = read_bytes(file)
+        if (plain := strip_metadata(data)) is not None:
+            header = open_image(io.BytesIO(plain))
+            size = header.height, header.width
+            if is_small(math.prod(size)):
+                return np.asarray(image_of(data)).transpose(2, 0, 1).tobytes(), size, target
+            if is_plain_jpeg(plain, header):
+                return plain, size, target
+        raise UnfitImageError("not for a device to decode")
+
+    def finish(self, index: int, seed: int):
+        """Prepare the image with timm's transform on the CPU, with the same samples and the same handling of broken
+        files.
+        """
+        return super().__getitem__((index, seed))

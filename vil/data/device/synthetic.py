@@ -1,0 +1,35 @@
+"""Loader of noise, created once on the device, to measure a run without data loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..host.loader import Waits
+from ..sources.synthetic import SyntheticImages
+
+
+class SyntheticLoader:
+    """Loader that repeats one random batch of images (B, 3, H, W) uint8 and targets (B,) for each batch of the
+    sampler.
+    """
+
+    description = "noise, made on the device"
+    waits = Waits()
+
+    def __init__(self, dataset: SyntheticImages, batches, image_shape: Sequence[int], device: torch.device):
+        self.dataset = dataset
+        self.batches = batches
+        generator = torch.Generator().manual_seed(0)
+        shape = batches.batch_size, *image_shape
+        self.noise = torch.randint(256, shape, generator=generator, dtype=torch.uint8).to(device)
+        self.targets = torch.arange(batches.batch_size, device=device) % 2
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for size in self.batches.sizes():
+            yield self.noise[:size], self.targets[:size]

@@ -1,0 +1,87 @@
+"""Dataset of decoded and augmented images, which runs in a loader's workers."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable
+from itertools import chain
+
+from PIL import Image
+from torch.utils.data import Dataset
+
+from ...fault_tolerance.machine_errors import MachineError, retry_reading
+from ..seeds import seed_everything
+from ..sources.images import (
+    UNREADABLE,
+    Unreadable,
+    UnreadableSplitError,
+    image_of,
+    read_bytes,
+    reason,
+)
+from ..sources.readers import open_indexed
+
+NEAR = 10  # neighbours of an unreadable image that training tries before images from the whole split
+FAR = 100  # further images from the whole split that training tries
+
+
+class ImageReader(Dataset):
+    """Images (C, H, W) uint8 and targets of a timm dataset, by (index, seed), where the seed determines the
+    augmentation.
+
+    If a file cannot be read for any reason, a warning names it and `unreadable` counts it. Training uses the next image
+    instead; evaluation uses a blank image with the target `UNREADABLE`.
+    """
+
+    def __init__(self, dataset, transform, is_training: bool):
+        self.dataset = dataset
+        self.transform = transform
+        self.is_training = is_training
+        self.unreadable = Unreadable(len(dataset))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: tuple):
+        index, seed = key
+        seed_everything(seed)
+        image, target = self.read(index)
+        return self.transform(image), target
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """Return the image of a file before it is transformed."""
+        for offset in self._offsets():
+            i = (index + offset) % len(self)
+            name = self.dataset.reader.filename(i)
+            try:
+                self.unreadable.refuse_late(i)
+                path = os.path.join(getattr(self.dataset.reader, "root", ""), name)
+                data, target = retry_reading(path, functools.partial(self._file, i))
+                return retry_reading(path, functools.partial(image_of, data)), target
+            except MachineError:
+                raise
+            except Exception as error:  # decoders raise various types
+                # Keep only the message: the error's traceback would hold this frame, and through it the loader, in a
+                # reference cycle, whose collection can make workers wait forever for a queue that no longer exists.
+                last = reason(error)
+                self.unreadable.add(i, name, error)
+        if self.is_training:
+            raise UnreadableSplitError(
+                f"no image of the training split can be read: of {len(list(self._offsets()))}, the last is {name!r} "
+                f"({last})"
+            )
+        return Image.new("RGB", (256, 256)), UNREADABLE
+
+    def _file(self, index: int) -> tuple[bytes, int]:
+        """Return the content of a file, and the target."""
+        file, target = open_indexed(self.dataset.reader, index)
+        with file:
+            return read_bytes(file), target
+
+    def _offsets(self) -> Iterable[int]:
+        """Return offsets to an image and, in training, to its possible replacements, at most some hundred."""
+        if not self.is_training:
+            return (0,)
+        offsets = range(len(self))
+        return chain(offsets[:NEAR], offsets[NEAR :: max(1, len(self) // FAR)])
