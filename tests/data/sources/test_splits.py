@@ -181,7 +181,7 @@ def test_splitting_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, err
 @pytest.mark.parametrize(
     ("target", "share", "error"),
     [
-        *(("split", share, "between 0 and 1, not ") for share in ("nan", "inf", "0", "1", "-1")),
+        *(("split", share, "between 0 and 1, got ") for share in ("nan", "inf", "0", "1", "-1")),
         ("pets", "0.2", "must be outside pets, got .*cats"), ("pets/split", "0.2", "must be outside pets, got .*split"),
         ("cats/split", "0.2", "must be outside pets, got .*split"),
         ("full", "0.2", "there is something in .*full"), ("file/new", "0.2", r"\[Errno"),
