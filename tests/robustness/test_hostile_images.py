@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import gzip
+import http.server
 import io
 import json
 import logging
@@ -11,6 +12,7 @@ import os
 import pathlib
 import random
 import resource
+import shutil
 import signal
 import struct
 import sys
@@ -42,7 +44,7 @@ from vil.data.sources import images
 from vil.data.sources.images import UNREADABLE
 from vil.data.sources.splits import open_split, open_splits
 from vil.evaluation.split import open_evaluation_split
-from vil.fault_tolerance.machine_errors import is_machine_error
+from vil.fault_tolerance.machine_errors import MachineError, is_machine_error
 from vil.security import image_decoding, image_structure, sandbox
 from vil.training.trainer import Trainer
 from vil.viz import __main__ as viz
@@ -372,7 +374,7 @@ def read_in(rank, folder, variable):
 
 
 @pytest.mark.parametrize("variable", [None, "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"])
-def test_a_guard_runs_no_module_of_the_folder_it_is_started_in(tmp_path, variable):
+def test_a_sandbox_runs_no_module_of_the_folder_it_is_started_in(tmp_path, variable):
     """Which may be a data set's. The variables can hold a relative folder, as python -m adds the current one."""
     for name in HOSTILE_MODULES:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -912,14 +914,14 @@ def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillo
         open_splits(config)
 
 
-def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path, caplog, monkeypatch, pillow):
+def test_samples_that_are_large_or_broken_are_counted_and_named(tmp_path, caplog, monkeypatch, pillow):
     for name, most in (("IMAGE", 2**16), ("LABEL", 2**13), ("INFO", 2**13)):
         monkeypatch.setattr(f"vil.data.sources.shards.MOST_{name}", most)
     stream = type("Stream", (io.BytesIO,), dict(seek=None))  # as that of an address
     monkeypatch.setattr("vil.data.sources.shards.open_file", lambda path: stream(pathlib.Path(path).read_bytes()))
     config = write_shards(tmp_path, {})
-    samples = {"large": (bytes(2**16 + 1), b"1"), "far": (SMALL_JPEG, b"12345"), "long": (SMALL_JPEG, b"1" * 5000)}
-    samples |= {"behind": (SMALL_JPEG, b"4"), "unlabelled": (SMALL_JPEG, b"-1")}
+    samples = {"large": (bytes(2**16 + 1), b"1"), "long": (SMALL_JPEG, b"1" * 5000)}
+    samples |= {"unlabelled": (SMALL_JPEG, b"-1")}
     samples |= {"label": (SMALL_JPEG, b" " * 2**13 + b"1"), "whole": (SMALL_JPEG.ljust(2**16, b"\0"), b"3")}
     members = {f"{name}.{suffix}": samples[name][i] for name in samples for i, suffix in enumerate(("jpg", "cls"))}
     pickle = f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR.".encode()
@@ -953,17 +955,61 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     (tmp_path / "_info.json").write_text(json.dumps(info))
     _, val, _ = open_splits(config)
     targets = torch.cat([targets for _, targets in evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)])
-    assert sorted(targets.tolist()) == [UNREADABLE] * 8 + [2, 2, 3]
+    assert sorted(targets.tolist()) == [UNREADABLE] * 6 + [2, 2, 3]
     assert {name.rpartition(": ")[2] for name in named(caplog)} == {*samples, "b"} - {"whole", "unlabelled"}
-    assert all(f"its class is {number}, of 4" in caplog.text for number in (4, 12345))
     assert f"{tmp_path}/validation-0.tar: large" in caplog.text
     assert "local-shards" not in caplog.text
     assert caplog.text.count("behind the broken header of a member") == 2
     assert caplog.text.count(f"{2**28} bytes of notes on a member") == len(notes)
     again, _ = open_evaluation_split(str(tmp_path), "wds/x", "validation", 4)  # as validate.py does
     targets = torch.cat([targets for _, targets in evaluation_loader(again, DATA_CONFIG, CPU, 0, 4, 0, 1)])
-    assert sorted(targets.tolist()) == [UNREADABLE] * 8 + [2, 2, 3]
+    assert sorted(targets.tolist()) == [UNREADABLE] * 6 + [2, 2, 3]
     assert not (tmp_path / "ran").exists()
+
+
+def test_shards_whose_classes_count_from_one_stop_evaluation_and_are_skipped_in_training(tmp_path, caplog, pillow):
+    config = write_shards(tmp_path, {"last": SMALL_JPEG})
+    config.num_classes = 2  # the samples have the classes 1 and 2
+    train, val, _ = open_splits(config)
+    with pytest.raises(ConfigError, match="classes of shards must be 0 to 1, got 2 in .*validation-0.tar: number them"):
+        list(evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1))
+    assert {target for _, target in train} == {1}
+    assert "its class is 2, of 2" in caplog.text
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="webdataset downloads shards with curl")
+@pytest.mark.parametrize("fails", ["truncated", "missing"])
+def test_a_shard_whose_download_fails_is_an_error_of_the_machine(tmp_path, fails, pillow):
+    write_shards(tmp_path, {})
+    whole = (tmp_path / "validation-0.tar").read_bytes()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, directory=str(tmp_path))
+
+        def do_GET(self):
+            if not self.path.endswith("validation-0.tar"):
+                super().do_GET()
+            elif fails == "missing":
+                self.send_error(404)
+            else:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(whole)))
+                self.end_headers()
+                self.wfile.write(whole[:2048])
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("localhost", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            url = f"http://localhost:{server.server_address[1]}"
+            val, _ = open_evaluation_split(url, "wds/x", "validation", 4)
+            with pytest.raises(MachineError, match=r"^cannot read http://.*validation-0.tar: .*exit (18|22|56)"):
+                list(evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1))
+        finally:
+            server.shutdown()
 
 
 def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, monkeypatch, pillow):

@@ -22,9 +22,10 @@ from webdataset.gopen import gopen_schemes
 from webdataset.tariterators import base_plus_ext, group_by_keys, url_opener
 
 from ...config import ConfigError
-from ...fault_tolerance.machine_errors import MachineError, RetryingFile, is_machine_error, retry_reading
+from ...fault_tolerance.machine_errors import MachineError, RetryingFile, WorkersError, is_machine_error, retry_reading
 from ...security.image_decoding import UnfitImageError
 from ...security.tars import GZIP, MOST_RATIO, decompressed, members, read_member
+from ...text import label_of
 from .images import UNREADABLE, Unreadable, image_of, open_file
 
 LOCAL = "local-shards"  # URL scheme of the files that webdataset may open
@@ -37,6 +38,10 @@ MOST_SHUFFLED = 2**31  # bytes of samples in the shuffle buffer
 FEWEST_BYTES = 1024  # minimum bytes of a sample: the tar headers of an image and its label
 
 
+class LabelError(WorkersError):
+    """A sample has a class that the model does not have."""
+
+
 class Shards(ReaderWds):
     """timm's reader, but images are decoded like other untrusted files, and a local folder can only open its own
     shards.
@@ -46,7 +51,8 @@ class Shards(ReaderWds):
 
     Args:
         root: Folder or URL of the shards.
-        num_classes: Number of classes; samples of other classes cannot be read. None accepts all.
+        num_classes: Number of classes; samples of other classes cannot be read, and evaluation raises a LabelError.
+            None accepts all.
 
     Raises:
         ConfigError: The root or split is a command, a shard is outside the folder or not a regular file, or the shards
@@ -125,25 +131,33 @@ class Shards(ReaderWds):
         return islice(samples, self.global_worker_id, None, self.global_num_workers) if self._are_few else samples
 
     def _members(self, shards: Iterator[dict]) -> Iterator[dict]:
-        suffixes = {*self.input_key.split(";"), *LABELS}
         for shard in shards:
+            problem: object = None
             try:
-                stream = decompressed(shard["stream"])
-                for member in members(stream):
-                    suffix = (base_plus_ext(member.name)[1] or "").lower()
-                    is_read = member.is_file and suffix in suffixes and not re.match(r"__[^/]*__($|/)", member.name)
-                    data = read_member(stream, member, (MOST_LABEL if suffix in LABELS else MOST_IMAGE) * is_read)
-                    if is_read:  # too large entries have no data and are unreadable
-                        yield dict(fname=member.name, data=data, __url__=shard["url"])
+                yield from self._members_of(shard)
             except tarfile.HeaderError as error:
-                self._report(shard, f"what follows is lost, behind the broken header of a member: {error}")
+                problem = f"what follows is lost, behind the broken header of a member: {error}"
+            except MachineError:
+                raise
             except Exception as error:
                 if is_machine_error(error):
                     raise MachineError.reading(shard["url"].removeprefix(f"{LOCAL}:"), error) from None
-                if isinstance(error, MachineError):
-                    raise
-                self._report(shard, error)
+                problem = error
+            _close(shard)
+            if problem:
+                self._report(shard, problem)
             yield {}  # a shard's last sample ends here, complete or not
+
+    def _members_of(self, shard: dict) -> Iterator[dict]:
+        suffixes = {*self.input_key.split(";"), *LABELS}
+        stream = decompressed(shard["stream"])
+        for member in members(stream):
+            suffix = (base_plus_ext(member.name)[1] or "").lower()
+            is_read = member.is_file and suffix in suffixes and not re.match(r"__[^/]*__($|/)", member.name)
+            most = MOST_LABEL if suffix in LABELS else MOST_IMAGE
+            data = read_member(stream, member, most if is_read else 0)
+            if is_read:  # too large entries have no data and are unreadable
+                yield dict(fname=member.name, data=data, __url__=shard["url"])
 
     def _report(self, shard: dict, error: object) -> None:
         log_and_continue(tarfile.ReadError(f"{shard['url'].removeprefix(f'{LOCAL}:')}: {error}"))
@@ -180,15 +194,30 @@ class Shards(ReaderWds):
             if target < 0:  # timm's value for a sample without a label
                 return None
             if self.num_classes and target >= self.num_classes:
-                raise UnfitImageError(f"its class is {target}, of {self.num_classes}")
+                self._reject_class(target, self.num_classes, sample)
             image = retry_reading(sample["__key__"], lambda: image_of(getfirst(sample, self.input_key)))
             return dict(image=image, target=target)
-        except MachineError:
+        except (MachineError, LabelError):
             raise
         except Exception as error:
             name = f"{sample['__url__'].removeprefix(f'{LOCAL}:')}: {sample['__key__']}"
             self.unreadable.add(zlib.crc32(name.encode()) % NUMBERS, name, error)
             return None if self.is_training else dict(image=Image.new("RGB", (256, 256)), target=UNREADABLE)
+
+    def _reject_class(self, target: int, num_classes: int, sample: dict[str, Any]) -> None:
+        """Raise an error for a class that the model does not have. Evaluation stops, because its result would be wrong.
+
+        Raises:
+            UnfitImageError: In training, which uses the next sample.
+            LabelError: In evaluation.
+        """
+        if self.is_training:
+            raise UnfitImageError(f"its class is {target}, of {num_classes}")
+        url = sample["__url__"].removeprefix(f"{LOCAL}:")
+        raise LabelError(
+            f"classes of shards must be 0 to {num_classes - 1}, got {target} in {label_of(url)}: number them from "
+            "0, or set --num-classes"
+        )
 
 
 def enter_secure_mode() -> None:
@@ -207,6 +236,14 @@ def _open_local(url: str, *_, **__):
         raise UnfitImageError(f"there is no file {path!r}")
     retry_reading(path, lambda: open_file(path).close())  # which refuses what is not a regular file
     return io.BufferedReader(retry_reading(path, lambda: RetryingFile(path)))
+
+
+def _close(shard: dict) -> None:
+    """Close a shard's stream. A failed download is an error of the machine, whatever its data looked like."""
+    try:
+        shard["stream"].close()
+    except OSError as error:
+        raise MachineError.reading(shard["url"].removeprefix(f"{LOCAL}:"), error) from None
 
 
 def _log_or_stop(error: Exception) -> bool:
