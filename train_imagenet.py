@@ -12,27 +12,13 @@ Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint and exits with status 75. `--resu
 uninterrupted run, also on another number of processes. docs/reliability.md lists other failures that a run survives.
 """
 
-from __future__ import annotations
+import runpy
+from pathlib import Path
 
-import os
-import select
-import signal
-from contextlib import suppress
-
-if __name__ == "__main__":  # before the slow imports: there is nothing to save until a step is trained
-
-    def end_at_once(*_):
-        if os.environ.get("RANK", "0") == "0":
-            with suppress(OSError):
-                if os.name == "nt" or select.select([], [2], [], 0)[1]:  # a full pipe without a reader would block
-                    os.write(2, b"\nstopped by a signal with nothing to save\n")
-        os._exit(75)  # PREEMPTED
-
-    for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
-        if hasattr(signal, name):  # Windows lacks SIGUSR1
-            signal.signal(getattr(signal, name), end_at_once)
-    if hasattr(signal, "SIGHUP"):  # when its terminal closes, torchrun ends its processes; a single process continues
-        signal.signal(signal.SIGHUP, end_at_once if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_IGN)
+if __name__ == "__main__":
+    # Handle signals before the imports below, which take seconds. An import of the handlers would import the package.
+    handlers = runpy.run_path(str(Path(__file__).parent / "vil/fault_tolerance/early_signals.py"))
+    handlers["exit_on_signals"]()
 
 from vil.cli.train import main
 from vil.fault_tolerance.streams import outlive_output

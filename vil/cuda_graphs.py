@@ -47,7 +47,8 @@ class Replayed:
         changed: Sequence[Tensor] = (),
         tried: bool = False,
     ):
-        self.function, self.inputs = function, inputs
+        self.function = function
+        self.buffers = inputs
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         with unchanged(changed):
             try:
@@ -64,10 +65,11 @@ class Replayed:
                 _logger.warning("cannot capture %s as a CUDA graph, so it runs in eager mode: %s", name, reason)
 
     def __call__(self, *inputs: Tensor):
-        if self.graph is None or any(t.shape != place.shape for t, place in zip(inputs, self.inputs)):
+        fits = all(t.shape == buffer.shape for t, buffer in zip(inputs, self.buffers))
+        if self.graph is None or not fits:
             return self.function(*inputs)
-        for t, place in zip(inputs, self.inputs):
-            place.copy_(t)
+        for t, buffer in zip(inputs, self.buffers):
+            buffer.copy_(t)
         self.graph.replay()
         return self.outputs
 
@@ -81,11 +83,11 @@ class Replayed:
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(stream):
-                for synchronizing in (nullcontext(), _refused()):
-                    host = _random_state_of_host()
-                    with synchronizing:
-                        self.function(*self.inputs)
-                    if _random_state_of_host() != host:
+                for synchronization in (nullcontext(), _synchronization_raises()):
+                    host_state = _rng_state_of_host()
+                    with synchronization:
+                        self.function(*self.buffers)
+                    if _rng_state_of_host() != host_state:
                         raise UncapturableError("the function samples random numbers on the host")
         finally:  # the restoring copies of `unchanged` must wait for the stream, too
             torch.cuda.current_stream().wait_stream(stream)
@@ -94,14 +96,15 @@ class Replayed:
 @contextmanager
 def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Restore these tensors and the GPU's RNG state when the context exits."""
-    before, state = [t.detach().clone() for t in tensors], torch.cuda.get_rng_state()
+    before = [t.detach().clone() for t in tensors]
+    rng_state = torch.cuda.get_rng_state()
     try:
         yield
     finally:
         with torch.no_grad():
             for t, value in zip(tensors, before):
                 t.copy_(value)
-        torch.cuda.set_rng_state(state)
+        torch.cuda.set_rng_state(rng_state)
 
 
 @contextmanager
@@ -120,13 +123,13 @@ def nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def _random_state_of_host() -> tuple:
+def _rng_state_of_host() -> tuple:
     _, key, *others = np.random.get_state(legacy=True)
     return random.getstate(), np.asarray(key).tobytes(), others, torch.get_rng_state().numpy().tobytes()
 
 
 @contextmanager
-def _refused() -> Iterator[None]:
+def _synchronization_raises() -> Iterator[None]:
     """Raise an error on each operation inside the context that makes the host wait for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

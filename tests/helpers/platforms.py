@@ -60,11 +60,11 @@ def train(platform: str, config: str) -> None:
     cache.os = whole  # otherwise each run would compile its kernels
     summary.plot_history = lambda history: b""
     sys.argv = ["train_imagenet.py", "-c", config]
-    until_imports = (ROOT / "train_imagenet.py").read_text().partition("\nfrom vil.")[0]
-    exec(until_imports, {"__name__": "__main__"})  # the script's handling of early signals
     from vil.cli import train as program
+    from vil.fault_tolerance.early_signals import exit_on_signals
     from vil.training import trainer as training_loop
 
+    exit_on_signals()
     save = training_loop.Trainer.checkpoint_if_due
 
     def interrupted(trainer):

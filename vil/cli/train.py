@@ -14,9 +14,15 @@ uninterrupted run, also on another number of processes. docs/reliability.md list
 
 from __future__ import annotations
 
+from ..fault_tolerance.early_signals import exit_on_signals
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    exit_on_signals()
+
 import logging
 import sys
 import traceback
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -30,29 +36,38 @@ from ..training.divergence import DivergenceError
 from ..training.interruption import StoppedError
 from ..training.trainer import train
 
+# errors that are reported in one line
 FORESEEN = (ConfigError, CheckpointError, FolderInUseError, Rank0Error, DivergenceError)
 
 
-def main(description: str = __doc__) -> None:
+def main(description: str = __doc__) -> NoReturn:
+    """Train with the options of the command line, and exit with the status of the run."""
     logging.basicConfig(format="%(message)s")
     status = 0
     try:
         config = load_config(description, saved_options=options_to_resume)
-        train(config, *init_process_group(known_device(config.device)))
+        device, rank, world_size = init_process_group(known_device(config.device))
+        train(config, device, rank, world_size)
     except StoppedError as notice:
         if is_rank0():
             print(notice, file=sys.stderr)
         status = notice.status
-    except Exception as error:
-        foreseen = isinstance(error, FORESEEN)
-        if dist.is_initialized():  # exit at once, because cleaning up would wait for other processes, which may be gone
-            print(f"error: {error}" if foreseen else traceback.format_exc(), file=sys.stderr, flush=True)
-            exit_at_once(1)
-        if foreseen:
-            sys.exit(f"error: {error}")
-        raise
+    except FORESEEN as error:
+        _fail(f"error: {error}")
+    except Exception:
+        if not dist.is_initialized():
+            raise
+        _fail(traceback.format_exc())
     destroy_process_group()
     sys.exit(status)
+
+
+def _fail(message: str) -> NoReturn:
+    """Exit with status 1. One of several processes skips the cleanup, because other processes may be gone."""
+    if dist.is_initialized():
+        print(message, file=sys.stderr, flush=True)
+        exit_at_once(1)
+    sys.exit(message)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""Messages at the start of a phase: its splits, its length, and options that have no effect."""
+"""Messages at the start of a phase."""
 
 from __future__ import annotations
 
 import logging
 
+import torch
+
 from ..config import Config
 from ..data.samplers import TrainingBatches
 from ..data.sources.splits import describe_split
-from .data import Splits
+from .data import Data, Splits
+from .forward_backward import ForwardBackward
 from .phases import Phase
+from .teacher import Teacher
 
 _logger = logging.getLogger(__name__)
 
@@ -35,6 +39,25 @@ def announce(phase: Phase, batches: TrainingBatches, splits: Splits) -> None:
         )  # fmt: skip
     if config.model_ema:
         _warn_of_short_ema(config, config.epochs * batches.steps)
+
+
+def describe_setup(
+    config: Config,
+    device: torch.device,
+    world_size: int,
+    forward_backward: ForwardBackward,
+    data: Data,
+    teacher: Teacher | None,
+) -> str:
+    """Return a line about the configuration chosen for this machine."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    line = f"{world_size} x {name}: {forward_backward.micro_batch} of {config.global_batch_size} images at once on each"
+    if forward_backward.is_graph:
+        line += ", as a CUDA graph"
+    line += f"; {data.how_loaded}"
+    if teacher:
+        line += f"; {teacher.cost}"
+    return line
 
 
 def _warn_of_short_ema(config: Config, steps: int) -> None:

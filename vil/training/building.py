@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from ..config import Config, ConfigError
 from ..factory import create_model
+from .data import Splits
 from .state import TrainState
+from .teacher import Teacher
 from .update import ListedEma
 
 
@@ -48,6 +50,23 @@ def build_model(
                 f"{config.model} does not support activation checkpointing: leave out --grad-checkpointing"
             ) from error
     return model
+
+
+def build_teacher(config: Config, splits: Splits, data_config: dict[str, Any], student: nn.Module) -> Teacher | None:
+    """Load the teacher of a distilled run.
+
+    Args:
+        config: Options of the run.
+        splits: Splits of the run, with their classes.
+        data_config: timm's data config of the student's images.
+        student: The student, on its device.
+
+    Raises:
+        ConfigError, CheckpointError: As `Teacher`.
+    """
+    if not config.teacher:
+        return None
+    return Teacher(config, splits.num_classes, splits.label_names, data_config, student)
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:

@@ -136,6 +136,15 @@ class Checkpointer:
         """Return the content of last.pt."""
         return self.run.state_dict() | self.state.state_dict()
 
+    def save_unfinished_epoch(self) -> str:
+        """Write last.pt if a step has been trained. Return what is saved, as a sentence for the user."""
+        epochs = len(self.state.history)
+        steps = self.state.meter.steps
+        if not epochs and not steps:
+            return "no step was finished, so there is nothing to save"
+        self.save()
+        return f"{self.last} holds step {steps} of epoch {epochs + 1}, and --resume auto resumes from there"
+
     def save(self) -> None:
         """Write last.pt and, at the end of an epoch, best.pt if the model or its EMA weights are the best so far."""
         if self.rank > 0:

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
-from .meter import EpochMeter
+from .state import TrainState
 
 
 class DivergenceError(RuntimeError):
     """The loss or the gradient is not finite."""
 
 
-def find_divergence(meter: EpochMeter, first_step: int, skips_overflows: bool) -> str | None:
-    """Return which value of which step is not finite, or None.
+def check_divergence(state: TrainState, last: Path) -> None:
+    """Check the steps since the last call, for which the host waits. All ranks must call this after the same steps.
 
     Args:
-        meter: Meter of the epoch, whose steps have been collected.
-        first_step: First step to look at.
-        skips_overflows: Whether a gradient scaler skips steps whose gradient overflows.
+        state: State of the run.
+        last: Path of the last checkpoint, for the message.
+
+    Raises:
+        DivergenceError: A loss or a gradient norm is not finite.
     """
-    for step in range(first_step, len(meter.losses)):
-        values = {"loss": meter.losses[step]}
-        if not skips_overflows:
-            values["gradient's norm"] = meter.norms[step]
-        for name, value in values.items():
-            if not math.isfinite(value):
-                return f"the {name} is {value} at step {step + 1}"
-    return None
+    meter = state.meter
+    first_step = len(meter.losses)
+    meter.collect()
+    for step in range(first_step, meter.steps):
+        _check("loss", meter.losses[step], step, state, last)
+        # float16's gradient scaler skips steps whose gradient overflows
+        if not state.scaler.is_enabled():
+            _check("gradient's norm", meter.norms[step], step, state, last)
+
+
+def _check(name: str, value: float, step: int, state: TrainState, last: Path) -> None:
+    if not math.isfinite(value):
+        raise DivergenceError(
+            f"the {name} is {value} at step {step + 1} of epoch {len(state.history) + 1}, at learning rate "
+            f"{state.learning_rate:.3g}; the last checkpoint before is {last if last.exists() else 'none yet'}. A "
+            "lower --lr, --clip-grad or --no-amp may help; --resume auto resumes from the checkpoint"
+        )

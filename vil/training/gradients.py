@@ -40,13 +40,16 @@ class FlatGradients:
         """
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         used = [(p.grad, gradient) for p, gradient in zip(self.parameters, gradients) if gradient is not None]
-        torch._foreach_add_(*map(list, zip(*used)))
+        totals, parts = zip(*used)
+        torch._foreach_add_(list(totals), list(parts))
 
     def average_over_processes(self) -> None:
+        """Average the gradients over all ranks with one all-reduce."""
         if dist.is_initialized():
             dist.all_reduce(self.flat.div_(dist.get_world_size()))
 
     def norm(self) -> Tensor:
+        """Return the norm of all gradients."""
         return torch.linalg.vector_norm(self.flat)
 
     def zero(self) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
+
+from ..evaluation.evaluator import Evaluation
 
 
 def history_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -23,6 +26,23 @@ def history_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _number(value: Any) -> int | float:
     return int(float(value)) if isinstance(value, int) else float(value)
+
+
+def evaluation_columns(results: Sequence[Evaluation]) -> dict[str, float]:
+    """Return the columns of an epoch's evaluation.
+
+    Args:
+        results: Result of the model and, if any, of its EMA.
+    """
+    columns: dict[str, float] = {
+        "eval_images": results[0].images,
+        "eval_images_per_second": results[0].images_per_second,
+    }
+    for suffix, result in zip(("", "_ema"), results):
+        columns[f"eval_loss{suffix}"] = result.loss
+        columns[f"eval_top1{suffix}"] = result.top1
+        columns[f"eval_top5{suffix}"] = result.top5
+    return columns
 
 
 def best_top1(row: dict[str, Any]) -> float:

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from ..data.sources.images import UnreadableSplitError
 from ..distributed import is_rank0
+from ..fault_tolerance.early_signals import PREEMPTED
 from ..fault_tolerance.machine_errors import MachineError
 from ..fault_tolerance.signals import SCHEDULER_SIGNALS, write_now
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PREEMPTED = 75  # exit status EX_TEMPFAIL: stopped by a signal with everything saved; "try again later"
 SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
 
 
@@ -84,7 +84,7 @@ class LoadingWatch:
         self.failure = error
         _logger.error("error: %s", error)
 
-    def all_loaded(self) -> Callable[[], bool]:
+    def begin_check(self) -> Callable[[], bool]:
         """Begin to tell all processes whether this one has loaded its images of a step.
 
         Returns:
@@ -99,6 +99,10 @@ class LoadingWatch:
             return not has_failed
 
         return wait
+
+    def report_failure(self) -> None:
+        """Tell the other processes, which wait in `begin_check` of their step, that this one cannot load images."""
+        self.begin_check()()
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,18 @@ class Decision:
     @property
     def writes_checkpoint(self) -> bool:
         return self.is_due or self.stops
+
+    def raise_if_stopping(self, saved: str) -> None:
+        """Stop the run after its checkpoint was written; `saved` is a sentence about the checkpoint.
+
+        Raises:
+            StoppedError: Images cannot be loaded.
+            PreemptedError: A signal came.
+        """
+        if self.cannot_load:
+            raise StoppedError(f"stopped because images could not be read: {saved}")
+        if self.is_signalled:
+            raise PreemptedError(f"stopped by a signal: {saved}")
 
 
 class CheckpointTimer:

@@ -29,9 +29,11 @@ class Loss:
     """
 
     def __init__(self, config: Config, num_classes: int, teacher: Teacher | None = None):
-        self.teacher, self.kind = teacher, config.distillation
-        self.alpha, self.tau = config.distillation_alpha, config.distillation_tau
-        self.of_labels = _loss_of_labels(config, num_classes)
+        self.teacher = teacher
+        self.distillation = config.distillation
+        self.alpha = config.distillation_alpha
+        self.tau = config.distillation_tau
+        self.label_loss = _label_loss(config, num_classes)
 
     def __call__(self, logits_BK: Tensor, targets: Tensor, images_B3HW: Tensor) -> Tensor:
         """Return the loss as an fp32 scalar.
@@ -42,27 +44,31 @@ class Loss:
             images_B3HW: The student's images.
         """
         logits_BK = logits_BK.float()
-        loss = self.of_labels(logits_BK, targets)
+        label_loss = self.label_loss(logits_BK, targets)
         if not self.teacher:
-            return loss
-        taught_BK = self.teacher(images_B3HW)
-        if self.kind == "hard":
-            distilled = F.cross_entropy(logits_BK, taught_BK.argmax(1))
+            return label_loss
+        teacher_BK = self.teacher(images_B3HW)
+        if self.distillation == "hard":
+            teacher_loss = F.cross_entropy(logits_BK, teacher_BK.argmax(1))
         else:
-            ours, theirs = ((x / self.tau).log_softmax(1) for x in (logits_BK, taught_BK))
-            distilled = self.tau**2 * F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
-        return (1 - self.alpha) * loss + self.alpha * distilled
+            log_p_BK = (logits_BK / self.tau).log_softmax(1)
+            log_q_BK = (teacher_BK / self.tau).log_softmax(1)
+            teacher_loss = self.tau**2 * F.kl_div(log_p_BK, log_q_BK, reduction="batchmean", log_target=True)
+        return (1 - self.alpha) * label_loss + self.alpha * teacher_loss
 
 
-def _loss_of_labels(config: Config, num_classes: int) -> nn.Module:
+def _label_loss(config: Config, num_classes: int) -> nn.Module:
+    threshold = config.bce_target_thresh
+    smoothing = config.smoothing
     if not config.bce_loss:
-        return SoftTargetCrossEntropy() if config.mixing else LabelSmoothingCrossEntropy(config.smoothing)
-    threshold, smoothing = config.bce_target_thresh, config.smoothing
-    wrong, right = smoothing / num_classes, 1 - smoothing + smoothing / num_classes
-    if threshold is not None and not wrong <= threshold < right:
+        return SoftTargetCrossEntropy() if config.mixing else LabelSmoothingCrossEntropy(smoothing)
+
+    wrong_target = smoothing / num_classes
+    right_target = 1 - smoothing + wrong_target
+    if threshold is not None and not wrong_target <= threshold < right_target:
         raise ConfigError(
-            f"bce_target_thresh must be between {wrong:.4g} and {right:.4g}, the targets of wrong and right classes "
-            f"with smoothing {smoothing:g} and {num_classes} classes, got {threshold:g}"
+            f"bce_target_thresh must be between {wrong_target:.4g} and {right_target:.4g}, the targets of wrong and "
+            f"right classes with smoothing {smoothing:g} and {num_classes} classes, got {threshold:g}"
         )
     # BinaryCrossEntropy smooths only class indices: mixed targets are smoothed already
     return BinaryCrossEntropy(smoothing=smoothing, target_threshold=threshold, sum_classes=config.bce_sum)

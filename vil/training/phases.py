@@ -51,6 +51,11 @@ class Phase:
         return self.epochs.stop == self.config.total_epochs
 
     @property
+    def initial_config(self) -> Config:
+        """Options to create the model with. Only the first phase starts from `pretrained_path`."""
+        return self.config if self.is_first else dataclasses.replace(self.config, pretrained_path=None)
+
+    @property
     def previous(self) -> Phase:
         return Phase.of(self.config, self.index - 1)
 

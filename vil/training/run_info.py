@@ -9,7 +9,9 @@ from typing import Any
 
 from ..config import Config, ConfigError
 from ..security.checkpoint_options import options_of_checkpoint
+from .data import Splits
 from .phases import Phase
+from .teacher import Teacher
 
 
 def folder_of(config: Config) -> Path:
@@ -36,6 +38,17 @@ class RunInfo:
     label_names: list[str]
     num_images: int
     teacher: str | None
+
+    @classmethod
+    def of(cls, phase: Phase, options: dict[str, Any], splits: Splits, teacher: Teacher | None) -> RunInfo:
+        return cls(
+            phase=phase,
+            options=options,
+            num_classes=splits.num_classes,
+            label_names=splits.label_names,
+            num_images=splits.num_images,
+            teacher=teacher.digest if teacher else None,
+        )
 
     @property
     def folder(self) -> Path:

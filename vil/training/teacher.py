@@ -48,32 +48,37 @@ class Teacher:
         data_config: dict[str, Any],
         student: nn.Module,
     ):
-        self.name, device = str(config.teacher), next(student.parameters()).device
+        self.name = str(config.teacher)
+        device = next(student.parameters()).device
         model: Any = _load(self.name, config.teacher_checkpoint, num_classes)
-        names = names_of(model) if not config.teacher_checkpoint else model.pretrained_cfg.get("label_names") or ()
+        self.digest = digest(model.state_dict())  # identifies the teacher's weights
+
+        # the order of the run's classes in the teacher's logits
+        names = model.pretrained_cfg.get("label_names") or () if config.teacher_checkpoint else names_of(model)
         owner = f"the teacher {config.teacher_checkpoint or self.name}"
         order = check_order(names, label_names, owner, "this run", "choose a teacher of the same classes")
         self.order = None if order is None else torch.tensor(order, device=device)
-        self.digest = digest(model.state_dict())  # identifies the teacher's weights
+
         # the fast layout of convolutions
-        layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-        self.model = model.eval().requires_grad_(False).to(device, memory_format=layout)
+        self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+        self.model = model.eval().requires_grad_(False).to(device, memory_format=self.layout)
+
+        # normalized for the student -> normalized for the teacher
         own = resolve_model_data_config(self.model)
         self.size = tuple(own["input_size"][1:]) if model.pretrained_cfg.get("fixed_input_size") else None
-        means, stds = (
-            [torch.tensor(c[name], device=device).view(1, -1, 1, 1) for c in (data_config, own)]
-            for name in ("mean", "std")
-        )
-        self.scale, self.shift, self.layout = stds[0] / stds[1], (means[0] - means[1]) / stds[1], layout
-        for size in (phase.get("img_size") for phase in config.phases or ()):
-            if size:
+        mean, std = _mean_and_std(data_config, device)
+        own_mean, own_std = _mean_and_std(own, device)
+        self.scale = std / own_std
+        self.shift = (mean - own_mean) / own_std
+
+        for phase in config.phases or ():
+            if size := phase.get("img_size"):
                 self._try_out((3, *to_2tuple(size)), num_classes)
         own_cost = self._try_out(data_config["input_size"], num_classes)
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            copy.deepcopy(student).to("meta").eval()(torch.zeros(1, *data_config["input_size"], device="meta"))
-        trained = 3 * counter.get_total_flops() / 1e9
+        trained_cost = 3 * _gflops(copy.deepcopy(student).to("meta").eval(), data_config["input_size"], "meta")
         self.cost = (
-            f"teacher {self.name} needs {own_cost:.3g} GFLOPs an image; training {config.model} needs {trained:.3g}"
+            f"teacher {self.name} needs {own_cost:.3g} GFLOPs an image; training {config.model} needs "
+            f"{trained_cost:.3g}"
         )
 
     @torch.no_grad()
@@ -100,6 +105,20 @@ class Teacher:
         if logits.shape != (1, num_classes):
             raise ConfigError(_other_classes(self.name, logits.shape[-1], num_classes))
         return counter.get_total_flops() / 1e9
+
+
+def _mean_and_std(data_config: dict[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the mean and standard deviation (1, 3, 1, 1) of a data config."""
+    mean, std = (torch.tensor(data_config[name], device=device).view(1, -1, 1, 1) for name in ("mean", "std"))
+    return mean, std
+
+
+@torch.no_grad()
+def _gflops(model: nn.Module, input_size: tuple[int, ...], device: str) -> float:
+    """Return the GFLOPs of a forward pass for one image."""
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, *input_size, device=device))
+    return counter.get_total_flops() / 1e9
 
 
 def _load(name: str, path: str | None, num_classes: int) -> nn.Module:

@@ -25,21 +25,21 @@ from ..devices import autocast
 from ..distributed import all_reduce_sum, broadcast_from_rank0
 from ..evaluation.evaluator import Evaluator
 from ..fault_tolerance.locks import FolderLock
-from .announce import announce
+from .announce import announce, describe_setup
 from .bottleneck import Bottleneck
-from .building import build_model, build_state
+from .building import build_model, build_state, build_teacher
 from .checkpointer import Checkpointer
 from .data import Data, Splits
-from .divergence import DivergenceError, find_divergence
+from .divergence import check_divergence
 from .forward_backward import ForwardBackward
 from .gradients import FlatGradients
-from .interruption import CheckpointTimer, Decision, LoadingWatch, PreemptedError, SignalWatch, StoppedError
+from .history import evaluation_columns
+from .interruption import CheckpointTimer, Decision, LoadingWatch, SignalWatch
 from .losses import Loss
 from .phases import Phase, check_phases
 from .progress import Progress
 from .resumption import check_size, first_phase
 from .run_info import RunInfo, stored_options
-from .teacher import Teacher
 from .update import Update
 
 
@@ -101,15 +101,11 @@ class Trainer:
         # model and data
         share_cores(device, config.workers)
         seed_everything(config.seed)
-        # later phases start from the weights of the previous one
-        start = config if self.phase.is_first else dataclasses.replace(config, pretrained_path=None)
-        model = build_model(start, splits.num_classes, label_names=splits.label_names).to(device)
+        model = build_model(self.phase.initial_config, splits.num_classes, label_names=splits.label_names).to(device)
         data_config = chosen_data_config(
             model, img_size=config.img_size, crop_pct=config.crop_pct, interpolation=config.interpolation
         )
-        self.teacher = None
-        if config.teacher:
-            self.teacher = Teacher(config, splits.num_classes, splits.label_names, data_config, model)
+        self.teacher = build_teacher(config, splits, data_config, model)
         loss_fn = Loss(config, splits.num_classes, self.teacher)
         self.data = Data(config, splits, data_config, device, batch_size, rank, world_size)
 
@@ -117,17 +113,16 @@ class Trainer:
         self.state = build_state(config, model, self.phase.epochs.start)
         if rank == 0:
             announce(self.phase, self.data.batches, splits)
-        digest = self.teacher.digest if self.teacher else None
-        self.run_info = RunInfo(self.phase, options, splits.num_classes, splits.label_names, splits.num_images, digest)
+        self.run_info = RunInfo.of(self.phase, options, splits, self.teacher)
         self.checkpointer = Checkpointer(self.run_info, self.state, rank, self.data.steps_per_epoch, lock)
         self.checkpointer.load()
 
-        # from here on there is something to save
+        # signals write a checkpoint from here on
         self.signals = SignalWatch()
         self.loading = LoadingWatch()
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps, self.signals, self.loading)
 
-        # an optimizer step, and evaluation
+        # optimizer step and evaluation
         precision = autocast(device, config.amp, config.amp_dtype)
         gradients = FlatGradients(model.parameters())
         self.forward_backward = ForwardBackward(
@@ -137,8 +132,8 @@ class Trainer:
             gradients,
             self.state.scaler,
             precision,
-            config.global_batch_size // world_size,
-            batch_size,
+            images_per_step=config.global_batch_size // world_size,
+            micro_batch=batch_size,
         )
         self.update = Update(
             model,
@@ -147,12 +142,14 @@ class Trainer:
             self.state.scaler,
             self.state.ema,
             config.clip_grad,
-            config.cuda_graphs,
+            as_graph=config.cuda_graphs,
         )
         graph_batch_size = self.data.val_batch_size if config.cuda_graphs else None
         self.evaluator = Evaluator(self.state.models, data_config, device, precision, graph_batch_size)
-        self.bottleneck = Bottleneck(max(1, min(config.log_interval, self.data.steps_per_epoch // 3)))
         self.forward_backward.fit(data_config["input_size"], splits.num_classes)
+
+        self.setup = describe_setup(config, device, world_size, self.forward_backward, self.data, self.teacher)
+        self.bottleneck = Bottleneck(max(1, min(config.log_interval, self.data.steps_per_epoch // 3)))
 
     def run(self) -> None:
         """Train the remaining epochs of the phase."""
@@ -186,7 +183,7 @@ class Trainer:
         for number, batch in enumerate(state.meter.timed(batches), start=1):
             completes_step = number % self.data.batches_per_step == 0
             if completes_step:
-                all_loaded = self.loading.all_loaded()
+                all_loaded = self.loading.begin_check()
 
             # stochastic depth also depends only on the seed and the position in the run
             seed_everything(derive_seed(self.config.seed, epoch, batch.position, 2))
@@ -196,7 +193,7 @@ class Trainer:
                 continue
 
             if not all_loaded():
-                self.checkpoint(Decision(cannot_load=True))
+                self.checkpoint(Decision(cannot_load=True))  # raises a StoppedError
             state.meter.add(loss, self.update())
             loss = torch.zeros_like(loss)
 
@@ -205,15 +202,15 @@ class Trainer:
             self.checkpoint_if_due()
 
         if self.loading.failure and state.meter.steps < self.data.steps_per_epoch:
-            self.loading.all_loaded()()  # the other processes wait for it in their step
+            self.loading.report_failure()
             self.checkpoint(Decision(cannot_load=True))
-        self.check_divergence()
+        check_divergence(self.state, self.checkpointer.last)
 
     def look_at_step(self, progress: Progress) -> None:
         """Check and show the losses at each logging interval, and look for what keeps a GPU waiting."""
         meter = self.state.meter
         if meter.steps % self.config.log_interval == 0:
-            self.check_divergence()
+            check_divergence(self.state, self.checkpointer.last)
             progress.show(meter.losses[-1], self.state.learning_rate)
         if self.device.type == "cuda":
             self.bottleneck.look(meter, self.data.how_loaded, *self.data.waits)
@@ -231,12 +228,8 @@ class Trainer:
         results = self.evaluator(takewhile(lambda _: not self.signals.received, batches))
         if results[0].is_blind:
             self.loading.fail(UnreadableSplitError("no image of the validation split can be read"))
-
-        row = {"eval_images": results[0].images, "eval_images_per_second": results[0].images_per_second}
-        for suffix, result in zip(("", "_ema"), results):
-            row |= {f"eval_{name}{suffix}": getattr(result, name) for name in ("loss", "top1", "top5")}
-        unreadable = all_reduce_sum(torch.tensor(self.data.take_unreadable()))
-        return row | {"unreadable_images": results[0].unreadable + unreadable.item()}
+        unreadable = all_reduce_sum(torch.tensor(self.data.take_unreadable())).item() + results[0].unreadable
+        return {**evaluation_columns(results), "unreadable_images": unreadable}
 
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint if one is due, and stop if requested. All ranks must call this after the same steps."""
@@ -251,20 +244,10 @@ class Trainer:
             DivergenceError: The run has diverged.
             StoppedError, PreemptedError: The decision is to stop.
         """
-        state = self.state
-        self.check_divergence()  # a checkpoint must not contain a diverged model
+        check_divergence(self.state, self.checkpointer.last)  # a checkpoint must not contain a diverged model
         self.average_batch_norms()  # otherwise the checkpoint would have only rank 0's statistics
-        saved = "no step was finished, so there is nothing to save"
-        if state.history or state.meter.steps:
-            self.checkpointer.save()
-            saved = (
-                f"{self.checkpointer.last} holds step {state.meter.steps} of epoch {len(state.history) + 1}, and "
-                "--resume auto resumes from there"
-            )
-        if decision.cannot_load:
-            raise StoppedError(f"stopped because images could not be read: {saved}")
-        if decision.is_signalled:
-            raise PreemptedError(f"stopped by a signal: {saved}")
+        saved = self.checkpointer.save_unfinished_epoch()
+        decision.raise_if_stopping(saved)
 
     def average_batch_norms(self) -> None:
         """Average BatchNorm's running statistics over all ranks, because each rank has those of its own images."""
@@ -272,39 +255,8 @@ class Trainer:
             for model in self.state.models:
                 distribute_bn(model, self.world_size, reduce=True)
 
-    def check_divergence(self) -> None:
-        """Check the steps since the last call; only here does the host wait for the device.
-
-        Raises:
-            DivergenceError: A loss or a gradient norm is not finite.
-        """
-        state = self.state
-        first_step = len(state.meter.losses)
-        state.meter.collect()
-        problem = find_divergence(state.meter, first_step, skips_overflows=state.scaler.is_enabled())
-        if problem:
-            last = self.checkpointer.last
-            raise DivergenceError(
-                f"{problem} of epoch {len(state.history) + 1}, at learning rate {state.learning_rate:.3g}; the last "
-                f"checkpoint before is {last if last.exists() else 'none yet'}. A lower --lr, --clip-grad or --no-amp "
-                "may help; --resume auto resumes from the checkpoint"
-            )
-
     @property
     def steps(self) -> int:
         """Number of finished optimizer steps of this phase."""
         epochs = len(self.state.history) - self.phase.epochs.start
         return epochs * self.data.steps_per_epoch + self.state.meter.steps
-
-    @property
-    def setup(self) -> str:
-        """Line about the configuration chosen for this machine."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        micro_batch = self.forward_backward.micro_batch
-        line = f"{self.world_size} x {name}: {micro_batch} of {self.config.global_batch_size} images at once on each"
-        if self.forward_backward.is_graph:
-            line += ", as a CUDA graph"
-        line += f"; {self.data.how_loaded}"
-        if self.teacher:
-            line += f"; {self.teacher.cost}"
-        return line

@@ -1,4 +1,4 @@
-"""One optimizer step: gradient clipping, weight update and EMA update."""
+"""Update of the weights by one optimizer step, and of their EMA."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ class ListedEma(ModelEmaV3):
 
     def __init__(self, model: nn.Module, **options):
         super().__init__(model, **options)
-        pairs = list(zip(self.module.state_dict().values(), model.state_dict().values()))
-        self.averages = [ours for ours, _ in pairs if ours.is_floating_point()]
-        self.values = [theirs for ours, theirs in pairs if ours.is_floating_point()]
-        self.copied = [pair for pair in pairs if not pair[0].is_floating_point()]
+        self.averages: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []  # such as BatchNorm's counters, which have no average
+        for average, value in zip(self.module.state_dict().values(), model.state_dict().values()):
+            if average.is_floating_point():
+                self.averages.append(average)
+                self.values.append(value)
+            else:
+                self.copies.append((average, value))
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
         torch._foreach_lerp_(self.averages, self.values, weight=1.0 - decay)
-        for ours, theirs in self.copied:
-            ours.copy_(theirs)
+        for copy, value in self.copies:
+            copy.copy_(value)
 
 
 class Update:
