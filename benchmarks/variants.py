@@ -36,7 +36,7 @@ from vil.kernels.block import (
     kernels,
     step_proj_bwd,
 )
-from vil.kernels.cuda import compiler
+from vil.kernels.cuda import launches
 from vil.kernels.scan import cuda_scan, heuristics, scan_op
 
 ROUNDS, LEAST = 3, 0.06  # rounds of each graph, and seconds of a round
@@ -190,13 +190,13 @@ def in_turn(case: Case, graphs: list[Callable], device: torch.device) -> list[fl
 def launched() -> Iterator[set]:
     """Yield the set of kernels that are launched or recorded, with their macros and numbers of thread blocks."""
     kernels_used: set = set()
-    launch = compiler.launch
+    launch = launches.launch
 
-    def noted(name, entry, macros, ctas, *arguments):
-        kernels_used.add((name, entry, tuple(macros.items()), ctas))
-        return launch(name, entry, macros, ctas, *arguments)
+    def noted(source, entry, macros, ctas, *arguments):
+        kernels_used.add((source.name, entry, tuple(macros.items()), ctas))
+        return launch(source, entry, macros, ctas, *arguments)
 
-    with mock.patch.object(compiler, "launch", noted):
+    with mock.patch.object(launches, "launch", noted):
         yield kernels_used
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import pytest
 
-from vil.kernels.cuda import compiler
+from vil.kernels.cuda import source
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/helpers"))  # pytest does the same
 import emulator
@@ -29,7 +29,7 @@ import emulator
 LIMIT = 600  # seconds; a kernel that never ends counts as detected
 SCAN = ["tests/kernels/test_cuda.py"]
 POOLED = ["tests/kernels/test_pooled_block.py"]
-BLOCK = [f"tests/kernels/test_block{name}.py" for name in ("_kernels", "_definitions", "")] + POOLED
+BLOCK = [f"tests/kernels/test_block{name}.py" for name in ("_kernels", "_references", "")] + POOLED
 AUGMENT = ["tests/kernels/test_augment_kernels.py"]
 PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", "emulated"]
 TESTS = {  # other sources use the tests of their folder
@@ -451,13 +451,13 @@ def start(mutant: Mutant | None, folder: Path, files: list[str]) -> tuple[int, R
     os.dup2(log, 2)
     if mutant:
         sources, cache = folder / "sources", folder / "cache"
-        shutil.copytree(compiler.SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(source.SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))
         path = sources / mutant.file
         path.write_text(path.read_text().replace(mutant.before, mutant.after))
         cache.mkdir()
         for library in emulator.CACHE.iterdir():  # libraries of unchanged kernels
             (cache / library.name).symlink_to(library)
-        compiler.SOURCES, emulator.CACHE = sources, cache
+        source.SOURCES, emulator.CACHE = sources, cache
     code = 3
     try:
         code = pytest.main([*PYTEST, *files])
@@ -476,7 +476,7 @@ def outcome(status: int, run: Run) -> str:
 
 def why_stale(mutant: Mutant) -> str | None:
     """Return why the mutant cannot be planted, or None if it can."""
-    path = compiler.SOURCES / mutant.file
+    path = source.SOURCES / mutant.file
     if not path.is_file():
         return "the file does not exist"
     count = path.read_text().count(mutant.before)
@@ -486,7 +486,7 @@ def why_stale(mutant: Mutant) -> str | None:
 def report_stale() -> int:
     """Print the mutants that cannot be planted and the sources that have no mutant; return the number of both."""
     stale = [f"{m.file}: {m.shows}: STALE: {why}" for m in MUTANTS if (why := why_stale(m))]
-    files = {path.relative_to(compiler.SOURCES).as_posix() for path in compiler.SOURCES.glob("*/*.cu*")}
+    files = {path.relative_to(source.SOURCES).as_posix() for path in source.SOURCES.glob("*/*.cu*")}
     # emulator.cpp replaces sm90.cuh
     without = sorted(files - {"cuda/sm90.cuh", "cuda/types.cuh"} - {m.file for m in MUTANTS})
     for line in [*stale, *(f"{file}: no mutant" for file in without)]:

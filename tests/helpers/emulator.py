@@ -1,4 +1,4 @@
-"""Run the CUDA kernels on a CPU, compiled by g++; `launch` replaces `launch` of `vil.kernels.cuda.compiler`."""
+"""Run the CUDA kernels on a CPU, compiled by g++; `launch` replaces `launch` of `vil.kernels.cuda.launches`."""
 
 import contextlib
 import ctypes
@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vil.kernels.cuda import compiler, hardware
+from vil.kernels.cuda import hardware, launches, source
 
 EMULATED = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 # C++ replacements of PTX and other GPU code
@@ -87,9 +87,9 @@ CACHE = Path(__file__).parents[2] / ".pytest_cache" / "emulated"
 
 
 @functools.cache
-def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
-    hopper = (compiler.SOURCES / "cuda/sm90.cuh").read_text()  # emulator.cpp has its own version of sm90.cuh
-    kernels = compiler.source(name).replace(hopper.partition('#include "types.cuh"\n')[2], "")
+def _library(of: source.Source, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
+    hopper = (source.SOURCES / "cuda/sm90.cuh").read_text()  # emulator.cpp has its own version of sm90.cuh
+    kernels = of.text.replace(hopper.partition('#include "types.cuh"\n')[2], "")
     for ptx, meaning in MEANING.items():
         kernels = re.sub(ptx, meaning, kernels, flags=re.S if ptx.startswith("asm") else 0)
     assert "asm" not in kernels, "the emulator does not know what this PTX means"
@@ -129,7 +129,7 @@ def _compiler() -> str:
 
 def as_if_on_a_gpu(monkeypatch, multiprocessors=1, hopper=False, shared_bytes=227 << 10):
     """Run kernels emulated, and simulate the GPU properties that launches read."""
-    monkeypatch.setattr(compiler, "launch", launch)
+    monkeypatch.setattr(launches, "launch", launch)
     answers = dict(multiprocessors=multiprocessors, is_hopper=hopper, shared_bytes=shared_bytes)
     for question, answer in answers.items():
         monkeypatch.setattr(hardware, question, lambda device, answer=answer: answer)
@@ -151,11 +151,11 @@ def compiling():
         _needed = None
 
 
-def launch(name, entry, macros, ctas, threads, arguments, shared_bytes=0, *, blocks=None):
+def launch(of, entry, macros, ctas, threads, arguments, shared_bytes=0, *, blocks=None):
     """Emulate a launch. `blocks` limits it to the last blocks of the grid, for tensors too large to compute in full."""
-    checked = compiler.Launch(name, entry, macros, ctas, threads, arguments, shared_bytes)
+    checked = launches.Launch(of, entry, macros, ctas, threads, arguments, shared_bytes)
     if _needed is not None:
-        _needed.append((name, tuple(sorted(macros.items()))))
+        _needed.append((of, tuple(sorted(macros.items()))))
         return
     with _guarded(entry, [t for _, t in checked.tensors]) as moved_by:
         values = checked.values.copy()
@@ -166,7 +166,7 @@ def launch(name, entry, macros, ctas, threads, arguments, shared_bytes=0, *, blo
 
 def run_with(checked, values, stream=None, *, blocks=None):
     """Emulate `Launch.run_with`, which passes addresses and so has no guards around tensors."""
-    library, entries = _library(checked.name, tuple(sorted(checked.macros.items())))
+    library, entries = _library(checked.source, tuple(sorted(checked.macros.items())))
     first, shared_bytes = (
         0 if blocks is None else max(0, checked.ctas - blocks),
         ctypes.c_longlong(checked.shared_bytes),

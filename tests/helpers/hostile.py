@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from vil.kernels.cuda import compiler
+from vil.kernels.cuda import launches
 from vil.kernels.scan import cuda_scan, scan_op
 
 GPU = torch.cuda.is_available()
@@ -33,7 +33,7 @@ def emulate(monkeypatch):
 
     module = scan_op._module
     emulator.as_if_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(compiler, "launch", launch)
+    monkeypatch.setattr(launches, "launch", launch)
     monkeypatch.setattr(scan_op, "_module", lambda name, device: cuda_scan if name == "cuda" else module(name, device))
     return launched
 

@@ -25,7 +25,6 @@ class ReferenceKernels:
 
     Read, sum_lines = gate.Read, staticmethod(sum_lines.reference)
     packed_size = staticmethod(pack_weights.packed_size)
-    unflatten = staticmethod(unpack_gradients.unflatten)
     rms_norm, norm_backward = staticmethod(norm_backward.reference_norm), staticmethod(norm_backward.reference)
     pack, pack_weights = staticmethod(pack_weights.reference_packed), staticmethod(pack_weights.reference)
     unpack_gradients = staticmethod(unpack_gradients.reference)

@@ -14,22 +14,22 @@ from vil.kernels.cuda import compiler
 NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
 
 
-def log_of_compiling(file, arch, macros):
+def log_of_compiling(source, arch, macros):
     """Return the report of ptxas, cached."""
     from cuda.bindings import nvrtc
 
     def compile_cubin(path):
         log = io.StringIO()
-        assert compiler.compile_cubin(file, arch, tuple(sorted(macros.items())), log)
+        assert compiler.compile_cubin(source, arch, tuple(sorted(macros.items())), log)
         path.write_text(log.getvalue())
 
     how = Path(compiler.__file__).read_text(), os.environ.get("MUTANT_UNDER_TEST"), nvrtc.nvrtcVersion()
-    key = repr((how, compiler.source(file), arch, sorted(macros.items())))
+    key = repr((how, source.text, arch, sorted(macros.items())))
     return emulator.kept(key, ".log", compile_cubin).read_text()
 
 
 def assert_no_spills(kernels):
-    """Assert that no kernel spills registers; `kernels` are (file, architecture, macros), compiled two at a time.
+    """Assert that no kernel spills registers; `kernels` are (source, architecture, macros), compiled two at a time.
 
     NVRTC versions differ: 13.2 spills a pointer of pool that does not change, 13.0 spills a word of conv_xproj for
     sm_90 and up to 116 bytes for architectures on which nothing was measured.

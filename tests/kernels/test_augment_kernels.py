@@ -23,6 +23,7 @@ from vil.data.device.batched_transforms import POINTWISE, affine_matrix, apply_o
 from vil.kernels import augment, cuda
 from vil.kernels.augment import CODES
 from vil.kernels.cuda import compiler
+from vil.kernels.cuda.source import Source
 
 FILL = (124, 116, 104)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -375,17 +376,16 @@ def test_the_kernels_noise_is_philox_and_box_mullers(where):
 
 
 @NVRTC
-def test_kernels_compile_without_spills_and_round_products_as_pil_does(monkeypatch):
-    assert_no_spills([("augment/augment", arch, augment.MACROS) for arch in ("sm_80", "sm_90")])
+def test_kernels_compile_without_spills_and_round_products_as_pil_does():
+    assert_no_spills([(augment.SOURCE, arch, augment.MACROS) for arch in ("sm_80", "sm_90")])
     macros = tuple(augment.MACROS.items())
-    cubin = compiler.compile_cubin("augment/augment", "sm_90", macros)
-    monkeypatch.setattr(compiler, "ROUNDS_PRODUCTS", set())
-    assert compiler.compile_cubin("augment/augment", "sm_90", macros) != cubin
+    with_fma = Source(augment.SOURCE.name, augment.SOURCE.kernels)
+    assert compiler.compile_cubin(augment.SOURCE, "sm_90", macros) != compiler.compile_cubin(with_fma, "sm_90", macros)
 
 
 def test_a_batch_takes_few_launches_and_one_copy_a_function(monkeypatch):
     launched, copied = [], []
-    emulate(monkeypatch, lambda name, entry, *_: launched.append(entry))
+    emulate(monkeypatch, lambda source, entry, *_: launched.append(entry))
     real = augment._to_device
     monkeypatch.setattr(augment, "_to_device", lambda *given: copied.append(1) or real(*given))
     images = [tensor(noise(20, 30))] * 13

@@ -30,7 +30,7 @@ from vil.kernels import backends
 from vil.kernels.block import backward, block_op, contract, forward, reference
 from vil.kernels.block import fused as fused_operators
 from vil.kernels.block.weights import Normed
-from vil.kernels.cuda import compiler
+from vil.kernels.cuda import launches
 from vil.kernels.scan import heuristics as variants
 from vil.models import dispatch
 from vil.models.block import Blocks, LonghornMixer, MambaMixer
@@ -364,7 +364,7 @@ def noted(monkeypatch, project):
     monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
     launched, projecting = [], []
     monkeypatch.setattr(
-        compiler, "launch", lambda name, entry, *args: launched.append(entry) or emulator.launch(name, entry, *args)
+        launches, "launch", lambda source, entry, *args: launched.append(entry) or emulator.launch(source, entry, *args)
     )
     choose, schedule = variants.choose, variants.Schedule(variants.FORWARD_MMA[1], 1)
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from vil.kernels.block import conv, conv_backward, conv_xproj, gate_outproj_sm90, kernels
 from vil.kernels.block.weights import BlockWeights
-from vil.kernels.cuda import compiler, hardware
+from vil.kernels.cuda import hardware, launches
 from vil.models.block import LonghornMixer
 
 pytestmark = emulator.EMULATED
@@ -127,7 +127,7 @@ def test_wide_projections_of_two_warps_for_the_same_tokens_emulated(D, R, B, L, 
 def launched(monkeypatch):
     """Yield (entry, CTAs) of each launch without running it."""
     found = []
-    monkeypatch.setattr(compiler, "launch", lambda name, entry, macros, ctas, *_: found.append((entry, ctas)))
+    monkeypatch.setattr(launches, "launch", lambda source, entry, macros, ctas, *_: found.append((entry, ctas)))
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 132)
     return found
 
@@ -278,7 +278,7 @@ def large(monkeypatch):
         return t
 
     with emulator.sparse_where_large() as launch:
-        monkeypatch.setattr(compiler, "launch", launch)
+        monkeypatch.setattr(launches, "launch", launch)
         yield make
 
 
@@ -350,7 +350,7 @@ def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatc
     B, C, D = 2**18 + 1, 192, 384
     T = B * L
     emulator.as_if_on_a_gpu(monkeypatch, -(-T // 128), hopper=True)  # each group gets tokens once
-    monkeypatch.setattr(compiler, "launch", functools.partial(emulator.launch, blocks=6))
+    monkeypatch.setattr(launches, "launch", functools.partial(emulator.launch, blocks=6))
     x, y, z = large(T, C, dtype=torch.float32), large(2, B, L, D), large(B, L, 2 * D)[..., D:]
     scale, out_proj = torch.rand(B), torch.randn(C, D).to(BF16)
     out, mean, norm = kernels.gate_outproj(x, kernels.Read(*y), z, scale, out_proj, in_tiles(out_proj), True, 1e-5)

@@ -16,17 +16,26 @@ from spills import NVRTC, assert_no_spills
 from torch.utils._pytree import tree_map_only
 
 from vil.kernels.block import (
+    conv,
     conv_backward,
     conv_xproj,
+    gate,
+    gate_outproj,
     gate_outproj_bwd_sm90,
     gate_outproj_sm90,
     kernels,
+    norm_backward,
+    pack_weights,
+    pool,
+    pooled_conv_backward,
     scan_lines,
     step_proj_bwd,
+    sum_lines,
+    unpack_gradients,
 )
 from vil.kernels.block.gate import Read
 from vil.kernels.block.lines import Lines
-from vil.kernels.cuda import compiler, hardware
+from vil.kernels.cuda import hardware, launches
 from vil.kernels.cuda.elements import ELEMENT
 from vil.models.block import LonghornMixer
 
@@ -46,33 +55,33 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype, shared):
     ]  # fmt: skip
     widths, hopper = (192, 384) if small else (), arch == "sm_90"
     named = {
-        "block/pack_weights": packing,
-        "block/unpack_gradients": packing,
-        "block/norm_backward": packing,
-        "block/gate": [dict(packing[0], POOLED=pooled) for pooled in (0, 1)],
-        "block/conv": [dict(INPUT=dtype, TAPS=4, VECTOR=8 if small else 4)],
-        "block/conv_backward": [conv_backward.macros_of(t, 8 if small else 4, 4, P) for P in (48, 56, 80, 144)],
-        "block/conv_xproj": of_conv_xproj,
-        "block/scan_lines": [
+        pack_weights: packing,
+        unpack_gradients: packing,
+        norm_backward: packing,
+        gate: [dict(packing[0], POOLED=pooled) for pooled in (0, 1)],
+        conv: [dict(INPUT=dtype, TAPS=4, VECTOR=8 if small else 4)],
+        conv_backward: [conv_backward.macros_of(t, 8 if small else 4, 4, P) for P in (48, 56, 80, 144)],
+        conv_xproj: of_conv_xproj,
+        scan_lines: [
             scan_lines.macros_of(recurrence, torch.empty(2, 1, S, D, dtype=t, device="meta"), R + 32, R)
             for recurrence in ("longhorn", "selective") for S, D, R in ((15, 384, 16), (15, 768, 24)) if small
         ],
-        "block/sum_lines": [dict(INPUT=dtype, VECTOR=8 if small else 4, THREADS=192)],
-        "block/step_proj_bwd": [step_proj_bwd.macros_of(t, D, R, 16) for D, R in ((384, 16), (768, 24)) if small],
-        "block/gate_outproj": [dict(INPUT=dtype, WIDTH=C, POOLED=pooled) for C in widths for pooled in (0, 1)],
-        "block/gate_outproj_sm90": [
+        sum_lines: [dict(INPUT=dtype, VECTOR=8 if small else 4, THREADS=192)],
+        step_proj_bwd: [step_proj_bwd.macros_of(t, D, R, 16) for D, R in ((384, 16), (768, 24)) if small],
+        gate_outproj: [dict(INPUT=dtype, WIDTH=C, POOLED=pooled) for C in widths for pooled in (0, 1)],
+        gate_outproj_sm90: [
             gate_outproj_sm90.macros_of(t, C, keep, pooled)
             for C in widths for keep in (False, True) for pooled in (False, True) if hopper
         ],
-        **{name: [dict(INPUT=dtype, TAPS=4, VECTOR=2, THREADS=192, CTAS=ctas)] for name, ctas in (
-            ("block/pool", 5 if small else 4), ("block/pooled_conv_backward", 2),
+        **{module: [dict(INPUT=dtype, TAPS=4, VECTOR=2, THREADS=192, CTAS=ctas)] for module, ctas in (
+            (pool, 5 if small else 4), (pooled_conv_backward, 2),
         )},
-        "block/gate_outproj_bwd_sm90": [gate_outproj_bwd_sm90.macros_of(t, C) for C in widths if hopper],
+        gate_outproj_bwd_sm90: [gate_outproj_bwd_sm90.macros_of(t, C) for C in widths if hopper],
     }  # fmt: skip
     assert_no_spills(
         [
-            (name, arch + "a" * (name in compiler.ONLY_HOPPER), macros)
-            for name, all_macros in named.items() for macros in all_macros
+            (module.SOURCE, arch + "a" * module.SOURCE.only_hopper, macros)
+            for module, all_macros in named.items() for macros in all_macros
         ]
     )  # fmt: skip
 
@@ -146,7 +155,7 @@ GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (7, 83, 192, 9), (3, 3, 192
 @on_both([(shape, True) for shape in GATED_BACKWARD], GATED_BACKWARD)
 def test_gate_outproj_backward_equals_the_plain_one(dtype, device, shape, hopper, monkeypatch, poison):
     if device == "cpu":
-        monkeypatch.setattr(compiler, "launch", emulator.launch)
+        monkeypatch.setattr(launches, "launch", emulator.launch)
         monkeypatch.setattr(gate_outproj_sm90, "fits", lambda *args: True)  # use the kernel also for few tokens
         monkeypatch.setattr("vil.kernels.block.gate.gate_backward", None)
     B, L, C, multiprocessors = shape
@@ -175,7 +184,7 @@ def test_gate_outproj_backward_equals_the_plain_one(dtype, device, shape, hopper
 def test_gate_outproj_backward_is_one_kernel_where_its_copies_can_be(monkeypatch):
     emulator.as_if_on_a_gpu(monkeypatch, hopper=True)
     launched = []
-    monkeypatch.setattr(compiler, "launch", lambda name, entry, *args: launched.append(entry))
+    monkeypatch.setattr(launches, "launch", lambda source, entry, *args: launched.append(entry))
     C, D = 192, 384
 
     def entry(L=64, dtype=torch.bfloat16, start=0, D=D, z=None):

@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -13,23 +12,29 @@ from blocks import OnGpu
 from processes import in_processes
 
 from vil.kernels import cuda
-from vil.kernels.cuda import compiler
+from vil.kernels.block import gate, gate_outproj_sm90
+from vil.kernels.cuda import compiler, launches, source
+from vil.kernels.cuda.source import DOUBLE, I64, In, Out, Source
 
 NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
 # `if constexpr` needs C++17
 TINY = """#include "types.cuh"
-extern "C" __global__ void tiny(int *p) {
+extern "C" __global__ void tiny(PARAMETERS_tiny) {
     if constexpr (sizeof(p) == 8) *p = VALUE;
 }"""
 VALUES = 0x12345678, 0x23456789
-ENTRIES = """typedef INPUT T;
-#define BOTH(type, name) type *name##_0, type *the_##name
-extern "C" __global__ void other(float *x) {}
-// y may be null
-extern "C" __global__ void __launch_bounds__(32 * (1 + 2), 4)
-entry(BOTH(const float, x), float *__restrict__ y, i64 count, // of y
-      double eps, Pack<T, 8> *w) {
-}"""
+DECLARED = Source(
+    "scan/forward_simt",
+    {
+        "entry": dict(x=In("float"), z=In("float"), y=Out("float"), count=I64, eps=DOUBLE, w=Out("Element", pack=8)),
+        "other": dict(x=In("float")),
+    },
+)
+
+
+def of(name):
+    """Return a source with the kernel of TINY."""
+    return Source(name, {"tiny": dict(p=Out("int", restrict=False))})
 
 
 @pytest.fixture
@@ -39,15 +44,13 @@ def tiny(tmp_path, monkeypatch):
     sources.mkdir()
     (sources / "types.cuh").write_text("// a header\n")
     (sources / "tiny.cu").write_text(TINY)
-    monkeypatch.setattr(compiler, "SOURCES", sources)
+    monkeypatch.setattr(source, "SOURCES", sources)
     monkeypatch.setenv("VIL_CACHE_DIR", str(tmp_path / "cache"))
-    compiler.source.cache_clear()
-    yield sources
-    compiler.source.cache_clear()
+    return sources
 
 
 def code(arch="sm_90", value=VALUES[0], name="tiny"):
-    return compiler.cached_cubin(name, arch, (("VALUE", value),))
+    return compiler.cached_cubin(of(name), arch, (("VALUE", value),))
 
 
 def has(cubin, value):
@@ -58,15 +61,14 @@ def has(cubin, value):
 def test_a_kernel_is_compiled_for_its_architecture_and_with_its_macros(tiny):
     for arch, number in (("sm_80", 80), ("sm_90", 90)):
         for value in VALUES:
-            cubin = compiler.compile_cubin("tiny", arch, (("VALUE", value),))
+            cubin = compiler.compile_cubin(of("tiny"), arch, (("VALUE", value),))
             assert b"tiny" in cubin
             assert [has(cubin, v) for v in VALUES] == [v == value for v in VALUES]
             assert number in cubin[48:50]  # flags of the ELF file for CUDA 12 or 13
     log = io.StringIO()
-    compiler.compile_cubin("tiny", "sm_80", (("VALUE", 1),), log)
+    compiler.compile_cubin(of("tiny"), "sm_80", (("VALUE", 1),), log)
     assert "0 bytes spill stores" in log.getvalue()
     (tiny / "types.cuh").write_text(f"#undef VALUE\n#define VALUE {VALUES[1]}\n")
-    compiler.source.cache_clear()
     assert has(code(), VALUES[1])  # from the included header
 
 
@@ -106,7 +108,6 @@ DIFFERENCES = {
 @pytest.mark.parametrize("differs", DIFFERENCES)
 def test_the_cache_returns_only_what_was_compiled_from_the_same(differs, tiny, compiled, monkeypatch):
     first, arguments = code(), DIFFERENCES[differs](tiny, monkeypatch)
-    compiler.source.cache_clear()  # as in a new process
     found = [code(**arguments), code(**arguments)]
     assert found == [first if differs == "nothing" else b"code 2"] * 2
     assert len(compiled) == (1 if differs == "nothing" else 2)
@@ -132,7 +133,7 @@ def test_the_cache_is_where_the_environment_says(tiny, compiled, tmp_path, monke
 
 def codes(_, sources, cache):
     """Return the code of a new process that only knows a folder of sources."""
-    compiler.SOURCES = sources
+    source.SOURCES = sources
     os.environ["VIL_CACHE_DIR"] = str(cache)
     return [code(value=value) for value in VALUES] * 2
 
@@ -192,11 +193,12 @@ def gpu(monkeypatch):
     monkeypatch.setattr(bindings.driver, "cuKernelSetAttribute", set_attribute)
     monkeypatch.setattr(bindings.driver, "CUdevice", int)
     monkeypatch.setattr(
-        compiler, "cached_cubin", lambda *wanted: state.loaded.append(wanted) or " ".join(map(str, wanted))
+        launches,
+        "cached_cubin",
+        lambda of, *wanted: state.loaded.append((of.name, *wanted)) or " ".join(map(str, (of.name, *wanted))),
     )
-    monkeypatch.setattr(compiler, "_thread", SimpleNamespace())
-    monkeypatch.setattr(compiler, "source", lambda name: ENTRIES)
-    caches = compiler._kernel, compiler._stream, compiler._launcher, compiler.parameters, compiler._dtype
+    monkeypatch.setattr(launches, "thread", SimpleNamespace())
+    caches = launches._kernel, launches._stream, launches._launcher
     for cache in caches:
         cache.cache_clear()
     yield state
@@ -204,16 +206,16 @@ def gpu(monkeypatch):
         cache.cache_clear()
 
 
-def launch(name="scan/forward_simt", entry="entry", macros={}, grid=1, block=32, shared_bytes=0, **changed):  # noqa: B006
+def launch(of=DECLARED, entry="entry", macros={}, grid=1, block=32, shared_bytes=0, **changed):  # noqa: B006
     x = torch.zeros(6).as_subclass(OnGpu)
-    arguments = dict(x_0=x, the_x=None, y=x[2:], count=3, eps=0.5, w=x.bfloat16()) if entry == "entry" else dict(x=x)
-    compiler.launch(name, entry, dict(INPUT="bf16", **macros), grid, block, arguments | changed, shared_bytes)
+    arguments = dict(x=x, z=None, y=x[2:], count=3, eps=0.5, w=x.bfloat16()) if entry == "entry" else dict(x=x)
+    launches.launch(of, entry, dict(INPUT="bf16", **macros), grid, block, arguments | changed, shared_bytes)
 
 
 def test_a_launch_passes_tensors_as_pointers_and_numbers_in_64_bits_as_the_kernel_has_them(gpu):
     x = torch.zeros(6).as_subclass(OnGpu)
     y, w = x[2:], torch.zeros(3, dtype=torch.bfloat16).as_subclass(OnGpu)
-    launch(macros=dict(B=1, A="x"), grid=7, block=64, shared_bytes=100, w=w, x_0=x, y=y, count=2**40, eps=1)
+    launch(macros=dict(B=1, A="x"), grid=7, block=64, shared_bytes=100, w=w, x=x, y=y, count=2**40, eps=1)
     launch(y=None, count=True)
     (current, stream, config, kernel, values), (*_, others) = gpu.launches
     assert values == (x.data_ptr(), 0, y.data_ptr(), 2**40, 1.0, w.data_ptr())
@@ -231,14 +233,14 @@ def test_a_launch_passes_tensors_as_pointers_and_numbers_in_64_bits_as_the_kerne
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        (dict(z=1), r"missing \[\], unknown \['z'\]"),
+        (dict(u=1), r"missing \[\], unknown \['u'\]"),
         (dict(count=2.0), "count of entry .* got 2.0"),
         (dict(count=None), "count of entry .* got None"),
         (dict(count=torch.zeros(1)), "count of entry .* got tensor"),
         (dict(eps=None), "eps of entry .* got None"),
-        (dict(y=4096), "y of entry must be float.* in scan/forward_simt.cu, got a number"),
-        (dict(y=torch.zeros(1).double()), "y of entry must be torch.float32 .*got torch.float64"),
-        (dict(w=torch.zeros(1).half()), "w of entry must be torch.bfloat16 .*got torch.float16"),
+        (dict(y=4096), "y of entry .* must be a tensor for float .*got 4096"),
+        (dict(y=torch.zeros(1).double()), "y of entry .*must be torch.float32, got torch.float64"),
+        (dict(w=torch.zeros(1).half()), "w of entry .*must be torch.bfloat16, got torch.float16"),
     ],
 )
 def test_a_launch_with_other_arguments_than_the_kernel_has_is_refused_by_name(changed, named, gpu):
@@ -247,11 +249,9 @@ def test_a_launch_with_other_arguments_than_the_kernel_has_is_refused_by_name(ch
     assert gpu.launches == []
 
 
-def test_a_launch_that_lacks_an_argument_or_a_kernel_is_refused_by_name(gpu):
-    with pytest.raises(TypeError, match=r"entry in scan/forward_simt.cu .*missing \['x_0', .*'w'\], unknown \['x'\]"):
-        compiler.launch("scan/forward_simt", "entry", {}, 1, 32, dict(x=None))
-    with pytest.raises(ValueError, match="kernel exit must be defined in scan/forward_simt.cu"):
-        compiler.launch("scan/forward_simt", "exit", {}, 1, 32, {})
+def test_a_launch_that_lacks_an_argument_is_refused_by_name(gpu):
+    with pytest.raises(TypeError, match=r"entry in scan/forward_simt.cu .*missing \['z', .*'w'\], unknown \['u'\]"):
+        launches.launch(DECLARED, "entry", {}, 1, 32, dict(x=None, u=None))
 
 
 def test_a_thread_is_bound_to_the_gpu_once_and_a_kernel_loaded_once(gpu):
@@ -269,16 +269,14 @@ def test_a_thread_is_bound_to_the_gpu_once_and_a_kernel_loaded_once(gpu):
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "arch"),
-    [
-        ("scan/forward_simt", (8, 0), "sm_80"), ("scan/forward_simt", (12, 1), "sm_121"),
-        ("block/gate_outproj_sm90", (9, 0), "sm_90a"),  # uses instructions that plain sm_90 lacks
-    ],
-)  # fmt: skip
-def test_kernels_are_compiled_for_the_gpu_that_has_the_tensors(name, capability, arch, gpu):
+    ("only_hopper", "capability", "arch"),
+    [(False, (8, 0), "sm_80"), (False, (12, 1), "sm_121"), (True, (9, 0), "sm_90a")],
+)
+def test_kernels_are_compiled_for_the_gpu_that_has_the_tensors(only_hopper, capability, arch, gpu):
     gpu.capability = capability
-    launch(name)
-    assert gpu.loaded == [(name, arch, (("INPUT", "bf16"),))]
+    launch(Source(DECLARED.name, DECLARED.kernels, only_hopper=only_hopper))
+    assert gpu.loaded == [(DECLARED.name, arch, (("INPUT", "bf16"),))]
+    assert gate_outproj_sm90.SOURCE.only_hopper  # uses instructions that plain sm_90 lacks
 
 
 def test_much_shared_memory_is_asked_for_and_too_much_named(gpu):
@@ -300,7 +298,7 @@ def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(other, first):
     arguments = dict(dgated=y, means=z, z_stride=1, dy_stride=1, dz_stride=1, tokens=1, L=1, D=1)
     arguments |= dict.fromkeys(("z", "scales", "dy", "dz", "gated"))
     with pytest.raises(ValueError, match=r"tensors of gate_backward must be on one GPU, got .*cpu"):
-        compiler.launch("block/gate", "gate_backward", dict(POOLED=0, INPUT="float"), 1, 32, arguments)
+        launches.launch(gate.SOURCE, "gate_backward", dict(POOLED=0, INPUT="float"), 1, 32, arguments)
 
 
 # missing packages and GPUs
@@ -344,19 +342,3 @@ def test_gpus_from_sm_80_on_are_taken(capability, reason, monkeypatch):
     assert found is None if reason is None else reason in found
     monkeypatch.setattr(compiler, "unavailable", lambda: "NVRTC is missing")
     assert reason is not None or cuda.unavailable(torch.device("cuda", 1)) == "NVRTC is missing"
-
-
-def test_every_kernel_has_a_list_of_arguments_that_can_be_read_and_a_place_in_the_documents(request):
-    pages = (request.config.rootpath / "docs" / "kernels").glob("*.md")
-    document = "".join(page.read_text() for page in pages)
-    files = sorted(compiler.SOURCES.glob("*/*.cu"))
-    assert len(files) > 8
-    for file in files:
-        name = f"{file.parent.name}/{file.stem}"
-        entries = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?(\w+)\(', file.read_text())
-        assert entries, name
-        assert re.search(rf"\b{file.stem}\b", document), name
-        for entry in entries:
-            listed = compiler.parameters(name, entry)
-            assert all(p.pointee or p.type in ("i64", "double") for p in listed), (name, entry, listed)
-            assert re.search(rf"\b{entry}\b", document) or len(entries) == 1 or entry in file.stem, entry

@@ -12,7 +12,7 @@ from scans import SCANS, exact, in_order, longhorn_inputs, of_both_directions, o
 from spills import NVRTC, assert_no_spills
 
 from vil.kernels import backends, longhorn_scan
-from vil.kernels.cuda import compiler, hardware
+from vil.kernels.cuda import hardware, launches
 from vil.kernels.scan import cuda_scan, heuristics, reference, scan_op
 from vil.kernels.scan.heuristics import FORWARD_MMA, ForwardMma, Schedule
 from vil.kernels.scan.kernel import rows
@@ -76,14 +76,14 @@ def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
 @RECURRENCES
 def test_every_variant_compiles_without_spills(recurrence, arch, dtype, N):
     every = kernels(recurrence, dtype, N, arch=arch)
-    assert_no_spills([(f"scan/{kernel.source}", arch, kernel.macros) for kernel in every])
+    assert_no_spills([(kernel.source, arch, kernel.macros) for kernel in every])
 
 
 @RECURRENCES
 def test_every_variant_fits_a_multiprocessor(recurrence):
     for arch, dtype, N in itertools.product(ARCHS, TOLERANCE, backends.STATE_SIZES):
         for kernel in kernels(recurrence, dtype, N, arch=arch):
-            most = SHARED.get(arch, 99 * 1024) if kernel.source == "forward_mma" else 99 * 1024
+            most = SHARED.get(arch, 99 * 1024) if kernel.source.name == "scan/forward_mma" else 99 * 1024
             assert kernel.shared_bytes <= most, (arch, dtype, N, kernel)
 
 
@@ -270,7 +270,9 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
     """
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
     launched = []
-    monkeypatch.setattr(compiler, "launch", lambda name, *args: launched.append(name) or emulator.launch(name, *args))
+    monkeypatch.setattr(
+        launches, "launch", lambda source, *args: launched.append(source.name) or emulator.launch(source, *args)
+    )
     inputs = [t.detach()[None] for t in longhorn_inputs(1, 300, 96, 16, torch.bfloat16)]
     x, logits, k, q, skip, bias = (t.float() if t.dim() == 2 else t for t in inputs)
     truth = [[reference.longhorn(*(t[0].double() for t in inputs))]]
@@ -324,7 +326,7 @@ def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, mo
     with emulator.sparse_where_large() as launch:
         x, logits, k, q, dy = (large(t, 8 * (i + 1)) for i, t in enumerate((x, logits, k, q, dy)))
         tensors = x, logits, k, q, *(t if t is None else torch.stack([t] * 2) for t in channels)
-        monkeypatch.setattr(compiler, "launch", launch)
+        monkeypatch.setattr(launches, "launch", launch)
         by_fmas = Schedule(heuristics.FORWARD_SIMT[recurrence][0], 1)
         _, states = cuda_scan.scan_forward(recurrence, *tensors, [True, True], True, by_fmas)
         for variant in heuristics.forward_variants(recurrence, N, 2):

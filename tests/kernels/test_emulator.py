@@ -6,11 +6,22 @@ import emulator
 import pytest
 import torch
 
-from vil.kernels.cuda import compiler
+from vil.kernels.cuda import source
+from vil.kernels.cuda.source import I64, In, Out, Source
 
 pytestmark = emulator.EMULATED
+X_AND_Y = dict(x=In("float"), y=Out("float"))
+PARAMETERS = {
+    "barriers": X_AND_Y | dict(waits=I64),
+    "copies": X_AND_Y | dict(waits=I64),
+    "moves": X_AND_Y | {"from": I64, "to": I64},
+    "moves_vector": X_AND_Y | {"from": I64, "to": I64},
+    "fills": dict(bytes=I64),
+    "parts": {},
+    "last": dict(y=Out("float")),
+}
 KERNELS = """
-extern "C" __global__ void barriers(const float *x, float *y, i64 waits) {
+extern "C" __global__ void barriers(PARAMETERS_barriers) {
     __shared__ float values[64];
     values[threadIdx.x] = x[threadIdx.x];
     if (waits) __syncthreads();
@@ -20,7 +31,7 @@ extern "C" __global__ void barriers(const float *x, float *y, i64 waits) {
     if (waits) __syncthreads();
     y[threadIdx.x] = values[63 - threadIdx.x] + blockIdx.x;
 }
-extern "C" __global__ void copies(const float *x, float *y, i64 waits) {
+extern "C" __global__ void copies(PARAMETERS_copies) {
     extern __shared__ __align__(16) char shared[];
     float *values = reinterpret_cast<float *>(shared) + 4 * threadIdx.x;
     copy_async<4>(values, x + 4 * threadIdx.x, threadIdx.x < 60);
@@ -28,33 +39,33 @@ extern "C" __global__ void copies(const float *x, float *y, i64 waits) {
     if (waits) wait_for_copies<0>();
     store(y + 4 * threadIdx.x, load<4>(values));
 }
-extern "C" __global__ void moves(const float *x, float *y, i64 from, i64 to) { y[to] = x[from]; }
-extern "C" __global__ void moves_vector(const float *x, float *y, i64 from, i64 to) {
+extern "C" __global__ void moves(PARAMETERS_moves) { y[to] = x[from]; }
+extern "C" __global__ void moves_vector(PARAMETERS_moves_vector) {
     store(y + to, load<4>(x + from));
 }
-extern "C" __global__ void fills(i64 bytes) {
+extern "C" __global__ void fills(PARAMETERS_fills) {
     extern __shared__ __align__(16) char shared[];
     shared[bytes - 1] = 0;
 }
-extern "C" __global__ void parts() {
+extern "C" __global__ void parts(PARAMETERS_parts) {
     if (threadIdx.x < 16) __syncwarp();
     else __syncthreads();
 }
-extern "C" __global__ void last(float *y) { y[0] = blockIdx.x, y[1] = gridDim.x; }
+extern "C" __global__ void last(PARAMETERS_last) { y[0] = blockIdx.x, y[1] = gridDim.x; }
 """
 
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
     """Return a function that launches the kernels above: launch(kernel, *arguments)."""
-    shutil.copytree(compiler.SOURCES / "cuda", tmp_path / "cuda")
+    shutil.copytree(source.SOURCES / "cuda", tmp_path / "cuda")
     (tmp_path / "tests.cu").write_text('#include "cuda/types.cuh"\n' + KERNELS)
-    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
-    compiler.parameters.cache_clear()
+    monkeypatch.setattr(source, "SOURCES", tmp_path)
+    tests = Source("tests", PARAMETERS)
 
     def launch(entry, *arguments, ctas=1, threads=64, shared_bytes=0, **kwargs):
-        named = dict(zip((p.name for p in compiler.parameters("tests", entry)), arguments, strict=True))
-        emulator.launch("tests", entry, {}, ctas, threads, named, shared_bytes, **kwargs)
+        named = dict(zip(PARAMETERS[entry], arguments, strict=True))
+        emulator.launch(tests, entry, {}, ctas, threads, named, shared_bytes, **kwargs)
 
     return launch
 

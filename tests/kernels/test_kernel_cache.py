@@ -10,6 +10,7 @@ import time
 import pytest
 
 from vil.kernels import cache
+from vil.kernels.block.step_proj_bwd import SOURCE
 from vil.kernels.cuda import compiler
 
 pytest.importorskip("cuda.bindings")
@@ -38,7 +39,7 @@ def compiled(monkeypatch):
 
 
 def code(rank=8):
-    return compiler.cached_cubin("block/step_proj_bwd", "sm_90", (("RANK", rank),))
+    return compiler.cached_cubin(SOURCE, "sm_90", (("RANK", rank),))
 
 
 def entry_of(folder):

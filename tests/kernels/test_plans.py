@@ -9,7 +9,7 @@ from blocks import OnGpu, make_block, on_an_emulated_gpu, weights_of
 
 from vil.kernels.block import backward, forward, kernels
 from vil.kernels.block.weights import BackwardOptions, Inputs, Normed, Options, SavedForBackward
-from vil.kernels.cuda import compiler, plan
+from vil.kernels.cuda import launches, plan, recording
 from vil.kernels.cuda.plan import Plan
 from vil.models.block import LonghornMixer, MambaMixer
 
@@ -60,8 +60,8 @@ def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(
     empty = torch.empty
     # also the number of freed tensors, including the sum a + d
     one, four = ([4 * 1024], [1, 4]), ([1024] * 4, [1, 2, 1, 1])
-    for small, (sizes, freed) in ((plan.SMALL, one), (4000, one), (3999, four)):
-        monkeypatch.setattr(plan, "SMALL", small)
+    for small, (sizes, freed) in ((recording.SMALL, one), (4000, one), (3999, four)):
+        monkeypatch.setattr(recording, "SMALL", small)
         recorded = Plan(function, (x,), CPU)
         made.clear()
         monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a) or empty(*a, **k))
@@ -78,7 +78,7 @@ def test_tensors_that_lie_elsewhere_behind_a_multiple_of_16_bytes_have_a_plan_of
     """
     seen, addresses = [], []
 
-    class OfAddress(plan.Launch):
+    class OfAddress(launches.Launch):
         def __init__(self, t):
             self.tensors, self.values = [(0, t)], [0]
 
@@ -87,8 +87,8 @@ def test_tensors_that_lie_elsewhere_behind_a_multiple_of_16_bytes_have_a_plan_of
 
     def function(x):
         seen.append(x.data_ptr() % 16)
-        if recording := getattr(plan.compiler._thread, "recording", None):
-            recording.launch(OfAddress(x))
+        if recorded := getattr(launches.thread, "recording", None):
+            recorded.add_launch(OfAddress(x))
         return [x[1:] + 1]
 
     for x in (torch.randn(9)[offset:], torch.randn(9, 5).t()[:, offset:]):
@@ -154,10 +154,10 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
     with other tensors.
     """
     dtype, (B, L, C) = torch.bfloat16, shape
-    launch = compiler.launch  # the launch that records plans
+    launch = launches.launch  # the launch that records plans
     on_an_emulated_gpu(monkeypatch, hopper=hopper)
-    monkeypatch.setattr(compiler, "launch", launch)
-    monkeypatch.setattr(compiler.Launch, "run_with", emulator.run_with)
+    monkeypatch.setattr(launches, "launch", launch)
+    monkeypatch.setattr(launches.Launch, "run_with", emulator.run_with)
 
     def at_once(one):
         values = one.values.copy()
@@ -165,7 +165,7 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
             values[place] = t.data_ptr()
         emulator.run_with(one, values)
 
-    monkeypatch.setattr(compiler.Launch, "run", at_once)
+    monkeypatch.setattr(launches.Launch, "run", at_once)
     run_forward, run_backward = forward.forward.__wrapped__, backward.backward.__wrapped__
 
     def unpacked(results):

@@ -12,7 +12,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cuda.compiler import launch
+from ..cuda.launches import launch
+from ..cuda.source import DOUBLE, I64, In, Out, Source
+
+SOURCE = Source("augment/augment", {
+    "resize_weights": dict(crops=In("Crop"), memory=Out("int"), H=I64, W=I64, bicubic=I64),
+    "crop_resize_flip": dict(crops=In("Crop"), memory=Out("int"), out=Out("u8"), H=I64, W=I64, rows=I64),
+    "build_tables": dict(operations=In("Operation"), images=In("u8"), tables=Out("u8"), pixels=I64),
+    "apply_operations": dict(
+        operations=In("Operation"), tables=In("u8"), images=In("u8"), out=Out("u8"), H=I64, W=I64, parts=I64, red=I64,
+        green=I64, blue=I64, bicubic=I64,
+    ),
+    "gaussian_blur": dict(
+        operations=In("Operation"), images=Out("u8"), length=I64, step=I64, lines=I64, apart=I64, together=I64,
+    ),
+    "finish": dict(
+        rests=In("Rest"), images=In("u8"), out=Out("float"), H=I64, W=I64, parts=I64, mean_red=DOUBLE,
+        mean_green=DOUBLE, mean_blue=DOUBLE, deviation_red=DOUBLE, deviation_green=DOUBLE, deviation_blue=DOUBLE,
+        noise=I64,
+    ),
+}, fma=False)  # fmt: skip
 
 # the opcode of an operation is its index
 OPERATIONS = (
@@ -51,12 +70,12 @@ def crop_resize_flip(
     starts_B2 = np.concatenate([[0], ends[:-1]]).reshape(-1, 2)
     crops["axes"] = np.stack([lengths_B2, resized_B2, offsets_B2, starts_B2], axis=2)
     records, weights = _to_device(crops, device), torch.empty(int(ends[-1]), dtype=torch.int32, device=device)
-    launch("augment/augment", "resize_weights", MACROS, 2 * count, 256, dict(
+    launch(SOURCE, "resize_weights", MACROS, 2 * count, 256, dict(
         crops=records, memory=weights, H=H, W=W, bicubic=interpolation == "bicubic",
     ))  # fmt: skip
     result = torch.empty(count, 3, H, W, dtype=torch.uint8, device=device)
     threads = min(256, -(-W // 32) * 32)
-    launch("augment/augment", "crop_resize_flip", MACROS, count * -(-H // ROWS), threads, dict(
+    launch(SOURCE, "crop_resize_flip", MACROS, count * -(-H // ROWS), threads, dict(
         crops=records, memory=weights, out=result, H=H, W=W, rows=ROWS,
     ), ROWS * 3 * threads * 4)  # fmt: skip
     return result
@@ -78,9 +97,9 @@ def apply_operations(
             continue
         if np.isin(codes_B, TABLES).any():
             of_tables = dict(operations=record, images=images, tables=tables, pixels=H * W)
-            launch("augment/augment", "build_tables", MACROS, count, 512, of_tables)
+            launch(SOURCE, "build_tables", MACROS, count, 512, of_tables)
         changed = torch.empty_like(images)
-        launch("augment/augment", "apply_operations", MACROS, count * parts, 256, dict(
+        launch(SOURCE, "apply_operations", MACROS, count * parts, 256, dict(
             operations=record, tables=tables, images=images, out=changed, H=H, W=W, parts=parts,
             red=fill[0], green=fill[1], blue=fill[2], bicubic=interpolation == "bicubic",
         ))  # fmt: skip
@@ -88,7 +107,7 @@ def apply_operations(
         if (codes_B == CODES["GaussianBlur"]).any():
             for length, step, lines, apart in ((W, 1, H, W), (H, W, W, 1)):
                 together = max(1, min(32, SHARED_BYTES // (2 * length)))
-                launch("augment/augment", "gaussian_blur", MACROS, count * 3 * -(-lines // together), 256, dict(
+                launch(SOURCE, "gaussian_blur", MACROS, count * 3 * -(-lines // together), 256, dict(
                     operations=record, images=images, length=length, step=step, lines=lines, apart=apart,
                     together=together,
                 ), 2 * length * together)  # fmt: skip
@@ -108,7 +127,7 @@ def finish(
         rests["mixing"], rests["partner"] = mixing_B6[:, :5], partners_B
     result = images.new_empty(images.shape, dtype=torch.float32)
     parts = -(-3 * H * W // (4 * 256))
-    launch("augment/augment", "finish", MACROS, count * parts, 256, dict(
+    launch(SOURCE, "finish", MACROS, count * parts, 256, dict(
         rests=_to_device(rests, images.device), images=images.contiguous(), out=result, H=H, W=W, parts=parts,
         noise=NOISE[mode], **{f"mean_{colour}": 255.0 * value for colour, value in zip(COLOURS, mean)},
         **{f"deviation_{colour}": 255.0 * value for colour, value in zip(COLOURS, std)},

@@ -1,6 +1,8 @@
 // Augmentation of byte images (B, 3, H, W): random crop with resize, transforms and normalisation. Operations that PIL
 // has are computed in PIL's order and types, without fused multiply-adds, so that pixels are identical to PIL's.
 // Offsets in a batch are 64-bit, those in one image 32-bit.
+//
+// The parameters of kernels are declared in augment/__init__.py.
 
 #include "../cuda/types.cuh"
 
@@ -39,8 +41,7 @@ DEVICE double filter(double x, bool bicubic) {
 }
 
 // One CTA computes one axis of one crop. Pixels outside the resized crop have no taps.
-extern "C" __global__ void __launch_bounds__(256) resize_weights(const Crop *__restrict__ crops, int *__restrict__ memory,
-                                                                 i64 H, i64 W, i64 bicubic) {
+extern "C" __global__ void __launch_bounds__(256) resize_weights(PARAMETERS_resize_weights) {
     Axis axis = crops[blockIdx.x / 2].axes[blockIdx.x % 2];
     Taps taps(axis, memory, blockIdx.x % 2 ? W : H);
     double scale = double(axis.length) / axis.resized, stretch = scale < 1 ? 1 : scale;
@@ -64,8 +65,7 @@ extern "C" __global__ void __launch_bounds__(256) resize_weights(const Crop *__r
 // A CTA computes a band of `rows` rows of the result; a thread computes some of its columns. It iterates over the
 // crop's rows, resizes each row horizontally at its column, and adds it to the sums in shared memory of all rows of the
 // result that need it.
-extern "C" __global__ void __launch_bounds__(256)
-crop_resize_flip(const Crop *__restrict__ crops, int *__restrict__ memory, u8 *__restrict__ out, i64 H, i64 W, i64 rows) {
+extern "C" __global__ void __launch_bounds__(256) crop_resize_flip(PARAMETERS_crop_resize_flip) {
     extern __shared__ __align__(16) char shared[];
     int *sums = reinterpret_cast<int *>(shared) + threadIdx.x;  // (rows, 3, blockDim.x)
     int bands = (H + rows - 1) / rows, image = blockIdx.x / bands;
@@ -140,9 +140,7 @@ DEVICE int mapped(i64 code, double argument, int value, Levels levels, int mean,
 }
 
 // Tables (B, 3, 256) of the operations that map the values of each channel; one CTA per image
-extern "C" __global__ void __launch_bounds__(512) build_tables(const Operation *__restrict__ operations,
-                                                               const u8 *__restrict__ images, u8 *__restrict__ tables,
-                                                               i64 pixels) {
+extern "C" __global__ void __launch_bounds__(512) build_tables(PARAMETERS_build_tables) {
     constexpr int COPIES = 8;  // several histograms, because neighbouring pixels often have the same value
     __shared__ unsigned counts[3 * 256 * COPIES];
     __shared__ int lowest[3];
@@ -239,9 +237,7 @@ DEVICE int smooth(const u8 *pixels, int x, int y, int H, int W) {
 }
 
 // Applies each image's operation, one thread per pixel and `parts` CTAs per image; for GAUSSIANBLUR it copies the image
-extern "C" __global__ void __launch_bounds__(256)
-apply_operations(const Operation *__restrict__ operations, const u8 *__restrict__ tables, const u8 *__restrict__ images,
-                 u8 *__restrict__ out, i64 H, i64 W, i64 parts, i64 red, i64 green, i64 blue, i64 bicubic) {
+extern "C" __global__ void __launch_bounds__(256) apply_operations(PARAMETERS_apply_operations) {
     int image = blockIdx.x / parts, i = blockIdx.x % parts * blockDim.x + threadIdx.x, pixels = H * W;
     if (i >= pixels) return;
     const Operation &operation = operations[image];
@@ -272,9 +268,7 @@ apply_operations(const Operation *__restrict__ operations, const u8 *__restrict_
 
 // PIL's Gaussian blur along one axis, in place: three box filters with fractional ends. A line has `length` pixels at
 // distance `step`; a channel has `lines` lines at distance `apart`, and a CTA processes `together` of them.
-extern "C" __global__ void __launch_bounds__(256) gaussian_blur(const Operation *__restrict__ operations,
-                                                                u8 *__restrict__ images, i64 length, i64 step, i64 lines,
-                                                                i64 apart, i64 together) {
+extern "C" __global__ void __launch_bounds__(256) gaussian_blur(PARAMETERS_gaussian_blur) {
     extern __shared__ __align__(16) char shared[];
     int parts = (lines + together - 1) / together, plane = blockIdx.x / parts, first = blockIdx.x % parts * together;
     const Operation &operation = operations[plane / 3];
@@ -368,10 +362,7 @@ DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const 
 }
 
 // Normalisation, random erasing and mixing; `parts` CTAs per image, four neighbouring elements per thread
-extern "C" __global__ void __launch_bounds__(256)
-finish(const Rest *__restrict__ rests, const u8 *__restrict__ images, float *__restrict__ out, i64 H, i64 W, i64 parts,
-       double mean_red, double mean_green, double mean_blue, double deviation_red, double deviation_green,
-       double deviation_blue, i64 noise) {
+extern "C" __global__ void __launch_bounds__(256) finish(PARAMETERS_finish) {
     int image = blockIdx.x / parts, first = (blockIdx.x % parts * blockDim.x + threadIdx.x) * 4;
     int pixels = H * W, elements = 3 * pixels, left = elements - first;
     if (left <= 0) return;

@@ -26,6 +26,7 @@ import functools
 import torch
 from torch import Tensor
 
+from .. import torch_private
 from ..checks import once_differentiable
 from ..scan.chunks import chunk_state_count
 from . import kernels
@@ -207,7 +208,7 @@ class _Block(torch.autograd.Function):
         flat = [dx_BMC, dnext_TC, *ctx.saved_tensors]
         if ctx.sizes is not None:
             dx_BLC, dxhat_TC, dout_proj, dA_log, dweights = backward(ctx.options, ctx.sizes, True, flat)
-            dweights = kernels.unflatten(dweights, _stand_ins(ctx.sizes))
+            dweights = torch_private.unflatten(dweights, _stand_ins(ctx.sizes))
             gradients = named_gradients(dout_proj, () if dA_log is None else dA_log.unbind(), *dweights).flat()
         else:
             dx_BMC, dnext_TC, xhat_TC, rstd_T, scale_B, norm_C, in_proj, *others = flat
@@ -233,7 +234,7 @@ def _stand_ins(sizes: Sizes) -> list[Tensor]:
 
 def _below_autograd(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
     """Run `forward` through the operator."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with torch_private.without_autograd():
         y_BMC, next_normed, saved = torch.ops.vil.block(*_listed(options, keep, flat))
     norm_given = Inputs.of(flat).normed is not None
     kept = SavedForBackward.of(saved, options.recurrence, options.lines is not None, norm_given) if keep else ()

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import backends
 from ..checks import Row, check, check_choice, check_given, given, once_a_kind
 from ..scan.chunks import chunk_state_count
+from ..torch_private import observed
 from . import kernels
 from .lines import Lines
 from .tokens import Tokens
@@ -31,13 +32,7 @@ def unobserved(t: Tensor) -> bool:
     """Return whether only autograd can see an operator: no compiler, mode, functional transform or tensor subclass is
     active.
     """
-    return not (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or type(t) is not Tensor
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or type(t) is not Tensor or observed())
 
 
 def check_lists(recurrence: str, pooled: bool, **lists: list[Tensor]) -> None:

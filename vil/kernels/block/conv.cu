@@ -5,7 +5,7 @@
 //   conv_0(t) = bias_0 + sum_i weight_0[i] u(t - BACK + i)       v_g(t) = silu(conv_g(t))
 //   conv_1(t) = bias_1 + sum_i weight_1[i] u(t + BACK - i)
 //
-// Macros:
+// The parameters of kernels are declared in conv.py. Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float
 //   VECTOR  neighbouring channels that one instruction copies, up to 16 bytes
 //   TAPS    length of the convolution's filter, whose last tap is the token itself
@@ -20,9 +20,7 @@ constexpr int WARPS = 4;
 // A thread processes V channels of a stretch of tokens; neighbouring threads have neighbouring channels. Both
 // directions use the same window on u, where window[i] is u(t - BACK + i): for token t + i, direction 0 uses window[i]
 // to window[i + BACK], and direction 1 window[i + BACK] to window[i + 2 BACK].
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
-conv(const Element *__restrict__ u, i64 u_stride, const float *__restrict__ weights, const float *__restrict__ biases,
-     Element *__restrict__ v, i64 B, i64 L, i64 H, i64 D, i64 stretch) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) conv(PARAMETERS_conv) {
     constexpr int V = VECTOR < 4 ? VECTOR : 4;
     i64 stretches = (L + stretch - 1) / stretch, thread = blockIdx.x * i64(32 * WARPS) + threadIdx.x;
     i64 d = thread % (D / V) * V, b = thread / (D / V) / stretches;

@@ -6,9 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cuda import compiler, hardware
+from ..cuda import hardware, launches
 from ..cuda.elements import ELEMENT, vector_width
 from ..cuda.plan import device_of
+from ..cuda.source import I64, In, Out, Source
+
+SOURCE = Source("block/conv", {
+    "conv": dict(
+        u=In("Element"), u_stride=I64, weights=In("float"), biases=In("float"), v=Out("Element"), B=I64, L=I64, H=I64,
+        D=I64, stretch=I64,
+    ),
+})  # fmt: skip
 
 WARPS = 4  # warps of a CTA, as in conv.cu
 
@@ -21,7 +29,7 @@ def conv(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tenso
     threads = B * D // min(4, vector)
     stretch = stretch_of(threads, L, hardware.multiprocessors(device_of(u_BLD)))
     blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
-    compiler.launch("block/conv", "conv", macros, blocks, 32 * WARPS, dict(
+    launches.launch(SOURCE, "conv", macros, blocks, 32 * WARPS, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, v=v_2BHD, B=B, L=L, H=H, D=D,
         stretch=stretch,
     ))  # fmt: skip

@@ -6,7 +6,7 @@
 //   dweight_0[i] = sum_t u(t - BACK + i) s_0(t)      dbias_g = sum_t s_g(t)
 //   dweight_1[i] = sum_t u(t + BACK - i) s_1(t)
 //
-// Macros:
+// The parameters of kernels are declared in conv_backward.py. Macros:
 //   INPUT        element type of the tensors: bf16, fp16 or float
 //   VECTOR       neighbouring channels that one instruction copies, up to 16 bytes
 //   TAPS         length of the convolution's filter, whose last tap is the token itself
@@ -224,10 +224,7 @@ struct Stretch {
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, PRODUCTS <= 5 ? 3 : 2)
-conv_backward(const Element *__restrict__ u, i64 u_stride, const Element *__restrict__ dv,
-              const Element *__restrict__ dprojected, const Element *__restrict__ x_proj,
-              const float *__restrict__ weights, const float *__restrict__ biases, Element *__restrict__ du,
-              i64 du_stride, float *__restrict__ dfilters, i64 B, i64 L, i64 H, i64 D, i64 stretch, i64 parts) {
+conv_backward(PARAMETERS_conv_backward) {
     extern __shared__ __align__(16) char shared[];
     Tile *tiles = reinterpret_cast<Tile *>(shared);
     int lane = threadIdx.x % 32, quad = lane % 4, channel = threadIdx.x / 4 * LANE;

@@ -5,11 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import compiler, hardware
+from ..cuda import hardware, launches
 from ..cuda.elements import ELEMENT, vector_width
 from ..cuda.plan import device_of
+from ..cuda.source import I64, In, Out, Source
 from . import conv
 from .reference import gradients
+
+SOURCE = Source("block/conv_backward", {
+    "conv_backward": dict(
+        u=In("Element"), u_stride=I64, dv=In("Element"), dprojected=In("Element"), x_proj=In("Element"),
+        weights=In("float"), biases=In("float"), du=Out("Element"), du_stride=I64, dfilters=Out("float"), B=I64,
+        L=I64, H=I64, D=I64, stretch=I64, parts=I64,
+    ),
+})  # fmt: skip
 
 WARPS = 4  # warps of a CTA, as in conv_backward.cu
 
@@ -31,7 +40,7 @@ def conv_backward(
     blocks, resident = -(-D // (8 * WARPS * min(2, macros["VECTOR"]))), 3 if size == 4 or P <= 80 else 2
     stretch, parts = share(B, L, resident * hardware.multiprocessors(device_of(u_BLD)) // blocks)
     dfilters = u_BLD.new_empty(parts, 2, taps + 1, D, dtype=torch.float32)
-    compiler.launch("block/conv_backward", "conv_backward", macros, parts * blocks, 32 * WARPS, dict(
+    launches.launch(SOURCE, "conv_backward", macros, parts * blocks, 32 * WARPS, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), dv=dv_2BHD, dprojected=dprojected_2TP, x_proj=x_proj_2PD, weights=conv_2DK,
         biases=conv_bias_2D, du=du_BLD, du_stride=du_BLD.stride(1), dfilters=dfilters, B=B, L=L, H=dv_2BHD.shape[2],
         D=D, stretch=stretch, parts=parts,

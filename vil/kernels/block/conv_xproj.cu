@@ -9,7 +9,7 @@
 // docs/kernels/block.md has a diagram of a CTA, its warps and buffers, and derives the order of the columns. Barriers:
 // rules 1 and 2 of cuda/pipeline.cuh.
 //
-// Macros:
+// The parameters of kernels are declared in conv_xproj.py. Macros:
 //   INPUT        element type of the tensors: bf16 or fp16
 //   TAPS         length of the convolution's filter, whose last tap is the token itself: 4
 //   PROJECTIONS  rows of x_proj, P = R + 2N, a multiple of 8, at most 80, so that a warp's sums fit in registers
@@ -297,10 +297,7 @@ DEVICE void store_step_logits(Element *step_logits, const Step &step, const Step
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ < 1200 && SPLIT == 1 ? 2 : 1)
-conv_xproj(const Element *__restrict__ u, i64 u_stride, const float *__restrict__ weights,
-           const float *__restrict__ biases, const Element *__restrict__ x_proj, const Element *__restrict__ step_proj,
-           Element *__restrict__ v, Element *__restrict__ projected, Element *__restrict__ step_logits, i64 B,
-           i64 length, i64 read, i64 channels) {
+conv_xproj(PARAMETERS_conv_xproj) {
     extern __shared__ __align__(16) char shared[];
     CtaMemory &memory = *reinterpret_cast<CtaMemory *>(shared);
     Stage *stages = memory.stages;

@@ -5,10 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import compiler, hardware
+from ..cuda import hardware, launches
 from ..cuda.elements import ELEMENT, vector_width
 from ..cuda.plan import device_of
+from ..cuda.source import I64, In, Out, Source
 from . import conv as convolutions
+
+SOURCE = Source("block/conv_xproj", {
+    "conv_xproj": dict(
+        u=In("Element"), u_stride=I64, weights=In("float"), biases=In("float"), x_proj=In("Element"),
+        step_proj=In("Element"), v=Out("Element"), projected=Out("Element"), step_logits=Out("Element"), B=I64,
+        length=I64, read=I64, channels=I64,
+    ),
+})  # fmt: skip
 
 STRIPS = 48  # strips of two tokens in a CTA
 
@@ -33,7 +42,7 @@ def conv_xproj(
     v_2BHD = u_BLD.new_empty(2, B, H, D)
     projected_2TP = u_BLD.new_empty(2, B * H, P)
     step_logits_2TD = u_BLD.new_empty(2, B * H, D) if project_step else None
-    compiler.launch("block/conv_xproj", "conv_xproj", macros, -(-_strips(u_BLD) // STRIPS), 192 * macros["SPLIT"], dict(
+    launches.launch(SOURCE, "conv_xproj", macros, -(-_strips(u_BLD) // STRIPS), 192 * macros["SPLIT"], dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, x_proj=x_proj_2PD,
         step_proj=step_proj_2DR, v=v_2BHD, projected=projected_2TP, step_logits=step_logits_2TD, B=B, length=L, read=H,
         channels=D,

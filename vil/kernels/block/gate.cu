@@ -1,7 +1,7 @@
 // A block's gate and its gradient, without the product with out_proj (gate_outproj.cu and gate_outproj_sm90.cu contain
 // both). Both kernels are limited by memory bandwidth: they read and write each tensor once.
 //
-// Macros:
+// The parameters of kernels are declared in gate.py. Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float
 //   VECTOR  neighbouring channels that a lane loads or stores with one instruction
 //   POOLED  whether y_1 contains lines of tokens
@@ -16,10 +16,7 @@ constexpr int WARPS = 4;
 
 // gated = scale mean silu(z), where mean = (y_0 + y_1) / 2 and scale is the image's stochastic-depth factor. Each warp
 // processes one token. `means` is null if no gradient is needed.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-gate(const Element *__restrict__ y_0, const Element *__restrict__ y_1, const Element *__restrict__ z, i64 z_stride,
-     const float *__restrict__ scales, Element *__restrict__ gated, Element *__restrict__ means, i64 tokens, i64 L, i64 D,
-     i64 count, i64 length, i64 next, i64 next_line) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) gate(PARAMETERS_gate) {
     i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
     if (token >= tokens) return;
     Lines lines = {int(count), int(length), int(next), int(next_line)};
@@ -40,10 +37,7 @@ gate(const Element *__restrict__ y_0, const Element *__restrict__ y_1, const Ele
 }
 
 // dy (of either direction) = scale dgated silu(z) / 2, dz = scale dgated mean silu'(z), and gated as in forward
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-gate_backward(const Element *__restrict__ dgated, const Element *__restrict__ means, const Element *__restrict__ z,
-              i64 z_stride, const float *__restrict__ scales, Element *__restrict__ dy, i64 dy_stride,
-              Element *__restrict__ dz, i64 dz_stride, Element *__restrict__ gated, i64 tokens, i64 L, i64 D) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) gate_backward(PARAMETERS_gate_backward) {
     i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
     if (token >= tokens) return;
     float scale = scales ? scales[token / L] : 1;

@@ -8,10 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cuda import compiler
+from ..cuda import launches
 from ..cuda.elements import ELEMENT, vector_width
-from .lines import Lines
+from ..cuda.source import I64, In, Out, Source
+from .lines import LINE_PARAMETERS, Lines
 from .reference import gradients
+
+SOURCE = Source("block/gate", {
+    "gate": dict(
+        y_0=In("Element"), y_1=In("Element"), z=In("Element"), z_stride=I64, scales=In("float"), gated=Out("Element"),
+        means=Out("Element"), tokens=I64, L=I64, D=I64, **LINE_PARAMETERS,
+    ),
+    "gate_backward": dict(
+        dgated=In("Element"), means=In("Element"), z=In("Element"), z_stride=I64, scales=In("float"),
+        dy=Out("Element"), dy_stride=I64, dz=Out("Element"), dz_stride=I64, gated=Out("Element"), tokens=I64, L=I64,
+        D=I64,
+    ),
+})  # fmt: skip
 
 WARPS = 4  # warps of a CTA, as in gate.cu
 
@@ -64,7 +77,7 @@ def token_stride(t_BLD: Tensor) -> int:
 
 def _launch(entry: str, dtype: torch.dtype, vector: int, tokens: int, arguments: dict, POOLED: int = 0) -> None:
     macros = dict(INPUT=ELEMENT[dtype], VECTOR=vector, POOLED=POOLED)
-    compiler.launch("block/gate", entry, macros, -(-tokens // WARPS), 32 * WARPS, arguments)
+    launches.launch(SOURCE, entry, macros, -(-tokens // WARPS), 32 * WARPS, arguments)
 
 
 def reference(y: Read, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:

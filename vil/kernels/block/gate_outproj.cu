@@ -5,7 +5,7 @@
 // where the residual stream x and out are fp32 and scale is the image's stochastic-depth factor. For many tokens,
 // gate_outproj_sm90.cu is used, or gate.cu and a separate product.
 //
-// Macros:
+// The parameters of kernels are declared in gate_outproj.py. Macros:
 //   INPUT   element type of the other tensors: bf16 or fp16
 //   WIDTH   model width C, the outputs: 192 or 384
 //   POOLED  whether y_1 contains lines of tokens
@@ -25,11 +25,7 @@ typedef INPUT Element;
 constexpr int C = WIDTH, D = 2 * C;
 constexpr int OUTPUTS = 48, EACH = 64, WARPS = D / EACH;
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
-gate_outproj_of_few(const Element *__restrict__ y_0, const Element *__restrict__ y_1, const Element *__restrict__ z,
-                    i64 z_stride, const float *__restrict__ scales, const Element *__restrict__ out_proj,
-                    const float *__restrict__ x, float *__restrict__ out, Pack<Element, 8> *__restrict__ means,
-                    i64 tokens, i64 L_, i64 count, i64 length, i64 next, i64 next_line) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) gate_outproj_of_few(PARAMETERS_gate_outproj_of_few) {
     constexpr int THIRTY_TWOS = EACH / 32, EIGHTS = OUTPUTS / 8;
     __shared__ float parts[WARPS][16][OUTPUTS + 8];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = tokens, L = L_;

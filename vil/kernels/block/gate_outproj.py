@@ -5,13 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import compiler, hardware
+from ..cuda import hardware, launches
 from ..cuda.elements import ELEMENT, vector_width
 from ..cuda.plan import device_of
+from ..cuda.source import I64, In, Out, Source
 from . import gate as gates
 from . import gate_outproj_sm90 as on_hopper
 from .gate import Read
+from .lines import LINE_PARAMETERS
 from .norm_backward import reference_norm
+
+SOURCE = Source("block/gate_outproj", {
+    "gate_outproj_of_few": dict(
+        y_0=In("Element"), y_1=In("Element"), z=In("Element"), z_stride=I64, scales=In("float"),
+        out_proj=In("Element"), x=In("float"), out=Out("float"), means=Out("Element", pack=8), tokens=I64, L_=I64,
+        **LINE_PARAMETERS,
+    ),
+})  # fmt: skip
 
 
 def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
@@ -43,7 +53,7 @@ def gate_outproj(
         out_TC, norm = on_hopper.gate_outproj_sm90(x_TC, y, z_BLD, scale_B, tiles, means, eps)
         return out_TC, mean_BLD, norm
     out_TC, macros = torch.empty_like(x_TC), dict(INPUT=ELEMENT[dtype], WIDTH=C, POOLED=int(y.lines is not None))
-    compiler.launch("block/gate_outproj", "gate_outproj_of_few", macros, few_ctas(T, C), D // 2, dict(
+    launches.launch(SOURCE, "gate_outproj_of_few", macros, few_ctas(T, C), D // 2, dict(
         **y.arguments(), z=z_BLD, z_stride=gates.token_stride(z_BLD), scales=scale_B, out_proj=out_proj_CD, x=x_TC,
         out=out_TC, means=means, tokens=T, L_=L,
     ))  # fmt: skip

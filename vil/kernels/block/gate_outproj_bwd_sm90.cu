@@ -7,7 +7,7 @@
 // `gated` is the same as in forward and is computed again, because out_proj's gradient is dout^T gated. That product is
 // not part of this kernel.
 //
-// Macros:
+// The parameters of kernels are declared in gate_outproj_bwd_sm90.py. Macros:
 //   INPUT        element type of the tensors: bf16 or fp16
 //   WIDTH        model width C, the columns of dout: 192 or 384
 //   SLOTS        slots of each group, which hold 64 tokens x 64 channels or columns each: as many as fit
@@ -152,11 +152,7 @@ DEVICE void store_gradients(const float (&sums)[SLICE / 2], Pipeline<SLOTS> &inp
 
 // A group processes up to `tokens_of_group` tokens at a time, and each group does this `rounds` times. z and dz are
 // halves of rows of length 2 D.
-extern "C" __global__ void __launch_bounds__(384, 1)
-gate_outproj_backward(const Element *__restrict__ dout, const Element *__restrict__ out_proj,
-                      const Element *__restrict__ means, const Element *__restrict__ z,
-                      const float *__restrict__ scales, Element *__restrict__ dy, i64 dy_stride,
-                      Element *__restrict__ dz, Element *__restrict__ gated, i64 tokens, i64 length, i64 tokens_of_group, i64 rounds) {
+extern "C" __global__ void __launch_bounds__(384, 1) gate_outproj_backward(PARAMETERS_gate_outproj_backward) {
     extern __shared__ __align__(1024) char shared[];
     unsigned weights = shared_address(shared), slots = weights + OF_SLOTS, barriers = weights + OF_BARRIERS;
     unsigned weights_there = weights + OF_WEIGHTS_THERE;

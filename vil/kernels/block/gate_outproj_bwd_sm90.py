@@ -7,11 +7,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import compiler, hardware
+from ..cuda import hardware, launches
 from ..cuda.elements import ELEMENT, vector_width
 from ..cuda.plan import device_of
+from ..cuda.source import I64, In, Out, Source
 from . import gate as gates
 from . import gate_outproj_sm90 as forward
+
+SOURCE = Source("block/gate_outproj_bwd_sm90", {
+    "gate_outproj_backward": dict(
+        dout=In("Element"), out_proj=In("Element"), means=In("Element"), z=In("Element"), scales=In("float"),
+        dy=Out("Element"), dy_stride=I64, dz=Out("Element"), gated=Out("Element"), tokens=I64, length=I64,
+        tokens_of_group=I64, rounds=I64,
+    ),
+}, only_hopper=True)  # fmt: skip
 
 
 def gate_outproj_backward(
@@ -35,7 +44,7 @@ def gate_outproj_backward(
     blocks = max(1, hardware.multiprocessors(device_of(dout_TC)) // slices)  # CTAs of each slice
     rounds, tokens = forward.shares(T, blocks)
     macros = macros_of(dout_TC.dtype, C)
-    compiler.launch("block/gate_outproj_bwd_sm90", "gate_outproj_backward", macros, blocks * slices, 384, dict(
+    launches.launch(SOURCE, "gate_outproj_backward", macros, blocks * slices, 384, dict(
         dout=dout_TC, out_proj=out_proj_CD, means=mean_BLD, z=z_BLD, scales=scale_B, dy=dy_BLD,
         dy_stride=gates.token_stride(dy_BLD), dz=dz_BLD,
         gated=gated_BLD, tokens=T, length=L, tokens_of_group=tokens, rounds=rounds,

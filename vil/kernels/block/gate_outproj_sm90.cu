@@ -6,7 +6,7 @@
 // where the residual stream x and out are fp32 and scale is the image's stochastic-depth factor. rstd and xhat are
 // bit-identical to those of `rms_norm` in norm.cuh.
 //
-// Macros:
+// The parameters of kernels are declared in gate_outproj_sm90.py. Macros:
 //   INPUT        element type of the other tensors: bf16 or fp16
 //   WIDTH        model width C, the outputs: 192 or 384
 //   KEEP         whether to write the means that backward needs
@@ -255,12 +255,7 @@ DEVICE void store_norm(Sums &sums, Element *xhat, float *rstd, double eps, int t
 
 // A group processes up to `tokens_of_group` tokens at a time, and each group does this `rounds` times. rstd and xhat
 // may be null. z is the second half of rows of length 2 D.
-extern "C" __global__ void __launch_bounds__(384, 1)
-gate_outproj(const Element *__restrict__ y_0, const Element *__restrict__ y_1, const Element *__restrict__ z,
-             const float *__restrict__ scales, const Element *__restrict__ tiles, const float *__restrict__ x,
-             float *__restrict__ out, Element *__restrict__ means, Element *__restrict__ xhat, float *__restrict__ rstd,
-             double eps, i64 tokens, i64 L_, i64 count, i64 length, i64 next, i64 next_line, i64 tokens_of_group,
-             i64 rounds) {
+extern "C" __global__ void __launch_bounds__(384, 1) gate_outproj(PARAMETERS_gate_outproj) {
     extern __shared__ __align__(1024) char shared[];
     unsigned weights = shared_address(shared), slots = weights + OF_SLOTS, barriers = weights + OF_SLOT_BARRIERS;
     Pipeline<STAGES> stages(weights + OF_STAGE_BARRIERS);

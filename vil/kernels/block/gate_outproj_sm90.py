@@ -5,11 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import compiler, hardware
+from ..cuda import hardware, launches
 from ..cuda.elements import ELEMENT
 from ..cuda.plan import device_of
+from ..cuda.source import DOUBLE, I64, In, Out, Source
 from .gate import Read, token_stride
+from .lines import LINE_PARAMETERS
 from .norm_backward import empty_norm
+
+SOURCE = Source("block/gate_outproj_sm90", {
+    "gate_outproj": dict(
+        y_0=In("Element"), y_1=In("Element"), z=In("Element"), scales=In("float"), tiles=In("Element"), x=In("float"),
+        out=Out("float"), means=Out("Element"), xhat=Out("Element"), rstd=Out("float"), eps=DOUBLE, tokens=I64,
+        L_=I64, **LINE_PARAMETERS, tokens_of_group=I64, rounds=I64,
+    ),
+}, only_hopper=True)  # fmt: skip
 
 STAGES, SLOTS = 5, 2  # pipeline stages of weights and of tokens
 
@@ -43,7 +53,7 @@ def gate_outproj_sm90(
     multiprocessors = hardware.multiprocessors(device_of(x_TC))
     rounds, tokens = shares(T, multiprocessors)
     xhat_TC, rstd_T = norm or (None, None)
-    compiler.launch("block/gate_outproj_sm90", "gate_outproj", macros, multiprocessors, 384, dict(
+    launches.launch(SOURCE, "gate_outproj", macros, multiprocessors, 384, dict(
         **y.arguments(), z=z_BLD, scales=scale_B, tiles=tiles, x=x_TC, out=out_TC, means=mean_BLD, xhat=xhat_TC,
         rstd=rstd_T, eps=eps or 0.0, tokens=T, L_=L, tokens_of_group=tokens, rounds=rounds,
     ), macros["CTA_BYTES"])  # fmt: skip

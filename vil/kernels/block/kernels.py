@@ -27,7 +27,7 @@ from .scan_lines import fits as scans_lines
 from .scan_lines import scan_lines
 from .step_proj_bwd import products_over_tokens, step_proj_backward
 from .sum_lines import sum_lines
-from .unpack_gradients import unflatten, unpack_gradients
+from .unpack_gradients import unpack_gradients
 
 
 def schedule_scan(

@@ -8,6 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cuda.source import I64, Parameters
+
+# parameters of lines.cuh; `Lines.arguments` returns the arguments
+LINE_PARAMETERS: Parameters = dict(count=I64, length=I64, next=I64, next_line=I64)
+
 
 class Lines(NamedTuple):
     """Shape of the lines: each line of patches is one pooled token, and the class token is another, at index number //

@@ -4,16 +4,14 @@
 //
 // If the pointer is not null, dx is also written rounded to Element. Each warp processes one token.
 //
-// Macros:
+// The parameters of kernels are declared in norm_backward.py. Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float; the residual stream is in fp32
 //   VECTOR  neighbouring channels that a lane loads or stores with one instruction
 //   WIDTH   model width C
 
 #include "norm.cuh"
 
-extern "C" __global__ void __launch_bounds__(256)
-norm_backward(const Element *__restrict__ dxhat, const Element *__restrict__ xhat, const float *__restrict__ rstd,
-              const float *__restrict__ dresidual, float *__restrict__ dx, Element *__restrict__ rounded, i64 tokens) {
+extern "C" __global__ void __launch_bounds__(256) norm_backward(PARAMETERS_norm_backward) {
     int lane = threadIdx.x % 32;
     i64 token = i64(blockIdx.x) * 8 + threadIdx.x / 32;
     if (token >= tokens) return;

@@ -5,8 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import compiler
+from ..cuda import launches
 from ..cuda.elements import ELEMENT
+from ..cuda.source import I64, In, Out, Source
+
+SOURCE = Source("block/norm_backward", {
+    "norm_backward": dict(
+        dxhat=In("Element"), xhat=In("Element"), rstd=In("float"), dresidual=In("float"), dx=Out("float"),
+        rounded=Out("Element"), tokens=I64,
+    ),
+})  # fmt: skip
 
 
 def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor) -> tuple[Tensor, Tensor]:
@@ -15,7 +23,7 @@ def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_T
     dx_TC = torch.empty_like(dresidual_TC)
     rounded_TC = torch.empty_like(xhat_TC) if rounds else dx_TC
     macros = dict(INPUT=ELEMENT[xhat_TC.dtype], VECTOR=4 if C % 4 == 0 else 1, WIDTH=C)
-    compiler.launch("block/norm_backward", "norm_backward", macros, -(-T // 8), 256, dict(
+    launches.launch(SOURCE, "norm_backward", macros, -(-T // 8), 256, dict(
         dxhat=dxhat_TC, xhat=xhat_TC, rstd=rstd_T, dresidual=dresidual_TC, dx=dx_TC,
         rounded=rounded_TC if rounds else None, tokens=T,
     ))  # fmt: skip

@@ -6,7 +6,7 @@
 // a large matrix or one element of a small one. If `tiles` is not null, it receives out_proj in the layout of
 // gate_outproj_sm90.cu. The remaining CTAs compute the norm, one token per warp, unless it has been computed already.
 //
-// Macros:
+// The parameters of kernels are declared in pack_weights.py. Macros:
 //   INPUT      element type of the packed weights: bf16, fp16 or float; the residual stream is in fp32
 //   PARAMETER  element type of the model's parameters
 //   VECTOR     neighbouring channels that a lane loads or stores with one instruction
@@ -19,14 +19,7 @@
 #include "parameters.cuh"
 #include "tiles.cuh"
 
-extern "C" __global__ void __launch_bounds__(256)
-pack_weights(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(const PARAMETER, conv),
-             PAIR(const PARAMETER, conv_bias), PAIR(const PARAMETER, x_proj), PAIR(const PARAMETER, step),
-             PAIR(const PARAMETER, step_bias), PAIR(const PARAMETER, skip), Element *packed_in, Element *packed_out,
-             Element *tiles, float *packed_conv, float *packed_conv_bias, Element *packed_x, Element *packed_step,
-             float *packed_step_bias, float *packed_skip, i64 channels, i64 projections_, i64 rank_, i64 padded_rank_,
-             const float *__restrict__ x, Element *__restrict__ xhat, float *__restrict__ rstd,
-             float *__restrict__ copy, i64 tokens, double eps, i64 packing) {
+extern "C" __global__ void __launch_bounds__(256) pack_weights(PARAMETERS_pack_weights) {
     if (blockIdx.x >= packing) {
         i64 token = (blockIdx.x - packing) * 8 + threadIdx.x / 32;
         if (token < tokens) rms_norm(token, x, xhat, rstd, copy, eps);

@@ -12,10 +12,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cuda import compiler
+from ..cuda import launches
 from ..cuda.elements import ELEMENT
+from ..cuda.source import DOUBLE, I64, In, Out, Parameters, Pointer, Source
 from .norm_backward import empty_norm, reference_norm
 from .weights import BlockWeights, Sizes
+
+WEIGHTS = "conv", "conv_bias", "x_proj", "step", "step_bias", "skip"  # of a direction, as kernels name them
+
+
+def direction_parameters(prefix: str, pointer: Pointer) -> Parameters:
+    """Declare the parameters of `by_direction`."""
+    return {f"{prefix}{name}_{g}": pointer for name in WEIGHTS for g in (0, 1)}
+
+
+SOURCE = Source("block/pack_weights", {
+    "pack_weights": dict(
+        norm=In("PARAMETER", restrict=False), in_proj=In("PARAMETER", restrict=False),
+        out_proj=In("PARAMETER", restrict=False), **direction_parameters("", In("PARAMETER", restrict=False)),
+        packed_in=Out("Element", restrict=False), packed_out=Out("Element", restrict=False),
+        tiles=Out("Element", restrict=False), packed_conv=Out("float", restrict=False),
+        packed_conv_bias=Out("float", restrict=False), packed_x=Out("Element", restrict=False),
+        packed_step=Out("Element", restrict=False), packed_step_bias=Out("float", restrict=False),
+        packed_skip=Out("float", restrict=False), channels=I64, projections_=I64, rank_=I64, padded_rank_=I64,
+        x=In("float"), xhat=Out("Element"), rstd=Out("float"), copy=Out("float"), tokens=I64, eps=DOUBLE, packing=I64,
+    ),
+})  # fmt: skip
 
 ALIGNMENT = 64  # elements; alignment of weights and gradients that share memory
 
@@ -82,7 +104,7 @@ def pack_weights(
     vector = 4 if C % 4 == D % 4 == 0 else 1
     macros = dict(INPUT=ELEMENT[dtype], PARAMETER=ELEMENT[weights.norm.dtype], VECTOR=vector, WIDTH=C, TAPS=K)
     packing = -(-((3 * C * D + 2 * sizes.padded_P * D) // vector + 2 * D * (sizes.padded_R + K + 1)) // 256)
-    compiler.launch("block/pack_weights", "pack_weights", macros, packing + -(-T // 8), 256, dict(
+    launches.launch(SOURCE, "pack_weights", macros, packing + -(-T // 8), 256, dict(
         norm=weights.norm, in_proj=weights.in_proj, out_proj=weights.out_proj, **by_direction("", weights.directions),
         packed_in=views.in_proj, packed_out=views.out_proj, tiles=tiles, packed_conv=views.conv,
         packed_conv_bias=views.conv_bias, packed_x=views.x_proj, packed_step=views.step_proj,
@@ -95,8 +117,7 @@ def pack_weights(
 
 def by_direction(prefix: str, directions: Sequence[Sequence[Tensor | None]]) -> dict:
     """Name the first six weights of both directions as kernels do, with the prefix d for gradients."""
-    names = "conv", "conv_bias", "x_proj", "step", "step_bias", "skip"
-    return {f"{prefix}{name}_{g}": t for g, weights in enumerate(directions) for name, t in zip(names, weights)}
+    return {f"{prefix}{name}_{g}": t for g, weights in enumerate(directions) for name, t in zip(WEIGHTS, weights)}
 
 
 def reference_packed(weights: BlockWeights, dtype: torch.dtype) -> PackedWeights:

@@ -15,5 +15,3 @@ DEVICE bool is_among(unsigned &i, unsigned n) {
     i -= among ? 0 : n;
     return among;
 }
-
-#define PAIR(type, name) type *name##_0, type *name##_1

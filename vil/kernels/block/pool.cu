@@ -2,7 +2,7 @@
 // patches, and v of the class token. Also the sum of both directions' skip connections, skip_0 v_0 + skip_1 v_1, for
 // each token. The gate needs nothing else from v, so v of all tokens is never stored.
 //
-// Macros:
+// The parameters of kernels are declared in pool.py. Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float
 //   VECTOR  neighbouring channels of a thread, up to 4
 //   TAPS    length of the convolution's filter, whose last tap is the token itself
@@ -14,10 +14,7 @@
 
 constexpr int V = VECTOR;
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
-pool(const Element *__restrict__ u, i64 u_stride, const float *__restrict__ weights, const float *__restrict__ biases,
-     const float *__restrict__ skip, Element *__restrict__ means, Element *__restrict__ skipped, i64 B, i64 D, i64 count,
-     i64 length, i64 next, i64 next_line) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool) {
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     __shared__ int table[TABLE];
     Place at(lines, D);

@@ -5,10 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import compiler
+from ..cuda import launches
 from ..cuda.elements import ELEMENT, vector_width
+from ..cuda.source import I64, In, Out, Source
 from . import conv
-from .lines import Lines, cta_shape, in_order, line_means
+from .lines import LINE_PARAMETERS, Lines, cta_shape, in_order, line_means
+
+SOURCE = Source("block/pool", {
+    "pool": dict(
+        u=In("Element"), u_stride=I64, weights=In("float"), biases=In("float"), skip=In("float"),
+        means=Out("Element"), skipped=Out("Element"), B=I64, D=I64, **LINE_PARAMETERS,
+    ),
+})  # fmt: skip
 
 VECTOR = 2
 WARPS = {2: 30, 4: 24}  # warps of a multiprocessor, by element size in bytes
@@ -28,7 +36,7 @@ def pool(
     groups, threads = cta_shape(D, vector)
     ctas, taps = WARPS[u_BLD.element_size()] * 32 // threads, conv_2DK.shape[2]
     macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=ctas)
-    compiler.launch("block/pool", "pool", macros, B * lines.S * groups, threads, dict(
+    launches.launch(SOURCE, "pool", macros, B * lines.S * groups, threads, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, skip=skip_2D, means=means_2BSD,
         skipped=skipped_BLD, B=B, D=D, **lines.arguments(),
     ))  # fmt: skip

@@ -9,6 +9,8 @@
 //
 // Macros and letters are those of pool.cu, with up to 2 neighbouring channels per thread.
 // stretch: number of tokens that a CTA processes at a time, a multiple of 4 up to SEGMENT    parts: CTAs per channel
+//
+// The parameters of kernels are declared in pooled_conv_backward.py.
 
 #include "along_lines.cuh"
 
@@ -60,12 +62,7 @@ DEVICE Floats<V> gradient(const Floats<V> &skip, const Floats<V> &e, const Float
 // A thread processes one stretch after another. At step t it computes du(t) and direction 1 at token t, but direction 0
 // at token t + BACK, because then all terms of du(t) are known. A stretch starts RING tokens early, without stores and
 // sums, to fill s_0 and s_1. Threads share no sums: each writes its own partial sums.
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
-pooled_conv_backward(const Element *__restrict__ u, i64 u_stride, const Element *__restrict__ e,
-                     const Element *__restrict__ dmeans, const float *__restrict__ weights,
-                     const float *__restrict__ biases, const float *__restrict__ skip, Element *__restrict__ du,
-                     i64 du_stride, float *__restrict__ dfilters, float *__restrict__ dskips, i64 B, i64 D, i64 count,
-                     i64 length, i64 next, i64 next_line, i64 stretch, i64 parts) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward(PARAMETERS_pooled_conv_backward) {
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     int groups = (D + THREADS * V - 1) / (THREADS * V), part = blockIdx.x / groups;
     i64 d = (blockIdx.x % groups * THREADS + threadIdx.x) * i64(V);

@@ -5,12 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import compiler, hardware
+from ..cuda import hardware, launches
 from ..cuda.elements import ELEMENT, vector_width
 from ..cuda.plan import device_of
-from .lines import Lines, cta_shape, in_order, line_means
+from ..cuda.source import I64, In, Out, Source
+from .lines import LINE_PARAMETERS, Lines, cta_shape, in_order, line_means
 from .pool import reference_v
 from .reference import gradients
+
+SOURCE = Source("block/pooled_conv_backward", {
+    "pooled_conv_backward": dict(
+        u=In("Element"), u_stride=I64, e=In("Element"), dmeans=In("Element"), weights=In("float"), biases=In("float"),
+        skip=In("float"), du=Out("Element"), du_stride=I64, dfilters=Out("float"), dskips=Out("float"), B=I64, D=I64,
+        **LINE_PARAMETERS, stretch=I64, parts=I64,
+    ),
+})  # fmt: skip
 
 VECTOR, WARPS = 2, 12  # maximum vector width; warps of a multiprocessor
 SEGMENT = 64  # as in lines.cuh
@@ -33,7 +42,7 @@ def pooled_conv_backward(
     dfilters = u_BLD.new_empty(parts, 2, taps + 1, D, dtype=torch.float32)
     dskips = u_BLD.new_empty(parts, 2, D, dtype=torch.float32)
     macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=ctas)
-    compiler.launch("block/pooled_conv_backward", "pooled_conv_backward", macros, parts * groups, threads, dict(
+    launches.launch(SOURCE, "pooled_conv_backward", macros, parts * groups, threads, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), e=dy_BLD, dmeans=dmeans_2BSD, weights=conv_2DK, biases=conv_bias_2D,
         skip=skip_2D, du=du_BLD, du_stride=du_BLD.stride(1), dfilters=dfilters, dskips=dskips, B=B, D=D,
         **lines.arguments(), stretch=stretch, parts=parts,

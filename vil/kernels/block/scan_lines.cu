@@ -5,7 +5,7 @@
 //
 // where y_g is the output of the scan without its skip connection. Direction 1 scans from the last line to the first.
 //
-// Macros:
+// The parameters of kernels are declared in scan_lines.py. Macros:
 //   INPUT      element type of the tensors: bf16 or fp16
 //   RECURRENCE, STATES, LANE_STATES, LANE_CHANNELS  scan/recurrences.cuh; the last two are 4 and 1
 //   WIDTH      channels D
@@ -118,9 +118,7 @@ DEVICE void scan(CtaMemory &memory, const float (&A)[NL], int g, int c, int part
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
-scan_lines(const Element *__restrict__ means, const Element *__restrict__ x_proj, const Element *__restrict__ step_proj,
-           const float *__restrict__ A, const float *__restrict__ step_bias, Element *__restrict__ y, i64 B, i64 lines) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) scan_lines(PARAMETERS_scan_lines) {
     extern __shared__ __align__(16) char shared[];
     CtaMemory &memory = *reinterpret_cast<CtaMemory *>(shared);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = warp / 4, part = warp % 4, S = lines;

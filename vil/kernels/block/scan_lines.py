@@ -5,11 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import compiler, hardware
+from ..cuda import hardware, launches
 from ..cuda.plan import device_of
+from ..cuda.source import I64, In, Out, Source
 from ..scan.chunks import CHUNK
 from ..scan.kernel import common_macros
 from ..scan.reference import longhorn, selective
+
+SOURCE = Source("block/scan_lines", {
+    "scan_lines": dict(
+        means=In("Element"), x_proj=In("Element"), step_proj=In("Element"), A=In("float"), step_bias=In("float"),
+        y=Out("Element"), B=I64, lines=I64,
+    ),
+})  # fmt: skip
 
 # channels of a CTA; maximum number of lines without states between chunks, which backward would need
 CHANNELS, MOST_LINES = 32, CHUNK
@@ -36,7 +44,7 @@ def scan_lines(
     """
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     y_BSD, macros = torch.empty_like(means_2BSD[0]), macros_of(recurrence, means_2BSD, P, R)
-    compiler.launch("block/scan_lines", "scan_lines", macros, B * (D // CHANNELS), 256, dict(
+    launches.launch(SOURCE, "scan_lines", macros, B * (D // CHANNELS), 256, dict(
         means=means_2BSD, x_proj=x_proj_2PD, step_proj=step_proj_2DR, A=A_2DN, step_bias=step_bias_2D, y=y_BSD, B=B,
         lines=S,
     ), macros["CTA_BYTES"])  # fmt: skip

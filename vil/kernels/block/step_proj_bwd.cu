@@ -7,7 +7,7 @@
 //
 // dstep_proj is a sum over tokens: each CTA writes a partial sum, and `unpack_gradients` adds them.
 //
-// Macros:
+// The parameters of kernels are declared in step_proj_bwd.py. Macros:
 //   INPUT        element type of the tensors: bf16 or fp16
 //   CHANNELS     D, a multiple of 16 WARPS, small enough for a warp to hold its part of the weights in registers
 //   RANK         columns of step_proj, R, a multiple of 8
@@ -95,11 +95,7 @@ struct KeyGradients {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-step_proj_backward(const Element *__restrict__ dstep_logits, const Element *__restrict__ step, i64 step_stride,
-                   i64 step_directions, const Element *__restrict__ step_proj, const Element *__restrict__ dk,
-                   const Element *__restrict__ dq, Element *__restrict__ dprojected, float *__restrict__ dstep_proj,
-                   i64 tokens, i64 parts) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) step_proj_backward(PARAMETERS_step_proj_backward) {
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = blockIdx.x % parts, g = blockIdx.x / parts;

@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import compiler, hardware
+from ..cuda import hardware, launches
 from ..cuda.elements import ELEMENT
 from ..cuda.plan import device_of
+from ..cuda.source import I64, In, Out, Source
+
+SOURCE = Source("block/step_proj_bwd", {
+    "step_proj_backward": dict(
+        dstep_logits=In("Element"), step=In("Element"), step_stride=I64, step_directions=I64, step_proj=In("Element"),
+        dk=In("Element"), dq=In("Element"), dprojected=Out("Element"), dstep_proj=Out("float"), tokens=I64, parts=I64,
+    ),
+})  # fmt: skip
 
 
 def step_proj_backward(
@@ -27,7 +35,7 @@ def step_proj_backward(
     dprojected_2TP = dstep_logits_2TD.new_empty(2, T, R + 2 * N)
     dstep_proj = dstep_logits_2TD.new_empty(2, parts, D, R, dtype=torch.float32)
     macros = macros_of(dstep_logits_2TD.dtype, D, R, N)
-    compiler.launch("block/step_proj_bwd", "step_proj_backward", macros, 2 * parts, 256, dict(
+    launches.launch(SOURCE, "step_proj_backward", macros, 2 * parts, 256, dict(
         dstep_logits=dstep_logits_2TD, step=step_2TR, step_stride=step_2TR.stride(1),
         step_directions=step_2TR.stride(0), step_proj=step_proj_2DR, dk=dk_2TN, dq=dq_2TN, dprojected=dprojected_2TP,
         dstep_proj=dstep_proj, tokens=T, parts=parts,

@@ -1,6 +1,6 @@
 // Sums of a tensor's tokens over each line of patches, and the class token: the gradients of the lines' inputs.
 //
-// Macros:
+// The parameters of kernels are declared in sum_lines.py. Macros:
 //   INPUT    element type of the tensors: bf16, fp16 or float
 //   VECTOR   neighbouring channels of a thread, up to 16 bytes
 //   THREADS  threads of a CTA
@@ -12,9 +12,7 @@
 typedef INPUT Element;
 constexpr int TOGETHER = 20;  // tokens that are loaded at the same time
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-sum_lines(const Element *__restrict__ e, Element *__restrict__ sums, i64 D, i64 count, i64 length, i64 next,
-          i64 next_line) {
+extern "C" __global__ void __launch_bounds__(THREADS) sum_lines(PARAMETERS_sum_lines) {
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     int groups = (D + THREADS * VECTOR - 1) / (THREADS * VECTOR), S = lines.count + 1, center = lines.center();
     unsigned place = blockIdx.x / groups;

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..cuda import compiler
+from ..cuda import launches
 from ..cuda.elements import ELEMENT, vector_width
-from .lines import Lines, cta_shape
+from ..cuda.source import I64, In, Out, Source
+from .lines import LINE_PARAMETERS, Lines, cta_shape
+
+SOURCE = Source("block/sum_lines", {
+    "sum_lines": dict(e=In("Element"), sums=Out("Element"), D=I64, **LINE_PARAMETERS),
+})  # fmt: skip
 
 
 def sum_lines(e_BLD: Tensor, lines: Lines) -> Tensor:
@@ -17,7 +22,7 @@ def sum_lines(e_BLD: Tensor, lines: Lines) -> Tensor:
     groups, threads = cta_shape(D, vector)
     macros = dict(INPUT=ELEMENT[e_BLD.dtype], VECTOR=vector, THREADS=threads)
     arguments = dict(e=e_BLD, sums=sums_BSD, D=D, **lines.arguments())
-    compiler.launch("block/sum_lines", "sum_lines", macros, B * lines.S * groups, threads, arguments)
+    launches.launch(SOURCE, "sum_lines", macros, B * lines.S * groups, threads, arguments)
     return sums_BSD
 
 

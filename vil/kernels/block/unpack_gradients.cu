@@ -3,7 +3,7 @@
 // over all rows; a thread has the same V columns of every ROWS-th row. In the other CTAs, a thread adds the partial
 // sums of one element.
 //
-// Macros:
+// The parameters of kernels are declared in unpack_gradients.py. Macros:
 //   INPUT      element type of the block's tensors
 //   PARAMETER  element type of the model's parameters
 //   VECTOR     neighbouring channels that a lane loads or stores with one instruction
@@ -25,14 +25,7 @@ DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(256)
-unpack_gradients(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj,
-                 const float *__restrict__ dfolded, const float *dfilters, const float *dx_projs, const float *dsteps,
-                 i64 filter_parts, i64 x_parts, i64 step_parts, const float *dskips, i64 skip_parts, i64 next_part,
-                 i64 next_direction, const float *dstep_biases, i64 next_bias, PARAMETER *__restrict__ dnorm,
-                 PARAMETER *__restrict__ din_proj, PAIR(PARAMETER, dconv), PAIR(PARAMETER, dconv_bias),
-                 PAIR(PARAMETER, dx_proj), PAIR(PARAMETER, dstep), PAIR(PARAMETER, dstep_bias), PAIR(PARAMETER, dskip),
-                 i64 channels, i64 projections_, i64 rank_, i64 padded_rank_) {
+extern "C" __global__ void __launch_bounds__(256) unpack_gradients(PARAMETERS_unpack_gradients) {
     constexpr unsigned C = WIDTH;
     unsigned D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
     unsigned norm_blocks = (C + COLUMNS - 1) / COLUMNS;

@@ -5,11 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import compiler
+from ..cuda import launches
 from ..cuda.elements import ELEMENT
-from .pack_weights import by_direction, reference_packed
+from ..cuda.source import I64, In, Out, Source
+from ..torch_private import unflatten
+from .pack_weights import by_direction, direction_parameters, reference_packed
 from .reference import gradients as by_autograd
 from .weights import BlockWeights, Sizes
+
+SOURCE = Source("block/unpack_gradients", {
+    "unpack_gradients": dict(
+        norm=In("PARAMETER"), in_proj=In("PARAMETER"), dfolded=In("float"), dfilters=In("float", restrict=False),
+        dx_projs=In("float", restrict=False), dsteps=In("float", restrict=False), filter_parts=I64, x_parts=I64,
+        step_parts=I64, dskips=In("float", restrict=False), skip_parts=I64, next_part=I64, next_direction=I64,
+        dstep_biases=In("float", restrict=False), next_bias=I64, dnorm=Out("PARAMETER"), din_proj=Out("PARAMETER"),
+        **direction_parameters("d", Out("PARAMETER", restrict=False)), channels=I64, projections_=I64, rank_=I64,
+        padded_rank_=I64,
+    ),
+})  # fmt: skip
 
 
 def unpack_gradients(
@@ -40,7 +53,7 @@ def unpack_gradients(
     vector = 4 if C % 4 == 0 else 1
     macros = dict(INPUT=ELEMENT[dtype], PARAMETER=ELEMENT[norm_C.dtype], VECTOR=vector, WIDTH=C, TAPS=K)
     dnorm, din_proj, *ddirections = gradients
-    compiler.launch("block/unpack_gradients", "unpack_gradients", macros, blocks, 256, dict(
+    launches.launch(SOURCE, "unpack_gradients", macros, blocks, 256, dict(
         norm=norm_C, in_proj=in_proj, dfolded=dfolded, dfilters=dfilters, dx_projs=dx_proj, dsteps=dstep_proj,
         filter_parts=dfilters.shape[0], x_parts=dx_proj.shape[1], step_parts=dstep_proj.shape[1],
         dskips=dskips, skip_parts=dskips.shape[0], next_part=dskips.stride(0), next_direction=dskips.stride(1),
@@ -49,11 +62,6 @@ def unpack_gradients(
         rank_=R, padded_rank_=sizes.padded_R,
     ))  # fmt: skip
     return [memory] if in_one else gradients
-
-
-def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Return consecutive views of a flat tensor with the shapes of `like`, with little host time."""
-    return list(torch._C._nn.unflatten_dense_tensors(flat, like))
 
 
 def reference(

@@ -1,4 +1,12 @@
-"""Infrastructure of kernels in CUDA C++: headers, `compiler` for compilation and launch, `plan` for replay."""
+"""Infrastructure of kernels in CUDA C++, and its headers. From a call to a launch:
+
+`source`    declaration of a source file and its kernels' parameters
+`compiler`  compilation by NVRTC, with a cache on disk
+`launches`  a launch with arguments by name, on PyTorch's current stream
+`plan`      replay of a function's launches; `recording` records the function, `steps` are what is replayed
+`hardware`  properties of the GPU
+`elements`  element types and vector widths
+"""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from .compiler import HOPPER
-
+HOPPER = (9, 0)  # compute capability
 SCHEDULERS = 4  # schedulers of a multiprocessor
 CTA_BYTES = 99 * 1024  # shared memory of a CTA that every GPU since sm_80 supports
 MULTIPROCESSOR_BYTES = 228 * 1024  # shared memory of an H200 multiprocessor; each CTA uses 1 KiB more than requested

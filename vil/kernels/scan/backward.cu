@@ -20,6 +20,8 @@
 //
 // The numbers of registers and bytes of shared memory allow 12 warps on a multiprocessor of an H200.
 // docs/kernels/scan-backward.md has diagrams of tiles, lanes and buffers, and lists alternatives that were tried.
+//
+// The parameters of kernels are declared in backward.py.
 
 #include "backward_sums.cuh"
 #include "backward_reduce.cuh"
@@ -161,14 +163,7 @@ DEVICE void store_channel_sums(float *row, const ChannelSums &sums, const States
 // the last time, and no other warp reads them. `final_gradients` are the G after each segment except the last.
 // `channel_partials` receive a row for each sequence and segment, `key_partials` dk and dq (CTAs of a sequence, G, B,
 // L, 2, N).
-extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS)
-scan_backward(TOKENS(const Element, dy), TOKENS(const Element, x), TOKENS(const Element, step_logits),
-              TOKENS(const Element, k), TOKENS(const Element, q), const float *__restrict__ A,
-              const float *__restrict__ skip, const float *__restrict__ step_bias,
-              const float *__restrict__ chunk_states, const float *__restrict__ final_gradients,
-              Element *__restrict__ dx, TOKENS(Element, dstep_logits), float *__restrict__ key_partials,
-              float *__restrict__ channel_partials, i64 directions, i64 B, i64 L, i64 D, i64 reverse,
-              i64 segment_chunks, i64 key_vectors) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_backward(PARAMETERS_scan_backward) {
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
     WarpMemory &warp = cta.warps[threadIdx.x / 32];

@@ -11,8 +11,23 @@ from torch import Tensor
 
 from ..cuda.elements import vector_width
 from ..cuda.hardware import CTA_BYTES, MULTIPROCESSOR_BYTES, SCHEDULERS
+from ..cuda.source import I64, In, Out, Source
 from .chunks import CHUNK
-from .kernel import Kernel, align, common_macros
+from .kernel import Kernel, align, common_macros, token_parameters
+
+SOURCE = Source("scan/backward", {
+    "scan_backward": dict(
+        **token_parameters("dy", "x", "step_logits", "k", "q"), A=In("float"), skip=In("float"),
+        step_bias=In("float"), chunk_states=In("float"), final_gradients=In("float"), dx=Out("Element"),
+        **token_parameters("dstep_logits", const=False), key_partials=Out("float"), channel_partials=Out("float"),
+        directions=I64, B=I64, L=I64, D=I64, reverse=I64, segment_chunks=I64, key_vectors=I64,
+    ),
+    "reduce_partials": dict(
+        key_partials=In("float", restrict=False), dk=Out("Element", restrict=False),
+        dq=Out("Element", restrict=False), key_parts=I64, tokens=I64, channel_partials=In("float", restrict=False),
+        dchannels=Out("float", restrict=False), dA=Out("float", restrict=False), rows=I64, channels=I64, columns=I64,
+    ),
+})  # fmt: skip
 
 
 class Cta(NamedTuple):
@@ -74,4 +89,4 @@ class Backward:
             LANE_STATES=4, LANE_CHANNELS=channels, TILE=self.tile(N), WARPS=warps, STAGES=2, MIN_CTAS=resident,
             VECTOR=min(vector_width(16 // x.element_size(), dy, x, step_logits), row), CTA_BYTES=shared_bytes,
         )  # fmt: skip
-        return Kernel("backward", macros, -(-x.shape[-1] // (warps * row)), 32 * warps, shared_bytes)
+        return Kernel(SOURCE, macros, -(-x.shape[-1] // (warps * row)), 32 * warps, shared_bytes)

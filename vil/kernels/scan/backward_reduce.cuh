@@ -14,9 +14,7 @@ DEVICE Floats<4> load_once(const float *p) {
 // Sums of the CTAs' results in a fixed order, in one launch of CTAs of 256 threads: first the columns of the `rows` of
 // `channel_partials`, where 8 threads share a sum; then dk and dq of every token over the `key_parts` CTAs of its
 // channels, where a thread adds 4 states
-extern "C" __global__ void reduce_partials(const float *key_partials, Element *dk, Element *dq, i64 key_parts,
-                                           i64 tokens, const float *channel_partials, float *dchannels, float *dA,
-                                           i64 rows, i64 channels, i64 columns) {
+extern "C" __global__ void reduce_partials(PARAMETERS_reduce_partials) {
     __shared__ float slices[8][32];
     i64 key_items = tokens * 2 * KEY_VECTORS, row_ctas = (columns + 31) / 32;
     if (blockIdx.x < row_ctas) {

@@ -27,18 +27,15 @@
 //
 // The numbers of buffers are those of rule 1 of cuda/pipeline.cuh. Before barrier 0 the producers have two barriers of
 // their own (`sync_producers`): tiles 0 and 1 have arrived; the states of both are prepared.
+//
+// The parameters of kernels are declared in forward_mma.py.
 
 #include "forward_mma_copier.cuh"
 #include "forward_mma_states.cuh"
 #include "forward_mma_channels.cuh"
 #include "forward_mma_consumer.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-scan_forward(TOKENS(const Element, x), TOKENS(const Element, step_logits), TOKENS(const Element, k),
-             TOKENS(const Element, q), const float *__restrict__ A, const float *__restrict__ skip,
-             const float *__restrict__ step_bias, const float *__restrict__ initial_states, Element *__restrict__ y,
-             float *__restrict__ chunk_states, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks, i64 keep,
-             const Element *__restrict__ step_proj) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_forward(PARAMETERS_scan_forward) {
     extern __shared__ __align__(128) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
 

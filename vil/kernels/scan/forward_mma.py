@@ -7,7 +7,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..cuda.hardware import SCHEDULERS
-from .kernel import Kernel, common_macros
+from ..cuda.source import I64, In, Out, Source
+from .kernel import Kernel, common_macros, token_parameters
+
+SOURCE = Source("scan/forward_mma", {
+    "scan_forward": dict(
+        **token_parameters("x", "step_logits", "k", "q"), A=In("float"), skip=In("float"), step_bias=In("float"),
+        initial_states=In("float"), y=Out("Element"), chunk_states=Out("float"), B=I64, L=I64, D=I64, reverse=I64,
+        segment_chunks=I64, keep=I64, step_proj=In("Element"),
+    ),
+})  # fmt: skip
 
 
 def has_mma(recurrence: str, N: int, itemsize: int) -> bool:
@@ -56,4 +65,4 @@ class ForwardMma(NamedTuple):
             PRODUCERS=len(self.producers), ROLES="{" + ", ".join(map(str, self.producers)) + "}", STAGES=self.stages,
             VECTOR=8, RANK=rank, CTA_BYTES=shared_bytes,
         )  # fmt: skip
-        return Kernel("forward_mma", macros, -(-x.shape[-1] // (16 * self.consumers)), 32 * self.warps, shared_bytes)
+        return Kernel(SOURCE, macros, -(-x.shape[-1] // (16 * self.consumers)), 32 * self.warps, shared_bytes)

@@ -3,15 +3,12 @@
 // and saves S before every chunk except the first, from which backward starts. A warp has GROUPS groups of DL channels
 // of one segment (lanes.cuh); warps share only keys, queries and the barrier of each tile (simt_scan.cuh).
 // `initial_states` are those before each segment except the first.
+//
+// The parameters of kernels are declared in forward_simt.py.
 
 #include "simt_scan.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS)
-scan_forward(TOKENS(const Element, x), TOKENS(const Element, step_logits), TOKENS(const Element, k),
-             TOKENS(const Element, q), const float *__restrict__ A, const float *__restrict__ skip,
-             const float *__restrict__ step_bias, const float *__restrict__ initial_states, Element *__restrict__ y,
-             float *__restrict__ chunk_states, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks, i64 keep,
-             i64 key_vectors) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_forward(PARAMETERS_scan_forward) {
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
 

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from ..cuda.elements import common_power_of_two, vector_width
 from ..cuda.hardware import SCHEDULERS
-from .kernel import Kernel, align, common_macros
+from ..cuda.source import I64, In, Out, Source
+from .kernel import Kernel, align, common_macros, token_parameters
+
+SOURCE = Source("scan/forward_simt", {
+    "scan_forward": dict(
+        **token_parameters("x", "step_logits", "k", "q"), A=In("float"), skip=In("float"), step_bias=In("float"),
+        initial_states=In("float"), y=Out("Element"), chunk_states=Out("float"), B=I64, L=I64, D=I64, reverse=I64,
+        segment_chunks=I64, keep=I64, key_vectors=I64,
+    ),
+})  # fmt: skip
 
 
 class Lanes:
@@ -48,7 +57,7 @@ class ForwardSimt(Lanes):
     ahead: bool = False
 
     def kernel(
-        self, recurrence: str, x: Tensor, step_logits: Tensor, N: int, source: str = "forward_simt", **macros
+        self, recurrence: str, x: Tensor, step_logits: Tensor, N: int, source: Source = SOURCE, **macros
     ) -> Kernel:  # fmt: skip
         """Return the kernel of `source`, which includes simt_scan.cuh, for tensors like these."""
         states = min(self.states, N)

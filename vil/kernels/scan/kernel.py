@@ -7,21 +7,22 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..cuda import compiler
+from ..cuda import launches
 from ..cuda.elements import ELEMENT
+from ..cuda.source import I64, Parameters, Pointer, Source
 from .chunks import CHUNK
 
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
 
 
 class Kernel(NamedTuple):
-    """Source of this folder with macros and launch parameters for some tensors.
+    """Source with macros and launch parameters for some tensors.
 
     `macros` are explained in recurrences.cuh. `ctas` of `threads` cover the channels of a sequence. Each CTA has
     `shared_bytes` of shared memory, which the source compares with its own count (CTA_BYTES).
     """
 
-    source: str
+    source: Source
     macros: dict
     ctas: int
     threads: int
@@ -29,12 +30,12 @@ class Kernel(NamedTuple):
 
     def launch(self, entry: str, sequences: int, **arguments) -> None:
         """Run `entry` for a number of sequences or segments."""
-        place = f"scan/{self.source}", entry, self.macros
-        compiler.launch(*place, sequences * self.ctas, self.threads, arguments, self.shared_bytes)
+        ctas = sequences * self.ctas
+        launches.launch(self.source, entry, self.macros, ctas, self.threads, arguments, self.shared_bytes)
 
     def launch_beside(self, entry: str, ctas: int, threads: int, **arguments) -> None:
         """Run another kernel of the same source, without dynamic shared memory."""
-        compiler.launch(f"scan/{self.source}", entry, self.macros, ctas, threads, arguments)
+        launches.launch(self.source, entry, self.macros, ctas, threads, arguments)
 
 
 def common_macros(recurrence: str, x: Tensor, N: int) -> dict:
@@ -53,8 +54,17 @@ def rows(*tensors: Tensor) -> list[Tensor]:
     ]
 
 
+def token_parameters(*names: str, const: bool = True) -> Parameters:
+    """Declare the parameters of tensors of tokens, which tiles.cuh reads by TOKENS_OF(name)."""
+    parameters: Parameters = {}
+    for name in names:
+        parameters[f"{name}_data"] = Pointer("Element", const, restrict=False)
+        parameters |= {f"{name}_stride_{letter}": I64 for letter in "GBL"}
+    return parameters
+
+
 def tokens(**tensors: Tensor) -> dict:
-    """Return the arguments for parameters TOKENS(T, name)."""
+    """Return the arguments for `token_parameters`."""
     arguments: dict[str, Tensor | int] = {}
     for name, t in tensors.items():
         arguments[f"{name}_data"] = t

@@ -16,6 +16,8 @@
 // the order in which lanes of `segment_gradients` read them. A warp of `segment_gradients` has DL / 2 times 16 channels
 // and is independent of other warps, so that __syncwarp is its only barrier (rule 3 of cuda/pipeline.cuh).
 // docs/kernels/scan-backward.md has diagrams of its lanes and buffers.
+//
+// The parameters of kernels are declared in segments.py.
 
 #include "tiles.cuh"
 
@@ -93,9 +95,7 @@ struct Stretch {
 DEVICE int tiles_of(int tokens) { return (tokens + TILE - 1) / TILE; }
 
 // A thread computes two states, n and n + 8, of one triple
-extern "C" __global__ void __launch_bounds__(128)
-stage_factors(TOKENS(const Element, k), TOKENS(const Element, q), StateFactors *__restrict__ factors, i64 count, i64 B,
-              i64 L, i64 reverse, i64 boundaries, i64 segment_tokens) {
+extern "C" __global__ void __launch_bounds__(128) stage_factors(PARAMETERS_stage_factors) {
     static_assert(N == 16);
     unsigned index = blockIdx.x * 128u + threadIdx.x, tile = index / (8 * TRIPLES), each = tiles_of(segment_tokens);
     if (tile >= count) return;
@@ -220,11 +220,7 @@ DEVICE void advance(LaneStates &F, LaneStates &decay, const ChannelFactors &chan
         }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
-segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, step_logits), TOKENS(const Element, q),
-                  const StateFactors *__restrict__ factors, const float *__restrict__ step_bias,
-                  float *__restrict__ ends, float *__restrict__ decays, i64 B, i64 L, i64 D, i64 reverse,
-                  i64 segment_chunks) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) segment_gradients(PARAMETERS_segment_gradients) {
     extern __shared__ __align__(16) char shared[];
 
     int tokens = segment_chunks * CHUNK, boundaries = (L + tokens - 1) / tokens - 1;

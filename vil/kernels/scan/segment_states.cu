@@ -6,14 +6,12 @@
 //   states       S_t = decay_t S_{t-1} + drive_t
 //   gradients    F_{t-1} = decay_t (F_t + dy_t q_t)             F_t: the part of dL/dS_t from tokens after t
 // The layout is that of the forward scan (lanes.cuh, simt_scan.cuh); `value` is x or, with GRADIENTS, dy.
+//
+// The parameters of kernels are declared in segments.py.
 
 #include "simt_scan.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS)
-segment_states(TOKENS(const Element, value), TOKENS(const Element, step_logits), TOKENS(const Element, k),
-               TOKENS(const Element, q), const float *__restrict__ A, const float *__restrict__ step_bias,
-               float *__restrict__ ends, float *__restrict__ decays, i64 B, i64 L, i64 D, i64 reverse,
-               i64 segment_chunks, i64 key_vectors) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) segment_states(PARAMETERS_segment_states) {
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
 
@@ -61,8 +59,7 @@ segment_states(TOKENS(const Element, value), TOKENS(const Element, step_logits),
 }
 
 // The states between segments or, with GRADIENTS, their gradients; each thread computes one state
-extern "C" __global__ void pass_states(const float *__restrict__ ends, const float *__restrict__ decays,
-                                       float *__restrict__ between, i64 sequences, i64 segments, i64 ND) {
+extern "C" __global__ void pass_states(PARAMETERS_pass_states) {
     i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x, sequence = i / ND, state = i % ND;
     if (sequence >= sequences) return;
     float passed = 0;

@@ -10,9 +10,31 @@ import torch
 from torch import Tensor
 
 from ..cuda.elements import vector_width
+from ..cuda.source import I64, In, Out, Source
 from .chunks import CHUNK
 from .forward_simt import ForwardSimt, Lanes
-from .kernel import Kernel, common_macros, mask, tokens
+from .kernel import Kernel, common_macros, mask, token_parameters, tokens
+
+GRADIENTS_SOURCE = Source("scan/segment_gradients_mma", {
+    "stage_factors": dict(
+        **token_parameters("k", "q"), factors=Out("StateFactors"), count=I64, B=I64, L=I64, reverse=I64,
+        boundaries=I64, segment_tokens=I64,
+    ),
+    "segment_gradients": dict(
+        **token_parameters("dy", "step_logits", "q"), factors=In("StateFactors"), step_bias=In("float"),
+        ends=Out("float"), decays=Out("float"), B=I64, L=I64, D=I64, reverse=I64, segment_chunks=I64,
+    ),
+})  # fmt: skip
+
+STATES_SOURCE = Source("scan/segment_states", {
+    "segment_states": dict(
+        **token_parameters("value", "step_logits", "k", "q"), A=In("float"), step_bias=In("float"), ends=Out("float"),
+        decays=Out("float"), B=I64, L=I64, D=I64, reverse=I64, segment_chunks=I64, key_vectors=I64,
+    ),
+    "pass_states": dict(
+        ends=In("float"), decays=In("float"), between=Out("float"), sequences=I64, segments=I64, ND=I64,
+    ),
+})  # fmt: skip
 
 
 class SegmentStates(ForwardSimt):
@@ -38,7 +60,7 @@ class SegmentGradientsMma(Lanes):
             FACTOR_BYTES=self.tile // 3 * (32 * N + 16),
         )  # fmt: skip
         ctas = -(-dy.shape[-1] // (self.warps * warp_channels))
-        return Kernel("segment_gradients_mma", macros, ctas, 32 * self.warps, shared_bytes)
+        return Kernel(GRADIENTS_SOURCE, macros, ctas, 32 * self.warps, shared_bytes)
 
 
 def states_between_segments(
@@ -61,7 +83,7 @@ def states_between_segments(
         segment_chunks=segment_chunks,
     )  # fmt: skip
     simt = passing.kernel(
-        recurrence, value, step_logits, N, "segment_states", GRADIENTS=str(gradients).lower()
+        recurrence, value, step_logits, N, STATES_SOURCE, GRADIENTS=str(gradients).lower()
     )  # fmt: skip
     if isinstance(variant, SegmentGradientsMma):
         kernel = variant.kernel(recurrence, value, step_logits)

@@ -9,7 +9,6 @@ struct Tokens {
     T *data;
     i64 stride_G, stride_B, stride_L;
 };
-#define TOKENS(T, name) T *name##_data, i64 name##_stride_G, i64 name##_stride_B, i64 name##_stride_L
 #define TOKENS_OF(name) {name##_data, name##_stride_G, name##_stride_B, name##_stride_L}
 
 // One sequence of the tensor in reading order. Token indices and strides in bytes are 32-bit, which the host checks, so

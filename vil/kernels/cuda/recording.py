@@ -1,0 +1,220 @@
+"""Recording of a function's steps on placeholders, for plan.py.
+
+The function runs on PyTorch's meta device, which computes nothing. The recording keeps kernels with their grids and
+numbers, PyTorch operators that compute or write, and buffers. Small buffers share an allocation, as do large buffers
+with the same lifetime. Views and queries of sizes leave no steps.
+
+    input      a placeholder for a tensor
+    finish     the recorded steps as functions, in three parts: lifetimes, allocations, steps
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from . import steps
+from .launches import Launch, thread
+from .steps import Step, View
+
+ALIGNMENT = 256  # bytes; alignment of buffers that share an allocation
+SMALL = 1 << 22  # bytes; smaller buffers share allocations
+aten = torch.ops.aten
+ALLOCATIONS = {
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
+    aten.new_empty_strided.default,
+}  # fmt: skip
+
+
+def device_of(t: Tensor) -> torch.device:
+    """Return the device that the tensor is on or, while a plan is recorded, will be on."""
+    recording = getattr(thread, "recording", None)
+    return recording.device if recording and t.device.type == "meta" else t.device
+
+
+class Buffer(NamedTuple):
+    """Memory of a recording, and the placeholder that spans it."""
+
+    tensor: Tensor
+    kind: str  # "input", "result" of an operator, or "empty"
+
+
+class Empty(NamedTuple):
+    """Recorded allocation of a buffer."""
+
+    buffer: int
+
+
+class Call(NamedTuple):
+    """Recorded call of a PyTorch operator."""
+
+    operator: Callable
+    args: tuple
+    kwargs: dict
+    inputs: list[Tensor]
+    results: list[tuple[int, int]]  # index in the flat results, and buffer, of results that own memory
+    returns_tensor: bool  # neither a tuple nor a list
+
+
+class Allocation(NamedTuple):
+    """Memory that several buffers share."""
+
+    buffers: list[int]
+    size: int  # bytes
+    dtype: torch.dtype  # dtype of the views that operators use
+
+
+class Recording(TorchDispatchMode):
+    """Records what happens to placeholders for tensors on `device`."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.buffers: list[Buffer] = []  # keeps storages alive, so that `numbers` stays valid
+        self.numbers: dict[torch.UntypedStorage, int] = {}  # indices in `buffers`
+        self.inputs: list[tuple[int, int]] = []  # buffers, and their byte offsets from a multiple of 16
+        self.starts: dict[int, int] = {}  # byte offsets of buffers in their shared allocations
+        self.recorded: list[Empty | Call | Launch] = []
+
+    @contextlib.contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """Record all operators and launches of this thread."""
+        outer = getattr(thread, "recording", None)
+        thread.recording = self
+        try:
+            with self:
+                yield
+        finally:
+            thread.recording = outer
+
+    def input(self, t: Tensor) -> Tensor:
+        """Return a placeholder with the same layout and the same offset from a multiple of 16 bytes."""
+        misalignment = t.data_ptr() & 15
+        offset = misalignment // t.element_size()
+        extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
+        memory = torch.empty(offset + extent, dtype=t.dtype, device="meta")
+        placeholder = memory.as_strided(t.shape, t.stride(), offset)
+        self.inputs.append((self._add(placeholder, "input"), offset * t.element_size()))
+        return placeholder
+
+    def add_launch(self, launch: Launch) -> None:
+        self.recorded.append(launch)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        # some products with out= are not implemented on the meta device
+        result = kwargs["out"] if "out" in kwargs else operator(*args, **kwargs)
+        flat = tree_leaves(result)
+        new = [i for i, t in enumerate(flat) if t.untyped_storage() not in self.numbers]
+        if operator in ALLOCATIONS:
+            for i in new:
+                self.recorded.append(Empty(self._add(flat[i], "empty")))
+        elif new or operator._schema.is_mutable:
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            results = [(i, self._add(flat[i], "result")) for i in new]
+            self.recorded.append(Call(operator, args, kwargs, inputs, results, isinstance(result, Tensor)))
+        return result
+
+    def _add(self, t: Tensor, kind: str) -> int:
+        number = self.numbers[t.untyped_storage()] = len(self.buffers)
+        self.buffers.append(Buffer(t, kind))
+        return number
+
+    def number_of(self, t: Tensor) -> int:
+        """Return the number of the buffer that holds a placeholder."""
+        return self.numbers[t.untyped_storage()]
+
+    def finish(self, results: list) -> tuple[list[Step], list[View | None]]:
+        """Return the steps as functions of tensors and addresses by buffer, and the views of the results."""
+        returned = {self.number_of(t) for t in results if isinstance(t, Tensor)}
+        last_use = {buffer: i for i, record in enumerate(self.recorded) for buffer in self._used(record)}
+        allocations = self._allocations(last_use, returned)
+        done: list[Step] = []
+        for i, record in enumerate(self.recorded):
+            step = self._step(record, allocations, returned)
+            if step is not None:
+                done.append(step)
+            inner = [b for b, end in last_use.items() if end == i and b not in returned]
+            if ended := [b for b in inner if self.buffers[b].kind != "input"]:
+                done.append(steps.free(ended))
+        return done, [self._view(t) if isinstance(t, Tensor) else t for t in results]
+
+    def _used(self, record: Empty | Call | Launch) -> set[int]:
+        """Return the buffers that a recorded step reads or writes. An allocation is not a use."""
+        if isinstance(record, Launch):
+            return {self.number_of(t) for _, t in record.tensors}
+        if isinstance(record, Call):
+            return {self.number_of(t) for t in record.inputs} | {buffer for _, buffer in record.results}
+        return set()
+
+    def _allocations(self, last_use: dict[int, int], returned: set[int]) -> dict[int, Allocation]:
+        """Return shared allocations by their first buffer: for small buffers, and for large buffers with the same
+        lifetime.
+
+        All buffers of an allocation have one dtype if operators use them, and are freed after the last use of any of
+        them, which this function writes to `last_use`. It also fills `starts`.
+        """
+        operands = {self.number_of(t) for call in self.recorded if isinstance(call, Call) for t in call.inputs}
+        groups: dict[tuple, list[int]] = {}
+        steps_before = 0
+        for record in self.recorded:
+            if not isinstance(record, Empty):
+                steps_before += 1
+            elif record.buffer in last_use and record.buffer not in returned:
+                t = self.buffers[record.buffer].tensor
+                small = t.untyped_storage().nbytes() <= SMALL
+                lifetime = () if small else (steps_before, last_use[record.buffer])
+                dtype = t.dtype if record.buffer in operands else torch.uint8
+                groups.setdefault((*lifetime, dtype), []).append(record.buffer)
+        allocations = {}
+        for (*_, dtype), buffers in groups.items():
+            size = 0
+            for buffer in buffers:
+                self.starts[buffer] = size
+                size += -(-max(1, self.buffers[buffer].tensor.untyped_storage().nbytes()) // ALIGNMENT) * ALIGNMENT
+                last_use[buffer] = max(last_use[b] for b in buffers)
+            allocations[buffers[0]] = Allocation(buffers, size, dtype)
+        return allocations
+
+    def _step(
+        self, record: Empty | Call | Launch, allocations: dict[int, Allocation], returned: set[int]
+    ) -> Step | None:  # fmt: skip
+        """Return the step of a record, or None for a buffer that is unused or in an earlier allocation."""
+        if isinstance(record, Launch):
+            pointers = [(i, self.number_of(t), t.data_ptr()) for i, t in record.tensors]
+            record.tensors = []  # the launch must not keep the placeholders alive
+            return steps.launch_kernel(record, pointers)
+        if isinstance(record, Call):
+            args, kwargs = tree_map(self._argument, (record.args, record.kwargs))
+            return steps.call_operator(record.operator, args, kwargs, record.results, record.returns_tensor)
+        if record.buffer in allocations:
+            buffers, size, dtype = allocations[record.buffer]
+            return steps.allocate(self.device, dtype, size, [(buffer, self.starts[buffer]) for buffer in buffers])
+        if record.buffer in returned:
+            return steps.allocate_alone(self.device, self.buffers[record.buffer].tensor, record.buffer)
+        return None
+
+    def _argument(self, leaf: Any) -> Any:
+        """Return an operator's argument for later calls."""
+        if isinstance(leaf, Tensor):
+            return self._view(leaf)
+        return self.device if isinstance(leaf, torch.device) else leaf
+
+    def _view(self, t: Tensor) -> View:
+        """Return the view of a buffer that a placeholder is."""
+        number = self.number_of(t)
+        base, kind = self.buffers[number]
+        assert t.dtype == base.dtype, "only kernels see a buffer as of another dtype"
+        if number in self.starts:
+            return View(number, t.shape, t.stride(), self.starts[number] // t.element_size() + int(t.storage_offset()))
+        if (t.shape, t.stride(), t.storage_offset()) == (base.shape, base.stride(), base.storage_offset()):
+            return View(number)
+        of_input = kind == "input"
+        offset = int(t.storage_offset()) - of_input * int(base.storage_offset())
+        return View(number, t.shape, t.stride(), offset, of_input)

@@ -1,0 +1,100 @@
+"""CUDA C++ source files, and declarations of their kernels' parameters.
+
+The Python module that launches a kernel declares the kernel's parameters, once for Python and C++:
+
+    SOURCE = Source("block/gate", {"gate": dict(y_0=In("Element"), z_stride=I64, gated=Out("Element"))})
+
+`launches.launch` passes arguments by these names, and C++ receives the declaration as a macro:
+
+    extern "C" __global__ void gate(PARAMETERS_gate) {    // const Element *__restrict__ y_0, i64 z_stride, ...
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parents[1]
+# dtypes of C++ types; pointers to other types, which are structs, accept any dtype
+DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "float": torch.float32, "int": torch.int32, "u8": torch.uint8,
+}  # fmt: skip
+MACROS_OF_TYPES = {"Element": "INPUT", "PARAMETER": "PARAMETER"}  # types that a macro of the source defines
+
+
+@dataclass(frozen=True)
+class Number:
+    """Parameter that is a number."""
+
+    type: str  # C++ type
+
+    def declaration(self, name: str) -> str:
+        return f"{self.type} {name}"
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Parameter that points to a tensor's elements."""
+
+    element: str  # C++ type
+    const: bool
+    restrict: bool = True  # whether no other parameter points to the same memory
+    pack: int = 1  # number of elements that the kernel accesses at once
+
+    @property
+    def type(self) -> str:
+        element = self.element if self.pack == 1 else f"Pack<{self.element}, {self.pack}>"
+        return f"{'const ' if self.const else ''}{element} *{'__restrict__' if self.restrict else ''}"
+
+    def declaration(self, name: str) -> str:
+        return f"{self.type} {name}"
+
+    def dtype(self, macros: dict) -> torch.dtype | None:
+        """Return the dtype that the source has with these macros, or None for a struct."""
+        macro = MACROS_OF_TYPES.get(self.element)
+        return DTYPES.get(self.element if macro is None else macros[macro])
+
+
+Parameters = dict[str, Number | Pointer]
+I64, DOUBLE = Number("i64"), Number("double")
+In = functools.partial(Pointer, const=True)
+Out = functools.partial(Pointer, const=False)
+
+
+class Source:
+    """Source file `name`.cu and the parameters of its kernels.
+
+    Args:
+        name: Path below vil/kernels, without its extension.
+        kernels: Parameters by kernel and name, in the order of C++.
+        only_hopper: Whether the source uses instructions that only sm_90 has.
+        fma: Whether the compiler may fuse a product and an addition, which rounds once instead of twice.
+    """
+
+    def __init__(self, name: str, kernels: dict[str, Parameters], *, only_hopper: bool = False, fma: bool = True):
+        self.name, self.kernels, self.only_hopper, self.fma = name, kernels, only_hopper, fma
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The declarations of parameters, and the source with each included file at its first `#include`."""
+        macros = [
+            f"#define PARAMETERS_{kernel} {', '.join(p.declaration(name) for name, p in parameters.items())}\n"
+            for kernel, parameters in self.kernels.items()
+        ]
+        return "".join(macros) + _with_includes((SOURCES / f"{self.name}.cu").resolve(), set())
+
+
+def _with_includes(path: Path, included: set[Path]) -> str:
+    """Return the text of a file, with the files that it includes unless they are in `included`."""
+    if path in included:
+        return ""
+    included.add(path)
+
+    def insert(include: re.Match) -> str:
+        return _with_includes((path.parent / include[1]).resolve(), included)
+
+    return re.sub(r'^#include "(.*)"\n', insert, path.read_text(), flags=re.MULTILINE)

@@ -1,0 +1,153 @@
+"""Steps of a plan: functions of a call's tensors and addresses by buffer, and of a stream.
+
+Everything that is equal in all calls is computed when the step is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .launches import Launch
+
+# (tensors, addresses, stream) -> None; the first two are lists by buffer number
+Step = Callable[[list, list, Any], None]
+aten = torch.ops.aten
+# equal PyTorch bindings with less host overhead
+BINDINGS: dict[Any, Callable] = {
+    aten.mm.default: torch.mm,
+    aten.bmm.default: torch.bmm,
+    aten.mm.dtype: lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype),
+    aten.bmm.dtype: lambda a, b, dtype: torch.bmm(a, b, out_dtype=dtype),
+    aten.addmm.dtype_out: lambda x, a, b, dtype, out: torch.addmm(x, a, b, out_dtype=dtype, out=out),
+    aten.addmm.out: torch.addmm,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """View of a buffer: the whole buffer (no size), or size, stride and offset in elements."""
+
+    buffer: int
+    size: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    of_input: bool = False  # the storage may begin before the input
+
+
+def view_in(tensors: list, view: View) -> Tensor:
+    """Return the view in a call's tensors."""
+    t = tensors[view.buffer]
+    if view.size is None:
+        return t
+    start = t.storage_offset() if view.of_input else 0
+    return torch.as_strided(t, view.size, view.stride, view.offset + start)
+
+
+def launch_kernel(launch: Launch, pointers: list[tuple[int, int, int]]) -> Step:
+    """Return the step that launches a kernel; `pointers` hold an argument's index, buffer and offset in bytes."""
+    constants = launch.values
+
+    def step(_, addresses, stream):
+        values = constants.copy()
+        for i, buffer, offset in pointers:
+            values[i] = addresses[buffer] + offset
+        launch.run_with(values, stream)
+
+    return step
+
+
+def call_operator(
+    operator: Callable, args: Sequence, kwargs: dict, results: list[tuple[int, int]], returns_tensor: bool
+) -> Step:
+    """Return the step that calls a PyTorch operator.
+
+    Args:
+        operator: The operator.
+        args, kwargs: Its arguments, with a `View` for each tensor.
+        results: Index in the operator's flat results and buffer of each result that owns memory.
+        returns_tensor: Whether the operator returns one tensor, neither a tuple nor a list.
+    """
+    call = BINDINGS.get(operator, operator)
+    args = list(args)
+    view_indices = [i for i, arg in enumerate(args) if isinstance(arg, View)]
+    nested = [arg for arg in args if not isinstance(arg, View)], kwargs
+    has_nested_views = any(isinstance(leaf, View) for leaf in tree_leaves(nested))
+
+    if len(view_indices) == len(args) == 2 and len(results) == 1 and not kwargs:
+        return _call_product(call, args[0], args[1], results[0][1])
+
+    def prepare(tensors):
+        if has_nested_views:  # tensors in lists or keyword arguments
+            return tree_map(lambda leaf: view_in(tensors, leaf) if isinstance(leaf, View) else leaf, (args, kwargs))
+        own = args.copy()
+        for i in view_indices:
+            own[i] = view_in(tensors, args[i])
+        return own, kwargs
+
+    def step_with_result(tensors, addresses, _, buffer=results[0][1] if results else None):
+        own_args, own_kwargs = prepare(tensors)
+        t = tensors[buffer] = call(*own_args, **own_kwargs)
+        addresses[buffer] = t.data_ptr()
+
+    def step(tensors, addresses, _):
+        own_args, own_kwargs = prepare(tensors)
+        found = tree_leaves(call(*own_args, **own_kwargs))
+        for i, buffer in results:
+            tensors[buffer], addresses[buffer] = found[i], found[i].data_ptr()
+
+    return step_with_result if returns_tensor and results else step
+
+
+def _call_product(call: Callable, a: View, b: View, buffer: int) -> Step:
+    """Return the step of a matrix product, the most frequent operator."""
+
+    def step(tensors, addresses, _):
+        t = tensors[buffer] = call(view_in(tensors, a), view_in(tensors, b))
+        addresses[buffer] = t.data_ptr()
+
+    return step
+
+
+def allocate(device: torch.device, dtype: torch.dtype, size: int, starts: list[tuple[int, int]]) -> Step:
+    """Return the step that allocates `size` bytes for several buffers; `starts` hold buffers and offsets in bytes."""
+    count = size // dtype.itemsize
+
+    def step(tensors, addresses, _):
+        memory = torch.empty(count, dtype=dtype, device=device)
+        address = memory.data_ptr()
+        for buffer, start in starts:
+            tensors[buffer], addresses[buffer] = memory, address + start
+
+    return step
+
+
+def allocate_alone(device: torch.device, like: Tensor, buffer: int) -> Step:
+    """Return the step that allocates a buffer with the layout of a placeholder."""
+    shape, stride, dtype = like.shape, like.stride(), like.dtype
+    contiguous = like.is_contiguous()
+
+    def step(tensors, addresses, _):
+        if contiguous:
+            t = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            t = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        tensors[buffer], addresses[buffer] = t, t.data_ptr()
+
+    return step
+
+
+def free(buffers: list[int]) -> Step:
+    """Return the step that releases the tensors of buffers."""
+    return functools.partial(_free, buffers)
+
+
+def _free(buffers: list[int], tensors: list, *_) -> None:
+    for buffer in buffers:
+        tensors[buffer] = None
