@@ -1,0 +1,113 @@
+"""Measure what each private function of PyTorch saves in eager mode, on one GPU in one process.
+
+    python benchmarks/private_apis.py                            # less than a minute on an H200
+
+Each row compares eager steps with all functions of vil/kernels/torch_private.py to steps in which one of them is
+replaced by its public equivalent. Rounds of both alternate. `host` is the time until the step has been queued, and
+`step` the time until the GPU has finished, both in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from throughput import Case, build_step, described
+
+from vil.kernels import torch_private
+from vil.kernels.block import block_op
+
+CASES = ["infer,224,1", "train,224,1", "train,224,128"]
+MODELS = ["vil_tiny", "vil_small_pooled"]
+ROUNDS, STEPS = 7, 4  # rounds of each side, and steps of a round, few because the launch queue of a GPU is limited
+
+
+def autograd_off() -> contextlib.AbstractContextManager:
+    return torch.no_grad()
+
+
+def autocast_off() -> contextlib.AbstractContextManager:
+    return torch.autocast("cuda", enabled=False)
+
+
+def public_stream(device_index: int) -> int:
+    return torch.cuda.current_stream(device_index).cuda_stream
+
+
+def public_views(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in like]), like)]
+
+
+# private function: its public equivalent, and the context that replaces the function
+PRIVATE: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager]]] = {
+    "without_autograd": ("nothing", lambda: replaced("without_autograd", contextlib.nullcontext)),
+    "without_autograd ": ("no_grad", lambda: replaced("without_autograd", autograd_off)),
+    "without_autocast": ("autocast(enabled=False)", lambda: replaced("without_autocast", autocast_off)),
+    "current_device": ("cuda.current_device", lambda: replaced("current_device", torch.cuda.current_device)),
+    "current_stream": ("cuda.current_stream", lambda: replaced("current_stream", public_stream)),
+    "unflatten": ("split and view", lambda: replaced("unflatten", public_views)),
+    "observed": ("the dispatcher", lambda: mock.patch.object(block_op, "at_once", return_value=False)),
+    "Function.apply without checks": (
+        "Function.apply",
+        lambda: mock.patch.object(block_op, "_apply", block_op._Block.apply),
+    ),
+}
+
+
+def replaced(name: str, public: Callable) -> contextlib.AbstractContextManager:
+    return mock.patch.object(torch_private, name, public)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="TASK,PIXELS,BATCH")
+    options = parser.parse_args()
+    device, start = torch.device("cuda"), time.perf_counter()
+    print(f"{described(device)}, bf16 autocast, eager\n")
+    print("| model | case | private | public | host | host, public | saved | step | step, public | saved |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for model, text in itertools.product(options.models, options.cases):
+        case = Case.parse(text)
+        step = build_step(model, case, False, device)
+        for name, (public, without) in PRIVATE.items():
+            cells = [model, str(case), name, public]
+            for private_us, public_us in zip(*in_turn(step, without)):
+                cells += [f"{private_us:,.0f}", f"{public_us:,.0f}", f"{1 - private_us / public_us:+.1%}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+        del step
+        torch.cuda.empty_cache()
+    print(f"\n{time.perf_counter() - start:.0f} s")
+
+
+def in_turn(step: Callable, without: Callable) -> tuple[list[float], list[float]]:
+    """Return the median microseconds (host, step) of steps with all private functions, and without one."""
+    times: dict[str, list[tuple[float, float]]] = {"private": [], "public": []}
+    for _ in range(ROUNDS):
+        times["private"].append(round_of(step))
+        with without():
+            times["public"].append(round_of(step))
+    private, public = ([statistics.median(t) for t in zip(*rounds)] for rounds in times.values())
+    return private, public
+
+
+def round_of(step: Callable) -> tuple[float, float]:
+    """Return the microseconds of a step until it has been queued, and until the GPU has finished."""
+    step()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    queued = time.perf_counter()
+    torch.cuda.synchronize()
+    return 1e6 * (queued - start) / STEPS, 1e6 * (time.perf_counter() - start) / STEPS
+
+
+if __name__ == "__main__":
+    main()
