@@ -131,11 +131,11 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
         tiles.copy_(in_tiles(out_proj))
     reads = Read(*y), Read(y[0], of_rows, rows), Read(y[0], of_columns, columns)
     for read, scale_B, keep in zip((*reads, reads[0]), (scale, scale, None, None), (True, True, False, False)):
-        (out, mean, norm), (again, *_) = (
-            kernels.gate_outproj(x, read, z, scale_B, out_proj, tiles, keep, 1e-5) for _ in range(2)
+        (out, mean, norm), *again = (
+            kernels.gate_outproj(x, read, z, scale_B, out_proj, tiles, keep, 1e-5) for _ in range(2 if keep else 1)
         )
         assert torch.equal(x, before)
-        assert torch.equal(out, again)
+        assert all(torch.equal(out, other) for other, *_ in again)
         exactly = Read(read.first.double(), read.second.double(), read.lines)
         gated, truth = ReferenceKernels.gate(exactly, z.double(), None if scale_B is None else scale_B.double(), keep)
         expected = x + gated.to(dtype).double().flatten(0, 1) @ out_proj.double().t()
@@ -149,7 +149,7 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
 
 # B, L, C and multiprocessors: groups of 33 to 50 tokens and smaller groups, also in the last of several rounds, and
 # groups of at most 2 tokens
-GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (7, 83, 192, 9), (3, 3, 192, 12), (1, 65, 384, 1)]
+GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (5, 83, 192, 9), (3, 3, 192, 12), (1, 65, 384, 1)]
 
 
 @on_both([(shape, True) for shape in GATED_BACKWARD], GATED_BACKWARD)

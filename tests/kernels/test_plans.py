@@ -145,7 +145,7 @@ def test_a_view_as_another_dtype_is_for_kernels_alone():
 @emulator.EMULATED
 @pytest.mark.parametrize("class_token_only", [False, True])
 @pytest.mark.parametrize(
-    ("mixer", "shape", "hopper"), [(LonghornMixer, (2, 49, 192), True), (MambaMixer, (1, 70, 100), False)]
+    ("mixer", "shape", "hopper"), [(LonghornMixer, (2, 33, 192), True), (MambaMixer, (1, 70, 36), False)]
 )
 def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
     mixer, shape, hopper, class_token_only, monkeypatch, poison
