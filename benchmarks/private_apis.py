@@ -52,10 +52,10 @@ PRIVATE: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager]]] 
     "current_device": ("cuda.current_device", lambda: replaced("current_device", torch.cuda.current_device)),
     "current_stream": ("cuda.current_stream", lambda: replaced("current_stream", public_stream)),
     "unflatten": ("split and view", lambda: replaced("unflatten", public_views)),
-    "observed": ("the dispatcher", lambda: mock.patch.object(block_op, "at_once", return_value=False)),
+    "observed": ("the dispatcher", lambda: mock.patch.object(block_op, "is_eager", return_value=False)),
     "Function.apply without checks": (
         "Function.apply",
-        lambda: mock.patch.object(block_op, "_apply", block_op._Block.apply),
+        lambda: mock.patch.object(block_op, "_apply", block_op._EagerBlock.apply),
     ),
 }
 

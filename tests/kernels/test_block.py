@@ -115,7 +115,7 @@ def test_a_second_derivative_is_refused_and_not_taken_for_none(at_once, referenc
     """Raise an error for second derivatives, because a gradient penalty would otherwise silently lack a part of
     its gradient.
     """
-    monkeypatch.setattr(block_op, "at_once", lambda t: at_once)
+    monkeypatch.setattr(block_op, "is_eager", lambda t: at_once)
     model = randomised(small(depth=2, img_size=32)).eval()
     x = random_images(2, 3, 32, 32, dtype=torch.float64).requires_grad_()
     (dx,) = torch.autograd.grad(model(x).sum(), x)
@@ -262,7 +262,7 @@ def test_an_image_takes_one_path_from_a_model_to_a_kernel(reference_kernels, mon
 
 @pytest.mark.parametrize("runs_at_once", [False, True])
 def test_a_frozen_model_gives_its_images_a_gradient(runs_at_once, reference_kernels, plain, monkeypatch):
-    monkeypatch.setattr(block_op, "at_once", lambda t: runs_at_once)
+    monkeypatch.setattr(block_op, "is_eager", lambda t: runs_at_once)
     model = randomised(small(depth=2, img_size=32)).eval().requires_grad_(False)
     x = random_images(2, 3, 32, 32, dtype=torch.float64).requires_grad_()
     (found,) = torch.autograd.grad(model(x).square().sum(), x)

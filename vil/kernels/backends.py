@@ -14,7 +14,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from . import cuda
+from . import cuda, torch_private
 from .checks import check_choice
 from .cpu import compiler as cpu_compiler
 
@@ -50,6 +50,15 @@ def choose(backend: str, x: Tensor, state_size: int, directions: int) -> str:
 def transformed() -> bool:
     """Return whether a torch.func transformation is active, which only the reference supports."""
     return torch._C._functorch.maybe_current_level() is not None  # torch.compile can trace this call
+
+
+def unobserved(t: Tensor) -> bool:
+    """Return whether only autograd can see operators of this tensor: no compiler, mode, functional transform or tensor
+    subclass is active.
+    """
+    return not (
+        torch.compiler.is_compiling() or torch.jit.is_tracing() or type(t) is not Tensor or torch_private.observed()
+    )
 
 
 def resolve(backend: str, device: torch.device) -> str:

@@ -14,24 +14,29 @@ all tokens are never stored: the gate and the gradients recompute what they need
 If only the class token's output is needed, as in a model's last block, each direction processes the half of the tokens
 up to the class token, and z, the gate and the last product are computed for the class token only.
 
+From a call to the kernels:
+
     block              the function that models call
-    _Block             its gradient
+    _EagerBlock        its gradient in eager mode, which calls `forward` and `backward` without PyTorch's dispatcher
+    _ObservedBlock     its gradient if a compiler, a mode or a transform observes operators
     _block, _fake_*    implementations of the schemas, in which missing tensors are omitted from lists
+    forward, backward  modules with the order of kernels and matrix products, which plans replay
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .. import torch_private
+from .. import backends, torch_private
 from ..checks import once_differentiable
 from ..scan.chunks import chunk_state_count
 from . import kernels
 from .backward import backward, named_gradients
-from .contract import check_backward, check_forward, check_lists, unobserved
+from .contract import check_backward, check_forward, check_lists
 from .forward import A_of, forward
 from .lines import Lines
 from .tokens import Tokens
@@ -72,31 +77,31 @@ def block(
     """
     if normed is not None and normed.xhat.dtype != options.dtype:
         normed = None
-    needed = needs_gradients(x_BLC, weights)
+    keep = needs_gradients(x_BLC, weights)
     flat = Inputs(x_BLC, scale_B, normed, weights).flat()
-    if not at_once(x_BLC):
-        y_BMC, next_normed, _ = torch.ops.vil.block(*_listed(options, needed, flat))
+    if not is_eager(x_BLC):
+        y_BMC, next_normed, _ = torch.ops.vil.block(*_to_schema(options, keep, flat))
         return y_BMC, Normed(*next_normed) if next_normed else None
-    if needed:
+    if keep:
         y_BMC, xhat_TC, rstd_T = _apply(weights.sizes(), options, *flat)
     else:
         y_BMC, xhat_TC, rstd_T = forward(options, False, flat)
     return y_BMC, None if xhat_TC is None else Normed(xhat_TC, rstd_T)
 
 
-def at_once(t: Tensor) -> bool:
+def is_eager(t: Tensor) -> bool:
     """Return whether the operator may run without PyTorch's dispatcher, which costs host time."""
-    return t.device.type == "cuda" and unobserved(t)
+    return t.device.type == "cuda" and backends.unobserved(t)
 
 
-def _listed(options: Options, keep: bool, flat: list[Tensor | None]) -> tuple:
+def _to_schema(options: Options, keep: bool, flat: list[Tensor | None]) -> tuple:
     """Convert the arguments of `forward` to those of the schema."""
     x_BLC, scale_B, xhat_TC, rstd_T, norm_C, in_proj, out_proj, *directions = flat
     normed = [] if xhat_TC is None else [xhat_TC, rstd_T]
     return *options[:-1], options.lines or (), x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, keep
 
 
-def _unlisted(
+def _from_schema(
     recurrence, eps, dtype, class_token_only, norm_next, lines, x_BLC, normed, scale_B, norm_C, in_proj, out_proj,
     directions, keep,
 ):  # fmt: skip
@@ -107,7 +112,7 @@ def _unlisted(
 
 
 def _block(*arguments):
-    y_BMC, xhat_TC, rstd_T, *saved = forward(*_unlisted(*arguments))
+    y_BMC, xhat_TC, rstd_T, *saved = forward(*_from_schema(*arguments))
     return y_BMC, [] if xhat_TC is None else [xhat_TC, rstd_T], [t for t in saved if t is not None]
 
 
@@ -137,27 +142,30 @@ def _block_backward(
 
 @torch.library.register_fake("vil::block")
 def _fake_block(*arguments):
-    options, keep, flat = _unlisted(*arguments)
+    options, keep, flat = _from_schema(*arguments)
     check_forward(options, keep, flat)
     x_BLC, _, normed, weights = Inputs.of(flat)
     (B, L, C), sizes, dtype = x_BLC.shape, weights.sizes(), options.dtype
     tokens, D, lines = Tokens(L, options.class_token_only), sizes.D, options.lines
     y_BMC = x_BLC.new_empty(B, tokens.M, C)
-    own_norm = [x_BLC.new_empty(B * L, C, dtype=dtype), x_BLC.new_empty(B * L)]
-    norm_next = options.norm_next and not options.class_token_only
-    norm_next = norm_next and kernels.runs_hopper_kernels(B * L, C, D, dtype, x_BLC.device)
+    norm_is_free = kernels.runs_hopper_kernels(B * L, C, D, dtype, x_BLC.device)
+    next_normed = []
+    if options.norm_next and not options.class_token_only and norm_is_free:
+        next_normed = [x_BLC.new_empty(B * L, C, dtype=dtype), x_BLC.new_empty(B * L)]
     if not keep:
-        return y_BMC, own_norm if norm_next else [], []
+        return y_BMC, next_normed, []
+    scanned_tokens = lines.S if lines else tokens.H
     saved = SavedForBackward(
-        x_BLC.new_empty((B, L, tokens.columns(D)), dtype=dtype),
-        x_BLC.new_empty((B, tokens.M, D), dtype=dtype),
-        x_BLC.new_empty((2, B, chunk_state_count(lines.S if lines else tokens.H), sizes.N, D)),
-        x_BLC.new_empty(kernels.packed_size(sizes, dtype), dtype=dtype),
-        A_of(weights),
-        x_BLC.new_empty((2, B, lines.S, D), dtype=dtype) if lines else None,
-        *((None, None) if normed else (t.clone() for t in own_norm)),
+        uz=x_BLC.new_empty((B, L, tokens.columns(D)), dtype=dtype),
+        mean=x_BLC.new_empty((B, tokens.M, D), dtype=dtype),
+        states=x_BLC.new_empty((2, B, chunk_state_count(scanned_tokens), sizes.N, D)),
+        packed=x_BLC.new_empty(kernels.packed_size(sizes, dtype), dtype=dtype),
+        A=A_of(weights),
+        pooled=x_BLC.new_empty((2, B, lines.S, D), dtype=dtype) if lines else None,
+        xhat=None if normed else x_BLC.new_empty(B * L, C, dtype=dtype),
+        rstd=None if normed else x_BLC.new_empty(B * L),
     )
-    return y_BMC, own_norm if norm_next else [], saved.flat()
+    return y_BMC, next_normed, saved.flat()
 
 
 @torch.library.register_fake("vil::block_backward")
@@ -175,58 +183,85 @@ def _fake_block_backward(
     return [dx_BMC.new_empty(B, L, dx_BMC.shape[2]), xhat_TC.new_empty(xhat_TC.shape if norm_given else 0), *gradients]
 
 
-class _Block(torch.autograd.Function):
-    """Autograd function of the operator, which costs less host time than PyTorch's `register_autograd`.
-
-    The function bypasses the dispatcher if it receives the sizes of the weights.
-    """
+class _EagerBlock(torch.autograd.Function):
+    """Autograd function of the block in eager mode."""
 
     @staticmethod
     def forward(ctx, sizes, options, *flat):
-        at_once = sizes is not None
-        run = forward if at_once else _below_autograd
-        y_BMC, next_xhat_TC, next_rstd_T, *saved = run(options, True, list(flat))
-        outputs = next_xhat_TC, next_rstd_T, *(() if at_once else saved)
-        ctx.set_materialize_grads(False)  # do not create zero gradients for tensors that are only saved
-        ctx.mark_non_differentiable(*[t for t in outputs[1:] if t is not None])
-        _, scale_B, xhat_TC, rstd_T, norm_C, in_proj, *others = flat
-        norm_given = xhat_TC is not None
-        if norm_given:
-            saved = *saved[:-2], xhat_TC, rstd_T
-        ctx.options = BackwardOptions(options.recurrence, options.class_token_only, norm_given, options.lines)
-        ctx.sizes, ctx.shape = sizes, y_BMC.shape
-        # other weights are saved packed, but the operator's schema needs them unpacked
-        kept = () if at_once else others
-        ctx.save_for_backward(next_xhat_TC, next_rstd_T, scale_B, norm_C, in_proj, *saved, *kept)
-        return y_BMC, *outputs
+        y_BMC, next_xhat_TC, next_rstd_T, *saved = forward(options, True, list(flat))
+        ctx.sizes = sizes
+        _save_for_backward(ctx, options, flat, y_BMC, (next_xhat_TC, next_rstd_T), saved)
+        ctx.mark_non_differentiable(*[t for t in (next_rstd_T,) if t is not None])
+        return y_BMC, next_xhat_TC, next_rstd_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx_BMC, dnext_TC, _):
+        dx_BMC = _gradient_of_output(ctx, dx_BMC, dnext_TC)
+        dx_BLC, dxhat_TC, dout_proj, dA_log, dweights = backward(
+            ctx.options, ctx.sizes, True, [dx_BMC, dnext_TC, *ctx.saved_tensors]
+        )
+        dweights = torch_private.unflatten(dweights, _weight_placeholders(ctx.sizes))
+        gradients = named_gradients(dout_proj, () if dA_log is None else dA_log.unbind(), *dweights).flat()
+        return None, None, dx_BLC, None, dxhat_TC, None, *gradients
+
+
+# `_EagerBlock.apply` without its check for functional transforms, which `is_eager` has done
+_apply = super(torch.autograd.Function, _EagerBlock).apply
+
+
+class _ObservedBlock(torch.autograd.Function):
+    """Autograd function of the operator `vil::block`, whose backward is the operator `vil::block_backward`.
+
+    The outputs are those of `forward`. Saved tensors are among them, because a compiler must see where they are made.
+    """
+
+    @staticmethod
+    def forward(ctx, options, *flat):
+        y_BMC, next_xhat_TC, next_rstd_T, *saved = _below_autograd(options, True, list(flat))
+        # forward saves the weights packed, but the schema of backward needs them unpacked
+        _, _, _, _, _, _, *out_proj_and_directions = flat
+        _save_for_backward(ctx, options, flat, y_BMC, (next_xhat_TC, next_rstd_T), saved, out_proj_and_directions)
+        ctx.mark_non_differentiable(*[t for t in (next_rstd_T, *saved) if t is not None])
+        return y_BMC, next_xhat_TC, next_rstd_T, *saved
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx_BMC, dnext_TC, *_):
-        if dx_BMC is None:
-            dx_BMC = torch.zeros(ctx.shape, device=dnext_TC.device)
-        flat = [dx_BMC, dnext_TC, *ctx.saved_tensors]
-        if ctx.sizes is not None:
-            dx_BLC, dxhat_TC, dout_proj, dA_log, dweights = backward(ctx.options, ctx.sizes, True, flat)
-            dweights = torch_private.unflatten(dweights, _stand_ins(ctx.sizes))
-            gradients = named_gradients(dout_proj, () if dA_log is None else dA_log.unbind(), *dweights).flat()
-        else:
-            dx_BMC, dnext_TC, xhat_TC, rstd_T, scale_B, norm_C, in_proj, *others = flat
-            saved, (out_proj, *directions) = SavedForBackward(*others[:8]), others[8:]
-            dx_BLC, dxhat_TC, *gradients = torch.ops.vil.block_backward(
-                *ctx.options[:-1], ctx.options.lines or (), dx_BMC, dnext_TC,
-                [] if xhat_TC is None else [xhat_TC, rstd_T], scale_B, norm_C, in_proj, out_proj, directions,
-                saved.flat(),
-            )  # fmt: skip
-        return None, None, dx_BLC, None, dxhat_TC if ctx.options.norm_given else None, None, *gradients
+        dx_BMC, options = _gradient_of_output(ctx, dx_BMC, dnext_TC), ctx.options
+        next_xhat_TC, next_rstd_T, scale_B, norm_C, in_proj, *others = ctx.saved_tensors
+        fields = len(SavedForBackward._fields)
+        saved, (out_proj, *directions) = SavedForBackward(*others[:fields]), others[fields:]
+        next_normed = [] if next_xhat_TC is None else [next_xhat_TC, next_rstd_T]
+        dx_BLC, dxhat_TC, *gradients = torch.ops.vil.block_backward(
+            *options[:-1], options.lines or (), dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
+            directions, saved.flat(),
+        )  # fmt: skip
+        return None, dx_BLC, None, dxhat_TC if options.norm_given else None, None, *gradients
 
 
-# `_Block.apply` without its check for functional transforms, which `unobserved` has done
-_apply = super(torch.autograd.Function, _Block).apply
+def _save_for_backward(
+    ctx, options: Options, flat: Sequence[Tensor | None], y_BMC: Tensor, next_normed: tuple, saved: list,
+    others: Sequence = (),
+) -> None:  # fmt: skip
+    """Save the tensors of `BackwardInputs` except the gradients, and then `others`."""
+    _, scale_B, xhat_TC, rstd_T, norm_C, in_proj, *_ = flat
+    norm_given = xhat_TC is not None
+    if norm_given:
+        saved = [*saved[:-2], xhat_TC, rstd_T]
+    ctx.options = BackwardOptions(options.recurrence, options.class_token_only, norm_given, options.lines)
+    ctx.shape = y_BMC.shape
+    ctx.set_materialize_grads(False)  # do not create zero gradients for tensors that are only saved
+    ctx.save_for_backward(*next_normed, scale_B, norm_C, in_proj, *saved, *others)
+
+
+def _gradient_of_output(ctx, dx_BMC: Tensor | None, dnext_TC: Tensor) -> Tensor:
+    """Return the gradient of x', which is zero if only the norm of x' has a gradient."""
+    return torch.zeros(ctx.shape, device=dnext_TC.device) if dx_BMC is None else dx_BMC
 
 
 @functools.lru_cache(maxsize=256)
-def _stand_ins(sizes: Sizes) -> list[Tensor]:
+def _weight_placeholders(sizes: Sizes) -> list[Tensor]:
     """Return meta tensors with the shapes of the gradients of `unpack_gradients`."""
     norm_C, in_proj, _, *directions = sizes.shapes()
     return [torch.empty(shape, device="meta") for shape in (norm_C, in_proj, *directions)]
@@ -235,19 +270,21 @@ def _stand_ins(sizes: Sizes) -> list[Tensor]:
 def _below_autograd(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
     """Run `forward` through the operator."""
     with torch_private.without_autograd():
-        y_BMC, next_normed, saved = torch.ops.vil.block(*_listed(options, keep, flat))
+        y_BMC, next_normed, saved = torch.ops.vil.block(*_to_schema(options, keep, flat))
     norm_given = Inputs.of(flat).normed is not None
     kept = SavedForBackward.of(saved, options.recurrence, options.lines is not None, norm_given) if keep else ()
     return [y_BMC, *(next_normed or (None, None)), *kept]
 
 
 def _differentiable_block(*arguments):
-    options, keep, flat = _unlisted(*arguments)
+    """Implement the schema of `vil::block` where autograd is active."""
+    options, keep, flat = _from_schema(*arguments)
     if keep:
-        y_BMC, *others = _Block.apply(None, options, *flat)
+        y_BMC, *others = _ObservedBlock.apply(options, *flat)
     else:
         y_BMC, *others = _below_autograd(options, keep, flat)
-    return y_BMC, [t for t in others[:2] if t is not None], [t for t in others[2:] if t is not None]
+    next_normed, saved = others[:2], others[2:]
+    return y_BMC, [t for t in next_normed if t is not None], [t for t in saved if t is not None]
 
 
 torch.library.impl("vil::block", "CUDA", _block)

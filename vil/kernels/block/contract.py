@@ -8,7 +8,6 @@ from torch import Tensor
 from .. import backends
 from ..checks import Row, check, check_choice, check_given, given, once_a_kind
 from ..scan.chunks import chunk_state_count
-from ..torch_private import observed
 from . import kernels
 from .lines import Lines
 from .tokens import Tokens
@@ -26,13 +25,6 @@ SAVED: dict[str, tuple[str, torch.dtype | None]] = {
     "uz": ("BLU", None), "mean": ("BMD", None), "states": ("2BSND", FP32), "packed": ("W", None), "A": ("2DN", FP32),
     "pooled": ("2BlD", None), "xhat": ("TC", None), "rstd": ("T", FP32),
 }  # fmt: skip
-
-
-def unobserved(t: Tensor) -> bool:
-    """Return whether only autograd can see an operator: no compiler, mode, functional transform or tensor subclass is
-    active.
-    """
-    return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or type(t) is not Tensor or observed())
 
 
 def check_lists(recurrence: str, pooled: bool, **lists: list[Tensor]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import backends
 from . import block_op, cpu
-from .contract import FP32, TAPS, unobserved
+from .contract import FP32, TAPS
 from .weights import BlockWeights
 
 
@@ -29,7 +29,7 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -
     if backend == "cuda":
         return None if backends.transformed() else block_op.block
     # on a CPU, compilers and other observers must see the separate parts of a block
-    hidden = dtype == FP32 and unobserved(x_BLC) and not torch.is_autocast_enabled("cpu")
+    hidden = dtype == FP32 and backends.unobserved(x_BLC) and not torch.is_autocast_enabled("cpu")
     if backend != "cpu" or not hidden or (pooled and torch.is_grad_enabled()):  # pooled blocks have no backward on CPUs
         return None
     return cpu.block
