@@ -245,7 +245,7 @@ def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(mid
 
 def test_an_image_takes_one_path_from_a_model_to_a_kernel(reference_kernels, monkeypatch):
     """Follow the calls to the first kernel of each block: the path never returns to a file of vil.models."""
-    monkeypatch.setattr(block_op, "at_once", lambda t: True)
+    monkeypatch.setattr(block_op, "is_eager", lambda t: True)
     model, paths = small(depth=2, img_size=32).double().eval(), []
     pack_weights = ReferenceKernels.pack_weights
 
