@@ -19,7 +19,7 @@ import timm
 import torch
 from figures import kept_figures
 from PIL import Image
-from processes import SMALL, run, script
+from processes import SMALL, call, run, script
 from timm.data import ImageNetInfo
 
 from vil.cli import validate
@@ -120,8 +120,7 @@ def command(models, folders, tmp_path, monkeypatch, capsys):
         out = tmp_path / "results.json"
         words = [word.format(models=models[0], folders=folders, tmp=tmp_path) for word in words]
         shared = ["--batch-size", "7", "--workers", "0", "--device", "cpu", "--json", str(out)]
-        monkeypatch.setattr("sys.argv", ["validate.py", *shared, *words])
-        validate.main()
+        call(validate.main, *shared, *words)
         printed = capsys.readouterr()
         command.errors = printed.err
         return json.loads(out.read_text()) if out.exists() else None, printed.out
@@ -464,14 +463,12 @@ def test_results_go_to_the_standard_output_and_to_new_folders(models, command, t
 
 def test_the_help_explains_every_option_and_states_its_default(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setattr("sys.argv", ["validate.py", "--help"])
     with pytest.raises(SystemExit):
-        validate.main()
+        call(validate.main, "--help")
     printed = capsys.readouterr().out
     lines = re.findall(r"^  (?:-h, )?--([\w-]+)(.*(?:\n {4,}.*)*)", printed, re.MULTILINE)
     explained = {name.replace("-", "_"): re.split(r"\s{2,}", text)[-1] for name, text in lines}
-    monkeypatch.setattr("sys.argv", ["validate.py"])
-    defaults = vars(validate.parse_options())
+    defaults = vars(call(validate.parse_options))
     assert explained.keys() == {"help", *defaults}
     for name, text in explained.items():
         assert len(text.split()) > 1, name

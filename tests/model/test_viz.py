@@ -14,6 +14,7 @@ from figures import drawn, kept_figures
 from matplotlib.colors import LogNorm
 from models import random_images, with_random_parameters
 from PIL import Image
+from processes import call
 from torchvision import transforms
 
 from vil.checkpoint import save_checkpoint
@@ -337,10 +338,9 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
         Image.fromarray(noise).convert("P" if i else "RGB").save(tmp_path / name)
     out = tmp_path / "new" / "folder"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["vil.viz", "--checkpoint", "last.pt", "--out", str(out), *words])
     figures = kept_figures(monkeypatch)
     monkeypatch.setattr(viz, "SHOWN", 2)
-    viz.main()
+    call(viz.main, "--checkpoint", "last.pt", "--out", out, *words)
 
     interpolation = transforms.InterpolationMode(options.get("interpolation", "bicubic"))
     resize = transforms.Resize(int(16 / options.get("crop_pct", 0.875)), interpolation)
@@ -389,9 +389,7 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
         Image.new("RGB", (9, 9), (3 * i, 0, 0)).save(tmp_path / "many" / f"{i:02}.png")
 
     def command(*images):
-        words = ["--checkpoint", tmp_path / "last.pt", "--images", *images]
-        monkeypatch.setattr(sys, "argv", ["vil.viz", *map(str, words)])
-        viz.main()
+        call(viz.main, "--checkpoint", tmp_path / "last.pt", "--images", *images)
         return capsys.readouterr().out
 
     monkeypatch.chdir(tmp_path)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from processes import SMALL
+from processes import SMALL, call
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from timm.data import resolve_model_data_config
@@ -51,10 +50,7 @@ def packed(best, tmp_path_factory):
     """Return the weight file of a run with images of 32 pixels, packed by the command, and the original weights."""
     path, state = best(img_size=32)
     file = tmp_path_factory.mktemp("weights") / "small.safetensors"
-    words = ["vil.export", "--checkpoint", str(path), "--out", str(file), "--metadata", "commit=0012", "data=a=b, c"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", words)
-        command_line.main()
+    call(command_line.main, "--checkpoint", path, "--out", file, "--metadata", "commit=0012", "data=a=b, c")
     return file, state["state_dict_ema"]
 
 
@@ -287,8 +283,7 @@ def test_what_a_file_of_weights_may_decide_is_what_a_checkpoint_may(tmp_path, co
     assert checkpoint.Checkpoint(path).options == {}  # metadata of other programs' files is ignored
 
 
-def test_a_word_of_metadata_without_text_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["vil.export", "--out", "x.safetensors", "--metadata", "commit"])
+def test_a_word_of_metadata_without_text_is_refused(capsys):
     with pytest.raises(SystemExit):
-        command_line.main()
+        call(command_line.main, "--out", "x.safetensors", "--metadata", "commit")
     assert "form KEY=TEXT, got 'commit'" in capsys.readouterr().err

@@ -22,7 +22,7 @@ import pytest
 import timm
 import torch
 import yaml
-from processes import ROOT, SMALL
+from processes import ROOT, SMALL, call
 from timm.optim import create_optimizer_v2
 
 import vil
@@ -77,13 +77,12 @@ def write(tmp_path, small, image_folder):
 
 
 @pytest.fixture
-def error_of_validation(monkeypatch):
+def error_of_validation():
     """Return the one-line error of validate.py, or of another command."""
 
     def failed(*words, main=validate.main, common=("--device", "cpu", "--workers", "0")):
-        monkeypatch.setattr(sys, "argv", ["program", *common, *map(str, words)])
         with pytest.raises(SystemExit) as stopped:
-            main()
+            call(main, *common, *words)
         assert re.fullmatch("error: [^\n]*", str(stopped.value))
         return str(stopped.value)
 

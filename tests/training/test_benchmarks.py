@@ -1,11 +1,10 @@
 """Tests of the parts of benchmarks that determine their tables."""
 
-import sys
-
 import flops
 import hours
 import pytest
 import throughput
+from processes import call
 
 
 @pytest.mark.parametrize(
@@ -37,9 +36,7 @@ def test_hours_are_those_of_all_epochs_of_all_phases_on_all_gpus(tmp_path, monke
     )
     speeds = iter([(1281.0, 50_000.0), (12_811.67, 1e9), (1281.167, 500.0)])
     monkeypatch.setattr(hours, "measure", lambda *_: next(speeds))
-    paths = [str(tmp_path / name) for name in ("plain.yaml", "phases.yaml")]
-    monkeypatch.setattr(sys, "argv", ["hours.py", *paths, "--gpus", "2"])
-    hours.main()
+    call(hours.main, *(tmp_path / name for name in ("plain.yaml", "phases.yaml")), "--gpus", 2)
     found = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     plain, first, second = 2 * 300 * (1000 + 1) / 3600, 2 * 100 * 100 / 3600, 2 * 10 * (1000 + 100) / 3600
     assert [line[6] for line in found if line[1] != "all"] == [f"{value:.1f}" for value in (plain, first, second)]

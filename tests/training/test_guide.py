@@ -12,7 +12,7 @@ import sys
 import pytest
 import timm
 import torch
-from processes import ROOT
+from processes import ROOT, call
 
 import vil.export.__main__
 import vil.viz.__main__
@@ -71,18 +71,17 @@ def test_the_guides_snippets_run_one_after_the_other(folder, capsys):
     assert [model.num_classes for model in (found["started"], found["shipped"])] == [4, 200]
 
 
-def run_line(words, monkeypatch):
+def run_line(words):
     """Run a shell line of the notebook in this process, with short training."""
     program, options = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
-    monkeypatch.setattr(sys, "argv", [program, *options])
     if program == "train_imagenet.py":
         short = ["--epochs", "1", "--warmup-epochs", "0", "--workers", "0", "--device", "cpu", "--lr", "0.001"]
         Trainer(load_config("", [*options, *short]), *init_process_group("cpu")).run()
     elif program == "validate.py":
-        validate.main()
+        call(validate.main, *options)
     else:
         package = hasattr(importlib.import_module(program), "__path__")
-        importlib.import_module(program + ".__main__" * package).main()
+        call(importlib.import_module(program + ".__main__" * package).main, *options)
 
 
 def test_the_notebook_goes_from_drawing_images_to_a_model_for_timm(tmp_path, monkeypatch, capsys):
@@ -94,7 +93,7 @@ def test_the_notebook_goes_from_drawing_images_to_a_model_for_timm(tmp_path, mon
     found: dict = {}
     for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
         if source.startswith("!"):
-            run_line(shlex.split(source[1:]), monkeypatch)
+            run_line(shlex.split(source[1:]))
         else:
             exec(compile(source, "docs/first_hour.ipynb", "exec"), found)
     printed = capsys.readouterr().out
@@ -152,19 +151,18 @@ def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_pa
         words = [word for word in words[1:] if not word.startswith("--nproc_per_node")]
         words = words[1:] if words[0] == "-m" else words
         program, options = words[0], words[1:]
-        monkeypatch.setattr(sys, "argv", [program, *options])
         if program == "train_imagenet.py":
             resumed = "--resume" in options and "-c" not in options
             assert resumed or load_config("", options).model
         elif program == "validate.py":
-            assert validate.parse_options().checkpoint
+            assert call(validate.parse_options, *options).checkpoint
         elif program == "vil.viz":
-            vil.viz.__main__.main()
+            call(vil.viz.__main__.main, *options)
         elif program == "vil.predict":
-            assert parse_options().images
+            assert call(parse_options, *options).images
         elif program == "vil.export":
             with pytest.raises(ParsedError):
-                vil.export.__main__.main()
+                call(vil.export.__main__.main, *options)
         elif program.endswith(".py"):
             assert (ROOT / program).exists()
         else:
@@ -179,8 +177,7 @@ def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_pa
         ("vil.export", [], "--out"),
     ],
 )  # fmt: skip
-def test_what_a_command_line_lacks_is_said(program, words, missing, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [program, *words])
+def test_missing_arguments_of_a_command_line_are_named(program, words, missing, capsys):
     with pytest.raises(SystemExit) as stopped:
-        importlib.import_module(f"{program}.__main__").main()
+        call(importlib.import_module(f"{program}.__main__").main, *words)
     assert re.search(f"arguments are required: {missing}$", f"{capsys.readouterr().err}{stopped.value.code}", re.M)

@@ -287,7 +287,7 @@ def test_the_middle_of_an_epoch_needs_the_same_global_batch(tmp_path):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["checkpoint", "safetensors"])
-def test_a_model_other_than_its_weights_is_refused_with_the_options_that_they_need(packed, tmp_path, monkeypatch):
+def test_a_model_other_than_its_weights_is_refused_with_the_options_that_they_need(packed, tmp_path):
     path = tmp_path / "best.pt"
     kwargs = dict(embed_dim=32, depth=2, patch_size=[8, 8], drop_path_rate=0.1, drop_rate=0.1)
     source = timm.create_model("vil_tiny", num_classes=4, img_size=16, **kwargs)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from faults import MEASURED, without_measured
 from fixtures import CLASSES, TRAIN_IMAGES
 from PIL import Image
-from processes import SMALL, run, script, train_command
+from processes import SMALL, call, run, script, train_command
 from timm.data import create_transform, resolve_model_data_config
 
 from vil import checkpoint
@@ -59,11 +59,10 @@ def whole(image_folder, tmp_path_factory):
     return trained(image_folder, tmp_path_factory.mktemp("whole"))
 
 
-def main(monkeypatch, capsys, *words):
+def main(capsys, *words):
     """Return the exit status of a command line, as a shell would see it, and stderr."""
-    monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "--device", "cpu", *map(str, words)])
     with pytest.raises(SystemExit) as stopped:
-        program.main()
+        call(program.main, "--device", "cpu", *words)
     code = stopped.value.code
     return (1, code) if isinstance(code, str) else (code or 0, capsys.readouterr().err)
 
@@ -263,7 +262,7 @@ def test_a_checkpoint_alone_says_how_its_run_goes_on(whole, image_folder, tmp_pa
     trained(Path(image_folder.name), tmp_path, checkpoint_interval="3")
     (tmp_path / "run" / "previous.pt").rename(tmp_path / "run" / "last.pt")
     monkeypatch.chdir(tmp_path / "run")
-    status, _ = main(monkeypatch, capsys, "--resume", "last.pt")
+    status, _ = main(capsys, "--resume", "last.pt")
     assert status == 0
     assert_same_end(tmp_path / "run", whole)
 
@@ -310,16 +309,14 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
         ),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line_with_status_1(
-    uninterrupted, image_folder, tmp_path, monkeypatch, capsys, words, message
-):
+def test_what_is_wrong_is_said_in_a_line_with_status_1(uninterrupted, image_folder, tmp_path, capsys, words, message):
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
     (tmp_path / "small file").touch()
     for name in (".lock", ".holder", "last.pt", "previous.pt", "best.pt"):  # file names of a run
         (tmp_path / name / "run" / name).mkdir(parents=True)
     words = [word.replace("IMAGES", str(image_folder)).replace("TMP", str(tmp_path)) for word in words]
     config = ["-c", uninterrupted / "small.yaml", "--output", tmp_path]
-    status, error = main(monkeypatch, capsys, *config, *words)
+    status, error = main(capsys, *config, *words)
     assert status == 1
     assert error.startswith("error: ")
     assert message.replace("TMP", str(tmp_path)) in error
@@ -336,14 +333,12 @@ def test_what_is_wrong_is_said_in_a_line_with_status_1(
         ("progress", "seconds", "long"),
     ],
 )  # fmt: skip
-def test_a_state_that_no_run_leaves_is_not_gone_on_with(
-    uninterrupted, tmp_path, monkeypatch, capsys, part, place, value
-):
+def test_a_state_that_no_run_leaves_is_not_gone_on_with(uninterrupted, tmp_path, capsys, part, place, value):
     saved = checkpoint.Checkpoint(uninterrupted / "run" / "last.pt").run()
     {**saved, "optimizer": saved["optimizer"]["state"][0], "history": saved["history"][0]}[part][place] = value
     checkpoint.save_checkpoint(saved, tmp_path / "odd.pt")
     words = ["--output", tmp_path, "--epochs", 3, "--resume", tmp_path / "odd.pt"]
-    status, error = main(monkeypatch, capsys, "-c", uninterrupted / "small.yaml", *words)
+    status, error = main(capsys, "-c", uninterrupted / "small.yaml", *words)
     assert status == 1
     assert error.startswith(f"error: {tmp_path / 'odd.pt'} does not fit this run: ValueError: ")
     assert "\n" not in error
@@ -405,7 +400,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capsys):
 
     monkeypatch.setattr(training_loop, "Trainer", mistaken)
     with pytest.raises(KeyError, match="a mistake"):
-        main(monkeypatch, capsys)
+        main(capsys)
 
 
 @pytest.mark.parametrize(
@@ -421,7 +416,7 @@ def test_one_of_several_processes_ends_at_once_with_all_said(monkeypatch, tmp_pa
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with open(tmp_path / "output", "w") as output, contextlib.redirect_stdout(output):
-        status, errors = main(monkeypatch, capsys)
+        status, errors = main(capsys)
         assert (tmp_path / "output").read_text() == "epoch 1\n"
     assert status == 1
     assert errors.startswith(said)
@@ -439,7 +434,7 @@ def test_a_preempted_run_ends_with_status_75_and_says_so_once(monkeypatch, capsy
 
     monkeypatch.setattr(training_loop, "Trainer", Preempted)
     monkeypatch.setenv("RANK", rank)
-    status, error = main(monkeypatch, capsys)
+    status, error = main(capsys)
     assert status == 75
     assert ("stopped by a signal: here and there" in error) is said
 

@@ -15,6 +15,7 @@ import torch
 from fixtures import CLASSES, TRAIN_IMAGES, VAL_IMAGES
 from pictures import CPU, DATA_CONFIG, joined, small_config
 from PIL import Image
+from processes import call
 from timm.data import create_transform
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 
@@ -79,8 +80,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
         open_split(".", "", "train")
     words = shlex.split(str(refused.value).rpartition(": ")[2])
     assert words[:3] == ["python", "-m", "vil.data.folders"]
-    monkeypatch.setattr("sys.argv", words[2:])
-    split_command.main()
+    call(split_command.main, *words[3:])
     assert capsys.readouterr().out == "".join(
         f"{tmp_path}/a pet_split/{split}: {count} images\n" for split, count in (("train", 8), ("validation", 3))
     )
@@ -193,9 +193,8 @@ def test_a_folder_that_cannot_be_split_so_is_one_line(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full" / "old").mkdir(parents=True)
     (tmp_path / "file").touch()
-    monkeypatch.setattr("sys.argv", ["vil.data.folders", "pets", target, f"--validation={share}"])
     with pytest.raises(SystemExit, match="^1$"):
-        split_command.main()
+        call(split_command.main, "pets", target, f"--validation={share}")
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"error: .*{error}", line)
 
