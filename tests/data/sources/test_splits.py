@@ -101,16 +101,16 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     assert folders.endings(kinds) == f"{five}, ..."
     assert folders.endings(kinds - folders.Counter({".5": 4})) == five
     with pytest.raises(SystemExit, match="^1$"):
-        split_command.main()
+        call(split_command.main, *words[3:])
     assert "is split already, into train: train on it as it is, or split one of" in capsys.readouterr().err
     monkeypatch.chdir("train/cat")
     with pytest.raises(SystemExit, match="^1$"):
-        split_command.main()
+        call(split_command.main, *words[3:])
     assert "has no class folders, its images lie directly in it" in capsys.readouterr().err
     monkeypatch.chdir("..")
     shutil.rmtree("dog")
     with pytest.raises(SystemExit, match="^1$"):
-        split_command.main()
+        call(split_command.main, *words[3:])
     assert capsys.readouterr().err == "error: . has 1 folders of images: it needs one for each class\n"
 
 
