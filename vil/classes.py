@@ -29,10 +29,11 @@ def check_distinct(names: Iterable[str], owner: str) -> dict[str, int]:
     Raises:
         ConfigError: Two names have the same form.
     """
-    indices: dict[str, int] = {}
     given = [*names]
+    indices: dict[str, int] = {}
     for index, name in enumerate(map(normal, given)):
-        if (other := indices.setdefault(name, index)) != index:
+        other = indices.setdefault(name, index)
+        if other != index:
             raise ConfigError(
                 f"class names of {owner} must differ in their printable characters in Unicode form NFC, got "
                 f"{given[other]!a} and {given[index]!a}: rename one of them"
@@ -73,17 +74,20 @@ def order_of(names: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
     ImageNet's 1000 classes may be folders that are named by their index, as in ImageNet-V2. Numbers are compared with
     ImageNet's WordNet ids only.
     """
-    own, wishes = [*map(normal, names)], [*map(normal, wanted)]
-    if is_numbered(own) and {*wishes} == {*imagenet_ids()}:
+    own = [*map(normal, names)]
+    expected = [*map(normal, wanted)]
+    if is_numbered(own) and {*expected} == {*imagenet_ids()}:
         own = imagenet_ids()
-    elif is_numbered(wishes) and {*own} == {*imagenet_ids()}:
-        wishes = imagenet_ids()
-    indices = {name: index for index, name in enumerate(own)}
-    if own == wishes or (is_numbered(own) and is_numbered(wishes)):
+    elif is_numbered(expected) and {*own} == {*imagenet_ids()}:
+        expected = imagenet_ids()
+    if own == expected or (is_numbered(own) and is_numbered(expected)):
         return [*range(len(own))]
-    if len(own) != len(wishes) or len(indices) < len(own) or indices.keys() != {*wishes}:
+
+    indices = {name: index for index, name in enumerate(own)}
+    has_duplicates = len(indices) < len(own)
+    if has_duplicates or len(own) != len(expected) or indices.keys() != {*expected}:
         return None
-    return [indices[wish] for wish in wishes]
+    return [indices[name] for name in expected]
 
 
 def is_numbered(names: Sequence[str]) -> bool:
@@ -93,11 +97,12 @@ def is_numbered(names: Sequence[str]) -> bool:
 
 def first_difference(names: Sequence[str], wanted: Sequence[str], owner: str, other: str) -> str:
     """Return a clause that names the first class of `owner` that `other` lacks."""
-    own, wishes = [*map(normal, names)], [*map(normal, wanted)]
-    differ = [index for index, (name, wish) in enumerate(zip(own, wishes)) if name != wish]
-    if not differ:
+    own = [*map(normal, names)]
+    expected = [*map(normal, wanted)]
+    differing = [index for index, (a, b) in enumerate(zip(own, expected)) if a != b]
+    if not differing:
         return f"{owner} has {len(names)} classes, but {other} has {len(wanted)}"
-    index = next((index for index in differ if own[index] not in wishes), differ[0])  # not one that only moved
+    index = next((index for index in differing if own[index] not in expected), differing[0])  # not one that only moved
     return f"class {index} is {names[index]!r} in {owner}, but {wanted[index]!r} in {other}"
 
 
@@ -111,7 +116,8 @@ def check_order(names: Sequence[str], wanted: Sequence[str], owner: str, other: 
     """
     if not names or not wanted:
         return None
-    if (order := order_of(names, wanted)) is None:
+    order = order_of(names, wanted)
+    if order is None:
         raise ConfigError(f"{first_difference(names, wanted, owner, other)}: {remedy}")
     return None if order == [*range(len(order))] else order
 
@@ -122,14 +128,17 @@ def names_of(model: Any) -> list[str]:
     timm's own pretrained models with 1000 classes have ImageNet's, by WordNet id.
     """
     config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
-    classes, names = getattr(model, "num_classes", None), config.get("label_names") or ()
+    num_classes = getattr(model, "num_classes", None)
+    names = config.get("label_names") or ()
     if names:
-        return [str(name) for name in names] if len(names) == classes else []  # otherwise the head was replaced
+        was_head_replaced = len(names) != num_classes
+        return [] if was_head_replaced else [str(name) for name in names]
+
     tag = str(config.get("tag") or "")
-    timms = f"{config.get('architecture')}.{tag}"
-    own = timm.get_pretrained_cfg(timms) if timm.is_model_pretrained(timms) else None
-    is_imagenet = "in1k" in tag or (own is not None and own.num_classes == IMAGENET_CLASSES)
-    return imagenet_ids() if is_imagenet and classes == IMAGENET_CLASSES else []
+    name = f"{config.get('architecture')}.{tag}"
+    pretrained = timm.get_pretrained_cfg(name) if timm.is_model_pretrained(name) else None
+    is_imagenet = "in1k" in tag or (pretrained is not None and pretrained.num_classes == IMAGENET_CLASSES)
+    return imagenet_ids() if is_imagenet and num_classes == IMAGENET_CLASSES else []
 
 
 @functools.cache

@@ -35,7 +35,7 @@ found = dict(
     kernels={name: compiler.source(name) for name in kernels},
     scan=list(longhorn_scan(*(torch.rand(1, 3, n) for n in (8, 8, 4, 4))).shape),
 )
-import vil.viz
+import vil.cli.validate, vil.viz
 sys.argv = ["train", "--synthetic", "8", "--global-batch-size", "8", "--num-classes", "4", "--img-size", "16"]
 sys.argv += ["--model-kwargs", "depth=1", "patch_size=8", "--epochs", "1", "--device", "cpu", "--experiment", "run"]
 try:

@@ -83,17 +83,18 @@ class Evaluator:
             model.eval()
         self.run = self.run or self._as_graph()
         start = time.perf_counter()
-        # Apple's GPUs have no fp64
-        place = "cpu" if self.device.type == "mps" else self.device
-        sums = torch.zeros(len(self.models), 5, dtype=torch.float64, device=place)
+
+        sums_device = "cpu" if self.device.type == "mps" else self.device  # Apple's GPUs have no fp64
+        sums = torch.zeros(len(self.models), 5, dtype=torch.float64, device=sums_device)
         for images, targets in loader:
             batch_sums, logits = self.run(images, targets)
-            sums += batch_sums.to(place)
+            sums += batch_sums.to(sums_device)
             if observe:
                 observe(targets, logits)
         if dist.is_initialized():
             dist.all_reduce(sums)
         rows = sums.tolist()
+
         seconds = time.perf_counter() - start
         for model, training in zip(self.models, was_training):
             model.train(training)

@@ -72,5 +72,6 @@ def _difference_text(paired: dict[str, Any]) -> str:
 
 
 def _published_text(result: dict[str, Any]) -> str:
-    numbers = published(result["model"]) if result["published"] else (None, None)
-    return " / ".join("-" if number is None else str(number) for number in numbers)
+    if not result["published"]:  # no results are published for these classes
+        return "- / -"
+    return " / ".join("-" if number is None else str(number) for number in published(result["model"]))

@@ -115,6 +115,7 @@ def _published_note(name: str, num_classes: int) -> list[str]:
     if num_classes != IMAGENET_CLASSES:
         return [f"published numbers are for ImageNet-1k, not for these {num_classes} classes"]
     peers = [
-        f"{peer} {top1}" + (f" (top-5 {top5})" if top5 else "") for peer, (top1, top5) in published_for(name).items()
+        f"{peer} {accuracy.top1}" + (f" (top-5 {accuracy.top5})" if accuracy.top5 else "")
+        for peer, accuracy in published_for(name).items()
     ]
     return ["published top-1 on ImageNet-1k: " + ", ".join(peers)] if peers else []
