@@ -28,15 +28,23 @@ ANCHOR = "NUM_NON_STD = len(NON_STD_FILTERS)\n"
 
 
 class Select:
-    """Pytest plugin that selects the tests of these models."""
+    """Pytest plugin that selects the tests of these models.
+
+    Tests of torch.jit.script are not selected, because these models do not support TorchScript, which PyTorch has
+    deprecated.
+    """
 
     def __init__(self, models: list[str]):
         self.models = models
 
     def pytest_collection_modifyitems(self, config, items):
-        selected = [i for i in items if hasattr(i, "callspec") and i.callspec.params.get("model_name") in self.models]
+        selected = [item for item in items if self.selects(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(selected)])
         items[:] = selected
+
+    def selects(self, item) -> bool:
+        name = item.callspec.params.get("model_name") if hasattr(item, "callspec") else None
+        return name in self.models and "torchscript" not in item.name
 
 
 def fetch_tests(folder: Path) -> Path:

@@ -1,1 +1,1 @@
-"""Vision Longhorn models: blocks, their fused kernels, timm registrations and published weights."""
+"""Vision Longhorn models: blocks, dispatch to fused kernels, timm registrations and pretrained weights."""

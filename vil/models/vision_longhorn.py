@@ -8,14 +8,14 @@ model of Zhu et al., "Vision Mamba: Efficient Visual Representation Learning wit
 
     model = timm.create_model("vil_small", num_classes=10, img_size=384)
 
-A call `model(images)` passes through these functions, each of which calls the next one:
+In a call `model(images)`, each of these functions calls the next one:
 
-    VisionLonghorn.forward              vision_longhorn.py        features, then head
-      VisionLonghorn.forward_features   vision_longhorn.py        embedding, blocks, norm
-        Blocks.forward                  block.py                  sequence of blocks
-          run_blocks                    dispatch.py               each block: fused operator or PyTorch modules
-            block                       ../kernels/block          one operator for a whole block
-              launches                  ../kernels/cuda or /cpu   compiled kernels
+    VisionLonghorn.forward             vision_longhorn.py    features, then head
+    VisionLonghorn.forward_features    vision_longhorn.py    patches to tokens, blocks, norm
+    Blocks.forward                     block.py              sequence of blocks
+    run_blocks                         dispatch.py           for each block: fused operator, or `Block.forward`
+    block                              vil/kernels/block     operator that computes a whole block
+    kernels                            vil/kernels/cuda      compiled kernels that the operator launches
 
 Dimension letters in the suffixes of tensor names:
 
@@ -385,10 +385,11 @@ class VisionLonghorn(nn.Module):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         taken, last = feature_take_indices(len(self.blocks), indices)
+        blocks = self.blocks[: last + 1] if stop_early else self.blocks
         x, grid = self.embed(x), self.grid_of(x)
         intermediates: list[Any] = []
         class_tokens = []
-        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+        for i, block in enumerate(blocks):
             x = run_blocks([block], x, grid, checkpointing=self.grad_checkpointing)
             if i in taken:
                 patches, class_token = split_class_token((self.norm(x) if norm else x).to(self.cls_token.dtype))
@@ -396,6 +397,7 @@ class VisionLonghorn(nn.Module):
                     patches = patches.transpose(1, 2).unflatten(2, grid).contiguous()
                 intermediates.append(patches)
                 class_tokens.append(class_token)
+
         if output_dict:
             result: dict[str, Any] = {"image_intermediates": intermediates}
             if return_prefix_tokens:
@@ -403,6 +405,7 @@ class VisionLonghorn(nn.Module):
             if not intermediates_only:
                 result["image_features"] = self.norm(x)
             return result
+
         if return_prefix_tokens:
             intermediates = list(zip(intermediates, class_tokens))
         return intermediates if intermediates_only else (self.norm(x), intermediates)
@@ -444,7 +447,7 @@ class VisionLonghorn(nn.Module):
         x, grid = self.embed(x), self.grid_of(x)
         if isinstance(self.blocks, Blocks):
             x = self.blocks(x, grid, class_token_only, self.grad_checkpointing)
-        else:  # another container, in which a user has put the blocks
+        else:  # a user's own container of blocks
             x = self.blocks(x)
         return self.norm(x)
 
