@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..fault_tolerance.files import write_atomically
-from ..fault_tolerance.output import csv_text
+from ..security.csv_tables import csv_text
 from .comparison import ContingencyTable
 from .predictions import Predictions
 

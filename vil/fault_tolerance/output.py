@@ -1,22 +1,16 @@
-"""Output of commands: results, one-line errors, and CSV tables that are safe in spreadsheets."""
+"""Output of commands: results and one-line errors."""
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointError, ConfigError
-from ..text import label_of
 from .files import write_atomically
-
-FORMULAS = "=+-@＝＋－＠"  # characters that start a formula in a spreadsheet
 
 
 def check_outputs(paths: Iterable[Path]) -> None:
@@ -65,17 +59,3 @@ def print_result(text: str) -> None:
         # otherwise the interpreter would flush again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise LostResultError(f"failed to write the result to stdout: {error}") from error
-
-
-def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Return a table as CSV with printable, quoted text that no spreadsheet interprets as a formula."""
-
-    def cell(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        return "'" * value.lstrip().startswith(tuple(FORMULAS)) + label_of(value)
-
-    writer = csv.writer(text := io.StringIO(), quoting=csv.QUOTE_NONNUMERIC)
-    writer.writerow(columns)
-    writer.writerows([cell(row.get(name, "")) for name in columns] for row in rows)
-    return text.getvalue()

@@ -17,8 +17,9 @@ from ..config import ConfigError, Parser
 from ..data.sources.folders import endings, list_images
 from ..devices import known_device
 from ..fault_tolerance.files import write_atomically
-from ..fault_tolerance.output import check_outputs, csv_text, errors_in_a_line, print_result
+from ..fault_tolerance.output import check_outputs, errors_in_a_line, print_result
 from ..fault_tolerance.streams import outlive_output
+from ..security.csv_tables import csv_text
 from ..text import label_of
 from . import __doc__ as description
 from .classifier import Classifier, Prediction, classifier_of, predictions, reason_of

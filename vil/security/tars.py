@@ -1,4 +1,4 @@
-"""Tar files, which may come from anybody, read in bounded memory: no size that a header claims is allocated."""
+"""Reader of untrusted tar files in bounded memory: no size that a header claims is allocated."""
 
 from __future__ import annotations
 
@@ -46,41 +46,49 @@ class Member:
 
 
 def members(stream: Any) -> Iterator[Member]:
-    """Yield the members of a tar file. Whoever iterates leaves the stream at the start of a member's data or behind it.
+    """Yield the members of a tar file. The caller leaves the stream at the start of a member's data or after the data.
 
     Raises:
         tarfile.HeaderError: A header is broken.
         tarfile.ReadError: A member is sparse, or its extended header is too large.
     """
-    name, size = "", None
+    name, size = "", None  # of the next member, by its extended headers
     while header := stream.read(BLOCK):
         if not header.strip(b"\0"):
             return
         found = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-        if found.type in NOTES:
-            if found.size > MOST_NOTES.get(found.type, MOST_NOTES[None]):
-                raise tarfile.ReadError(f"{found.size} bytes of notes on a member")
-            notes = stream.read(_blocks(found.size))[: found.size]
-            if b"GNU.sparse." in notes:
-                raise tarfile.ReadError("a sparse member, which can claim any size")
-            if found.type == tarfile.GNUTYPE_LONGNAME:
-                name = _text(notes.partition(b"\0")[0])
-            elif found.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
-                if path := re.search(rb"(?:^|\n)\d+ path=([^\n]*)\n", notes):
-                    name = _text(path[1])
-                if longer := re.search(rb"(?:^|\n)\d+ size=(\d{1,18})\n", notes):
-                    size = int(longer[1])
-            continue
         if found.type == tarfile.GNUTYPE_SPARSE:
             raise tarfile.ReadError("a sparse member, which can claim any size")
+        if found.type in NOTES:
+            notes = _read_notes(stream, found)
+            if found.type == tarfile.GNUTYPE_LONGNAME:
+                name = os.fsdecode(notes.partition(b"\0")[0])
+            elif found.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
+                if match := re.search(rb"(?:^|\n)\d+ path=([^\n]*)\n", notes):
+                    name = os.fsdecode(match[1])
+                if match := re.search(rb"(?:^|\n)\d+ size=(\d{1,18})\n", notes):
+                    size = int(match[1])
+            continue
+
         has_data = found.isreg() or found.type not in tarfile.SUPPORTED_TYPES
-        member = Member(name or found.name, (found.size if size is None else size) if has_data else 0, found.isreg())
+        if size is None:
+            size = found.size
+        yield Member(name or found.name, size if has_data else 0, found.isreg())
         name, size = "", None
-        yield member
+
+
+def _read_notes(stream: Any, found: tarfile.TarInfo) -> bytes:
+    """Return the content of an extended header."""
+    if found.size > MOST_NOTES.get(found.type, MOST_NOTES[None]):
+        raise tarfile.ReadError(f"{found.size} bytes of notes on a member")
+    notes = stream.read(_blocks(found.size))[: found.size]
+    if b"GNU.sparse." in notes:
+        raise tarfile.ReadError("a sparse member, which can claim any size")
+    return notes
 
 
 def read_member(stream: Any, member: Member, most: int) -> bytes:
-    """Return the data of a member, or nothing if they are more than `most` bytes."""
+    """Return the data of a member, or no data if the member has more than `most` bytes."""
     data = stream.read(member.size if member.size <= most else 0)
     if len(data) < member.size <= most:
         raise tarfile.ReadError("unexpected end of data")
@@ -93,7 +101,8 @@ def read_member(stream: Any, member: Member, most: int) -> bytes:
 def check_tar(file: BinaryIO, depth: int = 0) -> None:
     """Raise a tarfile.ReadError if Python's tarfile would take more memory for a file's headers than they have bytes.
 
-    Sparse members, global headers that all members copy, and tar files inside of tar files are looked for.
+    Such headers are sparse members, and global headers that all members copy. Tar files inside the file are checked,
+    too.
     """
     if depth > DEEPEST:
         raise tarfile.ReadError(f"tar files nested {depth} levels deep")
@@ -109,7 +118,3 @@ def check_tar(file: BinaryIO, depth: int = 0) -> None:
 
 def _blocks(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
-
-
-def _text(name: bytes) -> str:
-    return os.fsdecode(name)

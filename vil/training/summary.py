@@ -13,8 +13,8 @@ import yaml
 
 from ..config import Config
 from ..fault_tolerance.files import write_atomically
-from ..fault_tolerance.output import csv_text
 from ..info import format_environment
+from ..security.csv_tables import csv_text
 from .curve import plot_history
 from .history import format_best
 from .loggers import open_loggers

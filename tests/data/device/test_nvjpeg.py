@@ -13,7 +13,7 @@ from pictures import CPU, encode, tensor
 from PIL import Image
 
 from vil.data.device import nvjpeg
-from vil.data.device.nvjpeg import Decoder, DecodingError
+from vil.data.device.nvjpeg import DecodingError, JpegDecoder
 
 
 def picture(seed, mode, size):
@@ -36,7 +36,7 @@ def test_pixels_are_pillows_but_for_rounding(mode, subsampling):
     options = {"subsampling": subsampling} if mode == "RGB" else {}
     sizes = [(500, 375), (17, 33), (8, 8), (301, 299)]
     files = [encode(picture(i, mode, size), **options) for i, size in enumerate(sizes)]
-    decode = Decoder(torch.device("cuda", 0))
+    decode = JpegDecoder(torch.device("cuda", 0))
     batches = 10 * [files, files[:2], files[1:]]  # batch sizes change, without a pause in between
     contents = [[bytes_of(file) for file in batch] for batch in batches]
     decoded = [decode(batch) for batch in contents]
@@ -50,7 +50,7 @@ def test_pixels_are_pillows_but_for_rounding(mode, subsampling):
 @pytest.mark.gpu
 def test_pixels_are_not_written_before_what_is_queued_has_read_their_memory():
     device, file, size = torch.device("cuda", 0), bytes_of(encode(picture(0, "RGB", (1200, 900)))), 3 * 1200 * 900
-    decode = Decoder(device)
+    decode = JpegDecoder(device)
     with torch.cuda.stream(torch.cuda.Stream()):  # the default stream could synchronize with other streams
         decode([file])
         torch.cuda.synchronize()
@@ -67,7 +67,7 @@ def test_pixels_are_not_written_before_what_is_queued_has_read_their_memory():
 
 @pytest.mark.gpu
 def test_a_file_that_is_none_or_too_large_is_refused(monkeypatch):
-    decode, whole = Decoder(torch.device("cuda", 0)), encode(picture(0, "RGB", (64, 48)))
+    decode, whole = JpegDecoder(torch.device("cuda", 0)), encode(picture(0, "RGB", (64, 48)))
     with pytest.raises(DecodingError, match="nvJPEG failed"):
         decode([bytes_of(whole), bytes_of(b"no picture at all" * 20)])
     monkeypatch.setattr(nvjpeg, "MOST_PIXELS", 64 * 48 - 1)
@@ -90,7 +90,7 @@ def test_memory_is_taken_for_sizes_within_the_limit_that_nvjpeg_was_asked_for(mo
         taken.append(count)
         raise MemoryError
 
-    decode = Decoder.__new__(Decoder)
+    decode = JpegDecoder.__new__(JpegDecoder)
     decode.device, decode.handle, decode.lock = torch.device("cpu"), None, threading.Lock()
     monkeypatch.setattr(nvjpeg, "_quick_library", lambda: SimpleNamespace(nvjpegGetImageInfo=size_of))
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
@@ -144,12 +144,12 @@ def library(monkeypatch):
 def test_a_gpu_without_decoders_of_its_own_decodes_by_its_cores(library, answers, asked, error):
     library[1].update(answers)
     with pytest.raises(DecodingError, match=error) if error else nullcontext():
-        Decoder(CPU)
+        JpegDecoder(CPU)
     assert library[0] == asked
 
 
 def test_after_a_batch_for_which_there_was_no_memory_the_decoder_is_prepared_again(library):
-    decode, file = Decoder(CPU), bytes_of(b"file")
+    decode, file = JpegDecoder(CPU), bytes_of(b"file")
     library[1][3] = 5
     for _ in range(2):
         decode([file] * 2)
@@ -160,7 +160,7 @@ def test_after_a_batch_for_which_there_was_no_memory_the_decoder_is_prepared_aga
 
 
 def test_each_plane_of_an_image_has_a_place_of_its_own(library):
-    images = Decoder(CPU)([bytes_of(b"file"), bytes_of(b"another")])
+    images = JpegDecoder(CPU)([bytes_of(b"file"), bytes_of(b"another")])
     assert [image.shape for image in images] == [(3, 12, 5), (3, 15, 5)]
     for image, destination in zip(images, library[2], strict=True):
         assert destination["channels"].tolist() == [*(plane.data_ptr() for plane in image), 0]
@@ -179,4 +179,4 @@ def test_a_library_that_is_missing_is_named_with_the_remedy(monkeypatch):
     with pytest.raises(
         DecodingError, match=r"nvJPEG is missing \(no nvjpeg here or .{82}\): pip install 'cuda-toolkit\[nvjpeg\]'"
     ):
-        Decoder(torch.device("cuda", 0))
+        JpegDecoder(torch.device("cuda", 0))

@@ -13,7 +13,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from ...fault_tolerance.machine_errors import MachineError
 from ..sources.images import read_image
-from .nvjpeg import decoder
+from .nvjpeg import jpeg_decoder_of
 
 
 def unpack(contents: Sequence[Tensor], sizes: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
@@ -34,7 +34,7 @@ def decode(files: Sequence[Tensor], device: torch.device) -> list[Tensor | None]
 
 def _decode_all(files: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if device.type == "cuda":
-        return decoder(device)(files)
+        return jpeg_decoder_of(device)(files)
     images = (read_image(io.BytesIO(file.numpy().tobytes())) for file in files)
     return [pil_to_tensor(image).to(device) for image in images]
 

@@ -35,7 +35,7 @@ class DecodingError(RuntimeError):
     """nvJPEG is missing or rejects a file."""
 
 
-class Decoder:
+class JpegDecoder:
     """nvJPEG decoder of one GPU.
 
     Raises:
@@ -145,6 +145,6 @@ def _quick_library() -> ctypes.PyDLL:
 
 
 @functools.cache
-def decoder(device: torch.device) -> Decoder:
+def jpeg_decoder_of(device: torch.device) -> JpegDecoder:
     """Return the decoder of a GPU, created on first use."""
-    return Decoder(device)
+    return JpegDecoder(device)

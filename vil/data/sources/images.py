@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import stat
 import warnings
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 from PIL import Image
 
@@ -19,8 +19,6 @@ from ...security.image_structure import strip_metadata
 from ...security.sandbox import LateImageError, decode_in_sandbox
 
 _logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 NAMED, LATE = 1, 2  # states of an unreadable image
 UNREADABLE = -1  # target of an unreadable image, which evaluation must not count
