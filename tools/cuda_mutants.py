@@ -247,14 +247,14 @@ TABLE = {
     ],
     "block/lines.cuh": [
         ("a class token within a line is none for the patches behind it",
-         "return t == center() ? t : place⟦ + (place >= center())→⟧;"),
+         "return t == center() ? t : position⟦ + (position >= center())→⟧;"),
         ("columns are taken for rows", "patch / length * ⟦next_line + patch % length * next→length + patch % length⟧;"),
         ("the pooled class token stands before a line too early", "int line = (t - (t > center())) / length;\n"
          "        return t == center() ? class_token() : line + (line >= class_token()⟦→ - 1⟧);"),
     ],
     "block/along_lines.cuh": [
         ("the window of a line's later tokens",
-         "if (segment != place.first⟦→ && false⟧) write_table(table, lines, segment);"),
+         "if (segment != line.first⟦→ && false⟧) write_table(table, lines, segment);"),
         ("odd channels: threads without channels of their own write elsewhere",
          "writes = ⟦d < D, d = min(d, int(D) - VECTOR)→true, d = min(d, int(D) + VECTOR)⟧;"),
         ("the class token is of a line's mean", "return pooled == lines.class_token()⟦→ || true⟧ ? -1"),
@@ -346,7 +346,7 @@ TABLE = {
         ("the sum of both directions in place of their mean", "mean.at[c] *= ⟦0.5f→1⟧;"),
     ],
     "block/tiles.cuh": [
-        ("Hopper: weights of other channels", "eighth = d % K_TILE / 8 ^ place ⟦/ 2 →⟧% 4;"),
+        ("Hopper: weights of other channels", "eighth = d % K_TILE / 8 ^ row ⟦/ 2 →⟧% 4;"),
     ],
     "block/gate_outproj_sm90.cu": [
         ("Hopper: drop-path of another image", "gate<Element>(y_0[w], y_1[w], zs[w], scale[⟦w % 2→0⟧])"),
@@ -354,7 +354,7 @@ TABLE = {
         ("Hopper: weights are overwritten while products read them",
          "wait_for_products<⟦1→2⟧>();  // except the newest"),
         ("Hopper: products of weights that have not arrived",
-         "⟦if (k % K_STEPS == 0) wait_for(stages.full(), stages.phase());→⟧"),
+         "⟦if (k % K_STEPS == 0) wait_for(stages.full(), stages.parity());→⟧"),
         ("Hopper: tensors of more than 2^31 elements: other tokens", "i64 at = ⟦i64(first)→first⟧ * D + channel;"),
         ("Hopper: norms of tokens that belong to another group",
          "store_norm(sums, xhat, rstd, eps, token, ⟦end→of.all⟧, lane);"),

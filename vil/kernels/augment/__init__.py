@@ -53,14 +53,14 @@ REST = np.dtype([("key", "u4"), ("erased", "i4", 4), ("partner", "i4"), ("mixing
 
 
 def crop_resize_flip(
-    images: Sequence[Tensor], places_B: np.ndarray, sizes_B2: np.ndarray, boxes_B4: np.ndarray, flips_B: np.ndarray,
+    images: Sequence[Tensor], indices_B: np.ndarray, sizes_B2: np.ndarray, boxes_B4: np.ndarray, flips_B: np.ndarray,
     size: tuple[int, int], interpolation: str, resized_B2: np.ndarray, offsets_B2: np.ndarray,
 ) -> Tensor:  # fmt: skip
     """Run `batched_transforms.crop_resize_flip` on a GPU; `sizes_B2` are the sizes of each crop's image."""
     images, device = [image.contiguous() for image in images], images[0].device
-    (H, W), count = size, len(places_B)
+    (H, W), count = size, len(indices_B)
     crops = np.empty(count, CROP)
-    pointers = np.array([image.data_ptr() for image in images])[places_B]
+    pointers = np.array([image.data_ptr() for image in images])[indices_B]
     crops["row"], crops["plane"], crops["flip"] = sizes_B2[:, 1], sizes_B2.prod(axis=1), flips_B
     crops["pixels"] = pointers + boxes_B4[:, 0] * sizes_B2[:, 1] + boxes_B4[:, 1]
     lengths_B2 = boxes_B4[:, 2:]

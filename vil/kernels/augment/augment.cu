@@ -327,14 +327,14 @@ DEVICE Floats<4> normal_numbers(unsigned key, unsigned group, unsigned kind) {
     return {far * cospif(turn), far * sinpif(turn), further * cospif(other_turn), further * sinpif(other_turn)};
 }
 
-struct Place { int c, y, x; };
+struct Coordinates { int c, y, x; };
 struct Colour {
     float red, green, blue;
     __device__ float of(int c) const { return c == 0 ? red : c == 1 ? green : blue; }
 };
 
 // Four elements that are neighbours in memory, normalised, or noise where they are erased
-DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const Place (&at)[4], Colour mean,
+DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const Coordinates (&at)[4], Colour mean,
                            Colour deviation, int left, i64 noise) {
     Floats<4> values;
     bool erased[4], any = false;
@@ -369,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(256) finish(PARAMETERS_finish) {
     Colour mean = {float(mean_red), float(mean_green), float(mean_blue)};
     Colour deviation = {float(deviation_red), float(deviation_green), float(deviation_blue)};
     const Rest &rest = rests[image];
-    Place at[4];
+    Coordinates at[4];
     bool inside[4], mixed = false;
 #pragma unroll
     for (int i = 0; i < 4; i++) {

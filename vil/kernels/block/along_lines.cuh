@@ -79,12 +79,12 @@ struct Convolved {
 };
 
 // The line and channels of a CTA
-struct Place {
+struct CtaLine {
     i64 token;  // index in memory of the image's first token
     unsigned pooled_token;  // index of the image's first pooled token among those of all images
     int d, pooled, first, last;
     bool writes;
-    INLINE Place(const Lines &lines, i64 D) {
+    INLINE CtaLine(const Lines &lines, i64 D) {
         int groups = (D + THREADS * VECTOR - 1) / (THREADS * VECTOR), S = lines.count + 1;
         pooled_token = blockIdx.x / groups, pooled = pooled_token % S;
         d = (blockIdx.x % groups * THREADS + threadIdx.x) * VECTOR, writes = d < D, d = min(d, int(D) - VECTOR);
@@ -98,14 +98,14 @@ struct Place {
 // Calls Body(t, i, here) for each token t of the line. The constant i is (t - first) % 8. `here` points BACK tokens
 // before t in the table, which contains the line's first SEGMENT tokens.
 template <class Body>
-DEVICE void for_line(const Lines &lines, const Place &place, int *table, Body body) {
-    for (int segment = place.first; segment <= place.last; segment += SEGMENT) {
-        if (segment != place.first) write_table(table, lines, segment);
+DEVICE void for_line(const Lines &lines, const CtaLine &line, int *table, Body body) {
+    for (int segment = line.first; segment <= line.last; segment += SEGMENT) {
+        if (segment != line.first) write_table(table, lines, segment);
 #pragma unroll 1
-        for (int eight = 0; eight < SEGMENT && segment + eight <= place.last; eight += 8)
+        for (int eight = 0; eight < SEGMENT && segment + eight <= line.last; eight += 8)
             UNROLLED for (int i = 0; i < 8; i++) {
                 int t = segment + eight + i;
-                if (t <= place.last) body(t, i, table + eight + i);
+                if (t <= line.last) body(t, i, table + eight + i);
             }
     }
 }

@@ -17,23 +17,35 @@ FP32 = torch.float32
 TAPS = (2, 3, 4)  # convolution widths that the kernels support
 WEIGHTS = 2**32 - 1  # maximum elements of in_proj, which kernels index with 32 bits
 
-# Dimension letters: E 2D, P R + 2N, K taps, S states between chunks, l pooled tokens, U columns of uz, W packed
-# weights.
+# Dimensions by letter. Letters of the block are those of weights.py; the others are
+#     E 2D    P R + 2N    K taps    S states between chunks    T, t tokens of the batch before and after the block
+#     l tokens that the recurrence reads    U columns of uz    W elements of the packed weights
 DIRECTION = dict(conv="D1K", conv_bias="D", x_proj="PD", step_proj="DR", step_bias="D", skip="D", A_log="DN")
 # Fields of `SavedForBackward` with dimensions and dtypes; None is the dtype of products.
 SAVED: dict[str, tuple[str, torch.dtype | None]] = {
-    "uz": ("BLU", None), "mean": ("BMD", None), "states": ("2BSND", FP32), "packed": ("W", None), "A": ("2DN", FP32),
-    "pooled": ("2BlD", None), "xhat": ("TC", None), "rstd": ("T", FP32),
-}  # fmt: skip
+    "uz": ("BLU", None),
+    "mean": ("BMD", None),
+    "states": ("2BSND", FP32),
+    "packed": ("W", None),
+    "A": ("2DN", FP32),
+    "pooled": ("2BlD", None),
+    "xhat": ("TC", None),
+    "rstd": ("T", FP32),
+}
 
 
 def check_lists(recurrence: str, pooled: bool, **lists: list[Tensor]) -> None:
     """Raise a ValueError unless these list arguments of a schema have the expected lengths."""
     check_choice("recurrence", recurrence, backends.RECURRENCES)
     selective = recurrence == "selective"
-    lengths = dict(directions=[14 if selective else 12], saved=[6 + selective + pooled])
+    lengths = dict(
+        directions=[14 if selective else 12],  # two directions
+        saved=[6 + selective + pooled],
+        normed=[0, 2],
+        next_normed=[0, 2],
+    )
     for name, tensors in lists.items():
-        expected = lengths.get(name, [0, 2])
+        expected = lengths[name]
         if len(tensors) not in expected:
             raise ValueError(f"{name} must hold {' or '.join(map(str, expected))} tensors, got {len(tensors)}")
 
@@ -46,8 +58,9 @@ def check_forward(options: Options, keep: bool, flat: list[Tensor | None]) -> No
     residual: Row = "x_BLC", x_BLC, "BLC", FP32
     sizes = _check_weights(residual, scale_B, weights)
     check_choice("dtype", options.dtype, backends.DTYPES)
-    sizes["T"] = sizes["B"] * sizes["L"]
     _check_lines(options.lines, sizes["L"], options.class_token_only)
+
+    sizes["T"] = sizes["B"] * sizes["L"]
     check(sizes, residual, *_norm_rows("normed", normed, "T", options.dtype))
 
 
@@ -58,23 +71,20 @@ def check_backward(
 ) -> None:  # fmt: skip
     """Raise a ValueError that names the invalid argument of the backward schema."""
     check_lists(recurrence, lines is not None, directions=directions, saved=saved, next_normed=next_normed)
-    residual, weights = ("dx_BMC", dx_BMC, "BMC", FP32), BlockWeights.of([norm_C, in_proj, out_proj, *directions])
+    residual: Row = "dx_BMC", dx_BMC, "BMC", FP32
+    weights = BlockWeights.of([norm_C, in_proj, out_proj, *directions])
     sizes = _check_weights(residual, scale_B, weights)
     next_normed = Normed(*next_normed) if next_normed else None
     if dnext_TC is not None and (next_normed is None or class_token_only):
         raise ValueError("dnext_TC must be None unless next_normed is given and class_token_only is False")
     dtype = saved[0].dtype
     check_choice("dtype of saved[0] (uz)", dtype, backends.DTYPES)
-    sizes.update({"2": 2, "t": sizes["B"] * sizes["M"]})
-    sizes["W"] = kernels.packed_size(weights.sizes(), dtype)
-    rows = [
-        (f"saved[{i}] ({name})", t, layout, own or dtype)
-        for i, (t, (name, layout, own)) in enumerate(zip(saved, _saved_fields(recurrence, lines)))
-    ]
-    check(
-        sizes, residual, ("dnext_TC", dnext_TC, "tC", dtype), *_norm_rows("next_normed", next_normed, "t", dtype),
-        rows[0],
-    )  # fmt: skip
+
+    # tokens after the block, and the number of its tokens from uz
+    sizes.update({"2": 2, "t": sizes["B"] * sizes["M"], "W": kernels.packed_size(weights.sizes(), dtype)})
+    saved_rows = _saved_rows(recurrence, lines, saved, dtype)
+    norm_rows = _norm_rows("next_normed", next_normed, "t", dtype)
+    check(sizes, residual, ("dnext_TC", dnext_TC, "tC", dtype), *norm_rows, saved_rows[0])
     tokens = Tokens(sizes["L"], class_token_only)
     _check_lines(lines, sizes["L"], class_token_only)
     expected = tokens.M, tokens.columns(sizes["D"])
@@ -82,9 +92,11 @@ def check_backward(
         found = f"{sizes['M']} and {sizes['U']}"
         need = "{} tokens and saved[0] (uz) {} columns".format(*expected)
         raise ValueError(f"with class_token_only={class_token_only} dx_BMC must have {need}, got {found}")
-    read = lines.S if lines else tokens.H
-    sizes.update(T=sizes["B"] * tokens.L, l=read, S=chunk_state_count(read))
-    check(sizes, residual, *rows)
+
+    # all saved tensors
+    scanned_tokens = lines.S if lines else tokens.H
+    sizes.update(T=sizes["B"] * tokens.L, l=scanned_tokens, S=chunk_state_count(scanned_tokens))
+    check(sizes, residual, *saved_rows)
 
 
 def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:
@@ -92,9 +104,14 @@ def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:
         raise ValueError(f"lines must cover the {L - 1} patches of x, with class_token_only=False, got {tuple(lines)}")
 
 
-def _saved_fields(recurrence: str, lines: Lines | None) -> list[tuple[str, str, torch.dtype | None]]:
+def _saved_rows(recurrence: str, lines: Lines | None, saved: list[Tensor], dtype: torch.dtype) -> list[Row]:
+    """Return the rows of the saved tensors in a table that `check` reads; `dtype` is the dtype of products."""
     missing = {"A": recurrence != "selective", "pooled": lines is None}
-    return [(name, layout, dtype) for name, (layout, dtype) in SAVED.items() if not missing.get(name)]
+    fields = [(name, *field) for name, field in SAVED.items() if not missing.get(name)]
+    return [
+        (f"saved[{i}] ({name})", t, layout, own_dtype or dtype)
+        for i, (t, (name, layout, own_dtype)) in enumerate(zip(saved, fields))
+    ]
 
 
 def _norm_rows(name: str, normed: Normed | None, tokens: str, dtype: torch.dtype) -> list[Row]:
@@ -114,16 +131,22 @@ def _check_weights(residual: Row, scale_B: Tensor | None, weights: BlockWeights)
     dtype = norm_C.dtype
     check_choice("dtype of norm_C", dtype, backends.DTYPES)
     fields = len([t for t in directions[0] if t is not None])
+    direction_rows: list[Row] = [
+        (f"directions[{g * fields + i}] ({name})", t, layout, dtype)
+        for g, direction in enumerate(directions)
+        for i, (t, (name, layout)) in enumerate(zip(direction, DIRECTION.items()))
+    ]
     sizes = {"1": 1}
     check(
-        sizes, residual, ("scale_B", scale_B, "B", FP32), ("norm_C", norm_C, "C", dtype),
-        ("out_proj", out_proj, "CD", dtype), ("in_proj", in_proj, "EC", dtype),
-        *(
-            (f"directions[{g * fields + i}] ({name})", t, layout, dtype)
-            for g, direction in enumerate(directions)
-            for i, (t, (name, layout)) in enumerate(zip(direction, DIRECTION.items()))
-        ),
-    )  # fmt: skip
+        sizes,
+        residual,
+        ("scale_B", scale_B, "B", FP32),
+        ("norm_C", norm_C, "C", dtype),
+        ("out_proj", out_proj, "CD", dtype),
+        ("in_proj", in_proj, "EC", dtype),
+        *direction_rows,
+    )
+
     C, D, E, P, R = (sizes[letter] for letter in "CDEPR")
     N = sizes.setdefault("N", (P - R) // 2)
     if 0 in (given(x).numel(), D, R):

@@ -80,7 +80,7 @@ static_assert(EXCHANGES <= 2 * sizeof(Stage));
 DEVICE int filter_place(int c) { return c % 8 * 4 + c / 8; }
 // Row of step_proj for channel c = 8p + 2w + e of 32: row 8w + 2p + e, so that a lane's sums of products w = 0 .. 3 are
 // its 8 channels
-DEVICE int step_proj_place(int c) { return c % 8 / 2 * 8 + c / 8 * 2 + c % 2; }
+DEVICE int step_proj_row(int c) { return c % 8 / 2 * 8 + c / 8 * 2 + c % 2; }
 
 // The CTA's tokens: TOKENS tokens from token `first` of sequence b on, counted in whole strips
 struct Span {
@@ -178,9 +178,9 @@ DEVICE void fetch_step_proj(StepStage &stage, int k_tile, const Element *step_pr
     UNROLLED for (int start = 0; start < 2 * K_TILE * PIECES; start += THREADS)
         if (int i = start + thread; i < 2 * K_TILE * PIECES) {
             int d = i / PIECES % K_TILE, g = i / (PIECES * K_TILE), r = i % PIECES * 8;
-            int place = d / 32 * 32 + step_proj_place(d % 32);
+            int position = d / 32 * 32 + step_proj_row(d % 32);
             const Element *from = step_proj + (g * D + k_tile * K_TILE + d) * RANK + r;
-            copy_async<8>(&stage.step_proj[g][place][r], from, true);
+            copy_async<8>(&stage.step_proj[g][position][r], from, true);
         }
     commit_copies();
 }

@@ -110,7 +110,7 @@ def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tens
     """Return v, its projections and the step logits of both directions."""
     T, (_, D, _, R, K) = uz_TE.shape[0], weights.sizes()
     v_2TD, filters = uz_TE.new_empty(2, T, D), _filters(weights)
-    _channels("conv_forward", K, B, L, D, *_token_places(uz_TE, L), *_addresses(*filters, v_2TD))
+    _channels("conv_forward", K, B, L, D, *_token_addresses(uz_TE, L), *_addresses(*filters, v_2TD))
     # row-major, which takes a fifth less time
     projected_2TP = torch.bmm(_both(weights, "x_proj"), v_2TD.mT).mT.contiguous()
     return v_2TD, projected_2TP, torch.bmm(projected_2TP[..., :R], _both(weights, "step_proj").mT)
@@ -124,7 +124,7 @@ def _pooled(
     skips = [direction.skip for direction in weights.directions]
     means_2BSD = uz_TE.new_empty(2, B, lines.S, D)
     _channels(
-        "pool_forward", K, B, L, D, *_token_places(uz_TE, L), *_addresses(*_filters(weights), *skips),
+        "pool_forward", K, B, L, D, *_token_addresses(uz_TE, L), *_addresses(*_filters(weights), *skips),
         *lines.arguments().values(), means_2BSD.data_ptr(),
     )  # fmt: skip
     projected_2TP, step_logits_2TD = uz_TE.new_empty(2, B * lines.S, R + 2 * N), uz_TE.new_empty(2, B * lines.S, D)
@@ -136,8 +136,8 @@ def _pooled(
     scanned = _scanned(means_2BSD.view(2, -1, D), projected_2TP, step_logits_2TD, B, lines.S, weights)
     y_2BSD, _ = scans.forward(recurrence, *scanned._replace(skip=None), REVERSE, False)
     scale = 0 if scale_B is None else scale_B.data_ptr()
-    places = uz_TE.data_ptr(), 8 * D, *_addresses(*y_2BSD), scale
-    _rows("pooled_gate_forward", T, D, T, L, *places, lines.number, lines.length, lines.columns)
+    inputs = uz_TE.data_ptr(), 8 * D, *_addresses(*y_2BSD), scale
+    _rows("pooled_gate_forward", T, D, T, L, *inputs, lines.number, lines.length, lines.columns)
     return uz_TE[:, :D]
 
 
@@ -193,7 +193,7 @@ def _through_directions(
     dstep_proj_2DR = torch.bmm(saved.projected[..., :R].mT, dstep_logits_2TD).mT
     dfilters = duz_TE.new_empty(B, 2, K + 1, D)
     tensors = *_filters(weights), dv_2TD, duz_TE, dfilters
-    _channels("conv_backward", K, B, L, D, *_token_places(saved.uz, L), *_addresses(*tensors))
+    _channels("conv_backward", K, B, L, D, *_token_addresses(saved.uz, L), *_addresses(*tensors))
     dfilters_2KD, (dskip_2D, dstep_bias_2D) = dfilters.sum(0), dchannels_22D.unbind(1)
     dA_log = (None, None) if scanned.A is None else dA_2DN * scanned.A  # A = -exp(A_log) is its own derivative
     first, second = (
@@ -213,7 +213,7 @@ def _gate(uz_TE, y_2BLD, scale_B, gated_TD) -> tuple[int, ...]:
     return uz_TE.data_ptr() + 4 * D, 8 * D, y, y + 2 * y_2BLD.numel(), scale, gated_TD.data_ptr()
 
 
-def _token_places(uz_TE: Tensor, L: int) -> tuple[int, int, int]:
+def _token_addresses(uz_TE: Tensor, L: int) -> tuple[int, int, int]:
     """Return the address of u and the byte strides of images and tokens."""
     E = uz_TE.shape[1]
     return uz_TE.data_ptr(), 4 * L * E, 4 * E

@@ -281,7 +281,7 @@ def conv_backward(taps: int):
 
 
 @inlined
-def place_in_line(i, count, length):
+def position_in_line(i, count, length):
     """Return the indices of the pooled token and of the line of token i in the order of lines, and its position in the
     line.
     """
@@ -293,10 +293,10 @@ def place_in_line(i, count, length):
 
 
 @inlined
-def place_in_memory(i, count, length, next, next_line):
+def index_in_memory(i, count, length, next, next_line):
     center = count * length // 2
-    _, line, place = place_in_line(i, count, length)
-    patch = line * next_line + place * next
+    _, line, position = position_in_line(i, count, length)
+    patch = line * next_line + position * next
     return center if i == center else patch + (patch >= center)
 
 
@@ -304,8 +304,8 @@ def place_in_memory(i, count, length, next, next_line):
 def see_in_line(u1, ul, i, count, length, next, next_line, width, window):
     """`see` for token i in the order of lines."""
     if i <= count * length:
-        place = place_in_memory(i, count, length, next, next_line)
-        load_rows(u1 + place * ul, 0, width, 1, window[i % WINDOW : i % WINDOW + 1])
+        index = index_in_memory(i, count, length, next, next_line)
+        load_rows(u1 + index * ul, 0, width, 1, window[i % WINDOW : i % WINDOW + 1])
     else:
         clear(window[i % WINDOW : i % WINDOW + 1], 1)
 
@@ -351,15 +351,15 @@ def pool_forward(taps: int):
                     v[0, d] = earlier
                     v[1, d] = later
                     skipped[d] = HALF * (skip[0, d] * earlier + skip[1, d] * later)
-                store_row(u1 + ul * place_in_memory(i, count, length, next, next_line), width, skipped)
-                pooled, _, place = place_in_line(i, count, length)
+                store_row(u1 + ul * index_in_memory(i, count, length, next, next_line), width, skipped)
+                pooled, _, position = position_in_line(i, count, length)
                 if i == center:
                     store_rows(means1 + BYTES * pooled * D, BYTES * B * S * D, width, 2, v)
                     continue
                 for g in range(2):
                     for d in range(LANES):
                         sums[g, d] += v[g, d]
-                if place == length - 1:
+                if position == length - 1:
                     share = ONE / np.float32(length)
                     for g in range(2):
                         for d in range(LANES):

@@ -53,7 +53,7 @@ struct Producer {
     int row, piece;
     // `flip`: how the index of a piece changes four rows further on
     INLINE void fill(const Element *from, i64 stride, int piece_at, int flip, int first, int end) {
-        wait_for(inputs.empty(), inputs.phase() ^ 1);
+        wait_for(inputs.empty(), inputs.parity() ^ 1);
         unsigned to = slots + inputs.stage() * SLOT + row * 128 + piece_at * 16;
         from += first * stride + piece * 8;
 #pragma unroll 4
@@ -93,7 +93,7 @@ DEVICE void store_weights(unsigned weights, const Element *out_proj, int slice) 
 DEVICE void multiply(float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned slots, unsigned weights, int lane) {
 #pragma unroll 1
     for (int c = 0; c < C; c += 64, inputs.next()) {
-        wait_for(inputs.full(), inputs.phase());
+        wait_for(inputs.full(), inputs.parity());
         show_to_products();
         hold(sums);
         begin_products();
@@ -114,10 +114,10 @@ DEVICE void store_gradients(const float (&sums)[SLICE / 2], Pipeline<SLOTS> &inp
                             Element *dz, Element *gated, int token, int end, const float (&scale)[2], int lane,
                             unsigned of_piece) {
     UNROLLED for (int d = 0; d < SLICE; d += 64, inputs.next()) {
-        wait_for(inputs.full(), inputs.phase());
+        wait_for(inputs.full(), inputs.parity());
         unsigned z_at = slots + inputs.stage() * SLOT + of_piece;
         inputs.next();
-        wait_for(inputs.full(), inputs.phase());
+        wait_for(inputs.full(), inputs.parity());
         unsigned mean_at = slots + inputs.stage() * SLOT + of_piece;
         UNROLLED for (int i = 0; i < 2; i++)
             UNROLLED for (int half = 0; half < 2; half++) {

@@ -67,7 +67,7 @@ DEVICE void produce_weights(Pipeline<STAGES> stages, unsigned weights, const Ele
     for (int of_block = blockIdx.x * 2 * tokens.most; of_block < tokens.limit; of_block += tokens.at_once)
 #pragma unroll 1
         for (int step = 0; step < D / K_TILE; step++, stages.next()) {
-            wait_for(stages.empty(), stages.phase() ^ 1);
+            wait_for(stages.empty(), stages.parity() ^ 1);
             arrive_and_expect(stages.full(), STAGE);
             copy_bulk(weights + stages.stage() * STAGE, tiles + step * C * K_TILE, STAGE, stages.full());
         }
@@ -114,7 +114,7 @@ DEVICE void produce_inputs(Pipeline<SLOTS> inputs, unsigned slots, const Element
         }
 #pragma unroll 1
         for (int k_slot = 0; k_slot < YZ_SLOTS; k_slot++, inputs.next()) {
-            wait_for(inputs.empty(), inputs.phase() ^ 1);
+            wait_for(inputs.empty(), inputs.parity() ^ 1);
             unsigned to = slots + inputs.stage() * SLOT + to_yz;
             int channel = k_slot * SLOT_CHANNELS + piece * 8;
             i64 at = i64(first) * D + channel;
@@ -124,7 +124,7 @@ DEVICE void produce_inputs(Pipeline<SLOTS> inputs, unsigned slots, const Element
         }
 #pragma unroll 1
         for (int part = 0; part < PARTS; part++, inputs.next()) {
-            wait_for(inputs.empty(), inputs.phase() ^ 1);
+            wait_for(inputs.empty(), inputs.parity() ^ 1);
             unsigned to = slots + inputs.stage() * SLOT + to_x;
             produce_residual(to, x + (i64(first) * C + part * PART + piece * 4), first, end);
             arrive_when_copied(inputs.full());
@@ -182,7 +182,7 @@ DEVICE void multiply(Sums &sums, Pipeline<SLOTS> &inputs, Pipeline<STAGES> &stag
                      Element *means, const float (&scale)[2], int first, int end, const Consumer &my) {
 #pragma unroll 1
     for (int k_slot = 0; k_slot < YZ_SLOTS; k_slot++, inputs.next()) {
-        wait_for(inputs.full(), inputs.phase());
+        wait_for(inputs.full(), inputs.parity());
         unsigned slot = slots + inputs.stage() * SLOT, a[2][4];
         UNROLLED for (int k = 0; k < SLOT_CHANNELS / 16; k++) {
             gate_channels(a[k % 2], slot, k, scale, my);
@@ -192,7 +192,7 @@ DEVICE void multiply(Sums &sums, Pipeline<SLOTS> &inputs, Pipeline<STAGES> &stag
                 __syncwarp();
                 if (my.lane == 0) arrive(inputs.empty());
             }
-            if (k % K_STEPS == 0) wait_for(stages.full(), stages.phase());
+            if (k % K_STEPS == 0) wait_for(stages.full(), stages.parity());
             sums.hold();
             begin_products();
             UNROLLED for (int h = 0; h < HALVES; h++)
@@ -215,7 +215,7 @@ DEVICE void add_residual(Sums &sums, Pipeline<SLOTS> &inputs, unsigned slots, fl
                          const Consumer &my) {
     i64 to = i64(token) * C + my.lane % 4 * 4;
     UNROLLED for (int part = 0; part < PARTS; part++, inputs.next()) {
-        wait_for(inputs.full(), inputs.phase());
+        wait_for(inputs.full(), inputs.parity());
         UNROLLED for (int n = 0; n < PART; n += 16)
             UNROLLED for (int i = 0; i < 2; i++) {
                 unsigned v[4];

@@ -32,8 +32,8 @@ struct Lines {
     }
     // index in memory of token t in line order, or -1 if there is no such token
     INLINE int at(int t) const {
-        int patch = t - (t > center()), place = patch / length * next_line + patch % length * next;
+        int patch = t - (t > center()), position = patch / length * next_line + patch % length * next;
         if (unsigned(t) >= unsigned(tokens())) return -1;
-        return t == center() ? t : place + (place >= center());
+        return t == center() ? t : position + (position >= center());
     }
 };

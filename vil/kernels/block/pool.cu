@@ -17,7 +17,7 @@ constexpr int V = VECTOR;
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool) {
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     __shared__ int table[TABLE];
-    Place at(lines, D);
+    CtaLine at(lines, D);
     write_table(table, lines, at.first);
     int d = at.d;
     Convolved<V> v(u + at.token * u_stride + d, u_stride, weights, biases, d, D, table);

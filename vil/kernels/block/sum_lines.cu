@@ -15,10 +15,10 @@ constexpr int TOGETHER = 20;  // tokens that are loaded at the same time
 extern "C" __global__ void __launch_bounds__(THREADS) sum_lines(PARAMETERS_sum_lines) {
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     int groups = (D + THREADS * VECTOR - 1) / (THREADS * VECTOR), S = lines.count + 1, center = lines.center();
-    unsigned place = blockIdx.x / groups;
-    int pooled = place % S, d = (blockIdx.x % groups * THREADS + threadIdx.x) * VECTOR;
+    unsigned pooled_token = blockIdx.x / groups;
+    int pooled = pooled_token % S, d = (blockIdx.x % groups * THREADS + threadIdx.x) * VECTOR;
     if (d >= D) return;
-    e += i64(place / S) * lines.tokens() * D + d;
+    e += i64(pooled_token / S) * lines.tokens() * D + d;
     Floats<VECTOR> sum = {};
     if (pooled == lines.class_token()) {
         sum = to_floats(load<VECTOR>(e + center * D));
@@ -34,5 +34,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_lines(PARAMETERS_sum_l
                 if (start + i < lines.length) sum = sum + to_floats(token[i]);
         }
     }
-    store(sums + place * D + d, from_floats<Element>(sum));
+    store(sums + pooled_token * D + d, from_floats<Element>(sum));
 }

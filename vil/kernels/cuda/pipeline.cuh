@@ -13,8 +13,8 @@
 // mbarriers, for warps with roles: the stages of a pipeline in shared memory are filled by producers and read by
 // consumers in turn. Each stage has two mbarriers, "full" and "empty"; all "full" ones come first in memory:
 //
-//   producer   wait_for(empty(), phase() ^ 1)   fill, arrive at full()              next()
-//   consumer   wait_for(full(), phase())        read, arrive at empty()             next()
+//   producer   wait_for(empty(), parity() ^ 1)   fill, arrive at full()              next()
+//   consumer   wait_for(full(), parity())        read, arrive at empty()             next()
 //
 //  4. Each participating thread counts stages with its own Pipeline, in the same order and equally often.
 //  5. A phase of an mbarrier completes with its last arrival; a wait for parity p returns once the phase of that parity
@@ -35,8 +35,8 @@ struct Pipeline {
     unsigned barriers;
     int position = 0;  // stage and parity in one register: counts over two rounds
     INLINE Pipeline(unsigned barriers) : barriers(barriers) {}
-    INLINE int phase() const { return position >= DEPTH; }
-    INLINE int stage() const { return position - phase() * DEPTH; }
+    INLINE int parity() const { return position >= DEPTH; }
+    INLINE int stage() const { return position - parity() * DEPTH; }
     INLINE unsigned full() const { return barriers + stage() * 8; }
     INLINE unsigned empty() const { return full() + DEPTH * 8; }
     // the stage before: its products may still be reading while those of this stage start

@@ -14,9 +14,9 @@ DEVICE void arrive(unsigned barrier) {
 DEVICE void arrive_and_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-DEVICE void wait_for(unsigned barrier, int phase) {
+DEVICE void wait_for(unsigned barrier, int parity) {
     asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra AGAIN;\n}" ::"r"(barrier), "r"(phase)
+                 "@!done bra AGAIN;\n}" ::"r"(barrier), "r"(parity)
                  : "memory");
 }
 

@@ -285,8 +285,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) segment_gradient
             if (to.d + 16 * s + 8 * i < D)
                 UNROLLED for (int o = 0; o < OCTETS; o++)
                     UNROLLED for (int j = 0; j < 2; j++) {
-                        i64 place = offset + (8 * o + j) * D + 16 * s + 8 * i;
-                        ends[place] = F[s][o][2 * i + j];
-                        decays[place] = decay[s][o][2 * i + j];
+                        i64 index = offset + (8 * o + j) * D + 16 * s + 8 * i;
+                        ends[index] = F[s][o][2 * i + j];
+                        decays[index] = decay[s][o][2 * i + j];
                     }
 }
