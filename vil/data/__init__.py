@@ -1,6 +1,9 @@
-"""Data pipeline from files to batches on the model's device.
+"""Data pipeline from files to batches on the model's device: source, decode, augment, batch.
 
-The stages are splits (images and classes), samplers (order), readers (content of files in workers, within the limits of
-images), host_loader or device_loader (decoding and augmentation on the host or the device), and augmentation (of whole
-batches). `loaders` combines these stages; `workers` manages the worker processes.
+`sources`   images and classes of a split: folders, tar files, shards and timm's other readers
+`samplers`  order of the images, and the share of each rank
+`plan`      who decodes and augments the images of a split, and how far ahead of the model
+`host`      workers that read, decode and augment images, and the loader of their batches
+`device`    decoding and augmentation of whole batches on the device, and the loader of such batches
+`loaders`   loaders of training and evaluation, which combine these parts
 """

@@ -34,7 +34,7 @@ def crop_resize_flip(
     interpolation: str,
     resized: np.ndarray | None = None,
     offsets: np.ndarray | None = None,
-    places: np.ndarray | None = None,
+    sources: np.ndarray | None = None,
 ) -> Tensor:
     """Crop images (3, h, w) uint8 of any sizes and resize the crops with antialiasing, as PIL does.
 
@@ -47,7 +47,7 @@ def crop_resize_flip(
         resized: (B, 2) integers: height and width that each crop is resized to; `size` if None.
         offsets: (B, 2) integers: row and column of the resized crop at which the result begins; 0 if None. Pixels
             outside the resized crop are 0, as in torchvision's centre crop.
-        places: (B,) integers: index of the image of each crop; one crop of each image if None.
+        sources: (B,) integers: index of the image of each crop; one crop of each image if None.
 
     Returns:
         (B, 3, *size) uint8.
@@ -56,24 +56,27 @@ def crop_resize_flip(
         ValueError: A box exceeds its image.
     """
     device = images[0].device
-    places = np.arange(len(images)) if places is None else places
-    sizes = np.array([image.shape[1:] for image in images])[places]
+    sources = np.arange(len(images)) if sources is None else sources
+    sizes = np.array([image.shape[1:] for image in images])[sources]
     inside = (boxes[:, :2] >= 0) & (boxes[:, 2:] > 0) & (boxes[:, :2] + boxes[:, 2:] <= sizes)
     if not inside.all():
         i = np.flatnonzero(~inside.all(axis=1))[0]
-        (top, left, height, width), (h, w) = boxes[i], sizes[i]
+        top, left, height, width = boxes[i]
+        h, w = sizes[i]
         raise ValueError(f"crop box must be inside the {h}x{w} image, got {height}x{width} pixels at ({top}, {left})")
-    resized = np.full((len(places), 2), size) if resized is None else resized
-    offsets = np.zeros((len(places), 2), dtype=np.int64) if offsets is None else offsets
+    resized = np.full((len(sources), 2), size) if resized is None else resized
+    offsets = np.zeros((len(sources), 2), dtype=np.int64) if offsets is None else offsets
     if cuda.runs_on(device):
-        return augment.crop_resize_flip(images, places, sizes, boxes, flips, size, interpolation, resized, offsets)
-    crops_BCHW = torch.empty(len(places), 3, *size, dtype=torch.uint8, device=device)
+        return augment.crop_resize_flip(images, sources, sizes, boxes, flips, size, interpolation, resized, offsets)
+
+    crops_BCHW = torch.empty(len(sources), 3, *size, dtype=torch.uint8, device=device)
     for rows in _rows_of_similar_size(boxes[:, 2:].max(axis=1)):
         height, width = boxes[rows, 2:].max(axis=0)
         crops = torch.empty(len(rows), 3, height, width, dtype=torch.uint8, device=device)
         for crop, row in zip(crops, rows.tolist()):
             top, left, h, w = boxes[row].tolist()
-            crop[:, :h, :w] = images[places[row]][:, top : top + h, left : left + w]
+            crop[:, :h, :w] = images[sources[row]][:, top : top + h, left : left + w]
+
         axes = to_device(np.stack([boxes[rows, 2:], resized[rows], offsets[rows]]), device)
         vertical = _resize_weights(axes[..., 0], size[0], height, interpolation)
         horizontal = _resize_weights(axes[..., 1], size[1], width, interpolation)
@@ -99,12 +102,12 @@ def _resize_weights(axis_3B: Tensor, size: int, longest: int, interpolation: str
     Pixels beyond an image's own length have weight 0. `axis_3B` holds lengths, resized lengths and offsets.
     """
     lengths, resized, offsets = axis_3B[:, :, None, None]
-    place = torch.arange(size, device=axis_3B.device)[:, None] + offsets
+    position = torch.arange(size, device=axis_3B.device)[:, None] + offsets
     pixel = torch.arange(longest, device=axis_3B.device) + 0.5
     scale = lengths / resized
-    x = ((pixel - (place + 0.5) * scale) / scale.clamp(min=1)).abs()
+    x = ((pixel - (position + 0.5) * scale) / scale.clamp(min=1)).abs()
     weights = _kernel(x, interpolation, a=-0.5) * (pixel < lengths)
-    return torch.where((place >= 0) & (place < resized), weights / weights.sum(-1, keepdim=True), 0)
+    return torch.where((position >= 0) & (position < resized), weights / weights.sum(-1, keepdim=True), 0)
 
 
 def _round(pixels: Tensor) -> Tensor:
@@ -129,17 +132,19 @@ def apply_operations(
     arguments[blurs, :3] = _boxes_of_gaussians(arguments[blurs, 0])
     if cuda.runs_on(images.device):
         return augment.apply_operations(images, operations, arguments, fill, interpolation)
-    # index of each image in the input batch; sorting groups images with the same operation
-    place = np.arange(len(images))
+    # indices of the images in the input batch; sorting groups images with the same operation
+    indices = np.arange(len(images))
     for turn in range(operations.shape[1]):
-        order = np.argsort(operations[place, turn])
-        place = place[order]
+        order = np.argsort(operations[indices, turn])
+        indices = indices[order]
         images = images[to_device(order, images.device)]
-        values = arguments[place, turn].astype(np.float32)
+        values = arguments[indices, turn].astype(np.float32)
         values_BA = to_device(values, images.device)
-        found, starts = np.unique(operations[place, turn], return_index=True)
-        for code, start, end in zip(found, starts, [*starts[1:], len(place)]):
-            group, value, name = images[start:end], values_BA[start:end], OPERATIONS[code]
+        found, starts = np.unique(operations[indices, turn], return_index=True)
+        for code, start, end in zip(found, starts, [*starts[1:], len(indices)]):
+            name = OPERATIONS[code]
+            group = images[start:end]
+            value = values_BA[start:end]
             if name == "Affine":
                 images[start:end] = affine(group, value, fill, interpolation)
             elif name == "GaussianBlur":
@@ -147,7 +152,7 @@ def apply_operations(
                     image.copy_(_blur(image, *box))
             elif name:
                 images[start:end] = POINTWISE[name](group, value[:, 0, None, None, None])
-    return images[to_device(np.argsort(place), images.device)]
+    return images[to_device(np.argsort(indices), images.device)]
 
 
 def affine_matrix(name: str, argument: float, width: int, height: int) -> tuple[float, ...]:
