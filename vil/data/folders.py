@@ -16,7 +16,9 @@ from pathlib import Path
 
 from ..distributed import warn_on_rank0
 from ..text import printable
-from .sources.folders import SPLIT_NAMES, ClassFolders, folders_in, list_images
+from .sources.class_folders import ClassFolders
+from .sources.image_files import folders_in, list_images
+from .sources.splits import SPLIT_NAMES
 
 
 def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[str, int]:
@@ -80,8 +82,8 @@ def _fill(target: Path, classes: dict[str, list[Path]], validation: float) -> di
     for folder, files in classes.items():
         random.Random(0).shuffle(files)
         held_out = min(len(files) - 1, max(1, round(validation * len(files))))
-        for place, file in enumerate(files):
-            split = "validation" if place < held_out else "train"
+        for number, file in enumerate(files):
+            split = "validation" if number < held_out else "train"
             copy = target / split / folder / file.name
             copy.parent.mkdir(parents=True, exist_ok=True)
             while os.path.lexists(copy):  # A.png on a file system that takes it for a.png

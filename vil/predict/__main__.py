@@ -14,7 +14,8 @@ from typing import Any
 from tqdm import tqdm
 
 from ..config import ConfigError, Parser
-from ..data.sources.folders import endings, list_images
+from ..data.sources.class_folders import endings
+from ..data.sources.image_files import list_images
 from ..devices import known_device
 from ..fault_tolerance.files import write_atomically
 from ..fault_tolerance.output import check_outputs, errors_in_a_line, print_result

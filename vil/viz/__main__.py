@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..checkpoint import Checkpoint
 from ..config import ConfigError
-from ..data.sources.folders import list_images
+from ..data.sources.image_files import list_images
 from ..data.sources.images import read_image
 from ..data_config import data_config_of
 from ..factory import create_model, from_checkpoint, saved_arguments

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import tarfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from vil.config import ConfigError
 from vil.data import folders as split_command
 from vil.data.loaders import evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
-from vil.data.sources import folders
+from vil.data.sources.class_folders import endings
+from vil.data.sources.folders import FolderReader
 from vil.data.sources.images import UNREADABLE
 from vil.data.sources.shards import Shards
 from vil.data.sources.splits import class_names, count_images, describe_split, open_split, open_splits
@@ -96,10 +98,10 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     assert describe_split("train", open_split(".", "", "train")).endswith(
         "; not read as images: 4 'hidden', 3 '.txt', 2 'README', 1 '.heic'"
     )
-    kinds = folders.Counter({f".{i}": 9 - i for i in range(6)})
+    kinds = Counter({f".{i}": 9 - i for i in range(6)})
     five = "; not read as images: 9 '.0', 8 '.1', 7 '.2', 6 '.3', 5 '.4'"
-    assert folders.endings(kinds) == f"{five}, ..."
-    assert folders.endings(kinds - folders.Counter({".5": 4})) == five
+    assert endings(kinds) == f"{five}, ..."
+    assert endings(kinds - Counter({".5": 4})) == five
     with pytest.raises(SystemExit, match="^1$"):
         call(split_command.main, *words[3:])
     assert "is split already, into train: train on it as it is, or split one of" in capsys.readouterr().err
@@ -204,7 +206,7 @@ def test_classes_have_timms_numbers(tmp_path):
         (tmp_path / name).mkdir(exist_ok=True)
         for i in (1, 2, 10):
             Image.new("RGB", (4, 4)).save(tmp_path / name / f"{i}.png")
-    timms, ours = ReaderImageFolder(str(tmp_path)), folders.FolderReader(str(tmp_path), str(tmp_path))
+    timms, ours = ReaderImageFolder(str(tmp_path)), FolderReader(str(tmp_path), str(tmp_path))
     assert (ours.class_to_idx, ours.samples) == (timms.class_to_idx, timms.samples)
     alike = [a + b + c for a in "aA" for b in "bB" for c in "cC"]  # timm's order of these names is arbitrary
     (tmp_path / "more" / "a").mkdir(parents=True)
@@ -212,13 +214,13 @@ def test_classes_have_timms_numbers(tmp_path):
         (tmp_path / "more" / name).mkdir()
         (tmp_path / "more" / name / f"1.{suffix}").touch()
         (tmp_path / "more" / "a" / f"{name}.png").touch()
-    ours = folders.FolderReader(str(tmp_path / "more"), str(tmp_path))
+    ours = FolderReader(str(tmp_path / "more"), str(tmp_path))
     assert [*ours.class_to_idx] == ["a", *sorted(alike)]
     assert [Path(file).stem for file, number in ours.samples if number == 0] == sorted(alike)
     assert "inside of another" not in str(ours)
     (tmp_path / "more" / "abc" / "all" / "batch2").mkdir(parents=True)
     (tmp_path / "more" / "abc" / "all" / "batch2" / "1.png").touch()
-    nested = folders.FolderReader(str(tmp_path / "more"), str(tmp_path))
+    nested = FolderReader(str(tmp_path / "more"), str(tmp_path))
     assert [*nested.class_to_idx] == ["a", *sorted(alike), "batch2"]
     assert "; a class is the folder that an image is in, also 'abc/all/batch2' inside of another class" in str(nested)
 

@@ -17,9 +17,14 @@ from ...classes import find, quoted
 from ...config import DATASETS, Config, ConfigError
 from ...distributed import warn_on_rank0
 from ...security.tars import check_tar
-from .folders import SPLIT_NAMES, ClassReader, FolderReader, TarReader, is_hidden
+from .class_folders import ClassReader
+from .folders import FolderReader
+from .image_files import is_hidden
 from .images import open_file, restrict_pillow
 from .synthetic import SyntheticImages
+from .tars import TarReader
+
+SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 
 
 def open_split(

@@ -1,0 +1,122 @@
+"""Image files of a folder, without following links that leave the data set or lead to images found already."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+from timm.data import add_img_extensions, get_img_extensions
+from timm.utils.misc import natural_key
+
+from ...distributed import warn_on_rank0
+from ...fault_tolerance.machine_errors import retry
+
+# beside timm's, which are those of JPEG and PNG: of the formats that are decoded; in tar files, too
+add_img_extensions((".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif"))
+
+
+def list_images(
+    folder: str, data_dir: str, left_out: Counter[str] | None = None, dangling: list[str] | None = None
+) -> list[str]:
+    """Return the files with an image extension in timm's order, and log how many links were skipped.
+
+    The extensions of other files and the number of hidden files are counted in `left_out`. Hidden are names that begin
+    with a dot, and `__MACOSX`.
+    """
+    found = _Found(folder)
+    found.walk(folder)
+    links_left_out = []
+    while found.links:
+        links, found.links = sorted(found.links), []
+        links_left_out += [link for link in links if not found.follow(link, os.path.realpath(data_dir))]
+    if left_out is not None:
+        left_out.update(found.others)
+    if dangling is not None:
+        dangling += found.dangling
+    if links_left_out:
+        warn_on_rank0(
+            __name__,
+            "%d links in %r are left out, such as %r: they lead out of the data set, or to what it has already. Copy "
+            "the images, or mount their folder there",
+            len(links_left_out), folder, os.path.relpath(links_left_out[0], folder),
+        )  # fmt: skip
+    found.files.sort()
+    return sorted(found.files, key=natural_key)
+
+
+class _Found:
+    """Result of walking through folders."""
+
+    def __init__(self, folder: str):
+        self.root = os.path.realpath(folder)
+        self.suffixes = get_img_extensions(as_set=True)
+        self.files: list[str] = []
+        self.dangling: list[str] = []
+        self.others: Counter[str] = Counter()  # extensions of files that are not images
+        self.links: list[str] = []
+        self.targets: set[str] = set()  # targets of links, and folders below them
+
+    def walk(self, folder: str, is_linked: bool = False) -> None:
+        folders = [folder]
+        while folders:
+            folder = folders.pop()
+            if is_linked:
+                target = os.path.realpath(folder)
+                if target in self.targets:
+                    continue
+                self.targets.add(target)
+            with retry(partial(os.scandir, folder)) as entries:
+                for entry in entries:
+                    if is_hidden(entry.name):
+                        self.others["hidden"] += 1
+                    elif entry.is_symlink():
+                        self.links.append(entry.path)
+                    elif entry.is_dir():
+                        folders.append(entry.path)
+                    elif self._is_image(entry.path):
+                        self.files.append(entry.path)
+                    else:
+                        self.others[os.path.splitext(entry.name)[1].lower() or entry.name] += 1
+
+    def follow(self, link: str, data_dir: str) -> bool:
+        """Add the target of a link if it is inside the data set and new; return False if the link is skipped."""
+        target = os.path.realpath(link)
+        is_folder = os.path.isdir(target)
+        if not os.path.exists(target) and (self._is_image(link) or not os.path.splitext(link)[1]):  # or a class folder
+            self.dangling.append(link)
+        if not is_folder and not self._is_image(link):
+            return True
+        if os.path.exists(target):
+            known = _is_in(target, self.root) or _is_in(self.root, target) or target in self.targets
+            if known or not _is_in(target, data_dir):
+                return False
+        if is_folder:
+            self.walk(link, is_linked=True)
+        else:
+            self.targets.add(target)
+            self.files.append(link)
+        return True
+
+    def _is_image(self, path: str) -> bool:
+        return os.path.splitext(path)[1].lower() in self.suffixes
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether editors, operating systems or archive programs create files with this name."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return Path(path).is_relative_to(folder)
+
+
+def folders_in(root: str, files: Iterable[str]) -> list[str]:
+    """Return the path of each file's folder inside of `root`, with "/"."""
+    known: dict[str, str] = {}
+    return [
+        known.get(folder) or known.setdefault(folder, folder[len(root) :].replace(os.sep, "/").strip("/"))
+        for folder in map(os.path.dirname, files)
+    ]

@@ -1,0 +1,45 @@
+"""Reader of tar files, in which folders are classes."""
+
+from __future__ import annotations
+
+import posixpath
+import tarfile
+from collections import Counter
+from collections.abc import Sequence
+
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+
+from .class_folders import ClassReader, endings
+from .image_files import is_hidden
+
+
+class TarReader(ClassReader, ReaderImageInTar):
+    """timm's reader of a tar file, with the classes that the same files in a folder have (see `ClassFolders`).
+
+    Args:
+        root: The tar file, which may hold a tar file for each class.
+        known: See `ClassFolders`.
+        use_list: Read and write timm's list of the members of a large file.
+
+    Raises:
+        ConfigError: There are no class folders.
+    """
+
+    def __init__(self, root: str, known: Sequence[str] = (), use_list: bool = True):
+        ReaderImageInTar.__init__(self, root, cache_tarinfo=None if use_list else False)
+        if any(member.issparse() for member, *_ in self.samples):  # of a list; `check_tar` has refused others
+            raise ValueError("a sparse member, which can claim any size")
+        members = [_path_of(member, child) for member, _, child in self.samples]
+        shown = [i for i, path in enumerate(members) if not any(map(is_hidden, path.split("/")))]
+        self.left_out = Counter({"hidden": len(members) - len(shown)} if len(shown) < len(members) else {})
+        if not shown:
+            raise RuntimeError(f"no images in {root}{endings(self.left_out)}")
+        files = [members[i] for i in shown]
+        targets = self.find_classes(files, [posixpath.dirname(file) for file in files], root, known)
+        self.samples, self.targets = self.samples[[shown[i] for i in targets]], [*targets.values()]
+
+
+def _path_of(member: tarfile.TarInfo, tar: tarfile.TarInfo | None) -> str:
+    """Return the path of a member of a tar file, which may lie in a tar file inside of that."""
+    folder = posixpath.splitext(tar.name)[0] if tar else ""
+    return posixpath.normpath(posixpath.join(folder, member.name.lstrip("/")))
