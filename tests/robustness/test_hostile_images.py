@@ -771,8 +771,9 @@ def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pi
     assert loader.take_unreadable() == len(UNFIT)
     assert {name.rpartition(": ")[2] for name in named(caplog)} == set(UNFIT)
     batches = TrainingBatches(len(train), config, 8, 0, 1)
-    loader = training_loader(train, config, DATA_CONFIG, CPU, batches, 2)
-    targets = torch.cat([targets for _, targets in loader.images])
+    unmixed = dataclasses.replace(config, mixup=0.0, cutmix=0.0)
+    loader = training_loader(train, unmixed, DATA_CONFIG, CPU, batches, 4)
+    targets = torch.cat([batch.targets for batch in loader.epoch(0)])
     assert set(targets.tolist()) == {1, 2}
     assert len(targets) == batches.steps * 8
     assert loader.take_unreadable() >= len(UNFIT)
