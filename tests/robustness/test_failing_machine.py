@@ -331,7 +331,7 @@ def test_images_for_a_device_that_the_machine_does_not_give_are_an_error_of_a_li
     loader = training_loader(dataset, config, DATA_CONFIG, CPU, batches, 4)
     lose_folder(data / "train")
     with pytest.raises(MachineError, match=r"^cannot read .*data/train/.*: No such file[^\n]*$"):
-        list(loader)
+        list(loader.images)
 
 
 @pytest.mark.parametrize("command", ["vil.predict", "vil.viz"])
