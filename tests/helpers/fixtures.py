@@ -15,8 +15,9 @@ from PIL import Image
 
 # NVML does not initialize CUDA, which forked processes could not use afterwards
 with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads the variable at its first import
+    has_gpu = torch.cuda.is_available()
+if not has_gpu:
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads the variable at its first import
 
 from processes import run, train_command
 
