@@ -1,8 +1,4 @@
-"""Evaluate a model on a validation split, or compare two models. The program is vil/cli/validate.py.
-
-python validate.py --checkpoint output/vil_tiny/best.pt --data-dir /imagenet
-python validate.py --help
-"""
+"""Validate an image classifier. The program is vil/cli/validate.py, and `--help` prints its documentation."""
 
 from vil.cli.validate import main
 from vil.fault_tolerance.streams import outlive_output

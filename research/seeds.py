@@ -383,7 +383,7 @@ def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
     loader = evaluation_loader(images, data_config, device, saved["workers"], EVALUATED_AT_ONCE, 0, 1)
     predictions = PredictionCollector()
     precision = autocast(device, saved["amp"], saved["amp_dtype"])
-    Evaluator(models, data_config, device, precision, EVALUATED_AT_ONCE)(loader, predictions)
+    Evaluator(models, data_config["input_size"], device, precision, EVALUATED_AT_ONCE)(loader, predictions)
     targets_N, best_NMK, _ = predictions.gather()
     files = [images.filename(i) for i in range(len(images))]
     return Judged(targets_N, best_NMK[..., 0], files, [name_of(*job_of(run)) for run in runs])

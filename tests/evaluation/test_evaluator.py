@@ -30,8 +30,7 @@ def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(
     targets[[2, 6]] = -1  # unreadable images
     models, observed = [Guess().train(), Guess().eval()], []
     images = (pixels.float() - 2) / 0.5
-    data_config = dict(input_size=(1, 1, 7))
-    evaluate = Evaluator(models, data_config, torch.device("cpu"), torch.autocast("cpu", torch.bfloat16), batch_size=6)
+    evaluate = Evaluator(models, (1, 1, 7), torch.device("cpu"), torch.autocast("cpu", torch.bfloat16), batch_size=6)
     results = evaluate(
         [(images[:6], targets[:6]), (images[6:7], targets[6:7]), (images[7:], targets[7:])],
         lambda targets, logits: observed.extend(zip(targets.tolist(), *logits)),

@@ -1,7 +1,9 @@
 """Train an image classifier on ImageNet with ViM's recipe, or on any folder of images.
 
-    python -m vil.cli.train -c configs/vil_tiny.yaml --data-dir /imagenet
-    torchrun --nproc_per_node=8 -m vil.cli.train -c configs/vil_tiny.yaml --data-dir /imagenet --resume auto
+    python train_imagenet.py -c configs/vil_tiny.yaml --data-dir /imagenet
+    torchrun --nproc_per_node=8 train_imagenet.py -c configs/vil_tiny.yaml --data-dir /imagenet --resume auto
+
+Without a checkout, `python -m vil.cli.train` is the same program.
 
 A config file has options with timm's names, and the command line overrides the file. The recipe specifies the *global*
 batch size. Each process trains on its share in micro-batches of at most `batch_size`, so that results do not depend on
@@ -40,12 +42,12 @@ from ..training.trainer import train
 FORESEEN = (ConfigError, CheckpointError, FolderInUseError, Rank0Error, DivergenceError)
 
 
-def main(description: str = __doc__) -> NoReturn:
+def main() -> NoReturn:
     """Train with the options of the command line, and exit with the status of the run."""
     logging.basicConfig(format="%(message)s")
     status = 0
     try:
-        config = load_config(description, saved_options=options_to_resume)
+        config = load_config(__doc__, saved_options=options_to_resume)
         device, rank, world_size = init_process_group(known_device(config.device))
         train(config, device, rank, world_size)
     except StoppedError as notice:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +53,7 @@ class Evaluator:
 
     Args:
         models: Functions from normalized images (B, 3, H, W) to logits (B, classes).
-        data_config: timm's data config of the images.
+        input_size: Channels, height and width of the images.
         device: Device of the models.
         precision: Autocast context in which the models run.
         batch_size: On a GPU, batches of this size are evaluated by a CUDA graph; None disables CUDA graphs.
@@ -63,13 +62,15 @@ class Evaluator:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        data_config: dict[str, Any],
+        input_size: tuple[int, int, int],
         device: torch.device,
         precision: AbstractContextManager,
         batch_size: int | None,
     ):
-        self.models, self.device, self.precision = models, device, precision
-        self.batch = (batch_size, *data_config["input_size"]) if batch_size and device.type == "cuda" else None
+        self.models = models
+        self.device = device
+        self.precision = precision
+        self.graph_shape = (batch_size, *input_size) if batch_size and device.type == "cuda" else None
         self.run: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]] | None = None  # created in the first call
 
     @torch.inference_mode()
@@ -111,10 +112,12 @@ class Evaluator:
         ]
 
     def _as_graph(self) -> Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]]:
-        if not self.batch:
+        """Return `_run`, on a GPU as a CUDA graph for full batches."""
+        if not self.graph_shape:
             return self._run
-        images = torch.zeros(self.batch, device=self.device)
-        return Replayed(self._run, [images, images.new_zeros(len(images), dtype=torch.long)], "evaluation")
+        images = torch.zeros(self.graph_shape, device=self.device)
+        targets = torch.zeros(len(images), dtype=torch.long, device=self.device)
+        return Replayed(self._run, [images, targets], "evaluation")
 
     def _run(self, images: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the sums (models, 5) of a batch and the logits of every model."""

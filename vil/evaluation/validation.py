@@ -59,7 +59,7 @@ def validate(
         images, first.data_config, device, settings.workers, settings.batch_size, rank, world_size
     )
     precision = autocast(device, settings.amp, "bfloat16")
-    evaluator = Evaluator(classifiers, first.data_config, device, precision, settings.batch_size)
+    evaluator = Evaluator(classifiers, first.data_config["input_size"], device, precision, settings.batch_size)
     collector = PredictionCollector()
     results = evaluator(_with_progress(loader, rank), collector)
     _check_images(results[0], data.split)

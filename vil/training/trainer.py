@@ -145,7 +145,7 @@ class Trainer:
             as_graph=config.cuda_graphs,
         )
         graph_batch_size = self.data.val_batch_size if config.cuda_graphs else None
-        self.evaluator = Evaluator(self.state.models, data_config, device, precision, graph_batch_size)
+        self.evaluator = Evaluator(self.state.models, data_config["input_size"], device, precision, graph_batch_size)
         self.forward_backward.fit(data_config["input_size"], splits.num_classes)
 
         self.setup = describe_setup(config, device, world_size, self.forward_backward, self.data, self.teacher)
