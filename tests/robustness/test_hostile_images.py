@@ -602,7 +602,7 @@ def test_what_one_process_has_met_the_others_know(caplog):
 
 def test_a_name_cannot_write_to_the_terminal(tmp_path, caplog):
     root = folder_of(tmp_path, {"\x1b[2J\nerror: all is well": b"none"})
-    list(loader_of(root, "evaluation"))
+    list(loader_of(root, "evaluation")[0])
     assert len(named(caplog)) == 1
     assert "all is well" in caplog.messages[0]
     assert caplog.messages[0].isprintable()
@@ -653,7 +653,7 @@ def shown(content):
     images = [reader[0, 0][0] for reader in (training, evaluation, encoded)]
     assert {image.mode for image in images[:2]} == {"RGB"}
     if isinstance(images[2], EncodedImage):
-        width, height = images[2].size
+        height, width = images[2].size
         images[2] = np.frombuffer(images[2].data, np.uint8).reshape(3, height, width).transpose(1, 2, 0)
     first, *others = (np.asarray(image) for image in images)
     for other in others:
