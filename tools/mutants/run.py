@@ -7,6 +7,7 @@ changed files, and mutants that survived. `rm -rf .mutants` clears the cache.
 """
 
 import argparse
+import ast
 import contextlib
 import hashlib
 import io
@@ -153,6 +154,28 @@ def read_listed() -> list[tuple[str, str, set[str]]]:
     return blocks
 
 
+def functions_of(path: Path) -> dict[str, str]:
+    """Return the source of each function of a file by name; methods have the name of the class in front."""
+    source = path.read_text()
+    functions = {}
+    for node in ast.parse(source).body:
+        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        for part in node.body if prefix else [node]:
+            if isinstance(part, ast.FunctionDef):
+                functions[prefix + part.name] = ast.get_source_segment(source, part)
+    return functions
+
+
+def report_stale() -> None:
+    """Print the blocks of listed.txt that quote lines that their function does not contain."""
+    for path, function, changes in read_listed():
+        file = ROOT / path
+        source = functions_of(file).get(function, "") if file.is_file() else ""
+        lines = {line.strip() for line in source.splitlines()}
+        for missing in {change[2:] for change in changes if change.startswith("- ")} - lines:
+            print(f"listed.txt: {path}: {function}: STALE: the function does not contain the line {missing!r}")
+
+
 def report(mutants) -> None:
     """Print the share of detected mutants by file, and write survivors to .mutants/survivors.txt."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
@@ -196,6 +219,7 @@ def main():
     parser.add_argument("--sample", type=int, help="so many mutants, chosen at random")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     args = parser.parse_args()
+    report_stale()
     WORK.mkdir(exist_ok=True)
     paths = copy_repository()
     os.chdir(WORK)
