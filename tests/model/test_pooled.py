@@ -130,3 +130,18 @@ def test_what_cannot_be_pooled_is_named():
     for grid, tokens in (((2, 2), 5), ((2, 4), 9)):
         with pytest.raises(ValueError, match=f"{tokens}.*got 7"):
             random_block(LonghornMixer, "rows")(torch.randn(1, 7, 8, dtype=torch.float64), grid=grid)
+
+
+def test_blocks_in_a_sequential_of_the_user_run_as_those_of_a_slice():
+    model = timm.create_model(
+        "vil_tiny_pooled", dynamic_img_size=True, depth=4, embed_dim=32, img_size=64, patch_size=16
+    )
+    images = torch.randn(2, 3, 64, 96)  # the grid is not square
+    blocks = model.blocks
+    model.blocks = blocks[:2]
+    sliced = model(images)
+
+    model.blocks = torch.nn.Sequential(*blocks[:2])
+    assert_close(model(images), sliced)
+    model.set_grad_checkpointing()
+    assert_close(model(images), sliced)

@@ -48,7 +48,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from .block import KNOWN_MIXERS, BidirectionalMixer, Block, Blocks, LonghornMixer, MambaMixer, RMSNorm, at_least_fp32
-from .dispatch import run_blocks
+from .dispatch import has_hooks, run_blocks
 from .pretrained import check_architecture, check_classes, rename_published, resample
 from .tokens import insert_class_token, resample_pos_embed, split_class_token
 
@@ -444,10 +444,13 @@ class VisionLonghorn(nn.Module):
 
         With `class_token_only`, the caller needs only the class token, and may receive only this token (B, 1, C).
         """
-        x, grid = self.embed(x), self.grid_of(x)
+        grid = self.grid_of(x)
+        x = self.embed(x)
         if isinstance(self.blocks, Blocks):
             x = self.blocks(x, grid, class_token_only, self.grad_checkpointing)
-        else:  # a user's own container of blocks
+        elif type(self.blocks) is nn.Sequential and not has_hooks(self.blocks):  # a user's nn.Sequential(*blocks)
+            x = run_blocks(self.blocks, x, grid, checkpointing=self.grad_checkpointing)
+        else:  # another module of a user
             x = self.blocks(x)
         return self.norm(x)
 
