@@ -1,1 +1,1 @@
-"""Parts of `train_imagenet.py`: losses, a teacher, gradients in one piece of memory, phases, summary."""
+"""Training of a run: the `Trainer` in trainer.py, and its components."""

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import Config, ConfigError
 from ..cuda_graphs import Replayed, unchanged
 from .gradients import FlatGradients
 from .losses import Loss
+from .state import TrainState
 
 
 class ForwardBackward:
@@ -21,13 +22,12 @@ class ForwardBackward:
 
     Args:
         config: Options of the run.
-        model: Model in training mode.
+        state: State of the run, with the model and the gradient scaler.
         loss_fn: Loss of a batch.
-        gradients: Gradients of `model`.
-        scaler: Gradient scaler for float16; disabled for other precisions.
+        gradients: Gradients of the model.
         precision: Autocast context of the forward pass.
-        images_per_step: Images of this process in an optimizer step.
         micro_batch: Maximum micro-batch size.
+        world_size: Number of processes.
 
     Attributes:
         micro_batch: Micro-batch size; the number of images in memory at once.
@@ -36,23 +36,22 @@ class ForwardBackward:
     def __init__(
         self,
         config: Config,
-        model: nn.Module,
+        state: TrainState,
         loss_fn: Loss,
         gradients: FlatGradients,
-        scaler: torch.amp.GradScaler,
         precision: AbstractContextManager,
-        images_per_step: int,
         micro_batch: int,
+        world_size: int,
     ):
         self.config = config
-        self.model = model
-        self.network = torch.compile(model) if config.torchcompile else model
+        self.model = state.model
+        self.network = torch.compile(self.model) if config.torchcompile else self.model
+        self.scaler = state.scaler
         self.loss_fn = loss_fn
         self.gradients = gradients
-        self.scaler = scaler
         self.precision = precision
-        self.images_per_step = images_per_step
         self.micro_batch = micro_batch
+        self.images_per_step = config.global_batch_size // world_size  # of this process
         self.graph: Replayed | None = None
 
     @property

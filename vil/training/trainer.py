@@ -110,11 +110,11 @@ class Trainer:
         self.data = Data(config, splits, data_config, device, batch_size, rank, world_size)
 
         # state, restored if the run resumes
-        self.state = build_state(config, model, self.phase.epochs.start)
+        self.state = state = build_state(config, model, self.phase.epochs.start)
         if rank == 0:
             announce(self.phase, self.data.batches, splits)
         self.run_info = RunInfo.of(self.phase, options, splits, self.teacher)
-        self.checkpointer = Checkpointer(self.run_info, self.state, rank, self.data.steps_per_epoch, lock)
+        self.checkpointer = Checkpointer(self.run_info, state, rank, self.data.steps_per_epoch, lock)
         self.checkpointer.load()
 
         # signals write a checkpoint from here on
@@ -125,27 +125,12 @@ class Trainer:
         # optimizer step and evaluation
         precision = autocast(device, config.amp, config.amp_dtype)
         gradients = FlatGradients(model.parameters())
-        self.forward_backward = ForwardBackward(
-            config,
-            model,
-            loss_fn,
-            gradients,
-            self.state.scaler,
-            precision,
-            images_per_step=config.global_batch_size // world_size,
-            micro_batch=batch_size,
-        )
+        self.forward_backward = ForwardBackward(config, state, loss_fn, gradients, precision, batch_size, world_size)
         self.update = Update(
-            model,
-            gradients,
-            self.state.optimizer,
-            self.state.scaler,
-            self.state.ema,
-            config.clip_grad,
-            as_graph=config.cuda_graphs,
+            model, gradients, state.optimizer, state.scaler, state.ema, config.clip_grad, config.cuda_graphs
         )
         graph_batch_size = self.data.val_batch_size if config.cuda_graphs else None
-        self.evaluator = Evaluator(self.state.models, data_config["input_size"], device, precision, graph_batch_size)
+        self.evaluator = Evaluator(state.models, data_config["input_size"], device, precision, graph_batch_size)
         self.forward_backward.fit(data_config["input_size"], splits.num_classes)
 
         self.setup = describe_setup(config, device, world_size, self.forward_backward, self.data, self.teacher)
@@ -183,7 +168,7 @@ class Trainer:
         for number, batch in enumerate(state.meter.timed(batches), start=1):
             completes_step = number % self.data.batches_per_step == 0
             if completes_step:
-                all_loaded = self.loading.begin_check()
+                all_loaded = self.loading.begin_check()  # which the processes exchange during the forward pass
 
             # stochastic depth also depends only on the seed and the position in the run
             seed_everything(derive_seed(self.config.seed, epoch, batch.position, 2))
