@@ -56,7 +56,7 @@ def poison(step, rank):
     augmentation.__call__ = call
 
 
-def test_a_run_killed_at_random_points_ends_as_if_nothing_had_been(undisturbed, start, rng):
+def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(undisturbed, start, rng):
     killed = 0
     while killed < KILLS:
         two = start()
@@ -79,7 +79,7 @@ def test_a_run_killed_at_random_points_ends_as_if_nothing_had_been(undisturbed, 
     assert_same(start().finished(), undisturbed().result())
 
 
-def test_a_preempted_run_writes_a_checkpoint_and_goes_on_in_the_middle_of_an_epoch(undisturbed, start, rng):
+def test_a_preempted_run_resumes_in_the_middle_of_an_epoch(undisturbed, start, rng):
     signalled = in_step(rng.randrange(9, 12), get_sigusr1, rank=1)  # one process is enough
     two = start(checkpoint_interval=None, workers=1, prepare=signalled)
     assert two.wait() == [PREEMPTED, PREEMPTED]
@@ -112,7 +112,7 @@ def test_a_signal_cuts_an_evaluation_short(undisturbed, start):
     assert_same(start().finished(), undisturbed().result())
 
 
-def test_a_run_goes_on_with_other_processes_from_the_middle_of_an_epoch(uninterrupted, start):
+def test_a_run_resumes_with_another_world_size_in_the_middle_of_an_epoch(uninterrupted, start):
     options = dict(global_batch_size=16, epochs=2)
     two = start(checkpoint_interval=None, prepare=in_step(6, get_sigterm, rank=1), **options)
     assert two.wait() == [PREEMPTED] * 2
@@ -149,7 +149,7 @@ def fill_up(path):
             pass
 
 
-def test_a_full_disk_stops_a_run_that_goes_on_once_there_is_room(undisturbed, start, tmp_path):
+def test_a_run_stopped_by_a_full_disk_resumes_when_there_is_room(undisturbed, start, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True)
@@ -172,7 +172,7 @@ def test_a_full_disk_stops_a_run_that_goes_on_once_there_is_room(undisturbed, st
         subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-def test_torchrun_starts_a_run_again_that_lost_a_process_and_is_not_outlived(image_folder, tmp_path):
+def test_torchrun_restarts_a_run_that_lost_a_process_and_takes_it_along_when_killed(image_folder, tmp_path):
     words, last = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"], tmp_path / "run" / "last.pt"
     torchrun = Torchrun(tmp_path, words, data_dir=str(image_folder), epochs=1000)
     try:

@@ -25,11 +25,11 @@ from vil.fault_tolerance.streams import BackgroundStream, outlive_output
 from vil.training import trainer as training_loop
 
 
-def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path, monkeypatch):
+def test_a_file_is_written_atomically(tmp_path, monkeypatch):
     path, fsync, sizes, opened = tmp_path / "summary.csv", os.fsync, [], os.listdir("/proc/self/fd")
     monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size) or fsync(file))
     write_atomically(path, "one")
-    assert sizes[0] == 3  # all of it is on the disk before it has its name
+    assert sizes[0] == 3  # the whole content is on the disk before the rename
     write_atomically(path, b"two")
     assert path.read_bytes() == b"two"
 
@@ -40,15 +40,15 @@ def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_atomically(path, fail)
     assert path.read_bytes() == b"two"
-    with pytest.raises(OSError, match=r"No space left on device: '.*summary\.csv'$"):  # and not what it was before
+    with pytest.raises(OSError, match=r"No space left on device: '.*summary\.csv'$"):  # the error of the new content
         write_atomically(path, lambda file: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(OSError, match=rf"^\[[^]]*\] [^']*: '{tmp_path}'$"):  # which is a folder
+    with pytest.raises(OSError, match=rf"^\[[^]]*\] [^']*: '{tmp_path}'$"):  # the target is a folder
         write_atomically(tmp_path, "four")
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.csv"]
-    assert os.listdir("/proc/self/fd") == opened  # of which a run has a thousand
+    assert os.listdir("/proc/self/fd") == opened  # no descriptor leaks
 
 
-def test_readers_see_one_of_the_contents_while_two_write(tmp_path):
+def test_readers_see_whole_contents_while_two_threads_write(tmp_path):
     path, contents = tmp_path / "file", {b"a" * 200_000, b"b" * 200_000}
     write_atomically(path, min(contents))
     writers = [
@@ -62,8 +62,8 @@ def test_readers_see_one_of_the_contents_while_two_write(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_links_that_somebody_left_lead_nowhere(tmp_path, monkeypatch):
-    """In a folder that others may write to, as /tmp: what is behind a link keeps its content."""
+def test_writing_replaces_links_instead_of_following_them(tmp_path, monkeypatch):
+    """In a folder that others may write to, such as /tmp, the target of a link keeps its content."""
     precious = tmp_path / "precious"
     precious.write_text("precious")
     folder = tmp_path / "shared"
@@ -81,7 +81,7 @@ def test_links_that_somebody_left_lead_nowhere(tmp_path, monkeypatch):
     assert precious.read_text() == "precious"
     assert not (folder / "last.pt").is_symlink()
     assert (folder / "last.pt").read_text() == "two"
-    assert len(names) == 2  # and nobody can know them
+    assert len(names) == 2  # temporary names are unpredictable
     monkeypatch.setattr(files.secrets, "token_hex", lambda _: "known")
     (folder / ".last.pt.known.vil.tmp").symlink_to(precious)
     with pytest.raises(FileExistsError):
@@ -89,7 +89,7 @@ def test_links_that_somebody_left_lead_nowhere(tmp_path, monkeypatch):
     assert precious.read_text() == "precious"
 
 
-def test_places_that_are_asked_for_are_tried_out_without_a_trace(tmp_path):
+def test_checking_output_paths_leaves_no_files(tmp_path):
     (before := tmp_path / "before.csv").write_text("of an earlier command")
     check_outputs([before, tmp_path / "new" / "er" / "out.json"])
     assert before.read_text() == "of an earlier command"
@@ -106,23 +106,23 @@ def test_files_get_the_users_usual_permissions(tmp_path, umask, mode):
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
 
 
-def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
+def test_a_folder_is_locked_by_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "PATIENCE", 0.1)
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     with FolderLock(tmp_path / "run"):
         message = rf"run is in use: process {os.getpid()} on here has trained here since 20\d\d-.*--experiment NAME"
-        monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")  # for the second
+        monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")  # host of the second run
         half = tmp_path / "run" / ".last.pt.0123456789abcdef.vil.tmp"
         half.write_text("half of a checkpoint")
         with pytest.raises(FolderInUseError, match=message):
             FolderLock(tmp_path / "run")
-        assert half.exists()  # the holder is just writing it
+        assert half.exists()  # the holder may be writing this file
         with FolderLock(tmp_path / "other"):
             pass
-        (tmp_path / "run" / ".holder").unlink()  # or not yet written
+        (tmp_path / "run" / ".holder").unlink()  # the holder may not have written this file yet
         with pytest.raises(FolderInUseError, match="run is in use: another process. End that run first"):
             FolderLock(tmp_path / "run")
-    with FolderLock(tmp_path / "run"):  # the first one has released it
+    with FolderLock(tmp_path / "run"):  # the first lock has been released
         pass
 
 
@@ -135,7 +135,7 @@ def leave_bytes(holder):
 
 
 @pytest.mark.parametrize("leave", [leave_escape_codes, leave_bytes, os.mkfifo, os.mkdir])
-def test_what_holds_a_folder_is_named_in_one_printable_line_whatever_its_file_is(leave, tmp_path, monkeypatch):
+def test_the_holder_of_a_lock_is_named_in_one_printable_line_whatever_its_file_contains(leave, tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "PATIENCE", 0.1)
     with FolderLock(tmp_path):
         (tmp_path / ".holder").unlink()
@@ -150,14 +150,14 @@ LOCK_ERRORS = [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP]
 
 
 @pytest.mark.parametrize("number", LOCK_ERRORS, ids=errno.errorcode.get)
-def test_a_file_system_without_locks_has_a_warning_and_no_lock_that_outlives_a_crash(
+def test_a_file_system_without_locks_gives_a_warning_and_no_lock_that_outlives_a_crash(
     number, tmp_path, monkeypatch, caplog
 ):
     def failing_flock(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", failing_flock)
-    for _ in range(2):  # the second finds what a crashed run leaves
+    for _ in range(2):  # the second lock finds the files of a crashed run
         lock = FolderLock(tmp_path)
     lock.release()
     assert f"{tmp_path} cannot be locked ({os.strerror(number)})" in caplog.text
@@ -165,7 +165,9 @@ def test_a_file_system_without_locks_has_a_warning_and_no_lock_that_outlives_a_c
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS], ids=errno.errorcode.get)
-def test_a_file_system_without_fsync_of_folders_has_one_warning_and_whole_files(number, tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_fsync_of_folders_gives_one_warning_and_whole_files(
+    number, tmp_path, monkeypatch, caplog
+):
     fsync = os.fsync
 
     def fsync_of_files(descriptor):
@@ -181,8 +183,8 @@ def test_a_file_system_without_fsync_of_folders_has_one_warning_and_whole_files(
     assert "without fsync" in caplog.text
 
 
-def test_a_fork_that_lets_go_of_a_lock_leaves_it_to_the_run(tmp_path, monkeypatch):
-    """As a loader's worker does, which has copies of all objects of the run."""
+def test_a_fork_that_releases_a_lock_leaves_it_to_the_run(tmp_path, monkeypatch):
+    """A worker of a loader has copies of all objects of the run."""
     monkeypatch.setattr(locks, "PATIENCE", 0.1)
     with FolderLock(tmp_path) as lock:
         child = multiprocessing.get_context("fork").Process(target=lock.release)
@@ -200,13 +202,13 @@ def hold_and_crash(folder, ready):
     del lock
 
 
-def test_a_holder_that_crashed_locks_nobody_out_and_its_litter_is_removed(tmp_path):
+def test_a_lock_of_a_crashed_run_is_released_and_its_temporary_files_are_removed(tmp_path):
     context = multiprocessing.get_context("fork")
     holder = context.Process(target=hold_and_crash, args=(tmp_path, ready := context.Event()))
     holder.start()
     assert ready.wait(60)
     assert list(tmp_path.glob(".last.pt.*"))
-    threading.Timer(0.3, holder.kill).start()  # what a killed run has started outlives it for some time
+    threading.Timer(0.3, holder.kill).start()  # child processes of a killed run live a little longer
     others = [tmp_path / name for name in (".notes.tmp", ".notes.vil.tmp", ".notes.0123456789abcdef.tmp")]
     for path in others:
         path.write_text("somebody's")
@@ -219,7 +221,7 @@ def test_a_holder_that_crashed_locks_nobody_out_and_its_litter_is_removed(tmp_pa
 
 
 @pytest.mark.parametrize("time", range(int(os.environ.get("TWO_RUNS", 1))))
-def test_of_two_runs_started_on_one_folder_one_trains_and_the_other_says_why_not(start, tmp_path, time):
+def test_of_two_runs_in_one_folder_one_trains_and_the_other_fails_with_the_reason(start, tmp_path, time):
     runs = [start(1, functools.partial(hasten, tmp_path / "log.txt"), epochs=4) for _ in range(2)]
     codes = [run.wait()[0] for run in runs]
     assert sorted(codes) == [0, 1]
@@ -232,8 +234,8 @@ def test_of_two_runs_started_on_one_folder_one_trains_and_the_other_says_why_not
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_goes_on_when_nobody_takes_what_it_prints(image_folder, tmp_path, processes):
-    """A full disk; a reader that ends, as `head` does."""
+def test_a_run_continues_with_a_full_disk_or_a_broken_pipe_as_its_stdout(image_folder, tmp_path, processes):
+    """Stdout is a full device, or a pipe whose reader exits like `head`."""
     os.mkfifo(fifo := tmp_path / "fifo")
 
     def read_a_little():
@@ -253,14 +255,14 @@ def test_a_run_goes_on_when_nobody_takes_what_it_prints(image_folder, tmp_path, 
 def close_and_go_on(rank):
     for number in (1, 2):
         os.close(number)
-    sys.stdout = sys.stderr = None  # as Python has it
+    sys.stdout = sys.stderr = None  # Python sets closed streams to None
     outlive_output()
     for stream in (sys.stdout, sys.stderr):
         print("nobody hears this", file=stream)
     return [os.get_inheritable(number) for number in (1, 2)]
 
 
-def test_streams_that_were_closed_are_open_in_what_a_run_starts_as_well():
+def test_closed_standard_streams_are_reopened_and_inheritable():
     """Or files would take their numbers there."""
     (ended,) = in_processes(1, close_and_go_on)
     assert ended.value == [True, True]
@@ -272,36 +274,36 @@ def print_a_name_that_is_no_text(rank):
         print("caf\udce9", file=stream)
 
 
-def test_names_of_files_that_are_no_text_are_printed_all_the_same():
+def test_file_names_that_are_not_utf_8_are_printed_escaped():
     assert [ended.errors for ended in in_processes(1, print_a_name_that_is_no_text)] == ["caf\\udce9\n" * 2]
 
 
 def train_in_a_terminal(command, terminal):
     os.setsid()
-    os.open(terminal, os.O_RDWR)  # which becomes its own
+    os.open(terminal, os.O_RDWR)  # the terminal becomes the controlling terminal of the session
     become(0, 1, 0, terminal, terminal)
     draw_nothing()
     sys.argv = command[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def test_a_run_goes_on_when_its_terminal_is_closed(image_folder, tmp_path):
+def test_a_run_continues_when_its_terminal_is_closed(image_folder, tmp_path):
     screen, terminal = pty.openpty()
     command = train_command(tmp_path, image_folder)
     process = Forked(target=train_in_a_terminal, args=(command, os.ttyname(terminal)))
     process.start()
     said = b""
-    while b"images at once" not in said:  # what it says when it begins
+    while b"images at once" not in said:  # the run prints these words before the first step
         said += os.read(screen, 1000)
     os.close(terminal)
-    os.close(screen)  # SIGHUP, and no more room for a word
+    os.close(screen)  # sends SIGHUP, and writing fails from now on
     process.join(100)
     assert process.exitcode == 0
     assert len(checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()["history"]) == 2
 
 
 def hasten(log):
-    """Let one run wait only briefly for the folder, and the other train only after that."""
+    """Make one run wait only briefly for the lock, and the other one train only after that."""
     locks.PATIENCE = 0.1
     before(training_loop.Trainer, "run", lambda: wait_for("is in use", log))
 

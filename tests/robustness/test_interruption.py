@@ -41,7 +41,7 @@ def timer_of(interval, step=0):
 
 
 @pytest.mark.parametrize("minutes", [1, 30])
-def test_a_checkpoint_is_due_every_so_many_minutes(clock, minutes):
+def test_a_checkpoint_is_due_after_each_interval_of_minutes(clock, minutes):
     timer = timer_of(f"{minutes}m")
     for _ in range(2):
         clock.seconds += 60 * minutes - 1
@@ -50,18 +50,18 @@ def test_a_checkpoint_is_due_every_so_many_minutes(clock, minutes):
         assert timer.decide(10**9) == Decision(is_due=True)
 
 
-def test_a_checkpoint_is_due_every_so_many_steps_counted_from_where_the_run_began(clock):
+def test_a_checkpoint_is_due_after_each_interval_of_steps_from_the_first_step(clock):
     timer = timer_of("500", step=70)
     assert [step for step in range(71, 2000) if timer.decide(step).is_due] == [570, 1070, 1570]
     clock.seconds += 1e9
     assert not timer.decide(2069).is_due
-    assert timer.decide(2090).is_due  # asked late: the next one is 500 steps after this one
+    assert timer.decide(2090).is_due  # a late decision: the next checkpoint is 500 steps after this one
     assert [timer.decide(step).is_due for step in (2589, 2590)] == [False, True]
     assert not timer_of(None).decide(10**12).is_due
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_schedulers_signal_makes_a_checkpoint_due_and_is_the_last_thing(number, monkeypatch):
+def test_a_signal_makes_a_checkpoint_due_and_stops_the_run(number, monkeypatch):
     def nobody_reads(*_):
         raise BrokenPipeError
 
@@ -107,8 +107,8 @@ def test_processes_save_and_stop_after_the_same_step():
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_interrupted_at_random_moments_a_run_ends_as_if_nothing_had_been(undisturbed, start, processes):
-    """All processes at once, as a terminal interrupts them, with loaders' workers."""
+def test_a_run_interrupted_at_random_times_equals_an_uninterrupted_one(undisturbed, start, processes):
+    """Interrupt all processes at the same time, as a terminal does, with workers."""
     print(f"FAULTS_SEED={SEED}")
     rng, interrupted = random.Random(SEED), 0
     while True:
@@ -127,7 +127,7 @@ def test_interrupted_at_random_moments_a_run_ends_as_if_nothing_had_been(undistu
         assert codes == [PREEMPTED] * processes
         assert time.monotonic() - begin < 60
         interrupted += 1
-        assert log.count("stopped by a signal: ") == interrupted  # a sentence for all processes together
+        assert log.count("stopped by a signal: ") == interrupted  # one message for all processes
         assert log.count("finishing the step and ") <= interrupted
         assert log.count("--resume auto resumes from there") == interrupted
         checkpoint.Checkpoint(run.folder / "last.pt").run()
@@ -157,11 +157,9 @@ def wait_for_a_checkpoint(process, folder):
 @pytest.mark.parametrize(
     ("waits", "number"), [(0, signal.SIGINT), (1.5, signal.SIGHUP), ("for another process", signal.SIGINT)]
 )
-def test_interrupted_before_it_trains_a_run_says_so_and_nothing_else(
-    image_folder, tmp_path, monkeypatch, waits, number
-):
-    """Of torchrun: while it imports PyTorch and others, or waits in PyTorch for a process that never comes."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")  # in whose runs the end of a terminal is one of all processes
+def test_a_run_interrupted_before_its_first_step_prints_one_line(image_folder, tmp_path, monkeypatch, waits, number):
+    """Interrupt a process of torchrun during its imports, or while it waits for a rank that never joins."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")  # only torchrun's processes exit when the terminal closes
     alone = waits != "for another process"
     place = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2 - alone, MASTER_ADDR="localhost", MASTER_PORT=free_port())
     for name, value in place.items():
@@ -187,7 +185,7 @@ def get_a_signal_while_it_starts(rank, closed):
     signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_run_that_starts_ends_with_its_status_and_one_line_if_somebody_reads_it():
+def test_a_run_interrupted_during_imports_exits_with_status_75_and_one_line():
     for closed, lines in ((True, 0), (False, 1)):
         ended = in_processes(2, get_a_signal_while_it_starts, closed)
         assert [(status, errors.count("with nothing to save")) for _, status, errors in ended] == [(75, lines), (75, 0)]
@@ -235,8 +233,8 @@ def test_the_end_of_torchruns_terminal_stops_a_run_with_everything_saved(image_f
 def test_ctrl_c_in_torchruns_terminal_stops_all_with_everything_saved(image_folder, tmp_path):
     torchrun = Torchrun(tmp_path, ["--standalone", "--nproc-per-node=2"], data_dir=str(image_folder), epochs=1000)
     torchrun.wait_until((last := tmp_path / "run" / "last.pt").exists)
-    os.kill(torchrun.launcher.pid, signal.SIGINT)  # its processes are in sessions of their own, and get one from it
-    assert torchrun.wait(60) == 1  # torchrun's own
+    os.kill(torchrun.launcher.pid, signal.SIGINT)  # the workers have their own sessions, and torchrun signals them
+    assert torchrun.wait(60) == 1  # exit status of torchrun
     assert_stopped(torchrun.said(), last)
 
 
@@ -283,13 +281,13 @@ def stand_in_for_slurm(folder, monkeypatch, commands):
 @pytest.mark.parametrize(
     ("status", "job", "requeued"),
     [
-        (1, "JobState=RUNNING PreemptTime=None", False),  # it would fail again and again
+        (1, "JobState=RUNNING PreemptTime=None", False),  # a failing run would fail again
         (75, "JobState=RUNNING PreemptTime=2026-11-27T12:00:00", True),
         (75, "JobState=CANCELLED PreemptTime=2026-11-27T12:00:00", False),
         (0, "JobState=RUNNING PreemptTime=2026-11-27T12:00:00", False),
     ],
 )
-def test_a_job_goes_back_to_the_queue_where_it_was_preempted_not_where_its_run_failed(
+def test_a_job_is_requeued_when_it_is_preempted_but_not_when_its_run_fails(
     tmp_path, monkeypatch, status, job, requeued
 ):
     stand_in_for_slurm(tmp_path, monkeypatch, STAND_INS | {"srun": f"exit {status}"})
@@ -303,9 +301,7 @@ def test_a_job_goes_back_to_the_queue_where_it_was_preempted_not_where_its_run_f
     [("slurm.sh", signal.SIGTERM), ("slurm.sh", signal.SIGUSR1)]
     + [("single_node.sh", number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)],
 )
-def test_a_job_waits_for_its_run_whatever_notice_it_gets_and_goes_back_to_the_queue(
-    tmp_path, monkeypatch, script, number
-):
+def test_a_signalled_job_waits_for_its_run_and_is_requeued(tmp_path, monkeypatch, script, number):
     launcher, passed_on, status = ("srun", "USR1", PREEMPTED) if script == "slurm.sh" else ("torchrun", "TERM", 1)
     run = f'trap "sleep 0.1; touch {tmp_path}/saved; exit {status}" {passed_on}; touch {tmp_path}/begun; '
     run += "while kill -0 $PPID; do sleep 0.01; done"
@@ -326,7 +322,7 @@ WRITTEN_DOWN += """$NCCL_SOCKET_IFNAME $PWD; printf '%s\\n' "$@"; } > """
 
 
 @pytest.mark.parametrize(("job", "port"), [(9, 20009), (12_345_678, 25_678)])
-def test_jobs_launch_a_process_for_each_gpu_of_all_nodes_as_they_are_told(tmp_path, monkeypatch, job, port):
+def test_jobs_launch_one_process_for_each_gpu_of_all_nodes(tmp_path, monkeypatch, job, port):
     srun, torchrun = tmp_path / "srun.txt", tmp_path / "torchrun.txt"
     commands = STAND_INS | {"srun": WRITTEN_DOWN + f"{srun}\n" + STAND_INS["srun"].replace("ID=0", "ID=1")}
     commands |= {"torchrun": WRITTEN_DOWN + f"{torchrun}; exit 3", "nvidia-smi": "echo GPU 0; echo GPU 1; echo GPU 2"}
@@ -336,7 +332,7 @@ def test_jobs_launch_a_process_for_each_gpu_of_all_nodes_as_they_are_told(tmp_pa
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     monkeypatch.delenv("GPUS")
     monkeypatch.chdir(tmp_path)
-    words = ["-c", "a b.yaml", "--resume", "other.pt"]  # which wins, as it comes last
+    words = ["-c", "a b.yaml", "--resume", "other.pt"]  # the last --resume takes precedence
     of_two_nodes = ["--node-rank=1", "--nnodes=2", "--nproc-per-node=4", "--master-addr=first", f"--master-port={port}"]
     of_one = ["--nproc-per-node=3", "--local-addr=127.0.0.1"]
     for script, expected in (("slurm.sh", of_two_nodes), ("single_node.sh", of_one)):
@@ -349,20 +345,28 @@ def test_jobs_launch_a_process_for_each_gpu_of_all_nodes_as_they_are_told(tmp_pa
     assert {"--kill-on-bad-exit=1", "--cpus-per-task=2"} < set(srun.read_text().splitlines())
 
 
-def test_a_job_that_slurm_signals_stops_with_everything_saved(image_folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("script", "number"), [("single_node.sh", signal.SIGINT), ("slurm.sh", signal.SIGUSR1)])
+def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypatch, script, number):
     """Run the real launcher, which has no store that others on the network can write to, by stand-ins for Slurm."""
     stand_in_for_slurm(tmp_path, monkeypatch, STAND_INS)
-    script = ROOT / "scripts" / "slurm.sh"
     config = train_command(tmp_path, image_folder, epochs=1000)[-2:]
-    process = start_in_a_terminal(["bash", str(script), *config])
+    process = start_in_a_terminal(["bash", str(ROOT / "scripts" / script), *config])
     last = wait_for_a_checkpoint(process, tmp_path)
     launcher = process_of("--nproc-per-node", str(tmp_path))
     assert listening(launcher) == 1  # the store of its processes; --standalone has one more, of what it unpickles
-    options = set(re.findall("^#SBATCH (.*)", script.read_text(), re.M))
-    assert {"--signal=B:USR1@300", "--requeue", "--open-mode=append"} < options
-    process.send_signal(signal.SIGUSR1)  # as Slurm does before the time limit, for B: to the script only
-    assert_stopped(process.communicate(timeout=120)[1], last)
-    assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
+    assert script == "slurm.sh" or b"\0GLOO_SOCKET_IFNAME=lo\0" in (launcher / "environ").read_bytes()
+    if number == signal.SIGINT:
+        errors = press(process)
+    else:  # as Slurm does before the time limit, for B: to the script only
+        options = re.findall("^#SBATCH (.*)", (ROOT / "scripts" / script).read_text(), re.M)
+        assert {"--signal=B:USR1@300", "--requeue", "--open-mode=append"} < set(options)
+        process.send_signal(number)
+        errors = process.communicate(timeout=120)[1]
+    assert_stopped(errors, last)
+    if script == "slurm.sh":
+        assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
+    else:
+        assert process.returncode == PREEMPTED
 
 
 def test_a_second_ctrl_c_ends_at_once(start):

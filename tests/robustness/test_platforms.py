@@ -57,7 +57,7 @@ def test_peak_memory_is_in_bytes_on_a_mac_and_unknown_on_windows(monkeypatch):
     assert meter.peak_memory() == 7  # of a GPU
 
 
-def test_losses_are_added_up_on_the_host_where_the_gpu_has_no_fp64(monkeypatch):
+def test_losses_are_summed_on_the_cpu_when_the_device_does_not_support_fp64(monkeypatch):
     came: list = []
     monkeypatch.setattr(torch.Tensor, "is_mps", True)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda t: came.append(t.dtype) or t)
@@ -106,7 +106,7 @@ class Recorded(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
-def test_nothing_in_a_model_takes_fp64_which_apples_gpus_do_not_have(name, monkeypatch):
+def test_models_use_no_fp64_which_mps_does_not_support(name, monkeypatch):
     monkeypatch.setattr("vil.kernels.backends._backend_for", lambda device: "reference")  # which runs there
     model = timm.create_model(name, depth=2, embed_dim=32, img_size=32, drop_path_rate=0.5)
     with Recorded() as recorded:
@@ -116,7 +116,7 @@ def test_nothing_in_a_model_takes_fp64_which_apples_gpus_do_not_have(name, monke
     assert {d for d in recorded.dtypes if d.is_floating_point} == {torch.float32}
 
 
-def test_a_build_of_pytorch_without_distributed_will_do(monkeypatch):
+def test_the_package_works_with_a_pytorch_without_distributed(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
     monkeypatch.delitem(sys.modules, "vil.distributed", raising=False)
     for name in ("register_rendezvous_handler", "Store", "PrefixStore", "DistError"):
@@ -124,7 +124,7 @@ def test_a_build_of_pytorch_without_distributed_will_do(monkeypatch):
     assert runpy.run_module("vil.distributed")["is_rank0"]()
 
 
-def test_where_nobody_says_who_wrote_a_file_there_is_no_cache_of_compiled_code(monkeypatch):
+def test_compiled_code_is_not_cached_on_a_platform_without_file_owners(monkeypatch):
     monkeypatch.setattr(cache, "os", types.SimpleNamespace(name="nt"))
     cache.write("name", b"key", b"content")
     assert cache.read("name", b"key") is None

@@ -40,17 +40,17 @@ def meet(rank):
             distributed.broadcast_from_rank0(functools.partial(refuse, error))
         except (type(error), distributed.Rank0Error) as error:
             outcomes.append(str(error))
-    with contextlib.suppress(pickle.UnpicklingError):  # what could run code is not taken from a neighbour
+    with contextlib.suppress(pickle.UnpicklingError):  # a pickle that could run code is refused
         outcomes.append(distributed.broadcast_from_rank0(lambda: os.getcwd) is os.getcwd)
     distributed.destroy_process_group()
     return [*outcomes, calls, dist.is_initialized()]
 
 
-LARGE = 2**24 + 1  # which fp32 has not
+LARGE = 2**24 + 1  # fp32 cannot represent this number
 FROM_FIRST = "{'rank': 0, 'list': [1.5, 'text', None, True], 'tensor': tensor([0, 1, 2])}"
 
 
-def test_processes_add_up_and_hear_what_the_first_one_did():
+def test_processes_all_reduce_gather_and_receive_what_rank_0_broadcasts():
     for rank, ended in enumerate(in_processes(3, meet)):
         said = ["cpu", [rank, 3], rank, [111.0] * 2, [111.0] * 2]
         said += [[LARGE, *[LARGE + 1] * 3], FROM_FIRST, "rank 0 refuses", ""]
@@ -58,7 +58,7 @@ def test_processes_add_up_and_hear_what_the_first_one_did():
         assert (ended.status, ended.errors) == (0, "")
 
 
-def test_a_process_alone_meets_nobody():
+def test_a_single_process_initializes_no_process_group():
     assert distributed.init_process_group("cpu") == (torch.device("cpu"), 0, 1)
     assert not dist.is_initialized()
     value = torch.tensor([3.0])
@@ -68,7 +68,7 @@ def test_a_process_alone_meets_nobody():
     with pytest.raises(ZeroDivisionError):
         distributed.broadcast_from_rank0(lambda: 1 / 0)
     distributed.destroy_process_group()
-    with ThreadPoolExecutor() as pool:  # of a thread that hears no signals
+    with ThreadPoolExecutor() as pool:  # this thread receives no signals
         assert pool.submit(distributed.init_process_group, "cpu").result() == (torch.device("cpu"), 0, 1)
 
 
@@ -104,7 +104,7 @@ PLACE = "MASTER_ADDR=localhost MASTER_PORT=29500"
 @pytest.mark.parametrize(
     ("variables", "found", "lacks"),
     [
-        ("SLURM_NTASKS=4 SLURM_PROCID=0", "SLURM_NTASKS=4", "MASTER_ADDR, MASTER_PORT"),  # of salloc
+        ("SLURM_NTASKS=4 SLURM_PROCID=0", "SLURM_NTASKS=4", "MASTER_ADDR, MASTER_PORT"),  # environment inside of salloc
         (f"SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 {PLACE}", "SLURM_NTASKS=4", "step has 1"),
         ("SLURM_NTASKS=4", "SLURM_NTASKS=4", "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT"),
         ("WORLD_SIZE=4", "WORLD_SIZE=4", "RANK, MASTER_ADDR, MASTER_PORT"),
@@ -114,7 +114,7 @@ PLACE = "MASTER_ADDR=localhost MASTER_PORT=29500"
         (f"WORLD_SIZE=2 RANK=0 LOCAL_RANK=x {PLACE}", "LOCAL_RANK", "number"),
     ],
 )  # fmt: skip
-def test_processes_that_nobody_has_started_are_not_waited_for(launched, variables, found, lacks):
+def test_an_incomplete_environment_of_a_launcher_is_refused(launched, variables, found, lacks):
     launched(variables)
     with pytest.raises(ConfigError) as caught:
         distributed.init_process_group("cpu")
@@ -128,20 +128,20 @@ def test_processes_that_nobody_has_started_are_not_waited_for(launched, variable
     "variables",
     ["SLURM_NTASKS=1 SLURM_PROCID=0", "WORLD_SIZE=1 SLURM_NTASKS=4", "RANK=0", "RANK=3", "WORLD_SIZE=1 RANK=x"],
 )
-def test_a_launcher_of_one_process_is_no_reason_to_wait(launched, variables):
+def test_a_launcher_of_one_process_needs_no_process_group(launched, variables):
     launched(variables)
     assert distributed.init_process_group("cpu") == (torch.device("cpu"), 0, 1)
     assert distributed.is_rank0()  # a stray RANK would hide the warnings
 
 
 @pytest.mark.parametrize("variables", ["WORLD_SIZE=2 RANK=1", "SLURM_NTASKS=2 SLURM_PROCID=1"])
-def test_the_second_of_two_processes_is_not_the_first(launched, variables):
+def test_the_second_of_two_processes_is_not_rank_0(launched, variables):
     launched(variables)
     assert not distributed.is_rank0()
 
 
 @pytest.mark.parametrize("program", ["train_imagenet.py", "validate.py"])
-def test_both_programs_say_in_a_line_that_an_interactive_job_has_other_processes(launched, program):
+def test_both_programs_refuse_an_interactive_job_of_several_tasks_in_a_line(launched, program):
     launched("SLURM_NTASKS=4 SLURM_PROCID=0")
     words = ["--model", "vil_tiny", *(["--synthetic"] if program == "train_imagenet.py" else [])]
     ended = run([*script(program), *words, "--device", "cpu"], check=False)
@@ -160,10 +160,10 @@ def die_in_the_middle(rank):
     distributed.init_process_group("cpu")
     if rank == 1:
         os._exit(7)
-    time.sleep(3600)  # as one that waits for its GPU
+    time.sleep(3600)  # like a process that waits for its GPU
 
 
-def test_processes_end_one_after_the_other_when_one_is_gone():
+def test_all_processes_exit_when_one_is_lost():
     first, second, third = in_processes(3, die_in_the_middle)
     assert (first.status, second.status, third.status) == (1, 7, 1)
     assert "error: the process of rank 1 is gone, and this one waits for it" in first.errors
@@ -181,7 +181,7 @@ def notice_by_itself(rank):
         return "noticed"
 
 
-def test_a_process_that_notices_by_itself_has_the_time_to_say_so():
+def test_a_process_whose_collective_fails_has_time_to_report_the_error():
     first, _ = in_processes(2, notice_by_itself)
     assert (first.value, first.status) == ("noticed", 0)
     assert "is gone" not in first.errors
@@ -197,15 +197,15 @@ def join_and_leave_late(rank):
     times: list = []
     distributed.init_process_group("cpu")
     times.append(time.monotonic())
-    time.sleep(rank / 2)  # the last checkpoint, which one process writes
+    time.sleep(rank / 2)  # like the rank that writes the last checkpoint
     times.append(time.monotonic())
     distributed.destroy_process_group()
     times.append(time.monotonic())
-    time.sleep(0.5)  # in which nobody takes for a loss that the others have left
+    time.sleep(0.5)  # a process that has left must not count as lost
     return times
 
 
-def test_no_process_begins_before_all_have_joined_nor_leaves_before_all_have_come_to_the_end():
+def test_processes_start_after_all_have_joined_and_leave_after_all_have_finished():
     ended = in_processes(3, join_and_leave_late)
     assert [(status, errors) for _, status, errors in ended] == [(0, "")] * 3
     (_, first_began, _, first_left), _, (last_joined, _, last_arrived, _) = (e.value for e in ended)
@@ -222,9 +222,9 @@ def press_ctrl_c(rank):
     return "interrupted", signal.set_wakeup_fd(-1)
 
 
-def test_a_ctrl_c_that_nobody_handles_interrupts_the_thread_that_waits_and_no_other():
+def test_ctrl_c_interrupts_only_the_waiting_main_thread():
     (ended,) = in_processes(1, press_ctrl_c)
-    assert (ended.value, ended.errors) == (("interrupted", -1), "")  # nobody writes to the pipe that is closed
+    assert (ended.value, ended.errors) == (("interrupted", -1), "")  # nothing writes to the closed pipe
 
 
 def restart(rank, count):
@@ -244,7 +244,7 @@ def restart_alone(rank):
         restart(rank, 2)
 
 
-def test_processes_started_again_do_not_find_those_of_before_nor_wait_for_ever_for_others():
+def test_restarted_processes_ignore_the_keys_of_earlier_ones_and_wait_a_limited_time():
     port = free_port()
     _store = dist.TCPStore("localhost", port, is_master=True)
     assert [ended.status for ended in in_processes(2, restart, 0, port=port)] == [7, 7]

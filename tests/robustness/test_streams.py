@@ -42,9 +42,7 @@ def stuck_pipe(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_trains_to_its_end_although_nobody_reads_the_pipe_it_prints_to(
-    image_folder, tmp_path, stuck_pipe, processes
-):
+def test_a_run_finishes_although_nobody_reads_its_output_pipe(image_folder, tmp_path, stuck_pipe, processes):
     broken = tmp_path / "images"
     for file in image_folder.rglob("*.png"):
         copy = broken / file.relative_to(image_folder)
@@ -62,7 +60,7 @@ def train_printing_to(command, path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_a_run_whose_output_is_stuck(image_folder, tmp_path, stuck_pipe, number):
+def test_a_signal_saves_a_run_whose_output_blocks(image_folder, tmp_path, stuck_pipe, number):
     command = train_command(tmp_path, image_folder, epochs=1000, checkpoint_interval=None)
     process = Forked(target=train_printing_to, args=(command, str(stuck_pipe[0])))
     process.start()
@@ -110,7 +108,7 @@ def test_lines_of_two_streams_keep_their_order(tmp_path):
     assert path.read_text() == lines + "no line"
 
 
-def test_a_stuck_reader_costs_little_memory_and_gets_the_newest_lines(stuck_pipe):
+def test_a_blocked_stream_takes_little_memory_and_keeps_the_newest_lines(stuck_pipe):
     path, read_some = stuck_pipe
     stream = stream_to(path)
     for i in range(3 * MOST_PENDING):
@@ -163,7 +161,7 @@ ENDS = {"sys.exit(3)": 3, "exit_at_once(3)": 3, "raise SystemExit('why')": 1, "r
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_last_words_of_a_process_are_printed_however_it_ends(end):
+def test_buffered_output_is_printed_however_the_process_exits(end):
     words = [sys.executable, "-c", PROGRAM.format(end=end)]
     ended = subprocess.run(words, cwd=FOLDER, capture_output=True, text=True, timeout=100)
     assert ended.returncode == ENDS[end]
@@ -172,14 +170,14 @@ def test_the_last_words_of_a_process_are_printed_however_it_ends(end):
     assert ("why" in ended.stderr) == ("why" in end)
 
 
-def test_the_last_words_of_a_process_are_not_waited_for_long(stuck_pipe):
+def test_a_process_whose_output_blocks_exits(stuck_pipe):
     program = "import sys; from streams import outlive_output; outlive_output(); print('x'); sys.exit('why')"
     with open(stuck_pipe[0], "w") as pipe:
         ended = subprocess.run([sys.executable, "-c", program], cwd=FOLDER, stdout=pipe, stderr=pipe, timeout=100)
     assert ended.returncode == 1
 
 
-def test_a_stream_of_a_terminal_is_one(tmp_path):
+def test_a_background_stream_of_a_terminal_is_a_tty(tmp_path):
     screen, terminal = pty.openpty()
     with open(os.ttyname(terminal), "w") as stream:
         assert BackgroundStream(stream).isatty()

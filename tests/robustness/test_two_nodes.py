@@ -27,7 +27,7 @@ def start_nodes(image_folder, tmp_path):
             node.cut_the_power()
 
 
-def test_the_loss_of_the_node_where_they_meet_ends_the_other(start_nodes, tmp_path):
+def test_losing_the_node_of_the_rendezvous_ends_the_other_node(start_nodes, tmp_path):
     nodes = start_nodes()
     nodes[0].wait_until((tmp_path / "run" / "last.pt").exists)
     nodes[0].cut_the_power()
@@ -35,16 +35,16 @@ def test_the_loss_of_the_node_where_they_meet_ends_the_other(start_nodes, tmp_pa
     assert "Connection" in nodes[1].said()
 
 
-def test_a_process_that_is_killed_is_started_again_and_a_lost_node_by_hand(start_nodes, tmp_path, undisturbed):
+def test_a_killed_process_is_restarted_and_a_lost_node_can_be_restarted_by_hand(start_nodes, tmp_path, undisturbed):
     nodes = start_nodes(max_restarts=1)
     nodes[0].wait_until((tmp_path / "run" / "last.pt").exists)
     (worker,) = nodes[1].workers
     os.kill(worker, signal.SIGKILL)
-    nodes[0].wait_until(lambda: "going on after step " in nodes[0].said())  # both, each by its launcher
+    nodes[0].wait_until(lambda: "going on after step " in nodes[0].said())  # each launcher restarts its process
     assert "exitcode: -9" in nodes[1].said()
     nodes[1].cut_the_power()
     assert nodes[0].wait(60) == 1
     assert [node.wait(120) for node in start_nodes()] == [0, 0]
     assert nodes[0].said().count("going on after step ") == 2
-    assert ["train in its place" in node.said() for node in nodes] == [True, False]  # one speaks for both
+    assert ["train in its place" in node.said() for node in nodes] == [True, False]  # rank 0 prints the message
     assert_same(result(tmp_path / "run"), undisturbed().result())
