@@ -12,6 +12,7 @@ import shutil
 import sys
 import tarfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,8 @@ def test_a_run_waits_for_a_disk_that_recovers(start, data, undisturbed):
     one = start(1, prepare=functools.partial(break_in_step, 3, [*intact], (0.01,) * 3000), data_dir=str(data))
     while not all(path.is_symlink() for path in intact):
         assert one.is_running()
+    time.sleep(0.5)  # the run meets a file that fails
+    assert one.is_running()
     mend_disk(intact)
     assert_same(one.finished(), undisturbed(1).result())
 
