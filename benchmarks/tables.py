@@ -1,4 +1,4 @@
-"""Regenerate the tables of measurements in README.md and docs/benchmarks.md from the files in benchmarks/results.
+"""Regenerate the tables of measurements in PAGES from benchmarks/results and from the tables in research/*.md.
 
     python benchmarks/tables.py
 
@@ -21,7 +21,7 @@ from vil.fault_tolerance.files import write_atomically
 from vil.published import published
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/benchmarks.md", "weights/README.md")
 FAMILIES = {"ViL": "vil_{}", "ViM": "vim_{}", "DeiT": "deit_{}_patch16_224"}
 WEIGHTS = {"vil_tiny": "[Tiny ImageNet](weights/README.md)"}
 PAPERS = {
@@ -189,14 +189,15 @@ def results_of_tiny_models() -> str:
 
 
 def clothing() -> str:
-    """Test accuracy on photographs of clothing, fine-tuned and from scratch."""
-    top1 = {tuple(cells[:3]): cells[5].split(" ± ")[0] for cells in research_rows("clothing_fair.md", "clothing-fair")}
-    shown = [("vil_tiny_pooled", "fine-tuned"), ("vil_tiny_pooled", "from scratch")]
-    shown.append(("deit_tiny_patch16_224", "fine-tuned"))
+    """Tabulate test accuracy on photographs of clothing, fine-tuned and from scratch."""
+    head, found = ["test top-1 in %", "20 epochs", "100 epochs"], research_rows("clothing_fair.md", "clothing-fair")
+    top1 = {tuple(cells[:3]): cells[5].split(" ± ")[0] for cells in found}
     rows = [
-        [f"`{model}`, {start}", *(top1[model, start, epochs] for epochs in ("20", "100"))] for model, start in shown
+        [f"`{model}`, {start}", *(top1[model, start, epochs] for epochs in ("20", "100"))]
+        for model in ("vil_tiny_pooled", "vil_tiny", "deit_tiny_patch16_224")
+        for start in ("fine-tuned", "from scratch")
     ]
-    return table(["test top-1 in %", "20 epochs", "100 epochs"], rows)
+    return table(head, rows)
 
 
 TABLES = {

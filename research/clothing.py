@@ -1,7 +1,7 @@
 """Measure the value of weights for photographs: ten kinds of clothing, with 3,068 training images or 20 of each kind.
 
     python -m research.clothing --data-dir data/clothing --jobs 2 --out output/clothing.json \\
-        --weights weights/vil_tiny_photographs.safetensors weights/vil_tiny_fractals.safetensors
+        --weights weights/vil_tiny_photographs.safetensors data/vil_tiny_fractals.safetensors
 
 `vil_tiny` is trained at 224 pixels by configs/finetune.yaml, from scratch and from each file of weights. As a
 comparison, a logistic regression is fitted to frozen features of the same weights, and of random weights. For each way

@@ -1,9 +1,9 @@
-"""Write the tables of results in the pages of this folder and on the card of the weights from raw files.
+"""Write the tables of results in the pages of this folder from raw files.
 
     python -m research.tables
 
-Each table between the lines `<!-- table: NAME -->` and `<!-- end -->` of research/*.md and weights/README.md is
-generated from research/results. A test compares the committed pages with the output of this program.
+Each table between the lines `<!-- table: NAME -->` and `<!-- end -->` of research/*.md is generated from
+research/results. A test compares the committed pages with the output of this program.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def of_recipes() -> str:
 
 
 def weights() -> str:
-    """Tabulate mean ± deviation of every way to use the weights, by image size and images a class."""
+    """Tabulate mean ± deviation of each way to use the weights of generated images on digits."""
     table = [
         ["pixels", "images per class", "samples", *transfer.SETTINGS, f"{transfer.FINE_TUNED} minus {transfer.SCRATCH}"]
     ]
@@ -178,7 +178,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def pages() -> list[Path]:
-    return [*sorted((seeds.ROOT / "research").glob("*.md")), seeds.ROOT / "weights" / "README.md"]
+    return sorted((seeds.ROOT / "research").glob("*.md"))
 
 
 def filled(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:

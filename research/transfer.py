@@ -1,7 +1,7 @@
 """Measure the value of pre-trained weights with few real images: scikit-learn's digits, 20 and 5 training images a
 class.
 
-    python -m research.transfer --weights weights/vil_tiny_fractals.safetensors --jobs 7 --out output/transfer.json
+    python -m research.transfer --weights data/vil_tiny_fractals.safetensors --jobs 7 --out output/transfer.json
 
 A full-size model at 224 pixels is trained from scratch and fine-tuned from the weights by `train_imagenet.py`, with one
 budget and recipe (research/configs/transfer.yaml), so that the runs differ only in the initial weights. The result is

@@ -36,5 +36,5 @@ def test_what_a_document_names_exists(document):
 @pytest.mark.parametrize("page", tables.PAGES)
 def test_the_tables_of_speed_are_those_of_the_files_of_results(page):
     text = (ROOT / page).read_text()
-    assert text.count("<!-- table: ") >= 2
+    assert "<!-- table: " in text
     assert tables.renewed(text) == text
