@@ -22,6 +22,7 @@ ARGUMENTS = 6  # values of an operation's argument: affine operations need a mat
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to a device."""
     # CUDA copies pageable memory before this returns; other devices may read it after it is freed
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
@@ -58,33 +59,49 @@ def crop_resize_flip(
     device = images[0].device
     sources = np.arange(len(images)) if sources is None else sources
     sizes = np.array([image.shape[1:] for image in images])[sources]
-    inside = (boxes[:, :2] >= 0) & (boxes[:, 2:] > 0) & (boxes[:, :2] + boxes[:, 2:] <= sizes)
-    if not inside.all():
-        i = np.flatnonzero(~inside.all(axis=1))[0]
-        top, left, height, width = boxes[i]
-        h, w = sizes[i]
-        raise ValueError(f"crop box must be inside the {h}x{w} image, got {height}x{width} pixels at ({top}, {left})")
+    _check_boxes(boxes, sizes)
     resized = np.full((len(sources), 2), size) if resized is None else resized
     offsets = np.zeros((len(sources), 2), dtype=np.int64) if offsets is None else offsets
     if cuda.runs_on(device):
         return augment.crop_resize_flip(images, sources, sizes, boxes, flips, size, interpolation, resized, offsets)
 
-    crops_BCHW = torch.empty(len(sources), 3, *size, dtype=torch.uint8, device=device)
+    resized_crops = torch.empty(len(sources), 3, *size, dtype=torch.uint8, device=device)
     for rows in _rows_of_similar_size(boxes[:, 2:].max(axis=1)):
-        height, width = boxes[rows, 2:].max(axis=0)
-        crops = torch.empty(len(rows), 3, height, width, dtype=torch.uint8, device=device)
-        for crop, row in zip(crops, rows.tolist()):
-            top, left, h, w = boxes[row].tolist()
-            crop[:, :h, :w] = images[sources[row]][:, top : top + h, left : left + w]
+        crops = _padded_crops([images[source] for source in sources[rows]], boxes[rows])
+        height, width = crops.shape[2:]
 
         axes = to_device(np.stack([boxes[rows, 2:], resized[rows], offsets[rows]]), device)
         vertical = _resize_weights(axes[..., 0], size[0], height, interpolation)
         horizontal = _resize_weights(axes[..., 1], size[1], width, interpolation)
         flipped = to_device(flips[rows], device)[:, None, None]
         horizontal = torch.where(flipped, horizontal.flip(1), horizontal)
+
         narrow = _round(crops.float() @ horizontal.mT[:, None])  # PIL also rounds between the two directions
-        crops_BCHW[rows] = _round(vertical[:, None] @ narrow).to(torch.uint8)
-    return crops_BCHW
+        resized_crops[rows] = _round(vertical[:, None] @ narrow).to(torch.uint8)
+    return resized_crops
+
+
+def _check_boxes(boxes: np.ndarray, sizes: np.ndarray) -> None:
+    """Raise a ValueError if a box (B, 4) exceeds the size (B, 2) of its image."""
+    starts = boxes[:, :2]
+    lengths = boxes[:, 2:]
+    inside = (starts >= 0) & (lengths > 0) & (starts + lengths <= sizes)
+    if inside.all():
+        return
+
+    i = np.flatnonzero(~inside.all(axis=1))[0]
+    top, left, height, width = boxes[i]
+    h, w = sizes[i]
+    raise ValueError(f"crop box must be inside the {h}x{w} image, got {height}x{width} pixels at ({top}, {left})")
+
+
+def _padded_crops(images: Sequence[Tensor], boxes: np.ndarray) -> Tensor:
+    """Return the box of each image, padded to the largest height and width; the padding is uninitialized."""
+    height, width = boxes[:, 2:].max(axis=0)
+    crops = torch.empty(len(images), 3, height, width, dtype=torch.uint8, device=images[0].device)
+    for crop, image, (top, left, h, w) in zip(crops, images, boxes.tolist()):
+        crop[:, :h, :w] = image[:, top : top + h, left : left + w]
+    return crops
 
 
 def _rows_of_similar_size(sides: np.ndarray, step: int = 256, most_pixels: int = 2**26) -> Iterator[np.ndarray]:
@@ -99,7 +116,7 @@ def _rows_of_similar_size(sides: np.ndarray, step: int = 256, most_pixels: int =
 def _resize_weights(axis_3B: Tensor, size: int, longest: int, interpolation: str) -> Tensor:
     """Return the weight of each input pixel in each output pixel, (B, size, longest).
 
-    Pixels beyond an image's own length have weight 0. `axis_3B` holds lengths, resized lengths and offsets.
+    Pixels beyond an image's own length have weight 0. `axis_3B` contains lengths, resized lengths and offsets.
     """
     lengths, resized, offsets = axis_3B[:, :, None, None]
     position = torch.arange(size, device=axis_3B.device)[:, None] + offsets
@@ -107,10 +124,13 @@ def _resize_weights(axis_3B: Tensor, size: int, longest: int, interpolation: str
     scale = lengths / resized
     x = ((pixel - (position + 0.5) * scale) / scale.clamp(min=1)).abs()
     weights = _kernel(x, interpolation, a=-0.5) * (pixel < lengths)
+
+    # pixels outside the resized crop are 0
     return torch.where((position >= 0) & (position < resized), weights / weights.sum(-1, keepdim=True), 0)
 
 
 def _round(pixels: Tensor) -> Tensor:
+    """Round to the levels of uint8, in place."""
     return pixels.add_(0.5).clamp_(0, 255).floor_()
 
 
@@ -132,38 +152,48 @@ def apply_operations(
     arguments[blurs, :3] = _boxes_of_gaussians(arguments[blurs, 0])
     if cuda.runs_on(images.device):
         return augment.apply_operations(images, operations, arguments, fill, interpolation)
+
     # indices of the images in the input batch; sorting groups images with the same operation
     indices = np.arange(len(images))
     for turn in range(operations.shape[1]):
         order = np.argsort(operations[indices, turn])
         indices = indices[order]
         images = images[to_device(order, images.device)]
+
         values = arguments[indices, turn].astype(np.float32)
-        values_BA = to_device(values, images.device)
         found, starts = np.unique(operations[indices, turn], return_index=True)
         for code, start, end in zip(found, starts, [*starts[1:], len(indices)]):
-            name = OPERATIONS[code]
-            group = images[start:end]
-            value = values_BA[start:end]
-            if name == "Affine":
-                images[start:end] = affine(group, value, fill, interpolation)
-            elif name == "GaussianBlur":
-                for image, box in zip(group, values[start:end, :3].astype(int)):
-                    image.copy_(_blur(image, *box))
-            elif name:
-                images[start:end] = POINTWISE[name](group, value[:, 0, None, None, None])
+            _apply_operation(OPERATIONS[code], images[start:end], values[start:end], fill, interpolation)
     return images[to_device(np.argsort(indices), images.device)]
 
 
+def _apply_operation(
+    name: str, images: Tensor, arguments_BA: np.ndarray, fill: Sequence[int], interpolation: str
+) -> None:
+    """Apply one operation to all images in place, with an argument for each image."""
+    if name == "Affine":
+        images[:] = affine(images, to_device(arguments_BA, images.device), fill, interpolation)
+    elif name == "GaussianBlur":
+        for image, box in zip(images, arguments_BA[:, :3].astype(int)):
+            image.copy_(_blur(image, *box))
+    elif name:
+        values = to_device(arguments_BA[:, 0].copy(), images.device)
+        images[:] = POINTWISE[name](images, values.view(-1, 1, 1, 1))
+
+
 def affine_matrix(name: str, argument: float, width: int, height: int) -> tuple[float, ...]:
-    """Return PIL's matrix (a, b, c, d, e, f) of a timm operation: output (x, y) reads input (ax + by + c, dx + ey
-    + f).
+    """Return PIL's matrix (a, b, c, d, e, f) of a timm operation.
+
+    The output pixel (x, y) reads the input at (ax + by + c, dx + ey + f).
     """
     if name == "Rotate":
         angle = math.radians(argument % 360)
-        cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
-        x, y = width / 2, height / 2
+        cos = round(math.cos(angle), 15)
+        sin = round(math.sin(angle), 15)
+        x = width / 2
+        y = height / 2
         return cos, -sin, sin * y - cos * x + x, sin, cos, -sin * x - cos * y + y
+
     shear_x = argument if name == "ShearX" else 0
     shear_y = argument if name == "ShearY" else 0
     shift_x = {"TranslateX": argument, "TranslateXRel": argument * width}.get(name, 0)
@@ -175,20 +205,24 @@ GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY", "Translat
 
 
 def affine(images: Tensor, matrices_B6: Tensor, fill: Sequence[int], interpolation: str) -> Tensor:
-    """Apply PIL's affine transform of pixel centres."""
+    """Apply PIL's affine transform of pixel centres. Return float32 images with values from 0 to 255."""
     height, width = images.shape[-2:]
     a, b, c, d, e, f = matrices_B6[:, :, None, None].unbind(1)
-    x = torch.arange(width, device=images.device) + 0.5
-    y = torch.arange(height, device=images.device)[:, None] + 0.5
-    x, y = a * x + b * y + c, d * x + e * y + f
+    output_x = torch.arange(width, device=images.device) + 0.5
+    output_y = torch.arange(height, device=images.device)[:, None] + 0.5
+    x = a * output_x + b * output_y + c
+    y = d * output_x + e * output_y + f
     inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+
     columns, column_weights = _taps(x - 0.5, width, interpolation)
     rows, row_weights = _taps(y - 0.5, height, interpolation)
-    pixels, moved = images.flatten(2), torch.zeros((), device=images.device)
+    pixels = images.flatten(2)
+    moved = torch.zeros((), device=images.device)
     for row, row_weight in zip(rows.split(1, dim=1), row_weights.split(1, dim=1)):
         index = (row * width + columns).flatten(1)[:, None].expand(-1, 3, -1)
         taps = pixels.gather(2, index).view(-1, 3, *columns.shape[1:])
         moved = moved + (taps * (row_weight * column_weights)[:, None]).sum(2)
+
     outside = torch.tensor(fill, dtype=torch.float32, device=images.device).view(3, 1, 1)
     # PIL truncates here; 1e-3 compensates rounding errors just below an integer
     return torch.where(inside[:, None], (moved + 1e-3).clamp_(0, 255), outside)
@@ -214,11 +248,11 @@ def _kernel(x: Tensor, interpolation: str, a: float) -> Tensor:
 
 
 def _boxes_of_gaussians(radii_N: np.ndarray) -> np.ndarray:
-    """Return the box filters (N, 3) that PIL applies three times to approximate a Gaussian of standard deviation
-    `radius`.
+    """Return the box filters (N, 3) that PIL applies three times to approximate Gaussians with these standard
+    deviations.
 
-    Columns are the whole pixels on each side, the weight of each pixel, and the weight of the next pixel at both ends,
-    with weights as multiples of 2^-24. Dtypes follow PIL, which follows Gwosdek et al. (2011).
+    The columns are the whole pixels on each side, the weight of each pixel, and the weight of the next pixel at both
+    ends, with weights as multiples of 2^-24. Dtypes follow PIL, which follows Gwosdek et al. (2011).
     """
     variance = np.square(radii_N.astype(np.float32)) / 3
     length = np.sqrt(12.0 * variance.astype(np.float64) + 1).astype(np.float32)
@@ -230,6 +264,7 @@ def _boxes_of_gaussians(radii_N: np.ndarray) -> np.ndarray:
 
 
 def _blur(image_CHW: Tensor, radius: int, weight: int, end_weight: int) -> Tensor:
+    """Apply a row of `_boxes_of_gaussians` three times in each direction."""
     for axis in (2, 1):
         length = image_CHW.shape[axis]
         pixels = torch.arange(-radius - 1, length + radius + 1, device=image_CHW.device).clamp(0, length - 1)
@@ -254,6 +289,7 @@ def _enhance(images: Tensor, plain: Tensor, factor: Tensor) -> Tensor:
 
 
 def _contrast(images: Tensor, factor: Tensor) -> Tensor:
+    """Change the contrast around the mean luma of each image."""
     mean = _grey(images).float().mean(dim=(1, 2, 3), keepdim=True)
     return _enhance(images, (mean + 0.5).floor(), factor)
 
@@ -304,27 +340,41 @@ def finish(
     """
     if cuda.runs_on(images.device):
         return augment.finish(images, mean, std, erasing, keys, mode, mixing, partners)
-    device, (height, width) = images.device, images.shape[-2:]
-    shift, scale = (torch.tensor([255 * value for value in of], device=device).view(3, 1, 1) for of in (mean, std))
-    normalised = images.float().sub_(shift).div_(scale)
+
+    shift = torch.tensor([255 * value for value in mean], device=images.device).view(3, 1, 1)
+    scale = torch.tensor([255 * value for value in std], device=images.device).view(3, 1, 1)
+    normalized = images.float().sub_(shift).div_(scale)
     if erasing is not None:
         assert keys is not None
-        for image, (top, left, h, w), key in zip(normalised, erasing.tolist(), keys.tolist()):
-            if h:
-                image[:, top : top + h, left : left + w] = _noise(key, mode, h, w, device)
-    if mixing is None:
-        return normalised
-    assert partners is not None
-    top, bottom, left, right, share, _ = to_device(mixing, device)[:, :, None, None, None].unbind(1)
-    y = torch.arange(height, device=device)[:, None]
-    x = torch.arange(width, device=device)
+        _erase(normalized, erasing, keys, mode)
+    if mixing is not None:
+        assert partners is not None
+        _mix(normalized, mixing, partners)
+    return normalized
+
+
+def _erase(images: Tensor, boxes: np.ndarray, keys: np.ndarray, mode: str) -> None:
+    """Fill a box of each image with noise, in place."""
+    for image, (top, left, height, width), key in zip(images, boxes.tolist(), keys.tolist()):
+        if height:
+            image[:, top : top + height, left : left + width] = _noise(key, mode, height, width, images.device)
+
+
+def _mix(images: Tensor, mixing: np.ndarray, partners: np.ndarray) -> None:
+    """Mix each image with its partner, in place."""
+    height, width = images.shape[-2:]
+    top, bottom, left, right, share, _ = to_device(mixing, images.device)[:, :, None, None, None].unbind(1)
+    y = torch.arange(height, device=images.device)[:, None]
+    x = torch.arange(width, device=images.device)
     inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)
+
     kept = torch.where(inside, share, 1)
-    others = normalised[to_device(partners, device)].mul_(1 - kept)
-    return normalised.mul_(kept).add_(others)
+    others = images[to_device(partners, images.device)].mul_(1 - kept)
+    images.mul_(kept).add_(others)
 
 
 def _noise(key: int, mode: str, height: int, width: int, device: torch.device) -> Tensor:
+    """Return the values of an erased box."""
     if mode == "const":
         return torch.zeros(3, 1, 1, device=device)
     shape = (3, height, width) if mode == "pixel" else (3, 1, 1)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ...text import one_line
 
-HARDWARE, GPU_HYBRID = 3, 2  # nvjpegBackend_t
+HARDWARE = 3  # nvjpegBackend_t
+GPU_HYBRID = 2  # nvjpegBackend_t
 FLAGS = {"NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE": 1, "NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION": 32}
 MOST_PIXELS = 2**24  # maximum pixels of a file that nvJPEG decodes; larger files are rare
 PLANAR_RGB = 3  # nvjpegOutputFormat_t
@@ -43,8 +44,11 @@ class JpegDecoder:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.library, self.lock = device, _library(), threading.Lock()
-        self.handle, self.state = ctypes.c_void_p(), ctypes.c_void_p()
+        self.device = device
+        self.library = _library()
+        self.lock = threading.Lock()
+        self.handle = ctypes.c_void_p()
+        self.state = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.init()
             status = self._create(HARDWARE)
@@ -52,9 +56,11 @@ class JpegDecoder:
                 status = self._create(GPU_HYBRID)
             _check(status)
             _check(self.library.nvjpegJpegStateCreate(self.handle, ctypes.byref(self.state)))
-        self.batch_size, self.decoded = 0, torch.cuda.Event(blocking=True)
+        self.batch_size = 0  # files for which the state is initialized
+        self.decoded = torch.cuda.Event(blocking=True)
 
     def _create(self, backend: int) -> int:
+        """Create the handle of a backend, and return the status."""
         return self.library.nvjpegCreateEx(backend, None, None, sum(FLAGS.values()), ctypes.byref(self.handle))
 
     def __call__(self, files: Sequence[Tensor]) -> list[Tensor]:
@@ -73,49 +79,66 @@ class JpegDecoder:
         sizes_B2 = self._sizes(pointers, lengths)
         planes_B = sizes_B2.prod(axis=1)
         ends_B = (3 * planes_B).cumsum()
+
         with self.lock, torch.cuda.device(self.device):
             pixels = torch.empty(int(ends_B[-1]), dtype=torch.uint8, device=self.device)
             destinations = np.zeros(len(files), DESTINATION)
             starts_B = pixels.data_ptr() + ends_B - 3 * planes_B
             destinations["channels"][:, :3] = starts_B[:, None] + np.arange(3) * planes_B[:, None]
             destinations["pitches"][:, :3] = sizes_B2[:, 1:]
+
             self.decoded.synchronize()  # the last decoding still uses the state
             # Hardware decoders ignore the stream's order (pytorch/vision#9606) and could overwrite memory still in use.
             torch.cuda.current_stream().synchronize()
-            if len(files) != self.batch_size:
-                self.batch_size = 0
-                arguments = len(files), 1, PLANAR_RGB
-                _check(self.library.nvjpegDecodeBatchedInitialize(self.handle, self.state, *arguments))
-                self.batch_size = len(files)
+            self._initialize(len(files))
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             arrays = (ctypes.c_void_p(array.ctypes.data) for array in (pointers, lengths, destinations))
             status = self.library.nvjpegDecodeBatched(self.handle, self.state, *arrays, stream)
             self.decoded.record()
         _check(status)
+
         images = pixels.split((3 * planes_B).tolist())
         return [image.view(3, *size) for image, size in zip(images, sizes_B2.tolist())]
 
+    def _initialize(self, batch_size: int) -> None:
+        """Initialize the state for a number of files, unless the state is initialized already."""
+        if batch_size == self.batch_size:
+            return
+        self.batch_size = 0  # if the initialization fails
+        _check(self.library.nvjpegDecodeBatchedInitialize(self.handle, self.state, batch_size, 1, PLANAR_RGB))
+        self.batch_size = batch_size
+
     def _sizes(self, pointers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return heights and widths (B, 2) according to nvJPEG, which writes images of these sizes."""
-        components, subsampling = ctypes.c_int(), ctypes.c_int()
-        widths, heights = (ctypes.c_int * 4)(), (ctypes.c_int * 4)()
+        """Return heights and widths (B, 2) according to nvJPEG, which writes images of these sizes.
+
+        Raises:
+            DecodingError: A file is not a JPEG, or its number of pixels is 0 or above `MOST_PIXELS`.
+        """
+        components = ctypes.c_int()
+        subsampling = ctypes.c_int()
+        widths = (ctypes.c_int * 4)()
+        heights = (ctypes.c_int * 4)()
         found = [ctypes.byref(components), ctypes.byref(subsampling), widths, heights]
         sizes_B2 = np.empty((len(pointers), 2), dtype=np.int64)
         for size, pointer, length in zip(sizes_B2, pointers.tolist(), lengths.tolist()):
             _check(_quick_library().nvjpegGetImageInfo(self.handle, pointer, length, *found))
             size[:] = heights[0], widths[0]
+
         if ((sizes_B2 < 1) | (sizes_B2.prod(axis=1, keepdims=True) > MOST_PIXELS)).any():
             raise DecodingError(f"number of pixels must be between 1 and {MOST_PIXELS} for nvJPEG")
         return sizes_B2
 
 
 def _check(status: int) -> None:
+    """Raise a DecodingError unless a call was successful."""
     if status:
-        raise DecodingError(f"nvJPEG failed: {STATUS[status] if status < len(STATUS) else f'status {status}'}")
+        reason = STATUS[status] if status < len(STATUS) else f"status {status}"
+        raise DecodingError(f"nvJPEG failed: {reason}")
 
 
 @functools.cache
 def _path() -> str:
+    """Return the path of the library."""
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
@@ -127,6 +150,7 @@ def _path() -> str:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
+    """Return the library with calls that release the GIL."""
     return ctypes.CDLL(_path())
 
 

@@ -37,7 +37,15 @@ class TransformParameters:
 
 
 class TransformSampler:
-    """Sample the random parameters of a timm transform for an image without reading its pixels.
+    """Sampler of a timm transform's random parameters, which does not read an image's pixels.
+
+    Args:
+        transform: timm's transform. The sampler copies its steps.
+
+    Attributes:
+        size: Height and width of a transformed image.
+        interpolation: 'bilinear' or 'bicubic'.
+        fill: Colour of pixels that an operation reads outside the image.
 
     Raises:
         ConfigError: The transform contains an unsupported step.
@@ -48,7 +56,7 @@ class TransformSampler:
         self.fill = (0, 0, 0)
         interpolations = set()
         for step in self.steps:
-            _check(type(step).__name__, [known.__name__ for known in _SAMPLE], "transform")
+            _check_supported(type(step).__name__, [known.__name__ for known in _SAMPLE], "transform")
             if hasattr(step, "interpolation"):
                 interpolations.add(getattr(step.interpolation, "value", "random"))
             if isinstance(step, (RandomResizedCropAndInterpolation, CenterCrop)):
@@ -56,8 +64,9 @@ class TransformSampler:
             for operation in _operations(step):
                 operation.aug_fn = _recorder(operation.name)
                 self.fill = operation.kwargs["fillcolor"]
+
         (self.interpolation,) = interpolations
-        _check(self.interpolation, ("bilinear", "bicubic"), "interpolation")
+        _check_supported(self.interpolation, ("bilinear", "bicubic"), "interpolation")
 
     def __call__(self, image: Image.Image) -> TransformParameters:
         """Sample a transform. Only the image's size is used."""
@@ -67,7 +76,8 @@ class TransformSampler:
         return parameters
 
 
-def _check(name: str, known: Sequence[str], what: str) -> None:
+def _check_supported(name: str, known: Sequence[str], what: str) -> None:
+    """Raise a ConfigError if the device does not support a part of the transform."""
     if name not in known:
         raise ConfigError(
             f"{what} must be one of {', '.join(known)} for augmentation on the device, got {name!r}: set "
@@ -79,7 +89,9 @@ def _operations(step) -> list:
     """Return the `AugmentOp`s of a timm policy."""
     if isinstance(step, AutoAugment):
         return [operation for operations in step.policy for operation in operations]
-    return step.ops if isinstance(step, RandAugment) else []
+    if isinstance(step, RandAugment):
+        return step.ops
+    return []
 
 
 def _sample_random_crop(
@@ -92,8 +104,8 @@ def _sample_random_crop(
 def _sample_resize(step: Resize, image: Image.Image, parameters: TransformParameters) -> None:
     if isinstance(step.size, int):  # length of the shorter side
         height, width = image.height, image.width
-        longer = int(step.size * max(height, width) / min(height, width))
-        parameters.resized = (step.size, longer) if height <= width else (longer, step.size)
+        longer_side = int(step.size * max(height, width) / min(height, width))
+        parameters.resized = (step.size, longer_side) if height <= width else (longer_side, step.size)
     else:
         parameters.resized = step.size
 
@@ -118,15 +130,20 @@ def _sample_flip(step: RandomHorizontalFlip, image: Image.Image, parameters: Tra
 
 
 def _sample_policy(step: RandAugment | AutoAugment, image: Image.Image, parameters: TransformParameters) -> None:
-    parameters.operations += step([])  # the operations' stand-ins append their calls to the list
+    parameters.operations += step([])  # stand-ins of the operations extend this list by their calls
 
 
 def _sample_jitter(step: ColorJitter, image: Image.Image, parameters: TransformParameters) -> None:
-    order, *factors, _ = step.get_params(step.brightness, step.contrast, step.saturation, step.hue)
-    jitter = list(zip(("Brightness", "Contrast", "Color"), factors))
-    parameters.operations += [
-        (name, (factor,)) for name, factor in (jitter[i] for i in order if i < len(jitter)) if factor is not None
-    ]
+    order, brightness, contrast, saturation, _ = step.get_params(
+        step.brightness, step.contrast, step.saturation, step.hue
+    )
+    factors = [("Brightness", brightness), ("Contrast", contrast), ("Color", saturation)]
+    for i in order:
+        if i == len(factors):  # hue, which timm does not change
+            continue
+        name, factor = factors[i]
+        if factor is not None:
+            parameters.operations.append((name, (factor,)))
 
 
 _SAMPLE = {
@@ -142,13 +159,16 @@ _SAMPLE = {
 
 
 def _recorder(name: str):
-    """Return a stand-in for the function of a timm operation; it appends the call to a list instead of the image."""
+    """Return a stand-in for the function of a timm operation.
+
+    The stand-in receives a list of operations instead of an image, and returns the list with this operation added.
+    """
     if name == "Desaturate":
         return lambda operations, factor, **_: [*operations, ("Color", (1.0 - factor,))]
     if name == "GaussianBlurRand":
         return lambda operations, factor, **_: [*operations, ("GaussianBlur", (random.uniform(0.1, 2.0 * factor),))]
     name = name.removesuffix("Increasing").removesuffix("Original")  # the argument has the suffix's meaning already
-    _check(name, (*CODES, *GEOMETRIC), "operation of aa")
+    _check_supported(name, (*CODES, *GEOMETRIC), "operation of aa")
     return partial(_record, name)
 
 
