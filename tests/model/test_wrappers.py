@@ -92,7 +92,7 @@ def test_a_model_without_a_configuration_is_told_and_one_without_logits_refused(
     assert {p.label for p in found} == {"0", "1", "2", "3"}
     assert "Sequential has no pretrained_cfg" in caplog.text
     features = timm.create_model("resnet18", features_only=True)
-    with pytest.raises(ConfigError, match="makes list of 1 images"):
+    with pytest.raises(ConfigError, match="must return a tensor of logits, got list"):
         vil.predict(features, PIXELS)
 
 

@@ -194,19 +194,19 @@ def test_an_option_that_one_phase_says_has_in_the_others_the_value_beside_them()
         ("--phases {lr: 1} {epochs: 0}", "option 'epochs' in phase 2 in the command line must be at least 1, got 0"),
         ("--phases {aa: x}", "phase 1: aa must be a policy of timm.*got 'x'"),
         ("--phases 5", "phase 1 in the command line must be a table as {epochs: 100, lr: 4e-4}, got 5"),
-        ("--resume last.pt --lr 1", "--lr would change nothing: the phases of last.pt say it. Give --phases"),
-        ("-c FILE --lr 1", "--lr would change nothing: the phases of .*c.yaml say it. Give --phases"),
+        ("--resume last.pt --lr 1", "--lr has no effect, because the phases of last.pt set it: set --phases"),
+        ("-c FILE --lr 1", "--lr has no effect, because the phases of .*c.yaml set it: set --phases"),
     ],
 )
 def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
     (tmp_path / "c.yaml").write_text("epochs: 3\nseed: 7\nphases:\n- {img_size: 16}\n- {lr: 1}\n")
     words = [word.replace("FILE", str(tmp_path / "c.yaml")) for word in re.findall(r"{.*?}|\S+", words)]
     with pytest.raises(ConfigError, match=message):
-        load_config("", words, lambda path: dict(phases=[dict(lr=1.0)]))
+        load_config("", words, lambda path, given: dict(phases=[dict(lr=1.0)]))
     rest = "--resume last.pt --epochs 5 --lr 2 --phases none --output a --experiment b"
     # a config file overrides the checkpoint's options
     for words, seed in ((["-c", str(tmp_path / "c.yaml")], 7), ([], 0)):
-        again = load_config("", [*words, *rest.split()], lambda path: dict(phases=[dict(lr=1.0)]))
+        again = load_config("", [*words, *rest.split()], lambda path, given: dict(phases=[dict(lr=1.0)]))
         assert (again.total_epochs, again.lr, again.output, again.experiment, again.seed) == (5, 2, "a", "b", seed)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from ..text import shown
 from .options import FIELDS, Config, ConfigError
 from .timm_args import from_timm, img_size_of
 from .values import checked, kind_of, may_be_pair, read_yaml, unknown_option
+
+SOURCE = "the command line"  # in messages
 
 _logger = logging.getLogger(__name__)
 
@@ -24,9 +26,9 @@ class Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
             if not word.startswith("-"):
-                raise ConfigError(f"{shown(word)} on the command line belongs to no option")
+                raise ConfigError(f"{shown(word)} on {SOURCE} belongs to no option")
             name = word.split("=")[0].lstrip("-").replace("-", "_")
-            raise ConfigError(unknown_option(name, "on the command line", vars(options)))
+            raise ConfigError(unknown_option(name, f"on {SOURCE}", vars(options)))
         return options
 
     def error(self, message):
@@ -50,41 +52,81 @@ def load_config(
         ConfigError: An option or value is invalid, or a phase of the file overrides an option of the command line. The
             message names the option, and the nearest valid one.
     """
-    # one option for each field; `checked` validates the values like those of the file
+    options = vars(_parser(description).parse_args(arguments))
+    file = options.pop("config")
+    given = _checked_options(options)
+    resumed = given.get("resume")
+
+    defaults: dict[str, Any] = {}
+    if file:
+        defaults = _options_of_file(file, given)
+    elif saved_options and resumed not in (None, "auto"):
+        folder = Path(resumed).resolve().parent  # resume in the checkpoint's folder
+        defaults = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed, given)}
+    _check_phases(defaults, given, file or resumed)
+
+    config = Config(**{**defaults, **given})
+    if not config.experiment:
+        config.experiment = Path(file).stem if file else config.model
+    return config
+
+
+def _parser(description: str) -> Parser:
+    """Return a parser with an option for each field of `Config`, whose values stay unconverted words."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=description, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of options")
     for name, field in FIELDS.items():
-        flag, kind = "--" + name.replace("_", "-"), kind_of(name)[0]
+        flag = _flag_of(name)
         help = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
-        if kind is bool:
+        if kind_of(name)[0] is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help)
         else:
             bare = field.metadata["bare"]
-            nargs = "+" if kind in (tuple, dict, list) or may_be_pair(name) else "?" if bare else None
-            parser.add_argument(flag, nargs=nargs, const=bare, metavar="VALUE", help=help)
+            parser.add_argument(flag, nargs=_number_of_words(name), const=bare, metavar="VALUE", help=help)
     parser.add_argument("--input-size", nargs=3, metavar="VALUE", help="timm's --img-size: 3, height and width")
-    values = vars(parser.parse_args(arguments))
-    path = values.pop("config")
-    given = {name: value for name, value in values.items() if value is not None}
-    if input_size := given.pop("input_size", None):
-        given["img_size"] = given.get("img_size") or img_size_of(input_size, "the command line")
-    given = checked(given, "the command line")
-    from_file: dict[str, Any] = {}
-    if path:
-        options, ignored, errors = from_timm(read_yaml(path), path, given)
-        from_file = checked(options, path, errors)
-        if ignored and is_rank0():
-            names = ", ".join(ignored)
-            _logger.warning("%s: ignored %d options of timm that change nothing here: %s", path, len(ignored), names)
-    resumed = given.get("resume")
-    if saved_options and not path and resumed not in (None, "auto"):
-        folder = Path(resumed).resolve().parent  # resume in the checkpoint's folder
-        from_file = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed, given)}
-    for phase in () if "phases" in given else from_file.get("phases") or ():
-        if decided := phase.keys() & given:
-            flag = "--" + min(decided).replace("_", "-")
-            raise ConfigError(f"{flag} would change nothing: the phases of {path or resumed} say it. Give --phases")
-    config = Config(**{**from_file, **given})
-    config.experiment = config.experiment or (Path(path).stem if path else config.model)
-    return config
+    return parser
+
+
+def _flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _number_of_words(name: str) -> str | None:
+    """Return argparse's `nargs` of an option; None for exactly one word."""
+    kind, _ = kind_of(name)
+    if kind in (tuple, dict, list) or may_be_pair(name):
+        return "+"
+    can_be_bare = bool(FIELDS[name].metadata["bare"])
+    return "?" if can_be_bare else None
+
+
+def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that the command line sets, converted to their types."""
+    given = {name: value for name, value in options.items() if value is not None}
+    input_size = given.pop("input_size", None)
+    if input_size and not given.get("img_size"):
+        given["img_size"] = img_size_of(input_size, SOURCE)
+    return checked(given, SOURCE)
+
+
+def _options_of_file(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a config file, which may be one of timm's train.py."""
+    translation = from_timm(read_yaml(path), path, given)
+    options = checked(translation.options, path, translation.errors)
+    ignored = translation.ignored
+    if ignored and is_rank0():
+        names = ", ".join(ignored)
+        _logger.warning("%s: ignored %d options of timm that change nothing here: %s", path, len(ignored), names)
+    return options
+
+
+def _check_phases(defaults: Mapping[str, Any], given: Mapping[str, Any], source: str | None) -> None:
+    """Raise a ConfigError if a phase of the file or checkpoint overrides an option of the command line."""
+    if "phases" in given:
+        return
+    for phase in defaults.get("phases") or ():
+        overridden = phase.keys() & given
+        if overridden:
+            flag = _flag_of(min(overridden))
+            raise ConfigError(f"{flag} has no effect, because the phases of {source} set it: set --phases")

@@ -17,7 +17,9 @@ from PIL import Image
 from torch import nn
 
 from ..config import ConfigError
-from .classifier import Classifier, Picture, Prediction, classifier_of, predictions, reason_of
+from .classifier import Classifier, Prediction, predictions, reason_of
+from .images import Picture
+from .loading import classifier_of
 
 __all__ = ["Classifier", "Prediction", "predict"]
 

@@ -23,7 +23,8 @@ from ..fault_tolerance.streams import outlive_output
 from ..security.csv_tables import csv_text
 from ..text import label_of
 from . import __doc__ as description
-from .classifier import Classifier, Prediction, classifier_of, predictions, reason_of
+from .classifier import Classifier, Prediction, predictions, reason_of
+from .loading import classifier_of
 
 _logger = logging.getLogger(__name__)
 

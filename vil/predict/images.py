@@ -1,0 +1,37 @@
+"""Conversion of the images that `predict` supports to 8-bit RGB."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeAlias
+
+import numpy as np
+from PIL import Image
+
+from ..config import ConfigError
+
+Picture: TypeAlias = str | os.PathLike | Image.Image | np.ndarray
+
+
+def open_picture(image: Any) -> Image.Image:
+    """Convert an image of any supported kind to 8-bit RGB, with the same colours as in training."""
+    from ..data.sources.images import read_image
+    from ..security.image_decoding import to_rgb
+
+    if isinstance(image, (str, os.PathLike)):
+        return read_image(image)
+    if isinstance(image, Image.Image):
+        return to_rgb(image)
+    return to_rgb(_from_array(np.asarray(image)))
+
+
+def _from_array(array: np.ndarray) -> Image.Image:
+    if array.dtype == np.uint16:
+        array = (array >> 8).astype(np.uint8)
+
+    has_known_shape = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
+    if array.dtype != np.uint8 or not has_known_shape:
+        raise ConfigError(
+            f"an image array must be (H, W) or (H, W, 3) of uint8 or uint16, got {array.shape} of {array.dtype}"
+        )
+    return Image.fromarray(array)

@@ -1,0 +1,60 @@
+"""Loading of classifiers from models and checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..classes import names_of
+from ..config import ConfigError
+from ..data_config import data_config_of
+from ..devices import default_device
+from ..factory import from_checkpoint
+from ..wrappers import unwrapped
+from .classifier import Classifier
+from .onnx_file import classifier_of_onnx
+
+_logger = logging.getLogger(__name__)
+
+
+def classifier_of(model: nn.Module | str | os.PathLike, device: str | None = None) -> Classifier:
+    """Return the classifier of a model or of a checkpoint.
+
+    Raises:
+        ConfigError: The model has no classes, or the checkpoint does not specify its preprocessing.
+        CheckpointError: The checkpoint is missing or corrupt.
+    """
+    if not isinstance(model, (str, os.PathLike)):
+        return _classifier_of_model(model)
+    path = Path(model)
+    if path.suffix == ".onnx":
+        return classifier_of_onnx(path)
+    return _classifier_of_model(from_checkpoint(path).to(device or default_device()))
+
+
+def _classifier_of_model(model: Any) -> Classifier:
+    inner = unwrapped(model)
+    if not getattr(inner, "num_classes", 1):
+        raise ConfigError("num_classes of the model must be at least 1 to predict classes, got 0: keep its head")
+    if not getattr(inner, "pretrained_cfg", None):
+        _logger.warning(
+            "%s has no pretrained_cfg: images are preprocessed with timm's defaults, and class names are indices. "
+            "Set model.pretrained_cfg, or use a timm model",
+            type(inner).__name__,
+        )
+    module: nn.Module = model if isinstance(model, nn.Module) else inner  # timm's ModelEma is not a module
+    weight = next(module.parameters())
+
+    def run(images: Tensor) -> Tensor:
+        was_training = {part: part.training for part in module.modules()}
+        try:
+            return module.eval()(images.to(weight.dtype))
+        finally:
+            for part, training in was_training.items():
+                part.training = training
+
+    return Classifier(run, weight.device, data_config_of(inner), names_of(inner))
