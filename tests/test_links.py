@@ -28,7 +28,7 @@ def test_what_a_document_names_exists(document):
     missing = [(file, a) for file, a in targets if not file.exists() or (a and a not in anchors(file))]
     named = re.findall(rf"`((?:{FOLDERS})/[\w./-]*\w|(?:train_imagenet|validate)\.py)`", text)
     missing += [path for path in named if not (ROOT / path).exists() and not (page.parent / path).exists()]
-    defined = "".join(file.read_text() for file in (*ROOT.glob("tests/*/*.py"), *ROOT.glob("research/tests/*.py")))
+    defined = "".join(file.read_text() for file in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("research/tests/*.py")))
     missing += [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in defined]
     assert not missing
 
