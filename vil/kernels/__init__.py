@@ -14,7 +14,7 @@ Shared modules:
 `checks`    validation of operators' arguments
 `cuda`      headers of CUDA sources, and compilation, launch and replay of kernels
 `cpu`       the same for kernels written in Python and compiled by Numba
-`torch_private`  private functions of PyTorch that save host time
+`torch_private`  private functions of PyTorch
 `cache`     compiled code on disk
 `flops`     FLOP formulas of the operators for PyTorch's FlopCounterMode
 """

@@ -83,7 +83,7 @@ def block(
         y_BMC, next_normed, _ = torch.ops.vil.block(*_to_schema(options, keep, flat))
         return y_BMC, Normed(*next_normed) if next_normed else None
     if keep:
-        y_BMC, xhat_TC, rstd_T = _apply(weights.sizes(), options, *flat)
+        y_BMC, xhat_TC, rstd_T = _EagerBlock.apply(weights.sizes(), options, *flat)
     else:
         y_BMC, xhat_TC, rstd_T = forward(options, False, flat)
     return y_BMC, None if xhat_TC is None else Normed(xhat_TC, rstd_T)
@@ -206,10 +206,6 @@ class _EagerBlock(torch.autograd.Function):
         return None, None, dx_BLC, None, dxhat_TC, None, *gradients
 
 
-# `_EagerBlock.apply` without its check for functional transforms, which `is_eager` has done
-_apply = super(torch.autograd.Function, _EagerBlock).apply
-
-
 class _ObservedBlock(torch.autograd.Function):
     """Autograd function of the operator `vil::block`, whose backward is the operator `vil::block_backward`.
 
@@ -269,7 +265,7 @@ def _weight_placeholders(sizes: Sizes) -> list[Tensor]:
 
 def _below_autograd(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
     """Run `forward` through the operator."""
-    with torch_private.without_autograd():
+    with torch_private.below_autograd():
         y_BMC, next_normed, saved = torch.ops.vil.block(*_to_schema(options, keep, flat))
     norm_given = Inputs.of(flat).normed is not None
     kept = SavedForBackward.of(saved, options.recurrence, options.lines is not None, norm_given) if keep else ()

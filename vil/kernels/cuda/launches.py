@@ -9,7 +9,6 @@ import threading
 import torch
 from torch import Tensor
 
-from .. import torch_private
 from .compiler import cached_cubin
 from .source import Number, Pointer, Source
 
@@ -82,7 +81,7 @@ class Launch:
         values = self.values.copy()
         for i, t in self.tensors:
             values[i] = t.data_ptr()
-        with on(device.index):
+        with on(device):
             self.run_with(values, current_stream(device))
 
     def run_with(self, values: list[int | float], stream) -> None:
@@ -115,12 +114,14 @@ def current_stream(device: torch.device):
         return None
     if not hasattr(thread, "bound"):  # autograd's threads have no context before PyTorch's first kernel
         _bind(device.index)
-    return _stream(torch_private.current_stream(device.index), device.index)
+    return _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
 
 
-def on(index: int):
-    """Return a context in which this GPU is the current one."""
-    return contextlib.nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index)
+def on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Return a context in which this device, if it is a GPU, is the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def _bind(index: int) -> None:

@@ -12,6 +12,7 @@ tensors and None, and calls `device_of` for the device of a tensor.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .. import torch_private
 from . import launches
-from .launches import on
 from .recording import Recording, device_of
 from .steps import view_in
 
@@ -96,20 +95,22 @@ class Plan:
 
     def __call__(self, given: list[Any]) -> list[Tensor | None]:
         """Replay the plan for a flat list of the function's tensors, and return the function's results."""
-        if self.device.type == "cuda" and self.device.index != torch_private.current_device():
-            with on(self.device.index):
-                return self(given)
         tensors: list[Tensor | None] = [None] * self.buffer_count
         addresses = [0] * self.buffer_count
         for i, buffer, offset in self.inputs:
             t = tensors[buffer] = given[i]  # None is never an input
             addresses[buffer] = t.data_ptr() - offset
-        # autograd and autocast are not needed here and cost host time
-        with torch_private.without_autograd(), torch_private.without_autocast():
+        with launches.on(self.device), torch.no_grad(), _recorded_dtypes(self.device):
             stream = launches.current_stream(self.device)
             for step in self.steps:
                 step(tensors, addresses, stream)
-            return [None if output is None else view_in(tensors, output) for output in self.outputs]
+        # outside of `no_grad`, because a view that is made there may not be modified in place with gradients
+        return [None if output is None else view_in(tensors, output) for output in self.outputs]
+
+
+def _recorded_dtypes(device: torch.device) -> contextlib.AbstractContextManager:
+    """Return a context in which autocast does not change the dtypes of products."""
+    return torch.autocast("cuda", enabled=False) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _tensor_indices(arguments: tuple) -> list[int]:
