@@ -319,11 +319,6 @@ TABLE = {
          "u += ⟦b * span.L * u_stride→int(b * span.L * u_stride)⟧;"),
         ("the second direction's window begins in the wrong place",
          "row[m] = sequence * (span.L + BACK) + t - span.first + BACK - ⟦onward * →⟧BACK;"),
-        ("a tile lacks what the other warp of its group has added up", "if (m ⟦!→=⟧= part) exchanges[m].sums"),
-        ("one warp of a group begins with the step while the other writes it",
-         "step[k][i][lane] = step.of[m][k][i];⟦\n    __syncthreads();→⟧"),
-        ("step_proj comes where the other warp still reads the step",
-         "⟦            __syncthreads();  // both warps have read the steps\n→⟧"),
     ],
     "block/step_proj_bwd.cu": [
         ("the step's gradient lacks the last channels", "for (int w = 1; w < WARPS⟦→ - 1⟧; w++)"),

@@ -9,7 +9,7 @@ from blocks import close, make_block, weights_of
 from reference_kernels import ReferenceKernels, in_tiles
 from torch.utils._pytree import tree_map_only
 
-from vil.kernels.block import conv, conv_backward, conv_xproj, gate_outproj_sm90, kernels
+from vil.kernels.block import conv, conv_backward, gate_outproj_sm90, kernels
 from vil.kernels.block.weights import BlockWeights
 from vil.kernels.cuda import hardware, launches
 from vil.models.block import LonghornMixer
@@ -107,19 +107,6 @@ def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dt
         close(du, expected, dtype, "du")
 
 
-@pytest.mark.parametrize(("B", "L"), [(2, 70), (6, 25), (3, 97)])
-@pytest.mark.parametrize("project_step", [False, True])
-@pytest.mark.parametrize(("D", "R"), [(256, 48), (192, 48), (128, 40)])  # 128 channels at once, or 64
-def test_wide_projections_of_two_warps_for_the_same_tokens_emulated(D, R, B, L, project_step, poison):
-    u, x_proj = torch.randn(B, L, 2 * D).to(BF16)[..., D:], (torch.randn(2, R + 32, D) / D**0.5).to(BF16)
-    inputs = u, torch.randn(2, D, 4), torch.randn(2, D), x_proj, torch.randn(2, D, R).to(BF16)
-    for H in (L, L // 2 + 1):
-        found = kernels.conv_xproj(*inputs, H, project_step)
-        assert (found[2] is None) == (not project_step)
-        for value, expected in zip(found[: 2 + project_step], ReferenceKernels.conv_xproj(*exactly(*inputs), H)):
-            close(value, expected, BF16, "conv_xproj")
-
-
 # choice of kernels on a simulated H200 or A100
 
 
@@ -194,28 +181,18 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
 
     assert run() == run(dtype=torch.float16) == ("conv_xproj", 2)
     assert run(B=3, L=97) == ("conv_xproj", 4)  # 147 pairs of tokens, 48 in each CTA
-    assert run(R=48) == run(R=40) == run()  # P = 80 and P = 72
+    assert run(R=32) == run()  # P = 64
     assert run(L=95)[0] == run(B=16, L=24)[0] == "conv_xproj"  # 96 pairs
     for other in (
         dict(L=94),  # too few for two CTAs of 48
         dict(B=16, L=23),  # a CTA would span more than five sequences
-        dict(D=96), dict(R=40, N=24), dict(taps=3), dict(dtype=torch.float32), dict(stride=68),
+        dict(D=96), dict(R=40), dict(taps=3), dict(dtype=torch.float32), dict(stride=68),
         dict(stride=128, start=4),
     ):  # fmt: skip
         assert run(**other)[0] == "conv", other
     for apart in (11_184_808, 11_184_816) if emulator.has_sparse() else ():  # 96 tokens span up to 2^31 bytes
         reached = "conv_xproj" if 2 * 96 * apart < 2**31 else "conv"
         assert run(u=emulator.sparse((2, 96, 64), BF16, (0, apart, 1)))[0] == reached
-
-
-@pytest.mark.parametrize(
-    ("D", "shared", "k_tile"), [(128, 227, 128), (64, 227, 64), (192, 227, 64), (128, 163, 128), (128, 99, 64)]
-)
-def test_two_warps_share_the_tokens_of_wide_projections(D, shared, k_tile):
-    for P, split in ((72, 2), (80, 2), (64, 1), (56, 1)):
-        found = conv_xproj.macros_of(BF16, D, P, P - 32, 4, True, shared << 10)
-        assert found["CTA_BYTES"] <= shared << 10
-        assert (found["SPLIT"], found["K_TILE"]) == (split, k_tile if split == 2 else 64)
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,16 @@
 // The parameters of kernels are declared in conv_xproj.py. Macros:
 //   INPUT        element type of the tensors: bf16 or fp16
 //   TAPS         length of the convolution's filter, whose last tap is the token itself: 4
-//   PROJECTIONS  rows of x_proj, P = R + 2N, a multiple of 8, at most 80, so that a warp's sums fit in registers
+//   PROJECTIONS  rows of x_proj, P = R + 2N, a multiple of 8, at most 64, so that a warp's sums fit in registers
 //   RANK         columns of step_proj, R, a multiple of 8
 //   LOGITS       whether to compute step_logits
-//   SPLIT        number of warps that share tokens, each with a part of the channels: 2 for P > 64, else 1
-//   K_TILE       channels of a stage in shared memory, a multiple of 32 SPLIT that divides D
 //   CTA_BYTES    dynamic shared memory, computed by the host
 //
 // B batch    L tokens    D channels    H tokens that a direction reads
 //
-// A CTA processes TOKENS tokens, both directions and all channels, in steps of K_TILE channels:
+// A CTA processes TOKENS tokens, both directions and all channels, in steps of K_TILE channels, which divide D:
 //
-//   warp w:  direction w % 2, group w / 2 % GROUPS of WARP_TOKENS = 32 tokens, part w / (2 GROUPS) of K_TILE channels
+//   warp w:  direction w % 2, group w / 2 of WARP_TOKENS = 32 tokens
 //
 // A group's tokens form two tiles of 16. A tile consists of 8 strips of two tokens that are neighbours in their
 // sequence. Lane (r = lane / 4, p = lane % 4) has strip r of each tile and channels 8p .. 8p + 7 of each 32. L is
@@ -34,13 +32,12 @@
 #include "silu.cuh"
 
 constexpr int STRIP = 2, TILES = 2, GROUPS = 3;  // tokens of a strip, tiles of a warp, groups of each direction
-constexpr int WARP_TOKENS = 16 * TILES, TOKENS = GROUPS * WARP_TOKENS, THREADS = 2 * GROUPS * SPLIT * 32;
+constexpr int WARP_TOKENS = 16 * TILES, TOKENS = GROUPS * WARP_TOKENS, THREADS = 2 * GROUPS * 32;
 constexpr int WINDOW = BACK + STRIP;  // tokens that the convolutions of a strip read
-constexpr int TOGETHER = PROJECTIONS <= 64 ? TILES : 1;  // number of tiles for which a warp computes v at the same time
-constexpr int PART = K_TILE / SPLIT;  // channels of a stage that a warp has
+constexpr int K_TILE = 64;  // channels of a stage in shared memory
 // number of products for the columns of `projected`, and for the ranks (16 each)
 constexpr int COLUMNS = PROJECTIONS / 8, STEPS = (RANK + 15) / 16;
-static_assert(PART % 32 == 0 && (SPLIT == 1 || SPLIT == TILES) && TAPS == 4);
+static_assert(TAPS == 4);
 // rows of zeros between the sequences of a CTA's tokens, of which there are at most five
 constexpr int GAPS = 4 * BACK;
 constexpr int ROWS = BACK + TOKENS + GAPS + BACK;
@@ -61,19 +58,11 @@ struct Stage {
 struct StepStage {
     Element step_proj[2][K_TILE][STEP_PITCH];
 };
-union Exchange {  // sums of a tile
-    Floats<2> sums[COLUMNS][2][32];
-    unsigned step[STEPS][4][32];
-};
 struct CtaMemory {
     Stage stages[2];
     int rows[ROWS];  // offsets in memory of the rows of Stage::u, counted from the first sequence, or -1 for zeros
 };
 static_assert(sizeof(StepStage) <= sizeof(Stage) && sizeof(CtaMemory) == CTA_BYTES);
-constexpr int EXCHANGES = SPLIT == 1 ? 0 : TILES * 2 * GROUPS * sizeof(Exchange);
-// whether the exchange needs both stages; step_proj is then loaded after it
-constexpr bool TAKES_BOTH = EXCHANGES > sizeof(Stage);
-static_assert(EXCHANGES <= 2 * sizeof(Stage));
 
 // Index of the filter of channel c of 32. A lane reads the filters of its channels 8p .. 8p + 7 one after another, so
 // lanes read channels c, c + 8, c + 16 and c + 24 at the same time: these are neighbours in memory.
@@ -96,14 +85,14 @@ struct Span {
 
 // A lane's tokens: one strip of each tile, whose two tokens are rows r and r + 8 of a product
 struct LaneTokens {
-    int lane, g, part, onward;
+    int lane, g, onward;
     bool valid[TILES][STRIP];
     int token[TILES];  // first token of the strip among those that are read, counted from sequence b
     int row[TILES];  // row of the stage where the strip's window starts
     INLINE LaneTokens(const Span &span, int thread) {
-        int group = thread / 64 % GROUPS;
+        int group = thread / 64 % GROUPS;  // % is redundant; speed was measured with it
         lane = thread % 32;
-        g = thread / 32 % 2, part = SPLIT == 1 ? 0 : thread / (64 * GROUPS), onward = g ? -1 : 1;
+        g = thread / 32 % 2, onward = g ? -1 : 1;
         int first_read = g ? span.L - span.H : 0;
         UNROLLED for (int m = 0; m < TILES; m++) {
             int strip = span.first / STRIP + group * (WARP_TOKENS / STRIP) + m * 8 + lane / 4;
@@ -185,15 +174,15 @@ DEVICE void fetch_step_proj(StepStage &stage, int k_tile, const Element *step_pr
     commit_copies();
 }
 
-// v of TOGETHER strips and the lane's channels of 32, from their windows on u
-DEVICE void convolve(Pack<Element, 8> (&v)[TOGETHER][STRIP], const Pack<Element, 8> (&window)[TOGETHER][WINDOW],
+// v of a strip of each tile and the lane's channels of 32, from their windows on u
+DEVICE void convolve(Pack<Element, 8> (&v)[TILES][STRIP], const Pack<Element, 8> (&window)[TILES][WINDOW],
                      const Weights &of_32, int of_weights) {
     UNROLLED for (int i = 0; i < 4; i++) {
         Floats<2> bias = load<2>(&of_32.of[0].biases[0][0] + (of_weights + i / 2 * 16 + i % 2 * 2));
         Floats<TAPS> weight[2];
         UNROLLED for (int c = 0; c < 2; c++)
             weight[c] = load<TAPS>(&of_32.of[0].weights[0][0] + (of_weights + (i * 2 + c) * 4 * TAPS));
-        UNROLLED for (int m = 0; m < TOGETHER; m++) {
+        UNROLLED for (int m = 0; m < TILES; m++) {
             Floats<2> x[WINDOW];
             UNROLLED for (int k = 0; k < WINDOW; k++) x[k] = unpack(Element{}, window[m][k].word[i]);
             UNROLLED for (int s = 0; s < STRIP; s++) {
@@ -220,48 +209,15 @@ DEVICE void project(Sums &sums, const unsigned (&a)[TILES][8], const Element *x_
     }
 }
 
-// Two warps with the same tokens add their sums, and each receives the result of one tile. Loops run over all tiles
-// with constant indices, because an index unknown to the compiler would move sums to local memory.
-DEVICE Sums exchange(Sums sums, Exchange *exchanges, int part, int lane) {
-    __syncthreads();  // no thread reads the channels any more
-    UNROLLED for (int m = 0; m < TILES; m++)
-        UNROLLED for (int i = 0; i < COLUMNS; i++)
-            UNROLLED for (int s = 0; s < STRIP; s++)
-                if (m != part) exchanges[m].sums[i][s][lane] = sums.of[m][i][s];
-    __syncthreads();  // the other warp's sums are written
-    UNROLLED for (int m = 0; m < TILES; m++)
-        UNROLLED for (int i = 0; i < COLUMNS; i++)
-            UNROLLED for (int s = 0; s < STRIP; s++)
-                if (m == part) sums.of[m][i][s] = sums.of[m][i][s] + exchanges[m].sums[i][s][lane];
-    return sums;
-}
-
-// The two warps exchange the steps of their tiles, in the memory of sums that no other warp reads
-DEVICE Step exchange(Step step, Exchange *exchanges, int part, int lane) {
-    __syncwarp();
-    UNROLLED for (int m = 0; m < TILES; m++)
-        UNROLLED for (int k = 0; k < STEPS; k++)
-            UNROLLED for (int i = 0; i < 4; i++)
-                if (m == part) exchanges[m].step[k][i][lane] = step.of[m][k][i];
-    __syncthreads();
-    UNROLLED for (int m = 0; m < TILES; m++)
-        UNROLLED for (int k = 0; k < STEPS; k++)
-            UNROLLED for (int i = 0; i < 4; i++) step.of[m][k][i] = exchanges[m].step[k][i][lane];
-    return step;
-}
-
 // Writes `projected` and returns the step: the lane's sums are the operand of the next product
-DEVICE Step store_projected(const Sums &sums, Element *projected,
-                            const LaneTokens &at) {
+DEVICE Step store_projected(const Sums &sums, Element *projected, const LaneTokens &at) {
     Step step = {};
     UNROLLED for (int m = 0; m < TILES; m++) {
-        // computed here, because otherwise `m == part` would make it a variable index
         Element *to = projected + at.token[m] * PROJECTIONS;
         UNROLLED for (int s = 0; s < STRIP; s++, to += at.onward * PROJECTIONS) {
-            bool own = at.valid[m][s] && (SPLIT == 1 || m == at.part);
             UNROLLED for (int i = 0; i < COLUMNS; i++) {
                 Pack<Element, 2> rounded = from_floats<Element>(sums.of[m][i][s]);
-                if (own) store(to + i * 8, rounded);
+                if (at.valid[m][s]) store(to + i * 8, rounded);
                 if (i * 8 < RANK) step.of[m][i / 2][i % 2 * 2 + s] = rounded.word[0];
             }
         }
@@ -269,14 +225,13 @@ DEVICE Step store_projected(const Sums &sums, Element *projected,
     return step;
 }
 
-// Writes step_logits = step step_proj^T for the warp's channels of a k_tile, four products for each 32 channels
+// Writes step_logits = step step_proj^T for the channels of a k_tile, four products for each 32 channels
 DEVICE void store_step_logits(Element *step_logits, const Step &step, const StepStage &stage, int D,
                               const LaneTokens &at) {
-    UNROLLED for (int start = 0; start < PART; start += 32) {
+    UNROLLED for (int start = 0; start < K_TILE; start += 32) {
         Pack<Element, 8> found[TILES][STRIP];
         UNROLLED for (int i = 0; i < 4; i++) {
-            const Element *weights =
-                &stage.step_proj[at.g][at.part * PART + start + i * 8 + at.lane / 4][at.lane % 4 * 2];
+            const Element *weights = &stage.step_proj[at.g][start + i * 8 + at.lane / 4][at.lane % 4 * 2];
             Floats<2> sums[TILES][2] = {};
             UNROLLED for (int k = 0; k < STEPS; k++) {
                 unsigned w[2] = {load<2>(weights + k * 16).word[0], 0};
@@ -296,7 +251,7 @@ DEVICE void store_step_logits(Element *step_logits, const Step &step, const Step
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ < 1200 && SPLIT == 1 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ < 1200 ? 2 : 1)
 conv_xproj(PARAMETERS_conv_xproj) {
     extern __shared__ __align__(16) char shared[];
     CtaMemory &memory = *reinterpret_cast<CtaMemory *>(shared);
@@ -313,7 +268,7 @@ conv_xproj(PARAMETERS_conv_xproj) {
     bool any = false;
     int next = at.onward * D;
     UNROLLED for (int m = 0; m < TILES; m++) {
-        vs[m] = v + ((at.g * B + b) * H + at.token[m]) * D + at.part * PART + at.lane % 4 * 8;
+        vs[m] = v + ((at.g * B + b) * H + at.token[m]) * D + at.lane % 4 * 8;
         UNROLLED for (int s = 0; s < STRIP; s++) any |= at.valid[m][s];
     }
     any = __any_sync(WARP, any);
@@ -321,11 +276,9 @@ conv_xproj(PARAMETERS_conv_xproj) {
     int window_of[TILES], onward_pitch = at.onward * PITCH;
     int of_weights = at.g * 32 * (TAPS + 1) + at.lane % 4 * 4, of_x_proj = at.g * PROJECTIONS * 32 + at.lane * 8;
     UNROLLED for (int m = 0; m < TILES; m++) {
-        window_of[m] = at.row[m] * PITCH + at.part * PART + at.lane % 4 * 8;
+        window_of[m] = at.row[m] * PITCH + at.lane % 4 * 8;
         asm("" : "+r"(window_of[m]));
     }
-    constexpr int OF_PART = PART / 32 * sizeof(Weights);
-    of_weights += at.part * OF_PART / 4, of_x_proj += at.part * OF_PART / 2;
     asm("" : "+r"(onward_pitch), "+r"(of_weights), "+r"(of_x_proj));
     Sums sums = {};
     fetch(memory, 0, u, weights, biases, x_proj, D);
@@ -338,56 +291,37 @@ conv_xproj(PARAMETERS_conv_xproj) {
         const Element *us = &stage.u[0][0];
         const Weights *of_32 = stage.weights;
 #pragma unroll 1
-        for (int half = 0; any && half < PART / 32; half++, us += 32, of_32++) {
+        for (int half = 0; any && half < K_TILE / 32; half++, us += 32, of_32++) {
+            Pack<Element, 8> window[TILES][WINDOW], found[TILES][STRIP];
+            UNROLLED for (int m = 0; m < TILES; m++)
+                UNROLLED for (int k = 0; k < WINDOW; k++)
+                    window[m][k] = load<8>(us + (window_of[m] + k * onward_pitch));
+            convolve(found, window, *of_32, of_weights);
+            UNROLLED for (int m = 0; m < TILES; m++)
+                UNROLLED for (int s = 0; s < STRIP; s++)
+                    if (at.valid[m][s]) store(vs[m] + s * next, found[m][s]);
+            UNROLLED for (int m = 0; m < TILES; m++) vs[m] += 32;
             unsigned a[TILES][8];
-            UNROLLED for (int first = 0; first < TILES; first += TOGETHER) {
-                Pack<Element, 8> window[TOGETHER][WINDOW], found[TOGETHER][STRIP];
-                UNROLLED for (int m = 0; m < TOGETHER; m++)
-                    UNROLLED for (int k = 0; k < WINDOW; k++)
-                        window[m][k] = load<8>(us + (window_of[first + m] + k * onward_pitch));
-                convolve(found, window, *of_32, of_weights);
-                UNROLLED for (int m = 0; m < TOGETHER; m++)
-                    UNROLLED for (int s = 0; s < STRIP; s++)
-                        if (at.valid[first + m][s]) store(vs[first + m] + s * next, found[m][s]);
-                UNROLLED for (int m = 0; m < TOGETHER; m++) vs[first + m] += 32;
-                // select instead of copying, because the compiler would repeat a copy for every product
-                UNROLLED for (int m = 0; m < TOGETHER; m++)
-                    UNROLLED for (int i = 0; i < 8; i++)
-                        a[first + m][i] = at.valid[first + m][i % 2] ? found[m][i % 2].word[i / 2] : 0;
-#if __CUDA_ARCH__ < 900
-                // otherwise NVRTC would prefetch the next tile's window and run out of registers
-                if (TOGETHER < TILES) {
-                    asm("" : "+r"(window_of[1]), "+r"(of_weights) : "r"(a[0][0]), "r"(a[0][7]));
-                }
-#endif
-            }
+            // select instead of copying, because the compiler would repeat a copy for every product
+            UNROLLED for (int m = 0; m < TILES; m++)
+                UNROLLED for (int i = 0; i < 8; i++)
+                    a[m][i] = at.valid[m][i % 2] ? found[m][i % 2].word[i / 2] : 0;
             project(sums, a, &of_32->x_proj[0][0] + of_x_proj);
         }
-        UNROLLED for (int m = 0; m < TILES; m++) vs[m] += K_TILE - PART;
     }
 
     auto step_stage = [&](int k_tile) -> StepStage & {
         return reinterpret_cast<StepStage &>(stages[(k_tiles + k_tile) % 2]);
     };
-    if (LOGITS && !TAKES_BOTH) fetch_step_proj(step_stage(0), 0, step_proj, D);
+    if (LOGITS) fetch_step_proj(step_stage(0), 0, step_proj, D);
     int thread = threadIdx.x;
     // otherwise registers would hold values derived from it all the time
     asm("" : "+r"(thread) : "f"(sums.of[0][0][0].at[0]));
     const LaneTokens own(span, thread);
-    Exchange *exchanges = reinterpret_cast<Exchange *>(&stages[TAKES_BOTH ? 0 : (k_tiles + 1) % 2]);
-    exchanges += thread / 32 % (2 * GROUPS) * TILES;
-    if constexpr (SPLIT > 1) sums = exchange(sums, exchanges, own.part, own.lane);
     projected += (own.g * B + b) * H * PROJECTIONS + own.lane % 4 * 2;
-    Step step = store_projected(sums, projected, own);
+    const Step step = store_projected(sums, projected, own);
     if (!LOGITS) return;
-    if constexpr (SPLIT > 1) {
-        step = exchange(step, exchanges, own.part, own.lane);
-        if (TAKES_BOTH) {
-            __syncthreads();  // both warps have read the steps
-            fetch_step_proj(step_stage(0), 0, step_proj, D);
-        }
-    }
-    step_logits += (own.g * B + b) * H * D + own.part * PART + own.lane % 4 * 8;
+    step_logits += (own.g * B + b) * H * D + own.lane % 4 * 8;
 #pragma unroll 1
     for (int k_tile = 0; k_tile < k_tiles; k_tile++, step_logits += K_TILE) {
         wait_for_copies<0>();

@@ -20,6 +20,7 @@ SOURCE = Source("block/conv_xproj", {
 })  # fmt: skip
 
 STRIPS = 48  # strips of two tokens in a CTA
+K_TILE = 64  # channels of a stage in shared memory
 
 
 def conv_xproj(
@@ -38,11 +39,11 @@ def conv_xproj(
         v_2BHD = convolutions.conv(u_BLD, conv_2DK, conv_bias_2D, H)
         projected_2TP = torch.bmm(v_2BHD.flatten(1, 2), x_proj_2PD.mT)
         return v_2BHD, projected_2TP, torch.bmm(projected_2TP[..., :R], step_proj_2DR.mT) if project_step else None
-    macros = macros_of(dtype, D, P, R, conv_2DK.shape[2], project_step, hardware.shared_bytes(device_of(u_BLD)))
+    macros = macros_of(dtype, P, R, conv_2DK.shape[2], project_step)
     v_2BHD = u_BLD.new_empty(2, B, H, D)
     projected_2TP = u_BLD.new_empty(2, B * H, P)
     step_logits_2TD = u_BLD.new_empty(2, B * H, D) if project_step else None
-    launches.launch(SOURCE, "conv_xproj", macros, -(-_strips(u_BLD) // STRIPS), 192 * macros["SPLIT"], dict(
+    launches.launch(SOURCE, "conv_xproj", macros, -(-_strips(u_BLD) // STRIPS), 192, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, x_proj=x_proj_2PD,
         step_proj=step_proj_2DR, v=v_2BHD, projected=projected_2TP, step_logits=step_logits_2TD, B=B, length=L, read=H,
         channels=D,
@@ -57,7 +58,7 @@ def fits(u_BLD: Tensor, P: int, taps: int) -> bool:
     multiprocessor.
     """
     _, L, D = u_BLD.shape
-    shape = u_BLD.dtype.itemsize == 2 and D % 64 == 0 and P <= 80 and taps == 4 and L >= 24
+    shape = u_BLD.dtype.itemsize == 2 and D % K_TILE == 0 and P <= 64 and taps == 4 and L >= 24
     reached = vector_width(8, u_BLD) == 8 and 2 * L * u_BLD.stride(1) < 2**31
     return shape and reached and STRIPS * hardware.multiprocessors(device_of(u_BLD)) <= _strips(u_BLD)
 
@@ -66,18 +67,13 @@ def _strips(u_BLD: Tensor) -> int:
     return len(u_BLD) * -(-u_BLD.shape[1] // 2)
 
 
-def macros_of(dtype: torch.dtype, D: int, P: int, R: int, taps: int, project_step: bool, shared: int) -> dict:
-    """Return the macros of conv_xproj.cu for `shared` bytes of shared memory in a CTA."""
-
-    def block_bytes(k_tile):
-        rows = 96 + 6 * (taps - 1)
-        return 2 * (rows * (k_tile + 16) * 2 + 2 * k_tile * (taps + 1) * 4 + 2 * P * k_tile * 2) + rows * 4
-
-    split = 2 if P > 64 else 1  # for wide projections, a warp lacks the registers for all channels
-    k_tile = 128 if split == 2 and D % 128 == 0 and block_bytes(128) <= shared else 64
+def macros_of(dtype: torch.dtype, P: int, R: int, taps: int, project_step: bool) -> dict:
+    """Return the macros of conv_xproj.cu."""
+    rows = 2 * STRIPS + 6 * (taps - 1)
+    stage_bytes = rows * (K_TILE + 16) * 2 + 2 * K_TILE * (taps + 1) * 4 + 2 * P * K_TILE * 2
     return dict(
-        INPUT=ELEMENT[dtype], TAPS=taps, PROJECTIONS=P, RANK=R, LOGITS=int(project_step), SPLIT=split, K_TILE=k_tile,
-        CTA_BYTES=block_bytes(k_tile),
+        INPUT=ELEMENT[dtype], TAPS=taps, PROJECTIONS=P, RANK=R, LOGITS=int(project_step),
+        CTA_BYTES=2 * stage_bytes + rows * 4,
     )  # fmt: skip
 
 
