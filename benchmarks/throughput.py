@@ -187,9 +187,11 @@ def note_kernels(results: list[Result], device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def build_step(model_name: str, case: Case, compiled: bool, device: torch.device) -> Callable[[], object]:
+def build_step(
+    model_name: str, case: Case, compiled: bool, device: torch.device, amp: bool = True
+) -> Callable[[], object]:
     """Return a training or inference step that has run a few times, so that it is compiled and its memory is
-    allocated.
+    allocated. `amp` is whether the step runs under bf16 autocast.
     """
     torch.manual_seed(0)
     model = timm.create_model(model_name, img_size=case.img_size).to(device)
@@ -202,14 +204,14 @@ def build_step(model_name: str, case: Case, compiled: bool, device: torch.device
         model = torch.compile(model, fullgraph=True, dynamic=False)
 
     def train() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             loss = F.cross_entropy(model(images), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     def infer() -> torch.Tensor:
-        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16):
+        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=amp):
             return model(images)
 
     step = train if case.task == "train" else infer

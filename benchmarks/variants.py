@@ -1,11 +1,17 @@
-"""Measure what each kernel variant gains over the next simpler one in whole models, on one GPU in one process.
+"""Measure what each kernel variant gains over the next simpler one in whole models, on one device in one process.
 
     python benchmarks/variants.py                                     # about two minutes on an H200
-    python benchmarks/variants.py --variants gate_outproj_sm90 --cases vil_small,train,224,128
+    python benchmarks/variants.py --variants gate_outproj_bwd_sm90 --cases vil_small,train,224,128
+    python benchmarks/variants.py --variants "forward_simt, 4 x 1" --no-amp     # in fp32
+    python benchmarks/variants.py --device cpu                        # about four minutes of one core
 
-Each row compares a model with all variants to the same model without one of them. Both are captured as CUDA graphs,
-whose replays alternate. A variant is removed by replacing an entry of the tables or conditions that choose kernels, and
-the plans that were recorded with it are forgotten. "unused" means that the model launches the same kernels without it.
+On a GPU, each row compares a model with all variants to the same model without one of them. Both are captured as CUDA
+graphs, whose replays alternate. A variant is removed by replacing an entry of the tables or conditions that choose
+kernels, and the plans that were recorded with it are forgotten. "unused" means that the model launches the same kernels
+without it.
+
+On a CPU, each row has the CPU time of a step on one thread with the fused block, with the scan in unfused blocks, and
+with plain PyTorch.
 """
 
 from __future__ import annotations
@@ -38,11 +44,17 @@ from vil.kernels.block import (
 )
 from vil.kernels.cuda import launches
 from vil.kernels.scan import cuda_scan, heuristics, scan_op
+from vil.models.dispatch import set_fused
 
 ROUNDS, LEAST = 3, 0.06  # rounds of each graph, and seconds of a round
 TRAIN, BATCH, SINGLE = "train,224,128", "infer,224,256", "infer,224,1"
 MIDDLE_TRAIN, SMALL_TRAIN = "train,224,64", "train,224,8"
 LARGE_TRAIN, LARGE = "train,1248,4", "infer,1248,8"
+CPU_ROUNDS = 4
+CPU_CASES = [
+    ("vil_tiny", "infer,224,1"), ("vil_tiny", "train,224,2"), ("vil_tiny_pooled", "infer,224,1"),
+    ("vil_tiny_pooled", "train,224,2"), ("vil_small", "infer,224,1"),
+]  # fmt: skip
 
 
 class Variant(NamedTuple):
@@ -67,10 +79,6 @@ def table(entries: dict, longhorn: list) -> Callable:
 
 def segments_by_simt(kind: str, recurrence: str, N: int, itemsize: int) -> object:
     return heuristics.SEGMENT_STATES[recurrence]
-
-
-def narrow_projections(u_BLD: torch.Tensor, P: int, taps: int, fits=conv_xproj.fits) -> bool:
-    return P <= 64 and fits(u_BLD, P, taps)
 
 
 def tiny(*cases: str) -> dict[str, list[str]]:
@@ -99,9 +107,9 @@ VARIANTS = {
     "forward_simt, 16 x 2": Variant(
         "16 x 4, 4 x 1", table(heuristics.FORWARD_SIMT, [SIMT[0], SIMT[2]]), tiny(TRAIN) | both(MIDDLE_TRAIN)
     ),
-    "forward_simt, 4 x 1": Variant("16 x 2", table(heuristics.FORWARD_SIMT, SIMT[:2]), both(SMALL_TRAIN)),
+    "forward_simt, 4 x 1": Variant("16 x 2", table(heuristics.FORWARD_SIMT, SIMT[:2]), both(SINGLE, SMALL_TRAIN)),
     "backward, 4 channels": Variant("2 channels", table(heuristics.BACKWARD, BACKWARD[1:]), both(TRAIN, LARGE_TRAIN)),
-    "backward, 2 channels": Variant("4 channels", table(heuristics.BACKWARD, BACKWARD[:1]), both(SMALL_TRAIN)),
+    "backward, 2 channels": Variant("4 channels", table(heuristics.BACKWARD, BACKWARD[:1]), both("train,224,16")),
     "segment_gradients_mma": Variant(
         "segment_states", replaced(heuristics, "segment_variant", segments_by_simt), small(SMALL_TRAIN, LARGE_TRAIN)
     ),
@@ -116,9 +124,6 @@ VARIANTS = {
         "gate, product", replaced(gate_outproj, "few_ctas", lambda T, C: 1 << 30), both(SINGLE)
     ),
     "conv_xproj": Variant("conv, products", replaced(conv_xproj, "fits", no), small(TRAIN, BATCH, LARGE, LARGE_TRAIN)),
-    "conv_xproj, P > 64": Variant(
-        "conv, products", replaced(conv_xproj, "fits", narrow_projections), {"vil_base": ["train,224,64"]}
-    ),
     "step_proj_bwd": Variant("products", replaced(step_proj_bwd, "fits", no), both(TRAIN)),
     "scan_lines": Variant("products, scan", replaced(kernels, "scans_lines", no), {"vil_small_pooled": [SINGLE]}),
 }
@@ -128,10 +133,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS], metavar="NAME")
     parser.add_argument("--cases", nargs="+", help="MODEL,TASK,PIXELS,BATCH")
+    parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast on GPUs")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
-    device, start = torch.device("cuda"), time.perf_counter()
+    device, start = torch.device(options.device), time.perf_counter()
+    if device.type == "cpu":
+        cpu_variants(device)
+        return
     torch.cuda.set_stream(torch.cuda.Stream())
-    print(f"{described(device)}, bf16 autocast, CUDA graphs\n")
+    print(f"{described(device)}, {'bf16 autocast' if options.amp else 'fp32'}, CUDA graphs\n")
     print("| model | case | variant | instead | images/s | without it | gain |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     cases: dict[tuple[str, str], list[str]] = {}
@@ -141,7 +151,7 @@ def main() -> None:
                 cases.setdefault((model, text), []).append(name)
     for (model, text), names in cases.items():
         if not options.cases or f"{model},{text}" in options.cases:
-            compare(model, Case.parse(text), names, device)
+            compare(model, Case.parse(text), names, device, options.amp)
             gc.collect()
             torch.cuda.empty_cache()
     if not options.cases:
@@ -149,10 +159,10 @@ def main() -> None:
     print(f"\n{time.perf_counter() - start:.0f} s")
 
 
-def compare(model: str, case: Case, names: list[str], device: torch.device) -> None:
+def compare(model: str, case: Case, names: list[str], device: torch.device, amp: bool) -> None:
     """Print a row for each variant of the case."""
     with forgotten_plans(), launched() as used:
-        step = build_step(model, case, False, device)
+        step = build_step(model, case, False, device, amp)
         with_all = capture(step)
     for name in names:
         variant = VARIANTS[name]
@@ -170,11 +180,48 @@ def scan_backends(device: torch.device) -> None:
     """Print a row for the Triton scan in unfused blocks, instead of the scan in plain PyTorch."""
     case, graphs = Case("infer", 224, 8), []
     for backend in ("triton", "reference"):
-        with mock.patch.object(backends, "_backend_for", lambda _, backend=backend: backend):
-            scan_op._module.cache_clear()
+        with scans_by(backend):
             graphs.append(capture(build_step("vil_tiny", case, False, device)))
-    scan_op._module.cache_clear()
     row("vil_tiny", case, "triton_scan, unfused blocks", "torch_scan", in_turn(case, graphs, device))
+
+
+@contextlib.contextmanager
+def scans_by(backend: str) -> Iterator[None]:
+    """Let models choose this backend."""
+    with mock.patch.object(backends, "_backend_for", return_value=backend):
+        scan_op._module.cache_clear()
+        yield
+    scan_op._module.cache_clear()
+
+
+def cpu_variants(device: torch.device) -> None:
+    """Print a row for each case on a CPU."""
+    torch.set_num_threads(1)
+    print(f"{described(device)}, fp32, one thread\n")
+    print("| model | case | fused block | scan in unfused blocks | plain PyTorch, CPU ms |")
+    print("| --- | --- | --- | --- | --- |")
+    for model, text in CPU_CASES:
+        case = Case.parse(text)
+        has_kernel = case.task == "infer" or not model.endswith("_pooled")
+        fused = cpu_seconds(model, case, device, True, "cpu") if has_kernel else None
+        scan = cpu_seconds(model, case, device, False, "cpu")
+        plain = cpu_seconds(model, case, device, False, "reference")
+        speedups = [f"{plain / seconds:.1f} x" if seconds else "no kernel" for seconds in (fused, scan)]
+        print(f"| {' | '.join([model, str(case), *speedups, f'{1e3 * plain:.0f}'])} |", flush=True)
+
+
+def cpu_seconds(model: str, case: Case, device: torch.device, fused: bool, backend: str) -> float:
+    """Return the CPU time of a step, the minimum of several."""
+    set_fused(fused)
+    times = []
+    with scans_by(backend):
+        step = build_step(model, case, False, device, amp=False)
+        for _ in range(CPU_ROUNDS):
+            start = time.process_time()
+            step()
+            times.append(time.process_time() - start)
+    set_fused(True)
+    return min(times)
 
 
 def in_turn(case: Case, graphs: list[Callable], device: torch.device) -> list[float]:

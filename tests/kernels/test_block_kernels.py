@@ -9,6 +9,7 @@ from blocks import close, make_block, weights_of
 from reference_kernels import ReferenceKernels, in_tiles
 from torch.utils._pytree import tree_map_only
 
+from vil.kernels import torch_private
 from vil.kernels.block import conv, conv_backward, gate_outproj_sm90, kernels
 from vil.kernels.block.weights import BlockWeights
 from vil.kernels.cuda import hardware, launches
@@ -70,7 +71,7 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
     )  # fmt: skip
     given = weights.norm, weights.in_proj, sizes, *[torch.randn(shape) for shape in shapes]
     found, (in_one,) = (kernels.unpack_gradients(*given, BF16, in_one) for in_one in (False, True))
-    assert all(torch.equal(a, b) for a, b in zip(kernels.unflatten(in_one, found), found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(torch_private.unflatten(in_one, found), found, strict=True))
     norm, in_proj, _, *directions = weights.flat()
     truths = ReferenceKernels.unpack_gradients(*exactly(*given), torch.float64)
     for value, truth, weight in zip(found, truths, (norm, in_proj, *directions), strict=True):
