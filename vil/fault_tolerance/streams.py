@@ -1,4 +1,4 @@
-"""stdout and stderr that never hold up the program: what nobody reads is lost."""
+"""stdout and stderr that never block the program: text that nobody reads is dropped."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-MOST_PENDING = 2**10  # pieces of text that wait for a reader; the oldest are dropped
-PIECE = 2**12  # characters
-PATIENCE = 0.5  # seconds that writers wait at once, at most, for their text to be written
-SHARE = 0.01  # of the time that writers may spend waiting
-LAST_WORDS = 1.0  # seconds that pending text gets when the process ends
-_streams: weakref.WeakSet[BackgroundStream] = weakref.WeakSet()
+PIECE = 2**12  # maximum characters that are queued as one piece
+MOST_PENDING = 2**10  # maximum pieces in the queue; the oldest are dropped
+MOST_WAIT = 0.5  # seconds; maximum wait of one flush
+WAIT_SHARE = 0.01  # maximum share of the time that flushes may wait
+EXIT_WAIT = 1.0  # seconds that pending text gets when the process exits
+
+
+class Piece(NamedTuple):
+    """A text in the queue of the writer thread, and the event that is set once the text is written or dropped."""
+
+    text: str
+    done: threading.Event
 
 
 class BackgroundStream:
-    """A text stream whose text a thread writes, so that a full disk, a closed terminal or a stuck reader is harmless.
+    """A text stream that is written by a thread, so that a full disk, a closed terminal or a stuck reader is harmless.
 
-    A writer normally waits until its line is written, which keeps the order of lines of several streams. Waiting takes
-    at most a hundredth of the time, and memory is bounded.
+    A flush normally waits until its text is written, which keeps the order of the lines of several streams. If the
+    reader is stuck, flushes wait for at most `WAIT_SHARE` of the time, and the queue is bounded.
 
     Args:
         stream: sys.stdout or sys.stderr.
@@ -33,16 +39,17 @@ class BackgroundStream:
 
     def __init__(self, stream: Any):
         self.stream = stream
-        self._reset()
+        self.reset()
         _streams.add(self)
 
-    def _reset(self) -> None:
-        """Start without pending text, in a forked process without a thread."""
-        self._lock = threading.RLock()  # a signal handler may print while its thread does
+    def reset(self) -> None:
+        """Drop pending text. A forked process must call this, because the process has no writer thread."""
+        self._lock = threading.RLock()  # reentrant, because a signal handler may print while its thread prints
         self._line: list[str] = []
-        self._pieces: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._patience, self._asked = PATIENCE, time.monotonic()
+        self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+        self._wait_budget = MOST_WAIT
+        self._last_flush = time.monotonic()
 
     def write(self, text: str) -> int:
         with self._lock:
@@ -56,98 +63,132 @@ class BackgroundStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Hand the text to the thread, and wait for as long as there is patience left."""
+        """Queue the text, and wait until the text is written or the budget of waiting is spent."""
         with self._lock:
             text = "".join(self._line)
             self._line.clear()
             if not text:
                 return
             now = time.monotonic()
-            self._patience = min(PATIENCE, self._patience + SHARE * (now - self._asked))
-            self._asked = now
-            done = self._hand_over(text)
-        done.acquire(timeout=self._patience)
-        self._patience = max(0.0, self._patience - (time.monotonic() - now))
+            self._wait_budget = min(MOST_WAIT, self._wait_budget + WAIT_SHARE * (now - self._last_flush))
+            self._last_flush = now
+            done = self._enqueue(text)
 
-    def finish(self, seconds: float) -> None:
-        """Wait until all text is written, at most for some seconds."""
+        done.wait(self._wait_budget)
+        self._wait_budget = max(0.0, self._wait_budget - (time.monotonic() - now))
+
+    def finish(self, timeout: float) -> None:
+        """Wait until all text is written, or until the timeout in seconds."""
         self.flush()
-        if self._thread is not None:
-            self._hand_over("").acquire(timeout=seconds)
+        if self._writer is not None:
+            self._enqueue("").wait(timeout)
 
-    def _hand_over(self, text: str) -> Any:
-        """Queue text for the thread. The lock that is returned can be acquired once the text is written."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(self._pieces,), daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError:  # the interpreter is ending
-                self._thread = None
-                self._put(text)
-                return threading.Lock()
+    def _enqueue(self, text: str) -> threading.Event:
+        """Queue a text for the writer thread, and return the event of its last piece."""
+        if not self._start_writer():
+            self._write_now(text)
+            done = threading.Event()
+            done.set()
+            return done
+
         for start in range(0, max(1, len(text)), PIECE):
-            done = threading.Lock()
-            done.acquire()
-            self._pieces.put((text[start : start + PIECE], done))
+            done = threading.Event()
+            self._pieces.put(Piece(text[start : start + PIECE], done))
         while self._pieces.qsize() > MOST_PENDING:
             with suppress(queue.Empty):
-                self._pieces.get_nowait()[1].release()
+                self._pieces.get_nowait().done.set()
         return done
 
-    def _run(self, pieces: queue.SimpleQueue) -> None:
-        while True:
-            text, done = pieces.get()
-            self._put(text)
-            done.release()
+    def _start_writer(self) -> bool:
+        """Start the writer thread unless it runs. Return False if the interpreter exits and starts no more threads."""
+        if self._writer is not None:
+            return True
+        writer = threading.Thread(target=self._write_pieces, args=(self._pieces,), daemon=True)
+        self._writer = writer  # before `start`, which a signal handler that prints may interrupt
+        try:
+            writer.start()
+        except RuntimeError:
+            self._writer = None
+            return False
+        return True
 
-    def _put(self, text: str) -> None:
-        """Write text below Python's buffers, whose locks would be waited for when the interpreter ends."""
-        buffer = getattr(self.stream, "buffer", None)
-        with suppress(OSError, ValueError):  # a full disk, a closed terminal or file
+    def _write_pieces(self, pieces: queue.SimpleQueue[Piece]) -> None:
+        while True:
+            piece = pieces.get()
+            self._write_now(piece.text)
+            piece.done.set()
+
+    def _write_now(self, text: str) -> None:
+        """Write a text without Python's buffers, because the interpreter waits for the buffers' locks at exit."""
+        with suppress(OSError, ValueError):  # a full disk, or a closed terminal or file
+            buffer = getattr(self.stream, "buffer", None)
             if buffer is None:
                 self.stream.write(text)
                 return
-            raw = getattr(buffer, "raw", buffer)
             encoded = text.replace("\n", os.linesep).encode(self.stream.encoding or "utf-8", "backslashreplace")
-            data = memoryview(encoded)
-            while data:
-                if (count := raw.write(data)) is None:  # another program made the pipe non-blocking, and it is full
-                    select.select([], [raw], [])
-                data = data[count or 0 :]
+            _write_all(getattr(buffer, "raw", buffer), encoded)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
-def outlive_output(*names: str) -> None:
-    """Let the process continue when nobody reads what it writes to sys.`names`, by default stdout and stderr.
+_streams: weakref.WeakSet[BackgroundStream] = weakref.WeakSet()
 
-    A stream that was closed from the start is opened on the null device. Otherwise a file would get its descriptor, and
-    with it what C libraries print.
+
+def _write_all(file: Any, data: bytes) -> None:
+    """Write data to an unbuffered file, also if the file is a pipe that another program made non-blocking."""
+    left = memoryview(data)
+    while left:
+        written = file.write(left)
+        if written is None:  # the pipe is full
+            select.select([], [file], [])
+            continue
+        left = left[written:]
+
+
+def outlive_output(*names: str) -> None:
+    """Let the process continue when nobody reads its output.
+
+    Args:
+        names: Streams to replace by a BackgroundStream, by default "stdout" and "stderr".
+    """
+    _open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # file names need not be UTF-8
+
+    for name in names or ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, BackgroundStream):
+            continue
+        with suppress(OSError, ValueError):
+            stream.flush()
+        setattr(sys, name, BackgroundStream(stream))
+
+
+def _open_closed_streams() -> None:
+    """Open stdin, stdout and stderr on the null device if the process was started without them.
+
+    Otherwise the next file that is opened gets the free descriptor, and C libraries print into that file.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):  # names of files need not be UTF-8
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-    for name in names or ("stdout", "stderr"):
-        if not isinstance(stream := getattr(sys, name), BackgroundStream):
-            with suppress(OSError, ValueError):
-                stream.flush()
-            setattr(sys, name, BackgroundStream(stream))
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def finish_output() -> None:
-    """Give pending text a short time to be written."""
-    end = time.monotonic() + LAST_WORDS
+    """Give pending text of all streams a short time to be written."""
+    end = time.monotonic() + EXIT_WAIT
     for stream in list(_streams):
         stream.finish(max(0.0, end - time.monotonic()))
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """End the process without cleaning up, which might wait for other processes."""
+    """Exit without cleaning up, because the cleanup might wait for other processes."""
     finish_output()
     for stream in (sys.stdout, sys.stderr):
         if not isinstance(stream, BackgroundStream):
@@ -156,11 +197,11 @@ def exit_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _after_fork() -> None:
+def _reset_streams() -> None:
     for stream in list(_streams):
-        stream._reset()
+        stream.reset()
 
 
 atexit.register(finish_output)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_reset_streams)
