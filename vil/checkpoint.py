@@ -15,8 +15,9 @@ from .distributed import is_rank0
 from .errors import CheckpointError, ConfigError
 from .fault_tolerance.files import write_atomically
 from .fault_tolerance.machine_errors import cause_of, find_machine_error, remedy_for
-from .security import unpickler
 from .security.checkpoint_options import check_preprocessing, confirm_dataset, confirm_teacher, options_of_checkpoint
+from .security.errors import TorchFileError
+from .security.expansion import check_expansion
 from .state_dicts import StateDictError, check_weights, find_state_dict, without_wrappers
 from .text import LONGEST_LABEL, label_of
 from .weight_files import VERSION, BrokenCheckpointError, file_of, read_file
@@ -109,8 +110,8 @@ class Checkpoint:
             return {}
         config = self.content["config"]
         try:
-            unpickler.check_expansion(config, MOST_OPTIONS)
-        except unpickler.TorchFileError as error:
+            check_expansion(config, MOST_OPTIONS)
+        except TorchFileError as error:
             raise ConfigError(f"the options in {self.path} cannot be read: {error}") from error
         return options_of_checkpoint(config, self.path)
 

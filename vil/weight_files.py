@@ -15,14 +15,15 @@ from safetensors import SafetensorError
 
 from .errors import CheckpointError
 from .fault_tolerance.machine_errors import cause_of, is_machine_error, remedy_for, retry
-from .security import unpickler
+from .security import torch_files
+from .security.errors import TorchFileError
 
 IN_FOLDER = "model.safetensors"  # the weights in a folder of `vil.export`
 VERSION = 3  # version 1 stored no position within an epoch, 2 had another order of the optimizer's parameters
 PRODUCER = "vision-longhorn"  # in the metadata of .safetensors files that store their model's options
 MOST_HEADER = 2**24  # bytes of the header of a .safetensors file, which may take 30 times as much memory
 # errors whose messages explain the problem
-READABLE = (zipfile.BadZipFile, SafetensorError, unpickler.TorchFileError)
+READABLE = (zipfile.BadZipFile, SafetensorError, TorchFileError)
 
 
 class BrokenCheckpointError(CheckpointError):
@@ -70,7 +71,7 @@ def read_file(path: str | Path, whole: bool = True) -> Any:
 
     def read() -> Any:
         with open(path, "rb") as file:
-            return _read_safetensors(file, whole) if path.suffix == ".safetensors" else unpickler.load(file, whole)
+            return _read_safetensors(file, whole) if path.suffix == ".safetensors" else torch_files.load(file, whole)
 
     try:
         return retry(read)
@@ -87,7 +88,7 @@ def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if length > MOST_HEADER:
-        raise unpickler.TorchFileError(f"its header has {length} bytes, more than {MOST_HEADER}")
+        raise TorchFileError(f"its header has {length} bytes, more than {MOST_HEADER}")
     header = file.read(length)
     metadata = json.loads(header).get("__metadata__") or {}
 
@@ -98,7 +99,7 @@ def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:
 
     expected = metadata.pop("digest", None)
     if whole and expected is not None and digest(weights, metadata) != expected:
-        raise unpickler.TorchFileError("the checksum of its tensors is wrong")
+        raise TorchFileError("the checksum of its tensors is wrong")
     content |= {"version": VERSION, "metadata": metadata}
     for name in ("config", "label_names"):
         content[name] = text = metadata.get(name)

@@ -1,6 +1,7 @@
 """Tests of untrusted image files: which are read, with which colours, and that none stops a run or starts a program."""
 
 import collections
+import contextlib
 import dataclasses
 import gzip
 import http.server
@@ -15,6 +16,7 @@ import resource
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import tarfile
 import threading
@@ -45,7 +47,7 @@ from vil.data.sources.images import UNREADABLE
 from vil.data.sources.splits import open_split, open_splits
 from vil.evaluation.split import open_evaluation_split
 from vil.fault_tolerance.machine_errors import MachineError, is_machine_error
-from vil.security import image_decoding, image_structure, sandbox
+from vil.security import image_decoding, image_structure, sandbox, sandbox_server
 from vil.training.trainer import Trainer
 from vil.viz import __main__ as viz
 
@@ -207,13 +209,11 @@ def test_pictures_of_vil_viz_are_opened_as_the_loaders_do(tmp_path, ghostscript,
 
 def test_what_takes_too_much_time_or_memory_is_stopped_and_named_and_time_is_given_once(tmp_path, caplog, monkeypatch):
     """No limit of a format holds these: what is slow is known by the clock, what is large by the address space."""
-    limits = f"has {image_decoding.SECONDS} s and, on Linux, {image_decoding.MEMORY / 2**30:g} GiB"
-    assert limits in (ROOT / "docs" / "security.md").read_text()
     with pytest.raises(
         images.UnfitImageError, match="MemoryError|not decoded"
     ):  # the one, or on a busy machine the other
         images.read_image(io.BytesIO(sharing(2**22, 900)))
-    monkeypatch.setattr(image_decoding, "SECONDS", 3)
+    monkeypatch.setattr(sandbox_server, "SECONDS", 3)
     asked, decode = [], images.decode_in_sandbox
     monkeypatch.setattr(images, "decode_in_sandbox", lambda data: asked.append(data) or decode(data))
     comments = b"GIF89a" + bytes((8, 0, 8, 0, 0, 0, 0, 0x21, 0xFE)) + b"\1a" * 2**22
@@ -296,39 +296,65 @@ def test_metadata_change_no_pixel_and_cost_nothing(name, monkeypatch):
     assert len(image_structure.strip_metadata(content)) < 5000
 
 
-def test_a_decoder_ends_by_itself_when_it_decodes_for_long_and_not_when_it_waits(monkeypatch):
-    alarms = []
-    monkeypatch.setattr(image_decoding.signal, "alarm", alarms.append)
-    for content in (SMALL_JPEG, b"none"):
-        image_decoding._decode_or_explain(content)
-    assert alarms == [2 * image_decoding.SECONDS, 0] * 2
+GIF = encode(RGB, "GIF")
+SLOW_GIF = b"GIF89a" + bytes((8, 0, 8, 0, 0, 0, 0, 0x21, 0xFE)) + b"\1a" * 2**23  # takes longer than any alarm below
 
 
-def test_a_decoder_heeds_no_scheduler_takes_one_thread_and_says_little(monkeypatch):
-    ignored, replies = [], io.BytesIO()
-    monkeypatch.setattr(image_decoding.signal, "signal", lambda number, _: ignored.append(number.name))
-    monkeypatch.setattr(image_decoding, "_limit_memory", lambda: None)
-    if features.check("avif"):
-        monkeypatch.setattr("PIL.AvifImagePlugin.DEFAULT_MAX_THREADS", 64)
-    image_decoding.serve(io.BytesIO(), replies)
-    assert set(ignored) == {"SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"}
-    assert replies.getvalue() == b"\n"
-    assert not features.check("avif") or sys.modules["PIL.AvifImagePlugin"].DEFAULT_MAX_THREADS == 1
-    monkeypatch.setattr(image_decoding, "decode", lambda _: {}["\udcff" * 9999])
-    size, error = image_decoding._decode_or_explain(b"")
-    assert (size, len(error)) == ((0, 0), 1000)
+@contextlib.contextmanager
+def sandbox_process(seconds=60, most_bytes=None):
+    """Yield a process that decodes files, with another timeout or within a limit of the system."""
+
+    def limit():
+        if most_bytes:
+            resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+
+    code = "import sys; from security.sandbox_server import serve; serve(sys.stdin.buffer, sys.stdout.buffer, {})"
+    command = [sys.executable, "-c", code.format(seconds)]
+    process = subprocess.Popen(
+        command, cwd=ROOT / "vil", stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=limit
+    )
+    assert process.stdout.read(1) == b"\n"
+    yield process
+    process.stdin.close()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def decode_by(process, content):
+    """Return the image's size and pixels, which are empty if the process has ended."""
+    process.stdin.write(len(content).to_bytes(8, "little") + content)
+    process.stdin.flush()
+    count, *size = sandbox_server.REPLY.unpack(process.stdout.read(sandbox_server.REPLY.size).ljust(16, b"\0"))
+    return tuple(size), process.stdout.read(count)
+
+
+@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="Windows has no alarms")
+def test_a_sandbox_without_its_parent_ends_while_it_decodes_and_not_while_it_waits():
+    with sandbox_process(seconds=1) as process:
+        assert decode_by(process, GIF)[0] == (32, 24)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2.5)
+        assert decode_by(process, GIF)[0] == (32, 24)
+        assert decode_by(process, SLOW_GIF) == ((0, 0), b"")
+        assert process.wait(60) == -signal.SIGALRM
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has no such signals")
+def test_a_sandbox_survives_the_signals_that_a_scheduler_sends_to_all_processes():
+    with sandbox_process() as process:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            process.send_signal(number)
+        assert decode_by(process, GIF)[0] == (32, 24)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no limit is kept there")
-@pytest.mark.parametrize("most", [resource.RLIM_INFINITY, 2**62, 2**20], ids=["none", "more", "less"])
-def test_a_decoders_limit_of_memory_is_within_the_systems(most, monkeypatch):
-    limits = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
-    image_decoding._limit_memory()
-    ((limit, hard),) = limits
-    assert hard == most
-    assert limit == most if most == 2**20 else image_decoding.MEMORY < limit < 2**62
+@pytest.mark.parametrize("most_bytes", [None, 2**40, 2**30])
+def test_a_sandbox_limits_its_memory_within_the_limit_of_the_system(most_bytes):
+    with sandbox_process(most_bytes=most_bytes) as process:
+        limit, _ = resource.prlimit(process.pid, resource.RLIMIT_AS)
+        assert limit == most_bytes if most_bytes == 2**30 else sandbox_server.MEMORY < limit < 2**32
+        assert decode_by(process, GIF)[0] == (32, 24)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="Windows cannot stop a process")
@@ -340,7 +366,7 @@ def test_a_sandbox_that_hangs_is_late_and_one_that_is_killed_is_an_error_of_the_
 
     os.kill(own._process.pid, signal.SIGSTOP)
     with monkeypatch.context() as patched:
-        patched.setattr(image_decoding, "SECONDS", 0.5)
+        patched.setattr(sandbox_server, "SECONDS", 0.5)
         with pytest.raises(sandbox.LateImageError, match="not decoded in 0.5 s"):
             own.decode(gif)
     assert own.decode(gif) == expected
@@ -399,7 +425,7 @@ def test_a_process_that_is_forked_while_an_image_is_decoded_does_not_wait_for_it
 
 def test_threads_that_decode_at_once_get_a_picture_each_of_their_own(monkeypatch):
     """As those of vil.predict."""
-    monkeypatch.setattr(image_decoding, "SECONDS", 3)
+    monkeypatch.setattr(sandbox_server, "SECONDS", 3)
     files = [encode(Image.new("RGB", (32 + i, 24), (i, 0, 0)), "GIF") for i in range(24)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda file: images.read_image(io.BytesIO(file)), files))

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from ..config import Config
 from ..distributed import warn_on_rank0
-from ..security.image_decoding import SECONDS
+from ..security.sandbox_server import SECONDS
 from .device.augmentation import BatchAugmentation, Normalization
 from .device.cache import DecodedCache
 from .device.encoded import collate_encoded

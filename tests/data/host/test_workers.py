@@ -29,7 +29,7 @@ from vil.data.sources.splits import open_split
 from vil.fault_tolerance.machine_errors import MachineError
 from vil.fault_tolerance.parents import obey_only_parent
 from vil.fault_tolerance.workers import explain_lost_workers, worker_errors_explained
-from vil.security import image_decoding
+from vil.security import sandbox_server
 
 MIB = 2**20
 STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["folder", "stream"])
@@ -288,7 +288,7 @@ def test_an_error_of_other_code_is_not_one_of_the_workers():
 
 def test_a_worker_that_hangs_ends_the_run(started, monkeypatch):
     assert (
-        loaders.STALLED > workers.PIECE * image_decoding.SECONDS
+        loaders.STALLED > workers.PIECE * sandbox_server.SECONDS
     )  # the timeout exceeds the decoding limit of a whole piece
     monkeypatch.setattr(loaders, "STALLED", 0.2)
     # interval after which PyTorch ends the worker
