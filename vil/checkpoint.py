@@ -24,10 +24,16 @@ from .weight_files import VERSION, BrokenCheckpointError, file_of, read_file
 
 _logger = logging.getLogger(__name__)
 
-PARTS: dict[str, type] = {
-    "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "num_images": int,
-}  # fmt: skip
-PREPROCESSING = "mean", "std", "crop_mode", "crop_pct", "interpolation"  # timm's names
+# parts of a checkpoint that training reads, and their types
+TRAINING_STATE: dict[str, type] = {
+    "config": dict,  # options of the run
+    "history": list,  # a row for each epoch
+    "progress": dict,  # position within an epoch
+    "num_images": int,
+    "state_dict": dict,
+    "scheduler": dict,
+}
+PREPROCESSING = ("mean", "std", "crop_mode", "crop_pct", "interpolation")  # timm's names
 MOST_CONFIG = 2**23  # bytes of config.json
 MOST_OPTIONS = 2**17  # bytes of the values in the options of a run
 
@@ -101,7 +107,9 @@ class Checkpoint:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The options of the run that wrote the file, as far as a checkpoint may decide them. Other files have none.
+        """The options of the run that wrote the file, without those that a checkpoint may not decide.
+
+        Files of other programs have none.
 
         Raises:
             ConfigError: An option has a value that no run of ours has (see `options_of_checkpoint`).
@@ -126,6 +134,7 @@ class Checkpoint:
         names = self.content.get("label_names") if self.is_ours else None
         if names is None:
             return []
+
         num_classes = self.options.get("num_classes")
         are_labels = isinstance(names, list) and all(isinstance(name, str) and name == label_of(name) for name in names)
         if not are_labels or len(names) != num_classes:
@@ -137,10 +146,10 @@ class Checkpoint:
 
     @cached_property
     def preprocessing(self) -> dict[str, Any]:
-        """How images are prepared, as far as a file of `vil.export` or the config.json in its folder specifies it.
+        """The preprocessing of images that a file of `vil.export`, or the config.json in its folder, specifies.
 
-        The dict has some of timm's mean and std (a list of one number for each channel), crop_mode, crop_pct and
-        interpolation.
+        The dict has those of timm's names `PREPROCESSING` that are specified. mean and std are lists of one number for
+        each channel.
 
         Raises:
             CheckpointError: The values cannot be read or are not preprocessing.
@@ -155,7 +164,9 @@ class Checkpoint:
         metadata = self.content.get("metadata", {}) if self.is_ours else {}
         try:
             found = {name: json.loads(metadata[name]) for name in ("mean", "std") if name in metadata}
-            return found | {name: metadata[name] for name in ("crop_mode",) if name in metadata}
+            if "crop_mode" in metadata:
+                found["crop_mode"] = metadata["crop_mode"]
+            return found
         except (ValueError, RecursionError, AttributeError, TypeError) as error:
             raise BrokenCheckpointError.because(file_of(self.path), error) from error
 
@@ -171,8 +182,8 @@ class Checkpoint:
             raise BrokenCheckpointError(f"{path} is not a model's config.json: {str(error)[:200]}") from error
 
     @property
-    def average_is_best(self) -> bool | None:
-        """Whether the EMA weights of a best.pt are better than its model's weights; None if the file does not say."""
+    def ema_is_best(self) -> bool | None:
+        """Whether a best.pt stores that the EMA weights are better than the model's; None if the file does not."""
         best = self.content.get("best") if self.is_ours else None
         return None if best is None else best == "state_dict_ema"
 
@@ -180,13 +191,14 @@ class Checkpoint:
         """Return the state dict of the file.
 
         Args:
-            use_ema: Take the EMA weights. None: Take what the file calls the best, otherwise its EMA weights if any.
+            use_ema: Return the EMA weights. None: Return the weights that the file stores as the best, otherwise the
+                EMA weights if any.
 
         Raises:
             CheckpointError: The file has no EMA weights, several state dicts, or something that is not a weight.
         """
         try:
-            found = find_state_dict(self.content, use_ema, self.average_is_best)
+            found = find_state_dict(self.content, use_ema, self.ema_is_best)
             weights = without_wrappers(found.tensors)
         except StateDictError as error:
             raise CheckpointError(f"{self.path} {error}") from error
@@ -197,34 +209,40 @@ class Checkpoint:
             _logger.warning("%s: using the EMA weights %s", self.path, found)
         return weights
 
-    def run(self) -> dict[str, Any]:
+    def training_state(self) -> dict[str, Any]:
         """Return the content of a file of `save_checkpoint`, from which a run can be resumed.
 
         Raises:
             CheckpointError: The file has another format or version, or lacks a part, as best.pt does.
             ConfigError: See `options`.
         """
-        content, path = self.content, self.path
+        self._check_resumable()
+        content = {"num_images": 0, **self.content}  # first versions did not store it
+        for name, kind in TRAINING_STATE.items():
+            if not isinstance(content.get(name), kind):
+                raise CheckpointError(
+                    f"{name} of {self.path} must be a {kind.__name__}, got {type(content.get(name)).__name__}: resume "
+                    "from another checkpoint, or start another run with --experiment NAME"
+                )
+        return content | {"config": self.options, "label_names": self.label_names}
+
+    def _check_resumable(self) -> None:
+        """Raise a CheckpointError if the file is not a checkpoint of this version with the optimizer's state."""
+        path = self.path
         if not self.is_ours:
             raise CheckpointError(f"{path} is not a checkpoint of train_imagenet.py")
-        if content["version"] != VERSION:
-            other = "a newer" if content["version"] > VERSION else "an older"
+        version = self.content["version"]
+        if version != VERSION:
+            other = "a newer" if version > VERSION else "an older"
             raise CheckpointError(
-                f"{path} has version {content['version']}, of {other} train_imagenet.py, but this one can only resume "
+                f"{path} has version {version}, of {other} train_imagenet.py, but this one can only resume "
                 f"version {VERSION}: resume with that one, or start another run with --experiment NAME"
             )
-        if "best" in content and "optimizer" not in content:
+        if "best" in self.content and "optimizer" not in self.content:
             raise CheckpointError(
                 f"{path} holds weights without the optimizer's state: --resume {path.with_name('last.pt')} resumes "
                 f"the run, --pretrained-path {path} starts another run from its weights"
             )
-        content = {"num_images": 0, **content}  # first versions did not store it
-        for name, kind in PARTS.items():
-            if not isinstance(content.get(name), kind):
-                raise CheckpointError(
-                    f"{path} has no {name} as train_imagenet.py writes it, and is nothing to go on from"
-                )
-        return content | {"config": self.options, "label_names": self.label_names}
 
 
 def labels_of(numbers: dict[str, int]) -> list[str]:

@@ -56,7 +56,7 @@ def from_checkpoint(
     if without_head:  # load the model with the file's head first
         arguments["num_classes"] = source.options.get("num_classes") or num_classes_of(name, source.weights())
     if use_ema is None:
-        use_ema = bool(source.average_is_best)
+        use_ema = bool(source.ema_is_best)
 
     loaded: Any = load_model(name, source, use_ema, **arguments).eval()
     if without_head:

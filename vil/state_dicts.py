@@ -42,14 +42,14 @@ class Found(NamedTuple):
         return "".join(f"[{key!r}]" for key in self.keys)
 
 
-def find_state_dict(content: Any, use_ema: bool | None, average_is_best: bool | None) -> Found:
+def find_state_dict(content: Any, use_ema: bool | None, ema_is_best: bool | None) -> Found:
     """Return the state dict of a checkpoint.
 
     Args:
         content: What the file holds.
-        use_ema: Return the EMA weights. False: Return them only if there are no others. None: Return what the file
-            calls the best, otherwise its EMA weights if any.
-        average_is_best: What the file calls the best, if it does.
+        use_ema: Return the EMA weights. False: Return EMA weights only if there are no others. None: Return the
+            weights that the file stores as the best, otherwise the EMA weights if any.
+        ema_is_best: Whether the file stores that its EMA weights are the best. None: The file does not store which are.
 
     Raises:
         StateDictError: There is none under a known key, or there are several of the same kind.
@@ -61,7 +61,7 @@ def find_state_dict(content: Any, use_ema: bool | None, average_is_best: bool | 
     averages, others = [f for f in found if f.averaged], [f for f in found if not f.averaged]
     if use_ema and not averages:
         raise StateDictError("has no moving average of its weights")
-    wanted = average_is_best is not False if use_ema is None else use_ema
+    wanted = ema_is_best is not False if use_ema is None else use_ema
     candidates = averages if averages and (wanted or not others) else others
     if not any(_has_tensors(one.tensors) for one in [*candidates, Found((), False, content)]) and (
         elsewhere := _below(content)

@@ -162,7 +162,7 @@ class Torchrun:
 
 def result(folder: Path) -> dict:
     """Return the content of a run's last checkpoint, without values that differ between identical runs."""
-    saved = checkpoint.Checkpoint(folder / "last.pt").run()
+    saved = checkpoint.Checkpoint(folder / "last.pt").training_state()
     history = [without_measured(row) for row in saved["history"]]
     names = ("epoch", "state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler")
     return {name: saved.get(name) for name in names} | dict(history=history, losses=saved["progress"]["losses"])

@@ -403,11 +403,11 @@ def read(name: str, path: Path) -> str:
     if kind in ("pt", "legacy", "safetensors"):
         for whole in (False, True):
             source = Checkpoint(path, whole)
-            for part in ("options", "label_names", "preprocessing", "average_is_best"):
+            for part in ("options", "label_names", "preprocessing", "ema_is_best"):
                 with contextlib.suppress(Exception):
                     getattr(source, part)
             with contextlib.suppress(Exception):
-                source.run()
+                source.training_state()
         from_checkpoint(source, "vil_tiny")
         return "a model"
     return str(read_image(path).size)

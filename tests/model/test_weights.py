@@ -175,7 +175,7 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
 
 def test_a_run_does_not_go_on_from_best_pt_which_says_what_does(best):
     with pytest.raises(CheckpointError, match="--resume .*last.pt resumes the run, --pretrained-path .*best.pt"):
-        checkpoint.Checkpoint(best()[0]).run()
+        checkpoint.Checkpoint(best()[0]).training_state()
 
 
 def test_the_weights_that_are_shipped_are_those_of_their_card(request):

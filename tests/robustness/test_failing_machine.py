@@ -96,7 +96,7 @@ def test_a_run_whose_images_cannot_be_read_saves_its_last_step_and_stops(start, 
     said = stopped.said()
     assert "Traceback" not in said
     assert re.search(r"cannot read \S*/train/\S*: Input/output error", said)
-    saved = checkpoint.Checkpoint(stopped.folder / "last.pt").run()
+    saved = checkpoint.Checkpoint(stopped.folder / "last.pt").training_state()
     assert f"holds step {len(saved['progress']['losses'])} of epoch {len(saved['history']) + 1}" in said
     mend_disk(intact)
     assert_same(start(1, **options).finished(), undisturbed(1).result())
@@ -230,7 +230,7 @@ def test_an_evaluation_without_a_readable_image_is_an_error(image_folder, uninte
     ended = run(train_command(tmp_path, data), check=False)
     assert ended.returncode == 1
     assert "no image of the validation split can be read" in ended.stderr
-    assert len(checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()["progress"]["losses"]) > 0
+    assert len(checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()["progress"]["losses"]) > 0
 
 
 def test_a_link_without_a_target_is_refused_at_the_start(image_folder, tmp_path):
@@ -425,7 +425,7 @@ def test_a_lost_best_checkpoint_is_noticed_and_written_again(image_folder, tmp_p
     ended = run(train_command(tmp_path, image_folder, epochs=3, resume="auto"))
     assert ended.stderr.count(f"{best} is ") == 1
     assert "It will hold the best of the epochs from here on" in ended.stderr
-    history = checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()["history"]
+    history = checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()["history"]
     held = checkpoint.Checkpoint(best).content["history"]
     assert len(held) in (2, 3)
     assert held == history[: len(held)]
@@ -445,7 +445,7 @@ def test_a_run_resumed_in_another_folder_has_a_best_checkpoint_there(image_folde
 
 def test_the_closing_line_does_not_announce_a_file_that_is_gone(image_folder, tmp_path):
     run(train_command(tmp_path, image_folder, epochs=2))
-    history = checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()["history"]
+    history = checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()["history"]
     best = BestCheckpoint(tmp_path / "run")
     assert best.find(history) is None
     assert best.row is best_row(history)

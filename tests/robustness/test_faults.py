@@ -93,7 +93,7 @@ def test_a_preempted_run_resumes_in_the_middle_of_an_epoch(undisturbed, start, r
     two.signal(signal.SIGTERM)
     assert two.wait() == [PREEMPTED, PREEMPTED]
     for name in ("previous.pt", "last.pt"):
-        checkpoint.Checkpoint(two.folder / name).run()
+        checkpoint.Checkpoint(two.folder / name).training_state()
     assert two.result()["losses"] != first["losses"]
     assert_same(start().finished(), undisturbed().result())
 
@@ -119,7 +119,7 @@ def test_a_run_resumes_with_another_world_size_in_the_middle_of_an_epoch(uninter
     stopped = two.result()
     assert (stopped["epoch"], len(stopped["losses"])) == (1, 2)
     one = start(1, batch_size=8, **options).finished()
-    truth = checkpoint.Checkpoint(uninterrupted / "run" / "last.pt").run()
+    truth = checkpoint.Checkpoint(uninterrupted / "run" / "last.pt").training_state()
     for row, expected in zip(one["history"], truth["history"], strict=True):
         assert row == pytest.approx({name: expected[name] for name in row}, rel=1e-5)
 
@@ -130,7 +130,7 @@ def test_a_nan_and_then_a_broken_checkpoint_lose_nothing(undisturbed, start, rng
     assert two.wait() == [1, 1]
     place = f"step {(step - 1) % 8 + 1} of epoch {(step - 1) // 8 + 1}"
     assert f"the loss is nan at {place}" in two.said()
-    saved = checkpoint.Checkpoint(two.folder / "last.pt").run()
+    saved = checkpoint.Checkpoint(two.folder / "last.pt").training_state()
     assert 8 * saved["epoch"] + len(saved["progress"]["losses"]) == step - 1
     assert all(tensor.isfinite().all() for part in ("state_dict", "state_dict_ema") for tensor in saved[part].values())
 
@@ -164,7 +164,7 @@ def test_a_run_stopped_by_a_full_disk_resumes_when_there_is_room(undisturbed, st
         ballast.unlink()
         assert codes[0] == 1
         assert 0 not in codes
-        checkpoint.Checkpoint(two.folder / "last.pt").run()
+        checkpoint.Checkpoint(two.folder / "last.pt").training_state()
         assert not list(two.folder.glob(".*.tmp"))
         two = start(output=disk)
         assert_same(two.finished(), undisturbed().result())

@@ -229,8 +229,8 @@ def test_of_two_runs_in_one_folder_one_trains_and_the_other_fails_with_the_reaso
     assert log.count("is in use: process") == 1
     assert "Traceback" not in log
     for name in ("last.pt", "previous.pt"):
-        checkpoint.Checkpoint(runs[0].folder / name).run()
-    assert len(checkpoint.Checkpoint(runs[0].folder / "last.pt").run()["history"]) == 4
+        checkpoint.Checkpoint(runs[0].folder / name).training_state()
+    assert len(checkpoint.Checkpoint(runs[0].folder / "last.pt").training_state()["history"]) == 4
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -246,7 +246,7 @@ def test_a_run_continues_with_a_full_disk_or_a_broken_pipe_as_its_stdout(image_f
     for output in ("/dev/full", str(fifo)):
         (folder := tmp_path / str(len(output))).mkdir()
         run(train_command(folder, image_folder), processes, output=output)
-        assert len(checkpoint.Checkpoint(folder / "run" / "last.pt").run()["history"]) == 2
+        assert len(checkpoint.Checkpoint(folder / "run" / "last.pt").training_state()["history"]) == 2
     with open(os.devnull, "w") as closed:
         pass
     print("more", file=BackgroundStream(closed), flush=True)
@@ -299,7 +299,7 @@ def test_a_run_continues_when_its_terminal_is_closed(image_folder, tmp_path):
     os.close(screen)  # sends SIGHUP, and writing fails from now on
     process.join(100)
     assert process.exitcode == 0
-    assert len(checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()["history"]) == 2
+    assert len(checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()["history"]) == 2
 
 
 def hasten(log):

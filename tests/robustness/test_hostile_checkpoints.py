@@ -614,7 +614,7 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
         torch.save(state, path)
         try:
             read = checkpoint.Checkpoint(path)
-            _ = read.options, read.label_names, read.average_is_best, read.weights()
+            _ = read.options, read.label_names, read.ema_is_best, read.weights()
             trainer = resumed(path, image_folder, tmp_path)
             trainer.state.meter.collect()
         except FORESEEN as error:

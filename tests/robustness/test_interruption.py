@@ -130,7 +130,7 @@ def test_a_run_interrupted_at_random_times_equals_an_uninterrupted_one(undisturb
         assert log.count("stopped by a signal: ") == interrupted  # one message for all processes
         assert log.count("finishing the step and ") <= interrupted
         assert log.count("--resume auto resumes from there") == interrupted
-        checkpoint.Checkpoint(run.folder / "last.pt").run()
+        checkpoint.Checkpoint(run.folder / "last.pt").training_state()
     assert interrupted > 0
     assert_same(run.result(), undisturbed(processes, **OPTIONS).result())
 
@@ -194,7 +194,7 @@ def test_a_run_interrupted_during_imports_exits_with_status_75_and_one_line():
 def assert_stopped(errors, last):
     """Assert that the run stopped with a message about the last checkpoint."""
     assert errors.count("stopped by a signal: ") == 1, errors[-3000:]
-    saved = checkpoint.Checkpoint(last).run()
+    saved = checkpoint.Checkpoint(last).training_state()
     assert f"holds step {len(saved['progress']['losses'])} of epoch {len(saved['history']) + 1}" in errors
 
 

@@ -34,9 +34,9 @@ def test_training_is_interrupted_and_resumed_to_the_same_weights(tmp_path, image
     assert ended.returncode == 0, ended.stderr
     for words in ("stopped by a signal", "going on after step 2 of 4 of epoch 2 of 2"):
         assert ended.stderr.count(words) == 2
-    expected = checkpoint.Checkpoint(uninterrupted / "run/last.pt").run()
+    expected = checkpoint.Checkpoint(uninterrupted / "run/last.pt").training_state()
     for folder in folders:
-        found = checkpoint.Checkpoint(folder / "run/last.pt").run()
+        found = checkpoint.Checkpoint(folder / "run/last.pt").training_state()
         assert len(found["history"]) == 2
         for part in ("state_dict", "state_dict_ema"):
             assert same(found[part], expected[part]), (folder.name, part)

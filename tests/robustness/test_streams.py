@@ -49,7 +49,7 @@ def test_a_run_finishes_although_nobody_reads_its_output_pipe(image_folder, tmp_
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(file.read_bytes() if file.name != "1.png" else b"broken")  # workers print a warning
     run(train_command(tmp_path, broken), processes, output=str(stuck_pipe[0]))
-    assert len(checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()["history"]) == 2
+    assert len(checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()["history"]) == 2
 
 
 def train_printing_to(command, path):
@@ -87,7 +87,7 @@ def stop_after_an_epoch(process, folder, number):
     process.join(60)
     process.kill()
     assert process.exitcode == PREEMPTED
-    checkpoint.Checkpoint(last).run()
+    checkpoint.Checkpoint(last).training_state()
 
 
 def stream_to(path):

@@ -130,7 +130,9 @@ def test_a_distilled_run_goes_on_bit_for_bit_and_with_the_same_teacher_alone(ima
         with pytest.raises(CheckpointError, match=message):
             trainer(image_folder, tmp_path, resume="auto", **changed)
     trainer(image_folder, tmp_path, resume="auto", **options).run()
-    ended, whole = (checkpoint.Checkpoint(path).run() for path in (last, tmp_path / "whole" / "run" / "last.pt"))
+    ended, whole = (
+        checkpoint.Checkpoint(path).training_state() for path in (last, tmp_path / "whole" / "run" / "last.pt")
+    )
     for part in ("state_dict", "state_dict_ema"):
         assert all(torch.equal(tensor, ended[part][name]) for name, tensor in whole[part].items())
 

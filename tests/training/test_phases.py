@@ -154,7 +154,7 @@ def test_progress_summary_and_files_show_the_phases(undisturbed):
     with open(run.folder / "summary.csv") as file:
         assert [row["phase"] for row in csv.DictReader(file)] == ["1", "2", "2", "3"]
     assert (run.folder / "info.txt").read_text().count("images at once on each") == 3
-    saved = checkpoint.Checkpoint(run.folder / "last.pt").run()
+    saved = checkpoint.Checkpoint(run.folder / "last.pt").training_state()
     assert saved["config"]["img_size"] == 16  # loading the checkpoint creates the last phase's model
     written = load_config("", ["-c", str(run.folder / "config.yaml")])
     assert [written.of_phase(n).img_size for n in range(3)] == [16, 24, 16]
@@ -244,6 +244,6 @@ def test_phases_on_a_gpu_have_the_same_losses_as_cuda_graphs_and_eager_and_leave
         run = dict(cuda_graphs=cuda_graphs, amp=False, output=str(tmp_path / str(cuda_graphs)))
         train(Config(**OPTIONS | options | run), torch.device("cuda", 0), 0, 1)
         assert not trainers_left(tmp_path)
-        saved = checkpoint.Checkpoint(tmp_path / str(cuda_graphs) / "run" / "last.pt").run()
+        saved = checkpoint.Checkpoint(tmp_path / str(cuda_graphs) / "run" / "last.pt").training_state()
         histories.append([row["train_loss"] for row in saved["history"]])
     assert histories[0] == pytest.approx(histories[1], rel=1e-3)

@@ -44,7 +44,7 @@ def written(folder, **options):
 
 def read_back(path, *words):
     """Read a checkpoint with --resume, in Python, and in a resumed run; all other readers call the same functions."""
-    checkpoint.Checkpoint(path).run()
+    checkpoint.Checkpoint(path).training_state()
     vil.from_checkpoint(path)
     return load_config("", ["--resume", str(path), *words], checkpoint.options_to_resume)
 

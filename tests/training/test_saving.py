@@ -33,7 +33,7 @@ def save(path, epoch, **kwargs):
 
 
 def epochs(*paths):
-    return [checkpoint.Checkpoint(path).run()["epoch"] for path in paths]
+    return [checkpoint.Checkpoint(path).training_state()["epoch"] for path in paths]
 
 
 def test_names_are_in_the_order_of_their_numbers_and_can_be_shown(tmp_path):
@@ -179,7 +179,7 @@ OF_OTHERS = [dict(model=dict(a=torch.ones(1)), args=Namespace(model="vim")), dic
 def test_a_file_of_something_else_is_no_run_to_go_on_from(content, tmp_path):
     torch.save(content, tmp_path / "other.pt")
     with pytest.raises(CheckpointError, match="other.pt is not a checkpoint of train_imagenet.py"):
-        checkpoint.Checkpoint(tmp_path / "other.pt").run()
+        checkpoint.Checkpoint(tmp_path / "other.pt").training_state()
     save_file({"a": torch.ones(1)}, tmp_path / "weights.safetensors")
     for name in ("other.pt", "weights.safetensors"):
         assert checkpoint.Checkpoint(tmp_path / name).options == {}
@@ -234,7 +234,7 @@ def test_which_checkpoint_a_run_goes_on_from(present, resume, restarts, found, t
     result = find_resumed(resume, tmp_path / "run")
     assert (result and result[0].name) == found
     if result:
-        assert result[1]["epoch"] == checkpoint.Checkpoint(result[0]).run()["epoch"]
+        assert result[1]["epoch"] == checkpoint.Checkpoint(result[0]).training_state()["epoch"]
         assert result[1]["num_images"] == 0  # checkpoints of the first versions do not store the number of images
 
 

@@ -49,7 +49,7 @@ def small_config(image_folder, **options) -> Config:
 def trained(image_folder, output, **options):
     """Return the history rows without measured values, and the checkpoint of a run."""
     Trainer(small_config(image_folder, output=str(output), **options), CPU, 0, 1).run()
-    saved = checkpoint.Checkpoint(output / "run" / "last.pt").run()
+    saved = checkpoint.Checkpoint(output / "run" / "last.pt").training_state()
     return [without_measured(row) for row in saved["history"]], saved
 
 
@@ -76,11 +76,11 @@ def test_a_run_learns_and_writes_its_files(uninterrupted):
     assert {"eval_top1_ema", "eval_loss_ema", "lr", "unreadable_images", "grad_norm", *MEASURED} < set(rows[0])
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     parts = {"state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler", "epoch", "config"}
-    assert parts < set(checkpoint.Checkpoint(folder / "last.pt").run())
+    assert parts < set(checkpoint.Checkpoint(folder / "last.pt").training_state())
     assert all(row["data_wait_percent"] > 0 for row in rows)
     assert parts - set(torch.load(folder / "best.pt", weights_only=True)) == {"optimizer"}
     with pytest.raises(checkpoint.CheckpointError, match=r"--resume \S+/run/last.pt resumes .* --pretrained"):
-        checkpoint.Checkpoint(folder / "best.pt").run()
+        checkpoint.Checkpoint(folder / "best.pt").training_state()
     assert not list(folder.glob(".*.tmp"))
 
 
@@ -179,7 +179,7 @@ def test_a_run_trains_the_same_compiled_and_without_an_average(image_folder, tmp
 
 
 def assert_same_end(folder, whole):
-    saved = checkpoint.Checkpoint(folder / "last.pt").run()
+    saved = checkpoint.Checkpoint(folder / "last.pt").training_state()
     assert [without_measured(row) for row in saved["history"]] == whole[0]
     for part in ("state_dict", "state_dict_ema"):
         assert all(torch.equal(saved[part][name], truth) for name, truth in whole[1][part].items())
@@ -192,7 +192,7 @@ def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_resumes_and_
     assert "going on" not in caplog.text
     last = tmp_path / "run" / "last.pt"
     last.with_name("previous.pt").rename(last)
-    before_the_end = checkpoint.Checkpoint(last).run()
+    before_the_end = checkpoint.Checkpoint(last).training_state()
     assert len(before_the_end["history"]) == before_the_end["config"]["epochs"] - 1
     assert len(before_the_end["progress"]["losses"]) == TRAIN_IMAGES * len(CLASSES) // SMALL["global_batch_size"]
     # checkpoint of a version that did not store num_images
@@ -334,7 +334,7 @@ def test_what_is_wrong_is_said_in_a_line_with_status_1(uninterrupted, image_fold
     ],
 )  # fmt: skip
 def test_a_state_that_no_run_leaves_is_not_gone_on_with(uninterrupted, tmp_path, capsys, part, place, value):
-    saved = checkpoint.Checkpoint(uninterrupted / "run" / "last.pt").run()
+    saved = checkpoint.Checkpoint(uninterrupted / "run" / "last.pt").training_state()
     {**saved, "optimizer": saved["optimizer"]["state"][0], "history": saved["history"][0]}[part][place] = value
     checkpoint.save_checkpoint(saved, tmp_path / "odd.pt")
     words = ["--output", tmp_path, "--epochs", 3, "--resume", tmp_path / "odd.pt"]

@@ -149,7 +149,7 @@ def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, optio
     truth = train(folder, OPTIONS | dict(epochs=1) | options, options.get("batch_size"), teacher=teacher)
     assert_same_run(tmp_path, truth)
     assert not any(
-        "teacher" in name for name in checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()["state_dict"]
+        "teacher" in name for name in checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()["state_dict"]
     )
 
 
@@ -202,7 +202,7 @@ def _awkward(folder, tmp_path):
     shutil.copytree(folder, root)
     shutil.rmtree(root / "val" / "6")
     (root / "val" / "0" / "link").symlink_to(tmp_path)
-    checkpoint.save_checkpoint(checkpoint.Checkpoint(last).run() | dict(num_images=50), last)
+    checkpoint.save_checkpoint(checkpoint.Checkpoint(last).training_state() | dict(num_images=50), last)
     return dict(data_dir=str(root), train_split="training", pretrained_path=str(tmp_path / "run" / "best.pt"))
 
 
@@ -293,7 +293,7 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
     with pytest.raises(PreemptedError, match="step 2 of epoch 2, and --resume auto resumes from there"):
         first.run()
     last = tmp_path / "run" / "last.pt"
-    saved = checkpoint.Checkpoint(last).run()
+    saved = checkpoint.Checkpoint(last).training_state()
     assert saved["num_images"] == 56
     checkpoint.save_checkpoint(saved | dict(num_images=50), last)
     bars = []
@@ -347,7 +347,7 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
     assert saved["progress"]["losses"] == []  # best.pt describes the end of an epoch, even if steps were saved later
     weights = checkpoint.Checkpoint(path).weights()  # the weights that fine-tuning loads
     assert all(torch.equal(tensor, saved[best][name]) for name, tensor in weights.items())
-    assert "best" not in checkpoint.Checkpoint(tmp_path / "run" / "last.pt").run()
+    assert "best" not in checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()
 
 
 @pytest.mark.parametrize(("decay", "warned"), [(1.0, True), (0.99996, True), (0.992, True), (0.99, False), (0, False)])

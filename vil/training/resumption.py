@@ -59,7 +59,7 @@ def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]
     found = _checkpoints_in(folder)
     resume = _resolve_resume(resume, folder)
     if resume not in (None, "auto"):
-        return Path(resume), Checkpoint(resume).run()
+        return Path(resume), Checkpoint(resume).training_state()
     if found and resume is None:
         raise CheckpointError(
             f"{folder} contains a run: set --resume auto to resume it, or --experiment NAME to start another run"
@@ -67,7 +67,7 @@ def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]
     broken: list[Path] = []
     for path in found:
         try:
-            saved = Checkpoint(path).run()
+            saved = Checkpoint(path).training_state()
         except BrokenCheckpointError as error:
             broken.append(path)
             _logger.warning("%s", error)
@@ -104,7 +104,7 @@ def check_size(phase: Phase, num_classes: int) -> None:
     path = _resolve_resume(phase.config.resume, folder_of(phase.config))
     if path is None or path == "auto":
         return
-    saved = Checkpoint(path, whole=False).run()
+    saved = Checkpoint(path, whole=False).training_state()
     config = phase.that_wrote(saved).config
     decisive = {name: value for name, value in saved["config"].items() if name in DECISIVE}
     check_same_options(decisive, stored_options(config, num_classes), Path(path))
