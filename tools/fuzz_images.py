@@ -36,9 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))  
 from processes import CONTEXT, Forked
 
 from vil.config import Config, ConfigError
+from vil.data.host import reader
 from vil.data.loaders import evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
-from vil.data.sources import images, readers
+from vil.data.sources import images
 from vil.data.sources.images import UNREADABLE
 from vil.data.sources.splits import open_split
 from vil.fault_tolerance import machine_errors
@@ -355,13 +356,13 @@ def noted(outcome: Outcome):
     logger, handler = logging.getLogger("vil.data.sources.images"), Noted()
     logger.addHandler(handler)
     logger.propagate = False
-    readers.retry_reading, viz.read_image = timed(machine_errors.retry_reading), timed(images.read_image)
+    reader.retry_reading, viz.read_image = timed(machine_errors.retry_reading), timed(images.read_image)
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.propagate = True
-        readers.retry_reading, viz.read_image = machine_errors.retry_reading, images.read_image
+        reader.retry_reading, viz.read_image = machine_errors.retry_reading, images.read_image
 
 
 def memory(what: str) -> float:

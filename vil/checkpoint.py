@@ -205,7 +205,7 @@ class Checkpoint:
         except Exception as error:  # names that are not text, or a file that is not a dict
             raise BrokenCheckpointError.because(file_of(self.path), error) from error
         check_weights(weights, self.path)
-        if found.averaged and not (use_ema or self.is_ours) and is_rank0():
+        if found.is_ema and not (use_ema or self.is_ours) and is_rank0():
             _logger.warning("%s: using the EMA weights %s", self.path, found)
         return weights
 

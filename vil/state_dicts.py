@@ -17,7 +17,7 @@ from .errors import CheckpointError
 
 # keys of timm, PyTorch's tutorials, DeiT and DeepSpeed
 RAW = ("state_dict", "model_state_dict", "model", "net", "module")
-AVERAGED = ("state_dict_ema", "model_ema", "ema")
+EMA = ("state_dict_ema", "model_ema", "ema")
 # attributes of wrappers: within names, in front of some names, and in front of all names (Lightning's modules)
 INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 IN_FRONT = "module."
@@ -35,7 +35,7 @@ class Found(NamedTuple):
     """A state dict, the keys that lead to it, and whether it has EMA weights."""
 
     keys: tuple[str, ...]
-    averaged: bool
+    is_ema: bool
     tensors: dict[Any, Any]
 
     def __str__(self) -> str:
@@ -58,31 +58,43 @@ def find_state_dict(content: Any, use_ema: bool | None, ema_is_best: bool | None
     if not isinstance(content, dict):
         raise TypeError(f"{type(content).__name__} is not a dict")
     found = _search(content)
-    averages, others = [f for f in found if f.averaged], [f for f in found if not f.averaged]
-    if use_ema and not averages:
-        raise StateDictError("has no moving average of its weights")
-    wanted = ema_is_best is not False if use_ema is None else use_ema
-    candidates = averages if averages and (wanted or not others) else others
-    if not any(_has_tensors(one.tensors) for one in [*candidates, Found((), False, content)]) and (
-        elsewhere := _below(content)
-    ):
-        raise StateDictError(f"has no state dict under the keys {', '.join(RAW + AVERAGED)}: {_to_extract(elsewhere)}")
-    if len(candidates) > 1 and not all(_same(candidates[0].tensors, other.tensors) for other in candidates[1:]):
+    emas = [one for one in found if one.is_ema]
+    others = [one for one in found if not one.is_ema]
+    if use_ema and not emas:
+        raise StateDictError("has no EMA weights")
+
+    prefers_ema = ema_is_best is not False if use_ema is None else use_ema
+    candidates = emas if emas and (prefers_ema or not others) else others
+    whole = Found((), False, content)  # a plain state dict
+    if not any(_has_tensors(one.tensors) for one in [*candidates, whole]):
+        elsewhere = _below(content)
+        if elsewhere:
+            keys = ", ".join(RAW + EMA)
+            raise StateDictError(f"has no state dict under the keys {keys}: {_to_extract(elsewhere)}")
+    if not candidates:
+        return whole
+
+    first, *others = candidates
+    if not all(_same(first.tensors, other.tensors) for other in others):
         raise StateDictError(f"has several state dicts: {_to_extract(candidates)}")
-    return candidates[0] if candidates else Found((), False, content)
+    return first
 
 
-def _search(content: dict[Any, Any], keys: tuple[str, ...] = (), averaged: bool = False) -> list[Found]:
+def _search(content: dict[Any, Any], keys: tuple[str, ...] = (), is_ema: bool = False) -> list[Found]:
     """Return the state dicts under known keys, and one level below these."""
-    found, empty = [], []
-    for key in RAW + AVERAGED:
-        if not isinstance(value := content.get(key), dict):
+    found = []
+    empty = []
+    for key in RAW + EMA:
+        value = content.get(key)
+        if not isinstance(value, dict):
             continue
-        one = Found((*keys, key), averaged or key in AVERAGED, value)
-        inner = [] if keys or _has_tensors(value) else _search(value, *one[:2])
-        found += [one] if _has_tensors(value) else inner
-        empty += [] if keys else [one]
-    return found or empty[:1]  # without tensors, for the message that says so
+        one = Found((*keys, key), is_ema or key in EMA, value)
+        if _has_tensors(value):
+            found.append(one)
+        elif not keys:
+            found += _search(value, one.keys, one.is_ema)
+            empty.append(one)
+    return found or empty[:1]  # a later message names what the empty one lacks
 
 
 def _below(content: dict[Any, Any]) -> list[Found]:
@@ -125,24 +137,29 @@ def without_wrappers(weights: dict[str, Any]) -> dict[str, Any]:
     Raises:
         StateDictError: Two names become the same.
     """
-    names = {name: name for name in weights}
-    while True:
-        before = dict(names)
-        for name in names:
-            for wrapper in INSIDE:
-                names[name] = names[name].replace(wrapper, "")
-        averaged = {name: short for name, short in names.items() if short != COUNTER}
-        if averaged and all(short.startswith(IN_FRONT) for short in averaged.values()):
-            names = averaged
-        names = {name: short.removeprefix(IN_FRONT) for name, short in names.items()}
-        for wrapper in OF_ALL:
-            if all(name.startswith(wrapper) for name in names.values()):
-                names = {name: short.removeprefix(wrapper) for name, short in names.items()}
-        if names == before:
-            break
-    if len({*names.values()}) < len(names):
+    names = {name: name for name in weights}  # names in the file, and without the wrappers that are known so far
+    while (unwrapped := _without_outer_wrappers(names)) != names:
+        names = unwrapped
+    if len(set(names.values())) < len(names):
         raise StateDictError(f"has tensors of the same name but for their wrappers: {_groups(names)}")
     return {short: weights[name] for name, short in names.items()}
+
+
+def _without_outer_wrappers(names: dict[str, str]) -> dict[str, str]:
+    """Remove the outermost wrapper of each kind from the values of a dict of names."""
+    names = dict(names)
+    for wrapper in INSIDE:
+        names = {name: short.replace(wrapper, "") for name, short in names.items()}
+
+    averaged = {name: short for name, short in names.items() if short != COUNTER}
+    if averaged and all(short.startswith(IN_FRONT) for short in averaged.values()):
+        names = averaged  # those of an AveragedModel, without its counter
+    names = {name: short.removeprefix(IN_FRONT) for name, short in names.items()}
+
+    for wrapper in OF_ALL:
+        if all(short.startswith(wrapper) for short in names.values()):
+            names = {name: short.removeprefix(wrapper) for name, short in names.items()}
+    return names
 
 
 def within_own_prefix(weights: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -199,7 +216,8 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) ->
     """
     own = model.state_dict()
     try:
-        expected, given = (sum(math.prod(tensor.shape) for tensor in part.values()) for part in (own, weights))
+        expected = _num_values(own)
+        given = _num_values(weights)
         if expected > 4 * given + MOST_RESAMPLED:
             raise ValueError(f"it has {expected} values, and the file {given}")
         fitting = fitted(within_own_prefix(weights, own), model)
@@ -209,6 +227,10 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) ->
         lines = [line.strip()[:400] for line in str(error).splitlines()]
         reason = " ".join(lines[:6]) + parts_of(map(str, weights))
         raise CheckpointError(f"{path} does not fit the model: {reason}") from error
+
+
+def _num_values(weights: dict[str, Any]) -> int:
+    return sum(math.prod(tensor.shape) for tensor in weights.values())
 
 
 def fitted(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:

@@ -192,8 +192,9 @@ def free_port() -> int:
     raise OSError("no port is free")
 
 
-# Last, because the server's children need the functions above. Python 3.14's server needs a key.
-if sys.version_info < (3, 14) and not UNDER_TEST:
+# Last, because the server's children need the functions above. A program's own functions do not exist yet, so programs
+# use multiprocessing's server. Python 3.14's server needs a key.
+if "pytest" in sys.modules and sys.version_info < (3, 14) and not UNDER_TEST:
     fork_server()
 else:
     CONTEXT.set_forkserver_preload(list(PRELOADED))

@@ -197,7 +197,7 @@ def test_weights_are_the_average_where_there_is_one_unless_the_models_are_asked_
     for name, use_ema in (("one", None), *itertools.product(("both", "other"), (None, False, True))):
         expected = name != "one" and use_ema is not False
         assert checkpoint.Checkpoint(tmp_path / f"{name}.pt").weights(use_ema)["a"].item() == expected
-    with pytest.raises(CheckpointError, match="one.pt has no moving average of its weights"):
+    with pytest.raises(CheckpointError, match="one.pt has no EMA weights"):
         checkpoint.Checkpoint(tmp_path / "one.pt").weights(True)
 
 

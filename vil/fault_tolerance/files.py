@@ -37,7 +37,8 @@ def write_atomically(
     Raises:
         OSError: Writing failed. `path` has the old content or the whole new one, and `previous` is complete if it was.
     """
-    temporary, kept = _unfinished(path), _unfinished(previous) if previous else None
+    temporary = _unfinished(path)
+    kept = _unfinished(previous) if previous else None
     try:
         with open(temporary, "xb") as file:
             if callable(content):
@@ -46,14 +47,9 @@ def write_atomically(
                 file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             _sync(file.fileno(), path.parent)
+
         if previous and kept and path.exists():
-            try:
-                os.link(path, kept)
-            except OSError:  # the file system has no hard links
-                _replace_both(temporary, path, previous)
-            else:
-                os.replace(temporary, path)
-                os.replace(kept, previous)
+            _replace_keeping(temporary, path, previous, kept)
         else:
             os.replace(temporary, path)
     except BaseException as error:
@@ -70,8 +66,19 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.vil.tmp")
 
 
-def _replace_both(temporary: Path, path: Path, previous: Path) -> None:
-    """Rename `path` to `previous` and `temporary` to `path`; `path` gets its name back if the second step fails."""
+def _replace_keeping(temporary: Path, path: Path, previous: Path, kept: Path) -> None:
+    """Rename `temporary` to `path`, whose old file becomes `previous`. `kept` is a free name."""
+    try:
+        os.link(path, kept)
+    except OSError:  # the file system has no hard links
+        _replace_without_links(temporary, path, previous)
+        return
+    os.replace(temporary, path)
+    os.replace(kept, previous)
+
+
+def _replace_without_links(temporary: Path, path: Path, previous: Path) -> None:
+    """Rename `path` to `previous` and `temporary` to `path`. If the second step fails, `path` gets its name back."""
     os.replace(path, previous)
     try:
         os.replace(temporary, path)

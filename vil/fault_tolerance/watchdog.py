@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .streams import exit_at_once
 
-GRACE = 20  # seconds for a process to notice by itself that another process is gone
+GRACE = 20  # seconds in which a process can notice by itself that another process is gone, and report why
 
 
 class RankWatchdog(threading.Thread):
@@ -35,8 +35,11 @@ class RankWatchdog(threading.Thread):
             dist.recv(torch.empty(()), self.next_rank, self.group)
         except RuntimeError as error:
             time.sleep(GRACE)
-            reason = f"the process of rank {self.next_rank} is gone, and this one waits for it: {error}"
-            print(f"error: {reason}", file=sys.stderr, flush=True)
+            print(
+                f"error: the process of rank {self.next_rank} is gone, and this one waits for it: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
             exit_at_once(1)
 
     def finish(self) -> None:
