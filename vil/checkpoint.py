@@ -217,11 +217,12 @@ class Checkpoint:
             ConfigError: See `options`.
         """
         self._check_resumable()
-        content = {"num_images": 0, **self.content}  # first versions did not store it
+        content = {"num_images": 0, **self.content}  # first versions did not store num_images
         for name, kind in TRAINING_STATE.items():
-            if not isinstance(content.get(name), kind):
+            part = content.get(name)
+            if not isinstance(part, kind):
                 raise CheckpointError(
-                    f"{name} of {self.path} must be a {kind.__name__}, got {type(content.get(name)).__name__}: resume "
+                    f"{self.path} must have {name} of type {kind.__name__}, got {type(part).__name__}: resume "
                     "from another checkpoint, or start another run with --experiment NAME"
                 )
         return content | {"config": self.options, "label_names": self.label_names}

@@ -22,18 +22,22 @@ from .fault_tolerance.signals import signals_handled_in_thread
 from .fault_tolerance.watchdog import RankWatchdog
 
 RESTART_TIMEOUT = 120  # seconds to wait for all processes after a restart
-# raised if the process group cannot be initialized
-INIT_ERRORS = (ValueError, *([dist.DistError] if dist.is_available() else []))
-RANKS = "RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"
-VARIABLES = "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
+# errors of a process group that cannot be initialized
+INIT_ERRORS = (ValueError, dist.DistError) if dist.is_available() else (ValueError,)
+# environment variables of launchers
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID")
+VARIABLES = (
+    "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
+)  # fmt: skip
 
 _watchdog: RankWatchdog | None = None
 
 
 def is_rank0() -> bool:
-    """Return whether this process has rank 0 and reports for all; known before the process group is initialized.
+    """Return whether this process has rank 0, which reports for all ranks.
 
-    A stray RANK without several processes counts as rank 0.
+    The answer follows from the environment, so the process group need not be initialized. A stray RANK without several
+    processes counts as rank 0.
     """
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     return rank == "0" or os.environ.get(_world_size_variable() or "", "1") == "1"
@@ -54,10 +58,10 @@ def init_process_group(device: str) -> tuple[torch.device, int, int]:
         ConfigError: The process group cannot be initialized.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # if torchrun is killed, its processes would otherwise keep running beside those of the next start
+        # otherwise the processes of a killed torchrun would continue beside those of the next start
         terminate_with_parent()
 
-    # the host communicates over gloo, which does not wait for a GPU and notices at once that a process is gone
+    # the host communicates over gloo, which does not wait for a GPU and notices at once that a process has exited
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else None
     with signals_handled_in_thread():
         own_device, rank, world_size = init_distributed_device(device, backend, "vil://")
@@ -115,7 +119,7 @@ def _world_size_variable() -> str | None:
 def _environment_problem() -> str | None:
     """Return why the processes that the environment names cannot form a process group, or None.
 
-    timm and PyTorch read WORLD_SIZE or, if it is missing, SLURM_NTASKS, and connect to the other processes at
+    timm and PyTorch read WORLD_SIZE or, if WORLD_SIZE is missing, SLURM_NTASKS, and connect to the other processes at
     MASTER_ADDR and MASTER_PORT. An interactive Slurm job or a stray variable names processes that nobody has started.
     """
     variable = _world_size_variable()
@@ -126,7 +130,7 @@ def _environment_problem() -> str | None:
     if by_slurm:
         remedy += ", or with srun and MASTER_ADDR and MASTER_PORT"
 
-    for name in (variable, *RANKS, "MASTER_PORT"):
+    for name in (variable, *RANK_VARIABLES, "MASTER_PORT"):
         if not os.environ.get(name, "0").isdecimal():
             return f"{name} must be a number, got {os.environ[name]!r}: {remedy}"
     world_size = int(os.environ[variable])
@@ -151,10 +155,9 @@ def _environment_problem() -> str | None:
 
 
 def _rendezvous(url: str, **kwargs):
-    """Rendezvous by environment variables as in PyTorch, but restarted processes do not see the addresses before the
-    restart.
+    """Yield PyTorch's rendezvous by environment variables, with a part of the store for each restart by torchrun.
 
-    torchrun keeps its store across restarts, with the addresses of processes that no longer exist.
+    torchrun keeps the store across restarts, and with the store the addresses of processes that no longer exist.
     """
     for store, rank, world_size in dist.rendezvous(url.replace("vil:", "env:"), **kwargs):
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -165,9 +168,7 @@ def _rendezvous(url: str, **kwargs):
 
 
 def _wait_for_all(store: dist.Store, rank: int, world_size: int) -> None:
-    """Wait for all processes, because torchrun may restart its own although another machine and its torchrun are
-    lost.
-    """
+    """Wait for all processes, because torchrun may restart its processes although another machine is lost."""
     store.set(f"rank {rank}", "")
     try:
         store.wait([f"rank {other}" for other in range(world_size)], datetime.timedelta(seconds=RESTART_TIMEOUT))
@@ -222,28 +223,34 @@ def broadcast_from_rank0(function: Callable[[], Any]) -> Any:
         return function()
     if dist.get_rank() == 0:
         return _call_and_send(function)
-    value, message = torch.load(io.BytesIO(_broadcast_bytes().numpy().data), weights_only=True)
+
+    received = io.BytesIO(_broadcast_bytes().numpy().data)
+    value, message = torch.load(received, weights_only=True)
     if message is not None:
         raise Rank0Error(message)
     return value
 
 
 def _call_and_send(function: Callable[[], Any]) -> Any:
-    value = error = None
+    """Call `function` on rank 0, and broadcast its result or the message of its error."""
+    value: Any = None
+    error: Exception | None = None
     try:
         value = function()
     except Exception as caught:
         error = caught
+    message = None if error is None else str(error)
+
     buffer = io.BytesIO()
-    torch.save([value, None if error is None else str(error)], buffer)
+    torch.save([value, message], buffer)
     _broadcast_bytes(buffer.getbuffer())
-    if error:
+    if error is not None:
         raise error
     return value
 
 
 def _broadcast_bytes(content: bytes | memoryview = b"") -> Tensor:
-    """Broadcast a content from rank 0; other ranks pass none."""
+    """Broadcast `content` of rank 0. Other ranks pass no content."""
     size = torch.tensor(len(content))
     dist.broadcast(size, 0)
     data = torch.frombuffer(content or bytearray(int(size)), dtype=torch.uint8)

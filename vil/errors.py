@@ -10,8 +10,9 @@ class ConfigError(ValueError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read, or used for this model. The message is printable, also if names in it are
-    not.
+    """A checkpoint cannot be written, read, or used for this model.
+
+    The message is printable, even if names in the file are not.
     """
 
     def __init__(self, message: str):

@@ -19,7 +19,7 @@ from .security import torch_files
 from .security.errors import TorchFileError
 
 IN_FOLDER = "model.safetensors"  # the weights in a folder of `vil.export`
-VERSION = 3  # version 1 stored no position within an epoch, 2 had another order of the optimizer's parameters
+VERSION = 3  # version 1 had no position within an epoch, and version 2 another order of the optimizer's parameters
 PRODUCER = "vision-longhorn"  # in the metadata of .safetensors files that store their model's options
 MOST_HEADER = 2**24  # bytes of the header of a .safetensors file, which may take 30 times as much memory
 # errors whose messages explain the problem
@@ -102,7 +102,8 @@ def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:
         raise TorchFileError("the checksum of its tensors is wrong")
     content |= {"version": VERSION, "metadata": metadata}
     for name in ("config", "label_names"):
-        content[name] = text = metadata.get(name)
+        text = metadata.get(name)
+        content[name] = text
         with suppress(ValueError, RecursionError):  # `Checkpoint` rejects values that are not JSON
             content[name] = text and json.loads(text)
     return content

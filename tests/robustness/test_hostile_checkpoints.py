@@ -517,7 +517,10 @@ def resumed(path, image_folder, tmp_path):
 
 KINDS = [], {}, None, 7, torch.zeros(2)
 OF_ANOTHER_KIND = [
-    *((p, v, f"has no {p} as train") for p, kind in checkpoint.PARTS.items() for v in KINDS if type(v) is not kind),
+    *(
+        (part, value, f"must have {part} of type {kind.__name__}, got {type(value).__name__}")
+        for part, kind in checkpoint.TRAINING_STATE.items() for value in KINDS if type(value) is not kind
+    ),
     *(("optimizer", value, "does not fit this run: TypeError") for value in ([], None, 7)),
     ("optimizer", {}, "does not fit this run: KeyError: 'param_groups'"), ("state_dict", {}, "keys: 35 missing"),
     ("config", dict(lr=torch.zeros(2)), "must be float"), ("progress", {}, "does not fit this run: KeyError: 'losses'"),
