@@ -18,7 +18,7 @@ from ..distributed import warn_on_rank0
 from ..text import printable
 from .sources.class_folders import ClassFolders
 from .sources.image_files import folders_in, list_images
-from .sources.splits import SPLIT_NAMES
+from .sources.split_paths import SPLIT_NAMES
 
 
 def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Classes of a split, which are the folders of its images, and the part of a reader that assigns them."""
+"""Class folders of a split, and the base class of readers whose classes are folders."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ...distributed import warn_on_rank0
 
 
 class ClassFolders:
-    """The classes of a split: which folder's images belong to which class.
+    """Classes of a split, by the folders of its images.
 
-    A class is the folder that an image is in, as timm has it. Its name is the folder's name. If several class folders
-    have the same name, it is the path of the folder inside the folder that holds all classes. Images beside all class
-    folders, or in a folder around all of them, belong to no class.
+    As in timm, the folder that directly contains an image is the image's class. The name of a class is the name of the
+    folder. If several class folders have the same name, the names of their classes are the paths inside `root`. Images
+    beside the class folders, or in a folder that contains all class folders, belong to no class.
 
     Args:
-        files: The images.
+        files: Paths of the images.
         folders: Path of each image's folder inside the split, with "/"; "" is the split itself.
         where: Name of the split in messages.
         known: Class names of the training split or model. A folder that has one of these names is a class folder.
 
     Attributes:
-        root: Path of the folder inside the split that holds all class folders.
+        root: Path of the folder inside the split that contains all class folders.
         names: Name of each class folder, by path.
         class_to_idx: Index of each class, by name, in timm's order.
 
@@ -38,48 +38,44 @@ class ClassFolders:
     """
 
     def __init__(self, files: Sequence[str], folders: Sequence[str], where: str, known: Sequence[str] = ()):
-        paths = {*folders}
-        if paths == {""}:
-            raise ConfigError(
-                f"{where} has no class folders, its images lie directly in it: move each image into a folder that is "
-                "named like its class (for ImageNet's validation images, the script valprep.sh does so)"
-            )
-        paths.discard("")
-        names = {*map(normal, known)}
-        while len(paths) > 1 and (around := posixpath.commonpath(paths)) in paths:
-            if not names.isdisjoint(map(normal, ends_of(around))):
-                break
-            paths.discard(around)  # a folder around all class folders is not a class
+        paths = _class_paths(folders, where, known)
         common = posixpath.commonpath(paths)
         self.root = posixpath.dirname(common) if common in paths else common
+
         if strays := [file for file, folder in zip(files, folders) if folder not in paths]:
             warn_on_rank0(
                 __name__, "%d images of %r are left out, such as %r: they lie beside the class folders, in no class",
                 len(strays), where, strays[0],
             )  # fmt: skip
-        leaves = Counter(map(posixpath.basename, paths))
-        self.names = {
-            path: leaf if leaves[leaf := posixpath.basename(path)] == 1 else self.inside(path) for path in sorted(paths)
-        }
-        self.class_to_idx = {name: i for i, name in enumerate(sorted(sorted(self.names.values()), key=natural_key))}
+
+        folders_of_name = Counter(map(posixpath.basename, paths))
+        self.names: dict[str, str] = {}
+        for path in sorted(paths):
+            name = posixpath.basename(path)
+            self.names[path] = name if folders_of_name[name] == 1 else self.inside(path)
+        # names that are equal for `natural_key` are in alphabetical order
+        names = sorted(sorted(self.names.values()), key=natural_key)
+        self.class_to_idx = {name: i for i, name in enumerate(names)}
         check_distinct(self.class_to_idx, where)
 
     def inside(self, path: str) -> str:
-        """Return the path of a class folder inside the folder that all of them lie in."""
+        """Return the path of a class folder inside `root`."""
         return path[len(self.root) :].strip("/")
 
     def candidates(self) -> dict[str, list[str]]:
-        """Return the names that each class may have in another split: the ends of its path, the whole path first."""
+        """Return the names that each class may have in another split: the ends of the path, the whole path first."""
         return {name: ends_of(path)[name.count("/") :][::-1] for path, name in self.names.items()}
 
     def notes(self) -> list[str]:
-        """Return what a reader of the class names has to know, as clauses."""
+        """Return clauses about unusual class names, for a log line."""
         notes = []
         if by_path := [name for name in self.class_to_idx if "/" in name]:
             notes.append(f"classes with equal folder names are named by their paths, such as {quoted(by_path[:2])}")
+
         folders = {*map(PurePosixPath, self.names)}
         if nested := sorted(str(folder) for folder in folders if not folders.isdisjoint(folder.parents)):
             notes.append(f"a class is the folder that an image is in, also {nested[0]!r} inside of another class")
+
         alike: dict[str, list[str]] = defaultdict(list)
         for name in self.class_to_idx:
             alike[" ".join(name.casefold().split())].append(name)
@@ -88,16 +84,42 @@ class ClassFolders:
         return notes
 
 
+def _class_paths(folders: Sequence[str], where: str, known: Sequence[str]) -> set[str]:
+    """Return the paths of the class folders.
+
+    Raises:
+        ConfigError: All images are in the split itself.
+    """
+    paths = {*folders}
+    if paths == {""}:
+        raise ConfigError(
+            f"{where} has no class folders, its images lie directly in it: move each image into a folder that is "
+            "named like its class (for ImageNet's validation images, the script valprep.sh does so)"
+        )
+    paths.discard("")
+
+    known_names = {*map(normal, known)}
+    while len(paths) > 1:
+        outer = posixpath.commonpath(paths)
+        if outer not in paths or not known_names.isdisjoint(map(normal, ends_of(outer))):
+            break
+        paths.discard(outer)  # contains all class folders
+    return paths
+
+
 class ClassReader(Reader):
-    """What the readers of folders and of tar files share: classes by folder, and their description.
+    """Base class of the readers whose classes are folders.
 
     Attributes:
-        root: The folder or tar file.
+        root: Folder or tar file.
+        folders: Class folders.
         class_to_idx: Index of each class, by name.
-        left_out: How many files are not read, by file name extension.
+        left_out: Number of files that are not read, by file name extension.
+        targets: Class index of each image.
     """
 
     root: str
+    folders: ClassFolders
     class_to_idx: dict[str, int]
     left_out: Counter[str]
     targets: list[int]
@@ -107,7 +129,8 @@ class ClassReader(Reader):
     ) -> dict[int, int]:
         """Set the classes from each image's folder. Return the class index of each image that belongs to a class."""
         self.folders = ClassFolders(files, folders, where, known)
-        self.class_to_idx, names = self.folders.class_to_idx, self.folders.names
+        self.class_to_idx = self.folders.class_to_idx
+        names = self.folders.names
         return {i: self.class_to_idx[names[folder]] for i, folder in enumerate(folders) if folder in names}
 
     def renumber(self, indices: Mapping[str, int], known: Mapping[str, int]) -> None:
@@ -117,7 +140,7 @@ class ClassReader(Reader):
         self.class_to_idx = dict(known)
 
     def __str__(self) -> str:
-        """Return how many images there are of how many classes, and what was left out, in a line."""
+        """Return a line with the number of images and classes, and with the files that are not read."""
         names = {index: name for name, index in self.class_to_idx.items()}
         counts = Counter(self.targets).most_common()
         most, fewest = (f"{count} of {names[index]!r}" for index, count in (counts[0], counts[-1]))
@@ -127,5 +150,9 @@ class ClassReader(Reader):
 
 def endings(left_out: Counter[str]) -> str:
     """Format the counts of unread files by file name extension."""
+    if not left_out:
+        return ""
     kinds = [f"{count} {ending!r}" for ending, count in left_out.most_common(5)]
-    return "; not read as images: " + ", ".join(kinds) + ", ..." * (len(left_out) > 5) if left_out else ""
+    if len(left_out) > 5:
+        kinds.append("...")
+    return f"; not read as images: {', '.join(kinds)}"

@@ -20,7 +20,8 @@ from ...security.sandbox import LateImageError, decode_in_sandbox
 
 _logger = logging.getLogger(__name__)
 
-NAMED, LATE = 1, 2  # states of an unreadable image
+NAMED = 1  # state of an unreadable image that a warning has named
+LATE = 2  # state of a named image that has reached the decoding timeout
 UNREADABLE = -1  # target of an unreadable image, which evaluation must not count
 
 
@@ -95,34 +96,37 @@ def restrict_pillow() -> None:
 
 
 class Unreadable:
-    """Counter of unreadable images over all workers of a loader; a warning names each image the first time.
+    """Counter of unreadable images over all workers of a loader. A warning names each image once.
 
     Args:
-        numbers: Images with indices below this are distinguished.
+        numbers: Number of images that are distinguished.
     """
 
     def __init__(self, numbers: int):
         self._count = multiprocessing.Value("q", 0)
-        self._named = multiprocessing.RawArray("b", numbers)
+        self._states = multiprocessing.RawArray("b", numbers)  # 0, `NAMED` or `LATE`
 
     @property
     def count(self) -> int:
         return self._count.value
 
     def add(self, number: int, name: str, error: Exception) -> None:
+        """Count an image by its number, and log the name and the reason the first time."""
         with self._count.get_lock():
             self._count.value += 1
-            known, self._named[number] = self._named[number], LATE if isinstance(error, LateImageError) else NAMED
-        if not known:  # with `repr`, because a name can contain terminal escapes
+            is_known = self._states[number]
+            self._states[number] = LATE if isinstance(error, LateImageError) else NAMED
+        if not is_known:  # with `repr`, because a name can contain terminal escapes
             _logger.warning("skipped an unreadable image: %r (%s)", name, reason(error))
 
     def refuse_late(self, number: int) -> None:
         """Raise a LateImageError for an image that has already reached the timeout."""
-        if self._named[number] == LATE:
+        if self._states[number] == LATE:
             raise LateImageError("not decoded in time before")
 
     def take(self) -> int:
         """Return the count and reset it to 0."""
         with self._count.get_lock():
-            count, self._count.value = self._count.value, 0
+            count = self._count.value
+            self._count.value = 0
         return count

@@ -1,4 +1,4 @@
-"""Access by index to the files behind timm's readers, and what a sample of these files tells about a split."""
+"""Access by index to the files of timm's readers, and estimates about a split from a sample of the files."""
 
 from __future__ import annotations
 
@@ -39,37 +39,43 @@ def file_version(reader, index: int) -> tuple[int, int]:
 
 def has_jpegs(dataset) -> bool:
     """Return whether most files are JPEGs, by the first bytes of a sample."""
-    reader, found = dataset.reader, []
+    reader = dataset.reader
+    are_jpegs = []
     for i in _sample(dataset):
         if isinstance(reader, TAR_READERS):  # workers would share the position of a file that was opened here
-            found.append(reader.filename(i).lower().endswith((".jpg", ".jpeg")))
+            are_jpegs.append(reader.filename(i).lower().endswith((".jpg", ".jpeg")))
             continue
         with contextlib.suppress(Exception):  # loading the image reports the error
             file, _ = open_indexed(reader, i)
             with file:
-                found.append(file.read(3) == b"\xff\xd8\xff")
-    return 2 * sum(found) > len(found)
+                are_jpegs.append(file.read(3) == b"\xff\xd8\xff")
+    return 2 * sum(are_jpegs) > len(are_jpegs)
 
 
 def typical_pixels(dataset) -> float:
     """Return the mean number of pixels of a folder's images, by the headers of a sample; infinity if unknown."""
-    found = []
-    for i in _sample(dataset) if isinstance(dataset.reader, ReaderImageFolder) else ():
+    if not isinstance(dataset.reader, ReaderImageFolder):
+        return math.inf
+    pixels = []
+    for i in _sample(dataset):
         with contextlib.suppress(Exception):  # loading the image reports the error
             file, _ = open_indexed(dataset.reader, i)
             with file:
-                if (plain := strip_metadata(read_bytes(file))) is not None:
-                    found.append(math.prod(open_image(io.BytesIO(plain)).size))
-    return sum(found) / len(found) if found else math.inf
+                plain = strip_metadata(read_bytes(file))
+            if plain is not None:
+                pixels.append(math.prod(open_image(io.BytesIO(plain)).size))
+    return sum(pixels) / len(pixels) if pixels else math.inf
 
 
 def typical_file_bytes(dataset) -> float:
     """Return the mean size of a folder's files in bytes, by a sample; `LARGE_FILE` if unknown."""
-    found = []
-    for i in _sample(dataset) if isinstance(dataset.reader, ReaderImageFolder) else ():
+    if not isinstance(dataset.reader, ReaderImageFolder):
+        return LARGE_FILE
+    sizes = []
+    for i in _sample(dataset):
         with contextlib.suppress(OSError):
-            found.append(os.stat(dataset.reader.samples[i][0]).st_size)
-    return sum(found) / len(found) if found else LARGE_FILE
+            sizes.append(os.stat(dataset.reader.samples[i][0]).st_size)
+    return sum(sizes) / len(sizes) if sizes else LARGE_FILE
 
 
 def _sample(dataset) -> list[int]:

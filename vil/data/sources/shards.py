@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import webdataset
 from PIL import Image
@@ -30,7 +30,7 @@ from .images import UNREADABLE, Unreadable, image_of, open_file
 
 LOCAL = "local-shards"  # URL scheme of the files that webdataset may open
 LABELS = "cls", "json"  # file name extensions of labels
-NUMBERS = 2**20
+NUMBERS = 2**20  # samples that `Unreadable` distinguishes, by a hash of the name
 MOST_LABEL = 2**20  # bytes of a label
 MOST_IMAGE = 2**28  # bytes of an image, because a compressed shard can expand
 MOST_INFO = 2**24  # bytes of _info.json
@@ -43,8 +43,9 @@ class LabelError(WorkersError):
 
 
 class Shards(ReaderWds):
-    """timm's reader, but images are decoded like other untrusted files, and a local folder can only open its own
-    shards.
+    """timm's reader of shards with the protection that other untrusted files have.
+
+    Images are decoded like those of other sources, and a local folder can only open its own shards.
 
     If a sample cannot be read, a warning names it and `unreadable` counts it. Training uses the next sample; evaluation
     uses a blank image with the target `UNREADABLE`.
@@ -69,13 +70,20 @@ class Shards(ReaderWds):
                 raise ConfigError(f"data_dir must be a folder or a URL, got the command {name!r}")
         enter_secure_mode()
         super().__init__(root if "://" in root else f"{LOCAL}:{os.path.abspath(root)}", **kwargs)
-        self.unreadable, self.num_classes = Unreadable(NUMBERS), num_classes
+        self.unreadable = Unreadable(NUMBERS)
+        self.num_classes = num_classes
         if "://" not in root:
             self._check(os.path.realpath(root))
 
     def _check(self, root: str) -> None:
-        """Check the entries of a local folder's `_info.json`."""
-        count, room, known = self.num_samples, 0, set()
+        """Check the entries of a local folder's `_info.json`.
+
+        Raises:
+            ConfigError: A shard is listed twice, is not a regular file or lies outside the folder, or the shards cannot
+                contain the listed number of samples.
+        """
+        known = set()
+        most_samples = 0
         for name in self.split_info.filenames:
             path = os.path.realpath(os.path.join(root, name))
             if path in known:
@@ -84,12 +92,12 @@ class Shards(ReaderWds):
             if not path.startswith(os.path.join(root, "")) or (os.path.exists(path) and not os.path.isfile(path)):
                 raise ConfigError(f"the shard {name!r} is no regular file in {root!r}: copy it there, not a link to it")
             if os.path.exists(path):
-                with open_file(path) as file:
-                    ratio = MOST_RATIO if file.read(len(GZIP)) == GZIP else 1
-                    room += ratio * os.path.getsize(path) // FEWEST_BYTES
-        if not isinstance(count, int) or not 0 <= count <= room:
+                most_samples += _most_samples(path)
+
+        count = self.num_samples
+        if not isinstance(count, int) or not 0 <= count <= most_samples:
             raise ConfigError(
-                f"the shards of {root!r} cannot have {count!r} samples, but at most {room}: see _info.json"
+                f"the shards of {root!r} cannot have {count!r} samples, but at most {most_samples}: see _info.json"
             )
 
     def _lazy_init(self) -> None:
@@ -104,12 +112,14 @@ class Shards(ReaderWds):
         ]
 
     def __iter__(self) -> Iterator[tuple[Image.Image, int]]:
-        """Iterate over samples. In evaluation, each sample comes once over all ranks; timm would give each rank equally
-        many.
+        """Iterate over images and targets.
+
+        In evaluation, every sample is read once over all ranks, while timm would give each rank the same number.
         """
         if self.is_training:
             yield from super().__iter__()
             return
+
         if self.ds is None:
             self._lazy_init()
         shards: Any = self.ds
@@ -128,9 +138,16 @@ class Shards(ReaderWds):
         """Iterate over the encoded image and label of each sample."""
         members = self._members(url_opener(shards, handler=_log_or_stop))
         samples = group_by_keys(members, handler=_log_or_stop)
-        return islice(samples, self.global_worker_id, None, self.global_num_workers) if self._are_few else samples
+        if self._are_few:
+            return islice(samples, self.global_worker_id, None, self.global_num_workers)
+        return samples
 
     def _members(self, shards: Iterator[dict]) -> Iterator[dict]:
+        """Iterate over the members of opened shards. After an error of a file, continue with the next shard.
+
+        Raises:
+            MachineError: The machine cannot read a shard.
+        """
         for shard in shards:
             problem: object = None
             try:
@@ -141,14 +158,16 @@ class Shards(ReaderWds):
                 raise
             except Exception as error:
                 if is_machine_error(error):
-                    raise MachineError.reading(shard["url"].removeprefix(f"{LOCAL}:"), error) from None
+                    raise MachineError.reading(_path_of(shard["url"]), error) from None
                 problem = error
+
             _close(shard)
             if problem:
-                self._report(shard, problem)
-            yield {}  # a shard's last sample ends here, complete or not
+                log_and_continue(tarfile.ReadError(f"{_path_of(shard['url'])}: {problem}"))
+            yield {}  # ends a shard's last sample, complete or not
 
     def _members_of(self, shard: dict) -> Iterator[dict]:
+        """Iterate over the images and labels of a shard."""
         suffixes = {*self.input_key.split(";"), *LABELS}
         stream = decompressed(shard["stream"])
         for member in members(stream):
@@ -159,35 +178,25 @@ class Shards(ReaderWds):
             if is_read:  # too large entries have no data and are unreadable
                 yield dict(fname=member.name, data=data, __url__=shard["url"])
 
-    def _report(self, shard: dict, error: object) -> None:
-        log_and_continue(tarfile.ReadError(f"{shard['url'].removeprefix(f'{LOCAL}:')}: {error}"))
-
     def _shuffled(self, samples: Iterator[dict]) -> Iterator[dict]:
-        """webdataset's shuffle with a limit on the buffer's bytes, so that large samples leave it earlier."""
-        chance, held = random.Random(self.worker_seed + self.epoch_count.value), 0
-        waiting: list[dict] = []
-
-        def take() -> dict:
-            nonlocal held
-            k = chance.randint(0, len(waiting) - 1)
-            waiting[k], waiting[-1] = waiting[-1], waiting[k]
-            taken = waiting.pop()
-            held -= _bytes_of(taken)
-            return taken
-
+        """Shuffle samples like webdataset, but limit the buffer's bytes, so that large samples leave the buffer
+        earlier.
+        """
+        buffer = _ShuffleBuffer(seed=self.worker_seed + self.epoch_count.value)
         for sample in samples:
-            full = len(waiting) + 1 >= self.sample_shuffle_size
-            arrived = [sample] if full else [sample, *islice(samples, 1)]
-            waiting += arrived
-            held += sum(map(_bytes_of, arrived))
-            if len(waiting) >= min(self.sample_initial_size, self.sample_shuffle_size):
-                yield take()
-            while held > MOST_SHUFFLED:
-                yield take()
-        while waiting:
-            yield take()
+            buffer.add(sample)
+            if len(buffer) < self.sample_shuffle_size:  # otherwise the buffer is full
+                for second in islice(samples, 1):
+                    buffer.add(second)
+            if len(buffer) >= min(self.sample_initial_size, self.sample_shuffle_size):
+                yield buffer.take()
+            while buffer.bytes > MOST_SHUFFLED:
+                yield buffer.take()
+        while len(buffer):
+            yield buffer.take()
 
     def _read(self, sample: dict[str, Any]) -> dict[str, Any] | None:
+        """Decode a sample. Return None if training skips the sample."""
         label = self.split_info.alt_label
         try:
             target = int(json.loads(sample["json"])[label] if label else sample["cls"])
@@ -200,12 +209,14 @@ class Shards(ReaderWds):
         except (MachineError, LabelError):
             raise
         except Exception as error:
-            name = f"{sample['__url__'].removeprefix(f'{LOCAL}:')}: {sample['__key__']}"
+            name = f"{_path_of(sample['__url__'])}: {sample['__key__']}"
             self.unreadable.add(zlib.crc32(name.encode()) % NUMBERS, name, error)
             return None if self.is_training else dict(image=Image.new("RGB", (256, 256)), target=UNREADABLE)
 
     def _reject_class(self, target: int, num_classes: int, sample: dict[str, Any]) -> None:
-        """Raise an error for a class that the model does not have. Evaluation stops, because its result would be wrong.
+        """Raise an error for a class that the model does not have.
+
+        Evaluation ends with this error, because accuracies over a part of the classes would be misleading.
 
         Raises:
             UnfitImageError: In training, which uses the next sample.
@@ -213,11 +224,35 @@ class Shards(ReaderWds):
         """
         if self.is_training:
             raise UnfitImageError(f"its class is {target}, of {num_classes}")
-        url = sample["__url__"].removeprefix(f"{LOCAL}:")
+        shard = label_of(_path_of(sample["__url__"]))
         raise LabelError(
-            f"classes of shards must be 0 to {num_classes - 1}, got {target} in {label_of(url)}: number them from "
-            "0, or set --num-classes"
+            f"classes of shards must be 0 to {num_classes - 1}, got {target} in {shard}: number them from 0, or set "
+            "--num-classes"
         )
+
+
+class _ShuffleBuffer:
+    """Buffer from which samples are taken at random."""
+
+    def __init__(self, seed: int):
+        self.bytes = 0
+        self._samples: list[dict] = []
+        self._random = random.Random(seed)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def add(self, sample: dict) -> None:
+        self._samples.append(sample)
+        self.bytes += _bytes_of(sample)
+
+    def take(self) -> dict:
+        """Remove a sample and return it."""
+        i = self._random.randint(0, len(self) - 1)
+        self._samples[i], self._samples[-1] = self._samples[-1], self._samples[i]
+        sample = self._samples.pop()
+        self.bytes -= _bytes_of(sample)
+        return sample
 
 
 def enter_secure_mode() -> None:
@@ -227,32 +262,58 @@ def enter_secure_mode() -> None:
     gopen_schemes[LOCAL] = _open_local
 
 
-def _open_local(url: str, *_, **__):
-    path = url.removeprefix(f"{LOCAL}:")
+def _open_local(url: str, *_, **__) -> BinaryIO:
+    """Open a file of a local folder of shards.
+
+    Raises:
+        UnfitImageError: The file is missing, not a regular file, or an `_info.json` of more than `MOST_INFO` bytes.
+        MachineError: The machine cannot read the file.
+    """
+    path = _path_of(url)
     if path.endswith("info.json") and os.path.getsize(path) > MOST_INFO:
         raise UnfitImageError(f"{path!r} has more than {MOST_INFO} bytes")
     listed = any((folder / "_info.json").exists() for folder in Path(path).parents)
-    if listed and not os.path.lexists(path):  # the mount is there, and the list names a file that is not
+    if listed and not os.path.lexists(path):  # the folder is mounted, so retrying would not help
         raise UnfitImageError(f"there is no file {path!r}")
-    retry_reading(path, lambda: open_file(path).close())  # which refuses what is not a regular file
+    retry_reading(path, lambda: open_file(path).close())  # raises if the file is not regular
     return io.BufferedReader(retry_reading(path, lambda: RetryingFile(path)))
 
 
 def _close(shard: dict) -> None:
-    """Close a shard's stream. A failed download is an error of the machine, whatever its data looked like."""
+    """Close a shard's stream.
+
+    Raises:
+        MachineError: The download failed, which may also explain errors in the shard's data.
+    """
     try:
         shard["stream"].close()
     except OSError as error:
-        raise MachineError.reading(shard["url"].removeprefix(f"{LOCAL}:"), error) from None
+        raise MachineError.reading(_path_of(shard["url"]), error) from None
 
 
 def _log_or_stop(error: Exception) -> bool:
-    """Handle an error of webdataset: log what is wrong with a file, and raise an error of the machine."""
+    """Handle an error of webdataset. Log an error of a file, and return whether to continue.
+
+    Raises:
+        MachineError: The error is one of the machine.
+    """
     if isinstance(error, MachineError):
         raise MachineError(error.args[0]) from None  # webdataset appends the address to the message
     if is_machine_error(error):
         raise MachineError.reading(getattr(error, "filename", None) or "a shard", error) from None
     return log_and_continue(error)
+
+
+def _path_of(url: str) -> str:
+    """Return the path of a local shard, or the URL of another shard."""
+    return url.removeprefix(f"{LOCAL}:")
+
+
+def _most_samples(path: str) -> int:
+    """Return the largest number of samples that a shard of this file size can contain."""
+    with open_file(path) as file:
+        ratio = MOST_RATIO if file.read(len(GZIP)) == GZIP else 1
+    return ratio * os.path.getsize(path) // FEWEST_BYTES
 
 
 def _bytes_of(sample: dict) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shlex
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -21,10 +20,9 @@ from .class_folders import ClassReader
 from .folders import FolderReader
 from .image_files import is_hidden
 from .images import open_file, restrict_pillow
+from .split_paths import find_split
 from .synthetic import SyntheticImages
 from .tars import TarReader
-
-SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 
 
 def open_split(
@@ -50,23 +48,34 @@ def open_split(
         )
     try:
         if kind == "wds":
-            from .shards import Shards  # webdataset is an optional dependency
-
-            images: Any = IterableImageDataset(data_dir, reader=Shards(data_dir, num_classes, split=split, **kwargs))
-            images.unreadable = images.reader.unreadable
+            images = _open_shards(data_dir, num_classes, split=split, **kwargs)
         elif kind:  # the split of a hub's dataset need not be a folder
             restrict_pillow()
             images = create_dataset(dataset, root=data_dir, split=split, **kwargs)
-        elif (root := _find_split(data_dir, split)).is_dir():
-            images = ImageDataset(str(root), reader=FolderReader(str(root), str(data_dir), known))
         else:
-            images = _open_tar(root, known)
+            images = _open_local(data_dir, split, known)
     except ConfigError:
         raise
     except Exception as error:  # damaged data and the packages that read it raise various types
         raise ConfigError(f"cannot open the split {split!r} of {data_dir}: {type(error).__name__}: {error}") from error
     check_count(images, num_classes, split, data_dir)
     return images
+
+
+def _open_shards(data_dir: str | None, num_classes: int | None, **kwargs) -> IterableImageDataset:
+    from .shards import Shards  # webdataset is an optional dependency
+
+    images: Any = IterableImageDataset(data_dir, reader=Shards(data_dir, num_classes, **kwargs))
+    images.unreadable = images.reader.unreadable
+    return images
+
+
+def _open_local(data_dir: str | None, split: str, known: Sequence[str]) -> ImageDataset:
+    """Open a split that is a folder or a tar file."""
+    path = find_split(data_dir, split)
+    if path.is_dir():
+        return ImageDataset(str(path), reader=FolderReader(str(path), str(data_dir), known))
+    return _open_tar(path, known)
 
 
 def check_count(images, num_classes: int | None, split: str, data_dir: str | None) -> None:
@@ -86,7 +95,7 @@ def follow_classes(
     Args:
         images: The split, opened with `data_dir`, `dataset` and `split`.
         known: Class names by index.
-        owner: What has these classes, in messages.
+        owner: Owner of these classes in messages, such as the model.
         data_dir, dataset, split: As for `open_split`.
 
     Returns:
@@ -95,19 +104,22 @@ def follow_classes(
     Raises:
         ConfigError: The split has a class that is not `known`.
     """
-    reader, names = images.reader, class_names(images)
+    reader = images.reader
+    names = class_names(images)
     folders = reader.folders if isinstance(reader, ClassReader) else None
-    found = find(folders.candidates() if folders else {name: [name] for name in names}, known, owner)
+    candidates = folders.candidates() if folders else {name: [name] for name in names}
+    found = find(candidates, known, owner)
     if unknown := [name for name in names if found[name] is None]:
         paths = {name: folders.inside(path) for path, name in folders.names.items()} if folders else {}
         hint = _hint(paths.get(unknown[0], unknown[0]), len(names), known)
         raise ConfigError(f"the split {split!r} has classes that {owner} does not have: {quoted(unknown)}{hint}")
+
     indices = {name: index for name, index in found.items() if index is not None}
-    numbers = {name: index for index, name in enumerate(known)}
+    indices_of_known = {name: index for index, name in enumerate(known)}
     if folders:
-        reader.renumber(indices, numbers)
+        reader.renumber(indices, indices_of_known)
     elif indices != names:
-        images = open_split(data_dir, dataset, split, class_map=numbers | indices)
+        images = open_split(data_dir, dataset, split, class_map=indices_of_known | indices)
     return images, sorted(indices.values())
 
 
@@ -116,8 +128,8 @@ def _hint(unknown: str, classes: int, known: Sequence[str]) -> str:
 
     Args:
         unknown: Path of the folder in its split.
-        classes: How many classes the split has.
-        known: The classes that it should have.
+        classes: Number of classes of the split.
+        known: Expected class names.
     """
     if similar := [name for name in known if name.casefold().split() == unknown.casefold().split()]:
         return f". The name differs from {similar[0]!r} only in case or spaces: rename the folder"
@@ -136,10 +148,11 @@ def _hint(unknown: str, classes: int, known: Sequence[str]) -> str:
     return ". Give these folders the names of the classes, or remove them"
 
 
-def _open_tar(path: Path, known: Sequence[str]):
-    """Open a tar file, without timm's list of its members if that list is broken.
+def _open_tar(path: Path, known: Sequence[str]) -> ImageDataset:
+    """Open a tar file, without timm's list of the members if the list is broken.
 
-    timm keeps such a list beside a file of more than 10 GB, and reads it with an unpickler that runs no code.
+    timm stores a list of the members beside a file of more than 10 GB, and reads the list with an unpickler that runs
+    no code.
     """
     listed = path.with_name(f"_{path.stem}_tarinfos.pickle")
     with open_file(path) as file:
@@ -162,10 +175,11 @@ def _open_tar(path: Path, known: Sequence[str]):
 
 
 def _refuse_empty_classes(images) -> None:
-    """Raise a ConfigError if a class folder has no images: timm would leave out the class and shift the indices."""
+    """Raise a ConfigError if a class folder has no images, because timm would omit the class and shift the indices."""
     reader = images.reader
-    if not isinstance(reader, ClassReader):  # other readers keep other files in their root, or have none
+    if not isinstance(reader, ClassReader):  # other readers store other files in their root, or have none
         return
+
     classes = {*map(PurePosixPath, reader.folders.names)}
     outer = {parent for folder in classes for parent in folder.parents}
     folders = _folders_of_tar(reader.root) if isinstance(reader, TarReader) else _folders_in(Path(reader.root), outer)
@@ -178,13 +192,14 @@ def _refuse_empty_classes(images) -> None:
 
 
 def _folders_of_tar(path: str) -> set[PurePosixPath]:
+    """Return the folders that are members of a tar file, except hidden ones."""
     with tarfile.open(path) as tar:
         folders = {PurePosixPath(member.name.lstrip("/")) for member in tar if member.isdir()}
     return {folder for folder in folders if not any(map(is_hidden, folder.parts))}
 
 
 def _folders_in(root: Path, outer: set[PurePosixPath]) -> set[PurePosixPath]:
-    """Return the paths of folders that lie in `root` or in folders that hold class folders, if they have no images."""
+    """Return the paths of folders without images in `root` and in its `outer` folders, which contain class folders."""
     found = set()
     for folder in outer | {PurePosixPath()}:
         with contextlib.suppress(OSError):  # a folder that cannot be read is skipped
@@ -195,6 +210,7 @@ def _folders_in(root: Path, outer: set[PurePosixPath]) -> set[PurePosixPath]:
 
 
 def _has_images(folder: Path) -> bool:
+    """Return whether a folder contains an image that is not hidden, at any depth."""
     images = (path for path in folder.rglob("*") if path.suffix.lower() in get_img_extensions())
     return not all(any(map(is_hidden, path.relative_to(folder).parts)) for path in images)
 
@@ -206,14 +222,16 @@ def open_splits(config: Config):
         ConfigError: A split or the number of classes is missing, or the classes of the two splits differ.
     """
     if config.synthetic:
-        if (num_classes := config.num_classes or 1000) < 2:
-            raise ConfigError("num_classes must be at least 2, got 1")
-        return SyntheticImages(config.synthetic), SyntheticImages(math.ceil(config.synthetic / 25)), num_classes
+        return _synthetic_splits(config)
+
     location = config.data_dir, config.dataset
     train = open_split(*location, config.train_split, config.num_classes, is_training=True, seed=config.seed)
     _refuse_empty_classes(train)
-    val = open_split(*location, config.val_split, known=[*class_names(train)])
-    if not (num_classes := len(class_names(train)) or config.num_classes or 0):
+    known = class_names(train)
+    val = open_split(*location, config.val_split, known=[*known])
+
+    num_classes = len(known) or config.num_classes or 0
+    if not num_classes:
         raise ConfigError(f"the dataset {config.dataset} does not store its number of classes: set --num-classes")
     limit_classes(val, num_classes)
     if num_classes < 2:
@@ -221,7 +239,8 @@ def open_splits(config: Config):
             f"the split {config.train_split!r} of {config.data_dir} has one class: each class needs a folder of its "
             "images"
         )
-    known, found = class_names(train), class_names(val)
+
+    found = class_names(val)
     if found and known != found:
         names = sorted(known, key=lambda name: known[name])
         val, present = follow_classes(val, names, "training", *location, config.val_split)
@@ -230,6 +249,15 @@ def open_splits(config: Config):
                 __name__, "the split %r has no images of %d of the %d classes: %s",
                 config.val_split, len(missing), num_classes, quoted(missing),
             )  # fmt: skip
+    return train, val, num_classes
+
+
+def _synthetic_splits(config: Config) -> tuple[SyntheticImages, SyntheticImages, int]:
+    num_classes = config.num_classes or 1000
+    if num_classes < 2:
+        raise ConfigError("num_classes must be at least 2, got 1")
+    train = SyntheticImages(config.synthetic)
+    val = SyntheticImages(math.ceil(config.synthetic / 25))
     return train, val, num_classes
 
 
@@ -251,53 +279,6 @@ def streams(images) -> bool:
 def count_images(images) -> int:
     """Return the number of images over all ranks; the length of an iterable dataset is one rank's share."""
     return getattr(getattr(images, "reader", None), "num_samples", 0) or len(images)
-
-
-def _find_split(data_dir: str | None, split: str) -> Path:
-    if not data_dir:
-        raise ConfigError("data_dir is required, the folder that contains the splits: set --data-dir")
-    root = Path(data_dir)
-    if not root.is_dir():
-        raise ConfigError(f"data_dir {data_dir} is not a folder")
-    names = next((names for names in SPLIT_NAMES.values() if split.casefold() in names), (split,))
-    there = sorted(path.name for path in root.iterdir())
-    for name in (split, *names):
-        for wanted in (name, f"{name}.tar"):
-            alike = [wanted] if wanted in there else [other for other in there if other.casefold() == wanted.casefold()]
-            if len(alike) > 1:
-                raise ConfigError(f"{data_dir} has {quoted(alike)}, which differ only in case: name one as the split")
-            path = root / (alike[0] if alike else wanted)
-            if path.is_dir() or path.is_file():
-                if name != split and split not in SPLIT_NAMES:  # these names also stand for their synonyms
-                    warn_on_rank0(__name__, "%s has no split %r: %s in its place", data_dir, split, path.name)
-                return path
-    hints = ""
-    tests = [name for name in there if name.casefold() in ("test", "testing", "test.tar")]
-    if tests and names == SPLIT_NAMES["validation"]:
-        test = tests[0].removesuffix(".tar")
-        hints = f". The split {test!r} is read with --val-split {test} in training and --split {test} in validate.py"
-    if deeper := [folder for folder in root.glob("*/") if _has_splits(folder)]:
-        hints += f". The splits are in {deeper[0].name!r}: set --data-dir {deeper[0]}"
-    train = next((root / name for name in there if name.casefold() in SPLIT_NAMES["train"]), root / "train")
-    for folder, what in ((root, "If these are classes, this splits them"), (train, f"This splits {train.name!r}")):
-        if _count_classes(folder) > 1 and (folder == root or names == SPLIT_NAMES["validation"]):
-            command = ["python", "-m", "vil.data.folders", str(folder), f"{root.resolve()}_split"]
-            hints += f". {what}: {shlex.join(command)}"
-    found = quoted(there) or "nothing"
-    raise ConfigError(
-        f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(names)}); it has {found}{hints}"
-    )
-
-
-def _has_splits(folder: Path) -> bool:
-    """Return whether a folder has a training and a validation split."""
-    there = {path.name.casefold().removesuffix(".tar") for path in folder.iterdir()}
-    return not any(there.isdisjoint(names) for names in SPLIT_NAMES.values())
-
-
-def _count_classes(root: Path) -> int:
-    suffixes = get_img_extensions()
-    return sum(any(file.suffix.lower() in suffixes for file in folder.glob("*")) for folder in root.glob("*/"))
 
 
 def describe_split(name: str, images) -> str:

@@ -1,0 +1,110 @@
+"""Folders and tar files of splits, which are found under synonyms, too, and advice if a split is missing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from timm.data import get_img_extensions
+
+from ...classes import quoted
+from ...config import ConfigError
+from ...distributed import warn_on_rank0
+
+# name of each split in a run's options, and the names of folders and tar files that it stands for
+SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
+
+
+def find_split(data_dir: str | None, split: str) -> Path:
+    """Return the folder or tar file of a split, in any case and under any of the split's synonyms.
+
+    Raises:
+        ConfigError: `data_dir` is not a folder, the split is missing, or names differ only in case.
+    """
+    if not data_dir:
+        raise ConfigError("data_dir is required, the folder that contains the splits: set --data-dir")
+    root = Path(data_dir)
+    if not root.is_dir():
+        raise ConfigError(f"data_dir {data_dir} is not a folder")
+
+    present = sorted(path.name for path in root.iterdir())
+    for name in (split, *_synonyms(split)):
+        for file_name in (name, f"{name}.tar"):
+            path = _path_in_any_case(root, file_name, present)
+            if path.is_dir() or path.is_file():
+                if name != split and split not in SPLIT_NAMES:  # these names also stand for their synonyms
+                    warn_on_rank0(__name__, "%s has no split %r: %s in its place", data_dir, split, path.name)
+                return path
+
+    found = quoted(present) or "nothing"
+    raise ConfigError(
+        f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(_synonyms(split))}); it has {found}"
+        + _missing_split_hints(root, split, present)
+    )
+
+
+def _synonyms(split: str) -> tuple[str, ...]:
+    """Return the names under which a split is found."""
+    for names in SPLIT_NAMES.values():
+        if split.casefold() in names:
+            return names
+    return (split,)
+
+
+def _path_in_any_case(root: Path, name: str, present: Sequence[str]) -> Path:
+    """Return the path of an entry of `root`, whose entries are `present`. An exact match has precedence.
+
+    Raises:
+        ConfigError: Several entries match.
+    """
+    if name in present:
+        return root / name
+    matches = [other for other in present if other.casefold() == name.casefold()]
+    if len(matches) > 1:
+        raise ConfigError(f"{root} has {quoted(matches)}, which differ only in case: name one as the split")
+    return root / (matches[0] if matches else name)
+
+
+def _missing_split_hints(root: Path, split: str, present: Sequence[str]) -> str:
+    """Return the end of a message about a missing split: what the user may have meant, and the remedies.
+
+    Args:
+        root: Folder of the splits.
+        split: Name of the missing split.
+        present: Names of the entries of `root`.
+    """
+    is_validation = _synonyms(split) == SPLIT_NAMES["validation"]
+    hints = ""
+
+    tests = [name for name in present if name.casefold() in ("test", "testing", "test.tar")]
+    if tests and is_validation:
+        test = tests[0].removesuffix(".tar")
+        hints = f". The split {test!r} is read with --val-split {test} in training and --split {test} in validate.py"
+
+    if deeper := [folder for folder in root.glob("*/") if _has_splits(folder)]:
+        hints += f". The splits are in {deeper[0].name!r}: set --data-dir {deeper[0]}"
+
+    if _count_classes(root) > 1:
+        hints += f". If these are classes, this splits them: {_splitting_command(root, root)}"
+    train = next((root / name for name in present if name.casefold() in SPLIT_NAMES["train"]), root / "train")
+    if is_validation and _count_classes(train) > 1:
+        hints += f". This splits {train.name!r}: {_splitting_command(train, root)}"
+    return hints
+
+
+def _splitting_command(folder: Path, data_dir: Path) -> str:
+    """Return the command that splits a folder of classes into training and validation."""
+    return shlex.join(["python", "-m", "vil.data.folders", str(folder), f"{data_dir.resolve()}_split"])
+
+
+def _has_splits(folder: Path) -> bool:
+    """Return whether a folder has a training and a validation split."""
+    present = {path.name.casefold().removesuffix(".tar") for path in folder.iterdir()}
+    return not any(present.isdisjoint(names) for names in SPLIT_NAMES.values())
+
+
+def _count_classes(root: Path) -> int:
+    """Return the number of subfolders that directly contain images."""
+    suffixes = get_img_extensions()
+    return sum(any(file.suffix.lower() in suffixes for file in folder.glob("*")) for folder in root.glob("*/"))
