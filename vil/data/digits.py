@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-REHEARSED = 45  # validation images of each class with `rehearse`, about as many as are held out otherwise
+REHEARSED = 45  # validation images of each class with `rehearse`, about as many as in the held-out quarter
 
 
 def split_digits(
@@ -43,12 +43,13 @@ def split_digits(
     if seed is not None:
         train = np.random.default_rng(seed).permutation(train)
     if rehearse:
-        of_class = [train[classes[train] == digit] for digit in np.unique(classes)]
-        held_out = np.concatenate([indices[:REHEARSED] for indices in of_class])
+        held_out = np.concatenate([train[classes[train] == digit][:REHEARSED] for digit in np.unique(classes)])
         train = train[~np.isin(train, held_out)]
+
     if train_per_class:
         of_class = [train[classes[train] == digit][:train_per_class] for digit in np.unique(classes)]
-        if (fewest := min(map(len, of_class))) < train_per_class:
+        fewest = min(map(len, of_class))
+        if fewest < train_per_class:
             raise ValueError(
                 f"train_per_class must be at most {fewest}, the images of the rarest digit, got {train_per_class}"
             )
@@ -85,13 +86,16 @@ def write_digits(
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    for split, indices in zip(("train", "validation"), split_digits(digits.target, train_per_class, seed, rehearse)):
+    train, validation = split_digits(digits.target, train_per_class, seed, rehearse)
+    for split, indices, files_of_image in (("train", train, copies), ("validation", validation, 1)):
         chosen = [i for i in indices if digits.target[i] in wanted]
         for i in chosen:
             folder = root / split / str(digits.target[i])
             folder.mkdir(parents=True, exist_ok=True)
-            for copy in range(copies if split == "train" else 1):
-                picture(digits.images[i]).save(folder / (f"{i:04d}-{copy}.png" if copy else f"{i:04d}.png"))
+            image = picture(digits.images[i])
+            for copy in range(files_of_image):
+                name = f"{i:04d}-{copy}.png" if copy else f"{i:04d}.png"
+                image.save(folder / name)
         print(f"{root / split}: {len(chosen)} images")
 
 
@@ -108,9 +112,15 @@ if __name__ == "__main__":
     )
     parser.add_argument("--copies", type=int, default=1, help="number of files of each training image (default: 1)")
     options = parser.parse_args()
-    chosen = options.digits, options.seed, options.rehearse, options.copies
     try:
-        write_digits(options.root, options.train_per_class, *chosen)
+        write_digits(
+            options.root,
+            train_per_class=options.train_per_class,
+            wanted=options.digits,
+            seed=options.seed,
+            rehearse=options.rehearse,
+            copies=options.copies,
+        )
     except ImportError as error:
         parser.error(f"vil.data.digits needs scikit-learn: pip install scikit-learn ({error})")
     except ValueError as error:

@@ -43,57 +43,79 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
         raise ValueError(f"target must be outside {source}, got {target}: choose a folder beside it")
     if not source.is_dir():
         raise ValueError(f"there is no folder {source}")
-    files = list_images(str(source), str(source))
-    folders = folders_in(str(source), files)
-    found = ClassFolders(files, folders, str(source)) if files else None
-    classes: dict[str, list[Path]] = {path: [] for path in (found.names if found else ())}
-    for file, folder in zip(files, folders):
-        if folder in classes:
-            classes[folder].append(Path(file))
-    tops = {path.split("/")[0] for path in classes}
-    if tops and all(name.lower() in {"test", *chain(*SPLIT_NAMES.values())} for name in tops):
-        raise ValueError(
-            f"{source} is split already, into {', '.join(sorted(tops))}: train on it as it is, or split one of "
-            "these folders"
-        )
-    if found is None or len(classes) < 2:
-        raise ValueError(f"{source} has {len(classes)} folders of images: it needs one for each class")
-    for note in found.notes():
-        warn_on_rank0(__name__, "%s: %s", source, note)
-    if few := [path for path, images in classes.items() if len(images) < 2]:
-        raise ValueError(
-            f"the class folder {few[0]!r} has one image, and each split needs one: add images, or move this image to "
-            "another class folder"
-        )
+    files_of_class = _files_of_classes(source)
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"there is something in {target}: name a folder that is new")
+
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as unfinished:
-        (whole := Path(unfinished) / target.name).mkdir()  # with the user's usual permissions
-        counts = _fill(whole, classes, validation)
+        whole = Path(unfinished) / target.name
+        whole.mkdir()  # with the user's usual permissions
+        counts = _fill(whole, files_of_class, validation)
         if target.exists():
             target.rmdir()  # Windows would not replace it
         whole.rename(target)
     return counts
 
 
-def _fill(target: Path, classes: dict[str, list[Path]], validation: float) -> dict[str, int]:
+def _files_of_classes(source: Path) -> dict[str, list[Path]]:
+    """Return the images of each class by the path of the class folder.
+
+    Raises:
+        ConfigError: `source` has no class folders.
+        ValueError: `source` is split already, has one class, or a class has one image.
+    """
+    files = list_images(str(source), str(source))
+    if not files:
+        raise ValueError(f"{source} has 0 folders of images: it needs one for each class")
+    folders = folders_in(str(source), files)
+    classes = ClassFolders(files, folders, str(source))
+    files_of_class: dict[str, list[Path]] = {path: [] for path in classes.names}
+    for file, folder in zip(files, folders):
+        if folder in files_of_class:
+            files_of_class[folder].append(Path(file))
+
+    top_folders = {path.split("/")[0] for path in files_of_class}
+    if all(name.lower() in {"test", *chain(*SPLIT_NAMES.values())} for name in top_folders):
+        raise ValueError(
+            f"{source} is split already, into {', '.join(sorted(top_folders))}: train on it as it is, or split one of "
+            "these folders"
+        )
+    if len(files_of_class) < 2:
+        raise ValueError(f"{source} has {len(files_of_class)} folders of images: it needs one for each class")
+    for note in classes.notes():
+        warn_on_rank0(__name__, "%s: %s", source, note)
+    if few := [path for path, images in files_of_class.items() if len(images) < 2]:
+        raise ValueError(
+            f"the class folder {few[0]!r} has one image, and each split needs one: add images, or move this image to "
+            "another class folder"
+        )
+    return files_of_class
+
+
+def _fill(target: Path, files_of_class: dict[str, list[Path]], validation: float) -> dict[str, int]:
+    """Create the files of both splits, and return the number of images in each split."""
     counts: Counter[str] = Counter()
-    for folder, files in classes.items():
+    for folder, files in files_of_class.items():
         random.Random(0).shuffle(files)
         held_out = min(len(files) - 1, max(1, round(validation * len(files))))
         for number, file in enumerate(files):
             split = "validation" if number < held_out else "train"
-            copy = target / split / folder / file.name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            while os.path.lexists(copy):  # A.png on a file system that takes it for a.png
-                copy = copy.with_name(f"_{copy.name}")
-            try:
-                os.link(file.resolve(), copy)  # no link that leads nowhere
-            except OSError:
-                shutil.copyfile(file, copy)
+            _link_or_copy(file, target / split / folder)
             counts[split] += 1
     return counts
+
+
+def _link_or_copy(file: Path, folder: Path) -> None:
+    """Create a hard link to a file in a folder, or a copy if the file system does not support hard links."""
+    folder.mkdir(parents=True, exist_ok=True)
+    new = folder / file.name
+    while os.path.lexists(new):  # a case-insensitive file system does not distinguish A.png and a.png
+        new = new.with_name(f"_{new.name}")
+    try:
+        os.link(file.resolve(), new)  # of a symbolic link's target, because a link may be relative
+    except OSError:
+        shutil.copyfile(file, new)
 
 
 def main() -> None:
@@ -105,7 +127,8 @@ def main() -> None:
     parser.add_argument("--validation", type=float, default=0.2, help="share of each class (default: 0.2)")
     options = parser.parse_args()
     try:
-        for split, count in sorted(split_folder(options.source, options.target, options.validation).items()):
+        counts = split_folder(options.source, options.target, options.validation)
+        for split, count in sorted(counts.items()):
             print(printable(f"{options.target / split}: {count} images"))
     except (OSError, ValueError) as error:
         parser.exit(1, f"error: {error}\n")

@@ -47,6 +47,16 @@ class TrainingBatches:
     A global batch is a slice of the epoch's permutation, repeated `repeats` times (repeated augmentation, Hoffer et
     al., 2020, as in DeiT). Each rank processes a consecutive share of the global batch. The last global batch is
     dropped if it is incomplete.
+
+    Args:
+        num_images: Number of images of the split.
+        config: Options of the run: global batch size, repeated augmentation and seed.
+        micro_batch: Images in a micro-batch of a rank.
+        rank: Rank of this process.
+        world_size: Number of processes.
+
+    Raises:
+        ConfigError: A global batch exceeds the split.
     """
 
     def __init__(self, num_images: int, config: Config, micro_batch: int, rank: int, world_size: int):
@@ -65,7 +75,7 @@ class TrainingBatches:
             )
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Set the epoch, and skip its first `first_step` steps, which an interrupted run has already done."""
+        """Set the epoch and the first step, because a resumed run skips the steps that are done."""
         self.epoch = epoch
         self.first_step = first_step
 
@@ -75,10 +85,11 @@ class TrainingBatches:
 
     @property
     def steps(self) -> int:
+        """Number of optimizer steps of an epoch."""
         return self.num_images // self.global_batch
 
     def described(self, epochs: int, whole: str = "the run") -> str:
-        """Return a line with the number of steps, with advice if there are few.
+        """Return a line with the number of steps, and with advice if there are few steps.
 
         Args:
             epochs: Number of epochs.
@@ -98,6 +109,7 @@ class TrainingBatches:
 
     @property
     def accumulation(self) -> int:
+        """Number of micro-batches that a rank accumulates in a step."""
         return self.global_batch // self.world_size // self.micro_batch
 
     def sizes(self) -> Iterator[int]:
@@ -144,8 +156,9 @@ class EvaluationBatches:
 
 
 class Pieces:
-    """Batch sampler that splits each batch into pieces, which a worker loads one at a time. It yields nothing until
-    `ready`.
+    """Batch sampler that splits each batch into pieces, which a worker loads one at a time.
+
+    The sampler yields nothing until `ready` is set, so that workers can start before the first batch.
 
     Args:
         batches: Batch sampler of (index, seed) pairs.
@@ -165,7 +178,9 @@ class Pieces:
         self.ready = False
 
     def __iter__(self) -> Iterator[list[tuple]]:
-        for batch in self.batches if self.ready else ():
+        if not self.ready:
+            return
+        for batch in self.batches:
             for start in range(0, len(batch), self.size):
                 piece = batch[start : start + self.size]
                 yield [self.task(*pair) for pair in piece] if self.task else piece
