@@ -26,7 +26,7 @@ import vil
 from vil import export
 from vil.export import ExportError, export_model, onnx_graph
 from vil.export import __main__ as command_line
-from vil.export.traced import scan_by_steps
+from vil.export.mixers import scan_by_steps
 from vil.kernels.scan.reference import longhorn, selective
 from vil.models.block import BidirectionalMixer, Block, LonghornDirection, LonghornMixer
 

@@ -31,9 +31,12 @@ from ..data_config import input_size
 from ..fault_tolerance.files import write_atomically
 from ..text import label_of
 from ..wrappers import unwrapped
-from .formats import OPSET, Run, arguments_of, onnx_packages, to_onnx, to_pt2, to_safetensors
 from .hub import card_of, config_of
+from .onnx_format import OPSET, onnx_packages, to_onnx
+from .program_format import to_pt2
+from .serialized import Run, Serialized
 from .traced import Exported, ExportError, as_evaluated, outputs_of, pictures
+from .weights_format import arguments_of, to_safetensors
 
 _logger = logging.getLogger(__name__)
 
@@ -103,25 +106,28 @@ def export_model(
     check_options(path, opset, features)
     exported = Exported(model, features)
     described = describe(model, preprocessing)
-    if taken := {*described, "label_names"} & (metadata or {}).keys():
+    taken = {*described, "label_names"} & (metadata or {}).keys()
+    if taken:
         raise ExportError(f"metadata must not set {', '.join(sorted(taken))}: set it in the model's pretrained_cfg")
     described |= metadata or {}
 
-    is_weights = path.suffix in WEIGHTS
-    if is_weights:
-        content, run = to_safetensors(model, described)
+    file: Serialized
+    tolerance = TOLERANCE
+    if path.suffix in WEIGHTS:
+        file = to_safetensors(model, described)
+        tolerance = TOLERANCE_OF_HALVES
     else:
         _logger.info("%s, step 1 of 2: tracing and exporting the model", path)
-        content, run = to_onnx(exported, described, opset) if path.suffix == ".onnx" else to_pt2(exported, described)
+        file = to_onnx(exported, described, opset) if path.suffix == ".onnx" else to_pt2(exported, described)
         _logger.info("%s, step 2 of 2: comparing its outputs with the model's", path)
-    difference, images, same_top1 = compare(model, exported, run, TOLERANCE_OF_HALVES if is_weights else TOLERANCE)
+    difference, images, same_top1 = compare(model, exported, file.run, tolerance)
 
     if path.suffix:
-        write_atomically(path, content)
+        write_atomically(path, file.content)
     else:
-        _write_folder(path, content, model, described, metadata or {})
+        _write_folder(path, file.content, model, described, metadata or {})
     _logger.info("use it in Python: %s", usage(path, exported.outputs))
-    return Report(path, len(content), difference, images, same_top1)
+    return Report(path, len(file.content), difference, images, same_top1)
 
 
 def _write_folder(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,25 +24,38 @@ def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, A
     # the license is unknown, class names have a key of their own
     known = {field.name for field in fields(PretrainedCfg)} - {"label_names", "license"}
     model = copy.copy(model)  # pretrained_cfg may have entries that timm's PretrainedCfg does not know
-    model.pretrained_cfg = {name: value for name, value in model.pretrained_cfg.items() if name in known}
-    said = {name: value for name, value in metadata.items() if name in known}
-    names = {"label_names": metadata["label_names"]} if "label_names" in metadata else {}
+    model.pretrained_cfg = _selected(model.pretrained_cfg, known)
+
+    config: dict[str, Any] = {"pretrained_cfg": _selected(metadata, known)}
+    if "label_names" in metadata:
+        config["label_names"] = metadata["label_names"]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         # older timm versions need a Path, although the annotation says str
-        save_config_for_hf(model, path, {"pretrained_cfg": said, **names}, dict(arguments))  # type: ignore[arg-type]
+        save_config_for_hf(model, path, config, dict(arguments))  # type: ignore[arg-type]
         return path.read_text()
 
 
+def _selected(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in names}
+
+
 def card_of(name: str, metadata: Mapping[str, Any], further: Mapping[str, str]) -> str:
-    """Return the content of README.md, a model card with metadata and an example of use."""
+    """Return the content of README.md, a model card with metadata and an example of use.
+
+    Args:
+        name: Name of the folder.
+        metadata: Metadata of `describe`.
+        further: Metadata that the user has given.
+    """
     size = "x".join(map(str, metadata["input_size"][1:]))
-    lines = [
+    facts = [
         f"{metadata['model']}, {metadata['num_classes']} classes, images of {size} pixels",
         "weights in half precision; class names and preprocessing are in config.json",
         *(f"{key}: {text}" for key, text in further.items()),
         "TODO: add the training data, accuracy and license here",
     ]
+    facts_list = "\n".join(f"- {fact}" for fact in facts)
     return f"""---
 library_name: timm
 pipeline_tag: image-classification
@@ -50,7 +63,7 @@ tags: [image-classification, timm, vision-longhorn]
 ---
 # {name}
 
-{chr(10).join(f"- {line}" for line in lines)}
+{facts_list}
 
 ```python
 import timm

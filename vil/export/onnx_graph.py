@@ -24,25 +24,31 @@ class Kind(NamedTuple):
     tokens: tuple[int, ...]  # (L, C)
 
 
+class BlockFunction(NamedTuple):
+    """ONNX function of a kind of block."""
+
+    name: str
+    block: Block  # any block of this kind
+
+
+Functions = dict[Kind, BlockFunction]
+
+
 def onnx_model(exported: Exported, opset: int) -> Any:
     """Return the onnx.ModelProto of the model, with only standard operators."""
-    from onnxscript import ir, optimizer
-
-    kinds: dict[Kind, tuple[str, Block]] = {}
+    functions: Functions = {}
     blocks: list[Any] = [module for module in exported.modules() if is_known(module)]
     for block in blocks:
-        block.forward = functools.partial(call, kinds, block)
-    whole = translated(exported.program(), opset, ["images"], exported.outputs)
+        block.forward = functools.partial(call, functions, block)
+    whole = translate(exported.program(), opset, ["images"], exported.outputs)
     for block in blocks:
         del block.forward
-    for kind, (name, block) in kinds.items():
+
+    for kind, (name, block) in functions.items():
         weights = list(block.state_dict().values())
         program = program_of(WithWeights(block, kind.grid), torch.zeros(2, *kind.tokens), weights)
-        add_function(whole.model, name, translated(program, opset).model)
-    optimizer.optimize(whole.model, inline=False)  # optimize each kind once, before inlining
-    passes = ir.passes.common
-    tidy = passes.LiftConstantsToInitializersPass(True, 0), passes.DeduplicateInitializersPass()
-    ir.passes.Sequential(passes.InlinePass(), *tidy, passes.RemoveUnusedOpsetsPass())(whole.model)
+        add_function(whole.model, name, translate(program, opset).model)
+    inline_functions(whole.model)
     return whole.model_proto
 
 
@@ -50,13 +56,13 @@ def is_known(module: nn.Module) -> bool:
     return type(module) is Block and type(module.mixer) in KNOWN_MIXERS
 
 
-def call(
-    kinds: dict[Kind, tuple[str, Block]], block: Block, x_BLC: Tensor, grid: tuple[int, int] | None = None
-) -> Tensor:
-    """Replace a block's forward by a call of its kind's ONNX function, and register the kind in `kinds`."""
+def call(functions: Functions, block: Block, x_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+    """Forward of a block that calls the ONNX function of its kind. A new kind is added to `functions`."""
     kind = Kind(str(block), block.pool, grid, tuple(x_BLC.shape[1:]))
-    name, _ = kinds.setdefault(kind, (f"Block{len(kinds)}", block))
-    inputs = x_BLC, *block.state_dict(keep_vars=True).values()
+    if kind not in functions:
+        functions[kind] = BlockFunction(f"Block{len(functions)}", block)
+    name = functions[kind].name
+    inputs = (x_BLC, *block.state_dict(keep_vars=True).values())
     return torch.onnx.ops.symbolic(f"{DOMAIN}::{name}", inputs, dtype=x_BLC.dtype, shape=x_BLC.shape, version=1)
 
 
@@ -72,23 +78,44 @@ class WithWeights(nn.Module):
         return self.run(dict(zip(self.names, weights)), (x_BLC,))
 
 
-def translated(
+def translate(
     program: ExportedProgram, opset: int, inputs: list[str] | None = None, outputs: list[str] | None = None
 ) -> Any:  # fmt: skip
-    """Export with PyTorch's exporter and inline the functions that the exporter creates for loop bodies."""
+    """Return PyTorch's ONNX export of a program, with the functions of loop bodies inlined."""
     from onnxscript import optimizer
 
-    found: Any = torch.onnx.export(
-        program, (), dynamo=True, opset_version=opset, verbose=False, optimize=False, input_names=inputs,
+    translated: Any = torch.onnx.export(
+        program,
+        (),
+        dynamo=True,
+        opset_version=opset,
+        verbose=False,
+        optimize=False,
+        input_names=inputs,
         output_names=outputs,
-    )  # fmt: skip
-    optimizer.inline(found.model)
-    return found
+    )
+    optimizer.inline(translated.model)
+    return translated
 
 
 def add_function(model: Any, name: str, body: Any) -> None:
-    """Add a model's graph to another model as a function."""
+    """Add the graph of the model `body` to another model as a function."""
     from onnxscript import ir
 
     function = ir.Function(DOMAIN, name, graph=body.graph, attributes=())
     model.functions[function.identifier()] = function
+
+
+def inline_functions(model: Any) -> None:
+    """Optimize the functions of a model, each only once, then inline them and merge equal constants."""
+    from onnxscript import ir, optimizer
+
+    optimizer.optimize(model, inline=False)
+    passes = ir.passes.common
+    run_passes = ir.passes.Sequential(
+        passes.InlinePass(),
+        passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        passes.DeduplicateInitializersPass(),
+        passes.RemoveUnusedOpsetsPass(),
+    )
+    run_passes(model)

@@ -1,0 +1,126 @@
+"""Serialization of a model as an ONNX file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .onnx_graph import onnx_model
+from .serialized import Serialized, quiet_exporters, text_of
+from .traced import Exported, ExportError
+
+OPSET = 18  # the oldest opset that PyTorch's exporter writes; onnxruntime, TensorRT and OpenVINO read it
+MAX_REASON = 400  # maximum length of another library's error in a message, in characters
+
+
+def onnx_packages() -> tuple[Any, Any]:
+    """Return the modules onnx and onnxruntime; raise an ExportError if a package for ONNX is missing."""
+    try:
+        import onnx
+        import onnxruntime
+        import onnxscript  # noqa: F401  required by torch.onnx
+    except ImportError as error:
+        raise ExportError(
+            f"an ONNX export needs more packages ({error}): pip install onnx onnxruntime onnxscript"
+        ) from error
+    return onnx, onnxruntime
+
+
+def to_onnx(exported: Exported, metadata: dict[str, Any], opset: int) -> Serialized:
+    """Serialize a model; the result runs in onnxruntime.
+
+    Raises:
+        ExportError: ONNX or onnxruntime does not support an operator; the message names the operator and the opset.
+    """
+    onnx, onnxruntime = onnx_packages()
+    with quiet_exporters():
+        try:
+            proto = onnx_model(exported, max(opset, OPSET))
+        except torch.onnx.errors.OnnxExporterError as error:
+            raise ExportError(f"PyTorch's exporter fails at opset {opset}: {_first_line(error)}") from error
+    _check_operators(onnx, proto, opset)
+
+    _clean(proto)
+    proto.producer_name = "vision-longhorn"
+    proto.producer_version = ""
+    onnx.helper.set_model_props(proto, {name: text_of(value) for name, value in metadata.items()})
+    content = proto.SerializeToString()
+
+    try:
+        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's errors have no common base class
+        version = onnxruntime.__version__
+        raise ExportError(
+            f"onnxruntime {version} cannot load the model at opset {opset}: {_first_line(error)}"
+        ) from error
+
+    def run(images: Tensor) -> list[Tensor]:
+        outputs = session.run(exported.outputs, {"images": images.numpy()})
+        return [torch.from_numpy(output) for output in outputs]
+
+    return Serialized(content, run)
+
+
+def _check_operators(onnx: Any, proto: Any, opset: int) -> None:
+    """Raise an ExportError that names the operators that the opset does not support."""
+    written = next(entry.version for entry in proto.opset_import if not entry.domain)
+    too_new = []
+    for name in sorted({node.op_type for node in _nodes(proto.graph) if not node.domain}):
+        version = _version_of(onnx, name, written)
+        if version is not None and version > opset:
+            too_new.append(f"{name} of opset {version}")
+
+    if too_new:
+        raise ExportError(
+            f"opset must be at least {OPSET} for this model, got {opset}: PyTorch's exporter uses {', '.join(too_new)}"
+        )
+    if written != max(opset, OPSET):
+        raise ExportError(f"opset must be at most {written}, PyTorch's newest, got {opset}")
+
+
+def _version_of(onnx: Any, name: str, opset: int) -> int | None:
+    """Return the opset that introduced an operator in its form of `opset`, or None if ONNX does not have the operator.
+
+    For an operator that is newer than `opset`, the newest form counts.
+    """
+    if not onnx.defs.has(name):
+        return None
+    if onnx.defs.has(name, opset):
+        return onnx.defs.get_schema(name, opset).since_version
+    return onnx.defs.get_schema(name).since_version
+
+
+def _clean(proto: Any) -> None:
+    """Remove the Python metadata of each node and name the dynamic dimension "batch"."""
+    for graph in _graphs(proto.graph):
+        for part in (*graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+            del part.metadata_props[:]
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param.isidentifier():
+                    dim.dim_param = "batch"
+    del proto.graph.metadata_props[:]
+    del proto.metadata_props[:]
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    """Iterate over a graph and its subgraphs."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _graphs(attribute.g)
+
+
+def _nodes(graph: Any) -> Iterator[Any]:
+    """Iterate over the nodes of a graph and of its subgraphs."""
+    for part in _graphs(graph):
+        yield from part.node
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:MAX_REASON] if lines else type(error).__name__

@@ -1,0 +1,52 @@
+"""Serialized model: the content of an exported file and a function that runs the content."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+# loggers of the exporters' internals
+NOISY_LOGGERS = ("onnxscript", "torch._export.serde.serialize", "torch.onnx._internal.exporter._schemas")
+
+Run = Callable[[Tensor], Sequence[Tensor]]  # from images (B, 3, H, W) to outputs
+
+
+@dataclass
+class Serialized:
+    """Content of an exported file, before it is written.
+
+    Attributes:
+        content: Bytes of the file.
+        run: Function from images (B, 3, H, W) to the outputs of the file.
+    """
+
+    content: bytes
+    run: Run
+
+
+def text_of(value: Any) -> str:
+    """Return a value as a metadata entry: text unchanged, other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@contextmanager
+def quiet_exporters() -> Iterator[None]:
+    """Suppress the exporters' warnings and log messages about their internals."""
+    loggers = [logging.getLogger(name) for name in NOISY_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
