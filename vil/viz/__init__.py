@@ -12,7 +12,7 @@ Dimension letters in the suffixes of tensor names:
 """
 
 from .evidence import class_evidence, deletion_curve, effective_receptive_field, patch_sums
-from .pictures import plot_receptive_fields, plot_scans, plot_why
+from .plots import plot_receptive_fields, plot_scans, plot_why
 from .traces import Trace, patch_maps, reading, trace_scans
 
 __all__ = [

@@ -29,7 +29,7 @@ from ..predict import Prediction, predict
 from ..text import label_of
 from . import __doc__ as description
 from .evidence import class_evidence, deletion_curve, effective_receptive_field, patch_sums
-from .pictures import plot_receptive_fields, plot_scans, plot_why
+from .plots import plot_receptive_fields, plot_scans, plot_why
 from .traces import reading
 
 if TYPE_CHECKING:

@@ -28,14 +28,18 @@ def class_evidence(model: nn.Module, images: Tensor, classes: Tensor | None = No
         classes: Class indices (B,); the predicted classes if None.
         steps: Number of gradients for each image.
     """
-    classes = model(images).argmax(-1) if classes is None else classes
-    blank = _mean_colour(images)
-    total = torch.zeros_like(images)
+    if classes is None:
+        classes = model(images).argmax(-1)
+    baseline = _mean_colour(images)
+    mean_gradient = torch.zeros_like(images)
     for step in range(steps):
-        part = (blank + (step + 0.5) / steps * (images - blank)).requires_grad_()
+        fraction = (step + 0.5) / steps
+        between = (baseline + fraction * (images - baseline)).requires_grad_()
         with torch.enable_grad():
-            total += torch.autograd.grad(_probabilities(model, part, classes).sum(), part)[0] / steps
-    return (total * (images - blank)).sum(1)
+            probability = _probabilities(model, between, classes).sum()
+            (gradient,) = torch.autograd.grad(probability, between)
+        mean_gradient += gradient / steps
+    return (mean_gradient * (images - baseline)).sum(1)
 
 
 def _mean_colour(images: Tensor) -> Tensor:
@@ -49,7 +53,8 @@ def _probabilities(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
 def patch_sums(model: VisionLonghorn, values_BHW: Tensor) -> Tensor:
     """Sum pixel values (B, H, W) over each patch and return (B, h, w)."""
     h, w = check_model(model).grid_of(values_BHW[:, None])
-    return F.adaptive_avg_pool2d(values_BHW, (h, w)) * (values_BHW[0].numel() / (h * w))
+    pixels_of_patch = values_BHW[0].numel() / (h * w)
+    return F.adaptive_avg_pool2d(values_BHW, (h, w)) * pixels_of_patch
 
 
 @torch.no_grad()
@@ -69,12 +74,18 @@ def deletion_curve(
         classes: Class indices (B,); the predicted classes if None.
         steps: Number of steps.
     """
-    classes = model(images).argmax(-1) if classes is None else classes
-    rank_Bhw = maps_Bhw.flatten(1).argsort(1, descending=True).argsort(1).view(maps_Bhw.shape)
+    if classes is None:
+        classes = model(images).argmax(-1)
+    baseline = _mean_colour(images)
+    cells = maps_Bhw[0].numel()
+    order_Bn = maps_Bhw.flatten(1).argsort(1, descending=True)
+    rank_Bhw = order_Bn.argsort(1).view(maps_Bhw.shape)  # 0 for the largest value
+
     curve = []
     for step in range(steps + 1):
-        hidden = F.interpolate((rank_Bhw < step * maps_Bhw[0].numel() / steps)[:, None].float(), images.shape[2:])
-        curve.append(_probabilities(model, torch.where(hidden > 0, _mean_colour(images), images), classes))
+        is_hidden_Bhw = rank_Bhw < step * cells / steps
+        is_hidden_B1HW = F.interpolate(is_hidden_Bhw[:, None].float(), images.shape[2:]) > 0
+        curve.append(_probabilities(model, torch.where(is_hidden_B1HW, baseline, images), classes))
     return torch.stack(curve, dim=1)
 
 
@@ -99,8 +110,12 @@ def effective_receptive_field(model: VisionLonghorn, images: Tensor, token: str 
     images = images.clone().requires_grad_()
     with torch.enable_grad():
         patches_BnC, class_token_B1C = split_class_token(model.forward_features(images))
-        h, w = model.grid_of(images)
-        chosen = class_token_B1C[:, 0] if token == "class" else patches_BnC[:, (h // 2) * w + w // 2]
-        (gradient,) = torch.autograd.grad(chosen.sum(), images)
+        if token == "class":
+            features_BC = class_token_B1C[:, 0]
+        else:
+            h, w = model.grid_of(images)
+            centre = (h // 2) * w + w // 2
+            features_BC = patches_BnC[:, centre]
+        (gradient,) = torch.autograd.grad(features_BC.sum(), images)
     field_HW = gradient.abs().mean((0, 1))
     return field_HW / field_HW.sum()

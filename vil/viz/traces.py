@@ -23,7 +23,7 @@ from ..wrappers import unwrapped
 
 @dataclass
 class Trace:
-    """Per-token values of the recurrences of one block, each (B, G, L) in the order of the image.
+    """Per-token values of the recurrences of one block, each (B, G, L) with tokens in the order of the image.
 
     The recurrences of a pooled block read rows or columns of patches, so each patch has the value of its row or column.
 
@@ -56,15 +56,8 @@ def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
             )
     with _recorded_tokens(model) as recorded:
         model.forward_features(images)
-    traces = []
-    for block in blocks_of(model):
-        parts = [
-            _trace(block.mixer.recurrence, direction, recorded[direction], reverse)
-            for direction, reverse in zip(block.mixer.directions, (False, True))
-        ]
-        values = (torch.stack(pair, dim=1) for pair in zip(*parts))
-        traces.append(Trace(*(_of_tokens(v, block.pool, model.grid_of(images)) for v in values)))
-    return traces
+    grid = model.grid_of(images)
+    return [_trace_block(block, recorded, grid) for block in blocks_of(model)]
 
 
 def check_model(model: nn.Module) -> VisionLonghorn:
@@ -95,66 +88,127 @@ def _recorded_tokens(model: VisionLonghorn):
             handle.remove()
 
 
+def _trace_block(block: Block, recorded: dict[LonghornDirection, Tensor], grid: tuple[int, int]) -> Trace:
+    forward, backward = block.mixer.directions
+    forward_trace = _trace_direction(block.mixer.recurrence, forward, recorded[forward], reverse=False)
+    backward_trace = _trace_direction(block.mixer.recurrence, backward, recorded[backward], reverse=True)
+
+    def of_both(name: str) -> Tensor:
+        values_BGS = torch.stack([getattr(forward_trace, name), getattr(backward_trace, name)], dim=1)
+        return _of_tokens(values_BGS, block.pool, grid)
+
+    return Trace(relevance=of_both("relevance"), step=of_both("step"), state_norm=of_both("state_norm"))
+
+
 def _of_tokens(values_BGS: Tensor, pool: str | None, grid: tuple[int, int]) -> Tensor:
     """Expand values of the scanned tokens (B, G, S) to values of the block's tokens (B, G, L)."""
     if pool is None:
         return values_BGS
     h, w = grid
-    columns = pool == "columns"
-    values_XL1 = repeat_rows(values_BGS.flatten(0, 1).unsqueeze(-1), h if columns else w)
-    values_XL1 = transpose_grid(values_XL1, w, h) if columns else values_XL1
-    return values_XL1.view(*values_BGS.shape[:2], -1)
+    B, G, _ = values_BGS.shape
+    values_XL1 = repeat_rows(values_BGS.flatten(0, 1).unsqueeze(-1), h if pool == "columns" else w)
+    if pool == "columns":
+        values_XL1 = transpose_grid(values_XL1, w, h)
+    return values_XL1.view(B, G, -1)
 
 
-def _trace(
-    recurrence: str, direction: LonghornDirection, v_BLD: Tensor, reverse: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return relevance_BL, step_BL and state_norm_BL of one direction."""
+@dataclass
+class Coefficients:
+    """Linear recurrence S_t = decay_t S_{t-1} + drive_t of one direction.
+
+    Both tensors have the shape (T, B, N, D).
+    """
+
+    decay: Tensor
+    drive: Tensor
+
+
+def _trace_direction(recurrence: str, direction: LonghornDirection, v_BLD: Tensor, reverse: bool) -> Trace:
+    """Return the trace of one direction, whose values have the shape (B, L).
+
+    Args:
+        recurrence: Name of the recurrence.
+        direction: The direction.
+        v_BLD: Tokens that the direction reads.
+        reverse: Whether the direction reads the last token first.
+    """
     step_logits_BLD, k_BLN, q_BLN = direction.project(v_BLD)
-    decay_TBND, drive_TBND, step_BLD = _coefficients(recurrence, direction, v_BLD, step_logits_BLD, k_BLN, reverse)
-    T = len(decay_TBND)
-    state_BND, norms = torch.zeros_like(drive_TBND[0]), []
-    for decay_BND, drive_BND in zip(decay_TBND, drive_TBND):
+    step_logits_BLD = at_least_fp32(step_logits_BLD) + direction.step_bias()
+    v_BLD, k_BLN = at_least_fp32(v_BLD), at_least_fp32(k_BLN)
+    step_BLD = F.softplus(step_logits_BLD) if recurrence == "selective" else step_logits_BLD.sigmoid()
+    coefficients = _coefficients(recurrence, direction, v_BLD, step_logits_BLD, k_BLN, reverse)
+
+    class_token = (v_BLD.shape[1] - 1) // 2
+    relevance_TB = _relevance(coefficients, class_token, q_BLN[:, class_token], reverse)
+    return Trace(
+        relevance=_in_image_order(relevance_TB, reverse),
+        step=step_BLD.mean(-1),
+        state_norm=_in_image_order(_state_norms(coefficients), reverse),
+    )
+
+
+def _coefficients(
+    recurrence: str,
+    direction: LonghornDirection,
+    v_BLD: Tensor,
+    step_logits_BLD: Tensor,
+    k_BLN: Tensor,
+    reverse: bool,
+) -> Coefficients:
+    """Return the coefficients by which the recurrence's reference implementation updates the state."""
+    selective = recurrence == "selective"
+    inputs_BLX = [v_BLD, F.softplus(step_logits_BLD) if selective else step_logits_BLD, k_BLN]
+    if reverse:
+        inputs_BLX = [x_BLX.flip(1) for x_BLX in inputs_BLX]
+    inputs_GTBX = [x_BLX.transpose(0, 1).unsqueeze(0) for x_BLX in inputs_BLX]
+    if selective:
+        A_DN = -at_least_fp32(direction.A_log).exp()
+        inputs_GTBX.append(A_DN.T.unsqueeze(0))
+
+    B, T, D = v_BLD.shape
+    decay_GTBND = v_BLD.new_empty(1, T, B, k_BLN.shape[-1], D)
+    drive_GTBND = torch.empty_like(decay_GTBND)
+    RECURRENCES[recurrence].coefficients(decay_GTBND, drive_GTBND, *inputs_GTBX)
+    return Coefficients(decay_GTBND[0], drive_GTBND[0])
+
+
+def _state_norms(coefficients: Coefficients) -> Tensor:
+    """Return the Frobenius norm (T, B) of the state after each token."""
+    state_BND = torch.zeros_like(coefficients.drive[0])
+    norms = []
+    for decay_BND, drive_BND in zip(coefficients.decay, coefficients.drive):
         state_BND = decay_BND * state_BND + drive_BND
         norms.append(state_BND.flatten(1).norm(dim=1))
-    # The class token reads a token's drive multiplied by the product of all later decays.
-    middle = (T - 1) // 2
-    position = T - 1 - middle if reverse else middle
-    contribution_TBND = torch.zeros_like(drive_TBND)
-    left_BND = torch.ones_like(state_BND)
+    return torch.stack(norms)
+
+
+def _relevance(coefficients: Coefficients, class_token: int, q_BN: Tensor, reverse: bool) -> Tensor:
+    """Return the norm (T, B) of each token's contribution to the scan's output at the class token.
+
+    The class token reads a token's drive multiplied by the product of all later decays.
+    """
+    T = len(coefficients.drive)
+    position = T - 1 - class_token if reverse else class_token
+    contribution_TBND = torch.zeros_like(coefficients.drive)
+    remaining_BND = torch.ones_like(contribution_TBND[0])
     for t in range(position, -1, -1):
-        contribution_TBND[t] = left_BND * drive_TBND[t]
-        left_BND = left_BND * decay_TBND[t]
-    added_TBD = torch.einsum("tbnd,bn->tbd", contribution_TBND, q_BLN[:, middle].to(contribution_TBND.dtype))
-    relevance_BL = _in_image_order(added_TBD.norm(dim=-1), reverse)
-    return relevance_BL, step_BLD.mean(-1), _in_image_order(torch.stack(norms), reverse)
+        contribution_TBND[t] = remaining_BND * coefficients.drive[t]
+        remaining_BND = remaining_BND * coefficients.decay[t]
+    added_TBD = torch.einsum("tbnd,bn->tbd", contribution_TBND, q_BN.to(contribution_TBND.dtype))
+    return added_TBD.norm(dim=-1)
 
 
 def _in_image_order(values_TB: Tensor, reverse: bool) -> Tensor:
     return (values_TB.flip(0) if reverse else values_TB).T
 
 
-def _coefficients(recurrence, direction, v_BLD, step_logits_BLD, k_BLN, reverse) -> tuple[Tensor, Tensor, Tensor]:
-    """Return decay_TBND and drive_TBND of S_t = decay_t S_{t-1} + drive_t, and the tokens' step_BLD (beta or dt)."""
-    v_BLD, step_logits_BLD, k_BLN = (at_least_fp32(t) for t in (v_BLD, step_logits_BLD, k_BLN))
-    step_logits_BLD = step_logits_BLD + direction.step_bias()
-    selective = recurrence == "selective"
-    step_BLD = F.softplus(step_logits_BLD) if selective else step_logits_BLD.sigmoid()
-    inputs = [v_BLD, step_BLD if selective else step_logits_BLD, k_BLN]
-    inputs_GTBX = [(t.flip(1) if reverse else t).transpose(0, 1)[None] for t in inputs]
-    A_1ND = [-at_least_fp32(direction.A_log).exp().T[None]] if selective else []
-    shape = 1, *inputs_GTBX[0].shape[1:3], k_BLN.shape[-1], v_BLD.shape[-1]
-    decay_GTBND, drive_GTBND = (v_BLD.new_empty(shape) for _ in range(2))
-    RECURRENCES[recurrence].coefficients(decay_GTBND, drive_GTBND, *inputs_GTBX, *A_1ND)
-    return decay_GTBND[0], drive_GTBND[0], step_BLD
-
-
 def patch_maps(model: VisionLonghorn, values_BGL: Tensor, image_size: Sequence[int]) -> Tensor:
     """Reshape token values (B, G, L) to patch maps (B, G, h, w), dropping the class token."""
-    patches, _ = split_class_token(values_BGL.flatten(0, 1).unsqueeze(-1))
     height, width = image_size[-2:]
-    grid = check_model(model).patch_embed.dynamic_feat_size((height, width))
-    return patches.reshape(*values_BGL.shape[:2], *grid)
+    h, w = check_model(model).patch_embed.dynamic_feat_size((height, width))
+    B, G, _ = values_BGL.shape
+    patches, _ = split_class_token(values_BGL.flatten(0, 1).unsqueeze(-1))
+    return patches.reshape(B, G, h, w)
 
 
 def reading(model: VisionLonghorn, images: Tensor) -> Tensor:
@@ -163,5 +217,8 @@ def reading(model: VisionLonghorn, images: Tensor) -> Tensor:
     The map does not depend on a class: what the class token reads may be evidence for or against a class. In all blocks
     except the first, each token is already a mixture of patches.
     """
-    maps = [patch_maps(model, trace.relevance, images.shape).sum(1) for trace in trace_scans(model, images)]
-    return torch.stack([map_Bhw / map_Bhw.sum((1, 2), keepdim=True) for map_Bhw in maps]).mean(0)
+    shares = []
+    for trace in trace_scans(model, images):
+        relevance_Bhw = patch_maps(model, trace.relevance, images.shape).sum(1)
+        shares.append(relevance_Bhw / relevance_Bhw.sum((1, 2), keepdim=True))
+    return torch.stack(shares).mean(0)
