@@ -1,4 +1,4 @@
-"""Class names: where two sources of class names meet, the class indices follow the names, or the names are refused.
+"""Comparison of class names, for example those of a checkpoint and of a folder, which decide the class indices.
 
 Names are compared in one form (`normal`), because a file system may store "é" as one character or as two.
 """
@@ -150,4 +150,5 @@ def imagenet_ids() -> list[str]:
 def quoted(names: Iterable[str]) -> str:
     """Return the first names in a line, with control characters escaped."""
     names = list(names)
-    return ", ".join(map(repr, names[:5])) + (", ..." if names[5:] else "")
+    first = ", ".join(map(repr, names[:5]))
+    return f"{first}, ..." if len(names) > 5 else first

@@ -20,15 +20,22 @@ PACKAGES = ("torch", "torchvision", "timm", "triton", "cuda-core", "numba", "num
 
 def environment() -> dict[str, str]:
     """Return the names and values of all facts in printing order."""
-    facts = {"vision-longhorn": _version("vision-longhorn"), "commit": git_commit()}
-    facts |= {"python": platform.python_version(), "platform": platform.platform()}
-    facts |= {name: _version(name) for name in PACKAGES}
+    facts = {
+        "vision-longhorn": _version("vision-longhorn"),
+        "commit": git_commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+    for name in PACKAGES:
+        facts[name] = _version(name)
+
     facts["cpu"] = f"{os.cpu_count()} cores, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     facts["cuda"] = torch.version.cuda or "not in this build of torch"
     if torch.cuda.is_available():
         if torch.distributed.is_available() and torch.distributed.is_nccl_available():  # not on Windows
             facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        facts["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+        drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        facts["driver"] = drivers.split("\n")[0]
     for i in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(i)
         facts[f"gpu {i}"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
@@ -36,6 +43,7 @@ def environment() -> dict[str, str]:
 
 
 def format_environment() -> str:
+    """Return the facts of `environment` as a table with a line for each fact."""
     facts = environment()
     width = max(map(len, facts))
     return "".join(f"{name:{width}}  {value}\n" for name, value in facts.items())
@@ -48,10 +56,12 @@ def git_commit() -> str:
     if not (root / ".git").exists():
         return "unknown: not run from a git checkout"
     # No optional locks: a killed process would leave its lock behind (`git describe --dirty` locks in any case).
-    git = "git", "--no-optional-locks", "-C", str(root), "-c", "core.fsmonitor=false"
-    if not (commit := _output(*git, "rev-parse", "--verify", "HEAD")):
+    git = ["git", "--no-optional-locks", "-C", str(root), "-c", "core.fsmonitor=false"]
+    commit = _output(*git, "rev-parse", "--verify", "HEAD")
+    if not commit:
         return "unknown: git failed"
-    return commit + "-dirty" * bool(_output(*git, "status", "--porcelain", "--untracked-files=no"))
+    is_dirty = bool(_output(*git, "status", "--porcelain", "--untracked-files=no"))
+    return f"{commit}-dirty" if is_dirty else commit
 
 
 def _version(package: str) -> str:
