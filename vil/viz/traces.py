@@ -162,7 +162,7 @@ def _coefficients(
         inputs_BLX = [x_BLX.flip(1) for x_BLX in inputs_BLX]
     inputs_GTBX = [x_BLX.transpose(0, 1).unsqueeze(0) for x_BLX in inputs_BLX]
     if selective:
-        A_DN = -at_least_fp32(direction.A_log).exp()
+        A_DN = -at_least_fp32(cast(Tensor, direction.A_log)).exp()
         inputs_GTBX.append(A_DN.T.unsqueeze(0))
 
     B, T, D = v_BLD.shape
