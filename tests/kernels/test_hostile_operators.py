@@ -432,7 +432,8 @@ def in_dtype(call, named, dtype):
     if call == "block":
         return named | dict(dtype=dtype, normed=[named["normed"][0].to(dtype), named["normed"][1]])
     if call.startswith("block_backward"):
-        of = [own or dtype for _, _, own in contract._saved_fields(named["recurrence"], None)]
+        rows = contract._saved_rows(named["recurrence"], None, list(named["saved"]), dtype)
+        of = [own_dtype for _, _, _, own_dtype in rows]
         saved, sizes = list(named["saved"]), sizes_of(named)
         packed = saved[3].new_zeros(kernels.packed_size(sizes, dtype), dtype=dtype)
         for part, value in zip(kernels.PackedWeights.of(packed, sizes), kernels.PackedWeights.of(saved[3], sizes)):
