@@ -9,7 +9,7 @@ from processes import ROOT
 
 # Layers from lowest to highest. A module may import modules of its own layer and of layers on earlier lines.
 LAYERS = """
-    vil.kernels.checks vil.kernels.cache
+    vil.kernels.checks vil.kernels.cache vil.kernels.torch_private
     vil.kernels.cuda vil.kernels.cpu
     vil.kernels.backends
     vil.kernels.scan vil.kernels.augment
