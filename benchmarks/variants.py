@@ -121,7 +121,7 @@ VARIANTS = {
         "product, gate_backward", replaced(gate_outproj_bwd_sm90, "forward", ON_HOPPER), both(TRAIN, LARGE_TRAIN)
     ),
     "gate_outproj_of_few": Variant(
-        "gate, product", replaced(gate_outproj, "few_ctas", lambda T, C: 1 << 30), both(SINGLE)
+        "gate, product", replaced(gate_outproj, "cta_count", lambda T, C: 1 << 30), both(SINGLE)
     ),
     "conv_xproj": Variant("conv, products", replaced(conv_xproj, "fits", no), small(TRAIN, BATCH, LARGE, LARGE_TRAIN)),
     "step_proj_bwd": Variant("products", replaced(step_proj_bwd, "fits", no), both(TRAIN)),

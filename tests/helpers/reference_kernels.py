@@ -23,7 +23,7 @@ from vil.kernels.block.reference import gradients
 class ReferenceKernels:
     """The kernels that forward and backward call, as unfused reference implementations."""
 
-    Read, sum_lines = gate.Read, staticmethod(sum_lines.reference)
+    GateInputs, sum_lines = gate.GateInputs, staticmethod(sum_lines.reference)
     packed_size = staticmethod(pack_weights.packed_size)
     rms_norm, norm_backward = staticmethod(norm_backward.reference_norm), staticmethod(norm_backward.reference)
     pack, pack_weights = staticmethod(pack_weights.reference_packed), staticmethod(pack_weights.reference)

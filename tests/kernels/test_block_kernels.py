@@ -88,7 +88,9 @@ def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, pois
     y, uz = torch.randn(2, B, L, 2 * C).to(BF16), torch.randn(B, L, 4 * C).to(BF16)
     tiles = kernels.empty_tiles(B * L, out_proj, BF16).zero_()
     for eps in (1e-5, 1e-2):
-        out, _, norm = kernels.gate_outproj(x, kernels.Read(*y), uz[..., 2 * C :], None, out_proj, tiles, True, eps)
+        out, _, norm = kernels.gate_outproj(
+            x, kernels.GateInputs(*y), uz[..., 2 * C :], None, out_proj, tiles, True, eps
+        )
         assert torch.equal(out, x)
         for value, truth in zip(norm, normed(x, eps)):
             close(value, truth, BF16, "norm")
@@ -138,7 +140,7 @@ def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, e
         y, z = torch.empty(2, 1, T, D, dtype=dtype), torch.empty(1, T, 2 * D, dtype=dtype)[..., D:]
         launched.clear()
         tiles = kernels.empty_tiles(T, out_proj, dtype)
-        out, _, norm = kernels.gate_outproj(x, kernels.Read(*y), z, None, out_proj, tiles, True, 1e-5)
+        out, _, norm = kernels.gate_outproj(x, kernels.GateInputs(*y), z, None, out_proj, tiles, True, 1e-5)
         fused = kernels.fuses_product(x, D, dtype)
         assert (out.data_ptr() == x.data_ptr()) != fused
         on_hopper = kernels.runs_hopper_kernels(T, C, D, dtype, x.device)
@@ -268,9 +270,11 @@ def end(t):
 def test_offsets_of_more_than_32_bits_of_gates_emulated(large):
     B, D = 2**21 + 3, 40
     y, z, dgated, scale = large(2, B, L, D), large(B, L, 2 * D)[..., D:], large(B, L, D), torch.rand(B)
-    gated, mean = kernels.gate(kernels.Read(*y), z, scale, True)
+    gated, mean = kernels.gate(kernels.GateInputs(*y), z, scale, True)
     end_y, *given = exactly(end(y), end(z), scale[-1:])
-    for value, truth in zip((gated, mean), ReferenceKernels.gate(kernels.Read(*end_y), *given, True), strict=True):
+    for value, truth in zip(
+        (gated, mean), ReferenceKernels.gate(kernels.GateInputs(*end_y), *given, True), strict=True
+    ):
         close(end(value), truth, BF16, "gate")
     duz, expected = emulator.sparse((B, L, 2 * D), BF16), torch.empty(1, L, 2 * D, dtype=torch.float64)
     gated = kernels.gate_backward(dgated, mean, z, scale, *duz.chunk(2, dim=-1))
@@ -331,9 +335,11 @@ def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatc
     monkeypatch.setattr(launches, "launch", functools.partial(emulator.launch, blocks=6))
     x, y, z = large(T, C, dtype=torch.float32), large(2, B, L, D), large(B, L, 2 * D)[..., D:]
     scale, out_proj = torch.rand(B), torch.randn(C, D).to(BF16)
-    out, mean, norm = kernels.gate_outproj(x, kernels.Read(*y), z, scale, out_proj, in_tiles(out_proj), True, 1e-5)
+    out, mean, norm = kernels.gate_outproj(
+        x, kernels.GateInputs(*y), z, scale, out_proj, in_tiles(out_proj), True, 1e-5
+    )
     end_y, *given = exactly(end(y), end(z), scale[-1:])
-    gated, mean_truth = ReferenceKernels.gate(kernels.Read(*end_y), *given, True)
+    gated, mean_truth = ReferenceKernels.gate(kernels.GateInputs(*end_y), *given, True)
     truth = end(x) + gated.to(BF16).double().flatten(0, 1) @ out_proj.double().t()
     torch.testing.assert_close(end(out).double(), truth, atol=2e-2, rtol=1e-4)
     close(end(mean), mean_truth, BF16, "mean")

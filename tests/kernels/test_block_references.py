@@ -33,7 +33,7 @@ from vil.kernels.block import (
     sum_lines,
     unpack_gradients,
 )
-from vil.kernels.block.gate import Read
+from vil.kernels.block.gate import GateInputs
 from vil.kernels.block.lines import Lines
 from vil.kernels.cuda import hardware, launches
 from vil.kernels.cuda.elements import ELEMENT
@@ -127,14 +127,14 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
     tiles = kernels.empty_tiles(B * L, out_proj, dtype)
     if tiles is not None:
         tiles.copy_(in_tiles(out_proj))
-    reads = Read(*y), Read(y[0], of_rows, rows), Read(y[0], of_columns, columns)
+    reads = GateInputs(*y), GateInputs(y[0], of_rows, rows), GateInputs(y[0], of_columns, columns)
     for read, scale_B, keep in zip((*reads, reads[0]), (scale, scale, None, None), (True, True, False, False)):
         (out, mean, norm), *again = (
             kernels.gate_outproj(x, read, z, scale_B, out_proj, tiles, keep, 1e-5) for _ in range(2 if keep else 1)
         )
         assert torch.equal(x, before)
         assert all(torch.equal(out, other) for other, *_ in again)
-        exactly = Read(read.first.double(), read.second.double(), read.lines)
+        exactly = GateInputs(read.first.double(), read.second.double(), read.lines)
         gated, truth = ReferenceKernels.gate(exactly, z.double(), None if scale_B is None else scale_B.double(), keep)
         expected = x + gated.to(dtype).double().flatten(0, 1) @ out_proj.double().t()
         assert relative_error(out, expected) < 1e-4  # values may round to `dtype` the other way
@@ -228,11 +228,11 @@ def calls_of_step_proj_backward(tokens, B, L, C, D):
 def calls_of_gate(tokens, B, L, C, D):
     _, z = tokens(B, L, 2 * D).chunk(2, dim=-1)
     for scale in (None, torch.rand(B)):
-        yield Read(*tokens(2, B, L, D)), z, scale, True
-        yield Read(*tokens(2, B, 1, D)), z[:, L // 2 :][:, :1], scale, True
+        yield GateInputs(*tokens(2, B, L, D)), z, scale, True
+        yield GateInputs(*tokens(2, B, 1, D)), z[:, L // 2 :][:, :1], scale, True
         if L > 1:
             lines = Lines.of(L - 1, 1, columns=scale is None)
-            yield Read(tokens(B, L, D), tokens(B, lines.S, D), lines), z, scale, True
+            yield GateInputs(tokens(B, L, D), tokens(B, lines.S, D), lines), z, scale, True
 
 
 def calls_of_gate_backward(tokens, B, L, C, D):

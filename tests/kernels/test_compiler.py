@@ -184,7 +184,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Current)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: state.capability)
     monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda index: f"PyTorch's stream of GPU {index}", raising=False
+        torch.cuda,
+        "current_stream",
+        lambda device: SimpleNamespace(cuda_stream=f"PyTorch's stream of GPU {device.index}"),
     )
     monkeypatch.setattr(core, "ObjectCode", cubin_of)
     monkeypatch.setattr(core, "Stream", SimpleNamespace(from_handle=lambda handle: handle))

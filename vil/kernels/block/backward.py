@@ -69,7 +69,7 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
     # dy shares memory with du, which the convolutions' gradient overwrites while reading neighbouring dy
     dy_BLD = du_BLD if options.lines is None else torch.empty_like(saved.mean)
     gated_BMD = kernels.gate_outproj_backward(
-        dout_TC, w.out_proj, saved.mean, z_BMD, scale_B, tokens.wanted(dy_BLD), dz_BMD
+        dout_TC, w.out_proj, saved.mean, z_BMD, scale_B, tokens.outputs(dy_BLD), dz_BMD
     )
     dout_proj = _mm(dout_TC.t(), gated_BMD.flatten(0, 1))
     if options.lines is None:
@@ -143,7 +143,7 @@ def _through_in_proj(
     dfolded, dxhat_TC = _mm(duz_TE.t(), xhat_TC), torch.mm(duz_TE, w.in_proj[:E])
     if tokens.class_token_only:  # contribution of z
         dz_BD = dz_BMD.squeeze(1)
-        xhat_BC, dxhat_BC = (tokens.wanted(t_TC.view(B, L, -1)).squeeze(1) for t_TC in (xhat_TC, dxhat_TC))
+        xhat_BC, dxhat_BC = (tokens.outputs(t_TC.view(B, L, -1)).squeeze(1) for t_TC in (xhat_TC, dxhat_TC))
         dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])
         dxhat_BC.addmm_(dz_BD, w.in_proj[E:])
     return dfolded, dxhat_TC

@@ -112,7 +112,8 @@ struct Step {  // the step of the same tokens, as operand a of products over 16 
     unsigned of[TILES][STEPS][4];
 };
 
-constexpr int PIECES = K_TILE / 8, AT_ONCE = THREADS / PIECES;  // pieces of a row; rows that are copied together
+// 16-byte pieces of a row; rows that all threads copy together
+constexpr int PIECES = K_TILE / 8, COPIED_ROWS = THREADS / PIECES;
 static_assert(THREADS % PIECES == 0);
 
 // Computes the offsets of u's rows and clears the rows between sequences, which stay zero for all channels
@@ -133,16 +134,16 @@ DEVICE void fetch(CtaMemory &memory, int k_tile, const Element *u, const float *
     Stage &stage = memory.stages[k_tile % 2];
     int thread = threadIdx.x;
     asm("" : "+r"(thread) : "r"(k_tile));  // otherwise registers would hold values derived from it for every k_tile
-    int piece = thread % PIECES * 8, copied = thread / PIECES, x_stride = AT_ONCE * D;
+    int piece = thread % PIECES * 8, copied = thread / PIECES, x_stride = COPIED_ROWS * D;
     Element *to = &stage.u[copied][piece];
     const Element *from = u + (k_tile * K_TILE + piece);
-    UNROLLED for (int i = 0; i < ROWS; i += AT_ONCE)
-        if (int row = i + AT_ONCE <= ROWS || i + copied < ROWS ? memory.rows[i + copied] : -1; row >= 0)
+    UNROLLED for (int i = 0; i < ROWS; i += COPIED_ROWS)
+        if (int row = i + COPIED_ROWS <= ROWS || i + copied < ROWS ? memory.rows[i + copied] : -1; row >= 0)
             copy_async<8>(to + i * PITCH, from + row, true);
     to = &stage.weights[piece / 32].x_proj[copied][piece % 32];
     from = x_proj + (copied * D + k_tile * K_TILE + piece);
-    UNROLLED for (int i = 0; i < 2 * PROJECTIONS; i += AT_ONCE) {
-        if (i + AT_ONCE <= 2 * PROJECTIONS || i + copied < 2 * PROJECTIONS) copy_async<8>(to + i * 32, from, true);
+    UNROLLED for (int i = 0; i < 2 * PROJECTIONS; i += COPIED_ROWS) {
+        if (i + COPIED_ROWS <= 2 * PROJECTIONS || i + copied < 2 * PROJECTIONS) copy_async<8>(to + i * 32, from, true);
         from += x_stride;
     }
     UNROLLED for (int start = 0; start < 2 * K_TILE; start += THREADS)

@@ -63,7 +63,7 @@ def block(
         y_BLC = _Block.apply(options, x_BLC, scale_B, *weights.flat())
     else:
         y_BLC, _ = _forward(options, x_BLC, scale_B, weights, keep=False)
-    return Tokens(y_BLC.shape[1], options.class_token_only).wanted(y_BLC), None
+    return Tokens(y_BLC.shape[1], options.class_token_only).outputs(y_BLC), None
 
 
 class _Block(torch.autograd.Function):

@@ -58,7 +58,7 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     else:
         y, means_2BSD, states = _read_lines(options, keep, u_BLD, w, A_2DN)
     if options.class_token_only:
-        x_TC = tokens.wanted(x_BLC).clone(memory_format=torch.contiguous_format).view(B, C)
+        x_TC = tokens.outputs(x_BLC).clone(memory_format=torch.contiguous_format).view(B, C)
     eps = options.eps if options.norm_next and not options.class_token_only else None
     out_TC, mean_BMD, next_normed = kernels.gate_outproj(x_TC, y, z_BMD, scale_B, w.out_proj, tiles, keep, eps)
     results = [out_TC.view(B, -1, C), *(next_normed or (None, None))]
@@ -69,7 +69,7 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
 
 def _read_tokens(
     options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None, tokens: Tokens
-) -> tuple[kernels.Read, None, Tensor]:
+) -> tuple[kernels.GateInputs, None, Tensor]:
     """Return the inputs of the gate and the states, for a recurrence over every token."""
     schedule, from_step = kernels.schedule_scan(options.recurrence, u_BLD, tokens.H, w.x_proj, w.step_proj)
     p = project(u_BLD, w, tokens.H, not from_step)
@@ -77,12 +77,12 @@ def _read_tokens(
         options.recurrence, p.v, p.step if from_step else given(p.step_logits), p.k, p.q, A_2DN,
         w.skip, w.step_bias, REVERSE, keep, schedule=schedule, step_proj_GDR=w.step_proj if from_step else None,
     )  # fmt: skip
-    return kernels.Read(*tokens.wanted_of_both(y_2BHD)), None, states
+    return kernels.GateInputs(*tokens.outputs_of_both(y_2BHD)), None, states
 
 
 def _read_lines(
     options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None
-) -> tuple[kernels.Read, Tensor, Tensor]:
+) -> tuple[kernels.GateInputs, Tensor, Tensor]:
     """Return the inputs of the gate, the means of lines, and the states, for a recurrence over lines."""
     lines = options.lines
     assert lines is not None
@@ -95,7 +95,7 @@ def _read_lines(
             options.recurrence, p.v, given(p.step_logits), p.k, p.q, A_2DN, None, w.step_bias, REVERSE, keep
         )
         y_BSD = y_2BSD[0] + y_2BSD[1]
-    return kernels.Read(skipped_BLD, y_BSD, lines), means_2BSD, states
+    return kernels.GateInputs(skipped_BLD, y_BSD, lines), means_2BSD, states
 
 
 def project_pooled(means_2BSD: Tensor, w: PackedWeights) -> Projected:
@@ -120,7 +120,7 @@ def split(uz_BLE: Tensor, xhat_TC: Tensor, w: PackedWeights, tokens: Tokens) -> 
         u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
         return u_BLD, z_BLD
     B, L, D = uz_BLE.shape
-    xhat_BC = tokens.wanted(xhat_TC.view(B, L, -1)).squeeze(1)
+    xhat_BC = tokens.outputs(xhat_TC.view(B, L, -1)).squeeze(1)
     return uz_BLE, torch.mm(xhat_BC, w.in_proj[D:].t()).unsqueeze(1)
 
 

@@ -29,12 +29,12 @@ SOURCE = Source("block/gate", {
 WARPS = 4  # warps of a CTA, as in gate.cu
 
 
-class Read(NamedTuple):
-    """The two tensors that a gate averages."""
+class GateInputs(NamedTuple):
+    """The two tensors whose mean is gated."""
 
-    first: Tensor  # (B, L, D), of one direction; or, in a pooled block, what both skip of each token
-    second: Tensor  # (B, L, D), of the other; or (B, S, D), what both found for each line
-    lines: Lines | None = None
+    first: Tensor  # (B, L, D): y of the first direction; in a pooled block, the sum of both skip connections
+    second: Tensor  # (B, L, D): y of the second direction; in a pooled block (B, S, D), the sum of both by line
+    lines: Lines | None = None  # of a pooled block
 
     def arguments(self) -> dict:
         """Return the arguments of kernels."""
@@ -42,7 +42,7 @@ class Read(NamedTuple):
         return dict(y_0=self.first, y_1=self.second, **lines)
 
 
-def gate(y: Read, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+def gate(y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     """Return scale * mean * silu(z), and the mean if `keep`, otherwise an empty tensor."""
     B, L, D = y.first.shape
     gated_BLD = z_BLD.new_empty(B, L, D)
@@ -80,7 +80,7 @@ def _launch(entry: str, dtype: torch.dtype, vector: int, tokens: int, arguments:
     launches.launch(SOURCE, entry, macros, -(-tokens // WARPS), 32 * WARPS, arguments)
 
 
-def reference(y: Read, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+def reference(y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     """Reference implementation of `gate`."""
     second_BLD = y.second if y.lines is None else y.second[:, y.lines.pooled_in_memory().to(z_BLD.device)]
     mean_BLD = (y.first + second_BLD) / 2
@@ -93,7 +93,7 @@ def reference_backward(
     """Reference implementation of `gate_backward`."""
 
     def gated(mean_BLD, z_BLD):
-        return reference(Read(mean_BLD, mean_BLD), z_BLD, scale_B, True)[0]
+        return reference(GateInputs(mean_BLD, mean_BLD), z_BLD, scale_B, True)[0]
 
     dmean_BLD, found_BLD = gradients(gated, [mean_BLD, z_BLD], dgated_BLD)
     dy_BLD.copy_(dmean_BLD / 2)

@@ -11,7 +11,7 @@ from ..cuda.plan import device_of
 from ..cuda.source import I64, In, Out, Source
 from . import gate as gates
 from . import gate_outproj_sm90 as on_hopper
-from .gate import Read
+from .gate import GateInputs
 from .lines import LINE_PARAMETERS
 from .norm_backward import reference_norm
 
@@ -29,13 +29,13 @@ def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
     T, C = x_TC.shape
     if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or vector_width(4, x_TC) < 4:
         return False
-    return few_ctas(T, C) <= hardware.multiprocessors(device_of(x_TC)) or on_hopper.fits(
+    return cta_count(T, C) <= hardware.multiprocessors(device_of(x_TC)) or on_hopper.fits(
         T, C, D, dtype, device_of(x_TC)
     )
 
 
 def gate_outproj(
-    x_TC: Tensor, y: Read, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
+    x_TC: Tensor, y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Return x + gated out_proj^T and the two results of `gate`; the sum is written over x unless `fuses_product`.
@@ -53,14 +53,14 @@ def gate_outproj(
         out_TC, norm = on_hopper.gate_outproj_sm90(x_TC, y, z_BLD, scale_B, tiles, means, eps)
         return out_TC, mean_BLD, norm
     out_TC, macros = torch.empty_like(x_TC), dict(INPUT=ELEMENT[dtype], WIDTH=C, POOLED=int(y.lines is not None))
-    launches.launch(SOURCE, "gate_outproj_of_few", macros, few_ctas(T, C), D // 2, dict(
+    launches.launch(SOURCE, "gate_outproj_of_few", macros, cta_count(T, C), D // 2, dict(
         **y.arguments(), z=z_BLD, z_stride=gates.token_stride(z_BLD), scales=scale_B, out_proj=out_proj_CD, x=x_TC,
         out=out_TC, means=means, tokens=T, L_=L,
     ))  # fmt: skip
     return out_TC, mean_BLD, []
 
 
-def few_ctas(T: int, C: int) -> int:
+def cta_count(T: int, C: int) -> int:
     """Return the number of CTAs of `gate_outproj_of_few`: one for 16 tokens and 48 outputs."""
     return -(-T // 16) * (C // 48)
 
@@ -73,7 +73,7 @@ def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def reference(
-    x_TC: Tensor, y: Read, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
+    x_TC: Tensor, y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Reference implementation of `gate_outproj`, with the norm whenever `eps` is given."""

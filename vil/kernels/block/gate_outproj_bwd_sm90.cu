@@ -166,15 +166,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) gate_outproj_backward(PARAM
 
     bool produces = warp >= GROUPS * 4;
     int g = produces ? warp - GROUPS * 4 : warp / 4, slice = blockIdx.x % SLICES * SLICE;
-    int start = (blockIdx.x / SLICES * GROUPS + g) * most, at_once = gridDim.x / SLICES * GROUPS * most;
-    int limit = at_once * int(rounds);  // tokens of all CTAs
+    int start = (blockIdx.x / SLICES * GROUPS + g) * most, per_round = gridDim.x / SLICES * GROUPS * most;
+    int limit = per_round * int(rounds);  // tokens of all CTAs
     Pipeline<SLOTS> inputs(barriers + g * 2 * SLOTS * 8);
     slots += g * SLOTS * SLOT;
     z += slice, means += slice, dy += slice, dz += slice, gated += slice;
     if (produces) {
         if (g >= GROUPS) return;
         Producer producer = {inputs, slots, lane / 8, lane % 8};
-        for (int of_group = start; of_group < limit; of_group += at_once)
+        for (int of_group = start; of_group < limit; of_group += per_round)
             producer.produce(dout, z, means, of_group, min(of_group + most, all));
         wait_for_all_copies();
         return;
@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gate_outproj_backward(PARAM
     wait_for(weights_there, 0);
     int row = warp % 4 * 16 + lane / 4, L = length;
     unsigned of_piece = row * 128 + (lane % 4 ^ row % 2 * 4) * 16;
-    for (int of_group = start; of_group < limit; of_group += at_once) {
+    for (int of_group = start; of_group < limit; of_group += per_round) {
         int token = of_group + row, end = min(of_group + most, all);
         float scale[2], sums[SLICE / 2];
         UNROLLED for (int i = 0; i < 2; i++) scale[i] = scales && token + i * 8 < end ? scales[(token + i * 8) / L] : 1;

@@ -56,15 +56,15 @@ constexpr int OF_ROWS = OF_STAGE_BARRIERS + 2 * STAGES * 8;  // each group's row
 static_assert(OF_ROWS + POOLED * GROUPS * ROWS * 4 == CTA_BYTES);
 static_assert(STAGE % 1024 == 0 && SLOT % 1024 == 0);  // required by wgmma and by the ^ of addresses
 
-// Tokens of this launch: all groups process `at_once` per round, a group at most `most`; `limit` if all had as many
+// Tokens of this launch: a group processes at most `most` in a round, all groups `per_round`, and `limit` in all rounds
 struct Tokens {
-    int all, most, at_once, limit;
+    int all, most, per_round, limit;
 };
 
 // One lane of warp 10: loads all weights once per round with bulk copies
 DEVICE void produce_weights(Pipeline<STAGES> stages, unsigned weights, const Element *tiles, Tokens tokens) {
 #pragma unroll 1
-    for (int of_block = blockIdx.x * 2 * tokens.most; of_block < tokens.limit; of_block += tokens.at_once)
+    for (int of_block = blockIdx.x * 2 * tokens.most; of_block < tokens.limit; of_block += tokens.per_round)
 #pragma unroll 1
         for (int step = 0; step < D / K_TILE; step++, stages.next()) {
             wait_for(stages.empty(), stages.parity() ^ 1);
@@ -104,7 +104,7 @@ DEVICE void produce_inputs(Pipeline<SLOTS> inputs, unsigned slots, const Element
     unsigned to_yz = row * SLOT_CHANNELS * 2 + (piece ^ row) * 16;
     unsigned to_x = row * PART * 4 + (piece ^ row % 2 * 4) * 16;
 #pragma unroll 1
-    for (int of_group = (blockIdx.x * 2 + g) * tokens.most; of_group < tokens.limit; of_group += tokens.at_once) {
+    for (int of_group = (blockIdx.x * 2 + g) * tokens.most; of_group < tokens.limit; of_group += tokens.per_round) {
         int first = of_group + row, end = min(of_group + tokens.most, tokens.all);
         if (POOLED) {
             __syncwarp();  // no lane reads the previous rows any more
@@ -259,8 +259,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) gate_outproj(PARAMETERS_gat
     extern __shared__ __align__(1024) char shared[];
     unsigned weights = shared_address(shared), slots = weights + OF_SLOTS, barriers = weights + OF_SLOT_BARRIERS;
     Pipeline<STAGES> stages(weights + OF_STAGE_BARRIERS);
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, most = tokens_of_group, at_once = gridDim.x * GROUPS * most;
-    const Tokens of = {int(tokens), most, at_once, at_once * int(rounds)};
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, most = tokens_of_group, per_round = gridDim.x * GROUPS * most;
+    const Tokens of = {int(tokens), most, per_round, per_round * int(rounds)};
     if (threadIdx.x == 0) {
         for (int i = 0; i < GROUPS * 2 * SLOTS; i++) init_barrier(barriers + i * 8, i / SLOTS % 2 ? 4 : 32);
         for (int i = 0; i < 2 * STAGES; i++) init_barrier(stages.barriers + i * 8, i / STAGES ? GROUPS * 4 : 1);
@@ -288,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gate_outproj(PARAMETERS_gat
     Pipeline<SLOTS> inputs(barriers + g * 2 * SLOTS * 8);
     slots += g * SLOTS * SLOT;
     Sums sums;
-    for (int token = (blockIdx.x * 2 + g) * most + my.row; token < of.limit + my.row; token += at_once) {
+    for (int token = (blockIdx.x * 2 + g) * most + my.row; token < of.limit + my.row; token += per_round) {
         int first = token - my.row, end = min(first + most, of.all);
         float scale[2];
         UNROLLED for (int i = 0; i < 2; i++)

@@ -9,7 +9,7 @@ from ..cuda import hardware, launches
 from ..cuda.elements import ELEMENT
 from ..cuda.plan import device_of
 from ..cuda.source import DOUBLE, I64, In, Out, Source
-from .gate import Read, token_stride
+from .gate import GateInputs, token_stride
 from .lines import LINE_PARAMETERS
 from .norm_backward import empty_norm
 
@@ -38,7 +38,7 @@ def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def gate_outproj_sm90(
-    x_TC: Tensor, y: Read, z_BLD: Tensor, scale_B: Tensor | None, tiles: Tensor, mean_BLD: Tensor | None,
+    x_TC: Tensor, y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, tiles: Tensor, mean_BLD: Tensor | None,
     eps: float | None,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Return x + gated out_proj^T and, if `eps` is given, its norm and factors; writes `mean_BLD` if given.

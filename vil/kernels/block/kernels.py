@@ -14,7 +14,7 @@ from ..scan.cuda_scan import forward_schedule
 from ..scan.heuristics import Schedule
 from .conv_backward import conv_backward
 from .conv_xproj import conv_xproj
-from .gate import Read, gate, gate_backward
+from .gate import GateInputs, gate, gate_backward
 from .gate_outproj import add_product, fuses_product, gate_outproj
 from .gate_outproj_bwd_sm90 import gate_outproj_backward
 from .gate_outproj_sm90 import empty_tiles

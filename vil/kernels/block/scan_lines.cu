@@ -35,18 +35,18 @@ static_assert(sizeof(CtaMemory) == CTA_BYTES && D % 128 == 0 && RANK % 8 == 0 &&
 
 // to (16 lines, P) = means x_proj^T, summed over a quarter of the channels
 DEVICE void project(float (*to)[PITCH], const Element *means, const Element *x_proj, int first, int S, int lane) {
-    constexpr int PIECES = QUARTER / 32, AT_ONCE = PIECES % 3 == 0 ? 3 : PIECES % 2 == 0 ? 2 : 1;
+    constexpr int PIECES = QUARTER / 32, TOGETHER = PIECES % 3 == 0 ? 3 : PIECES % 2 == 0 ? 2 : 1;
     Floats<2> sums[P / 8][2] = {};
 #pragma unroll 1
-    for (int piece = 0; piece < PIECES; piece += AT_ONCE) {
-        Pack<Element, 8> a[AT_ONCE][2], b[AT_ONCE][P / 8];
-        UNROLLED for (int i = 0; i < AT_ONCE; i++) {
+    for (int piece = 0; piece < PIECES; piece += TOGETHER) {
+        Pack<Element, 8> a[TOGETHER][2], b[TOGETHER][P / 8];
+        UNROLLED for (int i = 0; i < TOGETHER; i++) {
             int d = (piece + i) * 32 + lane % 4 * 8;
             UNROLLED for (int half = 0; half < 2; half++)
                 a[i][half] = load<8>(means + (min(first + half * 8 + lane / 4, S - 1) * D + d));
             UNROLLED for (int n = 0; n < P / 8; n++) b[i][n] = load<8>(x_proj + ((n * 8 + lane / 4) * D + d));
         }
-        UNROLLED for (int i = 0; i < AT_ONCE; i++)
+        UNROLLED for (int i = 0; i < TOGETHER; i++)
             UNROLLED for (int n = 0; n < P / 8; n++)
                 UNROLLED for (int w = 0; w < 4; w += 2)
                     multiply_add(Element{}, sums[n], a[i][0].word[w], a[i][1].word[w], a[i][0].word[w + 1],

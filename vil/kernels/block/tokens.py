@@ -10,7 +10,7 @@ from torch import Tensor
 
 class Tokens(NamedTuple):
     """All L tokens; or, if only the class token is needed, the half of the tokens that each direction reads up to
-    it.
+    the class token.
     """
 
     L: int
@@ -34,12 +34,12 @@ class Tokens(NamedTuple):
         """Return the columns of uz: u and z, or only u, because z is needed for output tokens only."""
         return D if self.class_token_only else 2 * D
 
-    def wanted(self, t_BLX: Tensor) -> Tensor:
-        """Return the output tokens as a view."""
+    def outputs(self, t_BLX: Tensor) -> Tensor:
+        """Return the output tokens (B, M, X) as a view."""
         return t_BLX.narrow(1, self.class_token, 1) if self.class_token_only else t_BLX
 
-    def wanted_of_both(self, y_2BHD: Tensor) -> Tensor:
-        """Return the output tokens of both directions' results."""
+    def outputs_of_both(self, y_2BHD: Tensor) -> Tensor:
+        """Return the output tokens (2, B, M, D) of both directions' results."""
         if not self.class_token_only:
             return y_2BHD
         return torch.stack([y_2BHD[0, :, self.class_token], y_2BHD[1, :, 0]]).unsqueeze(2)

@@ -121,7 +121,7 @@ def on(device: torch.device) -> contextlib.AbstractContextManager:
     """Return a context in which this device, if it is a GPU, is the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
-    return torch.cuda.device(device)
+    return torch.cuda.device(device.index)
 
 
 def _bind(index: int) -> None:

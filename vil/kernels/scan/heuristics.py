@@ -109,11 +109,11 @@ def cycles(
     Another `short` channels have so few tokens that no warp waits for them, but share schedulers with warps that start
     at the same time.
     """
-    of_warp, at_once = variant.occupancy(N, itemsize)
-    one_each = of_warp * SCHEDULERS * multiprocessors  # channels that fill every scheduler with one warp
-    waves = math.ceil(channels / (one_each * at_once))
+    warp_channels, resident_warps = variant.occupancy(N, itemsize)
+    one_each = warp_channels * SCHEDULERS * multiprocessors  # channels that fill every scheduler with one warp
+    waves = math.ceil(channels / (one_each * resident_warps))
     # CTAs of an incomplete last wave share the few multiprocessors whose CTAs end first
-    warps = min(math.ceil((channels + short) / one_each), math.ceil(at_once))
+    warps = min(math.ceil((channels + short) / one_each), math.ceil(resident_warps))
     return waves * (variant.start + tokens * variant.cycles[warps - 1])
 
 

@@ -1,5 +1,7 @@
 """The scan in Triton, for any GPU that Triton supports. `TRITON_INTERPRET=1` runs it on a CPU.
 
+The kernels have run on H200s only, and are experimental on all other GPUs (docs/hardware.md).
+
 One program scans BLOCK_D channels of a segment of a sequence, with the states as a tensor in registers. A segment is
 the whole sequence, unless this would leave most of a large GPU idle. In that case, sequences are cut into segments that
 run in parallel, and a pass over each segment from a zero state computes the states between segments (state passing).
