@@ -66,12 +66,11 @@ def _local_processes() -> int:
 
 
 def default_workers(device: torch.device) -> int:
-    """Return the number of workers for one training process; a GPU's process also decodes in a thread and needs two
-    cores.
-    """
+    """Return the number of workers for one training process."""
     cores = usable_cores() // _local_processes()
     if device.type == "cpu":  # on a CPU, the model is slower than loading
         return min(MOST_WORKERS, max(1, cores // 4))
+    # the process of a GPU also prepares batches in a thread
     return min(MOST_WORKERS, max(1, cores - (2 if cores > 4 else 1)))
 
 
@@ -117,7 +116,17 @@ def choose_workers(
     prefetch = max(2, math.ceil(ahead / workers))
     if not SHARED_MEMORY.is_dir():
         return workers, prefetch
+    return _fit_shared_memory(workers, prefetch, in_use=in_use, piece_size=piece_size, piece_bytes=piece_bytes)
 
+
+def _fit_shared_memory(
+    workers: int, prefetch: int, *, in_use: int, piece_size: int, piece_bytes: int
+) -> tuple[int, int]:
+    """Reduce workers and prefetched pieces to what fits in shared memory, with a log line.
+
+    Raises:
+        ConfigError: The pieces of a single worker exceed the shared memory.
+    """
     # only the workers of the split that is being read prefetch
     free = shutil.disk_usage(SHARED_MEMORY).free
     room = free // _local_processes() // max(1, piece_bytes) - in_use
@@ -162,7 +171,7 @@ def into_shared_memory(*tensors: torch.Tensor) -> None:
 
 
 def start_workers(loader: DataLoader) -> Iterator:
-    """Start a pass over a loader. The workers start with the first pass and are kept.
+    """Start a pass over a loader. The workers start with the first pass and stay alive.
 
     Before Python 3.12, a fork can deadlock while another thread enters the interpreter, so this is first called before
     autograd creates threads. Workers of an iterable dataset start when it is first read.
@@ -178,6 +187,7 @@ def start_workers(loader: DataLoader) -> Iterator:
 
 
 def prepare_worker(worker: int) -> None:
+    """Prepare a worker's process before it reads images."""
     outlive_output()  # a spawned worker has its own streams
     restrict_pillow()
     obey_only_parent()

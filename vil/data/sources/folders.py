@@ -28,7 +28,8 @@ class FolderReader(ClassReader, ReaderImageFolder):
 
     def __init__(self, root: str, data_dir: str, known: Sequence[str] = ()):
         Reader.__init__(self)
-        self.root, self.left_out = root, Counter()
+        self.root = root
+        self.left_out = Counter()
         dangling: list[str] = []
         files = list_images(root, data_dir, self.left_out, dangling)
         if dangling:
@@ -38,6 +39,7 @@ class FolderReader(ClassReader, ReaderImageFolder):
             )
         if not files:
             raise RuntimeError(f"no images in subfolders of {root}{endings(self.left_out)}")
+
         targets = self.find_classes(files, folders_in(root, files), root, known)
         self.samples = [(files[i], target) for i, target in targets.items()]
 

@@ -1,4 +1,4 @@
-"""Image files of a folder, without following links that leave the data set or lead to images found already."""
+"""Image files of a folder. Links that leave the data set or lead to files that are found already are skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from timm.utils.misc import natural_key
 from ...distributed import warn_on_rank0
 from ...fault_tolerance.machine_errors import retry
 
-# beside timm's, which are those of JPEG and PNG: of the formats that are decoded; in tar files, too
+# extensions of the other formats that `vil.security` decodes; timm's own are those of JPEG and PNG
 add_img_extensions((".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif"))
 
 
@@ -23,8 +23,11 @@ def list_images(
 ) -> list[str]:
     """Return the files with an image extension in timm's order, and log how many links were skipped.
 
-    The extensions of other files and the number of hidden files are counted in `left_out`. Hidden are names that begin
-    with a dot, and `__MACOSX`.
+    Args:
+        folder: Folder of the files.
+        data_dir: Folder of the data set, inside which links are followed.
+        left_out: Counter to which the extensions of other files, and the number of hidden files, are added.
+        dangling: List to which links without a target are added.
     """
     found = _Found(folder)
     found.walk(folder)
@@ -32,6 +35,7 @@ def list_images(
     while found.links:
         links, found.links = sorted(found.links), []
         links_left_out += [link for link in links if not found.follow(link, os.path.realpath(data_dir))]
+
     if left_out is not None:
         left_out.update(found.others)
     if dangling is not None:
@@ -60,6 +64,12 @@ class _Found:
         self.targets: set[str] = set()  # targets of links, and folders below them
 
     def walk(self, folder: str, is_linked: bool = False) -> None:
+        """Add the files and links of a folder, at any depth, without following links.
+
+        Args:
+            folder: Path of the folder.
+            is_linked: Whether the path is a link, so that its target may be found a second time.
+        """
         folders = [folder]
         while folders:
             folder = folders.pop()

@@ -27,19 +27,23 @@ class TarReader(ClassReader, ReaderImageInTar):
 
     def __init__(self, root: str, known: Sequence[str] = (), use_list: bool = True):
         ReaderImageInTar.__init__(self, root, cache_tarinfo=None if use_list else False)
-        if any(member.issparse() for member, *_ in self.samples):  # of a list; `check_tar` has refused others
+        # only timm's list can contain one, because `check_tar` refuses files with sparse members
+        if any(member.issparse() for member, *_ in self.samples):
             raise ValueError("a sparse member, which can claim any size")
         members = [_path_of(member, child) for member, _, child in self.samples]
         shown = [i for i, path in enumerate(members) if not any(map(is_hidden, path.split("/")))]
-        self.left_out = Counter({"hidden": len(members) - len(shown)} if len(shown) < len(members) else {})
+        hidden = len(members) - len(shown)
+        self.left_out = Counter({"hidden": hidden} if hidden else {})
         if not shown:
             raise RuntimeError(f"no images in {root}{endings(self.left_out)}")
+
         files = [members[i] for i in shown]
         targets = self.find_classes(files, [posixpath.dirname(file) for file in files], root, known)
-        self.samples, self.targets = self.samples[[shown[i] for i in targets]], [*targets.values()]
+        self.samples = self.samples[[shown[i] for i in targets]]
+        self.targets = [*targets.values()]
 
 
 def _path_of(member: tarfile.TarInfo, tar: tarfile.TarInfo | None) -> str:
-    """Return the path of a member of a tar file, which may lie in a tar file inside of that."""
+    """Return the path of a member, which may be in a tar file `tar` inside the tar file."""
     folder = posixpath.splitext(tar.name)[0] if tar else ""
     return posixpath.normpath(posixpath.join(folder, member.name.lstrip("/")))
