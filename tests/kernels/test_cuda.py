@@ -13,7 +13,7 @@ from spills import NVRTC, assert_no_spills
 
 from vil.kernels import backends, longhorn_scan
 from vil.kernels.cuda import hardware, launches
-from vil.kernels.scan import cuda_scan, heuristics, reference, scan_op
+from vil.kernels.scan import cuda_scan, heuristics, reference, scan_op, segments
 from vil.kernels.scan.heuristics import FORWARD_MMA, ForwardMma, Schedule
 from vil.kernels.scan.kernel import rows
 
@@ -61,7 +61,7 @@ def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
         if isinstance(variant, heuristics.SegmentGradientsMma):
             yield variant.kernel(recurrence, x, x)
         else:
-            yield variant.kernel(recurrence, x, x, N, "segment_states", GRADIENTS=gradients)
+            yield variant.kernel(recurrence, x, x, N, segments.STATES_SOURCE, GRADIENTS=gradients)
     for variant in heuristics.backward_variants(recurrence, N):
         yield variant.kernel(recurrence, x, x, x, N)
 
