@@ -1,4 +1,4 @@
-"""Tests of comparing two models: statistics, tables, plots, speed, and predictions of several processes."""
+"""Tests of comparing two models: statistics, tables, plots, throughput, and predictions of several ranks."""
 
 import csv
 import io
@@ -73,7 +73,7 @@ def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):
     assert found == expected
     assert list(found) == sorted(found, key=lambda pair: (-abs(found[pair][-1]), pair))
     assert len({abs(row[-1]) for row in found.values()}) > 1
-    write_tables(tmp_path, predictions(targets, best[:, [0, 0]]), {})  # both models give the same predictions
+    write_tables(tmp_path, predictions(targets, best[:, [0, 0]]), {})  # tables of two models with the same predictions
     assert (tmp_path / "confusions.csv").read_text().split() == ['"class"']
 
 
@@ -109,7 +109,7 @@ def test_the_picture_shows_the_differences_and_the_classes(monkeypatch):
     assert ([0, 0], [0, 1]) in lines  # vertical line at a difference of zero
     assert differences.get_ylim()[0] < 0 < 1 < differences.get_ylim()[1]
     points = sorted(map(tuple, by_class.collections[0].get_offsets().tolist()))
-    # the x-axis has the second model's accuracy, the y-axis the first model's
+    # The x-axis shows the second model's accuracy per class, the y-axis the first model's accuracy.
     assert points == [(0.0, 0.0), (0.0, 50.0), (50.0, 100.0)]
     assert by_class.lines[0].get_slope() == 1
     labels = differences.get_xlabel(), by_class.get_xlabel(), by_class.get_ylabel()
@@ -125,7 +125,7 @@ def test_speed_is_that_of_calls_after_the_first(monkeypatch):
 
         def forward(self, images):
             self.calls += 1
-            clock.now += 10.0 if self.calls == 1 else 0.25  # the first call compiles
+            clock.now += 10.0 if self.calls == 1 else 0.25  # a slow first call, as for a compiled model
             assert torch.is_autocast_enabled("cpu")
             assert torch.is_inference_mode_enabled()
             assert not self.training
@@ -133,7 +133,7 @@ def test_speed_is_that_of_calls_after_the_first(monkeypatch):
 
     model, precision = Slow(4, 4), torch.autocast("cpu", torch.bfloat16)
     assert measure_speed(model, torch.zeros(6, 4), precision) == Speed(6 / 0.25, None)
-    assert model.calls == 1 + 4  # one warm-up call, then one second of timed calls
+    assert model.calls == 1 + 4  # one warm-up call, then four timed calls of 0.25 seconds each
     assert measure_speed(model, torch.zeros(6, 4), precision, seconds=0.0) == Speed(6 / 0.25, None)
 
 
@@ -167,16 +167,16 @@ def test_the_printed_table_of_two_models():
         "11280. The models predict the same class for 80.13% of the images.",
     ]
     assert text[12] == "A note."
-    result["models"][1]["published"] = {}  # no results are published for this image size
+    result["models"][1]["published"] = {}  # the models' papers publish no results for this image size
     assert "| published top-1 / top-5 % | 76.4 / - | - / - |  |" in comparison_text(result)
-    # A CPU has no peak memory, and no results are published for these classes.
+    # Peak memory is measured on GPUs only, and no results are published for these classes.
     result["models"] = [row | dict(peak_mib=None, published={}) for row in result["models"]]
     text = comparison_text(result)
     assert "| peak MiB | - | - |  |" in text
     assert "published top-1" not in text
 
 
-SPLITS = (8, 7, 6, 3)  # number of images
+SPLITS = (8, 7, 6, 3)  # number of images in each split
 
 
 def gathered(rank):
@@ -186,7 +186,7 @@ def gathered(rank):
 
 def gathered_of(rank, images):
     share = PredictionCollector()
-    # autocast returns bf16 logits
+    # logits in bf16, as a model returns under autocast
     mine, logits = torch.tensor(range(rank, images, 3)), torch.arange(9.0, dtype=torch.bfloat16)
     for part in mine.split(2):  # logits of two models: the values 0 to 8, rolled by the image's index
         share(part, [torch.stack([logits.roll(m + int(i)) for i in part]) for m in (0, 1)])
@@ -196,9 +196,9 @@ def gathered_of(rank, images):
 
 
 def test_five_classes_for_each_image_of_several_processes_are_gathered_in_the_order_of_the_split():
-    """Gather the predictions in the split's order, because ReaL labels are assigned by index.
+    """Predictions are gathered in the split's order, because ReaL labels are assigned by image index.
 
-    Rank r of three evaluates images r, r + 3, ...
+    Rank r of three ranks evaluates the images r, r + 3, r + 6, ...
     """
     best = [[[[(8 - k + m + i) % 9 for k in range(5)] for m in (0, 1)] for i in range(images)] for images in SPLITS]
     expected = [[list(range(images)), found] for images, found in zip(SPLITS, best)]

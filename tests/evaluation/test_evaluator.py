@@ -1,4 +1,4 @@
-"""Tests of evaluating models on batches, and of their precision."""
+"""Tests of evaluating models on batches, and of the precision used (fp32 or mixed)."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from vil.evaluation.evaluator import Evaluation, Evaluator
 
 
 class Guess(torch.nn.Module):
-    """Model that returns images as logits, and in training mode drops nearly all of them."""
+    """Model that returns its input as logits; in training mode, dropout zeroes nearly all logits."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(
     monkeypatch.setattr(evaluator, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     pixels = torch.stack([torch.randperm(7) for _ in range(10)]).to(torch.uint8)[:, None, None]
     targets = torch.arange(10) % 7
-    targets[[2, 6]] = -1  # unreadable images
+    targets[[2, 6]] = -1  # the loader marks unreadable images with the target -1
     models, observed = [Guess().train(), Guess().eval()], []
     images = (pixels.float() - 2) / 0.5
     evaluate = Evaluator(models, (1, 1, 7), torch.device("cpu"), torch.autocast("cpu", torch.bfloat16), batch_size=6)

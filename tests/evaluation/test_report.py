@@ -1,4 +1,4 @@
-"""Tests of the HTML page of validate.py --report against scikit-learn's metrics and the files it shows."""
+"""Tests of the HTML page that `validate.py --report` writes, against scikit-learn's metrics and the image files."""
 
 import base64
 import io
@@ -27,7 +27,7 @@ MODEL = dict(model="vil_tiny", weights="best.pt", top1=50.0, top1_interval=(40.0
 
 
 class Page(HTMLParser):
-    """Page's tables as text, its images with captions, and all files that the page refers to."""
+    """HTML parser that collects a page's tables as text, images with captions, and references to files."""
 
     def __init__(self, text):
         super().__init__()
@@ -65,7 +65,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module", params=[1, 2])
 def found(request, image_folder):
-    """Return targets and logits of models, with the first image unreadable, and the page."""
+    """Return the targets, the models' logits and the report page of a split whose first image is unreadable."""
     images, rng = open_split(str(image_folder), "", "val"), np.random.default_rng(0)
     targets = np.repeat(np.arange(4), VAL_IMAGES)
     targets[0] = -1
@@ -91,8 +91,8 @@ def test_the_page_needs_nothing_else_and_runs_nothing(found):
     both = f"Both models classify {(first & second).sum()} images correctly, only the first {(first & ~second).sum()},"
     single = f"only the second {(second & ~first).sum()}, and neither {(~first & ~second).sum()}."
     assert (f"{both}\n{single}<" in found[-1]) == several
-    assert found[-1].count(">Validation</") == 2  # once as the heading and once in the title
-    # above the tables and above the mistakes of each model
+    assert found[-1].count(">Validation</") == 2  # "Validation" is the page's title and its heading
+    # Each model's name is a heading above its tables and above its mistakes.
     assert found[-1].count("<h3>vil_tiny, best.pt</h3>") == 2 * 2 * several
 
 
@@ -114,7 +114,7 @@ def test_classes_and_confusions_are_counted_as_scikit_learn_does(found):
     targets, best, _, _, text = found
     overview, classes, *matrices = Page(text).tables
     models = len(overview) - 1
-    classes = classes[models - 1 :]  # for two models, the first row has their names
+    classes = classes[models - 1 :]  # with two models, the first row of the table has the models' names
     assert [row[3 * m + 2] for m in range(models) for row in classes[:1]] == ["recall %"] * models
     truth, expected = {NAMES[number]: number for number in range(4)}, []
     assert sorted(row[0] for row in classes[1:]) == sorted(truth)
@@ -140,7 +140,7 @@ def test_classes_and_confusions_are_counted_as_scikit_learn_does(found):
         expected += confusion_matrix(targets, said, normalize="true").flatten().tolist()
     cells = re.findall(r"background: rgb\(([ 0-9]+) / ([.0-9]+)\)", text)
     assert [float(strength) for _, strength in cells] == pytest.approx(expected, abs=0.006)
-    # correct predictions are green
+    # Cells of correct predictions are green.
     assert [colour == "46 160 67" for colour, _ in cells] == [*np.eye(4).flatten()] * models
 
 
@@ -206,9 +206,10 @@ def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, m
     shutil.make_archive(str(tmp_path / "val"), "tar", image_folder / "val")
     of_others = open_split(str(tmp_path), "", "val"), IterableImageDataset("", reader=[])
     page, of_tar, of_stream = (Page(report_page(*words, others)) for others in (images, *of_others))
-    assert [max(picture.size) for picture in page.pictures] == [10] * 12  # 12 of 13 images are shown
+    # The page shows at most 12 of the 13 misclassified images.
+    assert [max(picture.size) for picture in page.pictures] == [10] * 12
     assert [picture.tobytes() for picture in of_tar.pictures] == [picture.tobytes() for picture in page.pictures]
-    assert of_stream.pictures == []  # images of an iterable dataset cannot be read by index
+    assert of_stream.pictures == []  # an iterable dataset has no images by index
     assert of_stream.captions[0].split()[:3] == page.captions[0].split()[:3]
     _, classes, rows = page.tables
     assert [classes[5], classes[-1]] == [["a?", "9", "0.0", "-", "b (9)"], ["23", "1", "100.0", "100.0", ""]]
@@ -217,8 +218,8 @@ def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, m
     assert "only for up to 24 classes" in text
     assert len(re.findall("<figure>", text)) == 12
     monkeypatch.setattr("vil.evaluation.report.MAX_MATRIX_CLASSES", 25)
-    cells = re.findall(r" / ([.0-9]+)\)", report_page(*words, images))  # cells of a confusion matrix
-    assert (len(cells), {*cells}) == (25**2, {"0.00", "1.00"})  # all images of a class get the same prediction
+    cells = re.findall(r" / ([.0-9]+)\)", report_page(*words, images))  # shares in the cells of the confusion matrix
+    assert (len(cells), {*cells}) == (25**2, {"0.00", "1.00"})  # one prediction per class
     right = np.broadcast_to(targets[:, None, None], best.shape)
     two = Predictions.of(targets, np.concatenate([right, best], 1), np.full((28, 2, 2), 0.5))
     assert len(Page(report_page(words[0], 2 * words[1], two, *words[3:], images)).tables[-1]) == 1 + 25

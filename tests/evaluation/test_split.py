@@ -1,4 +1,4 @@
-"""Tests of other test sets with ImageNet's classes, and of their folders."""
+"""Tests of class indices in test sets: subsets of ImageNet's classes, ImageNet-V2's numbered folders, ReaL labels."""
 
 import shutil
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from vil.evaluation.split import open_evaluation_split
 
 @pytest.mark.parametrize("names", [[*map(str, range(12))], ImageNetInfo().label_names()], ids=["numbers", "ImageNet"])
 def test_folders_of_all_classes_have_their_numbers_and_no_others(names, tmp_path):
-    """Accept folders with ImageNet's class names, and with class indices as in ImageNet-V2, which sort numerically."""
+    """Folders may be named by ImageNet's WordNet ids, or by class indices as in ImageNet-V2, which sort numerically."""
     for name in names:
         (tmp_path / "all" / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "all" / name / "image.png")
@@ -27,7 +27,7 @@ def test_folders_of_all_classes_have_their_numbers_and_no_others(names, tmp_path
 
 
 def test_a_split_that_lacks_classes_has_the_numbers_that_were_learned(image_folder, tmp_path):
-    """Evaluate a split without some classes among all classes, as training does on its validation split."""
+    """A split that lacks some classes is evaluated among all classes, as a validation split is during training."""
     for name in ("ant", "cat", "dog"):
         shutil.copytree(image_folder / "val" / name, tmp_path / "val" / name)
     shutil.make_archive(str(tmp_path / "packed"), "tar", tmp_path / "val")
@@ -38,7 +38,8 @@ def test_a_split_that_lacks_classes_has_the_numbers_that_were_learned(image_fold
             assert describe_split(split, images) == "val: 21 images of 3 classes, from 7 of 'dog' to 7 of 'ant'"
     with pytest.raises(ConfigError, match="has classes that best.pt does not have: 'cat'"):
         open_evaluation_split(str(tmp_path), "", "val", 4, ["ant", "bee", "crow", "dog"], "best.pt")
-    with pytest.raises(ConfigError, match="has 3 classes but the model 4"):  # the model's class names are unknown
+    # Without the model's class names, only the numbers of classes are compared.
+    with pytest.raises(ConfigError, match="has 3 classes but the model 4"):
         open_evaluation_split(str(tmp_path), "", "val", 4)
 
 
@@ -50,9 +51,10 @@ def test_other_folders_must_have_the_classes_of_the_model(image_folder, tmp_path
     for name in (ids[7], ids[301]):
         shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / name)
     assert open_evaluation_split(root, "", "some", 1000)[1] == [7, 301]
-    with pytest.raises(ConfigError, match="has 2 classes but the model 21"):  # the class names are not ImageNet's
+    # Only a model with 1000 classes is assumed to have ImageNet's class names.
+    with pytest.raises(ConfigError, match="has 2 classes but the model 21"):
         open_evaluation_split(root, "", "some", 21)
-    shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / "ant")  # not a class of ImageNet
+    shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / "ant")  # "ant" is not a WordNet id of ImageNet
     with pytest.raises(ConfigError, match="has 3 classes but the model 1000"):
         open_evaluation_split(root, "", "some", 1000)
 

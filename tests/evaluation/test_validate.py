@@ -33,7 +33,7 @@ VIL = dict(img_size=16, **SMALL["model_kwargs"])
 VIT = dict(img_size=16, patch_size=8, embed_dim=12, depth=1, num_heads=3)
 VIT_ARGUMENTS = [f"{name}={value}" for name, value in VIT.items() if name != "img_size"]
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-# model's preprocessing, without any default value
+# preprocessing config in which no value is timm's default
 OWN = dict(mean=(0.3, 0.5, 0.6), std=(0.4, 0.2, 0.3), crop_pct=0.7, interpolation="bilinear", crop_mode="squash")
 NUMBERS = {f"class{number:02d}": number for number in range(12)}
 WORDNET_IDS = ImageNetInfo().label_names()
@@ -43,9 +43,9 @@ UNREADABLE = "ILSVRC2012_val_00000020.JPEG"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Return folders {val,other}/class00...class11/* and imagenet/n...
+    """Return image folders {val,other}/class00...class11/* and imagenet/n...
 
-    with gradient images, which reveal crop and resize.
+    The images are colour gradients, whose values after preprocessing depend on the crop and the resize.
     """
     root, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
     for split, names, count in (("val", NUMBERS, 5), ("other", NUMBERS, 2), ("imagenet", WORDNET, 3)):
@@ -67,7 +67,7 @@ def folders(tmp_path_factory):
 
 
 def small_model(name, seed, num_classes=12, **options):
-    """Return a model whose predictions differ between images."""
+    """Return a small model that predicts different classes for different images."""
     torch.manual_seed(seed)
     model = timm.create_model(name, num_classes=num_classes, **options).eval()
     with torch.no_grad():
@@ -105,11 +105,11 @@ def models(tmp_path_factory, folders):
 
 @pytest.fixture
 def command(models, folders, tmp_path, monkeypatch, capsys):
-    """Run validate.py in this process, and return its JSON and output."""
+    """Fixture that runs validate.py in this process, and returns its JSON result and its output."""
 
-    def speed(model, images, precision):  # takes no second, and reports the number of parameters as throughput
+    def speed(model, images, precision):  # fake measurement: the throughput is the number of parameters
         assert len(images) == 7
-        assert -5 < images.min() < 0 < images.max() < 5  # normalized
+        assert -5 < images.min() < 0 < images.max() < 5  # images are normalized by mean and std
         with precision:
             assert model(images).shape == (7, model.num_classes)
         return Speed(float(parameters(model)), None)
@@ -133,7 +133,7 @@ def parameters(model):
 
 
 def pretrained(file, num_classes, **changes):
-    """Return arguments with which timm loads pretrained weights of a small model, with the preprocessing `OWN`."""
+    """Return `timm.create_model` arguments that load a small model's weights, with the preprocessing `OWN`."""
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in {**OWN, **changes}.items()}
     # Disable custom_load, because timm before 1.0.30 would read the PyTorch file as JAX weights.
     known |= dict(file=file, num_classes=num_classes, custom_load=False)
@@ -190,7 +190,7 @@ def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, 
     told |= dict(unreadable=0, published={}, parameters=parameters(models[1][model]))
     assert {key: result[key] for key in told} == told
     assert ("; EMA weights;" in printed) == told["use_ema"]
-    if model == "larger":  # command-line arguments are merged with the checkpoint's
+    if model == "larger":  # command-line model arguments are merged with the checkpoint's
         assert result["model_kwargs"] == SMALL["model_kwargs"] | dict(drop_path_rate=0.5)
     assert printed.startswith(
         f"{name}: top-1 {expected['top1']:.2f}% (95% interval {low:.2f} to {high:.2f}), top-5 {expected['top5']:.2f}%, "
@@ -200,13 +200,13 @@ def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, 
 
 
 def logits_of_imagenet(model, folders, **options):
-    """Return (names, targets, logits) of a split with some of ImageNet's classes, evaluated among these only."""
+    """Return (names, targets, logits) of a split with some of ImageNet's classes, with logits of these classes only."""
     names, targets, logits = naive.saved_logits(model, folders / "imagenet", WORDNET, [UNREADABLE], **options)
     return names, targets, naive.only(logits, list(WORDNET.values()))
 
 
 def reordered(state, order, head="head"):
-    """Write a checkpoint with permuted class indices: outputs and class names in another order."""
+    """Write a checkpoint whose class indices, and so the rows of its head and its class names, are permuted."""
     weights = {n: t[order] if n.startswith(f"{head}.") else t for n, t in state["state_dict"].items()}
     return state | dict(state_dict=weights, label_names=[state["label_names"][i] for i in order])
 
@@ -237,7 +237,7 @@ def test_two_models_are_compared_class_by_class(models, command, tmp_path, split
         result, _ = command("--checkpoint", str(first), "--against", str(second), "--split", split)
         assert result["paired"]["agreement"] == 100
         assert len({row["top1"] for row in result["models"]}) == 1
-    unnamed = [*VIT_12, "--split", split] if split == "val" else None  # without class names, the split's order is used
+    unnamed = [*VIT_12, "--split", split] if split == "val" else None  # no class names: the split's order
     if unnamed:
         straight, _ = command(*unnamed, "--against", "{models}/vil.pt")
         turned, _ = command(*unnamed, "--against", str(tmp_path / "other.pt"))
@@ -281,7 +281,7 @@ def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, 
     names, targets, logits = logits_of_imagenet(models[1]["more"], folders, **AS_SAVED)
     expected = naive.numbers(logits, targets, real_labels(folders, names) if real else None)
     assert 0 < expected["top1"] < expected["top5"] < 100
-    # the same images in a .tar file
+    # the same images, stored in a .tar file
     words = ["--real-labels", "{folders}/real.json", "--split", "packed"] if real else []
     result, printed = command(*MORE_PT, *words)
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
@@ -295,7 +295,7 @@ def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, 
 
 
 def check_comparison(result, names, targets, logits, allowed=None):
-    """Check two models' JSON results against their logits."""
+    """Assert that two models' JSON results equal the values computed from their logits."""
     allowed = [{target} for target in targets.tolist()] if allowed is None else allowed
     counted = np.array([bool(own) for own in allowed])
     for row, own in zip(result["models"], logits, strict=True):
@@ -318,13 +318,13 @@ def check_comparison(result, names, targets, logits, allowed=None):
 def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folders, command, caplog, case):
     first, second, split, options = "vil", "vit", "other", AS_SAVED
     differences = ["crop_pct 0.8; the second's own is 0.7", "crop_mode center; the second's own is squash"]
-    if case == "pretrained":  # only the std differs
+    if case == "pretrained":  # the models' preprocessing differs only in the std
         arguments = pretrained("MODELS/vit.pth", 12, mean=IMAGENET["mean"])
         words = ["--checkpoint", "{models}/vil.pt", "--against", "vit_tiny_patch16_224", "--img-size", "16"]
         words += ["--num-classes", "12", "--against-model-kwargs", *arguments, "--split", "val"]
         own = dict(std=OWN["std"])
         split, weights = "val", ["{models}/vil.pt", None]
-    elif case == "plain":  # same image size and classes as the first model
+    elif case == "plain":  # model without preprocessing config, for the same image size and classes as the first model
         words = ["--checkpoint", "{models}/vil.pt", "--against", "{models}/vit.pth"]
         words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
         own = dict(mean=OF_VIT["mean"], std=OF_VIT["std"])
@@ -359,7 +359,7 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
     assert "its weights" not in printed
     data = ("data_dir", "dataset", "split", "crop_pct", "crop_mode", "interpolation")
     assert [rows[1][name] for name in data] == [rows[0][name] for name in data]
-    # The stub reports the number of parameters as throughput, so each model must have been timed separately.
+    # The fake throughput is the number of parameters, so the values show that each model was timed separately.
     assert [row["images_per_second"] for row in rows] == [row["parameters"] for row in rows]
     assert [row["parameters"] for row in rows] == [parameters(models[1][name]) for name in (first, second)]
     names = [row["model"] for row in rows]
@@ -369,7 +369,7 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
 
 
 def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path):
-    """Get one process's results from two processes.
+    """Two processes report the results of one process.
 
     The split has ReaL labels by image index, some of ImageNet's classes, and an unreadable image.
     """
@@ -409,7 +409,7 @@ def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_
     page = (tmp_path / "page" / "index.html").read_text()
     assert f"<td>{result['top1']:.2f}</td>" in page
     assert f"Validation of vil_tiny on {folders}, other" in page
-    assert "top-1" not in command.errors  # stdout's lines are not repeated on stderr
+    assert "top-1" not in command.errors  # stderr does not repeat the lines of stdout
     assert page.count("<figure>") == min(32, round(22 * (1 - result["top1"] / 100)))
     assert all(f'<img src="data:image/jpeg;base64,{start}' in page for start in ("/9j/",))
     _, targets, logits = naive.saved_logits(models[1]["vil"], folders / "other", NUMBERS, **AS_SAVED)
@@ -444,7 +444,7 @@ def test_classes_of_shards_without_names_have_the_checkpoints_names(folders, com
 
 def test_results_go_to_the_standard_output_and_to_new_folders(models, command, tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
-    shutil.copy(models[0] / "vit.pth", tmp_path / "weights")  # weight file without an extension
+    shutil.copy(models[0] / "vit.pth", tmp_path / "weights")  # a weight file without an extension is accepted
     monkeypatch.chdir(tmp_path)
     (tmp_path / "-").mkdir()  # `--json -` means stdout, even if a folder has this name
     words = ["--checkpoint", "{models}/vil.pt", "--against", "{tmp}/weights", "--json", "-"]
@@ -489,7 +489,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         ),
         ([*VIL_PT, "--batchsize", "64"], "unknown option 'batchsize' on the command line; did you mean 'batch_size'"),
         ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; did you mean 'workers'"),
-        # no suggestion of `model_ema`, an option of training only
+        # the error does not suggest `model_ema`, an option of training only
         ([*VIL_PT, "--ema"], "unknown option 'ema' on the command line; did you mean 'use_ema'"),
         (["--model", "vil_tiny", "--checkpoint", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
         ([*VIL_PT, "--num-classes", "10"], "has 12 classes but the model has 10"),
@@ -545,7 +545,7 @@ def test_bad_input_is_named_without_a_traceback(models, folders, command, tmp_pa
 
 
 def test_more_processes_than_images_are_refused(models, folders, tmp_path):
-    """Reject more processes than images, because a process without an image does not know the number of classes."""
+    """More processes than images are rejected, because a process without images lacks the number of classes."""
     (path, *_) = (folders / "val" / "class03").iterdir()
     (tmp_path / "val" / "class03").mkdir(parents=True)
     shutil.copy(path, tmp_path / "val" / "class03")
@@ -557,7 +557,7 @@ def test_more_processes_than_images_are_refused(models, folders, tmp_path):
 
 def test_files_that_the_disk_does_not_take_leave_the_result_on_the_standard_output(command, capsys):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # bytes of a file
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # limit files to 100 bytes, like a full disk
     try:
         with pytest.raises(SystemExit, match=r"^error: failed to write a file: .*File too large: "):
             command(*VIL_PT)
@@ -568,7 +568,7 @@ def test_files_that_the_disk_does_not_take_leave_the_result_on_the_standard_outp
 
 def test_ctrl_c_ends_it_with_a_line_and_the_shells_status(command, capsys):
     interrupt = logging.Handler()
-    interrupt.emit = lambda record: signal.raise_signal(signal.SIGINT)  # at the first line, of the opened split
+    interrupt.emit = lambda record: signal.raise_signal(signal.SIGINT)  # Ctrl-C when the first log line is written
     logging.getLogger("vil").addHandler(interrupt)
     try:
         with pytest.raises(SystemExit, match="^130$"):

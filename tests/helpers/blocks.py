@@ -1,4 +1,4 @@
-"""Blocks for tests, and the fused operator on a CPU."""
+"""Blocks with random weights for tests, and the fused block operator run on a CPU."""
 
 import contextlib
 import math
@@ -15,7 +15,7 @@ MIXERS = [LonghornMixer, MambaMixer]
 
 
 def make_block(mixer, dim, drop_path=0.0, seed=0, pool=None, **dd):
-    """Return a block without special values, such as 0 or 1, in its parameters."""
+    """Return a block with random parameters, so that none is a neutral value such as 0 or 1."""
     torch.manual_seed(seed)
     block = Block(dim, mixer, drop_path, pool)
     with torch.no_grad():
@@ -26,7 +26,7 @@ def make_block(mixer, dim, drop_path=0.0, seed=0, pool=None, **dd):
 
 
 def outcome(block, x, dy, autocast=None, **kwargs):
-    """Return the output of a block, or of a sequence of blocks, and every gradient, by name."""
+    """Return the output and all gradients of a block, or of a sequence of blocks, by name."""
     x = x.detach().clone().requires_grad_()
     block.zero_grad()
     run = Blocks(block) if isinstance(block, Block) and "class_token_only" in kwargs else block
@@ -55,7 +55,7 @@ def options_of(block, dtype, class_token_only=False, norm_next=False, lines=None
 
 
 def on_an_emulated_gpu(monkeypatch, multiprocessors=1, hopper=False):
-    """Apply `emulator.as_if_on_a_gpu`, and emulate 16-bit products with fp32 results, which CPUs do not support."""
+    """Apply `emulator.as_if_on_a_gpu`, and emulate 16-bit products with fp32 results, because CPUs lack them."""
 
     def product(a, b):
         return a.float() @ b.float()
@@ -68,7 +68,7 @@ def on_an_emulated_gpu(monkeypatch, multiprocessors=1, hopper=False):
 
 
 class OnGpu(torch.Tensor):
-    """Tensor that claims to be on the second GPU."""
+    """CPU tensor that reports the second GPU as its device."""
 
     device = torch.device("cuda", 1)
 
@@ -87,7 +87,7 @@ class Scale(torch.nn.Module):
 
 @contextlib.contextmanager
 def operator_on_a_cpu():
-    """Register the operator for CPU tensors, for tests that replace its kernels."""
+    """Register the block operator for CPU tensors, for tests that replace the operator's kernels."""
     with torch.library._scoped_library("vil", "IMPL") as library:
         library.impl("block", lambda *arguments: block_op._block(*arguments), "CPU")
         library.impl("block_backward", lambda *arguments: block_op._block_backward(*arguments), "CPU")

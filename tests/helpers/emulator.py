@@ -1,4 +1,4 @@
-"""Run the CUDA kernels on a CPU, compiled by g++; `launch` replaces `launch` of `vil.kernels.cuda.launches`."""
+"""CUDA kernels compiled by g++ and emulated on a CPU. `launch` here replaces `vil.kernels.cuda.launches.launch`."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ import torch
 from vil.kernels.cuda import hardware, launches, source
 
 EMULATED = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-# C++ replacements of PTX and other GPU code
+# C++ replacement of each regular expression for PTX or other GPU code
 MEANING = {
     r'asm\("{.reg .b16 a, b;.*?"r"\(word\)\);': "f.at[0] = from_fp16(word & 0xffff), f.at[1] = from_fp16(word >> 16);",
     r'asm\("cvt.rn.bf16x2.f32 .*?;"[^;]*;': "word = to_bf16(low) | to_bf16(high) << 16;",
@@ -51,7 +51,7 @@ MEANING = {
         "product = to_fp16(from_fp16(a & 0xffff) * from_fp16(b & 0xffff))"
         " | to_fp16(from_fp16(a >> 16) * from_fp16(b >> 16)) << 16;"
     ),
-    # The other half of the columns of `a` is zero.
+    # Emulate products of depth 8 by products of depth 16, in which half of the columns of `a` are zero.
     r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16.*?"f"\(start\)\);': (
         "for (int i = 0; i < 4; i++) product[i] = start; multiply_fragments([](unsigned bits) {"
         " return __uint_as_float(bits << 16); }, product, {a_0, a_1, 0, 0, b, 0});"
@@ -70,7 +70,7 @@ MEANING = {
     r'asm\("" : [^;]*;': ";",
     r"extern __shared__ __align__\(\d+\) char shared\[\];": "char *shared = shared_memory;",
     r"__shared__ (\w+) (\w+)(\[.*\]);": r"static \1 \2\3; static unsigned of_\2; emulator::begin_as_nan(\2, of_\2);",
-    # a GPU moves vectors only at aligned addresses
+    # a GPU rejects vector loads and stores at unaligned addresses
     r"(DEVICE Pack<T, C> load\(const T \*p\) {)": r"\1 emulator::check_aligned(p, sizeof(Pack<T, C>));",
     r"(DEVICE void store\(T \*p, Pack<T, C> v\) {)": r"\1 emulator::check_aligned(p, sizeof v);",
     r"#pragma unroll.*": "",
@@ -78,21 +78,21 @@ MEANING = {
 }
 
 
-# -U_FORTIFY_SOURCE allows a longjmp to another stack
+# with _FORTIFY_SOURCE, a longjmp to another stack would abort
 COMMAND = ["g++", "-std=c++17", "-Og", "-w", "-fno-exceptions", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 COMMAND += ["-shared", "-fPIC"]
 AHEAD, BEHIND = (Path(__file__).parent / "emulator.cpp").read_text().split("/* KERNELS */")
-# compiled kernels by the hash of their source; may be removed at any time
+# cache of compiled kernels, named by the hash of the source; the folder may be removed at any time
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "emulated"
 
 
 @functools.cache
 def _library(of: source.Source, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
-    hopper = (source.SOURCES / "cuda/sm90.cuh").read_text()  # emulator.cpp has its own version of sm90.cuh
+    hopper = (source.SOURCES / "cuda/sm90.cuh").read_text()  # emulator.cpp emulates the functions of sm90.cuh
     kernels = of.text.replace(hopper.partition('#include "types.cuh"\n')[2], "")
     for ptx, meaning in MEANING.items():
         kernels = re.sub(ptx, meaning, kernels, flags=re.S if ptx.startswith("asm") else 0)
-    assert "asm" not in kernels, "the emulator does not know what this PTX means"
+    assert "asm" not in kernels, "the emulator has no C++ replacement for this PTX; add one to MEANING"
     entries = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?(\w+)\(', kernels)
     defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
     defines += "#define ENTRIES " + " ".join(f"ENTRY({entry})" for entry in entries) + "\n"
@@ -104,14 +104,14 @@ def _compiled(program: str) -> Path:
         subprocess.run([*COMMAND, *arguments], input=program, text=True, check=True)
 
     how = f"{_compiler()}{COMMAND}{AHEAD}"
-    # The common header is precompiled: the compiler uses X.h.gch, if suitable, instead of X.h.
+    # The common header is precompiled, because g++ uses X.h.gch instead of X.h if the flags match.
     header = kept(how, ".h", lambda file: file.write_text(AHEAD))
     kept(how, ".h.gch", lambda file: run("-x", "c++-header", header, "-o", file))
     return kept(how + program, ".so", lambda file: run("-include", header, "-x", "c++", "-", "-o", file))
 
 
 def kept(key: str, suffix: str, make: Callable[[Path], object]) -> Path:
-    """Return the file that `make` writes, created once for all processes and runs of the tests."""
+    """Return the cached file of this key, which `make` writes once for all test processes and runs."""
     file = CACHE / (hashlib.sha256(key.encode()).hexdigest() + suffix)
     if not file.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -128,19 +128,19 @@ def _compiler() -> str:
 
 
 def as_if_on_a_gpu(monkeypatch, multiprocessors=1, hopper=False, shared_bytes=227 << 10):
-    """Run kernels emulated, and simulate the GPU properties that launches read."""
+    """Emulate kernel launches on a CPU, and simulate the GPU properties that choose the launch parameters."""
     monkeypatch.setattr(launches, "launch", launch)
     answers = dict(multiprocessors=multiprocessors, is_hopper=hopper, shared_bytes=shared_bytes)
     for question, answer in answers.items():
         monkeypatch.setattr(hardware, question, lambda device, answer=answer: answer)
 
 
-_needed: list | None = None  # kernels to compile inside `compiling`
+_needed: list | None = None  # kernels collected inside `compiling`, or None outside
 
 
 @contextlib.contextmanager
 def compiling():
-    """Collect kernels instead of running them, and compile all of them, two at a time, when the context ends."""
+    """Context manager that collects kernels instead of running them, and compiles them, two at a time, on exit."""
     global _needed
     _needed = []
     try:
@@ -152,7 +152,7 @@ def compiling():
 
 
 def launch(of, entry, macros, ctas, threads, arguments, shared_bytes=0, *, blocks=None):
-    """Emulate a launch. `blocks` limits it to the last blocks of the grid, for tensors too large to compute in full."""
+    """Emulate a kernel launch, or only the last `blocks` blocks of the grid, for tensors too large to compute."""
     checked = launches.Launch(of, entry, macros, ctas, threads, arguments, shared_bytes)
     if _needed is not None:
         _needed.append((of, tuple(sorted(macros.items()))))
@@ -165,7 +165,7 @@ def launch(of, entry, macros, ctas, threads, arguments, shared_bytes=0, *, block
 
 
 def run_with(checked, values, stream=None, *, blocks=None):
-    """Emulate `Launch.run_with`, which passes addresses and so has no guards around tensors."""
+    """Emulate `Launch.run_with`, which passes raw addresses, so tensors get no NaN guards."""
     library, entries = _library(checked.source, tuple(sorted(checked.macros.items())))
     first, shared_bytes = (
         0 if blocks is None else max(0, checked.ctas - blocks),
@@ -180,7 +180,7 @@ def run_with(checked, values, stream=None, *, blocks=None):
         raise RuntimeError(f"{checked.entry}: {failure.decode()}")
 
 
-GUARD, COPIED = 1 << 14, 1 << 28  # bytes; larger tensors are not copied between guards
+GUARD, COPIED = 1 << 14, 1 << 28  # bytes of a guard; maximum size in bytes of a tensor that is copied between guards
 
 
 @contextlib.contextmanager
@@ -203,20 +203,20 @@ def _guarded(entry: str, tensors: list[torch.Tensor]):
         before, now, behind = copies[start].split([GUARD, len(content), GUARD])
         if not (torch.equal(before, nan) and torch.equal(behind, nan)):
             which = [i for i, t in enumerate(tensors) if t.untyped_storage().data_ptr() == start]
-            raise RuntimeError(f"{entry} writes outside of its tensors {which}")
+            raise RuntimeError(f"{entry} writes outside its tensors {which}")
         content.copy_(now)
 
 
-_sparse: list | None = None  # sparse tensors inside `sparse_where_large`
+_sparse: list | None = None  # large tensors allocated inside `sparse_where_large`, or None outside
 
 
 def sparse(size, dtype=torch.float32, stride=None) -> torch.Tensor:
-    """Return a tensor of zeros surrounded by zeros, up to terabytes large; only written pages use memory."""
+    """Return a tensor of zeros of up to terabytes, surrounded by zeros. Only pages that are written use memory."""
     if _sparse is not None:
         _limit_memory(None)
     stride = stride or [math.prod(size[i + 1 :]) for i in range(len(size))]
     elements, around = 1 + sum((n - 1) * s for n, s in zip(size, stride)), 1 << 33
-    # the name exists since Python 3.11
+    # mmap.MAP_NORESERVE exists since Python 3.11
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     memory = mmap.mmap(-1, elements * dtype.itemsize + 2 * around, flags=flags)
     tensor = torch.frombuffer(memory, dtype=dtype, count=elements, offset=around).as_strided(size, stride)
@@ -227,7 +227,7 @@ def sparse(size, dtype=torch.float32, stride=None) -> torch.Tensor:
 
 
 def _limit_memory(more: int | None) -> None:
-    """Limit this process to `more` bytes beyond its current memory, so that copying a sparse tensor fails."""
+    """Limit this process to its current memory plus `more` bytes, so that copying a sparse tensor fails."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     taken = int(re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
     resource.setrlimit(resource.RLIMIT_DATA, (hard if more is None else taken + more, hard))
@@ -235,7 +235,7 @@ def _limit_memory(more: int | None) -> None:
 
 @functools.cache
 def has_sparse() -> bool:
-    """Return whether this machine can reserve memory without allocating pages."""
+    """Return whether this machine can reserve address space without allocating pages."""
     try:
         return sparse((1 << 40,)).numel() > 0
     except OSError:
@@ -244,7 +244,7 @@ def has_sparse() -> bool:
 
 @contextlib.contextmanager
 def sparse_where_large(blocks: int = 16):
-    """Make large allocations sparse, and let `launch` run only the last `blocks` blocks."""
+    """Allocate large tensors sparsely, and make `launch` run only the last `blocks` blocks of each grid."""
     global _sparse
     real, real_like, real_new = torch.empty, torch.empty_like, torch.Tensor.new_empty
 

@@ -1,6 +1,7 @@
-"""Training runs of a few real processes that tests can signal, kill and starve, started in a fraction of a second.
+"""Training runs of real processes that tests can signal, kill or deprive of files and memory.
 
-The processes are forked from a process that has imported everything, and communicate over gloo, or over NCCL on GPUs.
+The processes are forked from a process that has imported all modules, so a run starts in a fraction of a second. Ranks
+communicate over gloo on CPUs and over NCCL on GPUs.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from vil import checkpoint
 MEASURED = (
     "images_per_second", "data_wait_percent", "gpu_wait_percent", "peak_memory_gib", "eval_images_per_second",
 )  # fmt: skip
-# eight steps an epoch leave many points to interrupt
+# eight steps per epoch, so that a run can be interrupted at many points
 OPTIONS = SMALL | dict(global_batch_size=8, epochs=2, workers=0, checkpoint_interval="1", experiment="run")
 
 
 class Run:
-    """Processes of one start of train_imagenet.py, whose run folder is `output`/run.
+    """One start of train_imagenet.py with several processes, whose run folder is `output`/run.
 
     Args:
         output: Output folder.
@@ -39,7 +40,7 @@ class Run:
 
     def __init__(self, output: Path, processes: int, prepare: Callable[[], None] | None = None, **options):
         self.folder, self.log = output / "run", output / "log.txt"
-        for left in self.folder.glob(".last.pt.*"):  # temporary files of a killed process
+        for left in self.folder.glob(".last.pt.*"):  # temporary files left by a killed process
             left.unlink()
         config = output / "faults.yaml"
         config.write_text(yaml.safe_dump(OPTIONS | dict(device="cpu", output=str(output), resume="auto") | options))
@@ -53,18 +54,18 @@ class Run:
             process.start()
 
     def wait(self, seconds: float = 300) -> list[int]:
-        """Return the exit codes of all processes, which must end by themselves; -9 after SIGKILL."""
+        """Wait for all processes to end by themselves, then return their exit codes (-9 after SIGKILL)."""
         end = time.monotonic() + seconds
         for process in self.ranks:
             process.join(max(0, end - time.monotonic()))
         late = [process for process in self.ranks if process.is_alive()]
         for process in late:
             process.kill()
-        assert not late, f"{len(late)} processes hang after {seconds} s: {self.log.read_text()[-3000:]}"
+        assert not late, f"{len(late)} processes are still running after {seconds} s: {self.log.read_text()[-3000:]}"
         return [process.exitcode for process in self.ranks]
 
     def finished(self, seconds: float = 300) -> dict:
-        """Return the run's result after all processes have ended without an error."""
+        """Wait for all processes to end without an error, then return the run's result."""
         codes = self.wait(seconds)
         assert codes == [0] * len(codes), self.log.read_text()[-3000:]
         return result(self.folder)
@@ -82,7 +83,7 @@ class Run:
                 os.kill(self.ranks[rank].pid, number)
 
     def wait_for_saves(self, count: int) -> None:
-        """Wait until `count` more checkpoints have been completed, or the run is over."""
+        """Wait until the run has written `count` more checkpoints, or has ended."""
         while count and self.is_running():
             now = self._last_file()
             if now != self.seen:
@@ -92,16 +93,16 @@ class Run:
     def _last_file(self) -> int | None:
         try:
             return (self.folder / "last.pt").stat().st_ino
-        except FileNotFoundError:  # or between two renames
+        except FileNotFoundError:  # last.pt does not exist yet, or a save is between two renames
             return None
 
     def wait_until_it_heeds_signals(self) -> None:
-        """Wait until all processes have signal handlers, which they install when they have something to save."""
+        """Wait until all processes have installed signal handlers, because they then have training state to save."""
         while self.is_running() and not all(signal.SIGUSR1 in signals(rank.pid, "SigCgt") for rank in self.ranks):
             time.sleep(0.001)
 
     def wait_for_words(self, words: str) -> None:
-        """Wait until the log contains the words, or the run is over."""
+        """Wait until the log contains `words`, or the run has ended."""
         while self.is_running() and words not in self.said():
             time.sleep(0.01)
 
@@ -118,11 +119,11 @@ class Run:
 
 
 class Torchrun:
-    """Torchrun process of a run that writes to `output`/run. torchrun and its workers are forked like other processes.
+    """Run started by torchrun that writes to `output`/run. torchrun and its workers are forked like other processes.
 
     Args:
         output: Output folder of the run.
-        words: Arguments of torchrun's command line.
+        words: Command-line arguments of torchrun.
         name: Base name of the log file and the config file in `output`.
         options: Config options in addition to OPTIONS.
     """
@@ -151,17 +152,17 @@ class Torchrun:
 
     def wait(self, seconds: float) -> int:
         self.launcher.join(seconds)
-        assert self.launcher.exitcode is not None, f"it hangs: {self.said()[-3000:]}"
+        assert self.launcher.exitcode is not None, f"torchrun is still running: {self.said()[-3000:]}"
         return self.launcher.exitcode
 
     def cut_the_power(self) -> None:
-        os.kill(self.launcher.pid, signal.SIGSTOP)  # torchrun must not notice the end of its processes
+        os.kill(self.launcher.pid, signal.SIGSTOP)  # so that torchrun cannot react to its workers' death
         for process in (*self.workers, self.launcher.pid):
             os.kill(process, signal.SIGKILL)
 
 
 def result(folder: Path) -> dict:
-    """Return the content of a run's last checkpoint, without values that differ between identical runs."""
+    """Return the content of a run's last.pt, without values that differ between identical runs, such as times."""
     saved = checkpoint.Checkpoint(folder / "last.pt").training_state()
     history = [without_measured(row) for row in saved["history"]]
     names = ("epoch", "state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler")
@@ -169,12 +170,12 @@ def result(folder: Path) -> dict:
 
 
 def without_measured(row: dict) -> dict:
-    """Return a row of summary.csv without the columns that differ between identical runs."""
+    """Return a row of summary.csv without measured columns, such as times, which differ between identical runs."""
     return {name: value for name, value in row.items() if name not in MEASURED}
 
 
 def same(value, other) -> bool:
-    """Return whether two results, or parts of results, are equal, with tensors bitwise identical."""
+    """Return whether two results (nested containers) are equal, with tensors bitwise identical."""
     if isinstance(value, torch.Tensor):
         return torch.equal(value, other)
     if isinstance(value, dict):
@@ -191,7 +192,7 @@ def assert_same(result: dict, truth: dict) -> None:
 
 
 def before(owner: type, method: str, act: Callable[[], None], call: int = 1, rank: int = 0) -> None:
-    """Make one process call `act` before one of its calls of a method; for `prepare`."""
+    """Return a `prepare` function that makes one process call `act` before a given call of a method."""
     original, calls = getattr(owner, method), []
 
     def called(*arguments):
@@ -210,7 +211,8 @@ def _launch(words: list[str], log: str) -> None:
     become(0, 1, 0, log, log)
     draw_nothing()
     spawn = importlib.import_module("torch.multiprocessing.spawn")
-    spawn._prctl_pr_set_pdeathsig = lambda number: None  # this package sets the signal itself
+    # Disable PyTorch's parent-death signal, because this package sets its own.
+    spawn._prctl_pr_set_pdeathsig = lambda number: None
     main(words)
 
 
@@ -233,7 +235,7 @@ def is_running(pid: int) -> bool:
 
 
 def signals(pid: int, what: str) -> set[int]:
-    """Return the signals that a process catches (SigCgt), ignores (SigIgn) or blocks (SigBlk)."""
+    """Return the signals that a process catches, ignores or blocks, from the line SigCgt, SigIgn or SigBlk in /proc."""
     try:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     except FileNotFoundError:

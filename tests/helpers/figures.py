@@ -1,4 +1,4 @@
-"""Access to the Matplotlib figures behind saved images."""
+"""Access to the Matplotlib figures of which code under test saves images."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 
 def kept_figures(monkeypatch) -> list[Figure]:
-    """Return a list that receives every figure saved from now on, with the file name as `saved_to`."""
+    """Return a list that collects every figure saved from now on, with the file name in the attribute `saved_to`."""
     figures, save = [], Figure.savefig
 
     def savefig(figure, file, *args, **kwargs):
@@ -21,7 +21,7 @@ def kept_figures(monkeypatch) -> list[Figure]:
 
 
 def drawn(figure: Figure) -> list:
-    """Return the text of each part of a figure, and the values of its maps and curves."""
+    """Return a figure's texts, and the values of its images and curves."""
     return [
         (
             [axis.get_title(), axis.get_xlabel(), axis.get_ylabel(), *(line.get_label() for line in axis.get_lines())],

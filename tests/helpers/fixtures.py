@@ -2,7 +2,7 @@
 
 import os
 
-# set before importing NumPy and PyTorch, because tests run in parallel and fork
+# Limit threads before NumPy and PyTorch are imported, because tests run in parallel and fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import signal
@@ -13,24 +13,24 @@ import pytest
 import torch
 from PIL import Image
 
-# NVML does not initialize CUDA, which forked processes could not use afterwards
+# Detect GPUs by NVML, because CUDA cannot be used in a forked process once the parent has initialized CUDA.
 with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
     has_gpu = torch.cuda.is_available()
 if not has_gpu:
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads the variable at its first import
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads TRITON_INTERPRET at its first import
 
 from processes import run, train_command
 
-# background jobs of a shell ignore SIGINT, and child processes would inherit that
+# A shell's background jobs ignore SIGINT, and child processes inherit ignored signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CLASSES = ("ant", "bee", "cat", "dog")
-TRAIN_IMAGES, VAL_IMAGES = 17, 7  # images of each class, not multiples of a batch
+TRAIN_IMAGES, VAL_IMAGES = 17, 7  # images per class; not multiples of the batch size
 
 
 @pytest.fixture(autouse=True)
 def signal_handlers():
-    """Restore the signal handlers that a `Trainer` of a test replaces."""
+    """Restore the signal handlers that a test's `Trainer` replaces."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield
     for number, handler in handlers.items():
@@ -39,7 +39,7 @@ def signal_handlers():
 
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory):
-    """Return a folder {train,val}/{ant,bee,cat,dog}/*.png with noise of a different colour in each class."""
+    """Return an image folder {train,val}/{ant,bee,cat,dog}/*.png. Images are noise with a mean colour per class."""
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for split, count in (("train", TRAIN_IMAGES), ("val", VAL_IMAGES)):
@@ -55,7 +55,7 @@ def image_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory, image_folder):
-    """Return the folder of a finished run of two epochs in one process."""
+    """Return the run folder of a finished run of two epochs in one process."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     run(train_command(folder, image_folder), pictures=True)
     return folder
@@ -63,13 +63,13 @@ def uninterrupted(tmp_path_factory, image_folder):
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    # plotting takes longer than small runs
+    # Plotting curves takes longer than a small training run.
     monkeypatch.setattr("vil.training.summary.plot_history", lambda history: b"")
 
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Fill every new tensor with NaN, or with another number, until it is written."""
+    """Fill every uninitialized tensor with NaN or another number, so that reading unwritten memory fails tests."""
 
     def poisoned(make):
         def made(*args, **kwargs):

@@ -24,7 +24,7 @@ def random_tensors(seed=0):
 
 
 def emulate(monkeypatch):
-    """Run operators' CUDA kernels emulated on a CPU; return the list of entries that they launch."""
+    """Emulate the operators' CUDA kernels on a CPU. Return a list that collects the entry point of each launch."""
     launched = []
 
     def launch(*arguments):
@@ -43,7 +43,7 @@ def run(call, named):
 
 
 def places(named):
-    """Iterate over the positions of tensors: the name of an argument, and the index if it is a list."""
+    """Iterate over the positions of a call's tensors: the argument's name, and the index if the argument is a list."""
     for name, value in named.items():
         if isinstance(value, torch.Tensor):
             yield name, None
@@ -52,7 +52,7 @@ def places(named):
 
 
 def changed(named, place, change):
-    """Return the call with a changed tensor at this position, or None if the change does not apply."""
+    """Return the call with the tensor at `place` changed, or None if the change does not apply."""
     name, i = place
     t = change(named[name] if i is None else named[name][i])
     if t is None:
@@ -64,7 +64,7 @@ def on_this_machine(named):
     return tree_map_only(torch.Tensor, torch.Tensor.cuda, named) if GPU else named
 
 
-# Invalid arguments
+# Invalid tensor arguments
 
 
 def longer(dim):
@@ -90,12 +90,12 @@ WRONG = {
     "complex": lambda t: t.to(torch.complex64),
     "elsewhere": lambda t: t.cpu() if t.is_cuda else t.to("meta"),
 }
-# tensors that determine the expected dtype or device, or that alone have a size
+# Tensors that determine the expected dtype or device, or the only tensors with a certain dimension.
 FIRST = ("x_GBLD", "x_BLC", "norm_C", "q_GLBN", "dx_BMC", ("saved", 0))
 
 
 def assert_each_wrong_tensor_is_refused(call, named, but=()):
-    """Assert that each invalid tensor raises a Python error that names the argument."""
+    """Assert that each invalid tensor raises a Python exception that names the argument."""
     count = 0
     for place in places(named):
         for what in WRONG.keys() - {*but}:
@@ -113,7 +113,7 @@ def assert_each_wrong_tensor_is_refused(call, named, but=()):
     assert count > 40
 
 
-# Memory layouts, which must not matter to the caller
+# Memory layouts that must not change an operator's results
 
 
 def copied_into(make):
@@ -148,5 +148,5 @@ def assert_same(actual, expected):
 
 
 def kinds(results):
-    """Return the properties of results that compilers need."""
+    """Return the properties of results that compilers need: shapes, dtypes, strides and devices."""
     return [(t.shape, t.dtype, t.stride(), t.device) for t in tree_leaves(results)]

@@ -1,6 +1,6 @@
-"""Files of at most 1 MB that are expensive to read, and the cost of each file for the process that reads it.
+"""Files of at most 1 MB that are expensive to read, and the CPU time and memory that reading each file takes.
 
-Print seconds and megabytes of each file: python tests/helpers/hostile_files.py [PART OF A NAME]
+Print the seconds and megabytes of each file: python tests/helpers/hostile_files.py [PART OF A NAME]
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from vil.data.sources.splits import open_split
 from vil.factory import from_checkpoint
 from vil.security import sandbox
 
-MOST = 10**6  # largest file size in bytes
-SIDE = 9400  # side of a square image just below the pixel limit
+MOST = 10**6  # maximum file size in bytes
+SIDE = 9400  # side in pixels of a square image just below the pixel limit
 FILES: dict[str, Callable[[], bytes]] = {}
 
 
@@ -63,12 +63,12 @@ def png(
 
 @functools.cache
 def zeros(count: int, *, level: int = 9) -> bytes:
-    """Return `count` zeros, compressed by zlib."""
+    """Return `count` zero bytes, compressed by zlib."""
     packer = zlib.compressobj(level)
     return b"".join(packer.compress(bytes(2**24)) for _ in range(count >> 24)) + packer.flush()
 
 
-# images
+# Image files
 
 TAGS = sharing(2**15, 2600)[:65000]
 JPEG = encoded("JPEG")
@@ -170,7 +170,7 @@ def _others() -> None:
     add("mpo", lambda: JPEG[:2] + segments(0xE2, b"MPF\0" + TAGS) + JPEG[2:] + JPEG * 1000)
 
 
-# checkpoints
+# Checkpoint files
 
 TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n"
 
@@ -184,7 +184,7 @@ def storage(key: bytes = b"0", count: bytes = b"K\1") -> bytes:
 
 
 def view(count: int) -> bytes:
-    """Return a tensor whose values all share one stored value."""
+    """Return a tensor whose strides are 0, so that all its elements share one stored value."""
     return TENSOR + b"(" + storage() + b"K\0J" + struct.pack("<i", count) + b"K\2\x86K\0K\0\x86\x89}tR"
 
 
@@ -198,9 +198,7 @@ def archive(program: bytes, method: int = zipfile.ZIP_STORED, *, values: bytes =
 
 
 def understated(method: int) -> bytes:
-    """Return an archive with a part whose header declares four bytes, although the part decompresses to 512 MiB or
-    more.
-    """
+    """Return a zip archive whose entry decompresses to at least 512 MiB, although the header declares four bytes."""
     with zipfile.ZipFile(made := io.BytesIO(), "w", method) as file:
         with file.open("x/data.pkl", "w") as part:
             part.write(b"\x80\2}.")
@@ -329,7 +327,7 @@ def _checkpoints() -> None:
     add("safetensors config", lambda: safetensors(json.dumps({"__metadata__": ours}).encode()))
 
 
-# archives of images
+# Tar archives of images
 
 
 def member(name: str, size: int = 0, data: bytes = b"", kind: bytes = tarfile.REGTYPE, **headers: str) -> bytes:
@@ -375,24 +373,24 @@ def zeros_in_a_tar() -> bytes:
 
 @functools.cache
 def files() -> dict[str, Callable[[], bytes]]:
-    """Return the function that creates each file, by file name."""
+    """Return, by file name, a function that creates the file."""
     for collect in (_jpegs, _pngs, _others, _checkpoints, _tars):
         collect()
     return FILES
 
 
-# cost of each file
+# Cost of reading a file
 
 
 @dataclass
 class Cost:
-    seconds: float  # CPU time, because other programs may run at the same time
-    megabytes: float  # memory growth of this process or of the guard's process
+    seconds: float  # CPU time, because other programs may use the machine
+    megabytes: float  # peak memory growth of this process or of the decoding sandbox
     outcome: str
 
 
 def read(name: str, path: Path) -> str:
-    """Read a file as the commands do; return the outcome."""
+    """Read a file as this package's commands do, and return the outcome as text."""
     kind = name.split(" ")[0]
     if kind.startswith(("wds", "tar")):
         if kind.startswith("wds"):
@@ -418,7 +416,7 @@ def _measure(pipe, name: str, path: Path) -> None:
     warnings.simplefilter("ignore")
     logging.disable()
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # reset VmHWM, the peak memory
+        file.write("5")  # reset VmHWM, the peak resident memory
     before, start = memory("VmRSS"), time.process_time()
     try:
         outcome = read(name, path)
@@ -431,7 +429,7 @@ def _measure(pipe, name: str, path: Path) -> None:
 
 
 def cost(name: str, folder: Path) -> Cost:
-    """Read one of `files` in a separate process and return the cost."""
+    """Read one of `files` in a new process, and return the CPU time and memory that it takes."""
     kind = name.split(" ")[0]
     suffix = {"legacy": ".pt", "pt": ".pt", "safetensors": ".safetensors", "wds.gz": ".tar.gz", "wds": ".tar"}.get(kind)
     path = folder / f"train{'.tar' if kind.startswith('tar') else suffix or '.jpg'}"

@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 
-SMALL = dict(embed_dim=32, depth=2, img_size=48, num_classes=7)  # a patch grid of 3 x 3
+SMALL = dict(embed_dim=32, depth=2, img_size=48, num_classes=7)  # 48-pixel images have 3 x 3 patches
 KINDS = pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
 
 
@@ -18,7 +18,7 @@ def random_images(*shape, dtype=torch.float32):
 
 
 def with_random_parameters(module):
-    """Randomize all parameters, so that no bias is zero and no scale is one."""
+    """Return the model with random parameters, so that no bias is zero and no scale is one."""
     g = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for p in module.double().parameters():
@@ -39,7 +39,7 @@ def assert_same_output_and_gradients(module, actual, expected):
 
 
 def stochastic_depth(rates, images, seed, dtype=torch.float64):
-    """Sample each image's factor in each block, 0 or 1 / (1 - rate), as timm's layers do."""
+    """Sample the stochastic-depth factor of each image in each block, 0 or 1 / (1 - rate), as timm's DropPath does."""
     torch.manual_seed(seed)
     kept = [torch.empty(images, dtype=dtype).bernoulli_(1 - rate) if rate else None for rate in rates]
     return [k if k is None else k / (1 - rate) for k, rate in zip(kept, rates)]

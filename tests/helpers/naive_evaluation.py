@@ -1,7 +1,7 @@
-"""Independent evaluation: every image runs through the model alone, and metrics are computed from saved logits.
+"""Independent evaluation: each image is a batch of one, and metrics are computed from saved logits.
 
-This module imports nothing from the package. PIL opens the images, and timm's transform with literal options prepares
-them.
+This module imports nothing from the package. PIL opens the images. timm's transform with explicit
+options preprocesses the images.
 """
 
 import math
@@ -14,7 +14,7 @@ from timm.data import create_transform
 
 
 def saved_logits(model, folder, numbers, unreadable=(), **options):
-    """Return (names, targets_N, logits_NC) of folder/CLASS/*, with class indices from `numbers`."""
+    """Return (names, targets_N, logits_NC) of the images folder/CLASS/*, with each class's index from `numbers`."""
     transform = create_transform(options.pop("input_size"), is_training=False, **options)
     names, targets, logits = [], [], []
     for path in sorted(Path(folder).glob("*/*")):
@@ -27,14 +27,14 @@ def saved_logits(model, folder, numbers, unreadable=(), **options):
 
 
 def only(logits_NC, classes):
-    """Restrict the logits to `classes`, so that a model must answer with one of them."""
+    """Set the logits of all classes except `classes` to minus infinity, so that predictions are among `classes`."""
     restricted = np.full_like(logits_NC, -np.inf)
     restricted[:, classes] = logits_NC[:, classes]
     return restricted
 
 
 def right(logits_NC, allowed, most):
-    """Return whether one of each image's `most` best classes is allowed for the image."""
+    """Return for each image whether one of the `most` classes with the largest logits is correct."""
     best = np.argsort(-logits_NC, axis=1)[:, :most]
     return np.array([bool(set(classes) & set(own)) for classes, own in zip(best.tolist(), allowed)])
 
@@ -46,8 +46,9 @@ def mean_cross_entropy(logits_NC, targets_N):
 
 
 def numbers(logits_NC, targets_N, allowed=None):
-    """Return the values that validate.py must report. `allowed` are the correct classes of each image; images with none
-    do not count.
+    """Return the values that validate.py must report.
+
+    `allowed` holds the correct classes of each image, like ReaL labels. Images without a correct class are ignored.
     """
     allowed = [{target} for target in targets_N.tolist()] if allowed is None else [set(own) for own in allowed]
     counted = np.array([bool(own) for own in allowed])
@@ -61,20 +62,20 @@ def numbers(logits_NC, targets_N, allowed=None):
 
 
 def paired(first_N, second_N):
-    """Return how many images both models, only the first, only the second and neither classify correctly."""
+    """Return how many images are classified correctly by both models, only the first, only the second, and neither."""
     cells = [(True, True), (True, False), (False, True), (False, False)]
     return [sum((a, b) == cell for a, b in zip(first_N.tolist(), second_N.tolist())) for cell in cells]
 
 
 def wilson_interval(correct, n):
-    """Return Wilson's 95% interval of a share, in percent."""
+    """Return Wilson's 95% confidence interval of a proportion, in percent."""
     p, z = correct / n, 1.959964
     centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return [100 * (centre + sign * half) / (1 + z * z / n) for sign in (-1, 1)]
 
 
 def paired_interval(both, only_first, only_second, neither):
-    """Return the interval of Agresti and Min (2005) in points: Wald's, with half an image added to each cell."""
+    """Return Agresti and Min's (2005) 95% interval in percentage points: Wald's, with 0.5 added to each count."""
     n = both + only_first + only_second + neither + 2
     p12, p21 = (only_first + 0.5) / n, (only_second + 0.5) / n
     half = 1.959964 * math.sqrt((p12 + p21 - (p12 - p21) ** 2) / n)
@@ -82,6 +83,6 @@ def paired_interval(both, only_first, only_second, neither):
 
 
 def mcnemar(only_first, only_second):
-    """Return the probability that fair coin tosses are at least as uneven."""
+    """Return the p-value of the exact McNemar test: the probability that fair coin tosses are at least as uneven."""
     n, fewer = only_first + only_second, min(only_first, only_second)
     return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)

@@ -44,7 +44,7 @@ def rms_norm(x, weight, eps=1e-5):
 
 
 def recurrence_inputs(u, w, names):
-    """Return one direction's inputs of the recurrence, from its first token to its last: v, step logits, k, q and
+    """Return the inputs of one direction's recurrence, in that direction's token order: v, step logits, k, q and
     rates.
     """
     width, rank = w[names["conv"] + ".weight"].shape[-1], w[names["step"] + ".weight"].shape[1]
@@ -58,12 +58,13 @@ def recurrence_inputs(u, w, names):
 
 
 def check_known(w):
-    """Raise an error for weights that this module does not read, because the comparison would be invalid."""
+    """Assert that this module reads all weights; otherwise, its result would not be the model's."""
     read = {"norm.weight", "mixer.in_proj.weight", "mixer.out_proj.weight"}
     for names in (*OURS["directions"], *PUBLISHED["directions"]):
         read |= {f"{names[name]}.{kind}" for name in ("conv", "step") for kind in ("weight", "bias")}
         read |= {names[name] for name in ("x_proj", "skip", "A_log")}
-    assert not w.keys() - read, f"naive_model.py does not know {sorted(w.keys() - read)}: write this recurrence there"
+    unread = sorted(w.keys() - read)
+    assert not unread, f"naive_model.py does not read the weights {unread}: implement their recurrence there"
 
 
 def scan(v, logits, k, q, rates, skip=None):
@@ -73,12 +74,12 @@ def scan(v, logits, k, q, rates, skip=None):
 
 
 def direction(u, w, names):
-    """Compute one direction, which reads u (B, L, D) from its first token to its last."""
+    """Compute one direction of a mixer on tokens u (B, L, D), which are already in that direction's reading order."""
     return scan(*recurrence_inputs(u, w, names), w[names["skip"]])
 
 
 def block(x, w, names, scale=None, eps=1e-5):
-    """Compute the residual block on tokens (B, L, C); stochastic depth multiplies an image's update by its `scale`."""
+    """Compute the residual block on tokens (B, L, C). Stochastic depth multiplies each image's update by `scale`."""
     check_known(w)
     u, z = F.linear(rms_norm(x, w["norm.weight"], eps), w["mixer.in_proj.weight"]).chunk(2, dim=-1)
     forward = direction(u, w, names["directions"][0])
@@ -88,7 +89,7 @@ def block(x, w, names, scale=None, eps=1e-5):
 
 
 def block_weights(w, names=OURS):
-    """Iterate over the weights of each block, with names relative to the block."""
+    """Iterate over each block's weights by name, without the block's prefix such as `blocks.0.`"""
     i = 0
     while any(name.startswith(prefix := names["block"].format(i)) for name in w):
         yield {name.removeprefix(prefix): t for name, t in w.items() if name.startswith(prefix)}
@@ -114,7 +115,7 @@ def patches_and_class_token(tokens):
 
 
 def model(images, w, names=OURS, stride=16, scales=None, pool="token"):
-    """Compute the logits of images."""
+    """Compute a model's logits for images."""
     patches, class_token = patches_and_class_token(residual_stream(images, w, names, stride, scales)[-1])
     pooled = rms_norm(class_token, w[names["norm"]]) if pool == "token" else rms_norm(patches, w[names["norm"]]).mean(1)
     return F.linear(pooled, w["head.weight"], w["head.bias"])

@@ -1,7 +1,7 @@
-"""Independent training and evaluation from the formulas: AdamW, cosine, clipping, EMA and the losses, one line each.
+"""Independent training and evaluation, written from the formulas of AdamW, cosine schedule, clipping, EMA and losses.
 
-This module does not use `vil.training` or train_imagenet.py. Only the models are shared, and the rule that derives
-seeds from the position in the run. Crops are whole images.
+This module does not use `vil.training` or train_imagenet.py. It shares only the models, and the
+rule that derives seeds from the position in the run. Images are not cropped.
 """
 
 import copy
@@ -31,16 +31,14 @@ def seed_of(*place):
 
 
 def rate_of(epoch, o):
-    """Return the learning rate: linear warm-up from the first epoch's rate, then a cosine that ends at min_lr after the
-    last.
-    """
+    """Return an epoch's learning rate: linear warm-up, then a cosine that would reach min_lr after the last epoch."""
     if epoch < o.warmup_epochs:
         return o.warmup_lr + (o.lr - o.warmup_lr) * epoch / o.warmup_epochs
     return o.min_lr + (o.lr - o.min_lr) * (1 + math.cos(math.pi * epoch / o.epochs)) / 2
 
 
 def layer_of(name):
-    """Return the layer index in a model with two blocks: stem, each block (the last one with the norm), head."""
+    """Return a parameter's layer index for layer decay: stem, first block, last block with norm, head."""
     stem = name in ("cls_token", "pos_embed") or name.startswith("patch_embed")
     return 0 if stem else {"blocks.0": 1, "blocks.1": 2, "norm.wei": 2}.get(name[:8], 3)
 
@@ -50,7 +48,7 @@ def is_decayed(name, parameter):
 
 
 def mixed(images, targets, classes, place, o):
-    """Mix each group of eight images with its reversed order (mixup), and the smoothed one-hot targets likewise."""
+    """Apply mixup: mix eight images at a time, and their smoothed one-hot targets, with the same in reversed order."""
     one_hot = torch.eye(classes)[targets] * (1 - o.smoothing) + o.smoothing / classes
     if o.mixup == 0:
         return images, one_hot
@@ -64,7 +62,7 @@ def mixed(images, targets, classes, place, o):
 
 
 def loss_of_labels(logits, shares, o):
-    """Return the cross-entropy, or the binary cross-entropy of each class with targets from 0 to 1."""
+    """Return the cross-entropy, or the binary cross-entropy per class, of soft targets."""
     if not o.bce_loss:
         return -(shares * logits.log_softmax(1)).sum(1).mean()
     targets = shares if o.bce_target_thresh is None else (shares > o.bce_target_thresh).float()
@@ -74,8 +72,9 @@ def loss_of_labels(logits, shares, o):
 
 
 def distilled(logits, taught, o):
-    """Return the loss of Touvron et al. (2021): equation 3, hard labels of the teacher, or 2, KL of softened
-    outputs.
+    """Return the distillation loss of Touvron et al. (2021).
+
+    The target is the teacher's hard label (equation 3) or softened output (KL divergence, equation 2).
     """
     if o.distillation == "hard":
         return -logits.log_softmax(1)[torch.arange(len(logits)), taught.argmax(1)].mean()
@@ -85,7 +84,7 @@ def distilled(logits, taught, o):
 
 
 def answers(teacher, images):
-    """Return a teacher's logits for images normalized for the student, with the teacher's mean, std and fixed size."""
+    """Return a teacher's logits for the student's normalized images, renormalized and resized for the teacher."""
     cfg = teacher.pretrained_cfg
     pixels = images * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
     if cfg["fixed_input_size"]:
@@ -97,7 +96,7 @@ def answers(teacher, images):
 
 @torch.no_grad()
 def adamw(model, gradients, moments, rate, t, o):
-    """Apply AdamW step t, counted from 1, with decoupled weight decay."""
+    """Apply step t of AdamW (the first step is 1) with decoupled weight decay and layer decay."""
     beta1, beta2 = o.opt_betas
     for name, p in model.named_parameters():
         lr = rate * (o.layer_decay or 1) ** (3 - layer_of(name))
@@ -110,10 +109,10 @@ def adamw(model, gradients, moments, rate, t, o):
 
 
 def evaluated(model, images, targets):
-    """Return mean cross-entropy, and top-1 and top-5 in percent."""
+    """Return the mean cross-entropy, and top-1 and top-5 accuracy in percent."""
     with torch.no_grad():
         logits = model.eval()(images).double()
-    ranks = (logits > logits.gather(1, targets[:, None])).sum(1)  # number of classes with larger logits
+    ranks = (logits > logits.gather(1, targets[:, None])).sum(1)  # number of classes whose logit exceeds the target's
     loss = (logits.logsumexp(1) - logits.gather(1, targets[:, None])[:, 0]).mean().item()
     return {
         "loss": loss,
@@ -123,8 +122,8 @@ def evaluated(model, images, targets):
 
 
 def grown(source, model):
-    """Return a model with another model's weights for another image size; the class token's position stays in the
-    middle.
+    """Load weights of a model for another image size, with resampled position embeddings. The class token's embedding
+    stays in the middle.
     """
     weights = source.state_dict()
     rows, middle = weights["pos_embed"][0], len(weights["pos_embed"][0]) // 2
@@ -142,7 +141,7 @@ def train(folder, options, micro_batch=None, changes=(0, {}), teacher=None, phas
     """Reproduce a run of train_imagenet.py with these options on the splits of `folder`.
 
     Args:
-        changes: Options that replace others from a step on, counted from 0, as in a run that is resumed with them.
+        changes: (step, options): options that replace others from this step on (the first step is 0), as after resuming.
         phases: Options of each phase. A phase starts from the weights and EMA weights of the previous one only.
 
     Returns:
@@ -168,7 +167,7 @@ def train_phase(folder, o, micro_batch, changes, teacher, model, average, found)
     moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in model.named_parameters()}
     batch = o.global_batch_size
     micro_batch, steps = micro_batch or batch, len(images) // batch
-    unique = math.ceil(batch / max(1, o.aug_repeats))  # distinct images of a batch, each repeated
+    unique = math.ceil(batch / max(1, o.aug_repeats))  # number of distinct images per batch, with repeated augmentation
     for epoch in range(first, first + o.epochs):
         order = np.random.default_rng((o.seed, epoch)).permutation(len(images))
         for step in range(steps):
@@ -180,7 +179,7 @@ def train_phase(folder, o, micro_batch, changes, teacher, model, average, found)
             for start in range(0, batch, micro_batch):
                 place, part = (o.seed, epoch, step * batch + start), chosen[start : start + micro_batch]
                 x, y = mixed(images[part], targets[part], classes, place, o)
-                torch.manual_seed(seed_of(*place, 2))  # seed of stochastic depth
+                torch.manual_seed(seed_of(*place, 2))  # seeds stochastic depth
                 logits = model.train()(x)
                 losses.append(loss_of_labels(logits, y, o))
                 if teacher:

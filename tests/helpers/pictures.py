@@ -1,4 +1,4 @@
-"""Image files, loaders of them, and reference results of timm and PIL, image by image."""
+"""Image files, data loaders for them, and reference images that timm and PIL compute one by one."""
 
 import io
 import random
@@ -23,7 +23,7 @@ DATA_CONFIG |= dict(mean=(0.3, 0.5, 0.6), std=(0.4, 0.2, 0.3))
 # photos of a temple and a flower, 427 x 640 pixels
 PHOTOS = [Image.fromarray(pixels) for pixels in load_sample_images().images]
 PHOTO = PHOTOS[0].resize((60, 40))
-# names and defaults of a run's options in timm's transform
+# augmentation defaults of a training run, as arguments of timm's create_transform
 MEANS = {name: DATA_CONFIG[name] for name in ("mean", "std")}
 RECIPE = dict(scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), hflip=0.5, color_jitter=0.3)
 RECIPE |= dict(auto_augment="rand-m9-mstd0.5-inc1", interpolation="bicubic")
@@ -55,7 +55,7 @@ def encode(image, **options):
 
 
 def damage_tables(jpeg):
-    """Damage a file's first Huffman table, which only decoding reveals."""
+    """Overwrite a JPEG file's first Huffman table: the header stays valid, but decoding fails."""
     place = jpeg.index(b"\xff\xc4") + 5
     return jpeg[:place] + b"\xff" * 16 + jpeg[place + 16 :]
 
@@ -66,7 +66,7 @@ def without_adobes_mark(jpeg):
 
 
 def training_set(folder, device=CPU, rank=0, world_size=1, epoch=0, input_size=(3, 12, 16), **options):
-    """Return the uint8 batches of a loader of the training split, and the (index, seed) of every image of an epoch."""
+    """Return a training loader's uint8 batches, and the (index, seed) of every image of an epoch."""
     config = Config(**dict(data_dir=str(folder), global_batch_size=8, workers=0, aug_repeats=0) | options)
     dataset = open_split(config.data_dir, "", "train", is_training=True)
     micro_batch, _ = split_global_batch(config, world_size)
@@ -77,7 +77,7 @@ def training_set(folder, device=CPU, rank=0, world_size=1, epoch=0, input_size=(
 
 
 def joined(loader):
-    """Return all images, before they are normalized, and targets of a loader."""
+    """Return all images of a loader, before normalization, and all targets."""
     loader = getattr(loader, "images", loader)
     images, targets = zip(*loader)
     assert len(loader) == len(images)
@@ -86,9 +86,9 @@ def joined(loader):
 
 
 def by_timm(dataset, keys, input_size=(3, 12, 16), **options):
-    """Return timm's images and targets, each with its own seed, and the number of unreadable images.
+    """Return images augmented by timm, each with its own seed, their targets, and the number of unreadable images.
 
-    The next image replaces a broken one.
+    As in timm, the next image replaces an unreadable one.
     """
     options = {TIMMS_NAMES.get(name, name): value for name, value in options.items()}
     transform = create_transform(input_size, is_training=True, use_prefetcher=True, **MEANS | RECIPE | options)

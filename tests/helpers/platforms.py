@@ -1,9 +1,9 @@
-"""Run train_imagenet.py after removing what macOS or Windows lack, as far as another system can simulate them.
+"""Simulate macOS and Windows on Linux: run train_imagenet.py without the functions and modules that they lack.
 
     python tests/helpers/platforms.py DARWIN.yaml WIN32.yaml
 
-Ctrl-C interrupts each run in the middle of its second epoch, and the run is then resumed. The workers of the loader are
-new interpreters in the run of Windows; they import this file and lack the same features.
+Ctrl-C interrupts each run in the middle of its second epoch, and the run is then resumed. For Windows,
+the loader's workers are new interpreters, which import this file and remove the same functions.
 """
 
 import contextlib
@@ -28,25 +28,28 @@ MISSING = {
     },
 }  # fmt: skip
 MODULES = {"darwin": ("triton", "cuda"), "win32": ("triton", "cuda", "fcntl", "resource", "pwd", "grp", "termios")}
-LIBRARIES = ("timm", "torch.utils.data")  # libraries that check the platform themselves
+LIBRARIES = (
+    "timm",
+    "torch.utils.data",
+)  # imported before functions are removed, because these libraries check the platform
 
 
 def become(platform: str) -> None:
-    """Remove what the platform lacks, before this package is imported."""
+    """Remove the functions and modules that the platform lacks; call this before importing `vil`."""
     for module, names in MISSING[platform].items():
         for name in names:
             delattr(module, name)
     for name in MODULES[platform]:
         sys.modules[name] = None
-    if platform == "win32":  # file locks always succeed, because there is only one process
+    if platform == "win32":  # stub file locks, which always succeed
         sys.modules["msvcrt"] = SimpleNamespace(LK_NBLCK=2, locking=lambda *_: None)
     resource_tracker._HAVE_SIGMASK = hasattr(signal, "pthread_sigmask")
     sys.modules["torch.utils.data._utils.signal_handling"].IS_WINDOWS = platform == "win32"
 
 
 def train(platform: str, config: str) -> None:
-    """Train with workers until Ctrl-C, the only signal on Windows, and then to the end without workers."""
-    # a new interpreter takes seconds, and what its workers lack on macOS they lack on Windows, too
+    """Train with workers until Ctrl-C (the only signal on Windows), then resume without workers until the end."""
+    # Fork for macOS, because starting new interpreters takes seconds and the Windows run covers spawned workers.
     multiprocessing.set_start_method("spawn" if platform == "win32" else "fork", force=True)
     os.environ["PLATFORM"] = platform
     whole = SimpleNamespace(**vars(os))
@@ -57,7 +60,7 @@ def train(platform: str, config: str) -> None:
     from vil.kernels import cache
     from vil.training import summary
 
-    cache.os = whole  # otherwise each run would compile its kernels
+    cache.os = whole  # keep the kernel cache working, because compiling takes long
     summary.plot_history = lambda history: b""
     sys.argv = ["train_imagenet.py", "-c", config]
     from vil.cli import train as program

@@ -1,4 +1,4 @@
-"""Command lines of small runs, and functions that run them as a user does."""
+"""Command lines of small runs, and functions that run them in forked processes as a user would."""
 
 import contextlib
 import importlib
@@ -20,26 +20,26 @@ from unittest import mock
 
 import yaml
 
-# a mutant's tests run in a process that was forked by this server
+# in mutation testing, the tests themselves run in a process forked by this server
 UNDER_TEST = os.environ.get("MUTANT_UNDER_TEST", "stats") != "stats"
 CONTEXT = multiprocessing.get_context("fork" if UNDER_TEST else "forkserver")
 PRELOADED = ("vil.cli.train", "vil.cli.validate", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin")
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = dict(os.environ)
-# every random part of the recipe, in a model that trains in seconds
+# options that enable every random part of the training recipe, for a model that trains in seconds
 SMALL = dict(model_kwargs=dict(embed_dim=32, depth=2, patch_size=8), img_size=16, global_batch_size=16, warmup_epochs=1)
 
 
 def fork_server() -> None:
-    """Fork the server of all test processes from this process, before it starts threads.
+    """Fork the server of all test processes from this process, before threads are started here.
 
-    The server that multiprocessing starts itself would be a new interpreter, which imports everything once more.
+    multiprocessing's own server would be a new interpreter, which would have to import all modules again.
     """
     for name in PRELOADED:
         importlib.import_module(name)
     server = forkserver._forkserver
     address = connection.arbitrary_address("AF_UNIX")
-    alive, held = os.pipe()  # the server ends when no process holds the pipe's other end
+    alive, held = os.pipe()  # the server exits when no process holds the other end of this pipe
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
@@ -55,7 +55,7 @@ def fork_server() -> None:
 
 
 class Forked(CONTEXT.Process):
-    """Process forked from a server that has the environment of all tests, instead of the current test's."""
+    """Process forked from the server, in the environment that all tests share instead of the current test's."""
 
     def start(self):
         with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
@@ -63,13 +63,13 @@ class Forked(CONTEXT.Process):
 
 
 def call(main: Callable[[], Any], *words) -> Any:
-    """Call the `main` of a program in this process with a command line."""
+    """Call a program's `main` in this process with the command-line arguments `words`."""
     with mock.patch.object(sys, "argv", [main.__module__, *map(str, words)]):
         return main()
 
 
 def script(name):
-    """Return the start of a command line."""
+    """Return the command that runs one of the repository's scripts."""
     return [sys.executable, str(ROOT / name)]
 
 
@@ -82,12 +82,12 @@ def train_command(folder, image_folder, **options):
 
 
 def run(command, count=1, check=True, output=None, pictures=False):
-    """Run Python command lines in processes forked from one that has imported everything, and return how they ended.
+    """Run a Python command line in `count` forked processes, and return a CompletedProcess.
 
-    Stdout goes to `output` if given. Curves are plotted only on request, because plotting takes longer than a small
-    run.
+    Stdout goes to `output` if given. Curves are plotted only if `pictures` is set, because plotting takes longer than a
+    small run.
     """
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # several processes cannot share a GPU
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # ranks cannot share a GPU, so hide it
     with tempfile.TemporaryDirectory() as folder:
         files = [output or os.path.join(folder, name) for name in ("stdout", "stderr")]
         where = count, free_port(), *files
@@ -126,18 +126,18 @@ def _exit_codes(processes):
         process.start()
     for process in processes:
         process.join(300)
-        process.kill()  # if the process still runs
+        process.kill()  # no effect on processes that have ended
         process.join()
     return [process.exitcode for process in processes]
 
 
 def _said(file):
-    """Return a file's text without the lines of PyTorch 2.10 about connected processes."""
+    """Return a file's text without the connection messages that Gloo prints since PyTorch 2.10."""
     return re.sub(r"\[Gloo\].*\n", "", Path(file).read_text())
 
 
 class Ended(NamedTuple):
-    """Result of one of several processes: return value, exit status and output."""
+    """Result of one rank: the function's return value, the exit status and the output."""
 
     value: Any
     status: int
@@ -145,7 +145,7 @@ class Ended(NamedTuple):
 
 
 def in_processes(count, function, *args, port=None) -> list[Ended]:
-    """Run `function(rank, *args)` in processes that can form a group by `init_process_group`."""
+    """Run `function(rank, *args)` in `count` processes that may call `init_process_group`, and return their results."""
     with tempfile.TemporaryDirectory() as folder:
         files = [os.path.join(folder, str(rank)) for rank in range(count)]
         port, pipes = port or free_port(), [CONTEXT.Pipe(duplex=False) for _ in range(count)]
@@ -162,24 +162,24 @@ def _call(function, args, pipe, file, rank, count, port):
     from vil.fault_tolerance import watchdog
 
     become(rank, count, port, file, file)
-    watchdog.GRACE = 1  # seconds, for a process whose neighbour has failed
+    watchdog.GRACE = 1  # seconds until a rank is terminated after another rank has ended
     pipe.send(function(rank, *args))
 
 
 def become(rank, processes, port, stdout, stderr):
-    """Make this process one of several ranks that write to the same files."""
+    """Make this process one of several ranks, whose stdout and stderr go to the same files."""
     import torch
 
     torch.set_num_threads(1)
-    # fork the loaders' workers instead of importing everything again
+    # Fork loader workers, because spawned workers would import all modules again.
     multiprocessing.set_start_method("fork", force=True)
     if processes > 1:
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
     for standard, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
-    logging.getLogger().handlers.clear()  # a forked process has copies of pytest's handlers
-    # pytest may have replaced stdout and stderr
+    logging.getLogger().handlers.clear()  # remove pytest's handlers, which the fork has copied
+    # Reopen stdout and stderr, because pytest may have replaced the Python objects.
     sys.stdout, sys.stderr = (os.fdopen(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
 
 
@@ -189,11 +189,11 @@ def free_port() -> int:
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind(("localhost", port))
             return port
-    raise OSError("no port is free")
+    raise OSError("found no free port in 20000-31999 after 100 attempts")
 
 
-# Last, because the server's children need the functions above. A program's own functions do not exist yet, so programs
-# use multiprocessing's server. Python 3.14's server needs a key.
+# The server is forked last, because its children need the functions above. Programs other than pytest use
+# multiprocessing's own server, because their functions are not defined yet. Python 3.14's server would need a key.
 if "pytest" in sys.modules and sys.version_info < (3, 14) and not UNDER_TEST:
     fork_server()
 else:

@@ -1,4 +1,4 @@
-"""Replacement of a block's kernels by their reference implementations."""
+"""Reference implementations in place of a block's kernels."""
 
 import torch
 
@@ -21,7 +21,7 @@ from vil.kernels.block.reference import gradients
 
 
 class ReferenceKernels:
-    """The kernels that forward and backward call, as unfused reference implementations."""
+    """Stand-in for the kernels that a block's forward and backward call: unfused reference implementations."""
 
     GateInputs, sum_lines = gate.GateInputs, staticmethod(sum_lines.reference)
     packed_size = staticmethod(pack_weights.packed_size)
@@ -60,7 +60,7 @@ class ReferenceKernels:
 
 
 def in_tiles(out_proj):
-    """Return the weights as wgmma reads them: blocks of 32 channels of all outputs, in rows of 64 bytes."""
+    """Return out_proj in wgmma's memory layout: tiles of 32 input channels and all outputs, in 64-byte rows."""
     (C, D), outputs = out_proj.shape, torch.arange(len(out_proj))
     place = outputs // 16 * 16 + outputs % 4 // 2 * 8 + outputs % 16 // 4 * 2 + outputs % 2
     eighths = torch.arange(4) ^ place[:, None] // 2 % 4

@@ -1,4 +1,4 @@
-"""Shared code of the scan's tests: inputs of both recurrences, reference implementations, and errors."""
+"""Helpers of the scan tests: inputs of both recurrences, reference implementations, and error measures."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,13 +24,13 @@ def selective_inputs(B, L, D, N, dtype=torch.float64, seed=0):
 
 
 def of_recurrence(recurrence):
-    """Return the function that creates a recurrence's inputs, and its reference implementation."""
+    """Return the function that creates inputs for a recurrence, and the recurrence's reference implementation."""
     both = {"longhorn": (longhorn_inputs, reference.longhorn), "selective": (selective_inputs, reference.selective)}
     return both[recurrence]
 
 
 def in_order(recurrence, inputs):
-    """Return x, step logits, k, q, A, skip and bias of a public function's inputs."""
+    """Reorder a public scan's inputs to x, step logits, k, q, A, skip and bias, with None for absent inputs."""
     x, step_logits, *rest = inputs
     A = rest.pop(0) if recurrence == "selective" else None
     k, q, skip, bias = rest if len(rest) > 2 else (*rest, None, None)
@@ -38,7 +38,7 @@ def in_order(recurrence, inputs):
 
 
 def of_both_directions(recurrence, shape, dtype, device):
-    """Return inputs of each direction, with parameters in fp32, and the stacked inputs for `in_order`."""
+    """Return the inputs of each direction, with parameters in fp32, and both directions' inputs stacked."""
     make, _ = of_recurrence(recurrence)
     pair = [[t.detach() if t.dim() == 3 else t.detach().float() for t in make(*shape, dtype, seed)] for seed in (0, 1)]
     return pair, [torch.stack(tensors).to(device) for tensors in zip(*pair)]
@@ -62,16 +62,14 @@ def exact(inputs):
 
 
 def outputs_and_gradients(f, inputs, dy_dtype=torch.float64, **kwargs):
-    """Return the output, and the gradient of every input for one random gradient of the output, rounded to
-    `dy_dtype`.
-    """
+    """Return the output of f, and every input's gradient for a random gradient of the output, rounded to `dy_dtype`."""
     y = f(*inputs, **kwargs)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return [y, *torch.autograd.grad(y, inputs, dy.to(dy_dtype).to(y.dtype))]
 
 
 class StandIn:
-    """Replacement of a backend's module by the reference, which rejects what real backends do not support."""
+    """Stand-in for a backend's module: runs the reference, but asserts that real backends would support the inputs."""
 
     def __init__(self):
         self.kept, self.state_sizes, self.dtypes = [], [], []
@@ -96,11 +94,11 @@ class StandIn:
     def backward(self, recurrence, dy, x, step_logits, k, q, A, skip, step_bias, states, reverse):
         leaves = [t if t is None else t.detach().double() for t in (x, step_logits, k, q, A, skip, step_bias)]
         given = [t.requires_grad_() for t in leaves if t is not None]
-        with ThreadPoolExecutor(1) as another:  # autograd is disabled in this thread inside an operator
+        with ThreadPoolExecutor(1) as another:  # an operator disables autograd in its own thread
             y = another.submit(self.y, recurrence, *leaves, reverse).result()
         found = iter(torch.autograd.grad(y, given, dy.double()))
         *per_token, dA, dskip, dbias = (t if t is None else next(found) for t in leaves)
-        none = x.new_full((len(x), x.shape[-1]), float("nan"))  # NaN shows unwanted reads
+        none = x.new_full((len(x), x.shape[-1]), float("nan"))  # NaN, so that reading an absent gradient fails tests
         dchannels = torch.stack([none if t is None else t for t in (dskip, dbias)], dim=1).float()
         dA = x.new_empty(0, dtype=torch.float32) if dA is None else dA.float()
         return *(t.to(x.dtype) for t in per_token), dA, dchannels

@@ -1,4 +1,4 @@
-"""Compile kernels without a GPU and check NVRTC's report for register spills."""
+"""Compile kernels without a GPU, and check for register spills in the report of NVRTC."""
 
 import io
 import os
@@ -15,7 +15,7 @@ NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVR
 
 
 def log_of_compiling(source, arch, macros):
-    """Return the report of ptxas, cached."""
+    """Return the ptxas report of compiling a source, from a cache if compiled before."""
     from cuda.bindings import nvrtc
 
     def compile_cubin(path):
@@ -29,10 +29,10 @@ def log_of_compiling(source, arch, macros):
 
 
 def assert_no_spills(kernels):
-    """Assert that no kernel spills registers; `kernels` are (source, architecture, macros), compiled two at a time.
+    """Assert that no kernel spills more registers than known; `kernels` holds (source, architecture, macros).
 
-    NVRTC versions differ: 13.2 spills a pointer of pool that does not change, 13.0 spills a word of conv_xproj for
-    sm_90 and up to 116 bytes for architectures on which nothing was measured.
+    Known spills: NVRTC 13.2 spills a constant pointer of `pool`. NVRTC 13.0 spills one word of `conv_xproj` for sm_90,
+    and up to 116 bytes for architectures without performance measurements.
     """
     kernels = [kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]
     with ThreadPoolExecutor(2) as pool:
