@@ -236,6 +236,11 @@ def test_an_onnx_file_decides_what_a_checkpoint_may_decide(tmp_path):
         onnx.save(model, path)
         if not change and model.graph.node[0].op_type == node.op_type:
             assert {p.label for p in vil.predict(path, pixels)} == {"a", "b", "c"}
+            for names in ("ab", "abcd"):
+                onnx.helper.set_model_props(model, texts | dict(label_names=json.dumps([*names])))
+                onnx.save(model, path)
+                with pytest.raises(ConfigError, match=f"has 3 classes but {len(names)} label_names"):
+                    vil.predict(path, pixels)
             del texts["label_names"]
             onnx.helper.set_model_props(model, texts)
             onnx.save(model, path)
