@@ -154,23 +154,13 @@ def wait_for_a_checkpoint(process, folder):
     return last
 
 
-@pytest.mark.parametrize(
-    ("waits", "number"), [(0, signal.SIGINT), (1.5, signal.SIGHUP), ("for another process", signal.SIGINT)]
-)
-def test_a_run_interrupted_before_its_first_step_prints_one_line(image_folder, tmp_path, monkeypatch, waits, number):
-    """Interrupt a process of torchrun during its imports, or while it waits for a rank that never joins."""
+@pytest.mark.parametrize(("waits", "number"), [(0, signal.SIGINT), (1.5, signal.SIGHUP)])
+def test_a_run_interrupted_during_its_imports_prints_one_line(image_folder, tmp_path, monkeypatch, waits, number):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")  # only torchrun's processes exit when the terminal closes
-    alone = waits != "for another process"
-    place = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2 - alone, MASTER_ADDR="localhost", MASTER_PORT=free_port())
-    for name, value in place.items():
-        monkeypatch.setenv(name, str(value))
     process = start_in_a_terminal(train_command(tmp_path, image_folder))
     while signal.SIGUSR1 not in signals(process.pid, "SigCgt"):
         assert process.poll() is None
-    time.sleep(waits if alone else 0)
-    while not alone and socket.socket().connect_ex(("localhost", place["MASTER_PORT"])):
-        assert process.poll() is None
-        time.sleep(0.1)
+    time.sleep(waits)
     assert press(process, number).strip() == "stopped by a signal with nothing to save"
     assert process.returncode == PREEMPTED
     assert not (tmp_path / "run" / "last.pt").exists()
@@ -198,34 +188,47 @@ def assert_stopped(errors, last):
     assert f"holds step {len(saved['progress']['losses'])} of epoch {len(saved['history']) + 1}" in errors
 
 
-def train_in_a_session(command, errors):
+def train_in_a_session(command, errors, environment):
     os.setsid()  # a terminal signals all processes of its session
     become(0, 1, 0, os.devnull, errors)
     draw_nothing()
+    os.environ.update(environment)
     sys.argv = command[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+class Session:
+    """A forked run in a terminal of its own."""
+
+    def __init__(self, folder, image_folder, **environment):
+        self.errors = folder / "errors.txt"
+        command = train_command(folder, image_folder, epochs=1000, checkpoint_interval="1")
+        self.process = Forked(target=train_in_a_session, args=(command, str(self.errors), environment))
+        self.process.start()
+
+    def press_when(self, condition, number):
+        """Send the signal to the session when the condition holds, and return stderr after the run has ended."""
+        while not condition():
+            assert self.process.is_alive(), self.errors.read_text()
+            time.sleep(0.01)
+        os.killpg(self.process.pid, number)
+        self.process.join(120)
+        assert self.process.exitcode == PREEMPTED
+        return self.errors.read_text()
+
+
+def test_a_run_interrupted_while_it_waits_for_a_rank_that_never_joins_prints_one_line(image_folder, tmp_path):
+    port = free_port()
+    place = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    run = Session(tmp_path, image_folder, **place)
+    errors = run.press_when(lambda: socket.socket().connect_ex(("localhost", port)) == 0, signal.SIGINT)
+    assert errors.strip() == "stopped by a signal with nothing to save"
+    assert not (tmp_path / "run" / "last.pt").exists()
+
+
 def test_ctrl_c_in_a_terminal_stops_a_run_with_everything_saved(image_folder, tmp_path):
-    command, errors = train_command(tmp_path, image_folder, epochs=1000), tmp_path / "errors.txt"
-    process = Forked(target=train_in_a_session, args=(command, str(errors)))
-    process.start()
-    while not (last := tmp_path / "run" / "last.pt").exists():
-        assert process.is_alive(), errors.read_text()
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)
-    process.join(120)
-    assert process.exitcode == PREEMPTED
-    assert_stopped(errors.read_text(), last)
-    assert "Traceback" not in errors.read_text()
-
-
-def test_the_end_of_torchruns_terminal_stops_a_run_with_everything_saved(image_folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")  # torchrun passes SIGHUP on
-    process = start_in_a_terminal(train_command(tmp_path, image_folder, epochs=1000))
-    last = wait_for_a_checkpoint(process, tmp_path)
-    errors = press(process, signal.SIGHUP)
-    assert process.returncode == PREEMPTED
+    run, last = Session(tmp_path, image_folder), tmp_path / "run" / "last.pt"
+    errors = run.press_when(last.exists, signal.SIGINT)
     assert_stopped(errors, last)
     assert "Traceback" not in errors
 
@@ -345,18 +348,19 @@ def test_jobs_launch_one_process_for_each_gpu_of_all_nodes(tmp_path, monkeypatch
     assert {"--kill-on-bad-exit=1", "--cpus-per-task=2"} < set(srun.read_text().splitlines())
 
 
-@pytest.mark.parametrize(("script", "number"), [("single_node.sh", signal.SIGINT), ("slurm.sh", signal.SIGUSR1)])
+@pytest.mark.parametrize(("script", "number"), [("single_node.sh", signal.SIGHUP), ("slurm.sh", signal.SIGUSR1)])
 def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypatch, script, number):
     """Run the real launcher, which has no store that others on the network can write to, by stand-ins for Slurm."""
     stand_in_for_slurm(tmp_path, monkeypatch, STAND_INS)
-    config = train_command(tmp_path, image_folder, epochs=1000)[-2:]
+    config = train_command(tmp_path, image_folder, epochs=1000, checkpoint_interval="1")[-2:]
     process = start_in_a_terminal(["bash", str(ROOT / "scripts" / script), *config])
     last = wait_for_a_checkpoint(process, tmp_path)
     launcher = process_of("--nproc-per-node", str(tmp_path))
     assert listening(launcher) == 1  # the store of its processes; --standalone has one more, of what it unpickles
     assert script == "slurm.sh" or b"\0GLOO_SOCKET_IFNAME=lo\0" in (launcher / "environ").read_bytes()
-    if number == signal.SIGINT:
-        errors = press(process)
+    if number == signal.SIGHUP:  # the end of a terminal in which torchrun runs without the script
+        os.kill(int(launcher.name), signal.SIGHUP)
+        errors = process.communicate(timeout=120)[1]
     else:  # as Slurm does before the time limit, for B: to the script only
         options = re.findall("^#SBATCH (.*)", (ROOT / "scripts" / script).read_text(), re.M)
         assert {"--signal=B:USR1@300", "--requeue", "--open-mode=append"} < set(options)
@@ -365,8 +369,6 @@ def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypa
     assert_stopped(errors, last)
     if script == "slurm.sh":
         assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
-    else:
-        assert process.returncode == PREEMPTED
 
 
 def test_a_second_ctrl_c_ends_at_once(start):

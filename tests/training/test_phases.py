@@ -132,7 +132,8 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
 
 
 def test_two_processes_go_through_phases_together(tmp_path, options):
-    whole, again, options = tmp_path / "whole", tmp_path / "again", options | dict(model_ema=False)
+    phases = [PHASES[0], PHASES[1] | dict(epochs=1)]
+    whole, again, options = tmp_path / "whole", tmp_path / "again", options | dict(phases=phases, model_ema=False)
     for folder in (whole, again):
         folder.mkdir()
     truth = Run(whole, 2, **options).finished()

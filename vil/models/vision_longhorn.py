@@ -437,7 +437,8 @@ class VisionLonghorn(nn.Module):
         """Return the patch grid (h, w) of these images."""
         if not self.dynamic_img_size:
             return self.patch_embed.grid_size
-        return self.patch_embed.dynamic_feat_size((x_B3HW.shape[2], x_B3HW.shape[3]))
+        height, width = x_B3HW.shape[-2:]  # `embed` checks the number of dimensions
+        return self.patch_embed.dynamic_feat_size((height, width))
 
     def forward_features(self, x: Tensor, class_token_only: bool = False) -> Tensor:
         """Return the normed tokens (B, L, C) of images (B, 3, H, W).
