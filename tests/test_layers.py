@@ -1,4 +1,4 @@
-"""Tests of imports: no module imports one of a higher layer, and the package imports only its dependencies."""
+"""Tests of imports: no module imports from a higher layer, and the package imports only declared dependencies."""
 
 import ast
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 from processes import ROOT
 
-# Layers from lowest to highest. A module may import modules of its own layer and of layers on earlier lines.
+# Layers from lowest to highest, one per line. A module may import from its own entry and from entries on earlier lines.
 LAYERS = """
     vil.kernels.checks vil.kernels.cache vil.kernels.torch_private
     vil.kernels.cuda vil.kernels.cpu
@@ -54,12 +54,12 @@ MODULES = {name_of(path): path for path in PATHS if "tests" not in path.parts}
 
 
 def room(module):
-    """Return the layer of a module: its own, or that of its package."""
+    """Return the entry of LAYERS for a module: the module itself, or the closest package that contains it."""
     return module if module in RANKS else room(module.rpartition(".")[0])
 
 
 def imported(module):
-    """Return all modules that a module imports, anywhere in its code."""
+    """Return all modules that a module imports, also inside functions."""
     path = MODULES[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -82,7 +82,8 @@ def test_a_module_imports_none_above_it_and_dependencies_alone(module):
 
 def test_importing_the_package_loads_neither_training_nor_data():
     code = "import sys, timm; before = {*sys.modules}; from vil import from_checkpoint; print(*{*sys.modules} - before)"
-    code += "; import vil; vil.export.export_model, vil.viz.trace_scans"  # attributes that docs/guide.md uses
+    # docs/guide.md uses these submodules as attributes of `vil`.
+    code += "; import vil; vil.export.export_model, vil.viz.trace_scans"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     heavy = {"vil.data", "vil.evaluation", "vil.training", "matplotlib", "scipy", "tqdm"}
     assert {"vil", "vil.factory"} <= {*loaded}

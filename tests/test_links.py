@@ -1,4 +1,4 @@
-"""Tests of documents: links are valid, and files and tests named there exist."""
+"""Tests of the documentation: links are valid, and the files and tests that it names exist."""
 
 import re
 
@@ -13,7 +13,7 @@ FOLDERS = "kernels|vil|tests|benchmarks|configs|docs|research|scripts|weights"
 
 
 def anchors(page):
-    """Return GitHub's anchors of a page's headings."""
+    """Return the anchors that GitHub creates for a page's headings."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -141,7 +141,7 @@ def train(folder, options, micro_batch=None, changes=(0, {}), teacher=None, phas
     """Reproduce a run of train_imagenet.py with these options on the splits of `folder`.
 
     Args:
-        changes: (step, options): options that replace others from this step on (the first step is 0), as after resuming.
+        changes: (step, options): options that replace others from this step on (steps start at 0), as after resuming.
         phases: Options of each phase. A phase starts from the weights and EMA weights of the previous one only.
 
     Returns:

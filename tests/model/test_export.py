@@ -1,4 +1,4 @@
-"""Tests of vil.export: exported files run without this package, compared with an fp64 loop written from the papers."""
+"""Tests of vil.export: files run without this package, and outputs equal an fp64 implementation of the papers."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 
 SMALL = dict(embed_dim=32, depth=2, patch_size=8, img_size=(16, 24), num_classes=5)
-# script that runs files without importing this package or, for ONNX files, PyTorch
+# script that runs an exported file without importing this package, or PyTorch for .onnx files
 ELSEWHERE = """
 import json, sys
 import numpy as np
@@ -62,7 +62,7 @@ np.savez(out, metadata=json.dumps(metadata), **found)
 
 
 def small(name, **arguments):
-    """Return a model whose decay per token ranges from none to complete."""
+    """Return a small model whose decay per token ranges from 0 to 1."""
     torch.manual_seed(0)
     model = timm.create_model(name, **{**SMALL, **arguments}).eval()
     with torch.no_grad():
@@ -76,7 +76,7 @@ def small(name, **arguments):
 
 
 def run_elsewhere(path, images, folder):
-    """Return outputs and metadata of a file, computed in another folder and process."""
+    """Return a file's outputs and metadata from a new process that runs in another folder."""
     np.save(folder / "images.npy", images.numpy())
     script = folder / "elsewhere.py"
     script.write_text(ELSEWHERE)
@@ -88,7 +88,7 @@ def run_elsewhere(path, images, folder):
 
 
 def run_here(path, images):
-    """Return the outputs that a file computes in this process, by name, or by index if they have no names."""
+    """Return a file's outputs, computed in this process: by name for .onnx, by index for .pt2."""
     if path.suffix == ".onnx":
         session = onnxruntime.InferenceSession(path)
         names = [output.name for output in session.get_outputs()]
@@ -98,7 +98,7 @@ def run_here(path, images):
 
 
 def naive_outputs(model, images):
-    """Return logits and maps of all blocks, computed in fp64 from the papers' equations."""
+    """Return the logits and every block's feature map, computed in fp64 from the papers' equations."""
     weights = {name: value.detach().double() for name, value in model.state_dict().items()}
     stride = model.patch_embed.patch_size[0]
     logits = naive_model(images.double(), weights, stride=stride)
@@ -116,7 +116,7 @@ def fp64_outputs(model, images):
 
 
 def variables_of(metadata):
-    """Return the values of an ONNX file's metadata, which ONNX stores as strings."""
+    """Parse the metadata of an ONNX file, which stores all values as strings."""
     texts = ("model", "interpolation", "crop_mode", "licence")
     return {name: value if name in texts else json.loads(value) for name, value in metadata.items()}
 
@@ -127,7 +127,7 @@ def relative(found, truth):
 
 
 def vit(**arguments):
-    """Return another timm model, which exports faster."""
+    """Return a small ViT of timm, which exports faster than this package's models."""
     arguments = dict(embed_dim=12, depth=1, num_heads=1, patch_size=8, img_size=16, num_classes=5) | arguments
     return timm.create_model("vit_tiny_patch16_224", **arguments).eval()
 
@@ -155,10 +155,10 @@ def test_a_file_computes_the_model_where_the_package_is_not(name, ending, featur
     found, metadata = run_elsewhere(path, images, tmp_path)
     logits, maps = fp64_outputs(model, images) if model.pooled else naive_outputs(model, images)
     if ending == "onnx":
-        assert list(found) == ["logits", "features_0", "features_2"]  # in the order of the blocks
+        assert list(found) == ["logits", "features_0", "features_2"]  # feature maps in the order of the blocks
         metadata = variables_of(metadata)
         assert_standard(path)
-    traces = (b"/work", b"File ", b"traced.py", str(tmp_path).encode())  # paths of this machine and its source files
+    traces = (b"/work", b"File ", b"traced.py", str(tmp_path).encode())  # paths and source file names of this machine
     assert not any(word in path.read_bytes() for word in traces)
     for value, truth in zip(found.values(), [logits, *(maps[block] for block in sorted(features))], strict=True):
         assert relative(value, truth) < 1e-5
@@ -170,13 +170,13 @@ def test_a_file_computes_the_model_where_the_package_is_not(name, ending, featur
 
 
 def assert_standard(path):
-    """Assert that a file contains only standard operators and supports any batch size."""
+    """Assert that an ONNX file contains only standard operators and supports any batch size."""
     proto = onnx.load(path)
     onnx.checker.check_model(proto, full_check=True)
     assert [(entry.domain, entry.version) for entry in proto.opset_import] == [("", 18)]
     assert not proto.functions
-    assert b"pkg.torch" not in path.read_bytes()  # the exporter's metadata about Python code, also inside loops
-    assert sum(node.op_type == "Scan" for node in proto.graph.node) == 3  # one in each block
+    assert b"pkg.torch" not in path.read_bytes()  # no exporter metadata about Python code
+    assert sum(node.op_type == "Scan" for node in proto.graph.node) == 3  # one Scan operator per block
     values = {value.name: value.type.tensor_type.shape.dim for value in (*proto.graph.input, *proto.graph.output)}
     shapes = {name: [dim.dim_param or dim.dim_value for dim in dims] for name, dims in values.items()}
     maps = {f"features_{block}": ["batch", 32, 2, 3] for block in (0, 2)}
@@ -206,7 +206,7 @@ def test_blocks_of_one_kind_differ_in_their_weights_alone():
         onnx_graph.call(kinds, block, torch.zeros(1, 7, 32))
     assert len(kinds) == 2
     assert onnx_graph.is_known(block)
-    block.__class__ = type("Mine", (Block,), {})  # subclass with an unknown forward
+    block.__class__ = type("Mine", (Block,), {})  # subclass, whose forward may differ from Block's
     assert not onnx_graph.is_known(block)
 
 
@@ -216,7 +216,7 @@ def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_pat
     assert report.same_top1 == 4
     exec(export.usage(report.path, ["logits"]), used := dict(torch=torch, images=torch.zeros(5, 3, 16, 24)))
     assert used["logits"].shape == (5, model.num_classes)
-    # the logger is silenced only during the export
+    # onnxscript's logger is silenced only during the export
     assert logging.getLogger("torch._export.serde.serialize").level == logging.NOTSET
     assert model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -227,14 +227,14 @@ def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_pat
 
 
 class Scans(torch.nn.Module):
-    """Module that returns the outputs of both recurrences for the same tokens."""
+    """Module that returns the outputs of Longhorn's and Mamba's recurrences for the same tokens."""
 
     def forward(self, x, step, k, q, rates):
         return scan_by_steps(x, step, k, q, None), scan_by_steps(x, step, k, q, rates)
 
 
 def session_of_scans():
-    """Return an onnxruntime session with both recurrences, for 6 channels with 5 states."""
+    """Return an onnxruntime session that runs both recurrences for D = 6 channels and N = 5 states."""
     dims = {letter: Dim(letter, min=1, max=4096) for letter in "LB"}
     shapes = [("L", 2, "B", size) for size in (6, 6, 5, 5)] + [(2, 5, 6)]
     dynamic = tuple({i: dims[size] for i, size in enumerate(shape) if size in dims} for shape in shapes)
@@ -249,7 +249,7 @@ def test_recurrences_in_onnxruntime_against_the_definition():
     generator, session = torch.Generator().manual_seed(1), session_of_scans()
     for (B, L), name in itertools.product(((1, 1), (1, 2), (4, 1), (2, 41)), ("longhorn", "selective")):
         x, logits, k, q = (torch.randn(2, B, L, size, generator=generator).double() for size in (6, 6, 5, 5))
-        for scale in (1, 30):  # the second scale saturates steps at 0 and 1, and its keys clear the state
+        for scale in (1, 30):  # at scale 30, steps saturate at 0 and 1, and large keys clear the state
             logits, k = logits * scale, k * scale
             rates = -torch.rand(2, 6, 5, generator=generator).double() * scale
             if name == "selective":
@@ -305,7 +305,7 @@ def test_what_cannot_be_exported_is_named_and_leaves_the_file_as_it_was(options,
 
 
 class Traced(torch.nn.Linear):
-    """Classifier whose output is larger in a traced program than in the model."""
+    """Classifier that returns a larger output in a traced program than in eager mode."""
 
     def forward(self, x):
         return super().forward(x) * (1.1 if torch.compiler.is_compiling() else 1)
@@ -341,11 +341,11 @@ def test_an_output_may_differ_by_a_part_of_its_magnitude_or_of_one(logit, allowe
         else:
             with pytest.raises(ExportError, match="logits differs from the model's by"):
                 export.compare(model, exported, run)
-    assert counts == {1, 3}  # a file may support only one batch size
+    assert counts == {1, 3}  # two batch sizes, because a file may support only one
 
 
 class Sums(BidirectionalMixer):
-    """Custom mixer that sums over the following tokens instead of running a recurrence."""
+    """Custom mixer that replaces the recurrence by cumulative sums of the keys."""
 
     direction = LonghornDirection
 
@@ -355,7 +355,7 @@ class Sums(BidirectionalMixer):
 
 
 class UnitKeys(LonghornMixer):
-    """Custom mixer that changes the inputs of this package's recurrence."""
+    """Custom mixer that normalizes the keys before it calls this package's recurrence."""
 
     def scan(self, v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN, skip=True):
         return super().scan(v_2BLD, step_logits_2BLD, F.normalize(k_2BLN, dim=-1), q_2BLN, skip)
@@ -369,7 +369,8 @@ def test_a_custom_mixer_is_exported_as_its_code(ending, tmp_path):
 def test_an_operator_of_this_package_in_the_graph_is_refused(tmp_path):
     with pytest.raises(ExportError, match=r"got vil\.\w+\.default: write the mixer's recurrence"):
         export_model(small("vil_tiny", depth=1, mixer=UnitKeys), tmp_path / "keys.onnx")
-    assert logging.getLogger("onnxscript").level == logging.NOTSET  # the logger is silenced only during the export
+    # onnxscript's logger is silenced only during the export.
+    assert logging.getLogger("onnxscript").level == logging.NOTSET
 
 
 def test_pytorchs_own_export_to_onnx_says_whose_to_take(tmp_path):
@@ -386,7 +387,7 @@ def test_a_missing_package_is_named_with_the_remedy(missing, tmp_path, monkeypat
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """Return a model, and best.pt of its run in the current folder."""
+    """Return a model after writing its weights as a run's best.pt to the current folder."""
     model = small("vil_tiny", depth=1, img_size=16, num_classes=3)
     config = dict(model="vil_tiny", model_kwargs=dict(embed_dim=32, depth=1, patch_size=8), img_size=16, num_classes=3)
     config |= dict(crop_pct=0.9, interpolation="bilinear")
@@ -398,7 +399,7 @@ def trained(tmp_path, monkeypatch):
 
 @pytest.fixture
 def command():
-    """Run `python -m vil.export` with these arguments."""
+    """Fixture that runs `python -m vil.export` in this process with the given arguments."""
     return functools.partial(call, command_line.main)
 
 
@@ -419,7 +420,7 @@ def test_the_command_exports_the_weights_and_arguments_that_it_is_given(trained,
     saved = torch.load("best.pt")
     average = {name: 0.9 * value for name, value in saved["state_dict"].items()}
     torch.save(saved | dict(state_dict_ema=average), "both.pt")
-    halves = dict(rtol=2e-3, atol=1e-3)  # rounding of the file's numbers
+    halves = dict(rtol=2e-3, atol=1e-3)  # tolerance for weights rounded to fp16
     for words, expected in ((["--use-ema"], average), (["--no-use-ema"], saved["state_dict"])):
         torch.testing.assert_close(exported("--checkpoint", "both.pt", *words).state_dict(), expected, **halves)
     model = exported("--checkpoint", "both.pt", "--img-size", "24", "--model-kwargs", "drop_rate=0.5")
@@ -435,7 +436,7 @@ def test_the_command_exports_the_weights_and_arguments_that_it_is_given(trained,
 def test_the_command_says_when_weights_are_random(command, monkeypatch, capsys):
     monkeypatch.setattr(command_line, "_model_of", lambda options: None)
     monkeypatch.setattr(command_line, "export_model", lambda *_, **__: export._logger.info("a stage") or "written")
-    monkeypatch.setattr(logging.root, "handlers", [])  # a new process has no logging handlers
+    monkeypatch.setattr(logging.root, "handlers", [])  # remove logging handlers, as in a new process
     for words in ([], ["--model-kwargs", "pretrained=true"], ["--checkpoint", "best.pt"]):
         command("--model", "vil_tiny", *words, "--out", "x.onnx")
         said = "" if words else "; weights are random because no --checkpoint was given"

@@ -19,13 +19,13 @@ from vil.training.building import build_model
 
 @pytest.fixture(scope="module")
 def trained(uninterrupted):
-    """Return the path of last.pt of a small run, and its content."""
+    """Return the path and the content of a small run's last.pt."""
     path = uninterrupted / "run" / "last.pt"
     return path, torch.load(path, weights_only=True)
 
 
 def changed(trained, folder, **parts):
-    """Return a copy of last.pt with changed options or parts."""
+    """Return the path of a copy of last.pt with changed config options or other entries."""
     content = dict(trained[1])
     content["config"] = content["config"] | parts.pop("config", {})
     torch.save(content | parts, folder / "changed.pt")
@@ -55,13 +55,13 @@ def test_a_model_of_images_of_any_size_needs_not_be_told_it(tmp_path):
     torch.save(model.state_dict(), tmp_path / "own.pth")
     loaded = vil.from_checkpoint(tmp_path / "own.pth", "resnet18", img_size=64, num_classes=3)
     export_model(loaded, tmp_path / "own.safetensors")
-    # exceeds the range of fp16
+    # Integer buffers stay exact: 100,001 exceeds the range of fp16.
     assert vil.from_checkpoint(tmp_path / "own.safetensors").bn1.num_batches_tracked == 100_001
-    for use_test_size in (False, True):  # timm's own weights have another test size
+    for use_test_size in (False, True):  # both sizes are 64, although timm's pretrained weights have another test size
         assert resolve_model_data_config(loaded, use_test_size=use_test_size)["input_size"] == (3, 64, 64)
     with pytest.raises(ConfigError, match="unexpected keyword argument 'depths'"):
         create_model("resnet18", img_size=64, depths=3)
-    # the model accepts neither img_size nor drop_path_rate
+    # densenet121 accepts neither img_size nor drop_path_rate, so both must be dropped.
     create_model("densenet121", img_size=64, drop_path_rate=0.0, growth_rate=4)
     with pytest.raises(
         ConfigError, match=r"model densenet121: .*does not support stochastic depth: set --drop-path 0$"
@@ -99,7 +99,7 @@ def test_preprocessing_is_that_of_the_run(trained, tmp_path):
     assert two.pretrained_cfg["input_size"] == (2, 224, 224)
     export_model(two, tmp_path / "two.safetensors", mean=[0.5, 0.4], std=[0.2])
     assert vil.from_checkpoint(tmp_path / "two.safetensors").pretrained_cfg["mean"] == [0.5, 0.4]
-    # other models' configs are unchanged
+    # The configs of models created later are unchanged.
     assert timm.create_model("vil_tiny", depth=1).pretrained_cfg["crop_pct"] == 0.875
 
 
@@ -111,7 +111,7 @@ def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for
     from_folder, from_file = map(vil.from_checkpoint, (folder, tmp_path / "weights.safetensors"))
     by_timm = timm.create_model(f"local-dir:{folder}", pretrained=True)
     seen_by_timm = resolve_model_data_config(by_timm)
-    seen_by_timm["input_size"] = tuple(seen_by_timm["input_size"])  # timm 1.0.28 returns the list that the file stores
+    seen_by_timm["input_size"] = tuple(seen_by_timm["input_size"])  # timm 1.0.28 returns a list
     assert seen_by_timm == resolve_model_data_config(from_folder)
     assert resolve_model_data_config(from_folder) == resolve_model_data_config(from_file)
     assert {name: from_file.pretrained_cfg[name] for name in said} == said
@@ -127,7 +127,7 @@ def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for
     assert {name: getattr(validated, name) for name in expected} == expected
 
     export_model(model, tmp_path / "grey.safetensors", std=[0.25])
-    # timm repeats a single std for all channels
+    # Like timm, repeat a single std value for all channels.
     assert vil.from_checkpoint(tmp_path / "grey.safetensors").pretrained_cfg["std"] == [0.25] * 3
 
     wrong = [("1.5", "0"), ("1.5", "NaN"), ("1.5", '"1"'), ("0.75", "1e-9"), ("squash", "zoom"), ("{", "[")]
@@ -191,7 +191,7 @@ def test_weights_of_others_need_the_name_of_their_model(tmp_path):
 
 
 def test_without_classes_a_model_gives_what_its_head_would_read(trained, tmp_path):
-    """Return features for num_classes=0, also from other programs' files, with or without head weights."""
+    """With num_classes=0, a model returns its head's input, also for other programs' weights with or without a head."""
     path, saved = trained
     weights, arguments = saved["state_dict"], dict(img_size=16, **saved["config"]["model_kwargs"])
     torch.save(weights, tmp_path / "plain.pth")

@@ -1,4 +1,4 @@
-"""Tests of vil.info (versions, commit and machine for issue reports) and of vil.published."""
+"""Tests of vil.info (versions, commit and hardware for bug reports) and vil.published (published results)."""
 
 import importlib.metadata
 import importlib.util
@@ -61,7 +61,7 @@ def test_gpus_are_named_with_their_driver(monkeypatch, tmp_path):
     assert (facts["nccl"], facts["driver"]) == ("2.27.3", "580.1")
     assert (facts["gpu 0"], facts["gpu 1"]) == ("H200, sm_90, 140 GiB", "other, sm_91, 140 GiB")
     assert "gpu 2" not in facts
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # as on Windows
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # PyTorch on Windows has no NCCL
     monkeypatch.delattr(torch.cuda.nccl, "version")
     assert "nccl" not in info.environment()
 
@@ -71,13 +71,13 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch, 
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     monkeypatch.setattr(info, "__file__", str(package / "info.py"))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))  # the temporary folder may be inside a checkout
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))  # tmp_path may be inside a git checkout
     monkeypatch.chdir(tmp_path)
     unknown = "unknown: not run from a git checkout"
     assert info.git_commit() == unknown
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "commit", "--quiet", "--allow-empty", "-m", "around it")
-    assert info.git_commit() == unknown  # the surrounding repository does not track the package
+    assert info.git_commit() == unknown  # the surrounding repository does not track the package's files
     git(checkout, "init", "--quiet")
     assert info.git_commit() == "unknown: git failed"  # the repository has no commit yet
     (package / "other").touch()
@@ -90,7 +90,7 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch, 
     written = (index := checkout / ".git" / "index").stat().st_mtime_ns
     os.utime(package / "other", (1, 1))
     assert info.git_commit() == head
-    assert index.stat().st_mtime_ns == written  # reading the commit neither refreshes nor locks the index
+    assert index.stat().st_mtime_ns == written  # reading the commit does not rewrite git's index
     (monitor := tmp_path / "monitor").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran")
     monitor.chmod(0o755)
     git(checkout, "config", "core.fsmonitor", str(monitor))
@@ -103,14 +103,14 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch, 
         assert info.git_commit() == head
     (package / "other").write_text("changed")
     assert info.git_commit() == head + "-dirty"
-    monkeypatch.setenv("PATH", str(tmp_path))  # git is not installed
+    monkeypatch.setenv("PATH", str(tmp_path))  # as if git were not installed
     assert info.git_commit() == "unknown: git failed"
-    assert capfd.readouterr() == ("", "")  # git printed nothing
+    assert capfd.readouterr() == ("", "")  # git's own error messages are not printed
 
 
 def test_help_is_help_and_the_version_that_of_the_package(monkeypatch, capsys):
     assert vil.__version__ == importlib.metadata.version("vision-longhorn")
-    monkeypatch.setattr(vil, "__version__", vil.__version__)  # monkeypatch restores the version afterwards
+    monkeypatch.setattr(vil, "__version__", vil.__version__)  # so that monkeypatch restores the version after the test
     with monkeypatch.context() as not_installed:
         find = importlib.metadata.version
         not_installed.setattr(importlib.metadata, "version", lambda name: find(f"no {name}"))
@@ -131,5 +131,5 @@ def test_published_numbers_are_those_of_the_papers():
     assert published.published("vim_base.tag") == expected["vim_base"]
     assert published.published("deit_small") == published.published("resnet50") == (None, None)
     assert published.published_for("vil_base.tag") == published.published_for("deit_base") == {"ViM-base": (81.9, 95.8)}
-    others = "resnet50", "vil_tiny_pooled", "deit_tiny_patch16_224.fb_in1k"  # names without a known model size
+    others = "resnet50", "vil_tiny_pooled", "deit_tiny_patch16_224.fb_in1k"  # models without a published counterpart
     assert [published.published_for(name) for name in others] == [{}, {}, {}]

@@ -1,4 +1,4 @@
-"""Tests of models against an independent implementation, and of the interface that timm's users expect."""
+"""Tests of models against an independent implementation, and of the interface of timm's models."""
 
 import functools
 import math
@@ -31,7 +31,7 @@ def test_parameter_counts(name, parameters):
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert all(p.is_meta for p in model.parameters())
     assert not list(model.buffers())
-    if name == "vil_tiny":  # vil_tiny has the default arguments
+    if name == "vil_tiny":  # vil_tiny uses VisionLonghorn's default arguments
         assert repr(vil.VisionLonghorn(device="meta")) == repr(model)
         assert "DropPath" not in repr(model)
         assert vil.VisionLonghorn(device="meta").patch_embed.img_size == (224, 224)
@@ -83,7 +83,8 @@ def test_a_longhorn_layer_is_a_mixer_or_its_causal_half():
     u, z = causal.in_proj(x).chunk(2, dim=-1)
     y = naive_model.direction(u, dict(causal.named_parameters(prefix="mixer")), naive_model.OURS["directions"][0])
     torch.testing.assert_close(causal(x), causal.out_proj(y * F.silu(z)), rtol=1e-9, atol=1e-12)
-    assert repr(causal.directions) == repr(LonghornMixer(16).directions[:1])  # same sizes as in a block's mixer
+    # The causal layer has the same modules as one direction of a mixer.
+    assert repr(causal.directions) == repr(LonghornMixer(16).directions[:1])
     assert all(p.is_meta for p in vil.Longhorn(16, device="meta").parameters())
 
 
@@ -104,7 +105,7 @@ def test_pooling():
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Run blocks as on a GPU, with plain modules. Yield a list of whether each block computed only the middle token."""
+    """Simulate the fused operator; return a list of whether each block computed only the middle token."""
     middles = []
 
     def operator(x, weights, options, scale, normed=None):
@@ -129,7 +130,7 @@ def test_the_last_block_computes_the_class_token_alone(name, size, fused):
         model.set_grad_checkpointing(checkpointing)
         torch.manual_seed(1)
         actual = model(x)
-        # pooled models have no kernels that compute only the middle token
+        # pooled blocks have no kernel that computes only the middle token
         assert fused == [False, False, name == "vil_tiny"]
         assert_same_output_and_gradients(model, actual, expected)
 
@@ -228,7 +229,7 @@ def test_the_data_config_follows_the_size_of_the_model():
 
 
 def resampled(pos_embed, old, new):
-    """Return position embeddings resampled to another patch grid by antialiased bicubic interpolation."""
+    """Return position embeddings resampled to another patch grid by antialiased bicubic interpolation, as timm does."""
     patches, class_row = naive_model.patches_and_class_token(pos_embed)
     image = patches.unflatten(1, old).permute(0, 3, 1, 2)
     patches = F.interpolate(image, new, mode="bicubic", antialias=True).flatten(2).transpose(1, 2)
@@ -258,7 +259,7 @@ def test_a_refused_size_or_the_same_leaves_the_model_as_it_was():
     assert all(p is q for p, q in zip(model.parameters(), before))
     torch.testing.assert_close(model(x), expected)
     model.double().set_input_size(img_size=64, patch_size=8)
-    # resizing keeps dtype and requires_grad
+    # Resizing position embeddings keeps their dtype and requires_grad.
     assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(False, torch.float64)}
     assert model.patch_embed.proj.in_channels == 2
 
@@ -356,14 +357,14 @@ def test_pruning_drops_what_the_intermediates_do_not_need():
     assert len(model.blocks) == 2
     assert model.num_classes == 0
     torch.testing.assert_close(model.forward_intermediates(x, indices=[1], intermediates_only=True), expected)
-    torch.testing.assert_close(model(x), tokens)  # all tokens, without norm or head
+    torch.testing.assert_close(model(x), tokens)  # all tokens, without final norm and head
 
     model = small(depth=4).eval()
     model.load_state_dict(weights)
     assert model.prune_intermediate_layers([0, 2], prune_head=False) == [0, 2]
     kept = {name: t for name, t in weights.items() if not name.startswith("blocks.3.")}
     torch.testing.assert_close(model(x), naive_model.model(x, kept))
-    assert model.prune_intermediate_layers() == [2]  # index of the last block
+    assert model.prune_intermediate_layers() == [2]  # returns the index of the last kept block
     assert len(model.blocks) == 3
 
 
@@ -429,8 +430,8 @@ def test_a_model_of_another_dtype(name, dtype):
 
 
 def test_what_a_low_precision_model_adds_and_norms_is_not_rounded_before():
-    """Round patches like products in low precision, but keep positions, bias, norm and decay rates exact until they are
-    used.
+    """In low precision, patches are rounded like matrix products, but position embeddings, biases, norms and decay
+    rates are exact until they are used.
     """
     model = randomised(small("vim_tiny", depth=1)).bfloat16()
     exact = {name: t.detach().double() for name, t in model.named_parameters()}
@@ -455,7 +456,7 @@ def test_what_a_low_precision_model_adds_and_norms_is_not_rounded_before():
 
 
 def assert_initialised(model, name):
-    """Assert each initialization rule, for a model wide enough for statistics."""
+    """Assert that the statistics of each parameter match its initialization, for a model that is wide enough."""
     width, depth = model.embed_dim, len(model.blocks)
 
     def about(t, std, mean=0.0):
@@ -470,7 +471,7 @@ def assert_initialised(model, name):
     about(model.pos_embed, 0.02)
     about(model.cls_token, 0.02)
     about(model.head.weight, 0.02)
-    lecun = (3 * 16 * 16) ** -0.5  # LeCun normal: variance 1 / fan-in, truncated at two standard deviations
+    lecun = (3 * 16 * 16) ** -0.5  # standard deviation of LeCun's normal initialization: 1 / sqrt(fan-in)
     about(model.patch_embed.proj.weight, lecun)
     assert 2.2 * lecun < model.patch_embed.proj.weight.abs().max() < 2.28 * lecun
     assert model.pos_embed.abs().max() > 3 * 0.02
@@ -491,7 +492,7 @@ def assert_initialised(model, name):
                 dt = F.softplus(direction.step_proj.bias.detach().double())
                 assert 1e-3 * 0.999 < dt.min() < 1.2e-3
                 assert 0.8e-1 < dt.max() < 1e-1 * 1.001
-                about(dt.log(), math.log(100) / 12**0.5, mean=math.log(1e-2))  # log-uniform
+                about(dt.log(), math.log(100) / 12**0.5, mean=math.log(1e-2))  # dt is log-uniform
                 expected = torch.arange(1.0, 17.0).expand(2 * width, -1)
                 torch.testing.assert_close(direction.A_log.detach().exp(), expected)
             else:
@@ -521,7 +522,7 @@ def test_compiles_without_graph_breaks():
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     actual = torch.compile(model, fullgraph=True, backend=compiler)(x)
-    # after a convolution operator, TorchInductor would specialize on the batch size
+    # TorchInductor would specialize on the batch size after a convolution operator.
     assert not [name for name in operators if "conv" in name]
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(gradients(actual, model), gradients(expected, model))
@@ -529,7 +530,7 @@ def test_compiles_without_graph_breaks():
 
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="torch.compile says there that it exports")
 def test_compiles_for_a_second_image_size():
-    """Compile for a symbolic image size, for which PyTorch cannot differentiate resampled position embeddings."""
+    """A model compiles for a symbolic image size, although PyTorch cannot differentiate a resize to a symbolic size."""
     model = small("vil_tiny", dynamic_img_size=True, depth=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for height in (48, 80):
@@ -543,8 +544,8 @@ def test_compiles_for_a_second_image_size():
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny", "vil_tiny_pooled"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_what_traces_a_model_or_takes_its_parts_computes_what_it_does(name):
-    """Compare torch.export, torch.jit.trace with gradients (used by tensorboard's add_graph), FX and quantize_dynamic
-    with the model.
+    """torch.export, torch.jit.trace with gradients (as in tensorboard's add_graph), FX feature extraction and
+    quantize_dynamic compute the model's outputs.
     """
     model, x = small(name).eval(), random_images(3, 3, 48, 48)
     expected = model(x)
@@ -597,7 +598,7 @@ def test_a_gradient_penalty_is_refused_in_the_same_words_by_every_model(name, fu
     (again,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     torch.testing.assert_close(again, dx, rtol=1e-3, atol=1e-5)
     with pytest.raises(NotImplementedError, match="differentiable once.*gradient penalties"):
-        torch.autograd.grad(again.square().sum(), x, retain_graph=True)  # gradient of the image only
+        torch.autograd.grad(again.square().sum(), x, retain_graph=True)  # without weight gradients
     with pytest.raises(NotImplementedError, match="differentiable once.*gradient penalties"):
         again.square().sum().backward()
 
@@ -608,7 +609,7 @@ def test_a_linear_layer_in_place_of_the_steps_projection_adds_its_bias_once(name
     expected = model(x)
     for direction in model.blocks[0].mixer.directions:
         ours, (D, R) = direction.step_proj.state_dict(), direction.step_proj.weight.shape
-        direction.step_proj = torch.nn.Linear(R, D)  # a replaced layer, like loralib's
+        direction.step_proj = torch.nn.Linear(R, D)  # replacement layer, as loralib inserts
         direction.step_proj.load_state_dict(ours)
     torch.testing.assert_close(model(x), expected)
 
@@ -628,7 +629,7 @@ def test_registered_with_timm():
         assert model(torch.empty(2, 3, 48, 48, device="meta")).shape == (2, 7)
         with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
             small(name, pretrained=True)
-        # code for timm's models would cut off prefix tokens, but the class token is in the middle
+        # Code that strips prefix tokens must find none, because the class token is in the middle.
         assert model.num_prefix_tokens == 0
 
 
@@ -657,5 +658,5 @@ def test_a_model_of_another_package_is_not_hidden(monkeypatch):
             vision_longhorn.register(vision_longhorn.vil_tiny)
         assert timm.models.model_entrypoint("vil_tiny") is vil_tiny
     assert timm.models.model_entrypoint("vil_tiny") is vision_longhorn.vil_tiny
-    # registering again, as notebooks do when they reload the module
+    # registering twice works, as when a notebook reloads the module
     assert vision_longhorn.register(vision_longhorn.vil_tiny) is vision_longhorn.vil_tiny

@@ -1,4 +1,4 @@
-"""Pooled models against loops over patches, rows and tokens, written from the definition in docs/architecture.md."""
+"""Tests of pooled models against loops over patches, rows and tokens that follow docs/architecture.md."""
 
 import pytest
 import timm
@@ -11,11 +11,12 @@ from vil.kernels.scan import reference
 from vil.models.block import BidirectionalMixer, Block, Blocks, LonghornMixer, MambaMixer, RMSNorm
 
 MIXERS = [LonghornMixer, MambaMixer]
-GRIDS = [(3, 4), (4, 3), (3, 3), (1, 5), (5, 1), (1, 1), (2, 2)]  # in some grids, the class token is inside a row
+# Patch grids (rows, columns). In some grids, the class token is inside a row.
+GRIDS = [(3, 4), (4, 3), (3, 3), (1, 5), (5, 1), (1, 1), (2, 2)]
 
 
 def one_direction(direction, u, groups):
-    """Return y (L, D) for tokens u (L, D) in a direction's reading order, and store the mean of each group."""
+    """Return one direction's output y (L, D) for tokens u (L, D) in reading order; each group shares a state update."""
     w = dict(direction.named_parameters())
     D, R = w["step_proj.weight"].shape
     padded = torch.cat([u.new_zeros(3, D), u])
@@ -34,12 +35,12 @@ def one_direction(direction, u, groups):
 
 
 def pooled_block(block, x, h, w, axis):
-    """Compute the block for one sequence x (L, C) whose patches are a grid (h, w)."""
+    """Compute a pooled block for one sequence x (L, C) whose patches form a grid (h, w)."""
     L, middle = h * w + 1, h * w // 2
     grid = [(i, j) for i in range(h) for j in range(w)]
     if axis == "columns":
         grid.sort(key=lambda place: (place[1], place[0]))
-    where = [t for t in range(L) if t != middle]  # indices of the patches, in both orders
+    where = [t for t in range(L) if t != middle]  # token positions of the patches
     tokens = [where[i * w + j] for i, j in grid]
     tokens.insert(middle, middle)
     lines = grid[-1][axis == "columns"] + 1
@@ -99,7 +100,7 @@ def test_pooled_models_do_what_a_user_of_timm_expects(name):
     model.zero_grad()
     model.set_grad_checkpointing()
     calls = []
-    # gradient checkpointing must support hooks on modules that receive the grid
+    # Gradient checkpointing supports hooks on modules that receive the grid.
     watched = model.blocks, model.blocks[0].norm
     handles = [m.register_forward_hook(lambda module, *_: calls.append(type(module))) for m in watched]
     model(images).sum().backward()
@@ -109,7 +110,7 @@ def test_pooled_models_do_what_a_user_of_timm_expects(name):
     assert_close([p.grad for p in model.parameters()], plain)
     assert_close(torch.no_grad()(model)(images), logits)
     assert_close(model.forward_head(model.forward_intermediates(images)[0]), logits)
-    # only this weight is trained; later layers are frozen
+    # train only this weight; later layers are frozen
     first = model.requires_grad_(False).blocks[0].requires_grad_().norm.weight
     model.set_grad_checkpointing(False)
     assert_close(torch.autograd.grad(model(images).sum(), first)[0], first.grad)
@@ -136,7 +137,7 @@ def test_blocks_in_a_sequential_of_the_user_run_as_those_of_a_slice():
     model = timm.create_model(
         "vil_tiny_pooled", dynamic_img_size=True, depth=4, embed_dim=32, img_size=64, patch_size=16
     )
-    images = torch.randn(2, 3, 64, 96)  # the grid is not square
+    images = torch.randn(2, 3, 64, 96)  # a grid that is not square
     blocks = model.blocks
     model.blocks = blocks[:2]
     sliced = model(images)

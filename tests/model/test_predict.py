@@ -1,4 +1,4 @@
-"""Tests of vil.predict with images and models from various sources."""
+"""Tests of vil.predict with images as files, PIL images and arrays, and models as checkpoints and exported files."""
 
 import csv
 import io
@@ -31,7 +31,7 @@ ARGUMENTS = dict(embed_dim=32, depth=2, patch_size=8)
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """Return images in several formats whose predictions depend on crop and resize, and files that are not images."""
+    """Return a folder of images, whose predictions depend on crop and resize, and of files that are not images."""
     folder = tmp_path_factory.mktemp("photos")
     for i, name in enumerate(("a.png", "b.jpg", "c.webp", "d.tif", "e.bmp", "f.gif", "inner/g.jpeg")):
         corners = np.random.default_rng(i).integers(0, 256, (3, 2, 3), dtype=np.uint8)
@@ -55,7 +55,7 @@ def checkpoint(tmp_path_factory):
 
 
 def expected(checkpoint, picture):
-    """Return the probabilities after timm's own transform."""
+    """Return the model's class probabilities for an image preprocessed by timm's own transform."""
     model = vil.from_checkpoint(checkpoint)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
     with torch.inference_mode():
@@ -82,13 +82,14 @@ def test_a_prediction_is_the_models_softmax_wherever_the_image_comes_from(checkp
     transparent = np.pad(pixels, [(0, 0), (0, 0), (0, 1)])
     others = [path, Image.fromarray(pixels), pixels, pixels.astype(np.uint16) << 8, transparent]
     again = [*vil.predict(checkpoint, others, topk=3, batch_size=3), vil.predict(checkpoint, pixels, topk=3)]
-    # last image of an array of several images
+    # the last image of a batch in one array
     for other in [*again, *vil.predict(model, np.stack([pixels, pixels]), topk=3)]:
         assert [p.label for p in other] == [p.label for p in found]
         assert [p.probability for p in other] == pytest.approx([p.probability for p in found], rel=1e-5)
     assert len(vil.predict(model.eval(), path, topk=100)) == 7
     assert not model.training
-    assert vil.predict(model, Image.open(photos / "f.gif")) == vil.predict(model, photos / "f.gif")  # a palette image
+    # A GIF image has a palette instead of RGB values.
+    assert vil.predict(model, Image.open(photos / "f.gif")) == vil.predict(model, photos / "f.gif")
     for change, tolerance in ((partial(torch.compile, backend="eager"), 1e-6), (torch.nn.Module.bfloat16, 0.02)):
         changed = {p.number: p.probability for p in vil.predict(change(model), path, topk=7)}
         assert [changed[p.number] for p in found] == pytest.approx([p.probability for p in found], abs=tolerance)
@@ -110,7 +111,8 @@ def test_an_exported_file_predicts_what_its_model_does(suffix, checkpoint, photo
     file.parent.mkdir()
     files = [path for path in files if path.stem not in ("broken", "notes")]
     export_model(vil.from_checkpoint(checkpoint), file)
-    tolerance = dict(rel=1e-4, abs=1e-5) if suffix == "onnx" else dict(rel=0.1, abs=1e-2)  # half precision
+    # .safetensors files store weights in fp16.
+    tolerance = dict(rel=1e-4, abs=1e-5) if suffix == "onnx" else dict(rel=0.1, abs=1e-2)
     for image, found in zip(*(vil.predict(of, files, topk=7) for of in (checkpoint, file)), strict=True):
         assert {p.label: p.probability for p in found} == pytest.approx(
             {p.label: p.probability for p in image}, **tolerance
@@ -156,7 +158,7 @@ def test_tables_are_written_where_no_image_can_be_read_and_nobody_takes_the_line
     words = ["--checkpoint", checkpoint, photos / "notes.txt", "--csv", tmp_path / "x.csv", "--json", tmp_path / "x"]
     monkeypatch.setattr(sys, "argv", ["vil.predict", *map(str, words)])
     monkeypatch.setattr(sys, "stderr", Closed())
-    monkeypatch.delitem(sys.modules, main.__module__)  # a new process has not imported the module
+    monkeypatch.delitem(sys.modules, main.__module__)  # import the module again, as in a new process
     with pytest.raises(SystemExit, match=r"^1 of 1 images cannot be read$"):
         runpy.run_module("vil.predict", run_name="__main__")
     assert ((tmp_path / "x.csv").read_text(), (tmp_path / "x").read_text()) == ('"file"\n', "[]\n")
@@ -188,9 +190,10 @@ def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicte
             vil.predict(checkpoint, others, **numbers)
     with pytest.raises(ConfigError, match=r"broken.png' cannot be read as an image: .*"):
         vil.predict(checkpoint, photos / "broken.png")
-    with pytest.raises(ConfigError, match=r"' cannot be read as an image: .{200}$"):  # longer errors are truncated
+    # Messages of other libraries are truncated to 200 characters.
+    with pytest.raises(ConfigError, match=r"' cannot be read as an image: .{200}$"):
         vil.predict(checkpoint, "n" * 240)
-    assert reason_of(EOFError()) == "EOFError"  # an error without a message
+    assert reason_of(EOFError()) == "EOFError"  # an exception without a message is named by its type
 
 
 def test_classes_without_names_have_numbers_and_timms_of_imagenet_words():
@@ -201,7 +204,7 @@ def test_classes_without_names_have_numbers_and_timms_of_imagenet_words():
     model.pretrained_cfg = dict(model.pretrained_cfg, tag="augreg_in1k", num_classes=1000)
     (found,) = vil.predict(model, pixels, topk=1)
     assert found.label == ImageNetInfo().index_to_description(found.number)
-    for config in (model.pretrained_cfg, dict(label_names=NAMES)):  # class names of the previous head must not be used
+    for config in (model.pretrained_cfg, dict(label_names=NAMES)):  # Class names of a replaced head are not used.
         model.reset_classifier(4)
         model.pretrained_cfg = config
         (found,) = vil.predict(model, pixels, topk=1)
@@ -281,12 +284,12 @@ def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_p
     (tmp_path / "out").symlink_to(photos)
     (tmp_path / "\x1b[2J\nerror: all is well.png").write_bytes((photos / "a.png").read_bytes())
     words = ["-m", "vil.predict", "--checkpoint", str(checkpoint), str(tmp_path), str(photos / "a.png")]
-    words += ["--topk", "1", "--batch-size", "1"]  # smallest valid values
+    words += ["--topk", "1", "--batch-size", "1"]  # smallest valid --topk and --batch-size
     ended = run([sys.executable, *words])
-    assert ended.stderr.startswith("1 links in ")  # messages have no logging prefix
+    assert ended.stderr.startswith("1 links in ")  # log messages are printed without a prefix
     first, second = ended.stdout.splitlines()
     assert first.isprintable()
-    assert second.startswith(f"{photos / 'a.png'}: ")  # in the order of the arguments
+    assert second.startswith(f"{photos / 'a.png'}: ")  # predictions are printed in the order of the arguments
 
 
 @pytest.mark.parametrize(
@@ -299,7 +302,7 @@ def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_p
         (["{photos}", "--checkpoint", "{tmp}/gone.onnx"], "error: .*gone.onnx does not exist"),
         (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx must be a model of vil.export"),
         (["{photos}", "--checkpoint", "{photos}/notes.pt2"], "error: .*notes.pt2 .*; it is an exported program"),
-        # the folder contains best.pt only
+        # The run folder contains only best.pt.
         (["{photos}", "--checkpoint", "{tmp}/last.pt"], "error: there is no checkpoint .*last.pt$"),
         (
             ["{photos}", "--checkpoint", "{tmp}"],

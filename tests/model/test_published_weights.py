@@ -1,4 +1,4 @@
-"""Tests of published ViM weights in all their file formats: loading, adaptation to another model, and rejection."""
+"""Tests of loading ViM's published checkpoint formats, of adapting the weights, and of rejecting other weights."""
 
 import argparse
 import functools
@@ -21,7 +21,7 @@ def published(**kwargs):
 
 
 def training_script_checkpoint(weights):
-    """Return a checkpoint as ViM's main.py saves it; timm's loader uses the EMA weights."""
+    """Return a training checkpoint as ViM's main.py saves it, from which timm loads the EMA weights."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(w.clone()) for w in weights.values()])
     sum(p.sum() for p in optimizer.param_groups[0]["params"]).backward()
     optimizer.step()
@@ -64,7 +64,7 @@ def save(tmp_path, checkpoint):
 
 
 def pretrained(path, name="vim_tiny", **kwargs):
-    """Load pretrained weights with timm, which adapts the head and the input convolution."""
+    """Create a model by timm with pretrained=True, so that timm adapts the head and the input convolution."""
     return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=dict(file=path), **kwargs)
 
 
@@ -96,7 +96,7 @@ def test_what_torch_load_returns_can_be_given_to_load_state_dict():
     model.load_state_dict({"model": weights, "epoch": 299})
     assert torch.equal(model.blocks[1].mixer.in_proj.weight, weights["layers.1.mixer.in_proj.weight"])
     assigned = timm.create_model("vim_tiny", device="meta", **SMALL)
-    assert not any(assigned.load_state_dict(weights, assign=True))  # no missing and no unexpected keys
+    assert not any(assigned.load_state_dict(weights, assign=True))  # neither missing nor unexpected keys
     assert assigned.blocks[1].norm.weight.data_ptr() == weights["layers.1.norm.weight"].data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""Tests of weights in checkpoints of other programs: the keys under which they are found, and ambiguous files."""
+"""Tests of loading other programs' checkpoints: keys under which weights are found, and ambiguous files."""
 
 import logging
 
@@ -37,7 +37,7 @@ class Lightning(torch.nn.Module):
 
 
 def assert_loads(path, truth):
-    """Assert that `from_checkpoint`, which must find all weights, and training from the file load these weights."""
+    """Assert that `from_checkpoint`, and `create_model` as called by training, load these weights from a file."""
     for model in (
         from_checkpoint(path, "vil_tiny", **KWARGS),
         create_model("vil_tiny", path, **KWARGS),
@@ -94,7 +94,7 @@ def test_of_weights_and_their_average_the_one_asked_for_is_loaded_and_an_unasked
         assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
     assert not caplog.messages
     caplog.set_level(logging.WARNING)
-    found = create_model("vil_tiny", path, **KWARGS).state_dict()  # training starts from EMA weights, as timm does
+    found = create_model("vil_tiny", path, **KWARGS).state_dict()  # training starts from the EMA weights, as timm would
     assert all(torch.equal(found[name], tensor) for name, tensor in OTHERS.items())
     assert any(f"EMA weights ['{keys[1]}']" in message for message in caplog.messages)
 

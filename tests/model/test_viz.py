@@ -1,4 +1,4 @@
-"""Tests of vil.viz: its plots show what the model computes."""
+"""Tests of vil.viz: plots show values that independent code computes from the model."""
 
 import io
 import sys
@@ -34,7 +34,7 @@ from vil.viz import (
     trace_scans,
 )
 
-# With 15 patches and 16 tokens, the class token's index differs between the two reading directions.
+# With 15 patches (16 tokens), the class token's position in the sequence differs between the two directions.
 GRID, TOKENS, CLASS_TOKEN = (3, 5), 16, 7
 
 
@@ -49,7 +49,7 @@ def images():
 
 
 def lines_of(pool):
-    """Return the tokens that a block's scans read together, in order: single tokens, or the patches of a line."""
+    """Return, in order, the groups of tokens that share a state update: single tokens, or lines in pooled blocks."""
     if pool is None:
         return [[token] for token in range(TOKENS)]
     patches = torch.tensor([token for token in range(TOKENS) if token != CLASS_TOKEN]).view(GRID)
@@ -58,10 +58,10 @@ def lines_of(pool):
 
 
 def expected_trace(model, block, g, images):
-    """Return relevance, step and state norm of one direction, by omitting tokens and querying each state."""
+    """Compute one direction's trace (relevance, step size, state norm) by omitting tokens and querying each state."""
     w = {name: p.detach() for name, p in model.named_parameters()}
     lines, names = lines_of(model.blocks[block].pool), naive_model.OURS["directions"][g]
-    if model.pooled:  # tests/model/test_pooled.py checks pooled blocks
+    if model.pooled:  # the pooled block itself is tested in tests/model/test_pooled.py
         tokens = model.embed(images).detach()
         for earlier in model.blocks[:block]:
             tokens = earlier(tokens, grid=GRID).detach()
@@ -79,7 +79,8 @@ def expected_trace(model, block, g, images):
     logits = F.linear(b, w[names["step"] + ".weight"], w[names["step"] + ".bias"])
     place = (list(reversed(lines)) if g else lines).index([CLASS_TOKEN])
     relevance = []
-    for line in torch.eye(len(lines), dtype=v.dtype):  # both recurrences are linear in v
+    # Both recurrences are linear in v, so each line's contribution can be computed separately.
+    for line in torch.eye(len(lines), dtype=v.dtype):
         alone = naive_model.scan(line[:, None] * v, logits, k, q, rates)
         relevance.append(alone[:, place].norm(dim=-1))
     states = [naive_model.scan(v, logits, k, n.expand_as(q), rates) for n in torch.eye(q.shape[-1], dtype=v.dtype)]
@@ -92,9 +93,9 @@ def expected_trace(model, block, g, images):
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny", "vil_tiny_pooled", "vim_tiny_pooled"])
 def test_a_trace_is_what_each_direction_reads_writes_and_keeps(name, images):
-    """Trace what each direction reads, writes and keeps.
+    """A trace shows what each direction reads from, writes to and keeps in its state.
 
-    A pooled model's first block reads rows, its second block columns.
+    The first block of a pooled model reads rows, the second block columns.
     """
     model = small(name)
     traces = trace_scans(model, images)
@@ -110,7 +111,7 @@ def test_a_trace_is_what_each_direction_reads_writes_and_keeps(name, images):
         read = read + relevance / relevance.sum((1, 2), keepdim=True) / 2
     torch.testing.assert_close(reading(model, images), read)
     assert read.sum((1, 2)).tolist() == pytest.approx([1, 1])
-    # the trace uses fp32, because bf16 could not accumulate the states
+    # Traces are computed in fp32, because states cannot accumulate in bf16.
     for trace in trace_scans(model.bfloat16(), images.bfloat16()):
         assert [values.dtype for values in (trace.relevance, trace.step, trace.state_norm)] == [torch.float32] * 3
 
@@ -125,7 +126,7 @@ def test_maps_are_rows_of_patches_without_the_class_token():
     assert torch.equal(patch_maps(dynamic, values, (24, 33)), maps)
 
 
-# Of four rows the centre is in the third, as in a grid of five columns.
+# The central patch is in the third row of four and in the third column of five.
 @pytest.mark.parametrize(("size", "token", "place"), [((32, 40), "centre", 12), ((24, 40), "class", None)])
 def test_the_receptive_field_is_how_much_each_pixel_moves_the_tokens_features(size, token, place):
     model = small(size=size)
@@ -139,14 +140,14 @@ def test_the_receptive_field_is_how_much_each_pixel_moves_the_tokens_features(si
         found = effective_receptive_field(model, images, **({} if token == "centre" else {"token": token}))
     torch.testing.assert_close(found, expected / expected.sum(), rtol=1e-9, atol=1e-12)
     assert not found.requires_grad
-    dynamic = small(size=16, dynamic_img_size=True)  # the centre follows the size of the images
+    dynamic = small(size=16, dynamic_img_size=True)  # the central patch depends on the size of the images
     field = effective_receptive_field(dynamic, images, token)
     dynamic.set_input_size(size)
     torch.testing.assert_close(effective_receptive_field(dynamic, images, token), field)
 
 
 class SeesOnePixel(torch.nn.Module):
-    """Model whose first class becomes more likely with a redder pixel (9, 33), and with greener other pixels."""
+    """Model whose class 0 becomes more likely if pixel (9, 33) is redder or any other pixel is greener."""
 
     def forward(self, images):
         logits = 3 * images[:, 0, 9, 33] + images[:, 1].mean((1, 2))
@@ -184,7 +185,7 @@ def test_a_deletion_curve_is_the_probability_as_patches_are_hidden_by_the_mean_c
             expected.append(model(hidden).softmax(-1)[0, number].item())
         assert curve[i].tolist() == pytest.approx(expected)
     curve, blank = deletion_curve(model, images, maps), images.mean((2, 3), keepdim=True).expand_as(images)
-    assert curve.shape == (2, 11)  # 11 steps hide all 15 patches
+    assert curve.shape == (2, 11)  # 11 points, because patches are hidden in ten steps by default
     for step, seen in ((0, images), (10, blank)):
         expected = model(seen).softmax(-1).gather(1, model(images).argmax(-1, keepdim=True))[:, 0]
         torch.testing.assert_close(curve[:, step], expected.detach())
@@ -205,12 +206,12 @@ def test_looking_leaves_the_model_as_it_was(images):
 
 
 def maps_of(figure):
-    """Return the axes of a figure without its colour bars."""
+    """Return a figure's axes except colour bars."""
     return [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
 
 
 def panels(figure):
-    """Return the data of each panel and its colour scale."""
+    """Return each panel's data and colour limits."""
     axes = maps_of(figure)
     drawn = [axis.get_images()[0] for axis in axes]
     assert all(axis.get_xticks().size == axis.get_yticks().size == 0 for axis in axes)
@@ -236,14 +237,14 @@ def test_the_picture_of_the_scans_shows_each_image_beside_its_traces(name, step,
                 panel = 7 * row + 1 + 2 * field + g
                 np.testing.assert_allclose(arrays[panel], pair[g].view(GRID), rtol=1e-6, atol=1e-12)
                 np.testing.assert_allclose(limits[panel], (least, most), rtol=1e-6, atol=1e-12)
-    assert len(figure.axes) == 10 * len(rows)  # each pair of maps has a colour bar
+    assert len(figure.axes) == 10 * len(rows)  # seven maps per row, and three colour bars
     titles = [axis.get_title().replace("\n", " ") for axis in maps_of(figure)[1:7]]
     ways = ("first to last", "last to first")
     assert titles == [f"{field}, {way}" for field in ("relevance", step, "state norm") for way in ways]
     others = [axis.get_title() for axis in maps_of(figure)[7:]]
     assert maps_of(figure)[0].get_title() == "$1 and 2$"
     assert [title for title in others if title] == ["other"]
-    figure.savefig(io.BytesIO())  # titles must not be parsed as TeX
+    figure.savefig(io.BytesIO())  # Saving fails if titles are parsed as TeX.
 
 
 def test_the_picture_of_why_lays_the_maps_over_each_image_beside_its_curves():
@@ -264,11 +265,11 @@ def test_the_picture_of_why_lays_the_maps_over_each_image_beside_its_curves():
             assert above.get_clim() == pytest.approx((-most if name == "signed" else 0, most))
             assert above.get_cmap().name == ("RdBu" if name == "signed" else "viridis")
             assert below.get_clim() == (0, 1)
-            assert 0 < above.get_alpha() < 1  # the image remains visible
+            assert 0 < above.get_alpha() < 1  # the overlay is translucent
         for line, (name, values) in zip(row[3].get_lines(), curves.items()):
             assert line.get_label() == name
             np.testing.assert_allclose(line.get_xydata(), [[10 * n, y] for n, y in enumerate(values[i].tolist())])
-        assert row[3].get_ylim() == (-0.03, 1.03)  # all images share the same limits
+        assert row[3].get_ylim() == (-0.03, 1.03)  # all curves have the same y-axis limits
     assert [text.get_text() for text in axes[3].get_legend().get_texts()] == [*curves]
     figure.savefig(io.BytesIO())
 
@@ -307,7 +308,7 @@ NAMES = [f"{number}, a name of many words, as ImageNet has them" for number in r
 
 
 def checkpoint_of_a_run(path, weights, **options):
-    """Write a run's checkpoint of this model, with EMA weights that must not be used."""
+    """Write a run's checkpoint of this model, with EMA weights that vil.viz must not use."""
     average = {name: torch.zeros_like(t) for name, t in weights.items()}
     config = {**vars(Config(**options)), "num_classes": 3}
     state = {"arch": options["model"], "config": config, "model": weights, "model_ema": average, "label_names": NAMES}
@@ -325,7 +326,7 @@ def checkpoint_of_a_run(path, weights, **options):
     ],
 )  # fmt: skip
 def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks, tmp_path, monkeypatch, capsys):
-    """Plot one image of each folder, then the next image of each folder, with the data of the package's figures."""
+    """The command plots the first image of each folder, then the second of each, with the data of vil.viz's figures."""
     kwargs = dict(embed_dim=16, depth=4, patch_size=8)
     torch.manual_seed(7)
     model = timm.create_model("vil_tiny", num_classes=3, img_size=16, **kwargs).eval()
@@ -353,7 +354,7 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
     asked, count = images[:4], min(2, len(files))
     with torch.no_grad():
         best = model(images[:count]).softmax(-1).max(-1)
-    titles = [  # short enough for adjacent images
+    titles = [  # titles short enough for adjacent images
         f"{name[2:][-30:]}".replace("\n", "?") + f"\n{NAMES[number][:30]} ({p:.1%})"
         for name, p, number in zip(files, *map(torch.Tensor.tolist, best))
     ]

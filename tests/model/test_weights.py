@@ -1,4 +1,4 @@
-"""Tests of weight files for publication: contents, metadata, and the weights shipped with the repository."""
+"""Tests of exported .safetensors weight files: contents, metadata, and the weights in the repository."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ KWARGS = SMALL["model_kwargs"]
 
 @pytest.fixture(scope="module")
 def best(tmp_path_factory):
-    """Return the path and content of a run's best.pt."""
+    """Return the path and the content of a run's best.pt."""
 
     def write(**options):
         torch.manual_seed(0)
@@ -47,7 +47,7 @@ def best(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def packed(best, tmp_path_factory):
-    """Return the weight file of a run with images of 32 pixels, packed by the command, and the original weights."""
+    """Return the weight file that vil.export writes for a run with 32-pixel images, and the run's original weights."""
     path, state = best(img_size=32)
     file = tmp_path_factory.mktemp("weights") / "small.safetensors"
     call(command_line.main, "--checkpoint", path, "--out", file, "--metadata", "commit=0012", "data=a=b, c")
@@ -73,7 +73,7 @@ def test_the_file_has_the_average_rounded_to_halves_and_says_what_a_model_needs(
     config = resolve_model_data_config(model)
     assert (config["input_size"], config["crop_pct"], config["interpolation"]) == ((3, 32, 32), 0.7, "bilinear")
     with pytest.raises(CheckpointError, match="small.safetensors does not fit the model"):
-        vil.from_checkpoint(file, "vim_tiny")  # the weights are a ViL's
+        vil.from_checkpoint(file, "vim_tiny")  # vim_tiny cannot load vil_tiny's weights
 
 
 def test_timm_and_a_run_start_from_the_file_with_a_head_of_their_own(packed, caplog):
@@ -93,7 +93,7 @@ def test_timm_and_a_run_start_from_the_file_with_a_head_of_their_own(packed, cap
     assert all(torch.equal(first[n], weights[n].half().float()) for n in first if not n.startswith("head."))
 
 
-# the heads are named `fc`, and `head.linear` beside a second head
+# other names of heads: `fc`, and `head.linear` in a model with a second head
 @pytest.mark.parametrize("name", ["resnet10t", "levit_128s"])
 def test_a_run_starts_from_another_models_file_with_the_head_that_it_has(name, tmp_path, caplog):
     weights = timm.create_model(name, num_classes=7).state_dict()
@@ -127,7 +127,7 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
     images = torch.randn(2, 3, *size)
     folders = [folder]
     if of_a_run:
-        folders.append(tmp_path / "timm's")  # a folder as timm's push_to_hf_hub writes it
+        folders.append(tmp_path / "timm's")  # a folder with the files of timm's push_to_hf_hub
         save_for_hf(model, folders[-1], model_args=model.model_args, safe_serialization="both")
     by_timm = [timm.create_model(f"local-dir:{path}", pretrained=True).eval() for path in folders]
     for found in (*by_timm, vil.from_checkpoint(folder)):
@@ -150,12 +150,13 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
         with pytest.raises(CheckpointError, match=r"config.json is not a model's config.json: |mine has std \[1e-50\]"):
             vil.from_checkpoint(folder)
     (folder / "config.json").write_text(re.sub(r'"crop_pct": [\d.]+', '"crop_pct": 0.5', config))
-    assert vil.from_checkpoint(folder).pretrained_cfg["crop_pct"] == 0.5  # a user's edit takes precedence
+    # config.json, which users may edit, takes precedence over the metadata of the weight file.
+    assert vil.from_checkpoint(folder).pretrained_cfg["crop_pct"] == 0.5
     (folder / "config.json").write_text(re.sub(r'"crop_pct": [\d.]+', '"crop_pct": null', config))
     assert vil.from_checkpoint(folder).pretrained_cfg["crop_pct"] == model.pretrained_cfg["crop_pct"]
     (folder / "README.md").write_text(card + "Data: mine")
     monkeypatch.chdir(folder)
-    # export replaces its own files but keeps the README that a user edited
+    # Exporting again replaces the files in the folder, but keeps a README that was edited.
     assert export_model(model, ".").path == Path()
     assert "README.md exists and is not overwritten" in caplog.messages
     assert Path("config.json").read_text() == config
@@ -197,7 +198,7 @@ def test_the_weights_that_are_shipped_are_those_of_their_card(request):
 def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path):
     path, state = best(img_size=16)
     file = path
-    for size in ((8, 32), (16, 24), (24, 16)):  # the number of patches stays equal, grows, and stays equal
+    for size in ((8, 32), (16, 24), (24, 16)):  # numbers of patches relative to the original: equal, larger, equal
         wide, again, fine = vil.from_checkpoint(file, img_size=size), *(vil.from_checkpoint(file) for _ in range(2))
         again.set_input_size(size)
         assert torch.equal(wide.pos_embed, again.pos_embed)
@@ -221,8 +222,8 @@ def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path)
     assert larger.pos_embed.dtype == torch.float32
     square = vil.from_checkpoint(tmp_path / "square.safetensors")
     square.set_input_size(40)
-    torch.testing.assert_close(larger.pos_embed, square.pos_embed)  # resampling uses fp32
-    state["config"]["img_size"] = 24  # as in another phase
+    torch.testing.assert_close(larger.pos_embed, square.pos_embed)  # position embeddings are resampled in fp32
+    state["config"]["img_size"] = 24  # a later training phase with larger images
     checkpoint.save_checkpoint(state, path)
     started = create_model("vil_tiny", str(path), num_classes=7, img_size=16, **KWARGS)
     assert torch.equal(started.pos_embed, state["state_dict_ema"]["pos_embed"])
@@ -235,7 +236,7 @@ def test_any_model_of_timm_is_loaded_and_packed(tmp_path):
     original = timm.create_model("resnet10t", num_classes=5).eval()
     torch.save(original.state_dict(), tmp_path / "resnet.pth")
     model = vil.from_checkpoint(tmp_path / "resnet.pth", "resnet10t", num_classes=5, img_size=176)
-    # test size of timm's pretrained weights
+    # timm's config also has a test size, which does not apply to a model created for another size.
     assert "test_input_size" in original.pretrained_cfg
     assert resolve_model_data_config(model, use_test_size=True) == resolve_model_data_config(original)
     images = torch.rand(1, 3, 64, 64)
@@ -280,7 +281,7 @@ def test_what_a_file_of_weights_may_decide_is_what_a_checkpoint_may(tmp_path, co
         vil.from_checkpoint(path)
     assert "\n" not in str(refused.value)
     save_file({"a": torch.ones(1)}, path, {"format": "pt", "config": json.dumps({"model": "vil_tiny"})})
-    assert checkpoint.Checkpoint(path).options == {}  # metadata of other programs' files is ignored
+    assert checkpoint.Checkpoint(path).options == {}  # metadata without this package's entries is ignored
 
 
 def test_a_word_of_metadata_without_text_is_refused(capsys):

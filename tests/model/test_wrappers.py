@@ -1,4 +1,4 @@
-"""Tests of models inside wrappers of PyTorch and timm: wrapped models keep class names and preprocessing."""
+"""Tests of models wrapped by PyTorch and timm: class names and preprocessing of the inner model are used."""
 
 import logging
 
@@ -100,9 +100,9 @@ def test_a_model_without_a_configuration_is_told_and_one_without_logits_refused(
 
 
 def test_timms_pretrained_models_of_1000_classes_have_imagenets_names():
-    """Find ImageNet's class names for all pretrained models of timm with 1000 classes.
+    """Every pretrained timm model with 1000 classes gets ImageNet's class names.
 
-    Tags of 54 of 1,321 models do not end in in1k.
+    54 of the 1,321 models have a pretrained tag that does not end in "in1k", so the tag does not identify ImageNet-1k.
     """
     from vil.classes import names_of
 
@@ -113,5 +113,5 @@ def test_timms_pretrained_models_of_1000_classes_have_imagenets_names():
             model = nn.Identity()
             model.num_classes, model.pretrained_cfg = 1000, config.to_dict()
             assert names_of(model) == ids, name
-    model.num_classes = 10  # the head was replaced
+    model.num_classes = 10  # a replaced head has no ImageNet class names
     assert names_of(model) == []
