@@ -30,3 +30,73 @@ MISSING = {
 MODULES = {"darwin": ("triton", "cuda"), "win32": ("triton", "cuda", "fcntl", "resource", "pwd", "grp", "termios")}
 # imported before functions are removed, because these libraries check the platform
 LIBRARIES = ("timm", "torch.utils.data")
+
+
+def become(platform: str) -> None:
+    """Remove the functions and modules that the platform lacks; call this before importing `vil`."""
+    for module, names in MISSING[platform].items():
+        for name in names:
+            delattr(module, name)
+    for name in MODULES[platform]:
+        sys.modules[name] = None
+    if platform == "win32":  # stub file locks, which always succeed
+        sys.modules["msvcrt"] = SimpleNamespace(LK_NBLCK=2, locking=lambda *_: None)
+    resource_tracker._HAVE_SIGMASK = hasattr(signal, "pthread_sigmask")
+    sys.modules["torch.utils.data._utils.signal_handling"].IS_WINDOWS = platform == "win32"
+
+
+def train(platform: str, config: str) -> None:
+    """Train with workers until Ctrl-C (the only signal on Windows), then resume without workers until the end."""
+    # Fork for macOS, because starting new interpreters takes seconds and the Windows run covers spawned workers.
+    multiprocessing.set_start_method("spawn" if platform == "win32" else "fork", force=True)
+    os.environ["PLATFORM"] = platform
+    whole = SimpleNamespace(**vars(os))
+    become(platform)
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
+        import vil  # noqa: F401
+    assert not said.getvalue()
+    from vil.kernels import cache
+    from vil.training import summary
+
+    cache.os = whole  # keep the kernel cache working, because compiling takes long
+    summary.plot_history = lambda history: b""
+    sys.argv = ["train_imagenet.py", "-c", config]
+    from vil.cli import train as program
+    from vil.fault_tolerance.early_signals import exit_on_signals
+    from vil.training import trainer as training_loop
+
+    exit_on_signals()
+    save = training_loop.Trainer.checkpoint_if_due
+
+    def interrupted(trainer):
+        if trainer.steps == 6:
+            signal.raise_signal(signal.SIGINT)
+        save(trainer)
+
+    training_loop.Trainer.checkpoint_if_due = interrupted
+    try:
+        program.main()
+    except SystemExit as end:
+        if end.code != 75:
+            raise
+    training_loop.Trainer.checkpoint_if_due = save
+    sys.argv += ["--resume", "auto", "--workers", "0"]
+    program.main()
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    sys.path.insert(0, str(ROOT))
+    for library in LIBRARIES:
+        importlib.import_module(library)
+
+if __name__ == "__mp_main__":
+    become(os.environ["PLATFORM"])
+
+if __name__ == "__main__":
+    importlib.import_module("numba")
+    runs = [multiprocessing.get_context("fork").Process(target=train, args=run) for run in zip(MISSING, sys.argv[1:])]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    sys.exit(any(run.exitcode for run in runs))
