@@ -1,4 +1,4 @@
-"""Tests of untrusted checkpoints and configs: their requests are rejected with a one-line message, or harmless."""
+"""Tests of untrusted checkpoints and configs: harmful contents are rejected with a one-line message."""
 
 import copy
 import functools
@@ -53,14 +53,14 @@ PARTS = ["config", "label_names", "history", "progress", "optimizer", "state_dic
 
 @pytest.fixture(scope="module")
 def small():
-    """Weights of a model that a run of SMALL trains."""
+    """Return the weights of a model with the options SMALL."""
     torch.manual_seed(0)
     return timm.create_model("vil_tiny", **SAME).state_dict()
 
 
 @pytest.fixture
 def write(tmp_path, small, image_folder):
-    """Write a run's checkpoint with changed options or parts, or only weights with options and labels."""
+    """Return a function that writes a checkpoint with changed options or parts, as .pt or .safetensors file."""
 
     def write(options=(), container="pt", **parts):
         config = dict(model="vil_tiny", model_kwargs=KWARGS, img_size=16, num_classes=4, data_dir=str(image_folder))
@@ -78,7 +78,7 @@ def write(tmp_path, small, image_folder):
 
 @pytest.fixture
 def error_of_validation():
-    """Return the one-line error of validate.py, or of another command."""
+    """Return a function that runs validate.py or another command, and returns the command's one-line error."""
 
     def failed(*words, main=validate.main, common=("--device", "cpu", "--workers", "0")):
         with pytest.raises(SystemExit) as stopped:
@@ -89,7 +89,7 @@ def error_of_validation():
     return failed
 
 
-# what a checkpoint asks for
+# options in a checkpoint
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,8 @@ def error_of_validation():
     [
         (dict(data_dir="pipe:touch MARKER"), "has data_dir 'pipe:touch .*', which is not the path"),
         (dict(data_dir="x\ny"), r"has data_dir 'x\\ny', which is not the path"),
-        (dict(data_dir="https://x/y"), "has data_dir 'https://x/y', which is not"),  # for a --dataset that is given
+        # a URL is accepted only with --dataset on the command line
+        (dict(data_dir="https://x/y"), "has data_dir 'https://x/y', which is not"),
         (dict(dataset="wds/x", val_split="pipe:touch MARKER"), "has val_split 'pipe:touch .*', which is not"),
         (dict(dataset="hfds/x"), "was trained on the dataset 'hfds/x': to read it, set --dataset hfds/x"),
         (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is not a plain dataset name"),
@@ -117,14 +118,14 @@ def error_of_validation():
         *((dict(interpolation=i), f"has interpolation '{i}', which is unknown$") for i in ("7", "")),
     ],
 )  # fmt: skip
-def test_a_checkpoint_decides_no_programs_addresses_and_sizes(write, error_of_validation, tmp_path, options, message):
+def test_a_checkpoint_cannot_set_commands_urls_or_huge_sizes(write, error_of_validation, tmp_path, options, message):
     marker = tmp_path / "marker"
     options = {k: v.replace("MARKER", str(marker)) if isinstance(v, str) else v for k, v in options.items()}
     assert re.search(message, error_of_validation("--checkpoint", write(options)))
     assert not marker.exists()
 
 
-def test_what_a_checkpoint_asks_for_may_be_as_large_as_its_limits():
+def test_options_in_a_checkpoint_are_accepted_up_to_their_limits():
     kwargs = dict(embed_dim=8192, depth=512, patch_size=[512, 512], stride=512, in_chans=1024, img_size=8192)
     kwargs |= dict(drop_rate=1, drop_path_rate=1, num_heads=512, mlp_ratio=64, dynamic_img_size=True, qkv_bias=True)
     largest = dict(model_kwargs=kwargs | dict(global_pool="token"), num_classes=10**6, img_size=8192)
@@ -150,26 +151,27 @@ def test_what_a_checkpoint_asks_for_may_be_as_large_as_its_limits():
 
 
 @pytest.mark.parametrize(("more", "reason"), [(0, "size mismatch"), (1, r"it has \d+ values, and the file 10$")])
-def test_resampling_may_add_values_up_to_a_limit(more, reason):
+def test_resampling_adds_values_only_up_to_a_limit(more, reason):
     model = torch.nn.Linear(1, 4 * 10 + state_dicts.MOST_RESAMPLED + more, bias=False, device="meta")
     with pytest.raises(CheckpointError, match=f"x.pt does not fit the model: .*{reason}"):
         state_dicts.load_weights(model, dict(weight=torch.zeros(10)), "x.pt")
 
 
-def test_a_checkpoint_that_is_compared_with_decides_as_little(write, error_of_validation):
+def test_a_checkpoint_given_by_against_has_the_same_restrictions(write, error_of_validation):
     path = write(dict(model="hf-hub:someone/model"))
     against = path.replace(path.with_name("against.pt"))
     assert "has model 'hf-hub:someone/model'" in error_of_validation("--checkpoint", write(), "--against", against)
 
 
-def test_options_of_a_run_that_a_checkpoint_decides_are_no_places_and_devices(write, tmp_path, monkeypatch):
+def test_a_checkpoint_sets_hyperparameters_but_no_paths_or_devices(write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = dict(output="/etc", experiment="cron.d", device="meta", resume="x", pretrained_path="/x", log_wandb=True)
     path = write(asked | dict(lr=0.5))
     config = load_config("", ["--resume", path.name], checkpoint.options_to_resume)
-    assert (config.output, config.experiment) == (str(tmp_path.parent), tmp_path.name)  # where the file is
+    # the run continues in the folder of the checkpoint
+    assert (config.output, config.experiment) == (str(tmp_path.parent), tmp_path.name)
     assert (config.device, config.pretrained_path, config.log_wandb, config.lr) == (None, None, False, 0.5)
-    (tmp_path / "c.yaml").write_text("epochs: 7")  # and none where a file does
+    (tmp_path / "c.yaml").write_text("epochs: 7")  # a config file takes precedence over the checkpoint's options
     config = load_config("", ["-c", "c.yaml", "--resume", path.name], checkpoint.options_to_resume)
     assert (config.output, config.epochs, config.lr) == ("output", 7, 1e-3)
 
@@ -180,7 +182,7 @@ CONFIRMED += [(name, ["--dataset", name], None) for name in ("wds/x", "WDS/x", "
 
 @pytest.mark.parametrize("place", [None, "/root/.ssh", "https://host/shards", "pipe:touch x"])
 @pytest.mark.parametrize(("dataset", "words", "data_dir"), CONFIRMED)
-def test_a_dataset_is_read_where_the_command_line_says_and_else_not(write, place, dataset, words, data_dir):
+def test_a_checkpoints_dataset_is_opened_only_if_the_command_line_confirms_it(write, place, dataset, words, data_dir):
     path = write(dict(dataset=dataset, data_dir=place))
     config = load_config("", ["--resume", str(path), *words], checkpoint.options_to_resume)
     assert (config.dataset, config.data_dir) == (dataset, data_dir)
@@ -202,14 +204,14 @@ def test_a_dataset_is_read_where_the_command_line_says_and_else_not(write, place
         ("hfds/x", "train[/x] train[a] https://x/y ../x x{0..3} x|5"),
     ],
 )
-def test_splits_are_names_inside_the_folder(dataset, splits):
+def test_split_names_in_a_checkpoint_cannot_leave_the_data_folder(dataset, splits):
     for split in splits.split(" "):
         with pytest.raises(ConfigError, match="the checkpoint x has val_split .*, which is not a plain name"):
             options_of_checkpoint(dict(dataset=dataset, val_split=split), "x")
 
 
-def test_generated_splits_of_shards_are_refused_or_few_files_of_the_folder():
-    """By what webdataset makes of them."""
+def test_random_shard_splits_are_rejected_or_expand_to_files_in_the_folder():
+    """Expand accepted split names with webdataset: the files must lie in the data folder and be at most 100,000."""
     from webdataset.shardlists import expand_urls
 
     words = [*"./|0a,-{}:$", "..", "tar", "{0..3}", "{0..299}", "{0..999999}", "{HOME}", "{.,a}", "|36", "::", "pipe:"]
@@ -232,7 +234,7 @@ def test_generated_splits_of_shards_are_refused_or_few_files_of_the_folder():
 
 
 def compressed():
-    """Return an archive of PyTorch with compressed parts, none of which expands to more than the whole file."""
+    """Return a PyTorch archive with compressed parts. Each part alone is smaller than the file."""
     content = io.BytesIO(saved([*(torch.rand(10**5) for _ in range(2)), *(torch.zeros(15 * 10**4) for _ in range(3))]))
     with zipfile.ZipFile(content) as plain, zipfile.ZipFile(made := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as file:
         for part in plain.infolist():
@@ -241,7 +243,7 @@ def compressed():
 
 
 def understated():
-    """An archive whose one part says that it has four bytes, and decompresses to 64 MiB."""
+    """Return an archive with one part whose declared size is four bytes, but which decompresses to 64 MiB."""
     with zipfile.ZipFile(made := io.BytesIO(), "w", zipfile.ZIP_BZIP2) as file:
         file.writestr("x/data.pkl", b"\x80\2}." + bytes(2**26))
         file.infolist()[0].file_size = 4
@@ -249,7 +251,7 @@ def understated():
 
 
 def program_of(*opcodes, storage=b""):
-    """Return a file whose pickle has these opcodes."""
+    """Return a PyTorch archive whose pickle consists of the given opcodes."""
     with zipfile.ZipFile(made := io.BytesIO(), "w") as file:
         file.writestr("x/data.pkl", b"\x80\2" + b"".join(opcodes) + b".")
         file.writestr("x/data/0", storage)
@@ -261,12 +263,12 @@ def text(word):
 
 
 def hexed(times):
-    """Return a text that the codec hex doubles many times; PyTorch's unpickler allows its function, _codecs.encode."""
+    """Return an archive whose pickle doubles a text `times` times by _codecs.encode, which PyTorch allows."""
     return program_of(b"c_codecs\nencode\n" * times, text("a"), (text("hex") + b"\x86R") * times)
 
 
 def view_of_one_value(count):
-    """Return a tensor whose elements are all the same stored value."""
+    """Return the pickle of a tensor with `count` elements and stride 0, which share one stored value."""
     storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\1tQ"
     size = b"J" + struct.pack("<i", count) + b"K\2\x86" + b"K\0K\0\x86"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + size + b"\x89}tR"
@@ -283,7 +285,7 @@ def nested(times, width):
 
 
 def odd_safetensors(count, dimensions):
-    """Return a file of empty tensors, which allow a header of any size."""
+    """Return a safetensors file of empty tensors: its header can have any size."""
     header = {f"{i}": dict(dtype="F32", shape=[0] * dimensions, data_offsets=[0, 0]) for i in range(count)}
     return struct.pack("<Q", len(text := json.dumps(header).encode())) + text
 
@@ -303,7 +305,7 @@ GROWING = [
     (lambda: saved(nested(99, 1)), "its values are nested 20 levels"),
     (lambda: saved(["x" * 2**20] * 20), "its values take at least"),
     (lambda: saved({2**40: 0}), "a dict has a key that is int, neither text nor a small integer"),
-    # functions get no tensors of many values that they would go through
+    # functions that iterate over an argument must not receive a huge tensor
     (lambda: program_of(b"ccollections\nOrderedDict\n", view_of_one_value(10**9), b"R"), "it calls function with arg"),
     (lambda: program_of(b"ctorch\nSize\n", view_of_one_value(10**9), b"\x85R"), "a size is not a tuple of at most 64"),
     (lambda: program_of(b"cargparse\nNamespace\n)\x81", view_of_one_value(10**9), b"b"), "it sets attributes of Names"),
@@ -313,7 +315,7 @@ GROWING = [
 
 
 @pytest.mark.parametrize(("make", "reason"), GROWING)
-def test_a_file_that_would_be_more_than_it_holds_is_refused_before_memory_is_taken(tmp_path, make, reason):
+def test_a_file_that_expands_in_memory_is_rejected_before_allocation(tmp_path, make, reason):
     (tmp_path / "made.pt").write_bytes(content := make())
     assert len(content) < 10**7
     for whole in (True, False):
@@ -321,8 +323,8 @@ def test_a_file_that_would_be_more_than_it_holds_is_refused_before_memory_is_tak
             checkpoint.Checkpoint(tmp_path / "made.pt", whole)
 
 
-def test_a_damaged_file_that_claims_a_long_text_is_not_a_failure_of_the_machine(tmp_path):
-    """Python raises a MemoryError for such a text, as if memory were short."""
+def test_a_damaged_text_length_is_reported_as_a_damaged_file(tmp_path):
+    """Python raises MemoryError for a damaged text length, although the machine has enough memory."""
     magic, rest = saved({"a": 1}, _use_new_zipfile_serialization=False).split(b"}q", 1)[0], struct.pack("<Q", 2**61)
     (path := tmp_path / "made.pt").write_bytes(magic + b"\x8d" + rest)
     with pytest.raises(BrokenCheckpointError, match="made.pt cannot be read as a checkpoint"):
@@ -330,14 +332,14 @@ def test_a_damaged_file_that_claims_a_long_text_is_not_a_failure_of_the_machine(
 
 
 @pytest.mark.parametrize("dimensions", [65, 100_000])
-def test_safetensors_of_many_dimensions_are_refused(tmp_path, dimensions):
+def test_safetensors_with_many_dimensions_are_rejected(tmp_path, dimensions):
     (path := tmp_path / "odd.safetensors").write_bytes(odd_safetensors(1, dimensions))
     with pytest.raises(CheckpointError, match=f"has {dimensions} dimensions, more than 64"):
         checkpoint.Checkpoint(path).weights()
 
 
 @pytest.mark.parametrize("container", ["pt", "safetensors"])
-def test_a_flipped_bit_is_refused_or_changes_nothing(write, small, container):
+def test_a_flipped_bit_is_rejected_or_changes_nothing(write, small, container):
     names = list("abcd")
     path = write(container=container, label_names=names)
     content, rng, refused = path.read_bytes(), random.Random(0), 0
@@ -356,23 +358,26 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(write, small, container):
     assert refused > 1.6 * COUNT
 
 
-def test_a_changed_tensor_is_noticed_by_the_checksum_of_its_file(tmp_path, small):
+def test_a_changed_tensor_fails_the_checksum(tmp_path, small):
     path = tmp_path / "given.pt"
     torch.serialization.set_crc32_options(False)
-    torch.save({f"module.{name}": value for name, value in small.items()}, path)  # of PyTorch's DistributedDataParallel
+    # DistributedDataParallel adds the prefix "module."
+    torch.save({f"module.{name}": value for name, value in small.items()}, path)
     torch.serialization.set_crc32_options(True)
     assert checkpoint.Checkpoint(path).weights().keys() == small.keys()
-    torch.save({"head.weight": ALIKE, "embedding.weight": ALIKE, "mask": ALIKE == 0}, path)  # the two are tied
-    path.write_bytes((content := path.read_bytes())[:-6] + b"\xff" * 4 + content[-2:])  # as of more than 4 GB
+    # head.weight and embedding.weight are tied
+    torch.save({"head.weight": ALIKE, "embedding.weight": ALIKE, "mask": ALIKE == 0}, path)
+    # the ZIP marker of an archive of more than 4 GB
+    path.write_bytes((content := path.read_bytes())[:-6] + b"\xff" * 4 + content[-2:])
     assert checkpoint.Checkpoint(path).weights().keys() == {"head.weight", "embedding.weight", "mask"}
     path.write_bytes(content[:1_900_000] + b"1" + content[1_900_001:])
     with pytest.raises(CheckpointError, match="Bad CRC-32"):
         checkpoint.Checkpoint(path).weights()
-    assert weight_files.digest({"b": torch.ones(2), "a": torch.arange(3)}) == "c0ac27d2"  # as in files that there are
+    assert weight_files.digest({"b": torch.ones(2), "a": torch.arange(3)}) == "c0ac27d2"  # digest in existing files
 
 
-def test_a_file_that_is_replaced_meanwhile_is_read_as_one_file(tmp_path, small, write):
-    """Whichever of two files a reader gets, the weights are those that the same file calls the best."""
+def test_a_file_replaced_during_reading_is_read_consistently(tmp_path, small, write):
+    """While a file is replaced repeatedly, each read returns the best weights of one file, never a mix of two files."""
     good, bad = ({name: torch.full_like(value, number) for name, value in small.items()} for number in (1, 2))
     files = []
     for best, worse in (("state_dict", "state_dict_ema"), ("state_dict_ema", "state_dict")):
@@ -409,7 +414,7 @@ def in_the_byte_order_of(order):
 
 def program():
     with zipfile.ZipFile(content := io.BytesIO(saved([1, 2])), "a") as file:
-        file.writestr("archive/constants.pkl", b"")  # by which PyTorch knows one of TorchScript
+        file.writestr("archive/constants.pkl", b"")  # PyTorch recognizes a TorchScript archive by this part
     return content.getvalue()
 
 
@@ -422,10 +427,10 @@ def exported():
     ("name", "content", "reason"),
     [
         ("words.pt", b"this is no checkpoint", "it holds no tensors"),
-        ("words.npz", b"no" * 50, "it holds no tensors"),  # of which PyTorch says to file an issue
+        ("words.npz", b"no" * 50, "it holds no tensors"),  # PyTorch's own message asks to file an issue
         ("words.safetensors", b"no" * 50, "header"),
         ("empty.pt", b"", "it holds no tensors"),
-        ("pickle.pt", pickle.dumps([1, 2]), "it holds no tensors"),  # in a protocol of which PyTorch warns
+        ("pickle.pt", pickle.dumps([1, 2]), "it holds no tensors"),  # PyTorch warns about this pickle protocol
         ("list.pt", saved([1, 2]), "it holds no tensors"),
         ("model.pt2", exported(), "it is an exported program: export a .safetensors, or an .onnx for"),
         ("model.pth", exported(), "PytorchStreamReader failed|it holds no tensors"),
@@ -435,16 +440,14 @@ def exported():
             "order.pt",
             in_the_byte_order_of("big"),
             "its byte order is not that of this machine",
-        ),  # PyTorch dies of shapes alone
+        ),  # PyTorch crashes on shapes of another byte order
         ("program.pt", program(), "it is a TorchScript program"),
         ("legacy.tar", bytes(10240), "it holds no tensors"),
         ("code.pt", saved(pathlib.PurePosixPath("x")), r"it holds pathlib.*PurePosixPath, .* nothing .* may run code"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_file_that_is_no_checkpoint_is_refused_without_advice_to_load_it_all_the_same(
-    tmp_path, recwarn, name, content, reason
-):
+def test_a_file_that_is_not_a_checkpoint_is_rejected_without_unsafe_advice(tmp_path, recwarn, name, content, reason):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{name} cannot be read as a checkpoint; .*{reason}") as refused:
         checkpoint.Checkpoint(tmp_path / name).weights()
@@ -460,10 +463,10 @@ LARGE = [dict(model_kwargs=dict(embed_dim=8192, depth=64)), dict(model_kwargs=KW
 
 @pytest.mark.parametrize("large", LARGE, ids=["blocks", "positions"])
 @pytest.mark.parametrize(("command", "words"), COMMANDS)
-def test_a_model_that_does_not_fit_its_weights_takes_no_memory(
+def test_a_model_that_does_not_fit_the_weights_is_never_allocated(
     write, error_of_validation, monkeypatch, command, words, large
 ):
-    """A checkpoint may name a model of gigabytes: it is compared with the weights before it and they take memory."""
+    """A checkpoint may request a huge model, so its shapes are compared with the weights on the meta device first."""
     real = timm.create_model
 
     def made(*args, **kwargs):
@@ -478,14 +481,14 @@ def test_a_model_that_does_not_fit_its_weights_takes_no_memory(
     ("tensor", "message"),
     [
         (torch.tensor([1.0, torch.nan, torch.inf, 0.0]), "has values that are not finite"),
-        (torch.full((4,), 1e39, dtype=torch.float64), "has values that are not finite"),  # in fp32
+        (torch.full((4,), 1e39, dtype=torch.float64), "has values that are not finite"),  # 1e39 overflows in fp32
         (torch.zeros(4, dtype=torch.complex64), "is a tensor of torch.complex64"),
         (torch.zeros(4, dtype=torch.float8_e4m3fn), "is a tensor of torch.float8_e4m3fn"),
         ("weights", "is not a tensor but str"),
     ],
     ids=["not finite", "too large", "complex", "8 bits", "text"],
 )
-def test_weights_that_are_none_are_named(write, small, tensor, message, error_of_validation):
+def test_invalid_weights_are_rejected_by_tensor_name(write, small, tensor, message, error_of_validation):
     parts = dict(state_dict=small | {"head.bias": tensor})
     torch.save(torch.load(path := write()) | parts, path)
     assert f"given.pt does not hold weights of a model: 'head.bias' {message}" in error_of_validation(
@@ -493,7 +496,7 @@ def test_weights_that_are_none_are_named(write, small, tensor, message, error_of
     )
 
 
-def test_a_name_of_a_tensor_cannot_write_to_the_terminal(write, small, error_of_validation, tmp_path):
+def test_control_characters_in_tensor_names_are_escaped(write, small, error_of_validation, tmp_path):
     weights = small | {"\x1b[2J\nerror: all is well": torch.zeros(1)}
     assert error_of_validation("--checkpoint", write(state_dict=weights)).isprintable()
     torch.save(weights, path := tmp_path / "others.pth")
@@ -503,7 +506,7 @@ def test_a_name_of_a_tensor_cannot_write_to_the_terminal(write, small, error_of_
 
 
 @pytest.mark.parametrize("name", ["patch_embed.proj.weight", "pos_embed"])
-def test_weights_that_would_be_resampled_but_have_other_dimensions_do_not_fit(write, small, name, error_of_validation):
+def test_weights_to_resample_must_have_the_right_number_of_dimensions(write, small, name, error_of_validation):
     for shape in ((), (5,), (1, 5), (1, 0, 32), (32, 3, 5, 5, 5)):
         message = error_of_validation("--checkpoint", write(state_dict=small | {name: torch.zeros(shape)}))
         assert "given.pt does not fit the model" in message
@@ -529,16 +532,17 @@ OF_ANOTHER_KIND = [
 
 
 @pytest.mark.parametrize(("part", "value", "reason"), OF_ANOTHER_KIND)
-def test_a_part_of_another_kind_is_nothing_to_go_on_from(write, image_folder, tmp_path, part, value, reason):
+def test_a_checkpoint_part_of_a_wrong_type_cannot_be_resumed(write, image_folder, tmp_path, part, value, reason):
     fresh = resumed(None, image_folder, tmp_path / "fresh")
     whole = fresh.state.state_dict()
     with pytest.raises((CheckpointError, ConfigError), match=rf"given.pt[^\n]*{reason}[^\n]*$"):
         resumed(write(**whole | {part: value}), image_folder, tmp_path)
 
 
-def test_a_history_has_a_row_of_each_epoch_with_numbers_by_names():
+def test_a_history_must_have_one_row_of_numbers_per_epoch():
     row = dict(epoch=1, eval_top1=2.0)
-    assert str(history_of([row, row | dict(epoch=2.0)])) == str([row, row | dict(epoch=2.0)])  # a count stays one
+    # integers and floats keep their types
+    assert str(history_of([row, row | dict(epoch=2.0)])) == str([row, row | dict(epoch=2.0)])
     for odd in (dict(epoch=2), dict(eval_top1=math.nan), {"a b": 1.0}):
         with pytest.raises(ValueError, match="the history has no row of epoch 1 as training writes it"):
             history_of([row | odd])
@@ -551,7 +555,7 @@ OPTIMIZERS += [("lion", "exp_avg", torch.zeros(3))]
 
 
 @pytest.mark.parametrize(("name", "key", "odd"), OPTIMIZERS)
-def test_the_state_of_an_optimizer_is_one_that_training_reaches(name, key, odd):
+def test_an_optimizer_state_that_training_cannot_produce_is_rejected(name, key, odd):
     model = torch.nn.ParameterList([torch.ones(2)])
     optimizer = create_optimizer_v2(model, name)
     model[0].sum().backward()
@@ -569,14 +573,14 @@ NO_NAMES += ["", "[1", "[" * 10**5, ["a\n"] * 4, ["\x1b[31m"] * 4, ["x" * 1001] 
 
 @pytest.mark.parametrize("names", NO_NAMES)
 @pytest.mark.parametrize("container", ["pt", "safetensors"])
-def test_names_of_classes_are_as_many_short_lines(write, names, container):
+def test_class_names_must_be_one_short_line_per_class(write, names, container):
     path = write(container=container, label_names=names)
     with pytest.raises(CheckpointError, match="label_names that are not a name for each of its 4 classes") as refused:
         vil.from_checkpoint(path)
     assert "\n" not in str(refused.value)
 
 
-def test_classes_in_another_order_are_refused_with_the_first_that_differs(write, image_folder, tmp_path):
+def test_classes_in_another_order_are_rejected_with_the_first_difference(write, image_folder, tmp_path):
     given = checkpoint.labels_of({name: i for i, name in enumerate(sorted(os.listdir(image_folder / "train")))})
     names = [given[i] for i in (0, 2, 1, 3)]
     message = f"class 1 is '{given[2]}' in .*given.pt, but '{given[1]}' in this run"
@@ -585,7 +589,7 @@ def test_classes_in_another_order_are_refused_with_the_first_that_differs(write,
 
 
 def mutated(node, rng, pool):
-    """Return a copy of nested lists and dicts with something replaced, removed, renamed or exchanged."""
+    """Return a copy of nested lists and dicts in which one entry is replaced, removed, renamed or swapped."""
     node = copy.copy(node)
     if not isinstance(node, (dict, list)) or not node or rng.random() < 0.15:
         return rng.choice(pool)
@@ -603,7 +607,7 @@ def mutated(node, rng, pool):
     return node
 
 
-def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupted, image_folder, tmp_path, caplog):
+def test_mutated_checkpoints_are_rejected_in_one_line_or_resumed(uninterrupted, image_folder, tmp_path, caplog):
     whole = torch.load(uninterrupted / "run" / "previous.pt", weights_only=True)
     refusals = {}
     for seed in range(COUNT):
@@ -622,16 +626,14 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
             trainer.state.meter.collect()
         except FORESEEN as error:
             refusals[seed] = str(error)
-        trainer = None  # which has the folder
+        trainer = None  # releases the lock on the run folder
     assert 0.1 < len(refusals) / COUNT < 0.98
     for message in refusals.values():
         assert re.fullmatch(r"[^\n]*(generated.pt|model|num_classes)[^\n]*", message)
 
 
 @pytest.mark.parametrize("listed", [pickle.dumps(Call((os.mkdir, "MARKER"))), b"", pickle.dumps({"tartrees": [1]})])
-def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(
-    image_folder, tmp_path, listed, monkeypatch, caplog
-):
+def test_a_cached_tar_index_runs_no_code_and_may_be_damaged(image_folder, tmp_path, listed, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     with tarfile.open("train.tar", "w") as tar:
         tar.add(image_folder / "train", "train")
@@ -643,7 +645,7 @@ def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(
     (tmp_path / "val.tar").write_bytes(b"none")
     with pytest.raises(ConfigError, match="cannot open the split 'val' of .*ReadError"):
         open_split(str(tmp_path), "", "val")
-    assert len(caplog.messages) == 1  # of a list that is there
+    assert len(caplog.messages) == 1  # val.tar has no list, so it causes no message
 
 
 # configs
@@ -665,14 +667,14 @@ def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(
         ("a: [" + "[]," * 300_000 + "]", "c.yaml must have at most 131072 bytes"),
     ],
 )  # fmt: skip
-def test_odd_configs_are_refused_by_name(tmp_path, text, message):
+def test_invalid_configs_are_rejected_with_the_cause(tmp_path, text, message):
     (tmp_path / "c.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=message) as refused:
         load_config("", ["-c", str(tmp_path / "c.yaml")])
     assert "\n" not in str(refused.value)
 
 
-def test_generated_configs_are_refused_in_a_line_or_accepted(tmp_path):
+def test_mutated_configs_are_rejected_in_one_line_or_accepted(tmp_path):
     files = sorted((ROOT / "configs").glob("*.yaml"))
     scalars = [value for value in POOL if not isinstance(value, (torch.Tensor, complex, bytes, tuple))]
     refusals = {}
@@ -694,7 +696,7 @@ def test_generated_configs_are_refused_in_a_line_or_accepted(tmp_path):
     assert not any("\n" in message for message in refusals.values())
 
 
-def test_a_device_that_is_not_there_is_refused_by_name(error_of_validation, monkeypatch):
+def test_an_unavailable_device_is_rejected_by_name(error_of_validation, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device, reason in (("gpu", "one that PyTorch knows"), ("cuda", "not available"), ("meta", "not available")):
         message = error_of_validation("--device", device, "--model", "vil_tiny")
@@ -706,7 +708,7 @@ def test_a_device_that_is_not_there_is_refused_by_name(error_of_validation, monk
         known_device("cuda:2")
 
 
-def test_a_legacy_file_whose_list_lacks_a_storage_is_damaged(tmp_path):
+def test_a_legacy_checkpoint_with_a_missing_storage_is_rejected(tmp_path):
     torch.save({"a": torch.ones(3)}, path := tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
     content = path.read_bytes()
     start = content.rindex(b"\x80\x02]")  # the list of storages is the last pickle

@@ -1,6 +1,6 @@
-"""Small files that are made to cost much: what reads them takes limited memory and time, and refuses them or not.
+"""Tests of small files made to cost much memory or time: readers stay within limits, and reject most of the files.
 
-FUZZ=1 python -m pytest tests/robustness/test_hostile_files.py    reads all of them.
+FUZZ=1 python -m pytest tests/robustness/test_hostile_files.py    runs the tests on all of the files.
 """
 
 import os
@@ -21,7 +21,7 @@ SOME = [
 
 
 @pytest.mark.parametrize("name", hostile_files.files() if "FUZZ" in os.environ else SOME)
-def test_a_small_file_costs_little(tmp_path, name):
+def test_a_small_file_uses_limited_memory_and_time(tmp_path, name):
     found = hostile_files.cost(name, tmp_path)
     assert found.outcome != "the process ended"
     assert found.megabytes < 1500
@@ -29,7 +29,7 @@ def test_a_small_file_costs_little(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["pt hex", "pt bytearray", "pt set", "pt converted tensor", "legacy pt hex"])
-def test_functions_that_weights_do_not_need_are_refused_by_name(tmp_path, name):
+def test_pickled_functions_that_weights_do_not_need_are_rejected_by_name(tmp_path, name):
     (path := tmp_path / "given.pt").write_bytes(hostile_files.files()[name]())
     with pytest.raises(
         BrokenCheckpointError, match="given.pt cannot be read .*: it holds .* which weights do not need"
@@ -37,7 +37,7 @@ def test_functions_that_weights_do_not_need_are_refused_by_name(tmp_path, name):
         Checkpoint(path)
 
 
-def test_a_header_of_claimed_length_is_refused(tmp_path):
+def test_a_header_with_a_false_length_is_rejected(tmp_path):
     (path := tmp_path / "given.safetensors").write_bytes(hostile_files.files()["safetensors length"]())
     for whole in (False, True):
         with pytest.raises(BrokenCheckpointError, match="its header has 4611686018427387904 bytes, more than 16777216"):

@@ -1,4 +1,4 @@
-"""Tests of untrusted image files: which are read, with which colours, and that none stops a run or starts a program."""
+"""Tests of untrusted image files: formats, colours and limits. No file stops a run or starts a program."""
 
 import collections
 import contextlib
@@ -72,13 +72,13 @@ def header(width, height, bits=8, colour=2):
 
 
 def many_scans():
-    """Return a progressive JPEG whose last scan is repeated a thousand times; each covers all pixels."""
+    """Return a progressive JPEG whose last scan, which covers all pixels, is repeated 20,000 times."""
     whole = encode(Image.new("L", (400, 400)), "JPEG", progressive=True)
     return whole[:-2] + whole[whole.rindex(b"\xff\xda") : -2] * 20_000 + b"\xff\xd9"
 
 
 def large_header(jpeg, width, height, times=1):
-    """Return a JPEG whose frame claims a larger size; only the first of several if `times` is 2."""
+    """Return a JPEG with `times` frame headers, the first of which claims a larger size."""
     place = jpeg.index(b"\xff\xc0")
     frame = jpeg[place : place + 19]
     large = frame[:5] + struct.pack(">HH", height, width) + frame[9:]
@@ -121,12 +121,12 @@ if features.check("avif"):
 
 @pytest.fixture
 def ghostscript(tmp_path, monkeypatch):
-    """A file that exists once `gs` has been started."""
+    """Put a stub of Ghostscript on the PATH, and return the path of the file that the stub creates when it starts."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\necho 10\n")
     (tmp_path / "bin" / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # which Pillow remembers
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # Pillow caches the path of Ghostscript
     return tmp_path / "started"
 
 
@@ -139,7 +139,7 @@ def pillow():
 
 
 def folder_of(root, contents):
-    """{train,val}/{ant,bee}: valid images in one class, the others in the other."""
+    """Write a folder {train,val}/{ant,bee}: 12 valid images in class ant, and `contents` as files of class bee."""
     for name in ("ant", "bee"):
         (root / "train" / name).mkdir(parents=True)
     for i in range(12):
@@ -151,7 +151,7 @@ def folder_of(root, contents):
 
 
 def loader_of(root, path, workers=0, device=CPU, transform_device=None):
-    """Return a loader and its batches before they are normalized."""
+    """Return a loader, and an iterable of the loader's batches before normalization."""
     if path == "evaluation":
         loader = evaluation_loader(open_split(str(root), "", "val"), DATA_CONFIG, device, workers, 4, 0, 1)
         return loader, loader.images
@@ -166,13 +166,11 @@ def named(log):
     return [record.args[0] for record in log.records if record.name == "vil.data.sources.images"]
 
 
-# no file ends a run
+# no image file stops a run
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_no_image_within_the_limits_is_counted_named_and_replaced(
-    tmp_path, path, caplog, ghostscript, monkeypatch
-):
+def test_unreadable_images_are_counted_logged_and_replaced(tmp_path, path, caplog, ghostscript, monkeypatch):
     monkeypatch.setattr(image_decoding, "MOST_BYTES", 2**20)
     root = folder_of(tmp_path / "images", UNFIT | {"long": SMALL_JPEG + bytes(2**20)})
     os.mkfifo(root / "train" / "bee" / "pipe.png")
@@ -187,14 +185,14 @@ def test_what_is_no_image_within_the_limits_is_counted_named_and_replaced(
     counted = loader.take_unreadable()
     if path == "evaluation":
         assert (targets == UNREADABLE).sum() == counted == len(unfit)
-        assert not pixels[targets == UNREADABLE].any()  # blank
+        assert not pixels[targets == UNREADABLE].any()  # unreadable images are zeros
     else:
         assert counted >= len(unfit)
         assert set(targets.tolist()) == {0, 1}
     assert not ghostscript.exists()
 
 
-def test_pictures_of_vil_viz_are_opened_as_the_loaders_do(tmp_path, ghostscript, capsys):
+def test_vil_viz_opens_images_with_the_limits_of_the_loaders(tmp_path, ghostscript, capsys):
     for name, content in UNFIT.items():
         (tmp_path / f"{name}.png").write_bytes(content)
     os.mkfifo(tmp_path / "pipe.png")
@@ -207,11 +205,11 @@ def test_pictures_of_vil_viz_are_opened_as_the_loaders_do(tmp_path, ghostscript,
     np.testing.assert_array_equal(viz.read_pictures([tmp_path / "wide.png"])[0][1], shown(SIXTEEN["png"]))
 
 
-def test_what_takes_too_much_time_or_memory_is_stopped_and_named_and_time_is_given_once(tmp_path, caplog, monkeypatch):
-    """No limit of a format holds these: what is slow is known by the clock, what is large by the address space."""
+def test_decoding_stops_at_a_time_or_memory_limit_and_is_not_retried_after_a_timeout(tmp_path, caplog, monkeypatch):
+    """Format limits do not stop these files; a timeout and a memory limit do."""
     with pytest.raises(
         images.UnfitImageError, match="MemoryError|not decoded"
-    ):  # the one, or on a busy machine the other
+    ):  # on a busy machine, the timeout can come before the memory limit
         images.read_image(io.BytesIO(sharing(2**22, 900)))
     monkeypatch.setattr(sandbox_server, "SECONDS", 3)
     asked, decode = [], images.decode_in_sandbox
@@ -235,11 +233,11 @@ def is_bounded(content):
 
 
 @pytest.mark.parametrize("name", ["jpeg", "jpeg progressive", "png"])
-def test_photographs_are_decoded_where_they_are_read(name):
-    """Guarded they would be slower."""
+def test_photographs_are_decoded_without_the_sandbox(name):
+    """Photographs of bounded cost are decoded in the loader's process, because the sandbox would be slower."""
     content = fuzz_images.corpus(name)[name]
     assert is_bounded(content)
-    for scans in (100, 101) if name == "jpeg" else ():  # of one colour, though the frame is no progressive one
+    for scans in (100, 101) if name == "jpeg" else ():  # repeated scans of one component in a baseline frame
         scan = content[content.index(b"\xff\xda") :]
         several = content[: -len(scan)] + (scan[:4] + b"\1" + scan[5:]) * scans
         if scans > image_structure.MOST_SCANS:
@@ -247,22 +245,26 @@ def test_photographs_are_decoded_where_they_are_read(name):
                 is_bounded(several)
         else:
             assert is_bounded(several)
-    twice = large_header(SMALL_JPEG, 24, 32, 2)  # which of two frames a decoder believes nobody knows
+    twice = large_header(SMALL_JPEG, 24, 32, 2)  # decoders differ in which of two frame headers they use
     assert not is_bounded(twice)
-    if name == "jpeg progressive":  # but for one of many pixels, over all of which each of its scans may go
+    # each scan of a progressive JPEG may cover all pixels, so large ones are not bounded
+    if name == "jpeg progressive":
         place = content.index(b"\xff\xc2") + 5
         large = content[:place] + struct.pack(">HH", 8000, 8000) + content[place + 4 :]
         assert not is_bounded(large)
-        for odd in (b"\0\xe0", b"\xff\xff", b"\xff\xbf", b"\xff\xd9", b"\xff\xdf"):  # where a segment is to begin
+        # invalid bytes at the start of a segment
+        for odd in (b"\0\xe0", b"\xff\xff", b"\xff\xbf", b"\xff\xd9", b"\xff\xdf"):
             others = content[:2] + b"\xff\xe0\0\2" + odd + b"\0\2" + content[2:]
             assert not is_bounded(others)
-    for more in (b"\xff\xda" * 101, content[2:]) if name == "jpeg" else ():  # a film or a picture behind it is no scan
+    # data after the image (a video or a second image) is not counted as scans
+    for more in (b"\xff\xda" * 101, content[2:]) if name == "jpeg" else ():
         assert is_bounded(content + more)
     width, height = Image.open(io.BytesIO(content)).size
     for length, is_in_proportion in ((most := 2**20 + 8 * width * height, True), (most + 1, False)):
         assert is_bounded(content.ljust(length, b"\0")) == is_in_proportion
     for kind in (b"tEXt", b"IDAT") if name == "png" else ():
-        for count in (most := image_structure.MOST_PARTS + 9, most + 1):  # beside its header and end
+        # number of chunks besides the header and the end
+        for count in (most := image_structure.MOST_PARTS + 9, most + 1):
             many = png(header(8, 8), *[(kind, b"")] * count, (b"IEND", b""))
             assert is_bounded(many) == (count == most)
 
@@ -271,7 +273,7 @@ def with_segment(marker, note, jpeg=SMALL_JPEG):
     return jpeg[:2] + fuzz_images.segments(marker, note[:65533]) + jpeg[2:]
 
 
-SHARED_TAGS = sharing(2**15, 2600)[:65000]  # a TIFF directory, for which Pillow takes 100 MB of memory and more
+SHARED_TAGS = sharing(2**15, 2600)[:65000]  # a TIFF directory for which Pillow allocates more than 100 MB
 METADATA = {
     "exif": with_segment(0xE1, b"Exif\0\0" + SHARED_TAGS),
     "exif twice": with_segment(0xE1, b"Exif\0\0", with_segment(0xE1, b"Exif\0\0")),
@@ -287,8 +289,8 @@ METADATA = {
 
 
 @pytest.mark.parametrize("name", METADATA)
-def test_metadata_change_no_pixel_and_cost_nothing(name, monkeypatch):
-    """Whatever their name: pixels do not depend on them, so Pillow does not see them."""
+def test_metadata_changes_no_pixel_and_is_removed_before_decoding(name, monkeypatch):
+    """Metadata of any name is removed before Pillow decodes the file, because pixels do not depend on metadata."""
     monkeypatch.setattr(images, "decode_in_sandbox", None)  # the file is decoded in this process
     content = METADATA[name]
     plain = RGB if content.startswith(b"\x89PNG") else np.asarray(Image.open(io.BytesIO(SMALL_JPEG)))
@@ -297,12 +299,13 @@ def test_metadata_change_no_pixel_and_cost_nothing(name, monkeypatch):
 
 
 GIF = encode(RGB, "GIF")
-SLOW_GIF = b"GIF89a" + bytes((8, 0, 8, 0, 0, 0, 0, 0x21, 0xFE)) + b"\1a" * 2**23  # takes longer than any alarm below
+# decoding takes longer than the timeouts below
+SLOW_GIF = b"GIF89a" + bytes((8, 0, 8, 0, 0, 0, 0, 0x21, 0xFE)) + b"\1a" * 2**23
 
 
 @contextlib.contextmanager
 def sandbox_process(seconds=60, most_bytes=None):
-    """Yield a process that decodes files, with another timeout or within a limit of the system."""
+    """Yield a sandbox process with a decoding timeout of `seconds` and an address-space limit of `most_bytes`."""
 
     def limit():
         if most_bytes:
@@ -322,7 +325,7 @@ def sandbox_process(seconds=60, most_bytes=None):
 
 
 def decode_by(process, content):
-    """Return the image's size and pixels, which are empty if the process has ended."""
+    """Decode a file in a sandbox process, and return the image's size and pixels (empty if the process has ended)."""
     process.stdin.write(len(content).to_bytes(8, "little") + content)
     process.stdin.flush()
     count, *size = sandbox_server.REPLY.unpack(process.stdout.read(sandbox_server.REPLY.size).ljust(16, b"\0"))
@@ -330,7 +333,7 @@ def decode_by(process, content):
 
 
 @pytest.mark.skipif(not hasattr(signal, "alarm"), reason="Windows has no alarms")
-def test_a_sandbox_without_its_parent_ends_while_it_decodes_and_not_while_it_waits():
+def test_an_orphaned_sandbox_times_out_while_decoding_but_not_while_waiting():
     with sandbox_process(seconds=1) as process:
         assert decode_by(process, GIF)[0] == (32, 24)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -350,7 +353,7 @@ def test_a_sandbox_survives_the_signals_that_a_scheduler_sends_to_all_processes(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no limit is kept there")
 @pytest.mark.parametrize("most_bytes", [None, 2**40, 2**30])
-def test_a_sandbox_limits_its_memory_within_the_limit_of_the_system(most_bytes):
+def test_a_sandbox_lowers_its_memory_limit_and_never_raises_it(most_bytes):
     with sandbox_process(most_bytes=most_bytes) as process:
         limit, _ = resource.prlimit(process.pid, resource.RLIMIT_AS)
         assert limit == most_bytes if most_bytes == 2**30 else sandbox_server.MEMORY < limit < 2**32
@@ -358,10 +361,10 @@ def test_a_sandbox_limits_its_memory_within_the_limit_of_the_system(most_bytes):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="Windows cannot stop a process")
-def test_a_sandbox_that_hangs_is_late_and_one_that_is_killed_is_an_error_of_the_machine(monkeypatch):
+def test_a_hanging_sandbox_times_out_and_a_killed_sandbox_raises_a_machine_error(monkeypatch):
     gif, own = encode(RGB, "GIF"), sandbox.sandbox_of(os.getpid())
     expected = own.decode(gif)
-    if sys.platform == "linux":  # what libraries print about untrusted files is not for the terminal
+    if sys.platform == "linux":  # libraries' messages about untrusted files must not reach the terminal
         assert os.readlink(f"/proc/{own._process.pid}/fd/2") == os.devnull
 
     os.kill(own._process.pid, signal.SIGSTOP)
@@ -372,7 +375,7 @@ def test_a_sandbox_that_hangs_is_late_and_one_that_is_killed_is_an_error_of_the_
     assert own.decode(gif) == expected
 
     os.kill(own._process.pid, signal.SIGSTOP)
-    killing = threading.Timer(0.3, own._process.kill)  # as a system does that lacks memory
+    killing = threading.Timer(0.3, own._process.kill)  # simulates the out-of-memory killer
     killing.start()
     with pytest.raises(OSError, match="the process that decodes images was killed") as killed:
         own.decode(gif)
@@ -381,7 +384,7 @@ def test_a_sandbox_that_hangs_is_late_and_one_that_is_killed_is_an_error_of_the_
     assert images.read_image(io.BytesIO(gif)) == expected
 
 
-def test_a_sandbox_that_does_not_start_is_an_error(monkeypatch):
+def test_a_sandbox_that_does_not_start_raises(monkeypatch):
     sandbox.sandbox_of(os.getpid()).close()
     monkeypatch.setattr(sandbox.sys, "executable", "false")
     with pytest.raises(OSError, match="the process that decodes images does not start: false "):
@@ -400,8 +403,8 @@ def read_in(rank, folder, variable):
 
 
 @pytest.mark.parametrize("variable", [None, "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"])
-def test_a_sandbox_runs_no_module_of_the_folder_it_is_started_in(tmp_path, variable):
-    """Which may be a data set's. The variables can hold a relative folder, as python -m adds the current one."""
+def test_a_sandbox_imports_no_module_from_its_working_folder(tmp_path, variable):
+    """The working folder may be an untrusted dataset, and Python's variables may name it by a relative path."""
     for name in HOSTILE_MODULES:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     (tmp_path / "image.gif").write_bytes(encode(RGB, "GIF"))
@@ -411,9 +414,10 @@ def test_a_sandbox_runs_no_module_of_the_folder_it_is_started_in(tmp_path, varia
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="loaders do not fork there")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, where there are threads
-def test_a_process_that_is_forked_while_an_image_is_decoded_does_not_wait_for_it():
-    """As loaders' workers are, beside a thread of vil.predict."""
+# Python 3.12 warns about a fork in a process with threads
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_forked_during_decoding_does_not_deadlock():
+    """A loader forks its workers while a thread of vil.predict may be decoding an image."""
     gif = encode(RGB, "GIF")
     with sandbox.sandbox_of(os.getpid())._lock:
         forked = multiprocessing.get_context("fork").Process(target=images.read_image, args=[io.BytesIO(gif)])
@@ -423,8 +427,8 @@ def test_a_process_that_is_forked_while_an_image_is_decoded_does_not_wait_for_it
     assert forked.exitcode == 0
 
 
-def test_threads_that_decode_at_once_get_a_picture_each_of_their_own(monkeypatch):
-    """As those of vil.predict."""
+def test_concurrent_threads_each_decode_their_own_image(monkeypatch):
+    """Threads of vil.predict decode images concurrently."""
     monkeypatch.setattr(sandbox_server, "SECONDS", 3)
     files = [encode(Image.new("RGB", (32 + i, 24), (i, 0, 0)), "GIF") for i in range(24)]
     with ThreadPoolExecutor(8) as pool:
@@ -434,7 +438,7 @@ def test_threads_that_decode_at_once_get_a_picture_each_of_their_own(monkeypatch
     ]
 
 
-def test_links_are_not_followed_out_of_the_data_set_nor_twice(tmp_path, caplog):
+def test_links_out_of_the_dataset_and_duplicate_links_are_skipped(tmp_path, caplog):
     root, outside = folder_of(tmp_path / "images", {}), tmp_path / "elsewhere"
     for folder in (root / "more/inner", root / "more", outside):
         folder.mkdir(parents=True, exist_ok=True)
@@ -443,10 +447,10 @@ def test_links_are_not_followed_out_of_the_data_set_nor_twice(tmp_path, caplog):
     links |= {"bee/out": outside, "bee/out.jpg": outside / "1.jpg", "bee/two.jpg": "../ant/1.png", "gnat": "../more"}
     (root / "one.jpg").write_bytes(SMALL_JPEG)
     links["bee/second.jpg"] = one = "../../one.jpg"
-    (root / "train" / "bee" / ".#one.jpg").symlink_to(one)  # as an editor makes it, and first by its name
+    (root / "train" / "bee" / ".#one.jpg").symlink_to(one)  # a lock file of an editor, which sorts first by name
     followed = {"bee/first.jpg": one, "beetle": "../more/inner", "cat": "../more", "bee/notes.txt": "/etc/passwd"}
     (root / "two.jpg").write_bytes(SMALL_JPEG)
-    (root / "more" / "2.jpg").symlink_to("../two.jpg")  # behind a link
+    (root / "more" / "2.jpg").symlink_to("../two.jpg")  # a link inside a linked folder
     for name, target in (links | followed).items():
         (root / "train" / name).symlink_to(target)
     dataset = open_split(str(root), "", "train")
@@ -460,7 +464,7 @@ def test_links_are_not_followed_out_of_the_data_set_nor_twice(tmp_path, caplog):
     by_link = open_split(str(tmp_path / "link"), "", "train")
     assert {by_link.filename(i) for i in range(len(by_link))} == names
     (outside / "ant").mkdir()
-    (outside / "ant" / "1.jpg").write_bytes(SMALL_JPEG)  # beside which the other is in no class
+    (outside / "ant" / "1.jpg").write_bytes(SMALL_JPEG)  # next to class folders, 1.jpg of the root belongs to no class
     (root / "test").symlink_to(outside)  # the split itself may lie elsewhere
     assert [path for path, _ in open_split(str(root), "", "test").reader.samples] == [f"{root}/test/ant/1.jpg"]
     assert {str(path.relative_to(root / "train")) for path in viz.image_files([root / "train"])} == names - linked
@@ -483,7 +487,7 @@ class FailingFile(io.BytesIO):
 
 
 class Rows:
-    """A reader like timm's without a folder, with files or an error for each."""
+    """Reader with timm's interface. Each item is a file's content, or an error that is raised when the file is read."""
 
     def __init__(self, *files):
         self.files = files
@@ -514,7 +518,7 @@ ANY = pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
 
 
 @ANY
-def test_a_decoder_may_raise_what_it_likes(error, caplog):
+def test_any_exception_of_a_decoder_counts_as_an_unreadable_image(error, caplog):
     training, evaluation, encoded = readers(Rows(error("of the file"), SMALL_JPEG))
     assert (training[0, 0][1], evaluation[0, 0][1], encoded[0, 0][1]) == (1, UNREADABLE, 1)
     for reader in (training, evaluation, encoded):
@@ -524,7 +528,7 @@ def test_a_decoder_may_raise_what_it_likes(error, caplog):
 
 
 @ANY
-def test_an_error_of_our_own_code_is_one(error):
+def test_an_exception_of_a_transform_is_raised(error):
     def fail(*_):
         raise error("of the code")
 
@@ -537,7 +541,7 @@ def test_an_error_of_our_own_code_is_one(error):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_who_ends_a_run_is_no_broken_file(error):
+def test_keyboard_interrupt_and_system_exit_are_not_caught_while_reading(error):
     for reader in readers(Rows(error(), SMALL_JPEG)):
         with pytest.raises(error):
             _ = reader[0, 0]
@@ -555,30 +559,32 @@ class Million(Rows):
         return io.BytesIO(SMALL_JPEG if self.readable(index) else b""), index
 
 
-def test_of_a_million_broken_files_a_hundred_say_that_none_can_be_read():
+def test_among_a_million_broken_files_training_fails_after_fewer_than_200_attempts():
     rows = Million(lambda index: False)
     reader = next(readers(rows))
     with pytest.raises(ConfigError, match="no image of the training split can be read.*not that of a JPEG, PNG, "):
         _ = reader[999_990, 0]
     assert 100 <= len(set(rows.asked)) == len(rows.asked) < 200
-    assert max(rows.asked) - min(rows.asked) > 900_000  # from all over the split
+    assert max(rows.asked) - min(rows.asked) > 900_000  # tried indices are spread over the whole split
 
 
-def test_behind_a_long_row_of_broken_files_there_is_one_to_take(caplog):
+def test_a_long_run_of_broken_files_is_replaced_by_the_next_readable_image(caplog):
     rows = Million(lambda index: index >= 50_000)
     assert next(readers(rows))[100, 0][1] >= 50_000
-    assert next(readers(Million(lambda index: index >= 109)))[100, 0][1] == 109  # the next one where it is near
-    image, target = next(readers(Rows(encode(RGB, "PNG"), SMALL_JPEG, b"")))[2, 0]  # behind the last comes the first
+    # a readable image nearby is the replacement
+    assert next(readers(Million(lambda index: index >= 109)))[100, 0][1] == 109
+    # after the last image, the search continues with the first
+    image, target = next(readers(Rows(encode(RGB, "PNG"), SMALL_JPEG, b"")))[2, 0]
     assert (target, np.array_equal(image, RGB)) == (0, True)
     caplog.clear()
     reader = next(readers(Rows(b"", b"", SMALL_JPEG)))
     assert reader[0, 0][1] == 2
     assert named(caplog) == ["file 0", "file 1"]
     reader.dataset.reader.files = [SMALL_JPEG]
-    assert reader[0, 0][1] == 0  # a disk may be there again
+    assert reader[0, 0][1] == 0  # the image is read again when the disk has recovered
 
 
-def test_a_split_without_a_readable_image_is_one_line_from_a_loaders_process(tmp_path):
+def test_a_worker_reports_a_split_without_readable_images_in_one_line(tmp_path):
     root = folder_of(tmp_path, {})
     for path in [*root.glob("train/*/*")]:
         path.with_name(f"OSError: {path.name}").write_bytes(b"none")
@@ -587,7 +593,8 @@ def test_a_split_without_a_readable_image_is_one_line_from_a_loaders_process(tmp
     _, batches = loader_of(root, "training", workers=1)
     with pytest.raises(ConfigError) as caught:
         list(batches)
-    for worker in set(multiprocessing.active_children()) - before:  # PyTorch gives it five seconds
+    # PyTorch waits up to five seconds for a worker to exit
+    for worker in set(multiprocessing.active_children()) - before:
         worker.terminate()
         worker.join()
     assert str(caught.value).startswith("no image of the training split can be read: of 12, the last is 'ant/")
@@ -595,10 +602,10 @@ def test_a_split_without_a_readable_image_is_one_line_from_a_loaders_process(tmp
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_epoch_counts_its_own_and_a_file_is_named_once(tmp_path, workers):
+def test_unreadable_files_are_counted_in_each_epoch_and_logged_once(tmp_path, workers):
     root = folder_of(tmp_path / "images", {name: UNFIT[name] for name in ("eps", "floats", "nothing", "a line")})
     log, logger = logging.FileHandler(tmp_path / "log"), logging.getLogger("vil.data.sources.images")
-    logger.addHandler(log)  # processes that start now write to it as well
+    logger.addHandler(log)  # workers that are forked later also write to this log
     try:
         loader, _ = loader_of(root, "evaluation", workers)
         for _ in range(3):
@@ -614,8 +621,8 @@ def test_each_epoch_counts_its_own_and_a_file_is_named_once(tmp_path, workers):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="loaders do not fork there")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_what_one_process_has_met_the_others_know(caplog):
-    """In another epoch another worker has the file."""
+def test_an_image_that_timed_out_in_one_worker_is_not_retried_by_another(caplog):
+    """In a later epoch, another worker may read the file that timed out."""
     unreadable, late = images.Unreadable(2), sandbox.LateImageError("not decoded")
     forked = multiprocessing.get_context("fork").Process(target=unreadable.add, args=(1, "name", late))
     forked.start()
@@ -626,7 +633,7 @@ def test_what_one_process_has_met_the_others_know(caplog):
     assert (unreadable.count, named(caplog)) == (2, [])
 
 
-def test_a_name_cannot_write_to_the_terminal(tmp_path, caplog):
+def test_control_characters_in_file_names_are_escaped_in_logs(tmp_path, caplog):
     root = folder_of(tmp_path, {"\x1b[2J\nerror: all is well": b"none"})
     list(loader_of(root, "evaluation")[0])
     assert len(named(caplog)) == 1
@@ -637,8 +644,8 @@ def test_a_name_cannot_write_to_the_terminal(tmp_path, caplog):
 # formats
 
 
-def test_who_else_opens_images_in_a_loaders_process_reads_no_other_formats(tmp_path, ghostscript):
-    """As packages do that a dataset comes from."""
+def test_other_packages_in_a_worker_cannot_open_further_image_formats(tmp_path, ghostscript):
+    """Packages that provide a dataset may open images themselves."""
 
     class Opening(Rows):
         def __getitem__(self, index):
@@ -657,7 +664,7 @@ def test_who_else_opens_images_in_a_loaders_process_reads_no_other_formats(tmp_p
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF"])
-def test_formats_of_pictures_are_read_whatever_the_files_are_called(kind):
+def test_image_formats_are_detected_by_content_and_not_by_file_name(kind):
     if kind == "AVIF" and not features.check("avif"):
         pytest.skip("this Pillow has no AVIF")
     options = dict(save_all=True, append_images=[Image.new("RGB", (32, 24))]) if kind == "MPO" else {}
@@ -674,7 +681,7 @@ def test_formats_of_pictures_are_read_whatever_the_files_are_called(kind):
 
 
 def shown(content):
-    """Return the pixels of both paths."""
+    """Return an image's RGB pixels, and assert that the readers for workers and for the device agree."""
     training, evaluation, encoded = readers(Rows(content))
     images = [reader[0, 0][0] for reader in (training, evaluation, encoded)]
     assert {image.mode for image in images[:2]} == {"RGB"}
@@ -689,7 +696,7 @@ def shown(content):
 
 
 WIDE = GREY.astype(np.uint16) * 257
-PAIRS = (GREY.astype(int) * 4095 // 255).reshape(-1, 2)  # of 12 bits, in three bytes
+PAIRS = (GREY.astype(int) * 4095 // 255).reshape(-1, 2)  # two 12-bit values, packed into three bytes below
 PACKED = np.stack([PAIRS[:, 0] >> 4, (PAIRS[:, 0] & 15) << 4 | PAIRS[:, 1] >> 8, PAIRS[:, 1] & 255], axis=-1)
 
 
@@ -716,15 +723,15 @@ SIXTEEN = {
 
 
 @pytest.mark.parametrize("kind", SIXTEEN)
-def test_sixteen_bits_are_shown_as_the_same_picture_in_eight(kind):
+def test_images_of_16_bits_are_scaled_to_8_bits(kind):
     expected = np.repeat(GREY[..., None], 3, axis=-1).astype(int)
     assert np.abs(shown(SIXTEEN[kind]) - expected).max() <= (1 if "1" in kind else 0)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK"])
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_modes_keep_their_colours(mode, kind):
-    """Of a picture in colours that every mode has; as ever, nothing is made of alpha and transparency."""
+def test_image_modes_keep_their_colours(mode, kind):
+    """The image has only colours that each mode can represent. Alpha and transparency are ignored."""
     colours = np.array([[0, 0, 0], [255, 255, 255]] if mode in ("1", "L", "LA") else [[255, 0, 0], [0, 0, 255]])
     picture = colours[(X + Y) // 8 % 2].astype(np.uint8)
     try:
@@ -739,13 +746,13 @@ def test_modes_keep_their_colours(mode, kind):
 
 
 @pytest.mark.parametrize("kind", ["GIF", "TIFF", "MPO", "PNG", "WEBP"])
-def test_of_several_pictures_the_first_is_shown(kind):
+def test_files_with_several_images_yield_the_first(kind):
     first, second = Image.new("RGB", (32, 24), (255, 0, 0)), Image.new("RGB", (32, 24), (0, 255, 0))
     pixels = shown(encode(first, kind, save_all=True, append_images=[second]))
     assert np.abs(pixels - np.array([255, 0, 0])).max() <= 4
 
 
-def test_a_panorama_is_no_line_and_a_limit_is_within(monkeypatch):
+def test_panoramas_are_accepted_up_to_the_limits_on_pixels_and_aspect_ratio(monkeypatch):
     for shape in ((10, 1000), (1000, 10)):
         panorama = encode(np.zeros(shape, np.uint8), "PNG")
         monkeypatch.setattr(image_decoding, "MOST_PIXELS", 10_000)
@@ -756,7 +763,8 @@ def test_a_panorama_is_no_line_and_a_limit_is_within(monkeypatch):
     with pytest.raises(images.UnfitImageError, match="^1000x9 pixels, one side more than 100 times the other"):
         image_decoding.open_image(io.BytesIO(encode(np.zeros((9, 1000), np.uint8), "PNG")))
     monkeypatch.undo()
-    halves = {256: 4096, 257: 4096, 259: 8, 322: 4096, 323: 2048, 324: 0, 325: len(BOMB)}  # as large as the image needs
+    # tiles of 4096 x 2048 pixels fit into the image
+    halves = {256: 4096, 257: 4096, 259: 8, 322: 4096, 323: 2048, 324: 0, 325: len(BOMB)}
     assert image_decoding.open_image(io.BytesIO(tiff(BOMB, halves))).size == (4096, 4096)
 
 
@@ -772,7 +780,7 @@ def shard(path, samples):
 
 
 def write_shards(root, contents, train=None):
-    """{train,validation}-0.tar: valid images of class 1 and the others of class 2."""
+    """Write {train,validation}-0.tar: 8 valid images of class 1, and `contents` as images of class 2."""
     whole = {f"whole{i}": SMALL_JPEG for i in range(8)}
     splits = {}
     for split, files in (("train", train or whole | contents), ("validation", whole | contents)):
@@ -787,13 +795,14 @@ def write_shards(root, contents, train=None):
     return Config(data_dir=str(root), **options)
 
 
-def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pillow):
+def test_images_in_shards_are_decoded_like_files(tmp_path, caplog, ghostscript, pillow):
     config = write_shards(tmp_path, UNFIT | {"wide": SIXTEEN["png"]})
     train, val, _ = open_splits(config)
     loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)
     images, targets = (torch.cat(parts) for parts in zip(*loader.images))
     assert collections.Counter(targets.tolist()) == {1: 8, 2: 1, UNREADABLE: len(UNFIT)}
-    assert images[targets == 2][0, :, 16, 16].tolist() == pytest.approx([GREY[12, 16]] * 3, abs=6)  # and not white
+    # a 16-bit image must not be clipped to white
+    assert images[targets == 2][0, :, 16, 16].tolist() == pytest.approx([GREY[12, 16]] * 3, abs=6)
     assert loader.take_unreadable() == len(UNFIT)
     assert {name.rpartition(": ")[2] for name in named(caplog)} == set(UNFIT)
     batches = TrainingBatches(len(train), config, 8, 0, 1)
@@ -806,26 +815,27 @@ def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pi
     assert not ghostscript.exists()
 
 
-def test_an_epoch_of_shards_has_the_images_of_all_processes(tmp_path, monkeypatch, pillow):
-    monkeypatch.setattr("vil.data.sources.shards.Shards.__len__", lambda shards: shards.num_samples // 2)  # one's share
+def test_an_epoch_of_shards_counts_the_images_of_all_ranks(tmp_path, monkeypatch, pillow):
+    # share of one of two ranks
+    monkeypatch.setattr("vil.data.sources.shards.Shards.__len__", lambda shards: shards.num_samples // 2)
     options = SMALL | dict(global_batch_size=8, output=str(tmp_path), experiment="run")
     run = Trainer(dataclasses.replace(write_shards(tmp_path, {}), **options), CPU, 0, 1)
     assert run.data.batches.num_images == 8
 
 
-def test_shards_without_a_readable_image_end_training(tmp_path, pillow):
+def test_shards_without_a_readable_image_stop_training(tmp_path, pillow):
     config = write_shards(tmp_path, {}, train={f"broken{i}": b"none" for i in range(16)})
     train, _, _ = open_splits(config)
     batches = TrainingBatches(len(train), config, 8, 0, 1)
     loader = training_loader(train, config, DATA_CONFIG, CPU, batches, 2)
     with pytest.raises(ConfigError, match="no image of the training split can be read"):
         list(loader.epoch(0))
-    assert list(loader.epoch(0, 2)) == []  # an epoch resumed behind its last step
+    assert list(loader.epoch(0, 2)) == []  # an epoch that is resumed after its last step has no batches
 
 
 @pytest.mark.parametrize("place", ["data_dir", "train_split", "val_split"])
 @pytest.mark.parametrize("dataset", ["wds/x", "WDS/x"])
-def test_a_command_for_a_shard_is_refused_by_name_and_not_run(tmp_path, place, dataset, pillow):
+def test_a_shell_command_as_a_shard_is_rejected_and_not_run(tmp_path, place, dataset, pillow):
     config = write_shards(tmp_path, {})
     config.dataset = dataset
     command = f"{'pipe' if dataset == 'wds/x' else ' PIPE'}:touch {tmp_path}/ran; cat {tmp_path}/train-0.tar"
@@ -836,7 +846,7 @@ def test_a_command_for_a_shard_is_refused_by_name_and_not_run(tmp_path, place, d
 
 
 def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, monkeypatch, pillow):
-    """What they say themselves starts nothing, and opens no file elsewhere."""
+    """Names in _info.json neither start a program nor open a file outside the dataset folder."""
     import webdataset
     from webdataset.gopen import gopen_schemes
 
@@ -846,7 +856,7 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, monkeypatch, pillo
     files += [f"pipe:touch {tmp_path}/ran", f"|touch {tmp_path}/ran", str(tmp_path / "train-0.tar")]
     (tmp_path / "_info.json").write_text(json.dumps(info))
     _, val, _ = open_splits(config)
-    monkeypatch.setattr(webdataset.utils, "enforce_security", False)  # as in a worker that is not forked
+    monkeypatch.setattr(webdataset.utils, "enforce_security", False)  # a spawned worker does not inherit this flag
     monkeypatch.delitem(gopen_schemes, "local-shards")
     targets = torch.cat([targets for _, targets in evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)])
     assert len(targets) == 8
@@ -856,7 +866,7 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, monkeypatch, pillo
     assert not (tmp_path / "ran").exists()
 
 
-def test_compressed_shards_are_read_and_hold_more_samples_than_plain_ones_of_their_size(tmp_path, pillow):
+def test_gzipped_shards_are_read_completely(tmp_path, pillow):
     config = write_shards(tmp_path, {f"{i}": SMALL_JPEG for i in range(40)})
     info = json.loads((tmp_path / "_info.json").read_text())
     for split in info["splits"].values():
@@ -885,7 +895,7 @@ def oldest_sparse(name):
 
 SPARSE = {f"GNU.sparse.{key}": value for key, value in (("size", f"{2**40}"), ("numblocks", "1"))}
 GLOBAL = tarfile.TarInfo.create_pax_global_header({f"{i}": "x" for i in range(50_000)})
-TARS = {  # of which Python's tarfile makes gigabytes
+TARS = {  # tar files for which Python's tarfile allocates gigabytes
     "sparse 0.1": pax("a/1.jpg", **SPARSE | {"GNU.sparse.map": f"{2**40},0"}),
     "sparse 1.0": pax("a/1.jpg", **SPARSE | {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}) + b"9\n" * 256,
     "sparse of GNU": oldest_sparse("a/1.jpg"),
@@ -895,11 +905,11 @@ TARS = {  # of which Python's tarfile makes gigabytes
 
 
 @pytest.mark.parametrize("name", TARS)
-def test_tars_that_claim_more_than_they_hold_are_refused(tmp_path, name, pillow, caplog):
+def test_tars_with_sparse_members_or_huge_headers_are_rejected(tmp_path, name, pillow, caplog):
     (tmp_path / "train.tar").write_bytes(TARS[name] + bytes(1024))
     with pytest.raises(ConfigError, match="cannot open the split 'train' of .*: (a sparse member|.* bytes of notes)"):
         open_split(str(tmp_path), "", "train")
-    if name == "in a tar file":  # which shards do not open
+    if name == "in a tar file":  # shards do not open nested tar files
         return
     write_shards(tmp_path, {})
     for content in (TARS[name], gzip.compress(TARS[name])):
@@ -922,7 +932,7 @@ def test_tars_that_claim_more_than_they_hold_are_refused(tmp_path, name, pillow,
         (dict(note="x" * 9000), "cannot open the split 'train' of "),
     ],
 )
-def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillow, monkeypatch):
+def test_metadata_of_shards_is_validated(tmp_path, info, message, pillow, monkeypatch):
     monkeypatch.setattr("vil.data.sources.shards.MOST_INFO", 2**13)
     (tmp_path / "shards").mkdir()
     config = write_shards(tmp_path / "shards", {})
@@ -941,10 +951,10 @@ def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillo
         open_splits(config)
 
 
-def test_samples_that_are_large_or_broken_are_counted_and_named(tmp_path, caplog, monkeypatch, pillow):
+def test_large_and_broken_samples_are_counted_and_logged(tmp_path, caplog, monkeypatch, pillow):
     for name, most in (("IMAGE", 2**16), ("LABEL", 2**13), ("INFO", 2**13)):
         monkeypatch.setattr(f"vil.data.sources.shards.MOST_{name}", most)
-    stream = type("Stream", (io.BytesIO,), dict(seek=None))  # as that of an address
+    stream = type("Stream", (io.BytesIO,), dict(seek=None))  # a download stream does not support seek
     monkeypatch.setattr("vil.data.sources.shards.open_file", lambda path: stream(pathlib.Path(path).read_bytes()))
     config = write_shards(tmp_path, {})
     samples = {"large": (bytes(2**16 + 1), b"1"), "long": (SMALL_JPEG, b"1" * 5000)}
@@ -958,20 +968,21 @@ def test_samples_that_are_large_or_broken_are_counted_and_named(tmp_path, caplog
         folder = tarfile.TarInfo("folder.jpg")
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
-        tar.addfile(tarfile.TarInfo("whole.cls"))  # once more
+        tar.addfile(tarfile.TarInfo("whole.cls"))  # a duplicate key in the sample
     info = json.loads((tmp_path / "_info.json").read_text())
-    for kind in (notes := (b"x", b"g", b"X", b"L", b"K")):  # which tarfile would read as a whole
+    for kind in (notes := (b"x", b"g", b"X", b"L", b"K")):  # member types that tarfile reads into memory as a whole
         shard(file := tmp_path / f"{kind.decode()}.tar", {})
         with tarfile.open(file, "a") as tar:
             member = tarfile.TarInfo("notes")
             member.type, member.size = kind, 2**28
             tar.addfile(member)
         info["splits"]["validation"]["filenames"].append(file.name)
-    endless = tarfile.TarInfo("endless.txt")  # of which there is the header alone
+    endless = tarfile.TarInfo("endless.txt")  # only the header is written
     endless.size = 2**60
     (tmp_path / "endless.tar").write_bytes(endless.tobuf())
     info["splits"]["validation"]["filenames"].append("endless.tar")
-    half = {"a.cls": b"2", "a.jpg": SMALL_JPEG, "b.cls": b"1", "b.jpg": SMALL_JPEG}  # of which the last is lost
+    # sample b is damaged or truncated below
+    half = {"a.cls": b"2", "a.jpg": SMALL_JPEG, "b.cls": b"1", "b.jpg": SMALL_JPEG}
     for name, members in (("flipped", half), ("cut", half), ("next", {"b.jpg": SMALL_JPEG})):
         shard(file := tmp_path / f"{name}.tar", members)
         with tarfile.open(file) as tar:
@@ -988,13 +999,13 @@ def test_samples_that_are_large_or_broken_are_counted_and_named(tmp_path, caplog
     assert "local-shards" not in caplog.text
     assert caplog.text.count("behind the broken header of a member") == 2
     assert caplog.text.count(f"{2**28} bytes of notes on a member") == len(notes)
-    again, _ = open_evaluation_split(str(tmp_path), "wds/x", "validation", 4)  # as validate.py does
+    again, _ = open_evaluation_split(str(tmp_path), "wds/x", "validation", 4)  # the call that validate.py makes
     targets = torch.cat([targets for _, targets in evaluation_loader(again, DATA_CONFIG, CPU, 0, 4, 0, 1)])
     assert sorted(targets.tolist()) == [UNREADABLE] * 6 + [2, 2, 3]
     assert not (tmp_path / "ran").exists()
 
 
-def test_shards_whose_classes_count_from_one_stop_evaluation_and_are_skipped_in_training(tmp_path, caplog, pillow):
+def test_samples_with_an_out_of_range_class_stop_evaluation_and_are_skipped_in_training(tmp_path, caplog, pillow):
     config = write_shards(tmp_path, {"last": SMALL_JPEG})
     config.num_classes = 2  # the samples have the classes 1 and 2
     train, val, _ = open_splits(config)
@@ -1006,7 +1017,7 @@ def test_shards_whose_classes_count_from_one_stop_evaluation_and_are_skipped_in_
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="webdataset downloads shards with curl")
 @pytest.mark.parametrize("fails", ["truncated", "missing"])
-def test_a_shard_whose_download_fails_is_an_error_of_the_machine(tmp_path, fails, pillow):
+def test_a_failed_download_of_a_shard_raises_a_machine_error(tmp_path, fails, pillow):
     write_shards(tmp_path, {})
     whole = (tmp_path / "validation-0.tar").read_bytes()
 
@@ -1039,7 +1050,7 @@ def test_a_shard_whose_download_fails_is_an_error_of_the_machine(tmp_path, fails
             server.shutdown()
 
 
-def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, monkeypatch, pillow):
+def test_shuffling_equals_webdatasets_up_to_a_memory_limit(tmp_path, monkeypatch, pillow):
     from webdataset.filters import _shuffle
 
     reader = open_splits(write_shards(tmp_path, {}))[0].reader
@@ -1052,7 +1063,8 @@ def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, mon
     monkeypatch.setattr("vil.data.sources.shards.MOST_SHUFFLED", 50)
     source = iter(samples)
     waiting = [60 - source.__length_hint__() - given for given, _ in enumerate(reader._shuffled(source), start=1)]
-    assert (len(waiting), max(waiting)) == (60, 50 // 9 + 1)  # of 9 bytes each, beside one that is handed over
+    # samples of 9 bytes: 5 waiting ones, and the one that is returned
+    assert (len(waiting), max(waiting)) == (60, 50 // 9 + 1)
 
 
 @pytest.mark.parametrize(
@@ -1064,19 +1076,20 @@ def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, mon
         ("hfds/x", "cannot open the split 'train' of None: "),
     ],
 )
-def test_a_dataset_that_cannot_be_opened_is_an_error_that_names_it(dataset, message, pillow):
+def test_an_error_about_a_dataset_that_cannot_be_opened_names_the_dataset(dataset, message, pillow):
     with pytest.raises(ConfigError, match=f"^{message}"):
         open_split(None, dataset, "train")
 
 
-def test_datasets_of_other_packages_are_timms(monkeypatch, pillow):
+def test_datasets_of_other_packages_are_opened_by_timm(monkeypatch, pillow):
     monkeypatch.setattr("vil.data.sources.splits.create_dataset", lambda *names, **options: (*names, options))
     monkeypatch.setattr("vil.data.sources.splits.class_names", lambda _: {})
     assert open_split("/cache", "hfds/X/y", "test", seed=3) == ("hfds/X/y", dict(root="/cache", split="test", seed=3))
-    assert tuple(Image.ID) == image_decoding.FORMATS  # which they open in this process, too
+    # the limit on formats also applies to images that these packages open
+    assert tuple(Image.ID) == image_decoding.FORMATS
 
 
-def test_shards_at_an_address_are_timms_to_open(monkeypatch, pillow):
+def test_shards_at_a_url_are_opened_by_timm(monkeypatch, pillow):
     monkeypatch.setattr(
         "vil.data.sources.shards.ReaderWds.__init__", lambda self, root, **_: setattr(self, "asked", root)
     )
@@ -1084,7 +1097,7 @@ def test_shards_at_an_address_are_timms_to_open(monkeypatch, pillow):
 
 
 @pytest.mark.parametrize("root", [None, "cache"])
-def test_folders_beside_a_dataset_of_another_package_are_not_its_classes(root, tmp_path, monkeypatch, pillow):
+def test_folders_next_to_a_dataset_of_another_package_are_not_classes(root, tmp_path, monkeypatch, pillow):
     (tmp_path / "cache" / "downloads").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     reader = SimpleNamespace(root=root, class_to_idx={"cat": 0, "dog": 1})
@@ -1097,13 +1110,13 @@ def test_folders_beside_a_dataset_of_another_package_are_not_its_classes(root, t
 # classes
 
 
-def test_classes_that_the_validation_split_lacks_are_named_with_nothing_that_a_terminal_obeys(tmp_path, caplog):
+def test_missing_validation_classes_are_logged_with_escaped_names(tmp_path, caplog):
     for i in range(9):
         for split in ("train", "val"):
             if split == "train" or i not in (2, 4, 5, 6, 7, 8):
                 (tmp_path / split / f"class {i}\x1b[2J").mkdir(parents=True)
                 (tmp_path / split / f"class {i}\x1b[2J" / "1.jpg").write_bytes(SMALL_JPEG)
-    (tmp_path / "val" / "class 8\x1b[2J").mkdir()  # without an image in it
+    (tmp_path / "val" / "class 8\x1b[2J").mkdir()  # an empty class folder
     config = Config(data_dir=str(tmp_path))
     _, val, num_classes = open_splits(config)
     assert num_classes == 9
@@ -1128,13 +1141,13 @@ def test_classes_that_the_validation_split_lacks_are_named_with_nothing_that_a_t
 
 
 def batches_on_device(root):
-    """Return the grey levels of an epoch on the device path, and the number of unreadable images."""
+    """Return the pixels of one epoch decoded on the device, and the number of unreadable images."""
     loader, batches = loader_of(root, "device")
     return torch.cat([images for images, _ in batches]).float(), loader.take_unreadable()
 
 
 @pytest.mark.parametrize("fault", [MemoryError, "another size"])
-def test_what_the_device_refuses_or_takes_for_another_size_the_cpu_decodes(tmp_path, fault, monkeypatch):
+def test_the_cpu_decodes_images_that_the_device_rejects_or_decodes_to_another_size(tmp_path, fault, monkeypatch):
     monkeypatch.setattr(encoded, "SMALL", 0)
     root, decode = folder_of(tmp_path, {}), decoding._decode_all
     whole, _ = batches_on_device(root)
@@ -1151,8 +1164,8 @@ def test_what_the_device_refuses_or_takes_for_another_size_the_cpu_decodes(tmp_p
     assert (images - whole).abs().mean() < 2.5
 
 
-def test_large_pictures_and_files_and_those_of_two_sizes_are_not_for_the_device(monkeypatch):
-    """Whose decoder may take memory for what a header says before it looks further."""
+def test_large_images_and_jpegs_with_two_frame_sizes_are_decoded_by_workers(monkeypatch):
+    """The device's decoder may allocate memory for the size in a header before it checks the rest of the file."""
     large = encode(Image.new("L", (4100, 4100)), "JPEG")
     for content, on_device in ((SMALL_JPEG, True), (large, False), (large_header(SMALL_JPEG, 9000, 9000, 2), False)):
         *_, reader = readers(Rows(content, encode(RGB, "PNG")))
@@ -1162,7 +1175,7 @@ def test_large_pictures_and_files_and_those_of_two_sizes_are_not_for_the_device(
         reader._content(0)
 
 
-def test_a_batch_is_decoded_in_parts_that_fit(tmp_path, monkeypatch):
+def test_a_batch_is_decoded_in_parts_within_a_pixel_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(encoded, "SMALL", 0)
     root = folder_of(tmp_path, {f"{i}": encode(Image.fromarray(RGB).resize((40 + i, 30)), "JPEG") for i in range(8)})
     whole, _ = batches_on_device(root)
@@ -1178,7 +1191,7 @@ def test_a_batch_is_decoded_in_parts_that_fit(tmp_path, monkeypatch):
     parts, _ = batches_on_device(root)
     assert len(most) > 8
     assert max(most) <= 2000
-    assert (parts - whole).abs().mean() < 0.1  # other images beside one change in what order a pixel's sum is taken
+    assert (parts - whole).abs().mean() < 0.1  # the batch composition changes the order of summation
 
 
 # fuzzing
@@ -1192,8 +1205,8 @@ def damaged_files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_damaged_files_end_nothing_and_take_little_memory(damaged_files, path):
-    """`python tools/fuzz_images.py` does the same with more of them."""
+def test_damaged_files_crash_nothing_and_use_little_memory(damaged_files, path):
+    """Decode 300 damaged files; `python tools/fuzz_images.py` decodes more of them."""
     outcome = fuzz_images.in_a_child(damaged_files, path, CPU, 2.5)
     assert outcome.ended_by == ""
     assert outcome.megabytes < 1000
@@ -1213,7 +1226,7 @@ def test_damaged_files_end_nothing_and_take_little_memory(damaged_files, path):
 
 
 @pytest.mark.parametrize("path", ["evaluation", "viz"])
-def test_slow_and_large_files_end_nothing_and_take_limited_time_and_memory(tmp_path, path):
+def test_slow_and_large_files_crash_nothing_and_use_limited_time_and_memory(tmp_path, path):
     fuzz_images.write_files(tmp_path, count=16, seed=5, is_slow=True)
     outcome = fuzz_images.in_a_child(tmp_path, path, CPU, 2.5)
     assert outcome.ended_by == ""
