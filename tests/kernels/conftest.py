@@ -7,5 +7,5 @@ from vil.models import dispatch
 
 @pytest.fixture(autouse=True)
 def fused_blocks(monkeypatch):
-    """Fuse blocks even with VIL_FUSED=0, and restore the setting afterwards."""
+    """Fuse blocks even if VIL_FUSED=0 is set, and restore the setting after the test."""
     monkeypatch.setattr(dispatch, "_fused", True)

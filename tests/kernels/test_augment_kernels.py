@@ -1,5 +1,6 @@
-"""Tests of augmentation kernels and their reference implementation against PIL and timm, emulated with small
-images and on a GPU with large ones.
+"""Tests of the augmentation kernels and their reference implementation against PIL and timm.
+
+Images are small if the kernels are emulated on a CPU, and large on a GPU.
 """
 
 import itertools
@@ -36,7 +37,7 @@ of_kernels = pytest.mark.parametrize("where", KERNELS, indirect=True)
 
 @pytest.fixture(params=["reference", *KERNELS])
 def where(request, monkeypatch):
-    """Return the device of the images, number of trials, image size, and whether pixels must be identical to PIL's."""
+    """Return the device, the number of trials, the image size, and whether pixels must equal PIL's exactly."""
     if request.param == "emulated":
         emulate(monkeypatch)
     if request.param == "gpu":
@@ -62,14 +63,14 @@ def batch(images, device):
 
 
 def assert_levels(images, expected, most, share):
-    """Assert that grey levels differ by at most `most`, in at most a share `share` of each image's values."""
+    """Assert that pixel values differ by at most `most`, and only at most a fraction `share` of them per image."""
     for i, (image, truth) in enumerate(zip(images.cpu(), expected, strict=True)):
         levels = (image.int() - truth.int()).abs()
         assert levels.max() <= most, i
         assert (levels > 0).float().mean() <= share, i
 
 
-# crops
+# Crops
 
 
 @pytest.mark.parametrize("interpolation", METHODS)
@@ -87,10 +88,10 @@ def test_crops_of_any_size_are_pils(where, interpolation):
             flips.append(numbers.random() < 0.5)
             expected.append(tensor(crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flips[-1] else crop))
         decoded = [tensor(image).to(where.device) for image in images]
-        decoded[0] = decoded[0].mT.contiguous().mT  # one image with transposed memory
+        decoded[0] = decoded[0].mT.contiguous().mT  # one image whose memory layout is transposed
         crops = crop_resize_flip(decoded, np.array(boxes), np.array(flips), size, interpolation)
-        # fp32 may round sums of exactly half a level either way, once in each direction. Small crops have many such
-        # sums.
+        # Horizontal and vertical resampling each may round a sum of exactly half a level up or down in fp32. Small
+        # crops have many such sums.
         assert_levels(crops, expected, *((0, 0) if where.exact else (2, 0.1)))
 
 
@@ -108,7 +109,7 @@ def test_images_of_extreme_shapes_are_resized_as_by_pil(where, shape):
 @pytest.mark.parametrize("crop_pct", [0.875, 1.0, 1.3])
 @pytest.mark.parametrize("interpolation", METHODS)
 def test_windows_are_those_of_timms_evaluation(where, interpolation, crop_pct):
-    """Crop windows as timm's evaluation does, including windows larger than the resized image."""
+    """Crop windows equal those of timm's evaluation transform, also if a window is larger than the resized image."""
     height, width = where.size
     transform = create_transform(
         (3, height, height), is_training=False, use_prefetcher=True, interpolation=interpolation, crop_pct=crop_pct
@@ -143,17 +144,17 @@ def test_a_crop_that_is_not_in_its_image_is_refused(where):
             crop_resize_flip(images, np.array([(0, 0, 8, 9), box]), flips, (4, 4), "bicubic")
 
 
-# operations
+# Augmentation operations
 
 
 def random_operation(numbers, name=None):
-    """Return a random operation of timm: its name and argument, and its code and arguments for the kernels."""
+    """Return the name and a random argument of one of timm's operations."""
     name = name or numbers.choice([*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
     ranges = dict(Posterize=(0, 8), Solarize=(0, 256), SolarizeAdd=(0, 110), Rotate=(-30, 30), GaussianBlur=(0.1, 2))
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
-    if name in ("TranslateX", "TranslateY"):  # multiples of 0.5, which read pixels at the very edge
+    if name in ("TranslateX", "TranslateY"):  # multiples of 0.5, which sample exactly at the edge
         return name, numbers.randint(-40, 40) / 2
-    if name not in ranges:  # factors in tenths, whose levels are often integers up to rounding
+    if name not in ranges:  # multiples of 0.1, for which many results are integers up to rounding
         return name, numbers.randint(1, 19) / 10
     argument = numbers.uniform(*ranges[name])
     return name, int(argument) if name in ("Posterize", "Solarize", "SolarizeAdd") else argument
@@ -167,7 +168,7 @@ def by_timm(image, name, argument, interpolation="bicubic"):
 
 
 def encoded(operations, size):
-    """Return codes and arguments of (name, argument) for each image in each turn."""
+    """Encode (name, argument) of each image and turn as the operation codes and arguments of the kernels."""
     codes = np.zeros((len(operations), len(operations[0])), np.uint8)
     arguments = np.zeros((*codes.shape, batched_transforms.ARGUMENTS))
     for i, turns in enumerate(operations):
@@ -196,7 +197,7 @@ def test_every_operation_is_timms(where, name, interpolation):
         given = pixels.clone()
         result = apply_operations(pixels, codes, arguments, FILL, interpolation)
         exact = where.exact or name not in ("AutoContrast", *batched_transforms.GEOMETRIC)
-        # fp32 instead of PIL's double, and PIL truncates
+        # Results differ by rounding, because PIL computes in double precision and truncates.
         assert_levels(result, expected, *((0, 0) if exact else (1, 1 if width < 4 else 0.1)))
         assert torch.equal(pixels, given)
 
@@ -208,7 +209,7 @@ def test_every_image_of_a_batch_has_its_own_operations_turn_by_turn(where, inter
     images = [smooth(height, width, i) for i in range(30)]
     operations = [[random_operation(numbers) for _ in range(3)] for _ in images]
     codes, arguments = encoded(operations, (height, width))
-    codes[::5, 1], codes[0] = 0, 0  # no operation in that turn; no operation in any turn
+    codes[::5, 1], codes[0] = 0, 0  # every fifth image skips turn 1; image 0 skips all turns
     expected = []
     for i, (image, turns) in enumerate(zip(images, operations)):
         for turn, (name, argument) in enumerate(turns):
@@ -231,7 +232,7 @@ def test_every_image_goes_through_its_own_operations_in_order(where):
 
 @pytest.mark.parametrize("interpolation", METHODS)
 def test_a_batch_is_transformed_where_it_is(interpolation):
-    """Keep results on the images' device: operands of a tensor on "meta" must be on "meta", too."""
+    """Results stay on the images' device: PyTorch raises if "meta" images are combined with tensors on a CPU."""
     images = [torch.empty(3, 20, 30 + i, dtype=torch.uint8, device="meta") for i in range(3)]
     boxes, flips = np.array([[0, 0, 20, 30]] * 3), np.array([True, False, True])
     crops = crop_resize_flip(images, boxes, flips, (8, 12), interpolation)
@@ -259,7 +260,7 @@ def test_a_blur_of_any_radius_is_pils(where):
             assert torch.equal(blurred[0].cpu(), tensor(by_timm(image, "GaussianBlur", radius))), radius
 
 
-# finishing
+# Normalization, erasing and mixing
 
 
 def normalised(images):
@@ -302,14 +303,14 @@ def test_images_are_normalised_erased_and_mixed(where, shape):
 
 
 def erased(device, keys, mode, size=(64, 64), **mixes):
-    """Return images that are erased completely."""
+    """Return normalized images after random erasing of their whole area."""
     images = torch.zeros(len(keys), 3, *size, dtype=torch.uint8, device=device)
     boxes = np.tile(np.array([0, 0, *size], np.int32), (len(keys), 1))
     return finish(images, MEAN, STD, boxes, np.array(keys, np.uint32), mode, **mixes).cpu()
 
 
 def test_erased_pixels_are_standard_normal_and_independent(where):
-    """Check that noise is uncorrelated between neighbours, rows, channels and images, also for neighbouring keys."""
+    """Noise is uncorrelated between adjacent pixels, rows, channels and images, even if keys are consecutive."""
     values = erased(where.device, range(20), "pixel").double()
     for moment, power, variance in ((0, 1, 1), (1, 2, 2), (3, 4, 96)):
         assert abs((values**power).mean() - moment) < 5 * (variance / values.numel()) ** 0.5
@@ -343,7 +344,7 @@ def test_a_channel_of_an_image_is_erased_to_one_number(where):
 
 
 def philox(counters, key):
-    """Compute Random123's Philox4x32-10 for counters (n, 4) and a key of two words."""
+    """Compute the random numbers of Random123's Philox4x32-10 for counters (n, 4) and a key of two 32-bit words."""
     a, b, c, d = np.array(counters, np.uint64).T
     key_0, key_1 = key
     low = np.uint64(2**32 - 1)
@@ -359,7 +360,7 @@ def philox(counters, key):
 
 @of_kernels
 def test_the_kernels_noise_is_philox_and_box_mullers(where):
-    answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Random123's test vector for zeros
+    answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Random123's known answer for zeros
     assert philox([[0] * 4], (0, 0)).tolist() == [answer]
     key, (height, width) = 0xDEADBEEF, (9, 11)
     for mode, kind in (("pixel", 2), ("rand", 1)):
@@ -372,7 +373,7 @@ def test_the_kernels_noise_is_philox_and_box_mullers(where):
         torch.testing.assert_close(result.double().flatten(), expected, rtol=1e-5, atol=1e-5)
 
 
-# batches
+# Batches of images
 
 
 @NVRTC

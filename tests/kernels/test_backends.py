@@ -1,4 +1,4 @@
-"""Tests of code around the GPU backends, on a CPU: backend selection, arguments and results."""
+"""Tests, on a CPU, of the code around the GPU backends: backend selection, argument checks, and results."""
 
 import sys
 import warnings
@@ -15,7 +15,7 @@ from vil.kernels.scan import scan_op, torch_scan
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # lets Triton accept CPU tensors
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # in interpreter mode, Triton accepts CPU tensors
     module = StandIn()
     monkeypatch.setattr(scan_op, "_module", lambda backend, device: module)
     return module
@@ -41,7 +41,7 @@ def test_any_number_of_states_is_padded_to_one_that_kernels_have(
 def test_inputs_of_several_dtypes_lose_only_the_rounding_of_the_output(
     scan, reference_scan, make_inputs, low, stand_in
 ):
-    """Compute several input dtypes in the kernels' single dtype, and return gradients in the dtypes of the inputs."""
+    """Inputs of several dtypes are converted to one kernel dtype, and each gradient has its input's dtype."""
     for mixed in range(4):
         inputs = make_inputs(2, 5, 3, 4, torch.float32)
         per_token = [i for i, t in enumerate(inputs) if t.dim() == 3]
@@ -71,7 +71,7 @@ def test_states_are_kept_only_for_a_backward_that_can_come(
     assert kept == [False, False]
     for i, leaf in enumerate(inputs):
         scan(*frozen[:i], leaf, *frozen[i + 1 :], backend=backend)
-    skip = len(inputs) - 2  # the reference adds the skip outside its operator
+    skip = len(inputs) - 2  # the reference adds the skip outside its operator, so a skip gradient needs no states
     assert kept[2:] == [i != skip or backend == "triton" for i in range(len(inputs))]
 
 
@@ -123,15 +123,15 @@ def test_only_interpreted_triton_takes_tensors_on_a_cpu(monkeypatch):
             with pytest.raises(ValueError, match=f"must be on a GPU for the {name} backend, got x on cpu"):
                 selective_scan(x, x, A, k, k, backend=name)
             with pytest.raises(ValueError, match=f"must be on a GPU for the {name} backend, got x on cpu"):
-                backends.resolve(name, x.device)  # as a direct call of an operator does
+                backends.resolve(name, x.device)  # a direct operator call raises the same error
         assert backends.choose("auto", x, 4, 1) == "cpu"
     assert backends.choose("triton", x, 4, 1) == "triton"
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Simulate a machine with or without a GPU, by AMD or not, with or without the packages of CUDA kernels and
-    Triton.
+    """Return a function that simulates a machine with an NVIDIA or AMD GPU, with or without the packages that CUDA
+    kernels and Triton need.
     """
 
     def look(hip=None, missing=None, triton=True):
@@ -153,12 +153,12 @@ def test_the_first_backend_that_the_machine_can_run_is_taken(machine):
         assert [backends.resolve(name, device) for name in ("auto", "cuda", "triton")] == ["cuda", "cuda", "triton"]
         machine(hip="6.2")
         assert [backends.resolve(name, device) for name in ("auto", "triton")] == ["triton", "triton"]
-        assert backends.backend_for(torch.device("mps")) == "reference"  # there are no MPS kernels
+        assert backends.backend_for(torch.device("mps")) == "reference"  # no kernels exist for MPS
     machine(missing="no NVRTC here")
     with pytest.warns(UserWarning, match="no NVRTC here. Using the triton backend"):
         assert backends.backend_for(device) == "triton"
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a second call must not warn again
+        warnings.simplefilter("error")  # the warning is issued only once
         assert [backends.resolve(name, device) for name in ("auto", "triton")] == ["triton", "triton"]
     with pytest.raises(RuntimeError, match="no NVRTC here"):
         backends.resolve("cuda", device)
@@ -173,7 +173,7 @@ def test_the_reference_takes_over_on_a_gpu_without_nvrtc_and_triton(machine):
         with pytest.warns(UserWarning, match=reason):
             assert backends.choose("auto", x, 16, 1) == "reference"
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a second call must not warn again
+            warnings.simplefilter("error")  # the warning is issued only once
             assert backends.choose("auto", x, 16, 1) == backends.backend_for(device) == "reference"
         for name in ("auto", "triton"):
             with pytest.raises(RuntimeError, match="the triton backend needs Triton"):

@@ -1,6 +1,6 @@
-"""Tests of the fused block against the unfused one:
+"""Tests of the fused block against the unfused block.
 
-on a CPU with plain kernels, which checks the algebra, and on a GPU.
+On a CPU, reference implementations replace the kernels, which checks the algebra. On a GPU, the kernels run.
 """
 
 import copy
@@ -39,7 +39,7 @@ from vil.models.tokens import middle_token
 
 @pytest.fixture
 def reference_kernels(monkeypatch):
-    """Run the operator on a CPU in fp64 with plain kernels. Yield a list of whether each block received its norm."""
+    """Run the operator in fp64 by reference kernels on a CPU; yield a list of whether each block received its norm."""
     handed, pack_weights = [], ReferenceKernels.pack_weights
     monkeypatch.setattr(ReferenceKernels, "pack_weights", lambda *a: handed.append(a[3] is None) or pack_weights(*a))
     for module in (block_op, forward, backward):
@@ -51,14 +51,14 @@ def reference_kernels(monkeypatch):
     for module in (contract, fused_operators):
         monkeypatch.setattr(module, "FP32", torch.float64)
         monkeypatch.setattr(module, "backends", SimpleNamespace(**{**vars(backends), **as_on_a_gpu}))
-    monkeypatch.setattr(block_op, "check_backward", lambda *_: None)  # reference kernels have no states
+    monkeypatch.setattr(block_op, "check_backward", lambda *_: None)  # reference kernels keep no chunk states
     with operator_on_a_cpu():
         yield handed
 
 
 @pytest.fixture
 def plain():
-    """Disable the fused kernels, and enable them again after the test."""
+    """Return a function that disables fused blocks until the end of the test."""
     yield lambda: dispatch.set_fused(False)
     dispatch.set_fused(True)
 
@@ -66,8 +66,8 @@ def plain():
 @pytest.mark.parametrize("size", [(16, 80), (32, 48)])
 @pytest.mark.parametrize("mixer", ["vil_tiny", "vim_tiny"])
 def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, reference_kernels):
-    """Compare models in train mode with stochastic depth and in eval mode without, with and without passing norms
-    to the next block.
+    """Models in train mode with stochastic depth, and in eval mode, equal the independent implementation, whether or
+    not blocks pass their norm to the next block.
     """
     model = randomised(small(mixer, depth=3, img_size=size, drop_path_rate=0.5))
     x, weights = random_images(5, 3, *size, dtype=torch.float64), dict(model.named_parameters())
@@ -92,7 +92,7 @@ def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, referen
 
 @pytest.mark.parametrize("between", ["hook", "eps", "dtype", "unfused"])
 def test_what_comes_between_fused_blocks_is_not_passed_over(between, reference_kernels, plain):
-    """Invalidate the precomputed norm of the next block if a module is inserted between blocks."""
+    """A block ignores the previous block's norm if a hook, another eps or dtype, or an unfused block intervenes."""
     model = randomised(small(depth=3, img_size=32)).eval()
     if between == "hook":
         model.blocks[0].register_forward_hook(lambda module, args, output: output * torch.arange(32))
@@ -112,8 +112,8 @@ def test_what_comes_between_fused_blocks_is_not_passed_over(between, reference_k
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_second_derivative_is_refused_and_not_taken_for_none(at_once, reference_kernels, monkeypatch):
-    """Raise an error for second derivatives, because a gradient penalty would otherwise silently lack a part of
-    its gradient.
+    """Second derivatives raise an error, because the gradient of a gradient penalty would otherwise silently be
+    incomplete.
     """
     monkeypatch.setattr(block_op, "is_eager", lambda t: at_once)
     model = randomised(small(depth=2, img_size=32)).eval()
@@ -132,7 +132,7 @@ def replace_weight(block):
 
 
 def call_through(block):
-    """Replace a module's forward on the instance, as libraries do that move weights between devices."""
+    """Replace a module's `forward` on the instance, as offloading libraries such as Accelerate do."""
     forward = block.mixer.out_proj.forward
     block.mixer.out_proj.forward = lambda y: 2 * forward(y)
 
@@ -160,8 +160,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(change, reference_kernels, plain):
-    """Compare outputs and gradients after changes of the first, a middle and the last block, because nothing may
-    be cached.
+    """Outputs and gradients are correct after a block of a model that has already run is changed, so nothing may be
+    cached.
     """
     for place in (0, 1):
         model = randomised(small(depth=2, img_size=32)).train()
@@ -206,7 +206,7 @@ def test_a_model_with_parameters_of_the_caller_and_a_hook_on_every_module(refere
 def test_the_operator_and_its_reference_have_the_gradients_of_the_plain_block(
     mixer, scaled, how, tokens, middle, reference_kernels, plain
 ):
-    """Check weight folding, projections and every hand-written derivative in fp64 without kernels."""
+    """Weight folding, projections and hand-written derivatives agree with autograd in fp64, without kernels."""
     plain()
     block = make_block(mixer, 24, dtype=torch.float64)
     x, dy = torch.randn(2, 3, tokens, 24, dtype=torch.float64)
@@ -231,7 +231,7 @@ def test_the_operator_and_its_reference_have_the_gradients_of_the_plain_block(
 
 @pytest.mark.parametrize("middle", [False, True])
 def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(middle, reference_kernels, plain):
-    """Compare gradients in fp64 without kernels."""
+    """In fp64 and without kernels, compiled fused blocks have the gradients of unfused blocks."""
     chain = Blocks(*[make_block(LonghornMixer, 24, seed=i, dtype=torch.float64) for i in range(3)])
     x, dy = torch.randn(2, 3, 9, 24, dtype=torch.float64)
     plain()
@@ -244,7 +244,7 @@ def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(mid
 
 
 def test_an_image_takes_one_path_from_a_model_to_a_kernel(reference_kernels, monkeypatch):
-    """Follow the calls to the first kernel of each block: the path never returns to a file of vil.models."""
+    """On the way to a block's first kernel, calls leave vil.models once and never return there."""
     monkeypatch.setattr(block_op, "is_eager", lambda t: True)
     model, paths = small(depth=2, img_size=32).double().eval(), []
     pack_weights = ReferenceKernels.pack_weights
@@ -271,11 +271,11 @@ def test_a_frozen_model_gives_its_images_a_gradient(runs_at_once, reference_kern
     torch.testing.assert_close(found, torch.autograd.grad(model(x).square().sum(), x)[0])
 
 
-# tests with a GPU
+# Tests that need a GPU
 
 
-# Shapes with channels that fill vectors and warps or not, one token, more tokens than a stretch, and a batch of several
-# parts.
+# Shapes (B, L, C): channels that fill vectors and warps or do not, one token, more tokens than a stretch, and batches
+# that are split into several parts.
 SHAPES = [(4, 197, 384), (1, 50, 100), (3, 1, 64), (2, 1030, 48), (33, 33, 192), (1, 7, 18), (110, 133, 192)]
 TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 
@@ -285,7 +285,7 @@ TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, plain):
-    """Compare outputs and every gradient. In low precision, errors must not exceed those of the unfused block."""
+    """Outputs and gradients are close to fp64; otherwise, errors are at most twice those of the unfused block."""
     block = make_block(mixer, shape[2], device="cuda")
     x, dy = torch.randn(2, *shape, device="cuda")
     truth = outcome(copy.deepcopy(block).double(), x.double(), dy.double(), class_token_only=middle)
@@ -297,11 +297,11 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
         dispatch.set_fused(True)
         for name, expected in truth.items():
             assert torch.equal(fused[name], again[name]), name
-            if expected.norm() == 0:  # decay rates have no effect with a single token
+            if expected.norm() == 0:  # with a single token, decay rates have no effect
                 assert fused[name].norm() == 0, name
                 continue
             error = relative_error(fused[name], expected)
-            # gradients from one token of one image are sums of few terms, which may cancel
+            # Gradients of a single token are sums of few terms, which may cancel, so the tolerance is larger.
             most = max(3 * tolerance if middle else tolerance, 2 * relative_error(reference[name], expected))
             assert error < most, (autocast, name, error)
 
@@ -310,7 +310,7 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
 @pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("shape", [(64, 197, 384), (64, 197, 192), (2, 70, 64)])
 def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
-    """Compare results bitwise with and without passing norms on; on Hopper, the first two shapes pass norms on."""
+    """Results are bitwise identical if blocks pass norms on. On Hopper, they do for the first two shapes."""
     chain = Blocks(*[make_block(LonghornMixer, shape[2], seed=i) for i in range(3)]).cuda()
     x, dy = torch.randn(2, *shape, device="cuda")
     found = outcome(chain, x, dy, torch.bfloat16, class_token_only=middle)
@@ -322,7 +322,7 @@ def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
 
 @EMULATED
 @pytest.mark.parametrize("middle", [False, True])
-# The other cases fuse the gate and its product: for few tokens, for many tokens, and for many tokens on Hopper.
+# All cases but the first fuse gating with out_proj: for few tokens, for many tokens, and for many tokens on Hopper.
 @pytest.mark.parametrize(
     ("shape", "multiprocessors", "hopper", "dtype"),
     [
@@ -334,7 +334,7 @@ def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
 def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
     mixer, shape, multiprocessors, hopper, dtype, middle, monkeypatch, autocast_on_gpus
 ):
-    """Run all kernels of a block, forward and backward. PyTorch computes cuBLAS's products in fp32."""
+    """All kernels of a block run emulated, forward and backward. PyTorch computes the products of cuBLAS."""
     tolerance = 2.5e-2 if dtype == torch.bfloat16 else 3e-3
     blocks.on_an_emulated_gpu(monkeypatch, multiprocessors, hopper)
     project = hopper and mixer is LonghornMixer
@@ -360,7 +360,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
 
 
 def noted(monkeypatch, project):
-    """Yield the launched, emulated entries, and whether each scan projects its steps."""
+    """Return lists that collect each emulated launch's entry point, and whether each scan projects its step logits."""
     monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
     launched, projecting = [], []
     monkeypatch.setattr(
@@ -384,8 +384,8 @@ def noted(monkeypatch, project):
 
 
 def exactly(block, x, dy, dnext, middle):
-    """Return output and gradients of the independent block in fp64; dnext is the gradient of the output's norm
-    without weight.
+    """Return the output and the gradients of the independent block in fp64. `dnext` is the gradient of the output's
+    RMSNorm without weight.
     """
     (scale,) = stochastic_depth([0.25], len(x), seed=1, dtype=x.dtype)
     assert scale.all()
@@ -402,9 +402,9 @@ def exactly(block, x, dy, dnext, middle):
 
 
 def by_kernels(block, x, dy, dnext, middle, amid_others, dtype):
-    """Return output and gradients of the operator, and the norm that the operator returns.
+    """Return the operator's output and gradients, and the norm that it returns for the next block.
 
-    Inside a model, a block also receives a norm.
+    With `amid_others`, the block also receives a norm, as a block inside a model does.
     """
     x, normed = x.clone().requires_grad_(), None
     if amid_others:
@@ -423,7 +423,7 @@ def by_kernels(block, x, dy, dnext, middle, amid_others, dtype):
 
 
 def as_foretold(run, foretell):
-    """Wrap a part of the operator to check its results against the fake implementation that compilers use."""
+    """Wrap a part of the operator to check results against the fake implementation that torch.compile uses."""
 
     def checked(*arguments):
         results = run(*arguments)
@@ -436,7 +436,7 @@ def as_foretold(run, foretell):
 
 @pytest.fixture
 def autocast_on_gpus():
-    """Enable autocast for GPUs with a dtype; without a GPU, `torch.autocast` would disable itself."""
+    """Return a function that enables CUDA autocast without a GPU, where `torch.autocast` would disable itself."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
 
     def switch(enabled, dtype):
@@ -451,8 +451,8 @@ def autocast_on_gpus():
 def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most():
     block, (B, L, C) = make_block(LonghornMixer, 384, device="cuda"), (4, 2048, 384)
     x = torch.randn(B, L, C, device="cuda", requires_grad=True)
-    torch.cuda.empty_cache()  # the cache could return blocks that are up to 1 MiB too large
-    for _ in range(2):  # permanent allocations of the first call are not counted
+    torch.cuda.empty_cache()  # cached memory blocks could be up to 1 MiB larger than requested
+    for _ in range(2):  # the first call's permanent allocations are not counted
         with torch.autocast("cuda", torch.bfloat16):
             y = block(x)
         before = torch.cuda.memory_allocated()
@@ -465,7 +465,7 @@ def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("mixer", "middle"), [(LonghornMixer, True), (MambaMixer, False)])
 def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle, device, monkeypatch):
-    """Check schema, autograd and fake results, also with dynamic shapes, emulated on a CPU."""
+    """torch.library.opcheck accepts the operator's schema, autograd and fake results, also with dynamic shapes."""
     if device == "cpu":
         blocks.on_an_emulated_gpu(monkeypatch)
     block = make_block(mixer, 16, device=device)
@@ -504,13 +504,13 @@ def test_compiled_and_checkpointed_and_captured_blocks_equal_the_eager_one(autoc
 
 @pytest.mark.gpu
 def test_models_in_several_threads_and_streams_do_what_they_do_alone():
-    """Run models in several threads and streams, with equal and with different kinds of plans."""
+    """Models that run concurrently in several threads and streams return the results of sequential runs."""
     torch.manual_seed(0)
     model = timm.create_model("vil_tiny", img_size=64, depth=3, num_classes=5).cuda()
     images = [torch.randn(2 + i % 3, 3, 64, 64, device="cuda") for i in range(8)]
 
     def outcome(x):
-        # Threads have separate streams but share PyTorch's cache of cast weights, so the cache is disabled.
+        # Autocast's cache of cast weights is disabled, because threads share the cache but use separate streams.
         with torch.cuda.stream(torch.cuda.Stream()), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             y = model(x)
             return [y.detach(), *torch.autograd.grad(y.float().square().sum(), list(model.parameters()))]
@@ -522,7 +522,7 @@ def test_models_in_several_threads_and_streams_do_what_they_do_alone():
         found = list(pool.map(outcome, images))
     torch.cuda.synchronize()
     for results, alone in zip(found, expected):
-        # cuBLAS may choose other algorithms, so results are close but not equal
+        # Results are close but not identical, because cuBLAS may choose other algorithms.
         for one, other in zip(results, alone, strict=True):
             assert relative_error(one, other.double()) < 1e-2
 
@@ -533,7 +533,7 @@ def test_models_in_several_threads_and_streams_do_what_they_do_alone():
     [("vil_tiny", 64, 8, None), ("vil_tiny", 224, 128, None), ("vil_tiny_pooled", 224, 128, "reduce-overhead")],
 )
 def test_a_compiled_training_step_has_the_gradients_of_the_eager_one(name, size, batch, mode):
-    """Compare gradients in bf16, also with many tokens on Hopper, for which blocks pass norms on."""
+    """Compiled and eager gradients agree in bf16. With 128 images of 224 pixels, blocks pass norms on if on Hopper."""
     model = timm.create_model(name, img_size=size, depth=3, num_classes=5).cuda()
     images = torch.randn(batch, 3, size, size, device="cuda")
 
@@ -545,7 +545,7 @@ def test_a_compiled_training_step_has_the_gradients_of_the_eager_one(name, size,
     expected = gradients(model)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, mode=mode)
-    for _ in range(3):  # the last iteration replays CUDA graphs
+    for _ in range(3):  # in the last iteration, "reduce-overhead" replays CUDA graphs
         found = gradients(compiled)
     for value, truth in zip(found, expected):
         assert relative_error(value, truth) < 0.03

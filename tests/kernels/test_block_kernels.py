@@ -1,4 +1,4 @@
-"""Tests of emulated kernels of the fused block: the norm's eps, many images per CTA, and offsets beyond 32 bits."""
+"""Tests of the fused block's emulated kernels: eps of the norm, many images per CTA, and offsets above 32 bits."""
 
 import functools
 
@@ -21,12 +21,12 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    """Run the kernels emulated on the CPU, as on a GPU with one multiprocessor that is not a Hopper."""
+    """Emulate the kernels on a CPU, as on a GPU older than Hopper with one multiprocessor."""
     emulator.as_if_on_a_gpu(monkeypatch)
 
 
 def small_tokens(T, C):
-    """Return tokens whose mean squares are 0, far below an eps of 1e-5, close to eps, and far above."""
+    """Return tokens with mean squares of 0, far below eps = 1e-5, close to eps, and far above eps."""
     return torch.randn(T, C) * torch.tensor([0, 1e-4, 3e-3, 1.0])[torch.arange(T) % 4, None]
 
 
@@ -40,7 +40,7 @@ def block_weights(C, dtype=torch.float32):
 
 
 def exactly(*tensors):
-    """Convert tensors to fp64, also inside lists and named tuples."""
+    """Convert tensors to fp64, including those in lists and named tuples."""
     return tree_map_only(torch.Tensor, torch.Tensor.double, tensors)
 
 
@@ -57,14 +57,14 @@ def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
 
 
 def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
-    """Compare packed 16-bit weights and their gradients."""
+    """16-bit parameters are packed, and their gradients unpacked, without other errors than rounding."""
     weights = block_weights(8, BF16)
     C, D, _, _, K = sizes = weights.sizes()
     packed, _ = kernels.pack_weights(weights, BF16, None, None, 1e-5, True)
     views = kernels.PackedWeights.of(packed, sizes)
     for value, truth in zip(views, ReferenceKernels.pack(*exactly(weights), torch.float64), strict=True):
         close(value, truth, BF16, "packed")
-    # projections in the products' dtype, other weights in fp32
+    # projections are packed in the matrix products' dtype, other weights in fp32
     assert [t.dtype for t in views] == 4 * [BF16] + 4 * [torch.float32]
     shapes = (
         (2 * D, C), (3, 2, K + 1, D), (2, 5, sizes.padded_P, D), (2, 7, D, sizes.padded_R), (4, 2, D), (2, D)
@@ -81,7 +81,7 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
 
 
 def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, poison):
-    """Compute the norm after the product with eps on Hopper, with an out_proj that adds nothing to small tokens."""
+    """On Hopper, the norm after the product with out_proj uses eps; out_proj is 0 here, so tokens stay small."""
     emulator.as_if_on_a_gpu(monkeypatch, hopper=True)
     B, L, C = 2, 96, 192
     x, out_proj = small_tokens(B * L, C), torch.zeros(C, 2 * C, dtype=BF16)
@@ -99,7 +99,7 @@ def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, pois
 @pytest.mark.parametrize(("B", "L"), [(11, 16), (13, 5), (5, 21), (2, 600)])
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 33), (BF16, 64)])
 def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dtype, D, B, L, poison):
-    """Compute stretches with even and odd numbers of tiles one after the other in the same memory."""
+    """One CTA processes stretches with even and odd numbers of tiles sequentially in the same shared memory."""
     for H in (L, L // 2 + 1):
         sizes = (B, L, D), (2, B, H, D), (2, B * H, 16), (2, 16, D)
         inputs = *[torch.randn(size).to(dtype) for size in sizes], torch.randn(2, D, 4), torch.randn(2, D)
@@ -110,12 +110,12 @@ def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dt
         close(du, expected, dtype, "du")
 
 
-# choice of kernels on a simulated H200 or A100
+# Kernel selection on a simulated H200 or A100
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Yield (entry, CTAs) of each launch without running it."""
+    """Return a list that collects (entry point, number of CTAs) of each launch; no kernel runs."""
     found = []
     monkeypatch.setattr(launches, "launch", lambda source, entry, macros, ctas, *_: found.append((entry, ctas)))
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 132)
@@ -149,7 +149,7 @@ def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, e
         return entry, ctas if fused else None
 
     assert run() == run(dtype=torch.float16) == (entry, ctas)
-    # Other widths and dtypes, and rows that vector loads cannot read, use separate kernels.
+    # Other widths and dtypes, and rows that vector loads cannot read, use separate kernels for gating and product.
     if entry != "gate_outproj":
         assert run(columns=C + 1)[0] == "gate"
     assert run(dtype=torch.float32)[0] == run(D=3 * C)[0] == "gate"
@@ -183,17 +183,18 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
         return entry, ctas
 
     assert run() == run(dtype=torch.float16) == ("conv_xproj", 2)
-    assert run(B=3, L=97) == ("conv_xproj", 4)  # 147 pairs of tokens, 48 in each CTA
-    assert run(R=32) == run()  # P = 64
-    assert run(L=95)[0] == run(B=16, L=24)[0] == "conv_xproj"  # 96 pairs
+    assert run(B=3, L=97) == ("conv_xproj", 4)  # 147 pairs of tokens, 48 pairs per CTA
+    assert run(R=32) == run()  # projection width P = R + 2 N = 64
+    assert run(L=95)[0] == run(B=16, L=24)[0] == "conv_xproj"  # 96 pairs of tokens or more
     for other in (
-        dict(L=94),  # too few for two CTAs of 48
-        dict(B=16, L=23),  # a CTA would span more than five sequences
+        dict(L=94),  # too few pairs of tokens for two CTAs of 48 pairs
+        dict(B=16, L=23),  # a CTA's tokens would span more than five sequences
         dict(D=96), dict(R=40), dict(taps=3), dict(dtype=torch.float32), dict(stride=68),
         dict(stride=128, start=4),
     ):  # fmt: skip
         assert run(**other)[0] == "conv", other
-    for apart in (11_184_808, 11_184_816) if emulator.has_sparse() else ():  # 96 tokens span up to 2^31 bytes
+    # With these token strides, 96 tokens span just below and just above 2^31 bytes.
+    for apart in (11_184_808, 11_184_816) if emulator.has_sparse() else ():
         reached = "conv_xproj" if 2 * 96 * apart < 2**31 else "conv"
         assert run(u=emulator.sparse((2, 96, 64), BF16, (0, apart, 1)))[0] == reached
 
@@ -209,11 +210,12 @@ def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
     D, R, dtype, one_kernel, launched, monkeypatch
 ):
     product = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))  # as on GPUs only
+    # Emulate `out_dtype` of torch.bmm, which only GPUs support.
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))
     T, N = 1000, 16
     sizes = (2, T, D), (2, T, R), (2, D, R), (2, T, N), (2, T, N)
     dprojected, dstep_proj = kernels.step_proj_backward(*[torch.zeros(size, dtype=dtype) for size in sizes])
-    # one CTA for every two multiprocessors, or for each 16 tokens
+    # As many CTAs as half of the multiprocessors, or one per 16 tokens if these are fewer.
     assert launched == ([("step_proj_backward", 2 * min(63, 66))] if one_kernel else [])
     assert (dprojected.shape, dprojected.dtype) == ((2, T, R + 2 * N), dtype)
     assert (dstep_proj.shape, dstep_proj.dtype) == ((2, 63 if one_kernel else 10, D, R), torch.float32)
@@ -229,7 +231,7 @@ def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
 def test_gradients_of_convolutions_keep_a_gpu_busy_as_when_they_were_measured(B, L, most, stretch, parts):
     assert conv_backward.share(B, L, most) == (stretch, parts)
     assert stretch % 4 == 0
-    rounds = -(-B * -(-L // stretch) // (4 * parts))  # rounds of four stretches
+    rounds = -(-B * -(-L // stretch) // (4 * parts))  # rounds in which each part computes four stretches
     assert (rounds - 1) * 4 * parts < B * -(-L // stretch)
 
 
@@ -241,14 +243,14 @@ def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(B, L, D, vector
     assert conv.stretch_of(B * D // vector, L, 132) == stretch
 
 
-# Offsets in tensors of more than 2^32 elements, of which the machine stores only touched pages. All images except the
+# Offsets in sparse tensors of more than 2^32 elements, for which only written pages use memory. All images except the
 # last are 0, and only the last CTAs of each grid run.
 L = 50
 
 
 @pytest.fixture
 def large(monkeypatch):
-    """Create a tensor that is random only at its end."""
+    """Return a sparse tensor whose last elements are random and whose other elements are 0."""
     if not emulator.has_sparse():
         pytest.skip("needs memory that is not reserved")
 
@@ -263,7 +265,7 @@ def large(monkeypatch):
 
 
 def end(t):
-    """Return the last image of a batch, or the same number of tokens."""
+    """Return the last image of a batch, or as many tokens at the end of a flat tensor."""
     return t[..., -1:, :, :] if t.dim() > 2 and t.shape[-2] == L else t[..., -L:, :]
 
 
@@ -296,7 +298,7 @@ def test_offsets_of_more_than_32_bits_of_norms_emulated(large):
     assert torch.equal(end(rounded), end(dx).to(BF16))
 
 
-@pytest.mark.parametrize("D", [40, 64])  # kernels of convolutions without and with projections
+@pytest.mark.parametrize("D", [40, 64])  # D = 40: kernel without projections; D = 64: kernel with projections
 def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeypatch):
     B, P, R = 2**21 + 3, 16, 8
     u, conv, conv_bias = large(B, L, 2 * D)[..., :D], torch.randn(2, D, 4), torch.randn(2, D)
@@ -307,7 +309,8 @@ def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeyp
     truths = ReferenceKernels.conv_xproj(*exactly(end(u), conv, conv_bias, x_proj, step_proj), L)
     for value, truth in list(zip(found, truths, strict=True))[: 3 if D == 64 else 1]:
         close(end(value), truth, BF16, "conv_xproj")
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2**40)  # each CTA has one group of stretches
+    # With so many multiprocessors, each CTA has only one group of stretches.
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2**40)
     dv, dprojected, du = large(2, B, L, D), large(2, B * L, P), emulator.sparse((B, L, 2 * D), BF16)[..., D:]
     dfilters = kernels.conv_backward(u, dv, dprojected, x_proj, conv, conv_bias, du)
     expected = torch.empty(1, L, D, dtype=torch.float64)
@@ -317,7 +320,8 @@ def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeyp
 
 
 def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2**40)  # each CTA has one tile
+    # With so many multiprocessors, each CTA has only one tile.
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2**40)
     T, D, R, N = 2**25 + 5, 128, 8, 4
     dstep_logits, step, dk, dq = large(2, T, D), large(2, T, R + 2 * N)[..., :R], large(2, T, N), large(2, T, N)
     step_proj = torch.randn(2, D, R).to(BF16)
@@ -331,7 +335,8 @@ def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
 def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatch):
     B, C, D = 2**18 + 1, 192, 384
     T = B * L
-    emulator.as_if_on_a_gpu(monkeypatch, -(-T // 128), hopper=True)  # each group gets tokens once
+    # With so many multiprocessors, each group of warps processes tokens only once.
+    emulator.as_if_on_a_gpu(monkeypatch, -(-T // 128), hopper=True)
     monkeypatch.setattr(launches, "launch", functools.partial(emulator.launch, blocks=6))
     x, y, z = large(T, C, dtype=torch.float32), large(2, B, L, D), large(B, L, 2 * D)[..., D:]
     scale, out_proj = torch.rand(B), torch.randn(C, D).to(BF16)
@@ -345,7 +350,7 @@ def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatc
     close(end(mean), mean_truth, BF16, "mean")
     for value, expected in zip(norm, normed(end(out), 1e-5), strict=True):
         close(value[-L:], expected, BF16, "norm")
-    # three slices of channels, with two rounds of two groups of 64 tokens in each CTA
+    # The last CTAs: three slices of channels, each with two rounds of two groups of 64 tokens.
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 3 * -(-T // 256))
     dout, duz = large(T, C), emulator.sparse((B, L, 2 * D), BF16)
     gated = kernels.gate_outproj_backward(dout, out_proj, mean, z, scale, *duz.chunk(2, dim=-1))

@@ -1,6 +1,4 @@
-"""Tests of each kernel of a block against the reference implementation in the same file, emulated on a CPU and on
-a GPU.
-"""
+"""Tests of each kernel of a block against its reference implementation, emulated on a CPU and run on a GPU."""
 
 import functools
 import math
@@ -85,13 +83,13 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
 
 
 def random_tensors(device, *kinds):
-    """Return random tensors of these sizes and dtypes."""
+    """Return random tensors of the given sizes and dtypes."""
     random = torch.Generator().manual_seed(0)
     return [torch.randn(size, generator=random).to(device, dtype) for size, dtype in kinds]
 
 
 def on_both(emulated, on_a_gpu):
-    """Parametrize over cases (shape, Hopper, dtype): all emulated, the first also in fp16, and all on a GPU."""
+    """Parametrize over cases (shape, Hopper, dtype): each emulated and on a GPU, the first emulated also in fp16."""
     cases = [(*case, torch.bfloat16) for case in emulated] + [(*emulated[0], torch.float16)]
     large = [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *on_a_gpu]
     return pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def on_both(emulated, on_a_gpu):
     )  # fmt: skip
 
 
-# B, L, C and multiprocessors: several tiles and a partial one, sequences that end inside a tile, and few tokens
+# (B, L, C, multiprocessors): several tiles and a partial tile, sequences that end inside a tile, and few tokens
 GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
 
 
@@ -137,7 +135,7 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
         exactly = GateInputs(read.first.double(), read.second.double(), read.lines)
         gated, truth = ReferenceKernels.gate(exactly, z.double(), None if scale_B is None else scale_B.double(), keep)
         expected = x + gated.to(dtype).double().flatten(0, 1) @ out_proj.double().t()
-        assert relative_error(out, expected) < 1e-4  # values may round to `dtype` the other way
+        assert relative_error(out, expected) < 1e-4  # in `dtype`, single values may be rounded up instead of down
         if keep:
             close(mean, truth, dtype, "mean")
         assert len(norm) == (0 if tiles is None else 2)
@@ -145,7 +143,7 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
             close(value, truth, dtype, "norm")
 
 
-# B, L, C and multiprocessors: groups of 33 to 50 tokens and smaller groups, also in the last of several rounds, and
+# (B, L, C, multiprocessors): groups of 33 to 50 tokens and smaller groups, also in the last of several rounds, and
 # groups of at most 2 tokens
 GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (5, 83, 192, 9), (3, 3, 192, 12), (1, 65, 384, 1)]
 
@@ -154,7 +152,7 @@ GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (5, 83, 192, 9), (3, 3, 192
 def test_gate_outproj_backward_equals_the_plain_one(dtype, device, shape, hopper, monkeypatch, poison):
     if device == "cpu":
         monkeypatch.setattr(launches, "launch", emulator.launch)
-        monkeypatch.setattr(gate_outproj_sm90, "fits", lambda *args: True)  # use the kernel also for few tokens
+        monkeypatch.setattr(gate_outproj_sm90, "fits", lambda *args: True)  # run the kernel even for few tokens
         monkeypatch.setattr("vil.kernels.block.gate.gate_backward", None)
     B, L, C, multiprocessors = shape
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
@@ -163,7 +161,7 @@ def test_gate_outproj_backward_equals_the_plain_one(dtype, device, shape, hopper
         device, ((B * L, C), dtype), ((C, D), dtype), ((B, L, D), dtype), ((B, L, 2 * D), dtype), ((B,), torch.float32)
     )
     z = uz[..., D:]
-    # Few tokens use two kernels and a product between the kernels.
+    # For few tokens, two kernels run with a matrix product between them.
     roundings = 1 if gate_outproj_sm90.fits(B * L, C, D, dtype, dout.device) else 3
     for scale_B in scale, None:
         duz, again = (torch.empty_like(uz) for _ in range(2))
@@ -198,7 +196,7 @@ def test_gate_outproj_backward_is_one_kernel_where_its_copies_can_be(monkeypatch
         assert entry(**case) == "gate_backward"
 
 
-TAPS, RANKS = 4, [(8, 4), (24, 8)]  # pairs of rank and number of states
+TAPS, RANKS = 4, [(8, 4), (24, 8)]  # number of filter taps; pairs (rank, number of states)
 SHAPES = [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36), (2, 67, 4, 128), (5, 26, 4, 64), (9, 21, 4, 33)]
 
 
@@ -255,7 +253,8 @@ def calls_of_unpack_gradients(tokens, B, L, C, D):
     P, R = weights.sizes().padded_P, weights.sizes().padded_R
     dfolded, dfilters, dx_proj = torch.randn(2 * D, C), torch.randn(parts, 2, TAPS + 1, D), torch.randn(2, parts, P, D)
     dstep_proj, dskips, dchannels = torch.randn(2, parts, D, R), torch.randn(parts + 1, 2, D), torch.randn(2, 2, D)
-    for of_skips in (dskips, dchannels[None, :, 0]):  # the gradient of skips as in a pooled block, and as in the scan
+    # Skip gradients in the layout of pooled blocks, and in the layout of the scan.
+    for of_skips in (dskips, dchannels[None, :, 0]):
         yield (
             weights.norm, weights.in_proj, weights.sizes(), dfolded, dfilters, dx_proj, dstep_proj, of_skips,
             dchannels[:, 1], tokens(0).dtype,
@@ -272,11 +271,11 @@ CALLS = {
     "pack_weights": calls_of_pack_weights,
     "unpack_gradients": calls_of_unpack_gradients,
 }
-WRITTEN = {"conv_backward": 1, "gate_backward": 2}  # numbers of tensors (B, L, D) that the kernels write to
+WRITTEN = {"conv_backward": 1, "gate_backward": 2}  # number of (B, L, D) arguments that each kernel overwrites
 
 
 def results(name, kernel, inputs, written):
-    """Return what a kernel or its reference implementation returns and writes, with partial sums added."""
+    """Return a kernel's or its reference's results, returned or written in place, with partial sums added up."""
     values = kernel(*inputs, *written)
     if name == "conv_backward":
         values = values.sum(0, keepdim=True)
