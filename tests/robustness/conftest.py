@@ -8,7 +8,7 @@ from faults import Run
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory, image_folder):
-    """Return an uninterrupted `Run` by its processes and options; each is trained once."""
+    """Return a function that trains an uninterrupted `Run`, once for each world size and set of options."""
 
     @functools.cache
     def trained(processes=2, **options):
@@ -21,7 +21,7 @@ def undisturbed(tmp_path_factory, image_folder):
 
 @pytest.fixture
 def start(tmp_path, image_folder):
-    """Start a `Run` in the test's folder."""
+    """Return a function that starts a `Run` in the test's temporary folder."""
     runs = []
 
     def started(processes=2, prepare=None, output=tmp_path, **options):

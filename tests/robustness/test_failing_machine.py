@@ -1,4 +1,4 @@
-"""A machine that fails to read a file is not a broken file: the run saves its last step and stops, or reads again."""
+"""Tests of failing disks and networks: the run retries, or saves a checkpoint and stops, instead of skipping images."""
 
 import errno
 import functools
@@ -43,7 +43,7 @@ DATA_CONFIG = dict(
 )  # fmt: skip
 
 
-# reads of this file fail with EIO, as reads of a broken disk do
+# Reads of this file fail with EIO, like reads of a broken disk.
 FAILING = Path("/sys/devices/system/cpu/cpu0/power/autosuspend_delay_ms")
 
 
@@ -58,12 +58,12 @@ def retry_briefly():
 
 @pytest.fixture
 def data(image_folder, tmp_path):
-    """Return a copy of the images, whose files a test may change."""
+    """Return a copy of the image folder, so that a test may change its files."""
     return shutil.copytree(image_folder, tmp_path / "data")
 
 
 def break_disk(paths):
-    """Replace files by one whose reads fail."""
+    """Replace each file by a link to a file whose reads fail with EIO."""
     for path in paths:
         path.unlink()
         path.symlink_to(FAILING)
@@ -88,7 +88,7 @@ def contents_of(folder):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_whose_images_cannot_be_read_saves_its_last_step_and_stops(start, data, undisturbed, workers):
+def test_a_run_that_cannot_read_images_saves_its_last_step_and_stops(start, data, undisturbed, workers):
     intact = contents_of(data / "train")
     options = dict(data_dir=str(data), workers=workers, checkpoint_interval=None)
     stopped = start(1, prepare=functools.partial(break_in_step, 3, [*intact]), **options)
@@ -102,18 +102,18 @@ def test_a_run_whose_images_cannot_be_read_saves_its_last_step_and_stops(start, 
     assert_same(start(1, **options).finished(), undisturbed(1).result())
 
 
-def test_all_processes_save_and_stop_if_one_cannot_read_its_images(start, data, undisturbed):
+def test_all_ranks_save_and_stop_if_one_rank_cannot_read_images(start, data, undisturbed):
     intact = contents_of(data / "train" / "dog")
     options = dict(data_dir=str(data), checkpoint_interval=None)
     two = start(2, prepare=functools.partial(break_in_step, 3, [*intact]), **options)
     assert two.wait() == [1, 1]
-    assert "gone" not in two.said()  # nobody ended before the others
+    assert "gone" not in two.said()  # no rank exits before the others
     assert two.said().count("stopped because images could not be read") == 1
     mend_disk(intact)
     assert_same(start(2, **options).finished(), undisturbed(2).result())
 
 
-def test_an_evaluation_whose_images_cannot_be_read_is_repeated_when_the_run_is_resumed(start, data, undisturbed):
+def test_an_evaluation_that_failed_to_read_images_is_repeated_after_resuming(start, data, undisturbed):
     intact = contents_of(data / "val" / "ant")
     options = dict(data_dir=str(data), checkpoint_interval=None)
     one = start(1, prepare=functools.partial(break_in_step, 3, [*intact]), **options)
@@ -125,22 +125,22 @@ def test_an_evaluation_whose_images_cannot_be_read_is_repeated_when_the_run_is_r
     assert_same(start(1, **options).finished(), undisturbed(1).result())
 
 
-def test_a_run_waits_for_a_disk_that_recovers(start, data, undisturbed):
+def test_a_run_retries_until_the_disk_recovers(start, data, undisturbed):
     intact = contents_of(data / "train" / "dog")
     one = start(1, prepare=functools.partial(break_in_step, 3, [*intact], (0.01,) * 3000), data_dir=str(data))
     while not all(path.is_symlink() for path in intact):
         assert one.is_running()
-    time.sleep(0.5)  # the run meets a file that fails
+    time.sleep(0.5)  # time in which the run reaches a failing file
     assert one.is_running()
     mend_disk(intact)
     assert_same(one.finished(), undisturbed(1).result())
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOENT, errno.EMFILE])
-def test_errors_of_the_system_are_the_machines_and_invalid_arguments_the_files(number):
+def test_io_errors_are_machine_errors_and_decoder_errors_are_not(number):
     assert machine_errors.is_machine_error(OSError(number, os.strerror(number)))
     assert not machine_errors.is_machine_error(OSError(errno.EINVAL, os.strerror(errno.EINVAL)))
-    assert not machine_errors.is_machine_error(OSError("truncated"))  # decoders raise errors without a number
+    assert not machine_errors.is_machine_error(OSError("truncated"))  # decoders raise OSError without an errno
 
 
 def read_without(rank, path, what):
@@ -166,14 +166,14 @@ def read_without(rank, path, what):
 @pytest.mark.parametrize(
     ("what", "reason"), [("permission", "Permission denied"), ("descriptors", "Too many open files")]
 )
-def test_an_image_that_this_process_may_not_read_is_named_with_the_reason(tmp_path, what, reason):
+def test_an_image_without_read_permission_is_reported_with_the_reason(tmp_path, what, reason):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     (ended,) = in_processes(1, read_without, tmp_path / "a.png", what)
     assert re.search(rf"^cannot read a.png: {reason}", ended.value or ""), ended
 
 
 def write_shards(folder):
-    """Eight images in each of two splits, a shard each."""
+    """Write two splits with one shard of eight images each, and return a config that reads them."""
     splits = {}
     Image.new("RGB", (32, 24)).save(image := io.BytesIO(), "JPEG")
     for split in ("train", "validation"):
@@ -189,7 +189,7 @@ def write_shards(folder):
     return Config(data_dir=str(folder), **options)
 
 
-def test_validation_ends_with_a_line_if_an_image_cannot_be_read(image_folder, uninterrupted, tmp_path):
+def test_validation_fails_with_one_line_if_an_image_cannot_be_read(image_folder, uninterrupted, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(image_folder, data)
     (data / "val" / "bee" / "1.png").unlink()
@@ -201,7 +201,7 @@ def test_validation_ends_with_a_line_if_an_image_cannot_be_read(image_folder, un
     assert "Traceback" not in ended.stderr
 
 
-def test_an_evaluation_of_samples_without_a_class_is_an_error(image_folder, uninterrupted, tmp_path):
+def test_evaluating_only_unlabelled_samples_fails(image_folder, uninterrupted, tmp_path):
     image, data = next((image_folder / "val").rglob("*.png")), tmp_path / "data"
     data.mkdir()
     with tarfile.open(data / "val-0.tar", "w") as tar:
@@ -216,7 +216,7 @@ def test_an_evaluation_of_samples_without_a_class_is_an_error(image_folder, unin
     assert "no image of the split 'val' has a class" in ended.stderr
 
 
-def test_an_evaluation_without_a_readable_image_is_an_error(image_folder, uninterrupted, tmp_path):
+def test_evaluating_only_unreadable_images_fails(image_folder, uninterrupted, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(image_folder, data)
     for file in (data / "val").rglob("*.png"):
@@ -233,10 +233,10 @@ def test_an_evaluation_without_a_readable_image_is_an_error(image_folder, uninte
     assert len(checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()["progress"]["losses"]) > 0
 
 
-def test_a_link_without_a_target_is_refused_at_the_start(image_folder, tmp_path):
+def test_dangling_links_are_rejected_at_the_start(image_folder, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(image_folder, data)
-    for name in ("bee/99.png", "wasp"):  # an image and a class
+    for name in ("bee/99.png", "wasp"):  # link to an image, and link to a class folder
         (link := data / "train" / name).symlink_to(tmp_path / "missing" / "mount")
         with pytest.raises(ConfigError, match=f"links in .* have no target, such as .*{name}.*: mount the disk"):
             open_split(str(data), "", "train")
@@ -244,7 +244,7 @@ def test_a_link_without_a_target_is_refused_at_the_start(image_folder, tmp_path)
     open_split(str(data), "", "train")
 
 
-def test_a_missing_file_is_not_waited_for_and_a_failing_disk_is_an_error_of_a_line(tmp_path):
+def test_a_missing_file_raises_at_once_and_a_failing_disk_raises_a_machine_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_image(tmp_path / "missing.png")
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
@@ -265,14 +265,14 @@ def read_without_an_interpreter(rank, path):
         return str(error)
 
 
-def test_a_sandbox_that_does_not_start_is_an_error_of_the_machine(tmp_path):
+def test_a_sandbox_that_does_not_start_raises_a_machine_error(tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.gif")
     (ended,) = in_processes(1, read_without_an_interpreter, tmp_path / "a.gif")
     assert re.search(r"cannot read .*a.gif: .*does not start", ended.value or ""), ended
 
 
 def lose_folder(path):
-    """As when its file system is unmounted."""
+    """Move the file's folder away, as if the file system had been unmounted."""
     path.parent.rename(path.parent.with_name("elsewhere"))
 
 
@@ -282,7 +282,7 @@ def break_file(path):
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize(("fail", "reason"), [(lose_folder, "No such file"), (break_file, "Input/output error")])
-def test_a_shard_that_the_machine_does_not_give_is_an_error_of_a_line(tmp_path, split, fail, reason):
+def test_an_io_error_in_a_shard_raises_a_machine_error(tmp_path, split, fail, reason):
     pytest.importorskip("webdataset")
     (data := tmp_path / "data").mkdir()
     config = write_shards(data)
@@ -297,7 +297,7 @@ def test_a_shard_that_the_machine_does_not_give_is_an_error_of_a_line(tmp_path, 
         list(loader)
 
 
-def test_a_shard_that_the_list_names_and_the_folder_lacks_is_logged_and_the_others_are_read(tmp_path, capfd, caplog):
+def test_a_listed_shard_that_is_missing_is_logged_and_the_other_shards_are_read(tmp_path, capfd, caplog):
     pytest.importorskip("webdataset")
     config = write_shards(tmp_path)
     info = json.loads((tmp_path / "_info.json").read_text())
@@ -308,7 +308,7 @@ def test_a_shard_that_the_list_names_and_the_folder_lacks_is_logged_and_the_othe
     assert "validation-1.tar" in caplog.text + capfd.readouterr().err
 
 
-def test_a_tar_file_that_the_machine_does_not_give_is_an_error_of_a_line(image_folder, tmp_path):
+def test_an_io_error_in_a_tar_file_raises_a_machine_error(image_folder, tmp_path):
     with tarfile.open(tmp_path / "val.tar", "w") as tar:
         tar.add(image_folder / "val", "val")
     loader = evaluation_loader(open_split(str(tmp_path), "", "val"), DATA_CONFIG, CPU, 0, 4, 0, 1)
@@ -326,7 +326,7 @@ def test_a_tar_file_that_the_machine_does_not_give_is_an_error_of_a_line(image_f
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_images_for_a_device_that_the_machine_does_not_give_are_an_error_of_a_line(image_folder, tmp_path, workers):
+def test_an_io_error_on_the_device_path_raises_a_machine_error(image_folder, tmp_path, workers):
     shutil.copytree(image_folder, data := tmp_path / "data")
     dataset = open_split(str(data), "", "train", is_training=True)
     config = Config(global_batch_size=4, workers=workers, aug_repeats=0, augment_on_device=True)
@@ -338,9 +338,7 @@ def test_images_for_a_device_that_the_machine_does_not_give_are_an_error_of_a_li
 
 
 @pytest.mark.parametrize("command", ["vil.predict", "vil.viz"])
-def test_an_image_that_the_machine_does_not_give_ends_a_command_with_a_line(
-    uninterrupted, image_folder, tmp_path, command
-):
+def test_a_command_fails_with_one_line_on_an_io_error(uninterrupted, image_folder, tmp_path, command):
     main = importlib.import_module(f"{command}.__main__").main
     (folder := tmp_path / "images").mkdir()
     shutil.copy(image_folder / "val" / "ant" / "1.png", folder)
@@ -363,8 +361,8 @@ def open_without_permission(rank, folder):
         return str(error)
 
 
-def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(data):
-    """Otherwise its class would be left out."""
+def test_a_folder_that_cannot_be_listed_is_an_error(data):
+    """Opening a split fails if a class folder cannot be listed, because the class would silently be skipped."""
     for folder in (data, *data.glob("*/"), *data.glob("*/*/")):
         folder.chmod(0o755 if folder.name != "bee" else 0)
     (ended,) = in_processes(1, open_without_permission, data)
@@ -377,7 +375,7 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(data):
 PARTS = dict(config={}, history=[], progress={}, scheduler={}, state_dict={}, optimizer={})
 
 
-def test_an_intact_checkpoint_that_the_disk_does_not_give_stays_where_it_is(tmp_path, monkeypatch):
+def test_a_checkpoint_with_an_io_error_is_not_renamed_as_broken(tmp_path, monkeypatch):
     for epoch in (1, 2):
         checkpoint.save_checkpoint(PARTS | {"epoch": epoch}, tmp_path / "last.pt", tmp_path / "previous.pt")
     intact = contents_of(tmp_path)
@@ -399,7 +397,8 @@ def test_an_epoch_evaluated_on_fewer_images_is_not_the_best():
     full, third = dict(eval_images=900), dict(eval_images=300)
     assert best_row(rows((50, full), (100, third), (40, full)))["epoch"] == 1
     assert best_row(rows((100, third), (50, full), (40, full)))["epoch"] == 2
-    assert best_row(rows((50, {}), (60, full), (60, full), (55, {})))["epoch"] == 3  # rows of old runs lack the number
+    # history rows of old runs lack eval_images
+    assert best_row(rows((50, {}), (60, full), (60, full), (55, {})))["epoch"] == 3
 
 
 def lose(best):
@@ -418,7 +417,7 @@ def take_anothers(best):
 
 
 @pytest.mark.parametrize("damage", [lose, truncate, take_anothers])
-def test_a_lost_best_checkpoint_is_noticed_and_written_again(image_folder, tmp_path, damage):
+def test_a_lost_best_checkpoint_is_reported_and_rewritten(image_folder, tmp_path, damage):
     run(train_command(tmp_path, image_folder, epochs=2))
     best = tmp_path / "run" / "best.pt"
     damage(best)
@@ -434,7 +433,7 @@ def test_a_lost_best_checkpoint_is_noticed_and_written_again(image_folder, tmp_p
     assert BestCheckpoint(tmp_path / "run").find(history) is None or f"holds epoch {len(held)}" in closing
 
 
-def test_a_run_resumed_in_another_folder_has_a_best_checkpoint_there(image_folder, tmp_path):
+def test_a_run_resumed_in_another_folder_writes_a_best_checkpoint_to_it(image_folder, tmp_path):
     run(train_command(tmp_path, image_folder, epochs=2))
     first = tmp_path / "run" / "last.pt"
     options = dict(epochs=3, resume=str(first), experiment="other")
@@ -443,7 +442,7 @@ def test_a_run_resumed_in_another_folder_has_a_best_checkpoint_there(image_folde
     assert (tmp_path / "other" / "best.pt").is_file()
 
 
-def test_the_closing_line_does_not_announce_a_file_that_is_gone(image_folder, tmp_path):
+def test_a_deleted_best_checkpoint_is_reported_as_missing(image_folder, tmp_path):
     run(train_command(tmp_path, image_folder, epochs=2))
     history = checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()["history"]
     best = BestCheckpoint(tmp_path / "run")
@@ -451,10 +450,11 @@ def test_the_closing_line_does_not_announce_a_file_that_is_gone(image_folder, tm
     assert best.row is best_row(history)
     (tmp_path / "run" / "best.pt").unlink()
     assert best.find(history) == "is missing"
-    assert best.is_beaten_by(dict(history[0], eval_top1=0.0, eval_top1_ema=0.0))  # whatever comes is the best then
+    # without best.pt, any next epoch is the best
+    assert best.is_beaten_by(dict(history[0], eval_top1=0.0, eval_top1_ema=0.0))
 
 
-def test_the_bytes_of_an_image_that_changed_are_counted_once():
+def test_the_cache_counts_the_bytes_of_a_replaced_image_once():
     cache = DecodedCache(2, torch.device("cpu"), room=1000)
     image = torch.zeros(3, 10, 10, dtype=torch.uint8)
     for version in range(10):

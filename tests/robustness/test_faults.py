@@ -42,7 +42,7 @@ def in_step(step, act, rank):
 
 
 def poison(step, rank):
-    """Give a process a NaN in the images of one step."""
+    """Write a NaN into one rank's images at one step."""
     augmentation, calls = BatchAugmentation, []
     original = augmentation.__call__
 
@@ -68,11 +68,11 @@ def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(undisturbed, s
         victims = rng.choice([(0,), (1,), (0, 1)])
         two.signal(signal.SIGKILL, *victims)
         codes = two.wait()
-        if codes[0] == 0:  # it was quicker: another one, for the kills that are left
+        if codes[0] == 0:  # the run finished before the kill, so the remaining kills need a new run
             assert_same(two.result(), undisturbed().result())
             shutil.rmtree(two.folder)
             continue
-        # the second is done when only the last checkpoint is left to the first
+        # Rank 1 may already have exited while rank 0 writes the last checkpoint.
         assert all(codes[rank] in (-signal.SIGKILL, 0) for rank in victims)
         assert -signal.SIGKILL in codes
         killed += 1
@@ -80,7 +80,7 @@ def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(undisturbed, s
 
 
 def test_a_preempted_run_resumes_in_the_middle_of_an_epoch(undisturbed, start, rng):
-    signalled = in_step(rng.randrange(9, 12), get_sigusr1, rank=1)  # one process is enough
+    signalled = in_step(rng.randrange(9, 12), get_sigusr1, rank=1)  # a signal to one rank stops all ranks
     two = start(checkpoint_interval=None, workers=1, prepare=signalled)
     assert two.wait() == [PREEMPTED, PREEMPTED]
     first = two.result()
@@ -103,7 +103,7 @@ def signal_as_it_evaluates():
     before(Evaluator, "_run", lambda: print("evaluates a batch", flush=True), rank=1)
 
 
-def test_a_signal_cuts_an_evaluation_short(undisturbed, start):
+def test_a_signal_stops_an_evaluation_early(undisturbed, start):
     two = start(checkpoint_interval=None, prepare=signal_as_it_evaluates)
     assert two.wait() == [PREEMPTED, PREEMPTED]
     assert "evaluates a batch" not in two.said()
@@ -124,7 +124,7 @@ def test_a_run_resumes_with_another_world_size_in_the_middle_of_an_epoch(uninter
         assert row == pytest.approx({name: expected[name] for name in row}, rel=1e-5)
 
 
-def test_a_nan_and_then_a_broken_checkpoint_lose_nothing(undisturbed, start, rng):
+def test_a_nan_followed_by_a_broken_checkpoint_loses_no_progress(undisturbed, start, rng):
     step = rng.randrange(3, 16)
     two = start(prepare=functools.partial(poison, step, rank=1))
     assert two.wait() == [1, 1]
@@ -149,7 +149,7 @@ def fill_up(path):
             pass
 
 
-def test_a_run_stopped_by_a_full_disk_resumes_when_there_is_room(undisturbed, start, tmp_path):
+def test_a_run_stopped_by_a_full_disk_resumes_after_space_is_freed(undisturbed, start, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True)
@@ -172,14 +172,15 @@ def test_a_run_stopped_by_a_full_disk_resumes_when_there_is_room(undisturbed, st
         subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-def test_torchrun_restarts_a_run_that_lost_a_process_and_takes_it_along_when_killed(image_folder, tmp_path):
+def test_torchrun_restarts_a_run_that_lost_a_process_and_a_killed_torchrun_ends_the_run(image_folder, tmp_path):
     words, last = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"], tmp_path / "run" / "last.pt"
     torchrun = Torchrun(tmp_path, words, data_dir=str(image_folder), epochs=1000)
     try:
         torchrun.wait_until(last.exists)
         lost = torchrun.workers
         os.kill(lost[-1], signal.SIGKILL)
-        torchrun.wait_until(lambda: "going on after step " in torchrun.said())  # it was not told to resume
+        # the run resumes although --resume was not given
+        torchrun.wait_until(lambda: "going on after step " in torchrun.said())
         workers, resumed = torchrun.workers, last.stat().st_ino
         torchrun.wait_until(lambda: last.exists() and last.stat().st_ino != resumed)
     finally:

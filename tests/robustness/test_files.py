@@ -40,7 +40,7 @@ def test_a_file_is_written_atomically(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_atomically(path, fail)
     assert path.read_bytes() == b"two"
-    with pytest.raises(OSError, match=r"No space left on device: '.*summary\.csv'$"):  # the error of the new content
+    with pytest.raises(OSError, match=r"No space left on device: '.*summary\.csv'$"):  # error while writing the content
         write_atomically(path, lambda file: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match=rf"^\[[^]]*\] [^']*: '{tmp_path}'$"):  # the target is a folder
         write_atomically(tmp_path, "four")
@@ -48,7 +48,7 @@ def test_a_file_is_written_atomically(tmp_path, monkeypatch):
     assert os.listdir("/proc/self/fd") == opened  # no descriptor leaks
 
 
-def test_readers_see_whole_contents_while_two_threads_write(tmp_path):
+def test_concurrent_readers_never_see_a_partially_written_file(tmp_path):
     path, contents = tmp_path / "file", {b"a" * 200_000, b"b" * 200_000}
     write_atomically(path, min(contents))
     writers = [
@@ -63,7 +63,7 @@ def test_readers_see_whole_contents_while_two_threads_write(tmp_path):
 
 
 def test_writing_replaces_links_instead_of_following_them(tmp_path, monkeypatch):
-    """In a folder that others may write to, such as /tmp, the target of a link keeps its content."""
+    """In a folder that other users may write to, such as /tmp, writing never changes the target of a link."""
     precious = tmp_path / "precious"
     precious.write_text("precious")
     folder = tmp_path / "shared"
@@ -150,9 +150,7 @@ LOCK_ERRORS = [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP]
 
 
 @pytest.mark.parametrize("number", LOCK_ERRORS, ids=errno.errorcode.get)
-def test_a_file_system_without_locks_gives_a_warning_and_no_lock_that_outlives_a_crash(
-    number, tmp_path, monkeypatch, caplog
-):
+def test_a_file_system_without_locks_causes_a_warning_and_no_stale_lock(number, tmp_path, monkeypatch, caplog):
     def failing_flock(*_):
         raise OSError(number, os.strerror(number))
 
@@ -165,7 +163,7 @@ def test_a_file_system_without_locks_gives_a_warning_and_no_lock_that_outlives_a
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS], ids=errno.errorcode.get)
-def test_a_file_system_without_fsync_of_folders_gives_one_warning_and_whole_files(
+def test_a_file_system_without_folder_fsync_causes_one_warning_and_files_stay_complete(
     number, tmp_path, monkeypatch, caplog
 ):
     fsync = os.fsync
@@ -183,8 +181,8 @@ def test_a_file_system_without_fsync_of_folders_gives_one_warning_and_whole_file
     assert "without fsync" in caplog.text
 
 
-def test_a_fork_that_releases_a_lock_leaves_it_to_the_run(tmp_path, monkeypatch):
-    """A worker of a loader has copies of all objects of the run."""
+def test_a_forked_copy_of_a_lock_does_not_release_the_runs_lock(tmp_path, monkeypatch):
+    """A forked worker has a copy of the run's lock, and releasing the copy must not release the run's lock."""
     monkeypatch.setattr(locks, "PATIENCE", 0.1)
     with FolderLock(tmp_path) as lock:
         child = multiprocessing.get_context("fork").Process(target=lock.release)
@@ -235,7 +233,7 @@ def test_of_two_runs_in_one_folder_one_trains_and_the_other_fails_with_the_reaso
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_continues_with_a_full_disk_or_a_broken_pipe_as_its_stdout(image_folder, tmp_path, processes):
-    """Stdout is a full device, or a pipe whose reader exits like `head`."""
+    """Training continues if stdout is a full device, or a pipe whose reader exits like `head`."""
     os.mkfifo(fifo := tmp_path / "fifo")
 
     def read_a_little():
@@ -263,7 +261,7 @@ def close_and_go_on(rank):
 
 
 def test_closed_standard_streams_are_reopened_and_inheritable():
-    """Or files would take their numbers there."""
+    """Closed streams are reopened, because a new file would otherwise get descriptor 0, 1 or 2."""
     (ended,) = in_processes(1, close_and_go_on)
     assert ended.value == [True, True]
 
@@ -303,7 +301,7 @@ def test_a_run_continues_when_its_terminal_is_closed(image_folder, tmp_path):
 
 
 def hasten(log):
-    """Make one run wait only briefly for the lock, and the other one train only after that."""
+    """Shorten one run's wait for the lock, and delay the other run's training until the wait has ended."""
     locks.PATIENCE = 0.1
     before(training_loop.Trainer, "run", lambda: wait_for("is in use", log))
 

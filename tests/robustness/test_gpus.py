@@ -1,4 +1,4 @@
-"""Tests that need two GPUs: kernels on another than the current device, and training over NCCL, also under faults."""
+"""Tests that need two GPUs: kernels on a non-current device, training over NCCL, and faults."""
 
 import random
 import signal
@@ -21,8 +21,8 @@ pytestmark = [
 
 @pytest.fixture
 def start_on_gpus(start, tmp_path):
-    """Start a `Run` on GPUs, in its own folder inside the test's."""
-    # of 16 images each of two processes has a whole group of those that are mixed
+    """Return a function that starts a `Run` on GPUs in a named subfolder of the test's folder."""
+    # With a global batch of 16 images, each of two ranks has one complete mixup group of 8 images.
     defaults = dict(device="cuda", global_batch_size=16)
     return lambda name, processes, **options: start(processes, output=tmp_path / name, **defaults | options)
 
@@ -32,7 +32,7 @@ def losses(result):
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
-def test_a_scan_runs_where_its_tensors_are(backend):
+def test_a_scan_runs_on_the_device_of_its_tensors(backend):
     results = []
     for device in ("cuda:0", "cuda:1"):
         inputs = [t.detach().to(device).requires_grad_() for t in longhorn_inputs(2, 197, 96, 16, torch.bfloat16)]
@@ -43,7 +43,7 @@ def test_a_scan_runs_where_its_tensors_are(backend):
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*results, strict=True))
 
 
-def test_a_model_trains_where_it_is():
+def test_a_model_trains_on_a_non_current_device():
     gradients = []
     images = torch.randn(4, 3, 32, 32)
     for device in ("cuda:0", "cuda:1"):
@@ -55,17 +55,17 @@ def test_a_model_trains_where_it_is():
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-SUMMED = dict(global_batch_size=32, batch_size=8)  # gradients of several micro-batches on each GPU
+SUMMED = dict(global_batch_size=32, batch_size=8)  # two micro-batches on each of two GPUs
 
 
 @pytest.mark.parametrize("options", [{}, {"amp_dtype": "float16"}], ids=str)
-def test_two_gpus_train_as_one(start_on_gpus, options):
+def test_two_gpus_train_like_one(start_on_gpus, options):
     one, two = (losses(start_on_gpus(str(n), n, **options).finished()) for n in (1, 2))
     assert two == pytest.approx(one, rel=2e-3)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_gradients_in_float16_are_measured_and_clipped_without_their_scale(start_on_gpus, processes):
+def test_float16_gradients_are_unscaled_before_logging_and_clipping(start_on_gpus, processes):
     truth = start_on_gpus("float32", 1, amp=False, clip_grad=0.5).finished()["history"]
     scaled = start_on_gpus("float16", processes, amp_dtype="float16", clip_grad=0.5).finished()
     for row, expected in zip(scaled["history"], truth):
@@ -74,20 +74,20 @@ def test_gradients_in_float16_are_measured_and_clipped_without_their_scale(start
 
 
 @pytest.mark.parametrize("options", [{}, SUMMED, {"grad_checkpointing": True}, {"clip_grad": 0.5}], ids=str)
-def test_cuda_graphs_train_as_eager_mode(start_on_gpus, options):
+def test_cuda_graphs_train_like_eager_mode(start_on_gpus, options):
     eager = losses(start_on_gpus("eager", 1, cuda_graphs=False, **options).finished())
     assert losses(start_on_gpus("1", 1, **options).finished()) == pytest.approx(eager, rel=1e-6)
     assert losses(start_on_gpus("2", 2, **options).finished()) == pytest.approx(eager, rel=2e-3)
 
 
-def test_compiled_models_train_as_eager_mode(start_on_gpus):
+def test_compiled_models_train_like_eager_mode(start_on_gpus):
     eager = losses(start_on_gpus("eager", 1, cuda_graphs=False).finished())
     for processes in (1, 2):
         compiled = losses(start_on_gpus(str(processes), processes, torchcompile=True).finished())
         assert compiled == pytest.approx(eager, rel=2e-3)
 
 
-def test_a_run_over_nccl_loses_nothing(start_on_gpus):
+def test_a_run_over_nccl_resumes_after_a_kill_without_losing_progress(start_on_gpus):
     undisturbed = start_on_gpus("undisturbed", 2).finished()
     rng = random.Random(0)
     for attempt in range(3):

@@ -30,7 +30,7 @@ OPTIONS = dict(global_batch_size=8, epochs=3, checkpoint_interval=None)
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time that a timer reads, in its `seconds`."""
+    """Fake clock: timers read the time from its attribute `seconds`."""
     clock = SimpleNamespace(seconds=1000.0)
     monkeypatch.setattr(interruption, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
     return clock
@@ -83,7 +83,7 @@ def test_a_signal_makes_a_checkpoint_due_and_stops_the_run(number, monkeypatch):
 
 
 def what_timers_say(rank):
-    """Return the decisions of two ranks: the first's clock expires after the second step, the other gets a signal
+    """Return the decisions of two ranks: the clock of rank 0 expires after the second step, rank 1 gets a signal
     later.
     """
     distributed.init_process_group("cpu")
@@ -142,7 +142,7 @@ def start_in_a_terminal(command):
 
 
 def press(process, number=signal.SIGINT):
-    """Send Ctrl-C or another signal to the process, and return its stderr."""
+    """Send SIGINT or another signal to the process, wait for the exit, and return the process's stderr."""
     os.killpg(process.pid, number)
     return process.communicate(timeout=120)[1]
 
@@ -226,17 +226,17 @@ def test_a_run_interrupted_while_it_waits_for_a_rank_that_never_joins_prints_one
     assert not (tmp_path / "run" / "last.pt").exists()
 
 
-def test_ctrl_c_in_a_terminal_stops_a_run_with_everything_saved(image_folder, tmp_path):
+def test_ctrl_c_in_a_terminal_saves_and_stops_a_run(image_folder, tmp_path):
     run, last = Session(tmp_path, image_folder), tmp_path / "run" / "last.pt"
     errors = run.press_when(last.exists, signal.SIGINT)
     assert_stopped(errors, last)
     assert "Traceback" not in errors
 
 
-def test_ctrl_c_in_torchruns_terminal_stops_all_with_everything_saved(image_folder, tmp_path):
+def test_ctrl_c_in_torchruns_terminal_saves_and_stops_all_ranks(image_folder, tmp_path):
     torchrun = Torchrun(tmp_path, ["--standalone", "--nproc-per-node=2"], data_dir=str(image_folder), epochs=1000)
     torchrun.wait_until((last := tmp_path / "run" / "last.pt").exists)
-    os.kill(torchrun.launcher.pid, signal.SIGINT)  # the workers have their own sessions, and torchrun signals them
+    os.kill(torchrun.launcher.pid, signal.SIGINT)  # torchrun signals the ranks, which have their own sessions
     assert torchrun.wait(60) == 1  # exit status of torchrun
     assert_stopped(torchrun.said(), last)
 
@@ -252,7 +252,7 @@ STAND_INS = {
 
 
 def process_of(*words):
-    """Return the folder in /proc of a process with these words in its command line."""
+    """Return the /proc folder of a process whose command line contains all `words`, or None."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if all(word.encode() in (process / "cmdline").read_bytes() for word in words):
@@ -261,14 +261,14 @@ def process_of(*words):
 
 
 def listening(process):
-    """Return at how many ports of all addresses a process listens."""
+    """Return the number of ports on which a process listens for connections from other hosts."""
     table = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/net", file).read_text().splitlines()[1:]]
     sockets = {f"socket:[{row[9]}]" for row in table if row[3] == "0A" and not row[1].startswith("0100007F")}
     return sum(os.readlink(file) in sockets for file in (process / "fd").iterdir())
 
 
 def stand_in_for_slurm(folder, monkeypatch, commands):
-    """Replace Slurm's commands in a script by these; arguments of `scontrol` are in scontrol.txt."""
+    """Put stubs of Slurm's commands on the PATH; the `scontrol` stub appends its arguments to scontrol.txt."""
     for name, text in commands.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
@@ -319,13 +319,13 @@ def test_a_signalled_job_waits_for_its_run_and_is_requeued(tmp_path, monkeypatch
         assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
 
 
-# whether it begins a session, which a terminal's Ctrl-C and end do not reach, and what it is given
+# shell code that records a process's arguments, and whether the process leads its own session
 WRITTEN_DOWN = 'session=$(cut -d " " -f 6 /proc/$$/stat); { echo $((session == $$)) $GLOO_SOCKET_IFNAME '
 WRITTEN_DOWN += """$NCCL_SOCKET_IFNAME $PWD; printf '%s\\n' "$@"; } > """
 
 
 @pytest.mark.parametrize(("job", "port"), [(9, 20009), (12_345_678, 25_678)])
-def test_jobs_launch_one_process_for_each_gpu_of_all_nodes(tmp_path, monkeypatch, job, port):
+def test_jobs_launch_one_process_per_gpu_on_all_nodes(tmp_path, monkeypatch, job, port):
     srun, torchrun = tmp_path / "srun.txt", tmp_path / "torchrun.txt"
     commands = STAND_INS | {"srun": WRITTEN_DOWN + f"{srun}\n" + STAND_INS["srun"].replace("ID=0", "ID=1")}
     commands |= {"torchrun": WRITTEN_DOWN + f"{torchrun}; exit 3", "nvidia-smi": "echo GPU 0; echo GPU 1; echo GPU 2"}
@@ -349,19 +349,20 @@ def test_jobs_launch_one_process_for_each_gpu_of_all_nodes(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("script", "number"), [("single_node.sh", signal.SIGHUP), ("slurm.sh", signal.SIGUSR1)])
-def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypatch, script, number):
-    """Run the real launcher, which has no store that others on the network can write to, by stand-ins for Slurm."""
+def test_a_signal_to_the_job_scripts_saves_and_stops_the_run(image_folder, tmp_path, monkeypatch, script, number):
+    """Run the real torchrun with stubs of Slurm. Other hosts must not be able to write to the rendezvous store."""
     stand_in_for_slurm(tmp_path, monkeypatch, STAND_INS)
     config = train_command(tmp_path, image_folder, epochs=1000, checkpoint_interval="1")[-2:]
     process = start_in_a_terminal(["bash", str(ROOT / "scripts" / script), *config])
     last = wait_for_a_checkpoint(process, tmp_path)
     launcher = process_of("--nproc-per-node", str(tmp_path))
-    assert listening(launcher) == 1  # the store of its processes; --standalone has one more, of what it unpickles
+    # the process group's store; --standalone would open a second store, whose values it unpickles
+    assert listening(launcher) == 1
     assert script == "slurm.sh" or b"\0GLOO_SOCKET_IFNAME=lo\0" in (launcher / "environ").read_bytes()
     if number == signal.SIGHUP:  # the end of a terminal in which torchrun runs without the script
         os.kill(int(launcher.name), signal.SIGHUP)
         errors = process.communicate(timeout=120)[1]
-    else:  # as Slurm does before the time limit, for B: to the script only
+    else:  # with --signal=B:, Slurm signals only the script before the time limit
         options = re.findall("^#SBATCH (.*)", (ROOT / "scripts" / script).read_text(), re.M)
         assert {"--signal=B:USR1@300", "--requeue", "--open-mode=append"} < set(options)
         process.send_signal(number)
@@ -371,7 +372,7 @@ def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypa
         assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
 
 
-def test_a_second_ctrl_c_ends_at_once(start):
+def test_a_second_ctrl_c_exits_immediately(start):
     run = start(1, functools.partial(before, Update, "__call__", take_a_minute, call=2), **OPTIONS)
     run.wait_for_words("a long step")
     run.signal(signal.SIGINT)

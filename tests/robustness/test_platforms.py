@@ -1,4 +1,4 @@
-"""Tests of platforms on which this project has not been run, simulated by removing what they lack."""
+"""Tests of macOS, Windows and MPS, which are simulated by removing functions that these platforms lack."""
 
 import os
 import runpy
@@ -54,7 +54,7 @@ def test_peak_memory_is_in_bytes_on_a_mac_and_unknown_on_windows(monkeypatch):
     assert meter.peak_memory() == 0
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
-    assert meter.peak_memory() == 7  # of a GPU
+    assert meter.peak_memory() == 7  # peak memory of a GPU
 
 
 def test_losses_are_summed_on_the_cpu_when_the_device_does_not_support_fp64(monkeypatch):
@@ -67,7 +67,7 @@ def test_losses_are_summed_on_the_cpu_when_the_device_does_not_support_fp64(monk
     assert came == [torch.float32]
 
 
-def test_a_file_is_written_where_folders_cannot_be_opened(tmp_path, monkeypatch):
+def test_files_are_written_on_platforms_that_cannot_open_folders(tmp_path, monkeypatch):
     real = os.open
 
     def opened(path, *arguments, **keywords):
@@ -82,7 +82,7 @@ def test_a_file_is_written_where_folders_cannot_be_opened(tmp_path, monkeypatch)
     assert (tmp_path / "file").read_text() == "content"
 
 
-# what operators that are defined in Python run
+# implementations of operators that are defined in Python
 INSIDE = {
     torch.ops.vil.reference_scan: torch_scan._scan_forward._init_fn,
     torch.ops.vil.reference_scan_backward: torch_scan._scan_backward._init_fn,
@@ -90,7 +90,7 @@ INSIDE = {
 
 
 class Recorded(TorchDispatchMode):
-    """Records the operators that run, including those inside this package's, and the dtypes of all tensors."""
+    """Dispatch mode that records the dtypes of all tensors and all operators, also inside this package's operators."""
 
     def __init__(self):
         super().__init__()
@@ -106,17 +106,18 @@ class Recorded(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
-def test_models_use_no_fp64_which_mps_does_not_support(name, monkeypatch):
-    monkeypatch.setattr("vil.kernels.backends._backend_for", lambda device: "reference")  # which runs there
+def test_models_use_no_fp64_because_mps_does_not_support_it(name, monkeypatch):
+    # MPS uses the reference backend
+    monkeypatch.setattr("vil.kernels.backends._backend_for", lambda device: "reference")
     model = timm.create_model(name, depth=2, embed_dim=32, img_size=32, drop_path_rate=0.5)
     with Recorded() as recorded:
         model(torch.rand(2, 3, 32, 32)).sum().backward()
-    assert torch.ops.aten.addcmul_ in recorded.operators  # of the scan
+    assert torch.ops.aten.addcmul_ in recorded.operators  # an operator inside the scan
     assert torch.ops.vil.reference_scan_backward in recorded.operators
     assert {d for d in recorded.dtypes if d.is_floating_point} == {torch.float32}
 
 
-def test_the_package_works_with_a_pytorch_without_distributed(monkeypatch):
+def test_the_package_works_without_torch_distributed(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
     monkeypatch.delitem(sys.modules, "vil.distributed", raising=False)
     for name in ("register_rendezvous_handler", "Store", "PrefixStore", "DistError"):

@@ -78,7 +78,7 @@ def test_a_single_process_initializes_no_process_group():
 @pytest.mark.parametrize(
     ("error", "reason"), [(ValueError(), "no reason is known"), (dist.DistNetworkError("nobody\nthere"), "nobody")]
 )
-def test_the_host_speaks_over_gloo_beside_its_gpu_and_says_in_a_line_whom_it_did_not_meet(
+def test_hosts_communicate_over_gloo_and_a_missing_rank_is_reported_in_one_line(
     monkeypatch, device, backend, error, reason
 ):
     def meet_nobody(process):
@@ -104,7 +104,8 @@ PLACE = "MASTER_ADDR=localhost MASTER_PORT=29500"
 @pytest.mark.parametrize(
     ("variables", "found", "lacks"),
     [
-        ("SLURM_NTASKS=4 SLURM_PROCID=0", "SLURM_NTASKS=4", "MASTER_ADDR, MASTER_PORT"),  # environment inside of salloc
+        # environment of an salloc shell
+        ("SLURM_NTASKS=4 SLURM_PROCID=0", "SLURM_NTASKS=4", "MASTER_ADDR, MASTER_PORT"),
         (f"SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 {PLACE}", "SLURM_NTASKS=4", "step has 1"),
         ("SLURM_NTASKS=4", "SLURM_NTASKS=4", "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT"),
         ("WORLD_SIZE=4", "WORLD_SIZE=4", "RANK, MASTER_ADDR, MASTER_PORT"),
@@ -114,7 +115,7 @@ PLACE = "MASTER_ADDR=localhost MASTER_PORT=29500"
         (f"WORLD_SIZE=2 RANK=0 LOCAL_RANK=x {PLACE}", "LOCAL_RANK", "number"),
     ],
 )  # fmt: skip
-def test_an_incomplete_environment_of_a_launcher_is_refused(launched, variables, found, lacks):
+def test_an_incomplete_launcher_environment_is_rejected(launched, variables, found, lacks):
     launched(variables)
     with pytest.raises(ConfigError) as caught:
         distributed.init_process_group("cpu")
@@ -141,7 +142,7 @@ def test_the_second_of_two_processes_is_not_rank_0(launched, variables):
 
 
 @pytest.mark.parametrize("program", ["train_imagenet.py", "validate.py"])
-def test_both_programs_refuse_an_interactive_job_of_several_tasks_in_a_line(launched, program):
+def test_training_and_validation_reject_an_interactive_job_with_several_tasks(launched, program):
     launched("SLURM_NTASKS=4 SLURM_PROCID=0")
     words = ["--model", "vil_tiny", *(["--synthetic"] if program == "train_imagenet.py" else [])]
     ended = run([*script(program), *words, "--device", "cpu"], check=False)
@@ -150,7 +151,7 @@ def test_both_programs_refuse_an_interactive_job_of_several_tasks_in_a_line(laun
     assert "SLURM_NTASKS" in line
 
 
-def test_a_run_may_take_longer_than_gloo_waits_for_a_message(monkeypatch):
+def test_a_run_may_take_longer_than_gloos_default_timeout(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda backend, timeout: (backend, timeout.days))
     assert watchdog.RankWatchdog(0, 2).group == ("gloo", 1000)
 

@@ -23,7 +23,7 @@ from vil.training.interruption import PREEMPTED
 
 @pytest.fixture
 def stuck_pipe(tmp_path):
-    """The path of a full pipe whose reader does not read, and a function that reads a part."""
+    """Return the path of a full pipe that nobody reads, and a function that reads part of the pipe's content."""
     os.mkfifo(path := tmp_path / "pipe")
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
@@ -108,7 +108,7 @@ def test_lines_of_two_streams_keep_their_order(tmp_path):
     assert path.read_text() == lines + "no line"
 
 
-def test_a_blocked_stream_takes_little_memory_and_keeps_the_newest_lines(stuck_pipe):
+def test_a_blocked_stream_uses_little_memory_and_keeps_the_newest_lines(stuck_pipe):
     path, read_some = stuck_pipe
     stream = stream_to(path)
     for i in range(3 * MOST_PENDING):
@@ -122,7 +122,7 @@ def test_a_blocked_stream_takes_little_memory_and_keeps_the_newest_lines(stuck_p
     assert read.count(b"x") <= PIECE * MOST_PENDING
 
 
-def test_a_slow_reader_gets_everything(tmp_path):
+def test_a_slow_reader_receives_all_output(tmp_path):
     os.mkfifo(path := tmp_path / "pipe")
     read = io.BytesIO()
 

@@ -1,4 +1,4 @@
-"""Tests of two launchers with one process each, as on two nodes: the effect of losing one of them."""
+"""Tests of losing one of two nodes, which are simulated by two launchers with one process each."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from processes import free_port
 
 @pytest.fixture
 def start_nodes(image_folder, tmp_path):
-    """Start both nodes."""
+    """Start two launchers that share a rendezvous."""
     started = []
 
     def start(max_restarts=0):
@@ -27,7 +27,7 @@ def start_nodes(image_folder, tmp_path):
             node.cut_the_power()
 
 
-def test_losing_the_node_of_the_rendezvous_ends_the_other_node(start_nodes, tmp_path):
+def test_losing_the_rendezvous_node_stops_the_other_node(start_nodes, tmp_path):
     nodes = start_nodes()
     nodes[0].wait_until((tmp_path / "run" / "last.pt").exists)
     nodes[0].cut_the_power()

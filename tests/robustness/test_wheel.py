@@ -1,4 +1,4 @@
-"""Tests of the wheel: built from the checkout, installed alone, and used elsewhere."""
+"""Tests of the wheel, which is built from the checkout and used outside the checkout."""
 
 import csv
 import json
@@ -16,7 +16,7 @@ import torch
 import yaml
 from processes import ROOT
 
-# what a user does first, in a process that cannot see the checkout
+# first steps of a user, in a process that cannot import from the checkout
 USE = """
 import contextlib, importlib.metadata, json, runpy, sys
 import timm, torch, vil, vil.viz
@@ -69,7 +69,7 @@ def environment():
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+def test_the_wheel_contains_only_the_package(wheel):
     with zipfile.ZipFile(wheel) as file:
         held = {name for name in file.namelist() if ".dist-info/" not in name}
     files = [path for path in (ROOT / "vil").rglob("*") if "__pycache__" not in path.parts]
@@ -79,14 +79,14 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert wheel.name.startswith(f"vision_longhorn-{citation['version']}-py3-none-any")
 
 
-def test_the_wheel_computes_trains_and_validates_away_from_the_checkout(wheel, image_folder, tmp_path):
+def test_the_wheel_trains_and_validates_without_the_checkout(wheel, image_folder, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     python = tmp_path / "venv/bin/python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     install = [*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(install, check=True, env=environment())
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    # dependencies from here, but not the checkout: an editable install of it is found by a .pth file of its own
+    # This .pth file adds this environment's packages, except editable installs, which need .pth files of their own.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (empty := tmp_path / "empty").mkdir()
     command = [python, "-I", "-c", USE, str(image_folder)]
