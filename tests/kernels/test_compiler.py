@@ -1,4 +1,4 @@
-"""Tests of compiling, caching and launching CUDA kernels without a GPU: NVRTC compiles, and stubs replace the GPU."""
+"""Tests of compiling, caching and launching CUDA kernels without a GPU: NVRTC compiles, and stubs record launches."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from vil.kernels.cuda import compiler, launches, source
 from vil.kernels.cuda.source import DOUBLE, I64, In, Out, Source
 
 NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
-# `if constexpr` needs C++17
+# minimal kernel; `if constexpr` requires that NVRTC compiles C++17
 TINY = """#include "types.cuh"
 extern "C" __global__ void tiny(PARAMETERS_tiny) {
     if constexpr (sizeof(p) == 8) *p = VALUE;
@@ -33,13 +33,13 @@ DECLARED = Source(
 
 
 def of(name):
-    """Return a source with the kernel of TINY."""
+    """Return a kernel source that declares the kernel in TINY."""
     return Source(name, {"tiny": dict(p=Out("int", restrict=False))})
 
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """Compile a kernel with a header and a source that replace the package's, with an empty cache."""
+    """Replace the package's kernel sources by TINY and a header, with an empty cache; return the source folder."""
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "types.cuh").write_text("// a header\n")
@@ -64,17 +64,17 @@ def test_a_kernel_is_compiled_for_its_architecture_and_with_its_macros(tiny):
             cubin = compiler.compile_cubin(of("tiny"), arch, (("VALUE", value),))
             assert b"tiny" in cubin
             assert [has(cubin, v) for v in VALUES] == [v == value for v in VALUES]
-            assert number in cubin[48:50]  # flags of the ELF file for CUDA 12 or 13
+            assert number in cubin[48:50]  # the ELF flags of CUDA 12 and 13 contain the architecture
     log = io.StringIO()
     compiler.compile_cubin(of("tiny"), "sm_80", (("VALUE", 1),), log)
     assert "0 bytes spill stores" in log.getvalue()
     (tiny / "types.cuh").write_text(f"#undef VALUE\n#define VALUE {VALUES[1]}\n")
-    assert has(code(), VALUES[1])  # from the included header
+    assert has(code(), VALUES[1])  # a changed included header is compiled again
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Record names of compiled sources; the returned code is the number of compilations."""
+    """Replace compilation by a stub that returns the number of compilations; return a list of what was compiled."""
     pytest.importorskip("cuda.bindings")
     found = []
 
@@ -132,7 +132,7 @@ def test_the_cache_is_where_the_environment_says(tiny, compiled, tmp_path, monke
 
 
 def codes(_, sources, cache):
-    """Return the code of a new process that only knows a folder of sources."""
+    """Return the compiled code in a new process, which is given only the source folder."""
     source.SOURCES = sources
     os.environ["VIL_CACHE_DIR"] = str(cache)
     return [code(value=value) for value in VALUES] * 2
@@ -148,18 +148,18 @@ def test_processes_that_start_at_once_on_a_cold_cache_all_get_the_kernel(tiny, t
     assert cubins == cubins[:2] * 4
 
 
-# launches, recorded by stubs of cuda.core
+# Kernel launches, recorded by stubs of cuda.core
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Simulate two GPUs of compute capability 9.0, the first of them current, and record their launches."""
+    """Simulate two GPUs of compute capability 9.0, of which GPU 0 is current, and record launches."""
     core, bindings = pytest.importorskip("cuda.core"), pytest.importorskip("cuda.bindings")
     state = SimpleNamespace(current=0, launches=[], bound=[], asked=[], loaded=[], capability=(9, 0))
     success = bindings.driver.CUresult.CUDA_SUCCESS
     state.answer = success
 
-    class Current:  # `torch.cuda.device`
+    class Current:  # stub of `torch.cuda.device`
         def __init__(self, index):
             self.index = index
 
@@ -221,13 +221,14 @@ def test_a_launch_passes_tensors_as_pointers_and_numbers_in_64_bits_as_the_kerne
     launch(y=None, count=True)
     (current, stream, config, kernel, values), (*_, others) = gpu.launches
     assert values == (x.data_ptr(), 0, y.data_ptr(), 2**40, 1.0, w.data_ptr())
-    assert [type(v) for v in values] == [int, int, int, int, float, int]  # cuda.core passes these as 64 bits
+    # cuda.core passes Python ints and floats as 64-bit values.
+    assert [type(v) for v in values] == [int, int, int, int, float, int]
     assert others[2:4] == (0, 1)
     assert type(others[3]) is int
     assert (config.grid, config.block, config.shmem_size) == ((7, 1, 1), (64, 1, 1), 100)
     assert kernel.entry == "entry"
     assert gpu.loaded[0] == ("scan/forward_simt", "sm_90", (("A", "x"), ("B", 1), ("INPUT", "bf16")))
-    # Launches use the GPU of the tensors, whichever is current, and PyTorch's current stream of this GPU.
+    # A launch uses the tensors' GPU, even if another GPU is current, and PyTorch's current stream on the tensors' GPU.
     assert (current, stream, gpu.bound) == (1, "PyTorch's stream of GPU 1", [1])
     assert gpu.current == 0
 
@@ -278,7 +279,7 @@ def test_kernels_are_compiled_for_the_gpu_that_has_the_tensors(only_hopper, capa
     gpu.capability = capability
     launch(Source(DECLARED.name, DECLARED.kernels, only_hopper=only_hopper))
     assert gpu.loaded == [(DECLARED.name, arch, (("INPUT", "bf16"),))]
-    assert gate_outproj_sm90.SOURCE.only_hopper  # uses instructions that plain sm_90 lacks
+    assert gate_outproj_sm90.SOURCE.only_hopper  # the kernel uses instructions of sm_90a, which sm_90 lacks
 
 
 def test_much_shared_memory_is_asked_for_and_too_much_named(gpu):
@@ -303,7 +304,7 @@ def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(other, first):
         launches.launch(gate.SOURCE, "gate_backward", dict(POOLED=0, INPUT="float"), 1, 32, arguments)
 
 
-# missing packages and GPUs
+# Missing packages and missing GPUs
 
 
 @NVRTC

@@ -1,4 +1,4 @@
-"""Tests specific to the cpu backend: precision, threads, cache and fallback; test_operators.py has the other tests."""
+"""Tests of the cpu backend's precision, threads, cache and fallback. test_operators.py tests it with all backends."""
 
 import functools
 import importlib.metadata
@@ -28,13 +28,13 @@ def on_cpu(scan):
 
 @pytest.mark.parametrize("logit", [-1e4, -100.0, -20.0, -5.0, 0.0, 5.0, 20.0, 80.0])
 def test_time_steps_keep_their_relative_precision(logit):
-    """With one token, y = dt b x c isolates the softplus and its gradient."""
+    """For a single token, y = dt b x c isolates the softplus dt and its gradient."""
     inputs = selective_inputs(1, 1, 70, 4, torch.float32)
     inputs[1] = torch.full_like(inputs[1], logit).requires_grad_()
     inputs[-2:] = [torch.zeros_like(t).requires_grad_() for t in inputs[-2:]]
     y, *gradients = outputs_and_gradients(on_cpu(selective_scan), inputs)
     truth, *expected = outputs_and_gradients(reference.selective, exact(inputs), torch.float32)
-    if logit < -87:  # below the normal numbers of fp32
+    if logit < -87:  # dt is below the smallest normal fp32 number
         assert y.abs().max() < 1e-36
     else:
         assert relative_error(y, truth) < 3e-7
@@ -44,7 +44,8 @@ def test_time_steps_keep_their_relative_precision(logit):
 def test_rates_that_are_steep_or_grow():
     for scale in (-1e4, -30.0, 0.5, 200.0):
         inputs = selective_inputs(1, 9, 5, 4, torch.float32)
-        inputs[2] = (-scale * inputs[2].detach()).requires_grad_()  # A must be negative
+        # A is negative (states decay) for scale < 0, and positive (states grow) for scale > 0.
+        inputs[2] = (-scale * inputs[2].detach()).requires_grad_()
         with torch.no_grad():
             y, truth = selective_scan(*inputs, backend="cpu"), selective_scan(*inputs, backend="reference")
         finite = torch.isfinite(truth)
@@ -56,7 +57,7 @@ def test_rates_that_are_steep_or_grow():
 @SCANS
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, reference_scan, make_inputs, poison):
-    # with these flags, LLVM versions may or may not preserve NaN and infinity
+    # With the flags `fast`, `nnan` or `ninf`, LLVM may assume that no value is NaN or infinite.
     assert not compiler.FAST & {"fast", "nnan", "ninf"}
     for which in range(len(make_inputs(1, 1, 1, 1))):
         inputs = [t.detach().clone() for t in make_inputs(2, 70, 66, 4, torch.float32)]
@@ -67,9 +68,9 @@ def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, referen
         y, truth = torch.isfinite(found[0]), torch.isfinite(expected[0])
         if poison != poison:
             assert torch.equal(y, truth)
-        else:  # infinite logits have a limit
+        else:  # an infinite step logit (input 1) may have a finite limit
             assert y[~truth].logical_not().all() or which == 1
-        assert torch.isfinite(found[0]).sum() > found[0].numel() / 3  # values of other images or channels
+        assert torch.isfinite(found[0]).sum() > found[0].numel() / 3  # other images and channels stay finite
         for a, e in zip(found[1:], expected[1:], strict=True):
             assert a[torch.isnan(e)].isfinite().logical_not().all() or poison == poison
 
@@ -96,7 +97,7 @@ def test_any_number_of_threads_gives_the_same_bits(scan, reference_scan, make_in
     threads(1)
     expected = outputs_and_gradients(on_cpu(scan), inputs)
     for count in (2, 5, 64, None):
-        if count is None:  # one thread if the threading library is missing
+        if count is None:  # without a threading library, kernels use one thread
             monkeypatch.setattr(compiler, "_parallel", lambda: None)
         else:
             threads(count)
@@ -105,14 +106,14 @@ def test_any_number_of_threads_gives_the_same_bits(scan, reference_scan, make_in
 
 
 def test_a_kernel_has_no_more_threads_than_tasks(threads, monkeypatch):
-    """Start at most one thread for each task, because additional threads would have no work and no scratch memory."""
+    """A kernel starts at most one thread per task, because more threads would have neither work nor scratch memory."""
     started, call = [], compiler._parallel()
     monkeypatch.setattr(compiler, "_parallel", lambda: lambda *given: started.append(given[2]) or call(*given))
     threads(3)
-    for channels in (64, 65, 129, 193):  # a task has 64 channels
+    for channels in (64, 65, 129, 193):  # a task computes 64 channels
         x, k = torch.randn(1, 2, channels), torch.randn(1, 2, 4)
         longhorn_scan(x, x, k, k, backend="cpu")
-    assert started == [2, 3, 3]  # the calling thread runs one task itself
+    assert started == [2, 3, 3]  # numbers of threads for 2, 3 and 4 tasks
 
 
 def test_calls_from_several_threads_at_once(threads):
@@ -122,7 +123,7 @@ def test_calls_from_several_threads_at_once(threads):
     wrong = []
 
     def call():
-        torch.set_num_threads(2)  # a setting of each thread
+        torch.set_num_threads(2)  # the setting is per thread
         for _ in range(10):
             found = outputs_and_gradients(on_cpu(longhorn_scan), [t.detach().requires_grad_() for t in inputs])
             wrong.extend(not torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -137,7 +138,7 @@ def test_calls_from_several_threads_at_once(threads):
 
 
 def _scan_in_a_worker(inputs, queue):
-    torch.set_num_threads(1)  # as in DataLoader workers, because OpenMP's threads do not survive a fork
+    torch.set_num_threads(1)  # as in DataLoader workers, because OpenMP threads do not survive a fork
     queue.put(longhorn_scan(*inputs, backend="cpu").sum().item())
 
 
@@ -153,7 +154,7 @@ def test_a_forked_worker_scans(threads):
     worker.join()
 
 
-# compilation, cache, and machines without Numba
+# Compilation, the cache, and machines without Numba
 
 
 SCRIPT = """
@@ -167,7 +168,7 @@ assert compiler.load("vil.kernels.cpu.language", "nothing", ())  # again
 
 
 def start_without_numba(script):
-    """Start from a process that has not imported Numba."""
+    """Run a script in a process in which Numba is not imported yet."""
     anew = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
     return (anew if UNDER_TEST else run)([sys.executable, str(script)])
 
@@ -191,7 +192,7 @@ def test_later_processes_load_what_the_first_has_compiled_without_numba(tmp_path
     binary = entry.read_bytes()
     entry.write_bytes(binary[:-100] + bytes(100))
     assert imports_numba()
-    assert not imports_numba()  # the entry is valid again; its bytes are equal only if internal names are equal
+    assert not imports_numba()  # the damaged entry has been replaced
 
 
 @pytest.fixture

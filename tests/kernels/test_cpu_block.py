@@ -1,4 +1,4 @@
-"""Tests of the block on CPUs against `naive_model` in fp64, and of when the CPU kernels are used."""
+"""Tests of the fused block on CPUs against `naive_model` in fp64, and of when a block runs fused on a CPU."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ MIXERS = pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
 
 
 def a_block(mixer, C, conv_width=4, state_size=16, seed=0, pool=None):
-    """Return a block whose weights all differ from their initialization, with an unusual eps."""
+    """Return a block with an unusual eps and noise added to all weights, so that none keeps its initial value."""
     torch.manual_seed(seed)
     block = Block(C, mixer, pool=pool)
     block.norm.eps = 0.1
@@ -30,7 +30,7 @@ def a_block(mixer, C, conv_width=4, state_size=16, seed=0, pool=None):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record each call of the block's kernels: whether the scan saved states for backward."""
+    """Return a list that records, for each call of the block's scan kernel, whether states are saved for backward."""
     made, scans = [], cpu.scans
 
     def forward(*arguments):
@@ -46,8 +46,8 @@ def gradients(y, block, x, seed=1):
     return torch.autograd.grad(y, [x, *block.parameters()], dy.to(y.dtype))
 
 
-# Shapes with numbers of tokens around a filter's reach and a chunk, and with more channels than a task. No size is a
-# multiple of another.
+# Shapes (B, L, C): numbers of tokens around the filter width and the chunk length, and more channels than one task
+# computes.
 @MIXERS
 @pytest.mark.parametrize("shape", [(1, 1, 16), (2, 2, 8), (1, 3, 24), (2, 5, 24), (3, 70, 40), (1, 130, 64)])
 @pytest.mark.parametrize("scaled", [False, True])
@@ -71,7 +71,7 @@ def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison
 
 @MIXERS
 def test_other_filters_and_numbers_of_states(mixer, calls):
-    """Compare with the unfused composition, which other tests check."""
+    """Other filter widths and numbers of states give the results of the unfused block, which other tests check."""
     block, x = a_block(mixer, 24, conv_width=3, state_size=4), torch.randn(2, 9, 24, requires_grad=True)
     y = block(x)
     assert calls == [True]
@@ -91,11 +91,11 @@ def test_layouts_inference_and_the_class_token(mixer, calls):
         with mode():
             assert torch.equal(block(x), expected)
             assert torch.equal(Blocks(block)(x, class_token_only=True), expected[:, 4:5])
-            # products of other sizes round differently
+            # matrix products of other sizes round differently
             assert relative_error(block(x[1:]), expected[1:].double()) < 1e-6
     assert calls == [True] + [False] * 6
     with torch.no_grad():
-        for parameter in block.parameters():  # parameters with any strides
+        for parameter in block.parameters():  # give parameters unusual strides
             storage = torch.full((*parameter.shape[::-1], 2), float("nan"))
             storage[..., 0].copy_(parameter.permute(*reversed(range(parameter.dim()))))
             parameter.set_(storage[..., 0].permute(*reversed(range(parameter.dim()))))
@@ -104,9 +104,9 @@ def test_layouts_inference_and_the_class_token(mixer, calls):
 
 @MIXERS
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(mixer, calls):
-    """Compute no gradient for frozen parts:
+    """No gradient is computed for frozen tensors, and other gradients do not change.
 
-    one weight, the input, or all weights, as for gradients of the image only.
+    Frozen are the input and some weights, or all weights, as for the gradient of an image.
     """
     block, x = a_block(mixer, 16), torch.randn(2, 5, 16, requires_grad=True)
     tensors = {"x": x, **dict(block.named_parameters())}
@@ -119,15 +119,15 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(mixer, calls):
         for name, t in tensors.items():
             assert t.grad is None if name in frozen else torch.equal(t.grad, expected[name]), name
     x.requires_grad_(False)
-    block(x)  # nothing must be saved
+    block(x)  # without gradients, no states are saved
     assert calls == [True] * 3 + [False]
 
 
 @MIXERS
 def test_any_number_of_threads_gives_what_one_gives(mixer):
-    """Compare results up to rounding of PyTorch's matrix products.
+    """Results with several threads equal those with one thread, up to rounding of PyTorch's matrix products.
 
-    With the same number of threads, results are bitwise identical.
+    Two runs with the same number of threads are bitwise identical.
     """
     block, x = a_block(mixer, 40), torch.randn(3, 33, 40, requires_grad=True)
     before = torch.get_num_threads()
@@ -146,12 +146,12 @@ def test_any_number_of_threads_gives_what_one_gives(mixer):
         torch.set_num_threads(before)
 
 
-# one line, lines of one patch, one patch, and the class token between lines or inside a line
+# grids with one line, with lines of one patch, with one patch, and with the class token between or inside lines
 @MIXERS
 @pytest.mark.parametrize("pool", ["rows", "columns"])
 @pytest.mark.parametrize("grid", [(3, 4), (4, 3), (3, 3), (7, 5), (1, 5), (5, 1), (1, 1)])
 def test_a_pooled_block_equals_its_parts_in_fp64(mixer, pool, grid, poison, calls):
-    """Compare with the separate parts, which tests/model/test_pooled.py compares with loops."""
+    """A fused pooled block equals the unfused one in fp64, which tests/model/test_pooled.py compares with loops."""
     block, x = a_block(mixer, 40, pool=pool), torch.randn(3, grid[0] * grid[1] + 1, 40)
     lines, scale = dispatch.lines_of(block, x, grid), torch.tensor([1.5, 0.0, 2.0])
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_a_pooled_block_equals_its_parts_in_fp64(mixer, pool, grid, poison, call
                          for s in (None, scale))  # fmt: skip
         assert torch.equal(block(x, grid=grid), found)
     assert calls == [False] * 3
-    trained = block(x, grid=grid)  # gradients use the separate parts
+    trained = block(x, grid=grid)  # with gradients, the pooled block runs unfused
     assert calls == [False] * 3
     truth = block.double()(x.double(), grid=grid)
     assert relative_error(found, truth) < 2e-6
@@ -188,7 +188,7 @@ def test_checkpointing_recomputes_the_same(calls):
     y = Blocks(block)(x, checkpointing=True)
     for a, e in zip(gradients(y, block, x), expected, strict=True):
         assert torch.equal(a, e)
-    assert calls == [True] * 5  # once, and twice for each recomputed block
+    assert calls == [True] * 5  # one call for the plain block, and two calls for each block with checkpointing
 
 
 def test_a_second_derivative_is_refused():
@@ -224,7 +224,7 @@ def test_others_see_the_parts_of_a_block(calls):
         torch.testing.assert_close(traced(x), expected)
         functional = torch.func.functional_call(block, dict(block.named_parameters()), x)
         torch.testing.assert_close(functional, expected)
-        calls.clear()  # equal to a direct call
+        calls.clear()  # functional_call equals a direct call, and so may run fused
         with FlopCounterMode(display=False) as flops:
             block(x)
         assert flops.get_total_flops() > 0

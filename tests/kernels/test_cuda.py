@@ -1,4 +1,4 @@
-"""Tests of the CUDA backend: kernels compile without spills, and are correct emulated on a CPU and on a GPU."""
+"""Tests of the CUDA backend: kernels compile without register spills, and are correct on a GPU and emulated."""
 
 import itertools
 import math
@@ -19,18 +19,18 @@ from vil.kernels.scan.kernel import rows
 
 RECURRENCES = pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
-# bytes of shared memory for a CTA; 99 KiB on other chips
+# maximum shared memory of a CTA in bytes by architecture; other architectures have 99 KiB
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
-H200 = 132  # multiprocessors
+H200 = 132  # number of multiprocessors
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
-# errors, beyond the rounding of a result, of the emulation of fast functions and tensor cores
+# relative errors of the emulated kernels beyond the rounding of results
 OWN = {torch.float32: 1e-6, torch.bfloat16: 4e-4, torch.float16: 8e-5}
 OWN_OF_TENSOR_CORES = {torch.float32: 1e-6, torch.bfloat16: 1.2e-3, torch.float16: 6e-4}
 
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Run kernels on the CPU, as on an H200."""
+    """Emulate kernels on a CPU, with the properties of an H200."""
     emulator.as_if_on_a_gpu(monkeypatch, H200)
 
 
@@ -38,16 +38,16 @@ def emulated(monkeypatch):
     params=[pytest.param("cpu", marks=EMULATED, id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu, id="gpu")]
 )
 def device(request):
-    """Return the device of the test's kernels: emulated on a CPU, or a GPU."""
+    """Return "cpu" (kernels are emulated) or "cuda"."""
     if request.param == "cpu":
         request.getfixturevalue("emulated")
     return request.param
 
 
 def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
-    """Return all kernels that the cost model may choose for these inputs.
+    """Return all scan kernels that the cost model may choose for these inputs.
 
-    On most chips, these are only the widest of each rank.
+    Projecting kernels are listed for every rank on sm_90 in bf16, otherwise only for the largest rank.
     """
     ranks = (0, 16, 24, 48) if (arch, dtype) == ("sm_90", torch.bfloat16) else (0, 48)
     x = torch.empty(2, 1, 8, D, dtype=dtype, device="meta")
@@ -96,13 +96,13 @@ def test_memory_kept_for_backward_is_at_most_a_byte_for_each_element(L):
 
 
 def results_of(f, inputs, dy, **kwargs):
-    """Return the output, and the gradient of each input for `dy`."""
+    """Return the output, and each input's gradient for the output's gradient `dy`."""
     y = f(*inputs, **kwargs)
     return [y, *torch.autograd.grad(y, inputs, dy)]
 
 
 def placed(t, place):
-    """Return the same tensor (G, B, L, n) as a view with unusual strides, surrounded by NaN."""
+    """Return a copy of the tensor (G, B, L, n) with unusual strides and surrounded by NaN."""
     order = [(1, 2, 0), (2, 0, 1), (0, 2, 1), (2, 1, 0), (1, 0, 2)][place]
     sizes = [t.shape[i] + 1 for i in order]
     view = t.new_full([*sizes, t.shape[3] + 8 * (place + 1)], float("nan"))[1:, 1:, 1:, 8 : 8 + t.shape[3]]
@@ -110,9 +110,9 @@ def placed(t, place):
 
 
 def assert_close_to(truth, found, dtype, variant):
-    """Assert small errors for each direction:
+    """Assert that each direction's relative errors are small.
 
-    slightly more than the result's rounding if emulated, `TOLERANCE` on a GPU.
+    The limit is slightly more than the result's rounding if kernels are emulated, and `TOLERANCE` on a GPU.
     """
     own = (OWN_OF_TENSOR_CORES if isinstance(variant, ForwardMma | str) else OWN)[dtype]
     for g, tensors in enumerate(found):
@@ -173,7 +173,7 @@ def test_every_variant_equals_the_reference(recurrence, dtype, shape, segment_ch
     _, states = ys[heuristics.FORWARD_SIMT[recurrence][0]]
     for variant, (y, kept) in ys.items():
         assert_close_to(truth, [[y[g]] for g in range(2)], dtype, variant)
-        # These variants round the factors of their products, and the cost model may choose them.
+        # The cost model may choose these variants, which round the factors of tensor-core products.
         if isinstance(variant, ForwardMma | str):
             assert kept.numel() == 0 or relative_error(kept.cpu(), states.cpu().double()) < TOLERANCE[dtype] / 2
         else:
@@ -200,13 +200,13 @@ def test_every_variant_equals_the_reference(recurrence, dtype, shape, segment_ch
 )
 @RECURRENCES
 def test_extreme_logits_and_keys(recurrence, dtype, logit, scale, device):
-    """Test a third of the logits unchanged, a third with the given value, and a third with its negative."""
+    """Results are correct if a third of the step logits is random, a third `logit`, and a third `-logit`."""
     make, reference_scan = of_recurrence(recurrence)
     x, step_logits, k, q, A, skip, bias = in_order(recurrence, [t.detach() for t in make(1, 50, 40, 16, dtype)])
     signs = torch.randint(-1, 2, step_logits.shape, generator=torch.Generator().manual_seed(0))
     step_logits, k = torch.where(signs == 0, step_logits, signs * logit).to(dtype), (scale * k).to(dtype)
     A, skip, bias = (t if t is None else t.float() for t in (A, skip, bias))
-    if recurrence == "selective":  # log(1 + exp(z)) in the reference implementation overflows for large z
+    if recurrence == "selective":  # the reference's log(1 + exp(z)) overflows for large z
         step_logits = step_logits.clamp(max=100)
     inputs = [t for t in (x, step_logits, A, k, q, skip, bias) if t is not None]
     truth = [results_of(reference_scan, exact(inputs), x.double())]
@@ -223,18 +223,18 @@ def test_extreme_logits_and_keys(recurrence, dtype, logit, scale, device):
 
 
 @pytest.mark.parametrize(
-    ("shape", "rank", "dtype"),  # complete and partial CTAs of channels, and sequences that end within a tile
+    ("shape", "rank", "dtype"),  # channels fill CTAs or do not; sequences end inside a tile
     [
         ((2, 50, 40), 8, torch.bfloat16), ((1, 33, 104), 16, torch.float16), ((1, 129, 96), 24, torch.bfloat16),
         ((1, 20, 8), 48, torch.float16),
     ],
 )  # fmt: skip
 def test_two_tokens_at_a_time_project_the_step(shape, rank, dtype, device, poison):
-    B, L, D = shape if device == "cpu" else (shape[0], 10 * shape[1], 8 * shape[2])  # many CTAs
+    B, L, D = shape if device == "cpu" else (shape[0], 10 * shape[1], 8 * shape[2])  # on a GPU, many CTAs
     _, stacked = of_both_directions("longhorn", (B, L, D, 16), dtype, "cpu")
     x, _, k, q, skip, bias = stacked
     random = torch.Generator().manual_seed(0)
-    projected = torch.randn(2, B, L, rank + 32, generator=random).to(dtype)  # the step is a slice of `projected`
+    projected = torch.randn(2, B, L, rank + 32, generator=random).to(dtype)  # step logits are a slice of `projected`
     step_proj = torch.randn(2, D, rank, generator=random).to(dtype)
     step, reverse = projected[..., :rank], [False, True]
     logits = torch.einsum("gblr,gdr->gbld", step.double(), step_proj.double())
@@ -258,15 +258,15 @@ def test_two_tokens_at_a_time_project_the_step(shape, rank, dtype, device, poiso
     for variant in FORWARD_MMA:
         y, kept = results(variant)
         assert_close_to(truth, [[y[g]] for g in range(2)], dtype, variant)
-        # states computed from rounded logits
+        # The expected states were computed from rounded step logits.
         assert kept.shape == states.shape
         assert kept.numel() == 0 or relative_error(kept.cpu(), states.cpu().double()) < 2 * TOLERANCE[dtype]
 
 
 @EMULATED
 def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulated, monkeypatch):
-    """Choose a scalar kernel for unaligned tensors, on a GPU of one multiprocessor, for which the cost model
-    prefers two tokens at a time.
+    """Unaligned tensors run on the scalar kernel, even on a GPU with one multiprocessor, for which the cost model
+    prefers the tensor-core kernel.
     """
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
     launched = []
@@ -284,27 +284,27 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
         return launched
 
     def behind(t, elements):
-        """Return a copy whose rows start at this number of elements after an aligned address."""
+        """Return a copy whose rows start `elements` elements after an aligned address."""
         return torch.cat([t[..., :elements], t, t[..., : 8 - elements]], -1)[..., elements:][..., : t.shape[-1]]
 
     assert right(x, logits, k, q) == ["scan/forward_mma"]
     for i, elements in enumerate((1, 4, 4, 1)):
         tensors = [behind(t, elements) if i == j else t for j, t in enumerate((x, logits, k, q))]
         assert right(*tensors) == ["scan/forward_simt"]
-    # The last dimension is not contiguous, or tokens are 2 GiB apart.
+    # Tensors whose last dimension is not contiguous, and tokens that are 2 GiB apart, are copied first.
     assert right(*(t.mT.contiguous().mT for t in (x, logits, k, q))) == ["scan/forward_mma"]
     for apart in (2**30 - 8, 2**30) if emulator.has_sparse() else ():
         far = emulator.sparse(x.shape, x.dtype, (0, 0, apart, 1))
-        assert (rows(far)[0] is far) == (apart < 2**30)  # otherwise 32-bit offsets would overflow
+        assert (rows(far)[0] is far) == (apart < 2**30)  # larger distances would overflow 32-bit offsets
         assert right(far.copy_(x), logits, k, q) == ["scan/forward_mma"]
 
 
 @EMULATED
 @pytest.mark.skipif(not emulator.has_sparse(), reason="needs memory that is not reserved")
-@pytest.mark.parametrize("strides", [False, True])  # large strides of inputs, or large results
+@pytest.mark.parametrize("strides", [False, True])  # inputs with large strides, or large results
 @RECURRENCES
 def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, monkeypatch):
-    """Compute the last image of a tensor of more than 2^32 elements, of which the machine stores only touched pages."""
+    """The last image of sparse tensors with more than 2^32 elements is correct. Only written pages use memory."""
     (L, D, N), dtype, (make, reference_scan) = (70, 40, 16), torch.bfloat16, of_recurrence(recurrence)
     inputs = [t.detach() if t.dim() == 3 else t.detach().float() for t in make(1, L, D, N, dtype)]
     x, logits, k, q, *channels = in_order(recurrence, inputs)
@@ -312,9 +312,9 @@ def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, mo
     truth = [results_of(reference_scan, exact(inputs), dy.double(), reverse=True)]
 
     def large(t, image):
-        """Return a large tensor with `image` as the last image of the second direction.
+        """Return a large tensor whose last image of direction 1 is `image`.
 
-        The other images are zeros, or expanded from `t` if only results are large.
+        The other images are zeros, or `t` expanded without memory if only results are large.
         """
         if not strides:
             return t.expand(2, 2**21 + 3, -1, -1)
@@ -351,7 +351,7 @@ def test_what_is_no_number_stays_in_its_channel(recurrence, value, device):
     x, *rest = in_order(recurrence, [t.detach()[None] for t in make(1, 50, 40, 16, torch.bfloat16)][:-2])
     rest = [t if t is None else (t.float() if t.dim() == 3 else t).to(device) for t in rest]
     for variant in heuristics.forward_variants(recurrence, 16, 2):
-        # Kernels that process two tokens at a time spread NaN to earlier tokens as well.
+        # Kernels that process two tokens at a time also propagate NaN to up to two earlier tokens.
         before, tokens = (2, (20, 21, 22, 23)) if isinstance(variant, ForwardMma) else (0, (20,))
         for token in tokens:
             spoilt = x.clone()
@@ -370,9 +370,9 @@ def test_what_is_no_number_stays_in_its_channel(recurrence, value, device):
 ])  # fmt: skip
 @RECURRENCES
 def test_gradients_written_over_the_step_logits_are_the_same(recurrence, dtype, shape, segment_chunks, device):
-    """Write gradients over the step logits on request only, also for every other token of a longer tensor."""
+    """Gradients overwrite step logits only on request, also if the logits are every other token of a tensor."""
     (B, L, D, N), g = shape, torch.Generator().manual_seed(0)
-    L, D = (L, D) if device == "cpu" else (5 * L, 8 * D)  # many CTAs
+    L, D = (L, D) if device == "cpu" else (5 * L, 8 * D)  # on a GPU, many CTAs
     x, dy, logits = (torch.randn(2, B, L, D, generator=g).to(device, dtype) for _ in range(3))
     k, q = (torch.randn(2, B, L, N, generator=g).to(device, dtype) for _ in range(2))
     A = None if recurrence == "longhorn" else -torch.rand(2, D, N, generator=g).to(device)
@@ -395,7 +395,7 @@ def test_gradients_written_over_the_step_logits_are_the_same(recurrence, dtype, 
 def test_gradients_between_segments_equal_those_without_tensor_cores(
     dtype, tolerance, L, D, segment_chunks, device, monkeypatch, poison
 ):
-    """Test the largest and smallest step sizes, large and small unaligned keys, and dy that both directions share."""
+    """Tensor cores compute the scalar kernel's gradients between segments, also for extreme steps and keys."""
     g = torch.Generator().manual_seed(0)
     x = [torch.randn(2, 1, L, n, generator=g).to(dtype) for n in (D, 16, 16)]
     scale = torch.tensor([1e-2, 0.5, 20])[torch.randint(3, (2, 1, L, 1), generator=g)]
@@ -410,7 +410,7 @@ def test_gradients_between_segments_equal_those_without_tensor_cores(
     assert relative_error(found[0], found[1].double()) < tolerance
 
 
-# public functions on a GPU
+# Public functions on a GPU
 
 
 def with_gradients(inputs):
@@ -418,7 +418,7 @@ def with_gradients(inputs):
 
 
 def assert_right(scan, reference_scan, inputs, dtype, **kwargs):
-    # Parameters are in fp32, as in models, because gradients are sums over all tokens and may exceed fp16.
+    # Parameters are in fp32, as in models, because their gradients sum over all tokens and may overflow fp16.
     inputs = with_gradients([t if t.dim() == 3 else t.float() for t in inputs])
     expected = scans.outputs_and_gradients(
         lambda *t, **k: reference_scan(*t, **k).cpu(), exact(inputs), dtype, **kwargs
@@ -438,7 +438,7 @@ def test_random_shapes_equal_the_reference(scan, reference_scan, make_inputs, dt
     g = torch.Generator().manual_seed(N)
     for seed in range(4):
         B, L, D = (int(torch.randint(1, high, (), generator=g)) for high in (5, 200, 150))
-        D = D if seed % 2 else 8 * D  # odd widths, and widths that vector loads support
+        D = D if seed % 2 else 8 * D  # any width, and widths that vector loads support
         assert_right(scan, reference_scan, make_inputs(B, L, D, N, dtype, seed), dtype, reverse=bool(seed // 2))
 
 

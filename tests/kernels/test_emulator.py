@@ -1,4 +1,4 @@
-"""Tests that the emulator of CUDA kernels detects errors such as races, which would fail on a GPU."""
+"""Tests that the CUDA emulator detects errors that would fail on a GPU, such as races."""
 
 import shutil
 
@@ -57,7 +57,7 @@ extern "C" __global__ void last(PARAMETERS_last) { y[0] = blockIdx.x, y[1] = gri
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
-    """Return a function that launches the kernels above: launch(kernel, *arguments)."""
+    """Return a function launch(kernel, *arguments) that launches the kernels defined above."""
     shutil.copytree(source.SOURCES / "cuda", tmp_path / "cuda")
     (tmp_path / "tests.cu").write_text('#include "cuda/types.cuh"\n' + KERNELS)
     monkeypatch.setattr(source, "SOURCES", tmp_path)
@@ -74,7 +74,7 @@ def test_threads_that_do_not_wait_for_each_other_read_something_else(launch):
     x, y = torch.randn(64), torch.empty(64)
     for _ in range(20):
         launch("barriers", x, y, 1, ctas=3)
-        assert any(torch.equal(y, x + cta) for cta in range(3))  # the CTA that ran last
+        assert any(torch.equal(y, x + cta) for cta in range(3))  # the result is that of whichever CTA ran last
         launch("barriers", x, y, 0)
         assert not torch.equal(y, x)
 
@@ -90,7 +90,7 @@ def test_copies_are_there_only_when_they_were_waited_for(launch):
 def test_what_is_outside_of_tensors_is_nan_and_must_not_be_written(launch):
     x, y = torch.randn(64), torch.zeros(64)
     launch("moves", x[8:], y, -3, 63, threads=32)
-    assert y[63] == x[5]  # outside the view, but inside the tensor's storage
+    assert y[63] == x[5]  # outside the view but inside the tensor's storage, reads are valid
     for outside in (-1, 64, 100):
         launch("moves", x, y, outside, 63, threads=32)
         assert y[63].isnan()
@@ -119,14 +119,14 @@ def test_threads_at_different_barriers_do_not_wait_forever(launch):
     with pytest.raises(RuntimeError, match="parts: threads wait at different barriers"):
         launch("parts")
     y = torch.zeros(2)
-    launch("last", y)  # a failed launch does not affect the next launch
+    launch("last", y)  # a launch after a failed launch succeeds
     assert y.tolist() == [0, 1]
 
 
 def test_some_of_the_last_ctas_run_of_a_grid_that_is_too_large_for_all(launch):
     y = torch.zeros(2)
     launch("last", y, ctas=2**31 - 1, blocks=1)
-    assert y.long().tolist() == [2**31 - 2 + 2, 2**31]  # rounded to fp32
+    assert y.long().tolist() == [2**31 - 2 + 2, 2**31]  # fp32 rounds the first value to 2^31
     launch("last", y, ctas=1, blocks=5)
     assert y.tolist() == [0, 1]
 

@@ -1,4 +1,4 @@
-"""Tests of the equations in docs/kernels (mathematics.md, block.md) in fp64, against the reference implementation
+"""Tests of the equations in docs/kernels/mathematics.md and block.md, in fp64, against the reference implementation
 and autograd.
 """
 
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from vil.kernels.scan import reference
 
 FP64 = dict(dtype=torch.float64)
-B, L, C, D, N, R, K = 2, 7, 6, 12, 4, 3, 4  # images, tokens, widths, states, rank, taps
+# batch size, tokens, model width, inner width, states, rank of the step, filter taps
+B, L, C, D, N, R, K = 2, 7, 6, 12, 4, 3, 4
 EPS = 1e-5
 T = B * L
 
@@ -34,9 +35,7 @@ def same(found, expected):
 
 
 def steps_of_longhorn(x_LD, logits_LD, k_LN):
-    """Return step sizes, states after every token, and the residual x - k S of each token, as the kernels compute
-    them.
-    """
+    """Return the quantities that the kernels compute: step sizes, states after every token, and residuals x - k S."""
     e_LD = 1 / (1 + torch.exp(-logits_LD) + k_LN.square().sum(-1, keepdim=True))
     S_DN, states, residuals = torch.zeros(x_LD.shape[1], k_LN.shape[1], **FP64), [], []
     for x_D, e_D, k_N in zip(x_LD, e_LD, k_LN):
@@ -101,7 +100,7 @@ def test_segments_pass_on_states_and_gradients():
     S, J, states, passed = 0.0, 0.0, {}, {}
     for t in range(12):
         S = states[t] = decay[t] * S + drive[t]
-    # G = dyq + the gradient from later tokens; J = decay G is the gradient of the previous state
+    # The gradient of a state is G = dyq + the gradient from later tokens; J = decay G is that of the previous state.
     for t in reversed(range(12)):
         J = passed[t] = decay[t] * (dyq[t] + J)
     state = gradient = 0.0
@@ -171,12 +170,12 @@ def norm(x_TC):
 
 
 def test_the_gradients_of_a_block_are_those_of_the_chain():
-    """Check equations (a) to (g) of block.md. The last one is (a) of the previous block, whose norm computed xhat."""
+    """Equations (a) to (g) of docs/kernels/block.md give autograd's gradients of a block between two other blocks."""
     shapes = (T, C), (C,), (2 * D, C), (C, D), (2, D, K), (2, D), (2, R + 2 * N, D), (2, D, R), (2, D), (2, D)
     x, gamma, W_in, W_out, w, b, Wx, Ws, bias, skip = parameters = leaves(*shapes)
     delta = torch.tensor([1.25, 0.7], **FP64).repeat_interleave(L)[:, None]
 
-    def shifted(t_BLD, by):  # t(. + by), zeros outside
+    def shifted(t_BLD, by):  # t at token position + by, zero outside the sequence
         return F.pad(t_BLD, (0, 0, 3, 3))[:, 3 + by : 3 + by + L]
 
     (xhat, rho) = norm(x)
@@ -216,7 +215,7 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
         sigma, log2e = torch.sigmoid(sums), 1 / math.log(2)  # (e)
         s = dv * sigma * (1 + sums * (1 - sigma))
         scaled, ln2 = -log2e * sums, math.log(2)
-        same(dv * sigma * (scaled * ln2**2 * (1 - sigma) - ln2) * -log2e, s)  # same form as in the conv_backward kernel
+        same(dv * sigma * (scaled * ln2**2 * (1 - sigma) - ln2) * -log2e, s)  # as conv_backward does
         du = sum(w[0, :, i] * shifted(s[0], 3 - i) + w[1, :, i] * shifted(s[1], i - 3) for i in range(K))
         dw = torch.stack([
             torch.stack([(s[0] * shifted(u_BLD, i - 3)).sum((0, 1)) for i in range(K)], -1),
@@ -225,7 +224,7 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
         duz = torch.cat([du.view(T, D), dz], -1)  # (f)
         folded = duz.T @ xhat
         dxhat = duz @ (W_in * gamma)
-        dx = through_norm(do, dxhat, xhat, rho)  # (g), then the previous block
+        dx = through_norm(do, dxhat, xhat, rho)  # (g), which is (a) of the previous block
         found = (
             dx, (folded * W_in).sum(0), folded * gamma, do.T @ gated, dw, s.sum((1, 2)), dWx, dWs, dbias, dskip,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tests of FlopCounterMode's counts against products counted by hand."""
+"""Tests of the FLOPs that FlopCounterMode counts, against matrix products counted by hand."""
 
 import sys
 from pathlib import Path
@@ -17,16 +17,16 @@ from vil.models.dispatch import lines_of
 
 
 def counted(function, *arguments, **keywords):
-    """Return a function's result and its FLOPs."""
+    """Return a function's result and the FLOPs that FlopCounterMode counts for it."""
     with FlopCounterMode(display=False, custom_mapping=flops.CORRECTED) as counter:
         returned = function(*arguments, **keywords)
     return returned, counter.get_total_flops()
 
 
 def forward_by_hand(C, depth, tokens=197, classes=1000, states=16, taps=4):
-    """Return the FLOPs of one image from the papers' description:
+    """Return a model's FLOPs per image, from the papers' description.
 
-    2 for each multiply-add of a product, 7 for each state element.
+    A multiply-add of a product counts 2 FLOPs, and a state element per token counts 7 FLOPs.
     """
     D, R = 2 * C, C // 16
     patches = (tokens - 1) * (3 * 16 * 16) * C
@@ -45,7 +45,7 @@ def test_every_operator_of_the_scan_counts_the_same_forward_and_backward():
         tensors = [torch.randn(G, B, L, size, device=device, requires_grad=True) for size in (D, D, N, N)]
         x, step_logits, k, q = tensors
         A = torch.full((G, D, N), -1.0, device=device, requires_grad=True)
-        if backend == "operator":  # the GPU operator must not need a GPU to count FLOPs of tensors without memory
+        if backend == "operator":  # FLOPs of the GPU operator can be counted without a GPU, on meta tensors
             rest = None, None, [False] * G, True
             (y, _), first = counted(scan_op.scan, "cuda", "longhorn", *tensors, None, *rest)
             (z, _), second = counted(scan_op.scan, "triton", "selective", *tensors, A, *rest)
@@ -79,14 +79,12 @@ def test_groups_count_in_the_gradient_of_a_convolution():
     convolution = torch.nn.Conv2d(6, 12, (3, 2), groups=3)
     y, forward_count = counted(convolution, x)
     assert forward_count == 2 * y.numel() * (3 * 2) * (6 // 3)
-    # Each product of forward has two products in backward: for the input's gradient and for the weights' gradient.
+    # Backward has two products per product of forward: one for the input's gradient and one for the weights' gradient.
     assert counted(y.sum().backward)[1] == 2 * forward_count
 
 
 def test_the_document_has_the_table_that_the_command_prints(capsys, monkeypatch):
-    """Compare the document's table with all products counted by hand, and the FLOPs of DeiT with those published
-    by timm.
-    """
+    """The table in docs/architecture.md equals products counted by hand, and for DeiT the FLOPs that timm publishes."""
     import flops as command
 
     measured, measure = {}, command.measure
@@ -96,7 +94,7 @@ def test_the_document_has_the_table_that_the_command_prints(capsys, monkeypatch)
     assert capsys.readouterr().out in (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
     for size, width in (("tiny", 192), ("small", 384), ("base", 768)):
         by_hand = forward_by_hand(width, depth=24)
-        scans = 2 * 24 * 2 * 197 * (2 * width) * 16  # 9 FLOPs for each state element instead of 7
+        scans = 2 * 24 * 2 * 197 * (2 * width) * 16  # the difference between 9 and 7 FLOPs per state element
         for kind in ("vil", "vim"):
             _, total, field, _ = measured[f"{kind}_{size}"]
             assert (total * 1e9, field * 1e9) == pytest.approx((by_hand, by_hand + scans), rel=1e-12)

@@ -1,4 +1,4 @@
-"""Tests of the choice of a block's operator, and that modified blocks are not fused."""
+"""Tests of which operator a block runs, and that modified blocks run unfused."""
 
 import runpy
 
@@ -18,7 +18,7 @@ OPERATORS = {"cuda": block_op.block, "cpu": cpu.block, "reference": None}
 
 @pytest.fixture(params=OPERATORS)
 def backend(request, monkeypatch):
-    """Choose the backend that a machine would use on its CPU."""
+    """Simulate a machine whose CPU tensors use this backend."""
     monkeypatch.setattr(
         backends, "backend_for", lambda device: request.param if device.type == "cpu" else "reference"
     )  # fmt: skip
@@ -26,13 +26,13 @@ def backend(request, monkeypatch):
 
 
 def found(block, x):
-    """Return the block's operator."""
+    """Return the fused operator that the block would run, or None."""
     fused = fused_block(block, x)
     return fused and fused[0]
 
 
 def replaced(place, part):
-    """Return a modification that replaces a part of a block."""
+    """Return a function that replaces the module `place` of a block by `part`."""
     place, _, last = place.rpartition(".")
     return lambda block: block.get_submodule(place).add_module(last, part)
 
@@ -52,7 +52,7 @@ def without_bias(block):
 FITTING = {
     "nothing": lambda block: None,
     "Mamba": lambda block: block.add_module("mixer", MambaMixer(16)),
-    "a hook on the block": hooked("forward", ""),  # hooks on the block itself run with fused blocks as well
+    "a hook on the block": hooked("forward", ""),  # hooks on the block itself also run if the block is fused
     "8 states": replaced("mixer", LonghornMixer(16, state_size=8)),
     **{f"{n} taps": replaced("mixer", LonghornMixer(16, conv_width=n)) for n in (2, 3)},
 }
@@ -105,7 +105,7 @@ def test_the_operator_takes_a_residual_stream_in_fp32_and_weights_beside_it(back
         block, (place, _, weight) = Block(16, MambaMixer), name.rpartition(".")
         setattr(block.get_submodule(place), weight, nn.Parameter(p.to("meta")))
         assert found(block, x) is None, name
-    # Only GPUs fuse blocks in 16 bits.
+    # Blocks with 16-bit weights run fused only on GPUs.
     assert found(Block(16, LonghornMixer).bfloat16(), x) is (block_op.block if backend == "cuda" else None)
 
 

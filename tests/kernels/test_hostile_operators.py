@@ -1,4 +1,4 @@
-"""Tests of direct operator calls: invalid arguments are rejected before kernels run, and valid ones are computed."""
+"""Tests of direct operator calls: invalid arguments raise before a kernel runs, and valid ones may have any layout."""
 
 import re
 
@@ -22,7 +22,7 @@ recurrences = pytest.mark.parametrize("recurrence", RECURRENCES)
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Emulate the GPU operators on a CPU, and yield the list of their launches."""
+    """Emulate the GPU operators on a CPU, and return a list that collects their kernel launches."""
     with operator_on_a_cpu():
         yield hostile.emulate(monkeypatch)
 
@@ -101,7 +101,7 @@ calls = pytest.mark.parametrize("call", CALLS)
 @calls
 @recurrences
 def test_what_does_not_fit_is_refused_by_name_before_anything_is_launched(call, recurrence, launched):
-    # a valid call first, because cached checks must not accept invalid arguments later
+    # Start with a valid call, because its cached check must not accept later invalid calls.
     if "Numba" in call or "reference" in call:
         run(call, CALLS[call](recurrence))
     hostile.assert_each_wrong_tensor_is_refused(call, CALLS[call](recurrence))
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_launched(call, 
 @calls
 @recurrences
 def test_compilers_refuse_the_same(call, recurrence):
-    """Reject the same arguments on the meta device."""
+    """Fake implementations for torch.compile reject the same arguments, on the meta device."""
     named = tree_map_only(torch.Tensor, lambda t: t.to("meta"), CALLS[call](recurrence))
     run(call, named)
     hostile.assert_each_wrong_tensor_is_refused(call, named, but=["elsewhere"])
@@ -144,8 +144,8 @@ OTHERS = [
     ("scan_backward", dict(recurrence="hippo")),
     ("scan_backward", dict(reverse=[True])),
     ("scan_backward", dict(A_GDN=with_or_without_A)),
-    ("scan_backward", dict(states_GBSND=torch.empty(0))),  # from a forward that did not keep states
-    ("scan_backward", dict(states_GBSND=torch.zeros(2, 3, 2, 4, 8))),  # states of more tokens
+    ("scan_backward", dict(states_GBSND=torch.empty(0))),  # states of a forward pass without saved states
+    ("scan_backward", dict(states_GBSND=torch.zeros(2, 3, 2, 4, 8))),  # states of a longer sequence
     ("scan_backward", dict(states_GBSND=torch.zeros(2, 3, 1, 8, 4))),
     ("reference_scan", dict(recurrence="hippo")),
     ("reference_scan", dict(q_GLBN=None)),
@@ -212,7 +212,7 @@ def test_numbers_of_states_that_there_are_no_kernels_for_are_refused(N, launched
     ],
 )
 def test_weights_of_both_directions_that_there_are_no_kernels_for_are_refused(name, size, reason, launched):
-    """Reject numbers of states without kernels, for a recurrence in which no other weight shows the number."""
+    """Numbers of states without kernels are rejected, also for Longhorn, where only x_proj's shape gives the number."""
     named = block_call("longhorn" if "states" in reason else "selective")
     half, place = len(named["directions"]) // 2, DirectionWeights._fields.index(name)
     for g in (0, half):
@@ -227,7 +227,7 @@ def sizes_of(named):
 
 
 def results(call, named):
-    """Return the results; packed weights are split into parts, because the padding between parts is arbitrary."""
+    """Return an operator's results, with packed weights split into parts, because the padding is arbitrary."""
     found = run(call, named)
     if call == "block" and named["keep"]:
         found[2][3] = list(kernels.PackedWeights.of(found[2][3], sizes_of(named)))
@@ -247,8 +247,8 @@ def test_any_layout_gives_what_a_plain_copy_gives(layout, call, recurrence, laun
 @pytest.mark.parametrize("call", ["scan", "scan_backward", "block", "block_backward"])
 @recurrences
 def test_one_tensor_at_an_odd_address_changes_nothing(call, recurrence, launched):
-    """Compute the same result if one tensor is unaligned, like weights in one buffer, although vector loads could
-    read the others.
+    """Results are the same if one tensor is unaligned, like a weight inside a flat buffer, although all others allow
+    vector loads.
     """
     named = CALLS[call](recurrence)
     expected = results(call, named)
@@ -262,7 +262,7 @@ def test_one_tensor_at_an_odd_address_changes_nothing(call, recurrence, launched
     ("call", "variants"), [("scan", heuristics.FORWARD_SIMT), ("scan_backward", heuristics.BACKWARD)]
 )
 def test_a_skip_and_bias_at_an_odd_address_are_read_by_any_variant(call, variants, launched, monkeypatch):
-    """Read an unaligned skip and bias in the widest variant, which a GPU chooses for many channels."""
+    """The widest variant, which GPUs choose for many channels, reads an unaligned skip and bias correctly."""
     monkeypatch.setattr(heuristics, "choose", lambda *_: heuristics.Schedule(variants["longhorn"][0], 2))
     named = CALLS[call]("longhorn")
     expected = run(call, named)
@@ -272,9 +272,9 @@ def test_a_skip_and_bias_at_an_odd_address_are_read_by_any_variant(call, variant
 
 @pytest.mark.parametrize("elements", [1, 2, 4])
 def test_what_is_8_bytes_off_is_copied_to_where_16_can_be_read_at_once(elements):
-    """Copy a tensor that is 8 bytes off alignment, because the widest loads need 16-byte alignment.
+    """A tensor at 4 or 8 bytes after a multiple of 16 is copied, because the widest loads need 16-byte alignment.
 
-    Aligned tensors are not copied.
+    Tensors aligned to 16 bytes are not copied.
     """
     memory = torch.randn(64)
     t = memory[elements:][:32].view(4, 8)
@@ -285,7 +285,7 @@ def test_what_is_8_bytes_off_is_copied_to_where_16_can_be_read_at_once(elements)
     assert (found is t) == (elements == 4)
 
 
-# fake results for compilers
+# Fake results for torch.compile
 
 
 OPTIONS = [
@@ -315,7 +315,7 @@ OPTIONS = [
 @pytest.mark.parametrize(("call", "options"), OPTIONS)
 @recurrences
 def test_compilers_are_told_what_comes_out(call, options, recurrence, launched):
-    """Return fake results with the shapes, dtypes and strides of the real results."""
+    """Fake implementations return results with the shapes, dtypes and strides of the real results."""
     named = CALLS[call](recurrence) | options
     with FakeTensorMode() as mode:
         foretold = run(call, tree_map_only(torch.Tensor, mode.from_tensor, named))
@@ -340,7 +340,7 @@ def test_backward_of_a_scan_that_kept_no_states_says_so(launched):
 
 
 def test_a_block_of_the_class_token_alone_has_no_norm_for_the_next(monkeypatch):
-    """Return no norm for the next block if only the class token is computed, because Hopper's kernels compute
+    """A block that computes only the class token returns no norm for the next block, because Hopper's kernels compute
     norms only for all tokens.
     """
     monkeypatch.setattr(kernels, "runs_hopper_kernels", lambda *_: True)
@@ -381,7 +381,7 @@ def test_what_fits_is_checked_once_a_kind_and_what_does_not_each_time(monkeypatc
             checked(x, "refused")
     assert len(ran) == len(calls) + 2
     monkeypatch.setattr(checks, "KINDS", len(calls))
-    checked(long, [x], 1)  # one call more than the cache holds
+    checked(long, [x], 1)  # one call more than the cache of checks holds
     checked(*calls[0])
     assert len(ran) == len(calls) + 4
 
@@ -396,7 +396,7 @@ def test_scans_of_no_directions_and_of_no_channels_are_empty(G, D, launched):
     assert [t.shape for t in (y, *gradients[:4])] == [t.shape for t in (x, x, x, k, k)]
 
 
-# tests with a GPU
+# Tests that need a GPU
 
 
 @pytest.mark.gpu
@@ -416,7 +416,7 @@ def test_what_does_not_fit_is_refused_on_a_gpu_which_goes_on(call, recurrence):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_layout_gives_what_a_plain_copy_gives_on_a_gpu(dtype, layout, call, recurrence, poison):
-    """Compare any layout with a contiguous copy, for all tensors at once and for each alone."""
+    """Tensors in any layout give the results of contiguous copies, whether all tensors or only one have the layout."""
     named = in_dtype(call, on_this_machine(CALLS[call](recurrence)), dtype)
     change = LAYOUTS[layout]
     for laid_out in (
@@ -428,7 +428,7 @@ def test_any_layout_gives_what_a_plain_copy_gives_on_a_gpu(dtype, layout, call, 
 
 
 def in_dtype(call, named, dtype):
-    """Return the call in this dtype if the caller may choose the dtype."""
+    """Return the call with its tensors in `dtype`, except tensors whose dtype is fixed."""
     if call == "block":
         return named | dict(dtype=dtype, normed=[named["normed"][0].to(dtype), named["normed"][1]])
     if call.startswith("block_backward"):

@@ -19,7 +19,7 @@ EVIL = b"what somebody else wants to be run"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return the cache folder."""
+    """Return the path of an empty kernel cache, which VIL_CACHE_DIR names."""
     monkeypatch.setenv("VIL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", False)
     return tmp_path / "cache"
@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """Simulate compiled code: large, and a new version for each compilation."""
+    """Replace compilation by a stub that returns large code, a new version each time; return a list of versions."""
     found = []
 
     def compile_cubin(*arguments):
@@ -49,9 +49,7 @@ def entry_of(folder):
 
 @pytest.fixture
 def given_to_another(monkeypatch):
-    """Give a file or folder to another user or, without the rights to do so, simulate that the current user is
-    another one.
-    """
+    """Return a function that gives a file or folder to another user, or simulates this without root's rights."""
 
     def give(path):
         if os.geteuid() == 0:
@@ -88,7 +86,7 @@ DAMAGES = {
     "truncated": lambda content: content[:-1],
     "longer": lambda content: content + b"x",
     "a bit": lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
-    "no digest": lambda content: content[32:],  # entries of the first versions had no digest
+    "no digest": lambda content: content[32:],  # early versions of the package wrote entries without a digest
 }
 
 
@@ -112,7 +110,7 @@ def test_an_entry_under_the_name_of_another_is_compiled_anew(folder, compiled):
 
 
 def planted(folder):
-    """Write a valid cache entry, with digest, that another user has exchanged for the first entry."""
+    """Write a valid cache entry with attacker's code and its digest, as another user could."""
     folder.mkdir(exist_ok=True)
     keys, read = [], cache.read
     with pytest.MonkeyPatch.context() as patch:
@@ -126,9 +124,9 @@ def planted(folder):
 
 
 def test_whoever_can_write_an_entry_decides_what_runs(folder, monkeypatch):
-    """Show that anyone who can write an entry chooses the code that runs, which is why the tests below exist.
+    """Whoever can write a cache entry controls the code that runs, so the tests below check who can write.
 
-    Root can write all entries.
+    Entries of root are trusted, because root can write everything.
     """
     folder.mkdir(mode=0o700)
     planted(folder)
@@ -164,7 +162,7 @@ def test_what_others_could_have_written_is_not_run_and_that_is_said_once(
         assert len(compiled) == 3
         assert sorted(os.listdir(folder)) == names
     else:
-        assert len(compiled) == 2  # the current user's new entry replaces it
+        assert len(compiled) == 2  # the current user's entry replaces the untrusted one
         assert stat.S_IMODE(entry.stat().st_mode) == 0o600
         assert code() == found[0]
 
@@ -233,11 +231,11 @@ def test_what_a_killed_process_leaves_is_removed_once_it_is_old(folder, compiled
     process.join()
     assert process.exitcode == 9
     (left,) = folder.iterdir()
-    for name in ("notes.txt", ".notes.tmp", "tmpnotes"):  # files that do not belong to the cache
+    for name in ("notes.txt", ".notes.tmp", "tmpnotes"):  # files that the cache did not create are kept
         (folder / name).touch()
         os.utime(folder / name, (0, 0))
     code(8)
-    assert left.exists()  # another process may still be writing to the file
+    assert left.exists()  # a recent temporary file is kept, because another process may still be writing to it
     os.utime(left, (time.time() - 7200,) * 2)
     code(16)
     assert sorted(f.name for f in folder.iterdir() if f.suffix != ".sealed") == [".notes.tmp", "notes.txt", "tmpnotes"]

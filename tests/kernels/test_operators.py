@@ -13,7 +13,7 @@ from vil.kernels.scan import chunks, reference, scan_op, torch_scan
 
 class Backend(NamedTuple):
     name: str
-    dtype: torch.dtype  # default dtype of tests
+    dtype: torch.dtype  # dtype of inputs, unless a test sets another
     tolerance: float
     device: str = "cpu"
 
@@ -21,7 +21,7 @@ class Backend(NamedTuple):
         return lambda *t, **options: scan(*(each.to(self.device) for each in t), backend=self.name, **options).cpu()
 
     def error(self, scan, reference_scan, inputs, dy_dtype=None, **options):
-        """Return the largest relative error of output and gradients."""
+        """Return the largest relative error of the output and all gradients."""
         dy_dtype = dy_dtype or inputs[0].dtype
         expected = outputs_and_gradients(reference_scan, exact(inputs), dy_dtype, **options)
         actual = outputs_and_gradients(self.run(scan), inputs, dy_dtype, **options)
@@ -32,8 +32,8 @@ class Backend(NamedTuple):
 REFERENCE, CPU = Backend("reference", torch.float64, 1e-12), Backend("cpu", torch.float32, 3e-6)
 TRITON = Backend("triton", torch.float32, 1e-5, "cuda" if torch.cuda.is_available() else "cpu")
 CUDA = pytest.param(Backend("cuda", torch.float32, 1e-5, "cuda"), marks=pytest.mark.gpu, id="cuda")
-# Chunks have 16 tokens in plain PyTorch and 64 elsewhere. Blocks have 64 channels on CPUs and 32 and 16 in Triton. On
-# CPUs, each number of states takes 5 s to compile.
+# Shapes (B, L, D, N) around the chunk lengths (16 tokens in plain PyTorch, 64 otherwise) and the channels per block (64
+# on CPUs, 32 and 16 in Triton). Few values of N for CPUs, because each takes 5 s to compile.
 SHAPES = {
     REFERENCE: [(1, 1, 1, 1), (2, 5, 3, 4), (1, 17, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)],
     CPU: [(1, 1, 1, 1), (3, 64, 5, 4), (2, 101, 19, 3), (1, 64, 64, 16), (2, 65, 65, 16), (1, 129, 128, 3)],
@@ -44,12 +44,12 @@ SHAPES = {
 
 @pytest.fixture
 def prepared(backend, monkeypatch):
-    """Use chunks of 4 tokens instead of 64 for Triton's slow interpreter."""
+    """Use chunks of 4 tokens instead of 64 in Triton, whose interpreter is slow."""
     if backend is TRITON:
         pytest.importorskip("triton")
         from vil.kernels.scan import triton_scan
 
-        monkeypatch.setattr(triton_scan, "PROGRAMS", 4)  # fewer than blocks
+        monkeypatch.setattr(triton_scan, "PROGRAMS", 4)  # fewer programs than blocks of channels
         for module in (chunks, triton_scan):
             monkeypatch.setattr(module, "CHUNK", 4)
 
@@ -63,7 +63,7 @@ def on(*backends):
 
 
 def sizes(backend, *large):
-    """Return the sizes, or small ones for Triton's interpreter."""
+    """Return the sizes `large`, or small sizes for Triton's interpreter."""
     return (1, 7, 6, 4) if backend is TRITON else large
 
 
@@ -86,7 +86,7 @@ def test_output_and_gradients_equal_the_reference(
 def test_low_precision_inputs_lose_only_their_own_rounding(
     scan, reference_scan, make_inputs, backend, dtype, tolerance
 ):
-    # the interpreter truncates instead of rounding
+    # Triton's interpreter truncates to bf16 instead of rounding.
     cuts_off = backend is TRITON and backend.device == "cpu" and dtype == torch.bfloat16
     inputs = make_inputs(*sizes(backend, 2, 77, 24, 16), dtype)
     assert backend.error(scan, reference_scan, inputs) < (2 if cuts_off else 1) * tolerance
@@ -147,7 +147,7 @@ def test_reverse_scan_equals_flipped_forward_scan(scan, reference_scan, make_inp
 @SCANS
 def test_batch_slices_do_not_change_the_result(scan, reference_scan, make_inputs, monkeypatch):
     inputs = make_inputs(5, 70, 6, 4)
-    for elements in (1, 24 * 2, 24 * 3):  # one, two and three images of five
+    for elements in (1, 24 * 2, 24 * 3):  # slice sizes of one, two and three of the five images
         monkeypatch.setattr(torch_scan, "SLICE_ELEMENTS", elements)
         assert REFERENCE.error(scan, reference_scan, inputs) < 1e-12
 
@@ -188,7 +188,7 @@ def test_extreme_logits_stay_finite_and_right(step_logit, backend):
     expected = outputs_and_gradients(reference.longhorn, exact(inputs), inputs[0].dtype)
     for i, (a, truth) in enumerate(zip(actual, expected, strict=True)):
         assert torch.isfinite(a).all()
-        if i != 2:  # the gradient of a saturated logit is below the rounding of the reference implementation
+        if i != 2:  # the gradient of saturated logits is below the reference's rounding error
             torch.testing.assert_close(a.double(), truth, rtol=1e-4, atol=1e-5)
     assert actual[2].abs().max() < 1e-6
 
@@ -211,7 +211,7 @@ def test_nan_and_infinity_propagate(scan, reference_scan, make_inputs, poison, b
     finite = torch.isfinite(backend.run(scan)(*inputs))
     assert not finite[0, 5:, 1].any()
     finite[0, 5:, 1] = True
-    assert finite.all()  # other images, earlier tokens and other channels
+    assert finite.all()  # other images, earlier tokens and other channels stay finite
 
 
 @SCANS
@@ -265,7 +265,7 @@ def test_operator_registrations(scan, reference_scan, make_inputs, backend):
 
 
 @SCANS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # the reference, and the cpu backend
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # fp64 runs the reference, fp32 the cpu backend
 def test_compiles_without_graph_breaks(scan, reference_scan, make_inputs, dtype):
     inputs = make_inputs(2, 40, 4, 4, dtype)
     compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
@@ -282,7 +282,7 @@ def test_a_second_derivative_is_refused(scan, reference_scan, make_inputs, backe
         torch.autograd.grad(dx.sum(), inputs[:1])
 
 
-# rejected inputs
+# Rejected inputs
 
 
 def test_refuses_what_does_not_fit():
@@ -316,7 +316,7 @@ def test_refuses_what_does_not_fit():
 def test_every_argument_is_checked_under_its_name(scan, name, position, letters):
     inputs = [t.detach() for t in (longhorn_inputs if scan is longhorn_scan else selective_inputs)(2, 6, 4, 3)]
     wrong = inputs[position]
-    narrow = wrong[..., :-1]  # the error shows both shapes, because either of two different tensors may be wrong
+    narrow = wrong[..., :-1]  # the error names both shapes, because either of two tensors may be wrong
     for t, message in (
         (narrow, "must have shape .* got .*" + re.escape(f"{name} {tuple(narrow.shape)}")),
         (wrong.unsqueeze(0), rf"^{name} must have shape \({letters}\) with .*"),

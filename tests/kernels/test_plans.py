@@ -1,4 +1,4 @@
-"""Tests of plans, recorded with stubs: a replay computes the same as the function, for any tensors."""
+"""Tests of recorded plans: replaying a plan with any tensors computes what the recorded function computes."""
 
 import functools
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def composition(x, weights, factor):
-    """Compute views, allocations, and results of operators, in place or not, some of them unused."""
+    """Return results of views, allocations, and operators in and out of place, some of which are unused."""
     u, z = (x @ weights[0].t()).chunk(2, dim=-1)
     memory = torch.empty(2, *u.shape, dtype=x.dtype, device=x.device)
     torch.empty(5, device=x.device)
@@ -41,7 +41,7 @@ def test_a_replayed_plan_does_what_the_function_does(poison):
         x, weights = tensors()
         for found, expected in zip(recorded([x, *weights]), composition(x, weights, 2.0), strict=True):
             assert found is None if expected is None else torch.equal(found, expected)
-    nowhere = [t.to("meta") for t in (x, *weights)]  # results are on the device of the tensors
+    nowhere = [t.to("meta") for t in (x, *weights)]  # results are on the tensors' device
     results = Plan(composition, (nowhere[0], nowhere[1:], 2.0), torch.device("meta"))(nowhere)
     assert all(t is None or t.is_meta for t in results)
 
@@ -58,7 +58,7 @@ def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(
 
     x, made = torch.randn(1000), []
     empty = torch.empty
-    # also the number of freed tensors, including the sum a + d
+    # (sizes of allocations, numbers of tensors that each step frees); freed tensors include the sum a + d
     one, four = ([4 * 1024], [1, 4]), ([1024] * 4, [1, 2, 1, 1])
     for small, (sizes, freed) in ((recording.SMALL, one), (4000, one), (3999, four)):
         monkeypatch.setattr(recording, "SMALL", small)
@@ -73,8 +73,8 @@ def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_tensors_that_lie_elsewhere_behind_a_multiple_of_16_bytes_have_a_plan_of_their_own(offset, monkeypatch):
-    """Create a separate plan for each alignment of the tensors modulo 16 bytes, and pass the tensors' addresses to
-    kernels.
+    """Tensors with another alignment modulo 16 bytes get a separate plan, and kernels receive the tensors' own
+    addresses.
     """
     seen, addresses = [], []
 
@@ -116,7 +116,7 @@ def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypa
     def t(*size, **kind):
         return torch.zeros(*size, **kind).as_subclass(OnGpu)
 
-    odd, eight = (torch.zeros(3 + i)[i:].as_subclass(OnGpu) for i in (1, 2))  # 4 and 8 bytes after a multiple of 16
+    odd, eight = (torch.zeros(3 + i)[i:].as_subclass(OnGpu) for i in (1, 2))  # at 4 and 8 bytes after a multiple of 16
     first = t(3).as_subclass(type("OnFirst", (OnGpu,), dict(get_device=lambda _: 0)))
     calls = [
         (t(3), [t(2, 2)], None, 1), (first, [t(2, 2)], None, 1), (odd, [t(2, 2)], None, 1), (eight, [t(2, 2)], None, 1),
@@ -134,7 +134,7 @@ def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypa
             assert all(a is b for a, b in zip(tensors, [t for t in leaves if isinstance(t, torch.Tensor)], strict=True))
     monkeypatch.setattr(plan, "PLANS", len(calls))
     assert run(t(7), [], None, 1)[0] == len(calls) + 1
-    assert run(*calls[0])[0] == len(calls) + 2  # the plan had been evicted
+    assert run(*calls[0])[0] == len(calls) + 2  # the oldest plan has been evicted
 
 
 def test_a_view_as_another_dtype_is_for_kernels_alone():
@@ -150,11 +150,11 @@ def test_a_view_as_another_dtype_is_for_kernels_alone():
 def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
     mixer, shape, hopper, class_token_only, monkeypatch, poison
 ):
-    """Compare forward and backward bitwise, with a received norm and with the block's own, also in a second replay
-    with other tensors.
+    """Forward and backward of a replayed block are bitwise identical to direct execution, with a received norm and with
+    the block's own norm, also in a second replay with other tensors.
     """
     dtype, (B, L, C) = torch.bfloat16, shape
-    launch = launches.launch  # the launch that records plans
+    launch = launches.launch  # the launch function that records plans
     on_an_emulated_gpu(monkeypatch, hopper=hopper)
     monkeypatch.setattr(launches, "launch", launch)
     monkeypatch.setattr(launches.Launch, "run_with", emulator.run_with)
@@ -169,7 +169,7 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
     run_forward, run_backward = forward.forward.__wrapped__, backward.backward.__wrapped__
 
     def unpacked(results):
-        """Return packed weights as parts, because the padding between parts is arbitrary."""
+        """Split packed weights into parts, because padding between parts is arbitrary."""
         sizes = weights_of(make_block(mixer, C)).sizes()
         parts = kernels.PackedWeights.of(results[6], sizes)
         return [*results[:6], torch.cat([part.double().flatten() for part in parts]), *results[7:]]

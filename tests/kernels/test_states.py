@@ -1,4 +1,4 @@
-"""Tests of initial and final states of the public scans, against `reference`."""
+"""Tests of the public scans' initial and final states, against the reference implementation."""
 
 import functools
 
@@ -38,9 +38,9 @@ def test_outputs_states_and_gradients_equal_the_reference(scan, reference_scan, 
 def test_parts_of_a_sequence_one_behind_the_other_are_the_whole(
     scan, reference_scan, make_inputs, cuts, dtype, tolerance, backend
 ):
-    """Scan a sequence in parts of 1, 64 and 35 tokens in two directions. The reverse one starts with the last part.
+    """Scanning a sequence in parts of 1, 64 and 35 tokens equals one scan, in both directions.
 
-    States keep fp32, whatever the dtype of weights and of the initial state.
+    States are in fp32 for any dtype of inputs and initial state. The reverse direction starts with the last part.
     """
     device, reverse = "cpu" if backend == "auto" else "cuda", [False, True]
     pair = [make_inputs(2, cuts[-1][1], 24, 16, dtype, seed) for seed in (0, 1)]
@@ -75,7 +75,7 @@ def test_only_in_and_only_out(scan, reference_scan, make_inputs, reverse):
     inputs, initial = make_inputs(1, 9, 3, 4), random(1, 3, 4)
     scan, reference_scan = (functools.partial(function, reverse=reverse) for function in (scan, reference_scan))
     assert relative_error(scan(*inputs, initial_state=initial), reference_scan(*inputs, initial_state=initial)) < 1e-12
-    one = [t[:, :1] if t.dim() == 3 else t for t in inputs[:-2]]  # without skip and bias
+    one = [t[:, :1] if t.dim() == 3 else t for t in inputs[:-2]]  # one token, without skip and bias
     for given in (inputs, one):
         for found, expected in zip(*(function(*given, return_final_state=True) for function in (scan, reference_scan))):
             assert relative_error(found, expected) < 1e-12

@@ -1,4 +1,4 @@
-"""Tests of selecting a kernel variant and segment length: what is chosen for typical inputs, and bounds."""
+"""Tests of the kernel variant and segment length chosen for typical inputs, and of bounds for all inputs."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from vil.kernels.cuda.elements import vector_width
 from vil.kernels.scan import cuda_scan, heuristics
 from vil.kernels.scan.heuristics import FORWARD_MMA, Backward, ForwardMma, ForwardSimt, Schedule
 
-H200, A100 = 132, 108  # multiprocessors
+H200, A100 = 132, 108  # numbers of multiprocessors
 RECURRENCES = pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
 
 
@@ -44,11 +44,11 @@ def test_ctas_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
             warps, shared_bytes, resident = variant.cta(N, itemsize, channels)
             assert warps in (1, 2, 4)
             assert shared_bytes <= 99 * 1024
-            # the number of warps is halved only if shared memory requires it
+            # A CTA has fewer than four warps only if shared memory requires it.
             of_keys = 4 * 64 * (2 * N + 1)
             assert warps == 4 or of_keys + 2 * (shared_bytes - of_keys) > 99 * 1024
             assert 1024 <= resident * (shared_bytes + 1024) <= 228 * 1024
-            # registers suffice for 12 warps with 16-bit inputs and long keys, and for 8 warps otherwise
+            # Registers suffice for 12 warps per multiprocessor for 16-bit inputs with N = 16 or 32, otherwise for 8.
             most = (3 if itemsize == 2 and N in (16, 32) else 2) * 4 // warps
             assert resident == most or (resident + 1) * (shared_bytes + 1024) > 228 * 1024
 
@@ -83,8 +83,8 @@ def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypa
     others = dict(R=12), dict(D=764), dict(recurrence="selective"), dict(N=32), dict(dtype=torch.float32)
     assert not any(projects(8, 6085, **other) for other in others)
     assert not projects(128, 197)
-    assert projects(1, 197)  # although the scan alone would be faster from logits
-    # Divided sequences are not projected, either.
+    assert projects(1, 197)  # although the scan itself would be faster with precomputed logits
+    # Scans that divide sequences into segments do not project the step.
     monkeypatch.setattr(heuristics, "choose", lambda *args: Schedule(FORWARD_MMA[0], 4))
     assert [projects(1, L) for L in (256, 257)] == [True, False]
 
@@ -95,7 +95,7 @@ def test_vectors_are_as_wide_as_every_row_of_every_tensor_allows(limit, dimensio
     g = torch.Generator().manual_seed(0)
 
     def view(multiple):
-        """Return a view with strides that are multiples of `multiple`; most of its rows start at such a multiple."""
+        """Return a view whose strides are multiples of `multiple`, and most of whose rows start at such a multiple."""
         start, *strides, n = (int(i) * multiple for i in torch.randint(1, 5, (5,), generator=g))
         sizes = (2, 3) if dimensions == 3 else (2, 2, 3)
         start += int(torch.randint(4, (), generator=g) == 0)
