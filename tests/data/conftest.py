@@ -16,7 +16,7 @@ def device(request):
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory):
-    """Return a folder {train,val}/{x,y}/* of gradients with noise, in all image modes."""
+    """Return a folder {train,val}/{x,y}/* of noisy colour gradients in all image modes."""
     root, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(1)
     for split, name in (("train", "x"), ("train", "y"), ("val", "x"), ("val", "y")):
         (root / split / name).mkdir(parents=True)

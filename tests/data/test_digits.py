@@ -1,4 +1,4 @@
-"""Tests of scikit-learn's digits as image folders: the held-out images, and small training sets."""
+"""Tests of writing scikit-learn's digits as image folders, with held-out images and small training sets."""
 
 import runpy
 import sys
@@ -28,7 +28,7 @@ def command(monkeypatch, *words):
     runpy.run_module("vil.data.digits", run_name="__main__")
 
 
-def test_a_quarter_of_every_digit_is_held_out_from_all_draws():
+def test_a_quarter_of_every_digit_is_held_out_for_all_seeds():
     everything, held_out = sets()
     assert everything | held_out == set(range(1797))
     assert (len(everything), len(held_out)) == (1347, 450)
@@ -44,7 +44,7 @@ def test_a_quarter_of_every_digit_is_held_out_from_all_draws():
     assert draws[0][0] <= sets(20, seed=0)[0]  # a larger set contains the smaller one
 
 
-def test_a_rehearsal_is_on_training_images_alone():
+def test_a_rehearsal_uses_only_training_images():
     everything, _ = sets()
     train, validation = sets(20, seed=100, rehearse=True)
     assert train | validation <= everything
@@ -54,7 +54,7 @@ def test_a_rehearsal_is_on_training_images_alone():
         split_digits(DIGITS.target, 90, 0, rehearse=True)
 
 
-def test_the_command_writes_a_file_of_each_image(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_one_file_per_image(tmp_path, monkeypatch, capsys):
     command(monkeypatch, tmp_path, "--train-per-class", 5)
     for split, images in zip(("train", "validation"), sets(5)):
         files = {int(path.stem): path for path in tmp_path.glob(f"{split}/*/*.png")}
@@ -73,7 +73,7 @@ def test_the_command_writes_a_file_of_each_image(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "more").exists()
 
 
-def test_copies_make_an_epoch_longer_without_more_images(tmp_path, monkeypatch, capsys):
+def test_copies_lengthen_an_epoch_without_new_images(tmp_path, monkeypatch, capsys):
     words = "--train-per-class 2 --digits 3 7 --seed 1 --copies 4 --rehearse"
     command(monkeypatch, tmp_path, *words.split())
     train, validation = sets(2, 1, rehearse=True)

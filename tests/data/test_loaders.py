@@ -32,7 +32,7 @@ from vil.data.sources.splits import open_split, open_splits
     ],
     ids=lambda options: " ".join(options) or "defaults",
 )  # fmt: skip
-def test_an_image_is_augmented_as_by_timms_transform_of_its_options_from_its_seed(pictures, options):
+def test_an_image_is_augmented_by_timms_transform_with_its_seed(pictures, options):
     loader, keys = training_set(pictures, epoch=2, **options)
     images, targets = joined(loader)
     dataset = loader.dataset.dataset
@@ -45,7 +45,7 @@ def test_an_image_is_augmented_as_by_timms_transform_of_its_options_from_its_see
 
 
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
-def test_evaluation_prepares_images_as_timm_does_one_by_one(pictures, crop_mode):
+def test_evaluation_batches_equal_timms_transform_of_each_image(pictures, crop_mode):
     dataset = open_split(str(pictures), "", "validation")
     config = DATA_CONFIG | dict(crop_mode=crop_mode, input_size=(3, 16, 16), interpolation="bicubic")
     images, targets = joined(evaluation_loader(dataset, config, CPU, workers=0, batch_size=3, rank=1, world_size=2))
@@ -56,11 +56,11 @@ def test_evaluation_prepares_images_as_timm_does_one_by_one(pictures, crop_mode)
     assert targets == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_noise_stands_for_images(image_folder):
+def test_synthetic_images_are_noise(image_folder):
     config = Config(synthetic=60, global_batch_size=8, num_classes=3)
     train, val, num_classes = open_splits(config)
     assert (len(train), len(val), num_classes) == (60, 3, 3)
-    # one validation image for 25 training images, as in ImageNet
+    # one validation image per 25 training images, as in ImageNet
     assert len(open_splits(Config(synthetic=101))[1]) == 5
     assert open_splits(Config(synthetic=1_281_167))[2] == 1000
     batches = TrainingBatches(60, config, 4, 0, 1)
@@ -76,7 +76,7 @@ def test_noise_stands_for_images(image_folder):
     assert loader.take_unreadable() == 0
 
 
-def test_of_a_stream_what_was_seen_is_read_again_and_dropped(image_folder):
+def test_a_resumed_iterable_dataset_rereads_and_drops_the_images_of_earlier_steps(image_folder):
     class Stream(list):
         dataset = SimpleNamespace(set_epoch=lambda epoch: epochs.append(epoch))
 
@@ -89,8 +89,8 @@ def test_of_a_stream_what_was_seen_is_read_again_and_dropped(image_folder):
     assert epochs == [3, 0]
 
 
-def test_a_loader_may_have_no_batch(image_folder):
-    """Load no batch after the last step of an epoch, and if a split has fewer images than the world size."""
+def test_a_loader_may_be_empty(image_folder):
+    """A loader is empty after the last step of an epoch, or on a rank without images in a small split."""
     config = small_config(image_folder)
     dataset = open_split(str(image_folder), "", "train")
     batches = TrainingBatches(len(dataset), config, 16, 0, 1)
@@ -106,7 +106,7 @@ def test_a_loader_may_have_no_batch(image_folder):
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """Return the log messages on a machine whose GPU can decode."""
+    """Simulate a GPU that can decode, and return a function that lists the loaders' log messages."""
     _say_once.cache_clear()
     monkeypatch.setattr("vil.data.plan.decoder_is_missing", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
@@ -136,12 +136,12 @@ def loader_for_evaluation(folder, device, **options):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_gpu_that_decodes_augments_jpegs_and_a_cpu_where_it_is_asked_to(
+def test_jpegs_are_augmented_on_a_gpu_by_default_and_on_a_cpu_on_request(
     photo_folder, said, device, wanted, kind, monkeypatch
 ):
-    """Augment JPEG files on a GPU that can decode, and on a CPU if requested.
+    """Check JPEG files on a GPU that can decode, and on a CPU.
 
-    Workers decode small files, and no thread prepares them.
+    Small files are decoded by workers and need no preparation thread.
     """
     here = "in the training process"
     for make in (loader_for_training, loader_for_evaluation):
@@ -158,13 +158,13 @@ def test_a_gpu_that_decodes_augments_jpegs_and_a_cpu_where_it_is_asked_to(
 
 
 def piece_bytes(dataset, batch_size, on_device=None):
-    """Return the shared memory that a loader reserves for a piece."""
+    """Return the number of bytes of shared memory that a loader reserves per piece."""
     loader = evaluation_loader(dataset, DATA_CONFIG, CPU, 0, batch_size, 0, 1, on_device)
     return loader.images.plan.piece_bytes
 
 
-def test_pieces_take_the_shared_memory_of_what_the_workers_hand_over(photo_folder, monkeypatch, tmp_path):
-    """Reserve memory for prepared images, for pixels of small images, or for files, with room for larger ones."""
+def test_pieces_reserve_shared_memory_for_the_data_that_workers_return(photo_folder, monkeypatch, tmp_path):
+    """A piece contains prepared images, pixels of small images, or encoded files, which may be larger than average."""
     folder = open_split(str(photo_folder), "", "val")
     assert piece_bytes(folder, 2) == 2 * 3 * 12 * 16
     assert piece_bytes(folder, 100) == 64 * 3 * 12 * 16
@@ -191,7 +191,7 @@ def test_pieces_take_the_shared_memory_of_what_the_workers_hand_over(photo_folde
         ({}, "cuda decodes no JPEG", "cuda decodes no JPEG"),
     ],
 )
-def test_what_the_gpu_cannot_do_the_workers_do_as_one_line_says(
+def test_workers_augment_with_one_log_message_if_the_gpu_cannot(
     photo_folder, said, monkeypatch, options, missing, reason
 ):
     monkeypatch.setattr("vil.data.plan.decoder_is_missing", lambda device: missing)
@@ -209,7 +209,7 @@ def test_what_the_gpu_cannot_do_the_workers_do_as_one_line_says(
     assert said() == [line]
 
 
-def test_a_split_of_other_files_is_the_workers_and_one_line_says_so(tmp_path, said):
+def test_workers_augment_a_split_of_other_formats_with_one_log_message(tmp_path, said):
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
         for i in range(8):  # all files are named .jpg, but half of them are PNG files
@@ -224,7 +224,7 @@ def test_a_split_of_other_files_is_the_workers_and_one_line_says_so(tmp_path, sa
     assert type(loader_for_training(tmp_path, CUDA)) is DeviceLoader
 
 
-def test_files_in_a_tar_are_known_by_their_names(photo_folder, said, tmp_path):
+def test_jpegs_in_a_tar_are_recognized_by_name(photo_folder, said, tmp_path):
     with tarfile.open(tmp_path / "train.tar", "w") as tar:
         for path in (photo_folder / "train").glob("*/*"):  # ImageNet's file names end in .JPEG
             tar.add(path, f"{path.parent.name}/{path.name.replace('.jpg', '.JPEG')}")
@@ -235,7 +235,7 @@ def test_files_in_a_tar_are_known_by_their_names(photo_folder, said, tmp_path):
     assert loader_for_training(tmp_path, CUDA, aug_repeats=3).plan.fill_bytes is None
 
 
-def test_a_dataset_that_streams_is_the_workers(photo_folder, said):
+def test_workers_augment_iterable_datasets(photo_folder, said):
     streaming = IterableImageDataset("", reader=UserList())
     reason = "a dataset that streams has no images by index"
     with pytest.raises(ConfigError, match=f"augment_on_device: {reason}"):
@@ -246,7 +246,7 @@ def test_a_dataset_that_streams_is_the_workers(photo_folder, said):
 
 
 @pytest.mark.parametrize("error", [ImportError("no decode_jpeg"), AttributeError("gone"), RuntimeError("a\nb" * 99)])
-def test_whether_a_device_decodes_is_found_by_trying(monkeypatch, error, device):
+def test_device_decoding_is_detected_by_decoding_an_image(monkeypatch, error, device):
     decoding.decoder_is_missing.cache_clear()
     assert decoding.decoder_is_missing(device) is None
     decoding.decoder_is_missing.cache_clear()

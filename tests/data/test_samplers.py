@@ -1,4 +1,4 @@
-"""Tests of the images in each batch and their order, for any number of processes and any micro-batch size."""
+"""Tests of the images in each batch and of the images' order, for any world size and micro-batch size."""
 
 import random
 
@@ -14,14 +14,14 @@ from vil.data.seeds import derive_seed, seed_everything
 
 
 @pytest.mark.parametrize(("share", "batch_size"), [(16, None), (16, 16), (16, 5), (12, 8), (10, 3), (6, 1), (14, 5)])
-def test_a_micro_batch_is_the_largest_that_shares_equally_and_fits(share, batch_size):
+def test_the_micro_batch_is_the_largest_that_divides_the_batch_and_fits(share, batch_size):
     fits = [size for size in range(1, share + 1) if share % size == 0 and size <= (batch_size or share)]
     for world_size in (1, 3):
         config = Config(global_batch_size=share * world_size, batch_size=batch_size, mixup=0.0, cutmix=0.0)
         assert split_global_batch(config, world_size) == (max(fits), share // max(fits))
 
 
-def test_a_global_batch_that_cannot_be_shared_is_refused(image_folder):
+def test_a_global_batch_that_ranks_cannot_share_is_rejected(image_folder):
     with pytest.raises(ConfigError, match="must be a multiple of the world size 3, got 16"):
         split_global_batch(small_config(image_folder), 3)
     odd = dict(global_batch_size=18)  # 9 images a rank
@@ -59,13 +59,13 @@ def test_a_global_batch_that_cannot_be_shared_is_refused(image_folder):
         ),
     ],
 )  # fmt: skip
-def test_steps_are_told_with_advice_where_they_are_few(image_folder, images, batch, repeats, epochs, said):
+def test_few_steps_per_epoch_are_logged_with_advice(image_folder, images, batch, repeats, epochs, said):
     config = small_config(image_folder, global_batch_size=batch, aug_repeats=repeats)
     assert TrainingBatches(images, config, batch // 4, 0, 2).described(epochs) == said
 
 
 def global_batches(config, num_images, world_size, epoch=3):
-    """Return the (index, seed) pairs of each global batch of an epoch, over all ranks and in order."""
+    """Return the (index, seed) pairs of each global batch of an epoch, gathered from all ranks in order."""
     micro_batch, _ = split_global_batch(config, world_size)
     ranks = [TrainingBatches(num_images, config, micro_batch, rank, world_size) for rank in range(world_size)]
     for batches in ranks:
@@ -77,7 +77,7 @@ def global_batches(config, num_images, world_size, epoch=3):
 
 
 @pytest.mark.parametrize("repeats", [0, 3])
-def test_global_batches_do_not_depend_on_processes_or_accumulation(image_folder, repeats):
+def test_global_batches_do_not_depend_on_world_size_or_accumulation(image_folder, repeats):
     config = small_config(image_folder, aug_repeats=repeats)
     expected = global_batches(config, 100, world_size=1)
     assert len(expected) == 100 // 16
@@ -86,7 +86,7 @@ def test_global_batches_do_not_depend_on_processes_or_accumulation(image_folder,
         assert global_batches(split, 100, world_size) == expected
 
 
-def test_an_epoch_sees_each_image_once_or_as_often_as_augmentation_repeats_it(image_folder):
+def test_an_epoch_contains_each_image_once_or_as_often_as_aug_repeats(image_folder):
     for repeats in (0, 1):
         once = [i for b in global_batches(small_config(image_folder, aug_repeats=repeats), 100, 1) for i, _ in b]
         assert len(set(once)) == len(once) == 96
@@ -126,7 +126,7 @@ def test_epochs_and_seeds_shuffle_and_augment_differently(image_folder):
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, None), (2, 4)])
-def test_an_epoch_goes_on_where_it_stopped(image_folder, world_size, batch_size):
+def test_an_epoch_resumes_at_its_step(image_folder, world_size, batch_size):
     config = small_config(image_folder, batch_size=batch_size)
     micro_batch, accumulation = split_global_batch(config, world_size)
     for rank in range(world_size):
@@ -143,7 +143,7 @@ def test_an_epoch_goes_on_where_it_stopped(image_folder, world_size, batch_size)
         assert list(batches.sizes()) == [micro_batch] * len(batches)
 
 
-def test_process_r_of_several_evaluates_every_nth_image_from_r_on():
+def test_rank_r_of_n_evaluates_every_nth_image_from_r_on():
     for world_size in (1, 2, 3, 5, 29):
         for rank in range(world_size):
             batches = EvaluationBatches(28, 4, rank, world_size)
@@ -154,8 +154,8 @@ def test_process_r_of_several_evaluates_every_nth_image_from_r_on():
             assert list(batches.sizes()) == [len(batch) for batch in expected]
 
 
-def test_batches_come_in_pieces_and_none_before_they_are_wanted():
-    """Return no pieces before an epoch has been chosen, although a loader requests pieces when its workers start."""
+def test_pieces_form_batches_and_none_is_sampled_before_an_epoch_is_set():
+    """No piece is sampled before an epoch is set, although PyTorch requests pieces when the workers start."""
     pieces = Pieces(EvaluationBatches(250, 100, 1, 2), 64, lambda index, seed: (index, seed, 7))
     assert list(pieces) == []
     pieces.ready = True
@@ -163,7 +163,7 @@ def test_batches_come_in_pieces_and_none_before_they_are_wanted():
     assert [key for piece in pieces for key in piece] == [(index, 0, 7) for index in range(1, 250, 2)]
 
 
-def test_seeds_follow_from_their_key_and_reach_every_generator(monkeypatch):
+def test_seeds_depend_only_on_their_key_and_seed_every_generator(monkeypatch):
     keys = [(0, 1), (1, 0), (0, 1, 0, 1), (0, 1, 0, 2), (0, 0, 1, 1), (7, 2**33)]
     for key in keys:
         assert derive_seed(*key) == np.random.SeedSequence(key).generate_state(1)[0]

@@ -1,4 +1,4 @@
-"""Tests of the parts of benchmarks that determine their tables."""
+"""Tests of the calculations that determine the tables of benchmarks."""
 
 import flops
 import hours
@@ -21,15 +21,15 @@ from processes import call
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", "other"),
     ],
 )
-def test_a_kernel_counts_in_one_group(kernel, group):
+def test_each_kernel_belongs_to_one_group(kernel, group):
     assert throughput.group_of(kernel) == group
 
 
-def test_flops_of_timms_other_models_are_those_that_timm_publishes():
+def test_flops_of_timms_models_equal_timms_published_flops():
     assert [f"{value:.1f}" for value in flops.measure("resnet18", 224)] == ["11.7", "3.6", "3.6", "2.5"]
 
 
-def test_hours_are_those_of_all_epochs_of_all_phases_on_all_gpus(tmp_path, monkeypatch, capsys):
+def test_gpu_hours_sum_over_epochs_phases_and_gpus(tmp_path, monkeypatch, capsys):
     (tmp_path / "plain.yaml").write_text("epochs: 300\nglobal_batch_size: 1000\n")
     (tmp_path / "phases.yaml").write_text(
         "phases: [{epochs: 100, img_size: 128}, {epochs: 10}]\nglobal_batch_size: 1\n"

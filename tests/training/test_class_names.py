@@ -1,4 +1,4 @@
-"""Training from weights, and with a teacher, whose classes have names: the class indices follow the names."""
+"""Tests of class names in pretrained weights and teachers: rows of the head are reordered to the run's classes."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ ARGUMENTS = dict(SMALL["model_kwargs"], img_size=16)
 
 
 def written(folder, names, model="vil_tiny", **arguments):
-    """A checkpoint with class names, and its state dict."""
+    """Write a checkpoint with class names, and return its path and state dict."""
     torch.manual_seed(len(names))
     built = timm.create_model(model, num_classes=len(names), **arguments)
     for parameter in built.parameters():
@@ -37,7 +37,7 @@ def started(path, names, **arguments):
     return model.state_dict()
 
 
-def test_a_head_of_the_same_classes_is_kept_in_the_order_of_the_names(tmp_path, caplog):
+def test_a_head_with_the_same_classes_is_reordered_by_name(tmp_path, caplog):
     path, weights = written(tmp_path, ["1", "10", "11", "2"], **ARGUMENTS)
     same, natural = started(path, ["1", "10", "11", "2"]), started(path, ["1", "2", "10", "11"])
     for name in ("head.weight", "head.bias"):
@@ -49,7 +49,7 @@ def test_a_head_of_the_same_classes_is_kept_in_the_order_of_the_names(tmp_path, 
 
 
 @pytest.mark.parametrize(("names", "word"), [(CLASSES, "'ant'"), (["1", "10", "11", "x"], "class 3 is '2'")])
-def test_a_head_of_as_many_other_classes_is_new(tmp_path, caplog, names, word):
+def test_a_head_with_other_classes_is_reinitialized(tmp_path, caplog, names, word):
     path, weights = written(tmp_path, ["1", "10", "11", "2"], **ARGUMENTS)
     found = started(path, names)
     assert torch.equal(found["norm.weight"], weights["norm.weight"])
@@ -59,14 +59,14 @@ def test_a_head_of_as_many_other_classes_is_new(tmp_path, caplog, names, word):
     assert word in line
 
 
-def test_a_head_without_names_on_one_side_is_kept(tmp_path):
+def test_a_head_is_kept_if_weights_or_run_have_no_class_names(tmp_path):
     path, weights = written(tmp_path, ["a", "b", "c"], **ARGUMENTS)
     torch.save(weights, tmp_path / "plain.pth")
     for head in (started(path, [], num_classes=3), started(tmp_path / "plain.pth", ["d", "e", "f"])):
         assert torch.equal(head["head.weight"], weights["head.weight"])
 
 
-def test_both_heads_of_a_distilled_model_follow_the_names(tmp_path):
+def test_both_heads_of_a_distilled_model_are_reordered_by_class_name(tmp_path):
     small = dict(img_size=16, patch_size=8, embed_dim=12, depth=1, num_heads=3)
     path, weights = written(tmp_path, ["b", "a"], "deit_tiny_distilled_patch16_224", **small)
     found = create_model("deit_tiny_distilled_patch16_224", path, label_names=["a", "b"], num_classes=2, **small)
@@ -74,7 +74,7 @@ def test_both_heads_of_a_distilled_model_follow_the_names(tmp_path):
         assert torch.equal(found.state_dict()[name], weights[name].flip(0))
 
 
-def test_a_run_starts_with_the_head_in_the_order_of_its_folders(image_folder, tmp_path):
+def test_a_run_reorders_the_pretrained_head_by_its_class_folders(image_folder, tmp_path):
     path, weights = written(tmp_path, [*CLASSES[::-1]], **ARGUMENTS)
     config = small_config(image_folder, output=str(tmp_path), pretrained_path=str(path))
     trainer = Trainer(config, CPU, 0, 1)
@@ -82,7 +82,7 @@ def test_a_run_starts_with_the_head_in_the_order_of_its_folders(image_folder, tm
     assert not torch.equal(build_model(config, 4).state_dict()["head.weight"], weights["head.weight"].flip(0))
 
 
-def test_a_teachers_logits_follow_the_names_of_the_run(image_folder, tmp_path):
+def test_a_teachers_logits_are_reordered_to_the_runs_classes(image_folder, tmp_path):
     images, found = torch.randn(2, 3, 16, 16), {}
     for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
         path, weights = written(tmp_path, CLASSES, **ARGUMENTS)
@@ -96,7 +96,7 @@ def test_a_teachers_logits_follow_the_names_of_the_run(image_folder, tmp_path):
     torch.testing.assert_close(*found.values())
 
 
-def test_a_teacher_of_other_classes_is_refused(image_folder, tmp_path):
+def test_a_teacher_with_other_classes_is_rejected(image_folder, tmp_path):
     path, _ = written(tmp_path, ["ant", "bee", "cat", "wasp"], **ARGUMENTS)
     config = small_config(image_folder, output=str(tmp_path), teacher="vil_tiny", teacher_checkpoint=str(path))
     with pytest.raises(ConfigError, match="class 3 is 'wasp' in the teacher .*w.pt, but 'dog' in this run: choose"):

@@ -1,4 +1,4 @@
-"""Tests of options: files in configs/, precedence, types of values, and rejected values."""
+"""Tests of options: files in configs/, precedence, value types and rejected values."""
 
 import contextlib
 import math
@@ -12,8 +12,8 @@ from vil.config import FIELDS, SYNONYMS, Config, ConfigError, load_config, parse
 from vil.config.values import convert, kind_of
 from vil.security.checkpoint_options import options_of_checkpoint
 
-# ViM's published hyperparameters (main.py, pt-vim-t.sh and pt-vim-s.sh) under timm's names, and defaults of timm's
-# transforms for the others
+# ViM's published hyperparameters (main.py, pt-vim-t.sh and pt-vim-s.sh) under timm's names. Options that ViM does not
+# set have the defaults of timm's transforms.
 SHARED = dict(
     epochs=300, opt="adamw", opt_betas=(0.9, 0.999), opt_eps=1e-8, sched="cosine", warmup_epochs=5, min_lr=1e-5,
     aa="rand-m9-mstd0.5-inc1", color_jitter=0.3, train_interpolation="bicubic", scale=(0.08, 1.0),
@@ -41,12 +41,12 @@ def test_every_config_loads_and_is_named_after_its_run():
 
 
 @pytest.mark.parametrize(("name", "size", "recipe"), [("vil_tiny", "tiny", {}), ("vil_small", "small", {}), STRIDE_8])
-def test_recipes_are_those_published_with_vim(name, size, recipe):
+def test_recipes_equal_vims_published_ones(name, size, recipe):
     path = ROOT / f"configs/{name}.yaml"
     expected = SHARED | SIZES[size] | recipe | dict(model=f"vil_{size}", experiment=name)
     config = load_config("", ["-c", str(path)])
     assert {option: getattr(config, option) for option in expected} == expected
-    assert set(SHARED) - set(yaml.safe_load(path.read_text())) <= {  # options that a recipe need not set
+    assert set(SHARED) - set(yaml.safe_load(path.read_text())) <= {  # options that a recipe may omit
         "scale", "ratio", "hflip", "clip_grad", "layer_decay", "img_size", "train_split", "val_split", "data_dir",
         "pretrained_path", "seed", "grad_checkpointing", "torchcompile", "amp", "amp_dtype", "synthetic", "dataset",
         "bce_loss", "teacher", "phases",
@@ -55,7 +55,7 @@ def test_recipes_are_those_published_with_vim(name, size, recipe):
     assert vars(baseline) == vars(config) | dict(model=f"vim_{size}", experiment="baseline")
 
 
-# commands of Mamba-Reg's README under this package's names; learning rates of 5e-4 and 2e-4 are per 512 images
+# Options of the commands in Mamba-Reg's README. The learning rates 5e-4 and 2e-4 are for a batch of 512 images.
 MAMBA_REG = [
     dict(epochs=300, img_size=128, global_batch_size=8 * 128, lr=5e-4 * 2, weight_decay=0.05, smoothing=0.0, aa="3a"),
     dict(epochs=100, img_size=224, global_batch_size=8 * 128, lr=2e-4 * 2, weight_decay=0.05, smoothing=0.0, aa="3a"),
@@ -64,7 +64,7 @@ MAMBA_REG = [
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_recipes_that_reach_further_are_vims_but_for_what_they_say(size):
+def test_longer_recipes_differ_from_vims_only_in_named_options(size):
     vims, phases, best = (
         load_config("", ["-c", str(ROOT / f"configs/vil_{size}{name}.yaml")]) for name in ("", "_phases", "_best")
     )
@@ -74,7 +74,7 @@ def test_recipes_that_reach_further_are_vims_but_for_what_they_say(size):
         assert vars(phases.of_phase(number)) == vars(vims) | common | published
 
 
-def test_defaults_are_those_of_tiny():
+def test_default_options_equal_the_tiny_recipe():
     config = Config()
     expected = SHARED | SIZES["tiny"] | dict(model="vil_tiny", checkpoint_interval="30m", log_interval=50)
     expected |= dict.fromkeys(
@@ -94,7 +94,7 @@ def test_the_command_line_overrides_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "images"), [([], 0), (["--synthetic"], 1_281_167), (["--synthetic", "99"], 99)])
-def test_noise_comes_in_the_number_of_imagenets_images_or_any_other(words, images):
+def test_synthetic_has_imagenets_number_of_images_by_default(words, images):
     assert load_config("", words).synthetic == images
 
 
@@ -112,7 +112,7 @@ def test_noise_comes_in_the_number_of_imagenets_images_or_any_other(words, image
         ("model_kwargs", "null", {}), ("amp", "false", False),
     ],
 )  # fmt: skip
-def test_values_get_the_type_of_their_option(tmp_path, option, text, value):
+def test_values_are_converted_to_the_type_of_their_option(tmp_path, option, text, value):
     (tmp_path / "c.yaml").write_text(f"{option}: {text}")
     found = getattr(load_config("", ["-c", str(tmp_path / "c.yaml")]), option)
     assert (found, type(found)) == (value, type(value))
@@ -129,7 +129,7 @@ RANGES = {
 }  # fmt: skip
 
 
-def test_a_number_is_within_its_range():
+def test_numbers_must_be_within_their_range():
     ranges = {name: ends for ends, names in RANGES.items() for name in names.split()}
     differ = {*ranges} ^ {name for name in FIELDS if kind_of(name)[0] in (int, float, tuple)}
     assert not differ, f"RANGES has to have each option that is a number, by its range: {differ}"
@@ -163,7 +163,7 @@ def test_a_number_is_within_its_range():
         ("model: vil_tinny", "model 'vil_tinny' is not a model of timm or this package; did you mean 'vil_tiny'"),
         ("amp_dtype: float8", "amp_dtype 'float8' is unknown; did you mean 'float16'"),
         ("remode: pixels", "remode 'pixels' is unknown; did you mean 'pixel'"),
-        # adahessian needs second derivatives, but training frees the graph
+        # adahessian needs second derivatives, but training frees the autograd graph after backward
         ("opt: adahessian", "opt 'adahessian' is unknown"),
         ("opt: adan\nopt_betas: [0.9, 0.99]", r"opt_betas must be 3 numbers for adan, got \(0.9, 0.99\)"),
         ("ratio: [2, 1]", r"ratio must be two numbers, the smaller one first, got \(2.0, 1.0\)"),
@@ -178,7 +178,7 @@ def test_a_number_is_within_its_range():
         ("a: [", "c.yaml is not YAML"),
     ],
 )
-def test_a_wrong_config_file_is_refused(tmp_path, text, message):
+def test_an_invalid_config_file_is_rejected(tmp_path, text, message):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config("", ["-c", str(tmp_path / "c.yaml")])
@@ -196,7 +196,7 @@ use_checkpoint:grad_checkpointing warmup:warmup_epochs
 """
 
 
-def test_what_others_call_an_option_is_answered_with_ours(tmp_path):
+def test_names_of_options_in_other_packages_are_answered_with_a_suggestion(tmp_path):
     answers = dict(pair.split(":") for pair in THEIRS.split())
     for word, ours in answers.items():
         (tmp_path / "c.yaml").write_text(f"{word}: 1")
@@ -219,7 +219,7 @@ DIGITS = "9" * 5000  # more digits than Python converts to a string
     f"pin_mem: true\nvflip: {DIGITS}", "lr: 1e999", "lr: .inf", "epochs: 1.0e+999", "lr: " + "1:" * 3000 + "1",
     f"checkpoint_interval: {DIGITS}m", "model_kwargs: " + "[" * 700, "unknown: " + "{a: " * 3000 + "}" * 3000,
 ], ids=lambda text: text[:20])  # fmt: skip
-def test_a_number_or_nesting_of_any_size_is_refused_in_a_short_line(tmp_path, text):
+def test_huge_numbers_and_deep_nesting_are_rejected_in_a_short_line(tmp_path, text):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config("", ["-c", str(tmp_path / "c.yaml")])
@@ -232,14 +232,14 @@ def test_a_number_or_nesting_of_any_size_is_refused_in_a_short_line(tmp_path, te
     ["--model-kwargs", "depth=" + "[" * 700], ["--phases", f"{{epochs: {DIGITS}}}"], ["--scale", "nan", "1"],
     ["--model", DIGITS], ["--input-size", "3", DIGITS, DIGITS], [f"--{DIGITS}", "1"], ["--opt", DIGITS],
 ], ids=lambda words: words[0][:20])  # fmt: skip
-def test_a_word_of_any_size_on_the_command_line_is_refused_in_a_short_line(words):
+def test_huge_words_on_the_command_line_are_rejected_in_a_short_line(words):
     with pytest.raises(ConfigError) as caught:
         load_config("", words)
     assert len(str(caught.value)) < 700
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_an_integer_of_any_size_in_a_checkpoint_is_refused_or_text(name):
+def test_a_huge_integer_in_a_checkpoint_raises_only_config_errors(name):
     huge = 10**5000
     for value in (huge, -huge, [huge], {"depth": huge}, [{"epochs": huge}]):
         with contextlib.suppress(ConfigError):
@@ -267,12 +267,12 @@ def test_an_integer_of_any_size_in_a_checkpoint_is_refused_or_text(name):
         ("--model-kwargs in_chans=1", "in_chans in model_kwargs must be 3, .*got 1"),
     ],
 )
-def test_a_wrong_command_line_is_refused(words, message):
+def test_an_invalid_command_line_is_rejected(words, message):
     with pytest.raises(ConfigError, match=message):
         load_config("", words.split())
 
 
-# args.yaml of a run with timm's train.py: options that the run sets, then options that are disabled, left at timm's
+# args.yaml of a run with timm's train.py: options that the run sets, then options that are disabled, have timm's
 # default or only affect speed
 SET = dict(
     aa="rand-m9-mstd0.5-inc1", amp=True, clip_grad=5.0, crop_pct=1.0, epochs=310, hflip=0.5, lr=0.005, min_lr=5e-6,
@@ -297,7 +297,7 @@ def load_args(folder, *words, **values):
     return load_config("", ["-c", str(folder / "args.yaml"), *words])
 
 
-def test_a_run_saved_by_timm_is_what_it_sets_and_one_line_lists_what_changes_nothing(tmp_path, caplog):
+def test_timms_args_yaml_is_read_and_one_line_lists_options_without_effect(tmp_path, caplog):
     expected = vars(load_args(tmp_path, **SET | dict(torchcompile=True)))
     assert not caplog.text
     assert vars(load_args(tmp_path, **ARGS)) == expected
@@ -306,7 +306,7 @@ def test_a_run_saved_by_timm_is_what_it_sets_and_one_line_lists_what_changes_not
     assert {*named} == {*ARGS} - {*FIELDS} | {"drop_path", "output"}
 
 
-def test_all_that_a_run_of_timm_asks_for_and_does_not_get_is_in_one_message(tmp_path):
+def test_unsupported_options_in_timms_args_yaml_are_listed_in_one_message(tmp_path):
     unsupported = dict(cooldown_epochs=10, clip_mode="agc", mixup_mode="pair", vflip=0.5, mean=[0.5], pretrained=True)
     of_a_fork = dict(mesa=0.5, tag="tiny")
     wrong = dict(epochs="many", opt="adahessian", model="mamba_vision_T", input_size=[1, 224, 224], batch_size=128)
@@ -333,7 +333,7 @@ def test_all_that_a_run_of_timm_asks_for_and_does_not_get_is_in_one_message(tmp_
         (dict(sched="step", decay_epochs=90), dict(sched="step")), (dict(opt="adamw", momentum=0.5), {}),
     ],
 )  # fmt: skip
-def test_timms_names_of_what_there_is_here_are_read(tmp_path, values, expected):
+def test_timms_option_names_are_translated(tmp_path, values, expected):
     assert vars(load_args(tmp_path, **values)) == vars(Config(**expected, experiment="args"))
 
 
@@ -347,12 +347,12 @@ def test_timms_names_of_what_there_is_here_are_read(tmp_path, values, expected):
         (dict(pin_mem=True, others={7: 1}), "others"),
     ],
 )  # fmt: skip
-def test_what_would_train_something_else_than_timm_is_refused(tmp_path, values, named):
+def test_options_of_timm_with_another_meaning_are_rejected(tmp_path, values, named):
     with pytest.raises(ConfigError, match=named):
         load_args(tmp_path, **values)
 
 
-def test_the_command_line_says_what_a_file_of_timm_leaves_open(tmp_path):
+def test_the_command_line_completes_timms_args_yaml(tmp_path):
     config = load_args(
         tmp_path, "--lr", "1e-3", "--global-batch-size", "512", lr=None, lr_base=0.1, batch_size=128, decay_rate=0.1
     )
@@ -383,7 +383,7 @@ def test_an_image_size_is_a_number_or_height_and_width(words, size):
         ("--input-size 3 192 x", "'img_size' in the command line must be int"),
     ],
 )
-def test_a_wrong_image_size_is_refused(words, message):
+def test_an_invalid_image_size_is_rejected(words, message):
     with pytest.raises(ConfigError, match=message):
         load_config("", words.split())
 
@@ -394,7 +394,7 @@ def test_each_side_of_the_image_size_of_a_checkpoint_is_bounded():
             options_of_checkpoint(dict(img_size=size), "x")
 
 
-def test_key_value_words_hold_yaml():
+def test_key_value_words_are_parsed_as_yaml():
     words = ["a=1", "b=1.5", "c=[1, 2]", "d=x=y", "e=true", "f="]
     assert parse_key_values(words) == dict(a=1, b=1.5, c=[1, 2], d="x=y", e=True, f=None)
 
@@ -416,12 +416,12 @@ def test_the_help_names_every_option_with_its_default(capsys):
     [({}, True), (dict(mixup_prob=0.0), False), (dict(mixup=0.0), True), (dict(cutmix=0.0), True),
      (dict(mixup=0.0, cutmix=0.0), False), (dict(mixup=0.1, cutmix=0.0, mixup_prob=0.1), True)],
 )  # fmt: skip
-def test_images_are_mixed_if_there_is_a_way_and_a_chance(options, mixing):
+def test_mixing_needs_mixup_or_cutmix_and_a_positive_probability(options, mixing):
     assert Config(**options).mixing is mixing
 
 
-def test_an_empty_word_for_an_option_that_may_be_left_out_leaves_it_out(tmp_path):
-    """Accept empty values, as in `--resume "$CHECKPOINT"` with an unset variable and in files that timm writes."""
+def test_an_empty_value_for_an_optional_option_means_unset(tmp_path):
+    """Empty values occur in `--resume "$CHECKPOINT"` with an unset variable, and in files that timm writes."""
     assert load_config("", ["--resume", "", "--data-dir", "", "--interpolation", ""]) == load_config("", [])
     (tmp_path / "vil_tiny.yaml").write_text("resume: ''\ninterpolation: ''\n")
     assert load_config("", ["-c", str(tmp_path / "vil_tiny.yaml")]) == load_config("", [])

@@ -1,4 +1,4 @@
-"""Tests of CUDA graphs against eager execution, and of the cases without a graph."""
+"""Compare CUDA graphs with eager execution, and test functions that cannot be captured."""
 
 import contextlib
 import gc
@@ -33,7 +33,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class StandIn:
-    """Stub of torch.cuda for `Replayed` on a CPU; replaying a graph calls the function."""
+    """Stub of torch.cuda for testing `Replayed` on a CPU. Replaying a graph calls the function."""
 
     def __init__(self, monkeypatch):
         self.draws, self.mode, self.within, self.waits = torch.zeros(1), 0, [], []
@@ -48,14 +48,14 @@ class StandIn:
 
     @contextlib.contextmanager
     def capture(self, graph, capture_error_mode):
-        # the mode must permit the loader's CUDA calls in other threads
+        # the capture mode must permit CUDA calls in the loader's thread
         assert (graph, capture_error_mode) == (self, "thread_local")
         self.mode = "capturing"
         yield
         self.mode = 0
 
     def step(self, draw, x):
-        """Change the sum and the generator's state."""
+        """Function under test, which changes a sum and the generator's state."""
         self.within.append((self.mode, gc.isenabled()))
         self.draws += 1
         self.total += x.sum() + draw()
@@ -69,7 +69,7 @@ class StandIn:
         return replayed
 
 
-def test_a_function_is_tried_out_captured_and_replayed(monkeypatch):
+def test_a_function_runs_in_a_trial_then_is_captured_and_replayed(monkeypatch):
     gpu = StandIn(monkeypatch)
     replayed = gpu.replayed(int, changed=())
     assert gpu.within == [(0, True), ("error", True), ("capturing", False)]
@@ -79,12 +79,12 @@ def test_a_function_is_tried_out_captured_and_replayed(monkeypatch):
         assert torch.equal(out := replayed(x), 2 * x)
         assert (out is replayed.outputs) == (len(x) == 3)
     gpu.within.clear()
-    gpu.replayed(int, tried=True)  # like an optimizer step, which must not run twice
+    gpu.replayed(int, tried=True)  # an optimizer step, for example, must not run in a trial
     assert gpu.within == [("capturing", False)]
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(())])
-def test_draws_of_the_host_are_no_part_of_a_graph(monkeypatch, caplog, draw):
+def test_functions_that_sample_on_the_host_are_not_captured(monkeypatch, caplog, draw):
     replayed = StandIn(monkeypatch).replayed(draw)
     (line,) = caplog.messages
     assert line.startswith("cannot capture the test")
@@ -92,7 +92,7 @@ def test_draws_of_the_host_are_no_part_of_a_graph(monkeypatch, caplog, draw):
     assert torch.equal(replayed(torch.arange(3.0)), 2 * torch.arange(3.0))
 
 
-def test_memory_that_does_not_suffice_leaves_all_as_it_was(monkeypatch, caplog):
+def test_an_out_of_memory_error_restores_the_state(monkeypatch, caplog):
     def draw():
         raise torch.OutOfMemoryError("no room")
 
@@ -119,7 +119,7 @@ def test_the_largest_micro_batch_that_fits_into_memory_divides_the_batch(room, t
 
 
 class Step:
-    """Training step that adds gradients of a model with dropout and batch statistics."""
+    """Training step that accumulates gradients of a model with dropout and batch norm."""
 
     def __init__(self, between=as_it_is):
         torch.manual_seed(0)
@@ -166,18 +166,19 @@ def computed_twice(x):
 @on_a_gpu
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 5, 8)], ids=str)
 @pytest.mark.parametrize("between", [as_it_is, computed_twice])
-def test_a_graph_does_what_its_function_does(between, sizes):
+def test_a_graph_computes_the_same_as_its_function(between, sizes):
     expected = outcome(step := Step(between), step, sizes)
     step = Step(between)
     replayed = Replayed(step, zeros(), "the test", step.changed)
     calls = step.calls
     torch.testing.assert_close(outcome(step, replayed, sizes), expected, rtol=0, atol=0)
     if between is as_it_is:
-        assert step.calls == calls + sum(size != 8 for size in sizes)  # batches of 8 images were replayed
+        # only batches of other sizes call the Python function
+        assert step.calls == calls + sum(size != 8 for size in sizes)
 
 
 @on_a_gpu
-def test_trying_out_leaves_no_trace():
+def test_the_trial_run_changes_no_state():
     step = Step()
     before, (_, state) = [t.clone() for t in step.changed], (torch.manual_seed(5), torch.cuda.get_rng_state())
     Replayed(step, zeros(), "the test", step.changed)
@@ -198,7 +199,7 @@ def drawn_by_the_host(x):
     ("between", "reason"),
     [(read_by_the_host, "synchronizing"), (drawn_by_the_host, "the function samples random numbers on the host")],
 )
-def test_what_cannot_be_captured_goes_on_in_eager_mode_with_a_line_that_says_why(between, reason, caplog):
+def test_functions_that_cannot_be_captured_run_in_eager_mode_with_the_reason_logged(between, reason, caplog):
     random.seed(0)
     expected = outcome(step := Step(between), step)
     step = Step(between)
@@ -213,7 +214,7 @@ def test_what_cannot_be_captured_goes_on_in_eager_mode_with_a_line_that_says_why
 
 
 @on_a_gpu
-def test_too_little_memory_is_not_taken_for_something_else():
+def test_an_out_of_memory_error_during_capture_is_raised():
     with pytest.raises(torch.OutOfMemoryError):
         Replayed(lambda x: x.expand(2**50, 4).contiguous(), [torch.zeros(4, device="cuda")], "the test")
     torch.manual_seed(0)
@@ -221,7 +222,7 @@ def test_too_little_memory_is_not_taken_for_something_else():
 
 
 @on_a_gpu
-def test_what_is_unchanged_is_so_after_an_error_too():
+def test_unchanged_restores_tensors_after_an_error():
     t = torch.ones(3, device="cuda")
     with contextlib.suppress(ZeroDivisionError), unchanged([t]):
         t.zero_()
@@ -231,8 +232,8 @@ def test_what_is_unchanged_is_so_after_an_error_too():
 
 @on_a_gpu
 @pytest.mark.parametrize("as_graph", [True, False])
-def test_the_optimizers_step_is_pytorchs_and_timms_bit_for_bit_at_every_learning_rate(as_graph):
-    """Compare steps with batch statistics in the EMA and with clipped gradients."""
+def test_updates_are_bitwise_identical_to_pytorchs_optimizer_and_timms_ema(as_graph):
+    """Compare parameters, EMA weights, batch statistics and norms of clipped gradients after each of six steps."""
     outcomes = []
     for ours in (True, False):
         model = Step().model
@@ -267,8 +268,8 @@ def test_the_optimizers_step_is_pytorchs_and_timms_bit_for_bit_at_every_learning
 
 @on_a_gpu
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_a_run_trains_on_as_many_images_at_once_as_fit(tmp_path, monkeypatch, cuda_graphs):
-    """Add the gradients of all micro-batches, and log the micro-batch size once."""
+def test_a_run_uses_the_largest_micro_batch_that_fits(tmp_path, monkeypatch, cuda_graphs):
+    """Compare a run whose batch fits with a run that accumulates gradients over smaller micro-batches."""
     options = dict(synthetic=64, num_classes=4, global_batch_size=32, amp=False, model_ema=False, img_size=32)
     options |= dict(model_kwargs=dict(embed_dim=32, depth=2), output=str(tmp_path), cuda_graphs=cuda_graphs)
     run, runs = ForwardBackward.run, []
@@ -292,7 +293,7 @@ def test_a_run_trains_on_as_many_images_at_once_as_fit(tmp_path, monkeypatch, cu
 
 
 @on_a_gpu
-def test_a_gpu_without_room_for_one_image_is_one_line(tmp_path, monkeypatch):
+def test_a_gpu_without_memory_for_one_image_is_reported_in_one_line(tmp_path, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("no room")
 

@@ -1,4 +1,4 @@
-"""Tests of teachers: rejected teachers with their messages, and the settings that a resumed run must share."""
+"""Tests of distillation: rejected teachers, resumed runs, and teachers in CUDA graphs."""
 
 import functools
 import signal
@@ -34,7 +34,7 @@ def trainer(image_folder, output, device=CPU, **options):
 
 
 def own_run(folder, names, **config):
-    """Return the path of a checkpoint of this package."""
+    """Write a checkpoint of this package, and return its path."""
     weights = timm.create_model("vil_tiny", num_classes=len(CLASSES), img_size=16, **SMALL["model_kwargs"]).state_dict()
     config = dict(model="vil_tiny", model_kwargs=SMALL["model_kwargs"], img_size=16, num_classes=len(CLASSES)) | config
     state = dict(config=config, history=[], progress={}, scheduler={}, optimizer={}, state_dict=weights)
@@ -69,7 +69,7 @@ def own_run(folder, names, **config):
         (dict(teacher_checkpoint="x.pth"), "teacher_checkpoint x.pth needs a teacher: set --teacher MODEL"),
     ],
 )
-def test_a_teacher_that_will_not_do_is_refused_before_work_starts(
+def test_an_unsuitable_teacher_is_rejected_before_training_starts(
     image_folder, tmp_path, monkeypatch, options, message
 ):
     def offline(*args, **kwargs):
@@ -91,7 +91,7 @@ def test_a_teacher_that_will_not_do_is_refused_before_work_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_teacher_of_timms_answers_in_evaluation(image_folder, tmp_path, monkeypatch):
+def test_a_timm_teacher_runs_in_eval_mode(image_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("timm.models._builder.load_pretrained", lambda *args, **kwargs: None)
     taught = trainer(image_folder, tmp_path, teacher="test_resnet", synthetic=64, num_classes=1000)
     assert not any(part.training for part in taught.teacher.model.modules())
@@ -106,7 +106,7 @@ def test_a_teacher_of_timms_answers_in_evaluation(image_folder, tmp_path, monkey
     ("threshold", "smoothing", "ok"),
     [(0.0, 0.0, True), (0.02, 0.1, False), (0.2, 0.1, True), (0.95, 0.1, False), (0.999, 0.0, True), (1.0, 0.0, False)],
 )
-def test_a_threshold_is_between_the_targets_of_right_and_wrong_classes(threshold, smoothing, ok):
+def test_the_bce_threshold_must_be_between_the_smoothed_targets(threshold, smoothing, ok):
     config = Config(bce_loss=True, bce_target_thresh=threshold, smoothing=smoothing)
     if ok:
         Loss(config, 4)
@@ -116,7 +116,7 @@ def test_a_threshold_is_between_the_targets_of_right_and_wrong_classes(threshold
         Loss(config, 4)
 
 
-def test_a_distilled_run_goes_on_bit_for_bit_and_with_the_same_teacher_alone(image_folder, tmp_path, monkeypatch):
+def test_a_resumed_distilled_run_is_bitwise_identical_and_needs_the_same_teacher(image_folder, tmp_path, monkeypatch):
     options = dict(teacher="test_resnet", teacher_checkpoint=weights_of(tmp_path / "a.pth"), epochs=2)
     trainer(image_folder, tmp_path / "whole", **options).run()
     first = trainer(image_folder, tmp_path, **options)
@@ -137,7 +137,7 @@ def test_a_distilled_run_goes_on_bit_for_bit_and_with_the_same_teacher_alone(ima
         assert all(torch.equal(tensor, ended[part][name]) for name, tensor in whole[part].items())
 
 
-def test_a_checkpoint_alone_has_no_teacher_fetched(image_folder, tmp_path):
+def test_a_checkpoint_cannot_choose_the_teacher_without_the_command_line(image_folder, tmp_path):
     path = weights_of(tmp_path / "a.pth")
     trainer(image_folder, tmp_path, teacher="test_resnet", teacher_checkpoint=path).run()
     last = tmp_path / "run" / "last.pt"
@@ -155,7 +155,7 @@ def test_a_checkpoint_alone_has_no_teacher_fetched(image_folder, tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
 @pytest.mark.parametrize("kind", ["hard", "soft"])
-def test_a_teacher_is_part_of_the_cuda_graph_which_has_eager_modes_losses(image_folder, tmp_path, name, kind):
+def test_a_teacher_in_the_cuda_graph_gives_the_losses_of_eager_mode(image_folder, tmp_path, name, kind):
     options = dict(teacher=name, teacher_checkpoint=weights_of(tmp_path / "a.pth", name), distillation=kind)
     losses, calls = [], []
     for cuda_graphs in (True, False):

@@ -9,7 +9,7 @@ from vil.training.gradients import FlatGradients
 from vil.training.update import ListedEma, Update
 
 
-def test_gradients_add_up_where_parameters_show_them():
+def test_gradients_accumulate_in_the_parameters_grad():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     model[0].bias.requires_grad_(False)
@@ -19,7 +19,8 @@ def test_gradients_add_up_where_parameters_show_them():
     expected = {name: p.grad for name, p in model.named_parameters() if name != "0.bias"}
     gradients = FlatGradients(model.parameters())
     assert gradients.norm() == 0
-    assert not any(p.grad.storage_offset() % 64 for p in gradients.parameters)  # aligned for the widest vector loads
+    # each gradient is aligned to 64 values for vector loads
+    assert not any(p.grad.storage_offset() % 64 for p in gradients.parameters)
     gradients.add(model(x).square().sum())
     gradients.add(model(y).square().sum())
     expected["unused"] = torch.zeros(7)
@@ -30,13 +31,13 @@ def test_gradients_add_up_where_parameters_show_them():
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
-def test_parameters_of_another_dtype_are_refused():
+def test_parameters_must_be_float32():
     with pytest.raises(TypeError, match=r"parameters must be float32, got torch\.float16"):
         FlatGradients(nn.Linear(2, 2).half().parameters())
 
 
-def test_a_fused_step_takes_the_learning_rates_of_the_moment(monkeypatch):
-    """Read the learning rates from the device, while the optimizer keeps Python numbers."""
+def test_a_fused_step_uses_the_current_learning_rates(monkeypatch):
+    """The fused step reads learning rates from the device, while the optimizer's groups keep Python numbers."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     torch.manual_seed(0)
     models = [nn.Linear(3, 2) for _ in range(2)]
@@ -63,8 +64,8 @@ def test_a_fused_step_takes_the_learning_rates_of_the_moment(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, dict(use_warmup=True, update_after_step=1)], ids=str)
-def test_the_listed_average_is_timms_bit_for_bit(options):
-    """Compare batch statistics and their count, too, also after either EMA is restored from a state."""
+def test_the_ema_is_bitwise_identical_to_timms(options):
+    """Compare EMA weights and batch statistics with timm's, also after loading timm's state."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     averages = [kind(model, decay=0.9, **options) for kind in (ListedEma, ModelEmaV3)]

@@ -38,7 +38,7 @@ def command_lines(document):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Folder in which the guide's commands were run, with a smaller, briefly trained model."""
+    """Run the guide's commands with a small, briefly trained model, and return the folder of the results."""
     monkeypatch.chdir(tmp_path)
     for words in command_lines("docs/guide.md"):
         if words[:3] == ["python", "-m", "vil.data.digits"]:
@@ -55,7 +55,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_guides_snippets_run_one_after_the_other(folder, capsys):
+def test_the_guides_snippets_run_in_order(folder, capsys):
     found: dict = {}
     for snippet in snippets("docs/guide.md"):
         exec(compile(snippet, "docs/guide.md", "exec"), found)
@@ -104,7 +104,7 @@ def test_the_notebook_goes_from_drawing_images_to_a_model_for_timm(tmp_path, mon
     assert not any(cell.get("outputs") for cell in cells)
 
 
-def test_a_mixer_of_ones_own_runs_as_it_is_written():
+def test_the_guides_custom_mixer_runs():
     found: dict = {}
     (idea,) = snippets("CONTRIBUTING.md")
     exec(
@@ -123,7 +123,7 @@ def test_a_mixer_of_ones_own_runs_as_it_is_written():
         assert (plain(images) - before).abs().max() > 1e-3
 
 
-def test_the_readmes_lines_run_as_they_stand(monkeypatch):
+def test_the_readmes_lines_run(monkeypatch):
     monkeypatch.chdir(ROOT)
     found: dict = {}
     (lines,) = snippets("README.md")
@@ -142,7 +142,7 @@ def parsed(*_):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_path):
+def test_documented_command_lines_use_existing_options(document, monkeypatch, tmp_path):
     lines = [words for words in command_lines(document) if words[0] in ("python", "torchrun")]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(vil.viz.__main__, "draw", lambda options: None)
@@ -177,7 +177,7 @@ def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_pa
         ("vil.export", [], "--out"),
     ],
 )  # fmt: skip
-def test_missing_arguments_of_a_command_line_are_named(program, words, missing, capsys):
+def test_missing_command_line_arguments_are_named(program, words, missing, capsys):
     with pytest.raises(SystemExit) as stopped:
         call(importlib.import_module(f"{program}.__main__").main, *words)
     assert re.search(f"arguments are required: {missing}$", f"{capsys.readouterr().err}{stopped.value.code}", re.M)

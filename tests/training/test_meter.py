@@ -1,4 +1,4 @@
-"""Tests of a run's measurements: means and times of an epoch, causes of GPU idle time, and memory."""
+"""Tests of a run's measurements: epoch means and times, causes of GPU idle time, and peak memory."""
 
 import math
 import re
@@ -46,7 +46,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_losses_and_norms_are_means_over_the_steps():
+def test_losses_and_norms_are_averaged_over_the_steps():
     meter = EpochMeter()
     note(meter)
     assert (meter.steps, meter.losses) == (3, [])  # `note` must not synchronize with the device
@@ -58,7 +58,7 @@ def test_losses_and_norms_are_means_over_the_steps():
     assert meter.losses == [*LOSSES, 1.5]
     row = meter.summary(global_batch_size=16)
     assert row["train_loss"] == statistics.fmean([*LOSSES, 1.5])
-    assert row["grad_norm"] == 2.5  # steps that the float16 gradient scaler skipped do not count
+    assert row["grad_norm"] == 2.5  # the mean excludes steps that the float16 gradient scaler skipped
     meter = EpochMeter()
     note(meter, [1.0], [math.inf])
     meter.collect()
@@ -71,7 +71,7 @@ def train(meter, clock, steps, wait, work, loss=1.0, norm=1.0):
         note(meter, [loss], [norm])
 
 
-def test_times_are_those_from_the_first_wait_for_a_batch_to_the_last_step(clock):
+def test_an_epochs_time_starts_with_loading_and_ends_with_the_last_step(clock):
     meter = EpochMeter()
     clock.now += 100  # time before the epoch begins
     train(meter, clock, 5, wait=3.0, work=5)
@@ -83,7 +83,7 @@ def test_times_are_those_from_the_first_wait_for_a_batch_to_the_last_step(clock)
     assert row["data_wait_percent"] == pytest.approx(100 * 15 / 42)
 
 
-def test_a_meter_goes_on_where_another_one_stopped(clock):
+def test_a_restored_meter_continues_the_epoch(clock):
     whole, first = EpochMeter(), EpochMeter()
     for meter in (whole, first):
         train(meter, clock, 3, wait=1.0, work=2, loss=0.3, norm=0.9)
@@ -114,18 +114,18 @@ def measure(rank):
     return row
 
 
-def test_means_are_over_all_processes():
+def test_means_are_computed_over_all_ranks():
     rows = [ended.value for ended in in_processes(2, measure)]
     for row in rows:
         assert row["train_loss"] == statistics.fmean(torch.tensor([0.1, 0.2]).tolist())
         assert row["grad_norm"] == 2.5
-        assert row["images_per_second"] == 4.0  # both processes train 16 images
-        assert row["data_wait_percent"] == 50.0  # 4 of 8 seconds
+        assert row["images_per_second"] == 4.0  # images of both ranks
+        assert row["data_wait_percent"] == 50.0  # 4 of 8 seconds are spent waiting for data
         assert row["looked"] == (8.0, 4.0, 0.0, 0.0, 1.0, 0.0)
 
 
 def looked(clock, steps, caplog):
-    """Return the logged messages for epochs of steps with these seconds for data, host and GPU."""
+    """Return the messages logged for epochs whose steps wait the given seconds for data, host and GPU."""
     bottleneck, for_model, for_preparation = Bottleneck(5), 0.0, 0.0
     with caplog.at_level("WARNING"):
         for epoch in steps:
@@ -158,7 +158,7 @@ def looked(clock, steps, caplog):
         ((0, 0, 0, 0.1, 9), None),
     ],
 )
-def test_what_keeps_a_gpu_waiting_is_said_once(clock, caplog, monkeypatch, step, said):
+def test_the_cause_of_gpu_idle_time_is_logged_once(clock, caplog, monkeypatch, step, said):
     start = [(50, 0, 0, 0, 0)] * 5  # first steps of an epoch, while workers start to load
     messages = looked(clock, [start, start + [step] * 10, start + [step] * 10], caplog)
     assert len(messages) == (said is not None)
@@ -169,7 +169,7 @@ def test_what_keeps_a_gpu_waiting_is_said_once(clock, caplog, monkeypatch, step,
     assert not looked(clock, [start, start + [step] * 10], caplog)
 
 
-def test_the_host_is_four_steps_ahead_of_a_gpu_and_notes_how_long_it_waits(clock, monkeypatch):
+def test_the_host_runs_at_most_four_steps_ahead_and_measures_its_waiting_time(clock, monkeypatch):
     waited_for = []
 
     class Event:
@@ -209,6 +209,6 @@ def fill_memory(rank):
     return meter.summary(1)["peak_memory_gib"], int(status["VmHWM"].split()[0]) / 2**20
 
 
-def test_peak_memory_is_what_the_process_has_taken():
+def test_peak_memory_equals_the_operating_systems_value():
     ((taken, truth),) = (ended.value for ended in in_processes(1, fill_memory))
     assert taken == pytest.approx(truth, rel=0.02)

@@ -1,4 +1,4 @@
-"""Tests of runs with several phases: initial state of each phase, interruption, and rejected phases."""
+"""Tests of runs with several phases: start of each phase, interruption, and rejected phases."""
 
 import csv
 import dataclasses
@@ -29,8 +29,7 @@ from vil.training.trainer import Trainer, train
 from vil.training.update import Update
 
 CPU = torch.device("cpu")
-# Phases have eight, four and eight steps an epoch. The model has a position embedding, which changes with the image
-# size.
+# Phases have eight, four and eight steps per epoch. The model's position embedding depends on the image size.
 PHASES = [
     dict(epochs=1, img_size=16, global_batch_size=8, lr=1e-3, mixup=0.8),
     dict(epochs=2, img_size=24, global_batch_size=16, lr=5e-4, mixup=0.0, cutmix=0.0, warmup_epochs=0),
@@ -45,7 +44,7 @@ def options(image_folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, options):
-    """Return an uninterrupted run and its results."""
+    """Train an uninterrupted run, and return the `Run` and its results."""
     run = Run(tmp_path_factory.mktemp("undisturbed"), 1, **options)
     return run, run.finished()
 
@@ -55,17 +54,17 @@ def get(number):
 
 
 def stopped_at(call, number=signal.SIGKILL):
-    """Kill or signal rank 0 before its `call`-th update."""
+    """Return a function that makes rank 0 send itself a signal before its `call`-th update."""
     return functools.partial(before, Update, "__call__", functools.partial(get, number), call)
 
 
 def ended_while_it_begins():
-    """Send a signal between two phases, so that the last checkpoint is the end of a phase."""
+    """Send SIGTERM when the second phase loads its checkpoint, so that the last checkpoint is the end of a phase."""
     before(Checkpointer, "load", functools.partial(get, signal.SIGTERM), call=2)
 
 
 def told_to_stop_while_it_saves(call):
-    """Send a signal while the first phase saves its last checkpoint; the signal is handled only after the phase."""
+    """Return a function that sends SIGTERM at the `call`-th save, the last one of a phase."""
     return functools.partial(before, Checkpointer, "save", functools.partial(get, signal.SIGTERM), call)
 
 
@@ -80,7 +79,7 @@ def told_to_stop_while_it_saves(call):
     ],
     ids=["in and at the end of the first", "between, in the second and the third"],
 )
-def test_a_run_stopped_in_and_between_phases_ends_bit_for_bit_as_an_undisturbed_one(
+def test_a_run_stopped_in_and_between_phases_is_bitwise_identical_to_an_uninterrupted_one(
     tmp_path, options, undisturbed, stops
 ):
     for prepare, status in stops:
@@ -89,14 +88,14 @@ def test_a_run_stopped_in_and_between_phases_ends_bit_for_bit_as_an_undisturbed_
 
 
 def trainers_left(folder):
-    """Return remaining Trainers of runs in a folder.
+    """Return the Trainers in memory whose run folders are inside `folder`.
 
-    Their CUDA graphs and loaders would use memory in the next phase.
+    A remaining Trainer's CUDA graphs and loaders would use memory in the next phase.
     """
     return [thing for thing in gc.get_objects() if type(thing) is Trainer and folder in thing.run_info.folder.parents]
 
 
-def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
+def test_a_run_resumes_at_the_end_of_a_phase_also_in_another_folder(
     tmp_path, options, undisturbed, no_pictures, monkeypatch, caplog
 ):
     class Bar(tqdm):
@@ -131,7 +130,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
     assert len(Trainer(again, CPU, 0, 1, 1).state.history) == 1
 
 
-def test_two_processes_go_through_phases_together(tmp_path, options):
+def test_two_ranks_change_phases_together(tmp_path, options):
     phases = [PHASES[0], PHASES[1] | dict(epochs=1)]
     whole, again, options = tmp_path / "whole", tmp_path / "again", options | dict(phases=phases, model_ema=False)
     for folder in (whole, again):
@@ -141,7 +140,7 @@ def test_two_processes_go_through_phases_together(tmp_path, options):
     assert_same(Run(again, 2, **options).finished(), truth)
 
 
-def test_progress_summary_and_files_show_the_phases(undisturbed):
+def test_progress_summary_and_run_files_show_the_phases(undisturbed):
     run, ended = undisturbed
     assert [row["phase"] for row in ended["history"]] == [1, 2, 2, 3]
     assert [row["lr"] for row in ended["history"]] == [1e-6, 5e-4, pytest.approx(2.55e-4), 1e-6]
@@ -162,7 +161,7 @@ def test_progress_summary_and_files_show_the_phases(undisturbed):
     assert first_phase(written) == 2  # all phases are finished
 
 
-def test_the_curve_marks_where_a_phase_begins(monkeypatch):
+def test_the_plot_marks_the_start_of_each_phase(monkeypatch):
     from matplotlib.axes import Axes
 
     marked, draw = [], Axes.axvline
@@ -172,7 +171,7 @@ def test_the_curve_marks_where_a_phase_begins(monkeypatch):
     assert {x for x, how in marked if "linewidth" in how} == {2.5}
 
 
-def test_an_option_that_one_phase_says_has_in_the_others_the_value_beside_them():
+def test_options_outside_phases_are_the_defaults_of_phases():
     config = Config(phases=[dict(epochs=3), dict(lr=1e-4)], epochs=7, lr=1e-3)
     assert config.phases == [dict(epochs=3, lr=1e-3), dict(epochs=7, lr=1e-4)]
     assert [config.epochs_of_phase(n) for n in range(2)] == [range(3), range(3, 10)]
@@ -199,7 +198,7 @@ def test_an_option_that_one_phase_says_has_in_the_others_the_value_beside_them()
         ("-c FILE --lr 1", "--lr has no effect, because the phases of .*c.yaml set it: set --phases"),
     ],
 )
-def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
+def test_invalid_phases_are_rejected(tmp_path, words, message):
     (tmp_path / "c.yaml").write_text("epochs: 3\nseed: 7\nphases:\n- {img_size: 16}\n- {lr: 1}\n")
     words = [word.replace("FILE", str(tmp_path / "c.yaml")) for word in re.findall(r"{.*?}|\S+", words)]
     with pytest.raises(ConfigError, match=message):
@@ -222,7 +221,7 @@ def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
         (dict(train_interpolation="lanczos"), "phase 2: interpolation must be .*got 'lanczos'"),
     ],
 )
-def test_a_later_phase_that_cannot_be_trained_is_refused_at_the_start(tmp_path, phase, message):
+def test_an_invalid_later_phase_is_rejected_at_the_start(tmp_path, phase, message):
     run = dict(phases=[{}, phase], augment_on_device=True, output=str(tmp_path), experiment="run")
     config = Config(**SMALL, synthetic=64, num_classes=4, **run)
     with pytest.raises(ConfigError, match=message):
@@ -230,7 +229,7 @@ def test_a_later_phase_that_cannot_be_trained_is_refused_at_the_start(tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_that_takes_no_weights_of_another_size_is_refused_at_the_start():
+def test_phases_of_other_image_sizes_need_a_model_that_supports_resampling():
     kwargs = dict(depth=1, embed_dim=48, num_heads=2)
     config = Config(model="cait_xxs24_224", model_kwargs=kwargs, phases=[dict(img_size=32), dict(img_size=64)])
     with pytest.raises(ConfigError, match="phase 2: cait_xxs24_224 cannot change its image size: .*pos_embed"):
@@ -239,7 +238,7 @@ def test_a_model_that_takes_no_weights_of_another_size_is_refused_at_the_start()
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_phases_on_a_gpu_have_the_same_losses_as_cuda_graphs_and_eager_and_leave_nothing_behind(tmp_path, options):
+def test_phases_give_the_same_losses_with_and_without_cuda_graphs_and_free_memory(tmp_path, options):
     histories = []
     for cuda_graphs in (True, False):
         run = dict(cuda_graphs=cuda_graphs, amp=False, output=str(tmp_path / str(cuda_graphs)))

@@ -1,4 +1,4 @@
-"""Tests that all options accepted by training can be read from a checkpoint; others are rejected at the start."""
+"""Tests that a run accepts only options that can be read back from the run's checkpoints."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from vil.security.checkpoint_options import NOT_FROM_CHECKPOINTS
 from vil.training.trainer import Trainer
 
 CPU = torch.device("cpu")
-# no option has its default value; `dataset` is tested separately below
+# Every option has a non-default value. `dataset` is tested separately below.
 OPTIONS = dict(
     train_split="sub/first", val_split="my other", num_classes=5, workers=0, synthetic=64,
     model="vim_tiny", model_kwargs=dict(
@@ -43,13 +43,13 @@ def written(folder, **options):
 
 
 def read_back(path, *words):
-    """Read a checkpoint with --resume, in Python, and in a resumed run; all other readers call the same functions."""
+    """Read a checkpoint's options by --resume, `Checkpoint` and a resumed run."""
     checkpoint.Checkpoint(path).training_state()
     vil.from_checkpoint(path)
     return load_config("", ["--resume", str(path), *words], checkpoint.options_to_resume)
 
 
-def test_every_option_is_read_back(tmp_path):
+def test_every_option_is_restored_from_a_checkpoint(tmp_path):
     torch.save(timm.create_model("test_resnet", num_classes=5).state_dict(), tmp_path / "teacher.pth")
     options = OPTIONS | dict(data_dir=str(tmp_path))
     differ = options.keys() ^ FIELDS.keys() - NOT_FROM_CHECKPOINTS - {"dataset"}
@@ -71,7 +71,7 @@ def test_every_option_is_read_back(tmp_path):
         ("tfds/imagenet_v2/topimages:3.*.*", None, "test[:100]"),
     ],
 )
-def test_datasets_and_splits_in_timms_forms_are_read_back_where_they_are_confirmed(
+def test_datasets_and_splits_are_restored_if_the_command_line_confirms_them(
     tmp_path, monkeypatch, dataset, data_dir, split
 ):
     monkeypatch.setattr("vil.training.data.open_splits", lambda config: (SyntheticImages(64), SyntheticImages(8), 4))
@@ -83,7 +83,7 @@ def test_datasets_and_splits_in_timms_forms_are_read_back_where_they_are_confirm
     assert {name: getattr(found, name) for name in options} == options
 
 
-def test_arguments_of_timms_transformers_are_read_back(tmp_path):
+def test_arguments_of_timms_vision_transformers_are_restored(tmp_path):
     kwargs = dict(embed_dim=24, depth=1, patch_size=8, num_heads=3, mlp_ratio=1.5, qkv_bias=False, global_pool="avg")
     options = dict(model="deit_tiny_patch16_224", model_kwargs=kwargs, img_size=16, global_batch_size=8)
     path = written(tmp_path, synthetic=64, num_classes=4, workers=0, **options)
@@ -102,7 +102,7 @@ def test_arguments_of_timms_transformers_are_read_back(tmp_path):
         (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is not a plain dataset name"),
     ],
 )  # fmt: skip
-def test_a_run_whose_checkpoints_nobody_could_read_does_not_start(tmp_path, options, message):
+def test_a_run_whose_checkpoints_could_not_be_read_does_not_start(tmp_path, options, message):
     with pytest.raises(ConfigError, match=f"^this run's checkpoints could not be read: the checkpoint .*{message}"):
         written(tmp_path, **dict(synthetic=64, img_size=16, num_classes=4, workers=0, global_batch_size=8) | options)
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Tests of checkpoints: when they are written, which one a run resumes from, and which options may change."""
+"""Tests of checkpoints: writing, choice of the checkpoint to resume from, and options that may change."""
 
 import contextlib
 import errno
@@ -36,7 +36,7 @@ def epochs(*paths):
     return [checkpoint.Checkpoint(path).training_state()["epoch"] for path in paths]
 
 
-def test_names_are_in_the_order_of_their_numbers_and_can_be_shown(tmp_path):
+def test_class_names_are_ordered_by_index_and_printable(tmp_path):
     numbers = {"n10": 1, "n9": 0, "a\x1b[31m\nb\u202e": 3, "é, ß": 2, "x" * 2000: 4, "\udcff": 5}
     names = checkpoint.labels_of(numbers)
     assert names == ["n9", "n10", "é, ß", "a?[31m?b?", "x" * 1000, "?"]
@@ -62,8 +62,8 @@ def test_the_last_checkpoint_is_kept_until_the_next_is_complete(tmp_path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "previous.pt"]
 
 
-def test_a_loss_of_power_finds_either_checkpoint_whole(tmp_path, monkeypatch):
-    """Flush a file's bytes to disk before renaming it, and flush the rename before the next training step."""
+def test_a_power_loss_leaves_a_complete_checkpoint(tmp_path, monkeypatch):
+    """A checkpoint is flushed to disk before the rename, and the rename is flushed before the next training step."""
     done, fsync, replace = [], os.fsync, os.replace
 
     def noted_fsync(descriptor):
@@ -91,10 +91,8 @@ RENAMES = [(rename, links) for links in (True, False) for rename in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(("failing", "links"), RENAMES)
-def test_a_rename_that_fails_leaves_a_complete_checkpoint_where_a_run_looks_for_one(
-    failing, links, tmp_path, monkeypatch
-):
-    """Keep a complete checkpoint on file systems without hard links as well, and if all later renames fail."""
+def test_a_failed_rename_leaves_a_complete_checkpoint_that_resuming_finds(failing, links, tmp_path, monkeypatch):
+    """A complete checkpoint remains, even if all later renames fail or the file system has no hard links."""
     last, previous, replace, calls = tmp_path / "last.pt", tmp_path / "previous.pt", os.replace, []
 
     def failing_replace(*names):
@@ -119,7 +117,7 @@ def test_a_rename_that_fails_leaves_a_complete_checkpoint_where_a_run_looks_for_
         assert find_resumed("auto", tmp_path)[1]["epoch"] in (2, 3, 4)
         assert not list(tmp_path.glob(".*"))
     if links:
-        assert len(epochs(last, previous)) == 2  # both are complete
+        assert len(epochs(last, previous)) == 2  # last.pt and previous.pt are complete
 
 
 CAUSES = [
@@ -130,7 +128,7 @@ CAUSES = [
 
 
 @pytest.mark.parametrize(("number", "remedy"), CAUSES, ids=lambda value: str(value))
-def test_a_checkpoint_that_cannot_be_written_has_its_cause_and_remedy(number, remedy, tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_written_is_reported_with_cause_and_remedy(number, remedy, tmp_path, monkeypatch):
     def failing_fsync(_):
         raise OSError(number, os.strerror(number))
 
@@ -141,7 +139,7 @@ def test_a_checkpoint_that_cannot_be_written_has_its_cause_and_remedy(number, re
     assert ("make room" in str(refused.value)) == (remedy == "make room")
 
 
-def test_an_error_of_the_disk_is_named_although_pytorchs_writer_has_one_of_its_own(tmp_path):
+def test_the_io_error_is_reported_instead_of_pytorchs_own_error(tmp_path):
     state = PARTS | {"state_dict": {"a": torch.zeros(10**5)}}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -155,7 +153,7 @@ def test_an_error_of_the_disk_is_named_although_pytorchs_writer_has_one_of_its_o
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_was_moved_during_a_run_is_one_error(tmp_path):
+def test_a_folder_moved_during_a_run_is_reported_in_one_error(tmp_path):
     (folder := tmp_path / "run").mkdir()
     save(folder / "last.pt", 1)
     folder.rename(tmp_path / "moved")
@@ -164,7 +162,7 @@ def test_a_folder_that_was_moved_during_a_run_is_one_error(tmp_path):
 
 
 @pytest.mark.parametrize(("version", "whose"), [(2, "an older"), (99, "a newer")])
-def test_a_checkpoint_of_another_version_is_refused_not_passed_over(version, whose, tmp_path):
+def test_a_checkpoint_of_another_version_is_rejected_and_not_skipped(version, whose, tmp_path):
     save(tmp_path / "previous.pt", 1)
     torch.save({"version": version, "config": {}}, tmp_path / "last.pt")
     message = f"last.pt has version {version}, of {whose} train_imagenet.py, but this one can only resume version 3"
@@ -176,7 +174,7 @@ OF_OTHERS = [dict(model=dict(a=torch.ones(1)), args=Namespace(model="vim")), dic
 
 
 @pytest.mark.parametrize("content", [*OF_OTHERS, dict(version=3)])
-def test_a_file_of_something_else_is_no_run_to_go_on_from(content, tmp_path):
+def test_files_of_other_programs_cannot_be_resumed(content, tmp_path):
     torch.save(content, tmp_path / "other.pt")
     with pytest.raises(CheckpointError, match="other.pt is not a checkpoint of train_imagenet.py"):
         checkpoint.Checkpoint(tmp_path / "other.pt").training_state()
@@ -185,7 +183,7 @@ def test_a_file_of_something_else_is_no_run_to_go_on_from(content, tmp_path):
         assert checkpoint.Checkpoint(tmp_path / name).options == {}
 
 
-def test_weights_are_the_average_where_there_is_one_unless_the_models_are_asked_for(tmp_path):
+def test_ema_weights_are_loaded_if_present_unless_requested_otherwise(tmp_path):
     state = {"config": {}, "state_dict": {"a": torch.zeros(1)}}
     checkpoint.save_checkpoint(state, tmp_path / "one.pt")
     both = state | {"state_dict_ema": {"a": torch.ones(1)}}
@@ -201,7 +199,7 @@ def test_weights_are_the_average_where_there_is_one_unless_the_models_are_asked_
         checkpoint.Checkpoint(tmp_path / "one.pt").weights(True)
 
 
-def test_weights_that_do_not_fit_are_named_and_those_that_cannot_be_read_are_not_said_not_to_fit(tmp_path):
+def test_mismatched_weights_and_unreadable_files_have_different_messages(tmp_path):
     torch.save({"other": torch.ones(2)}, path := tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=r"other.pth does not fit the model: .*Missing key.*weight.*other"):
         state_dicts.load_weights(torch.nn.Linear(2, 2), checkpoint.Checkpoint(path).weights(), path)
@@ -220,11 +218,11 @@ def test_weights_that_do_not_fit_are_named_and_those_that_cannot_be_read_are_not
         ("", None, "0", None), ("", "auto", "0", None), ("", None, "1", None), ("", "other.pt", "1", "other.pt"),
         ("last previous", "auto", "0", "last.pt"), ("previous", "auto", "0", "previous.pt"),
         ("last", "other.pt", "0", "other.pt"),
-        # processes that torchrun restarted
+        # a process that torchrun restarted
         ("last previous", None, "2", "last.pt"), ("last", "other.pt", "1", "last.pt"),
     ],
 )  # fmt: skip
-def test_which_checkpoint_a_run_goes_on_from(present, resume, restarts, found, tmp_path, monkeypatch):
+def test_a_run_resumes_from_the_right_checkpoint(present, resume, restarts, found, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
@@ -246,7 +244,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
         find_resumed("nowhere.pt", tmp_path)
 
 
-def test_a_broken_checkpoint_is_put_aside_for_the_one_before(tmp_path, caplog):
+def test_a_broken_checkpoint_is_renamed_and_the_previous_one_is_used(tmp_path, caplog):
     save(tmp_path / "previous.pt", 4)
     (tmp_path / "last.pt").write_bytes(b"cut off")
     path, saved = find_resumed("auto", tmp_path)
@@ -262,13 +260,13 @@ def test_a_broken_checkpoint_is_put_aside_for_the_one_before(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("option", ["model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema", "teacher"])
-def test_options_that_the_saved_tensors_depend_on_must_be_the_same(option, tmp_path):
+def test_options_that_determine_saved_tensors_must_not_change(option, tmp_path):
     for other, named in (({option: "b"}, "'b'"), ({}, "None")):
         with pytest.raises(CheckpointError, match=f"^{option} must be 'a', as in .*, got {named}: resume"):
             check_same_options({option: "a"}, other, tmp_path)
 
 
-def test_other_changes_are_said_and_harmless_ones_are_not(tmp_path, caplog):
+def test_changes_of_options_are_logged_unless_harmless(tmp_path, caplog):
     harmless = "resume output experiment workers device log_interval batch_size checkpoint_interval log_tensorboard"
     saved = dict.fromkeys(f"{harmless} log_wandb cuda_graphs augment_on_device".split(), 1)
     check_same_options(saved, dict.fromkeys(saved, 2), tmp_path)
@@ -279,7 +277,7 @@ def test_other_changes_are_said_and_harmless_ones_are_not(tmp_path, caplog):
     assert caplog.messages == ["resuming with lr 0.2, was 0.1", "resuming with seed 5, was 4"]
 
 
-def test_the_middle_of_an_epoch_needs_the_same_global_batch(tmp_path):
+def test_resuming_within_an_epoch_needs_the_same_global_batch_size(tmp_path):
     saved = dict(global_batch_size=16, lr=0.1)
     check_same_options(saved, dict(global_batch_size=32, lr=0.1), tmp_path)
     with pytest.raises(CheckpointError, match="global_batch_size must be 16 until .*, got 32: finish"):
@@ -287,7 +285,7 @@ def test_the_middle_of_an_epoch_needs_the_same_global_batch(tmp_path):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["checkpoint", "safetensors"])
-def test_a_model_other_than_its_weights_is_refused_with_the_options_that_they_need(packed, tmp_path):
+def test_a_model_that_does_not_match_the_weights_is_rejected_with_the_right_options(packed, tmp_path):
     path = tmp_path / "best.pt"
     kwargs = dict(embed_dim=32, depth=2, patch_size=[8, 8], drop_path_rate=0.1, drop_rate=0.1)
     source = timm.create_model("vil_tiny", num_classes=4, img_size=16, **kwargs)
@@ -311,7 +309,7 @@ def test_a_model_other_than_its_weights_is_refused_with_the_options_that_they_ne
     assert torch.equal(model.head.weight, source.head.weight)
 
 
-def test_a_checkpoint_that_does_not_say_its_arguments_has_none_to_name(tmp_path):
+def test_a_mismatch_with_a_checkpoint_without_arguments_suggests_no_arguments(tmp_path):
     weights = timm.create_model("vil_tiny", num_classes=4, **TINY).state_dict()
     path, config = tmp_path / "best.pt", dict(model="vil_tiny", model_kwargs=dict(checkpoint_path="x"))
     for content, end in (
@@ -333,6 +331,6 @@ def test_a_checkpoint_that_does_not_say_its_arguments_has_none_to_name(tmp_path)
         ("vil_tiny", {"img_size": 100}, r"img_size \(100, 100\) must be covered .*set img_size=\(96, 96\)"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(name, arguments, message):
+def test_invalid_model_names_and_arguments_are_rejected(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
         create_model(name, **arguments)

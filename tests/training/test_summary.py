@@ -1,4 +1,4 @@
-"""Tests of a run's tables, plots and logs."""
+"""Tests of a run's summary table, plots and logs to TensorBoard and wandb."""
 
 import csv
 import math
@@ -29,7 +29,7 @@ def row(epoch, **values):
 HISTORY = [row(1), row(2), row(3, unreadable_images=2.0)]
 
 
-def test_a_run_says_what_it_was_started_with_each_time(tmp_path, monkeypatch):
+def test_each_start_of_a_run_appends_its_command_and_environment(tmp_path, monkeypatch):
     saved = dict(model="vil_tiny", epochs=3, aa=None, model_kwargs=dict(depth=2))
     for resume in ("", "--resume"):
         monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "--epochs", "3", *resume.split()])
@@ -37,7 +37,7 @@ def test_a_run_says_what_it_was_started_with_each_time(tmp_path, monkeypatch):
     folder = tmp_path / "new" / "run"
     config = (folder / "config.yaml").read_text()
     assert yaml.safe_load(config) == saved
-    assert re.findall(r"^\w+", config, re.M) == list(saved)  # in the order of the config's fields
+    assert re.findall(r"^\w+", config, re.M) == list(saved)  # options keep the order of the config's fields
     first, second = (folder / "info.txt").read_text().strip().split("\n\n")
     assert first.splitlines()[0].endswith("  train_imagenet.py --epochs 3")
     assert second.splitlines()[0].endswith("  train_imagenet.py --epochs 3 --resume")
@@ -47,9 +47,9 @@ def test_a_run_says_what_it_was_started_with_each_time(tmp_path, monkeypatch):
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "info.txt"]
 
 
-def test_the_table_has_a_row_for_each_epoch(tmp_path, no_pictures):
+def test_the_summary_has_one_row_per_epoch(tmp_path, no_pictures):
     report = Reporter(tmp_path, Config(), {}, "1 x cpu")
-    history = [HISTORY[0] | dict(phase=1.0), *HISTORY[1:]]  # first epoch resumed from a run without phases
+    history = [HISTORY[0] | dict(phase=1.0), *HISTORY[1:]]  # only the first row has a phase
     for epoch in (1, 2, 3):
         report(history[:epoch])
     with open(tmp_path / "summary.csv") as file:
@@ -63,7 +63,7 @@ def lines(axis):
     return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axis.get_lines()}
 
 
-def test_the_picture_shows_what_changes_by_epoch_and_marks_the_best(tmp_path, monkeypatch):
+def test_the_plot_shows_all_varying_columns_and_marks_the_best_epoch(tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
     history = [row(1, eval_top1=90.0), row(2, eval_top1=95.0), row(3, unreadable_images=2.0)]
     for line in history:  # constant columns are not plotted
@@ -95,12 +95,12 @@ def test_the_picture_shows_what_changes_by_epoch_and_marks_the_best(tmp_path, mo
     assert struct.unpack(">II", png[16:24]) == (1200, 950)
 
 
-def test_the_picture_takes_a_hundredth_of_a_run_at_most_and_is_of_all_its_epochs(tmp_path, monkeypatch):
+def test_plotting_takes_at_most_a_hundredth_of_a_run(tmp_path, monkeypatch):
     now, drawn = [0.0], []
 
     def plot(history):
         drawn.append(len(history))
-        now[0] += 3  # seconds
+        now[0] += 3  # seconds that plotting takes
         return b""
 
     monkeypatch.setattr("vil.training.summary.plot_history", plot)
@@ -113,7 +113,7 @@ def test_the_picture_takes_a_hundredth_of_a_run_at_most_and_is_of_all_its_epochs
     assert drawn == [1, 61, 121, 150]
 
 
-def test_an_epoch_and_the_end_of_a_run_are_a_line_each(tmp_path):
+def test_each_epoch_and_the_end_of_a_run_print_one_line(tmp_path):
     first, best, same, last = row(1), row(2, eval_top1=90.0), row(3, eval_top1_ema=90.0), row(4, eval_top1=50.0)
     assert epoch_line([first, best, same, last], 9) == (
         "epoch 4/9: loss 0.5000, in validation 10.5000, top-1 50.00% (EMA 40.50%), best top-1 90.00% in epoch 3, 90 "
@@ -127,7 +127,7 @@ def test_an_epoch_and_the_end_of_a_run_are_a_line_each(tmp_path):
     assert closing == f"best: top-1 90.00% in epoch 2: {tmp_path}/best.pt, its curve {tmp_path}/curve.png"
 
 
-def test_the_picture_has_no_lines_of_an_average_that_is_not_made_or_was_not_yet_nor_of_zeros(tmp_path, monkeypatch):
+def test_the_plot_omits_missing_ema_values_and_zeros(tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
     on_cpu = dict(gpu_wait_percent=0.0)
     without = {name: value for name, value in row(1, **on_cpu).items() if not name.endswith("_ema")}
@@ -157,7 +157,7 @@ def test_files_that_cannot_be_written_do_not_stop_a_run(tmp_path, caplog):
     assert (tmp_path / "run" / "summary.csv").exists()  # the table is written even if the plot fails
 
 
-def test_what_stands_where_a_run_writes_neither_holds_it_up_nor_ends_it(tmp_path, monkeypatch, no_pictures):
+def test_unwritable_paths_in_the_run_folder_do_not_stop_a_run(tmp_path, monkeypatch, no_pictures):
     for name in ("info.txt", "summary.csv"):
         os.mkfifo(tmp_path / name)
     # file name that is not valid UTF-8
@@ -169,7 +169,7 @@ def test_what_stands_where_a_run_writes_neither_holds_it_up_nor_ends_it(tmp_path
     assert len((tmp_path / "summary.csv").read_text().splitlines()) == 4
 
 
-def test_without_matplotlib_a_run_says_at_its_start_that_there_will_be_no_picture(tmp_path, monkeypatch, caplog):
+def test_without_matplotlib_a_run_logs_at_the_start_that_it_will_not_plot(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     report = Reporter(tmp_path, Config(), {}, "1 x cpu")
     assert re.fullmatch(rf"no {tmp_path}/curve.png: .*matplotlib.*\. pip install matplotlib", caplog.messages[0])
@@ -184,13 +184,13 @@ def test_without_matplotlib_a_run_says_at_its_start_that_there_will_be_no_pictur
     ("option", "package", "module"),
     [("log_tensorboard", "tensorboard", "torch.utils.tensorboard"), ("log_wandb", "wandb", "wandb")],
 )
-def test_a_log_without_its_package_is_refused(option, package, module, tmp_path, monkeypatch):
+def test_logging_without_the_package_is_rejected(option, package, module, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"{option} needs a package: pip install {package}"):
         Reporter(tmp_path, Config(**{option: True}), {}, "1 x cpu")
 
 
-def test_tensorboard_gets_every_column_of_every_epoch(tmp_path, no_pictures, monkeypatch):
+def test_tensorboard_receives_every_column_of_every_epoch(tmp_path, no_pictures, monkeypatch):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -237,10 +237,10 @@ def reporter(folder):
     return Reporter(folder, Config(log_wandb=True, experiment="mine"), dict(epochs=3), "1 x cpu")
 
 
-def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, wandb, caplog):
+def test_a_resumed_run_continues_its_wandb_run(tmp_path, wandb, caplog):
     for epochs in ((1, 2), (3,)):
         report = reporter(tmp_path / "run")
-        report.catch_up(HISTORY[: epochs[0] - 1])  # no epoch is missing from the log yet
+        report.catch_up(HISTORY[: epochs[0] - 1])  # the log already contains these epochs
         for epoch in epochs:
             report(HISTORY[:epoch])
     reporter(tmp_path / "other")
@@ -253,7 +253,7 @@ def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, wandb, caplog):
     assert caplog.messages == []
 
 
-def test_the_epoch_that_a_killed_run_did_not_report_is_logged_when_it_goes_on(tmp_path, wandb):
+def test_an_epoch_that_a_killed_run_did_not_log_is_logged_after_resuming(tmp_path, wandb):
     reporter(tmp_path)(HISTORY[:1])
     # values of a restored checkpoint are floats
     restored = [{name: float(value) for name, value in line.items()} for line in HISTORY]
@@ -263,8 +263,8 @@ def test_the_epoch_that_a_killed_run_did_not_report_is_logged_when_it_goes_on(tm
     assert len((tmp_path / "summary.csv").read_text().splitlines()) == 3
 
 
-def test_a_log_that_fails_does_not_stop_a_run(tmp_path, wandb, caplog):
-    """Continue without the log if it fails at the start, where logging is retried once, or later."""
+def test_a_failing_log_does_not_stop_a_run(tmp_path, wandb, caplog):
+    """Training continues if logging fails at the start, where it is retried once, or later."""
     wandb.failures = [ConnectionError("no network"), None, None]
     report = reporter(tmp_path / "run")
     assert "Weights & Biases: no network; the next epoch tries again" in caplog.text

@@ -1,4 +1,4 @@
-"""Tests of training in one process: files written, start, resumption, end, and rejected options."""
+"""Tests of training in one process: output files, start, resumption, exit status and rejected options."""
 
 import contextlib
 import csv
@@ -47,7 +47,7 @@ def small_config(image_folder, **options) -> Config:
 
 
 def trained(image_folder, output, **options):
-    """Return the history rows without measured values, and the checkpoint of a run."""
+    """Train a run, and return the history rows without measured values, and the last checkpoint."""
     Trainer(small_config(image_folder, output=str(output), **options), CPU, 0, 1).run()
     saved = checkpoint.Checkpoint(output / "run" / "last.pt").training_state()
     return [without_measured(row) for row in saved["history"]], saved
@@ -55,12 +55,12 @@ def trained(image_folder, output, **options):
 
 @pytest.fixture(scope="module")
 def whole(image_folder, tmp_path_factory):
-    """Return an uninterrupted run of two epochs."""
+    """Return the history rows and the checkpoint of an uninterrupted run of two epochs."""
     return trained(image_folder, tmp_path_factory.mktemp("whole"))
 
 
 def main(capsys, *words):
-    """Return the exit status of a command line, as a shell would see it, and stderr."""
+    """Run training with a command line, and return the exit status and stderr."""
     with pytest.raises(SystemExit) as stopped:
         call(program.main, "--device", "cpu", *words)
     code = stopped.value.code
@@ -84,7 +84,7 @@ def test_a_run_learns_and_writes_its_files(uninterrupted):
     assert not list(folder.glob(".*.tmp"))
 
 
-def test_another_optimizer_and_another_schedule_are_timms(image_folder, tmp_path, no_pictures):
+def test_optimizers_and_schedules_equal_timms(image_folder, tmp_path, no_pictures):
     options = dict(opt="sgd", lr=0.5, sched="step", warmup_epochs=0, weight_decay=0.0)
     trainer = Trainer(small_config(image_folder, output=str(tmp_path), **options), CPU, 0, 1)
     assert type(trainer.state.optimizer) is torch.optim.SGD
@@ -93,7 +93,7 @@ def test_another_optimizer_and_another_schedule_are_timms(image_folder, tmp_path
     trainer.forward_backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
     gradient = weight.grad.clone()
     trainer.update()
-    # Compute the first step of Nesterov's momentum with timm's default of 0.9.
+    # The expected value is the first step of Nesterov momentum with timm's default of 0.9.
     torch.testing.assert_close(weight, before - 0.5 * (1 + 0.9) * gradient)
     trainer.run()
     assert [row["lr"] for row in trainer.state.history] == [0.5, 0.5]
@@ -105,7 +105,7 @@ def test_another_optimizer_and_another_schedule_are_timms(image_folder, tmp_path
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_blocks_run_in_the_precision_chosen_and_once_more_for_gradients_with_checkpointing(image_folder, checkpointing):
+def test_blocks_run_under_autocast_and_are_recomputed_with_activation_checkpointing(image_folder, checkpointing):
     trainer = Trainer(small_config(image_folder, grad_checkpointing=checkpointing), CPU, 0, 1)
     # a CPU does not use autocast by default
     trainer.forward_backward.precision = trainer.evaluator.precision = torch.autocast("cpu", torch.bfloat16)
@@ -119,11 +119,12 @@ def test_blocks_run_in_the_precision_chosen_and_once_more_for_gradients_with_che
     assert trainer.evaluate()["eval_images_per_second"] == 0  # evaluation stops early after a signal
 
 
-def test_evaluation_prepares_images_as_the_options_say(image_folder):
+def test_evaluation_uses_the_preprocessing_options(image_folder):
     options = dict(crop_pct=0.6, interpolation="bilinear", batch_size=4)
     trainer = Trainer(small_config(image_folder, **options), CPU, 0, 1)
     images, _ = next(iter(trainer.data.val_loader))
-    assert len(images) == 2 * 4  # validation batches are larger, because no gradients are stored
+    # validation batches are twice as large, because validation stores no activations for backward
+    assert len(images) == 2 * 4
     mean_and_std = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     transform = create_transform(16, crop_pct=0.6, interpolation="bilinear", use_prefetcher=True, **mean_and_std)
     paths = [image_folder / "val" / CLASSES[0] / f"{i}.png" for i in range(7)]
@@ -131,7 +132,7 @@ def test_evaluation_prepares_images_as_the_options_say(image_folder):
     mean, std = (torch.tensor(mean_and_std[name]).view(3, 1, 1) for name in ("mean", "std"))
     torch.testing.assert_close(images[:7], (pixels / 255 - mean) / std)
     on_device = Trainer(small_config(image_folder, augment_on_device=True), CPU, 0, 1)
-    assert on_device.data.val_loader.images.cache.reserve(1)  # the next epoch uses the kept images
+    assert on_device.data.val_loader.images.cache.reserve(1)  # validation images stay in the cache for the next epoch
     # test_vit's weights specify a mean and std of 0.5, so a white pixel is 1
     other = dict(model="test_vit", model_kwargs={}, img_size=160, mixup=0.0, cutmix=0.0, reprob=0.0)
     trainer, white = Trainer(small_config(image_folder, **other), CPU, 0, 1), torch.full((2, 3, 160, 160), 255)
@@ -145,7 +146,7 @@ def test_unreadable_images_of_both_splits_are_counted(image_folder, tmp_path, no
     shutil.copytree(image_folder, root)
     for path in (root / "train" / "bee" / "3.png", root / "val" / "cat" / "2.png", root / "val" / "dog" / "2.png"):
         path.write_bytes(path.read_bytes()[:100])
-    # use every training image once
+    # one batch that contains every training image once
     options = dict(global_batch_size=len(CLASSES) * TRAIN_IMAGES, aug_repeats=0, mixup_prob=0.0, epochs=1)
     rows, _ = trained(root, tmp_path, **options)
     assert rows[0]["unreadable_images"] == 3
@@ -156,7 +157,7 @@ def assert_close(found, expected, rtol=1e-4):
         torch.testing.assert_close(found["state_dict"][name], truth, rtol=rtol, atol=rtol / 10)
 
 
-def test_workers_do_not_change_training(whole, image_folder, tmp_path, no_pictures, monkeypatch):
+def test_training_does_not_depend_on_the_number_of_workers(whole, image_folder, tmp_path, no_pictures, monkeypatch):
     left_to: list = []
     monkeypatch.setattr(training_loop, "share_cores", lambda *whom: left_to.append(whom))
     rows, saved = trained(image_folder, tmp_path, workers=3)
@@ -165,7 +166,7 @@ def test_workers_do_not_change_training(whole, image_folder, tmp_path, no_pictur
     assert left_to == [(CPU, 3)]
 
 
-def test_a_run_trains_the_same_compiled_and_without_an_average(image_folder, tmp_path, no_pictures, monkeypatch):
+def test_a_compiled_run_equals_an_eager_run_without_ema(image_folder, tmp_path, no_pictures, monkeypatch):
     compiled, compile_model = [], torch.compile
     monkeypatch.setattr(torch, "compile", lambda m: compiled.append(m) or compile_model(m, backend="eager"))
     options = dict(batch_size=8, model_kwargs=SMALL["model_kwargs"] | dict(depth=1), model_ema=False, epochs=1)
@@ -185,7 +186,7 @@ def assert_same_end(folder, whole):
         assert all(torch.equal(saved[part][name], truth) for name, truth in whole[1][part].items())
 
 
-def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_resumes_and_says_so(
+def test_a_run_killed_after_the_last_step_of_an_epoch_resumes_with_a_log_message(
     whole, image_folder, tmp_path, no_pictures, caplog
 ):
     trained(image_folder, tmp_path, checkpoint_interval="1")
@@ -212,7 +213,7 @@ def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_resumes_and_
 @pytest.mark.parametrize(
     ("warmup_epochs", "warmup_lr", "said"), [(5, 1e-6, True), (4, 1e-6, True), (3, 1e-6, False), (5, 1e-3, False)]
 )
-def test_a_run_that_ends_in_its_warm_up_is_told(image_folder, caplog, warmup_epochs, warmup_lr, said):
+def test_a_run_that_ends_during_warmup_logs_a_warning(image_folder, caplog, warmup_epochs, warmup_lr, said):
     options = dict(epochs=4, warmup_epochs=warmup_epochs, warmup_lr=warmup_lr)
     trainer = Trainer(small_config(image_folder, **options), CPU, 0, 1)
     expected = f"with {warmup_epochs} of 4 epochs the learning rate never reaches lr"
@@ -224,7 +225,7 @@ def test_a_run_that_ends_in_its_warm_up_is_told(image_folder, caplog, warmup_epo
     assert (rates == sorted(rates) and rates[-1] < trainer.config.lr) is said
 
 
-def test_a_run_killed_between_its_last_checkpoint_and_its_summary_is_reported(image_folder, tmp_path, no_pictures):
+def test_a_run_killed_before_writing_its_summary_writes_it_after_resuming(image_folder, tmp_path, no_pictures):
     trained(image_folder, tmp_path, epochs=2)
     summary = tmp_path / "run" / "summary.csv"
     head, *rows = csv.reader(summary.read_text().splitlines())
@@ -234,7 +235,7 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_summary_is_reported(im
     assert (again, reported) == (head, rows)  # integer columns stay integers after resumption
 
 
-def test_a_checkpoint_of_another_folder_goes_on_in_this_one(whole, image_folder, tmp_path, no_pictures):
+def test_a_checkpoint_of_another_folder_is_resumed_in_the_new_folder(whole, image_folder, tmp_path, no_pictures):
     (tmp_path / "first").mkdir()
     rows, _ = trained(image_folder, tmp_path / "first", epochs=1)
     path = tmp_path / "first" / "run" / "last.pt"
@@ -251,13 +252,15 @@ def test_a_checkpoint_of_another_folder_goes_on_in_this_one(whole, image_folder,
     assert path.read_bytes() == before
 
 
-def test_a_run_takes_its_own_config_file(uninterrupted):
+def test_a_run_can_be_started_from_its_written_config(uninterrupted):
     given, written = (load_config("", ["-c", str(uninterrupted / path)]) for path in ("small.yaml", "run/config.yaml"))
     assert vars(written) == vars(given) | dict(num_classes=4)
 
 
-def test_a_checkpoint_alone_says_how_its_run_goes_on(whole, image_folder, tmp_path, no_pictures, monkeypatch, capsys):
-    """Resume a run from a checkpoint file, with the options and folder that it stores, from any working directory."""
+def test_a_run_resumes_with_the_options_of_its_checkpoint_file(
+    whole, image_folder, tmp_path, no_pictures, monkeypatch, capsys
+):
+    """`--resume FILE` restores the options and the folder of the run, also in another working directory."""
     monkeypatch.chdir(image_folder.parent)
     trained(Path(image_folder.name), tmp_path, checkpoint_interval="3")
     (tmp_path / "run" / "previous.pt").rename(tmp_path / "run" / "last.pt")
@@ -267,7 +270,7 @@ def test_a_checkpoint_alone_says_how_its_run_goes_on(whole, image_folder, tmp_pa
     assert_same_end(tmp_path / "run", whole)
 
 
-def test_what_a_model_starts_from_is_said(tmp_path, caplog):
+def test_the_tensors_loaded_from_pretrained_weights_are_logged(tmp_path, caplog):
     def started(source, name="vil_tiny", **arguments):
         torch.save(source, tmp_path / "weights.pth")
         caplog.clear()
@@ -309,7 +312,7 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
         ),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line_with_status_1(uninterrupted, image_folder, tmp_path, capsys, words, message):
+def test_errors_are_printed_in_one_line_with_status_1(uninterrupted, image_folder, tmp_path, capsys, words, message):
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
     (tmp_path / "small file").touch()
     for name in (".lock", ".holder", "last.pt", "previous.pt", "best.pt"):  # file names of a run
@@ -333,7 +336,7 @@ def test_what_is_wrong_is_said_in_a_line_with_status_1(uninterrupted, image_fold
         ("progress", "seconds", "long"),
     ],
 )  # fmt: skip
-def test_a_state_that_no_run_leaves_is_not_gone_on_with(uninterrupted, tmp_path, capsys, part, place, value):
+def test_a_training_state_that_no_run_writes_is_rejected(uninterrupted, tmp_path, capsys, part, place, value):
     saved = checkpoint.Checkpoint(uninterrupted / "run" / "last.pt").training_state()
     {**saved, "optimizer": saved["optimizer"]["state"][0], "history": saved["history"][0]}[part][place] = value
     checkpoint.save_checkpoint(saved, tmp_path / "odd.pt")
@@ -344,7 +347,7 @@ def test_a_state_that_no_run_leaves_is_not_gone_on_with(uninterrupted, tmp_path,
     assert "\n" not in error
 
 
-def test_what_an_earlier_run_left_is_destroyed_before_a_graph_is_captured_and_not_within():
+def test_garbage_is_collected_before_a_graph_capture_and_not_during_it():
     earlier = torch.nn.Identity()
     earlier.itself, left = [earlier], weakref.ref(earlier)  # a reference cycle, like a run with its CUDA graph
     del earlier
@@ -358,12 +361,12 @@ def test_what_an_earlier_run_left_is_destroyed_before_a_graph_is_captured_and_no
     assert not gc.isenabled()  # garbage collection stays disabled if it was disabled
     gc.enable()
     with contextlib.suppress(MemoryError), nothing_collected():
-        raise MemoryError  # as if the GPU had too little memory for a graph
+        raise MemoryError  # simulates too little GPU memory for a graph
     assert gc.isenabled()
 
 
-def test_images_that_are_not_square_are_trained_on_resumed_judged_exported_and_predicted(image_folder, tmp_path):
-    """Compare with timm's transform of 16 x 24 pixels, image by image."""
+def test_non_square_images_work_in_training_validation_export_and_prediction(image_folder, tmp_path):
+    """Compare metrics and predictions for 16 x 24 pixels with timm's transform of each image."""
     run(train_command(tmp_path, image_folder, img_size=[16, 24], epochs=1))
     run([*train_command(tmp_path, image_folder, epochs=2), "--img-size", "16", "24", "--resume", "auto"])
     best = tmp_path / "run" / "best.pt"
@@ -386,7 +389,7 @@ def test_images_that_are_not_square_are_trained_on_resumed_judged_exported_and_p
 
 
 @pytest.mark.parametrize("error", [AssertionError, AttributeError])
-def test_a_model_that_cannot_compute_blocks_again_is_refused(monkeypatch, error):
+def test_a_model_without_activation_checkpointing_support_is_rejected(monkeypatch, error):
     if error is AttributeError:  # models without support for the option
         monkeypatch.delattr(timm.models.dla.DLA, "set_grad_checkpointing")
     with pytest.raises(ConfigError, match="dla46_c does not support activation checkpointing") as refused:
@@ -394,7 +397,7 @@ def test_a_model_that_cannot_compute_blocks_again_is_refused(monkeypatch, error)
     assert type(refused.value.__cause__) is error
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capsys):
+def test_unexpected_exceptions_keep_their_traceback(monkeypatch, capsys):
     def mistaken(*_):
         raise KeyError("a mistake")
 
@@ -407,7 +410,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capsys):
     ("error", "said"),
     [(Rank0Error("no room"), "error: no room\n"), (KeyError("a mistake"), "Traceback (most recent call last)")],
 )
-def test_one_of_several_processes_ends_at_once_with_all_said(monkeypatch, tmp_path, capsys, error, said):
+def test_a_failing_rank_prints_its_error_and_exits_at_once(monkeypatch, tmp_path, capsys, error, said):
     def train(*_):
         print("epoch 1")
         raise error
@@ -423,7 +426,7 @@ def test_one_of_several_processes_ends_at_once_with_all_said(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", True), ("1", False)])
-def test_a_preempted_run_ends_with_status_75_and_says_so_once(monkeypatch, capsys, rank, said):
+def test_a_preempted_run_exits_with_status_75_and_rank_0_prints_the_message(monkeypatch, capsys, rank, said):
     class Preempted:
         def __init__(self, *_):
             pass
@@ -439,7 +442,7 @@ def test_a_preempted_run_ends_with_status_75_and_says_so_once(monkeypatch, capsy
     assert ("stopped by a signal: here and there" in error) is said
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_by_name(image_folder, tmp_path, no_pictures):
+def test_a_non_finite_loss_stops_the_run(image_folder, tmp_path, no_pictures):
     trained(image_folder, tmp_path)
     last = tmp_path / "run" / "last.pt"
     before = last.read_bytes()

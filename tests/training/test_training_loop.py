@@ -1,4 +1,4 @@
-"""Tests of the training loop against `naive_training`: all numbers that a run writes, with non-default options."""
+"""Compare all numbers that a run writes with the plain implementation `naive_training`, for non-default options."""
 
 import io
 import re
@@ -49,7 +49,7 @@ EVERYTHING = dict(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder {train,val}/{0..6}/*.png of 16 x 16 images: noise, with the class's grey level in one corner."""
+    """Return a folder {train,val}/{0..6}/*.png of 16 x 16 noise images with the class's grey level in one corner."""
     root, rng = tmp_path_factory.mktemp("squares"), np.random.default_rng(0)
     for split, count in (("train", 8), ("val", 6)):
         for target in range(CLASSES):
@@ -67,7 +67,7 @@ def trainer(folder, output, **options):
 
 
 def assert_same_run(output, truth, rtol=1e-4):
-    """Assert that the files of a run contain the results of `train`."""
+    """Assert that the files of a run contain the results of `naive_training.train`."""
     last, best = (torch.load(output / "run" / name, weights_only=True) for name in ("last.pt", "best.pt"))
     assert len(last["history"]) == len(truth.rows)
     for row, expected in zip(last["history"], truth.rows):
@@ -92,11 +92,11 @@ def assert_same_run(output, truth, rtol=1e-4):
     ],
     ids=["plain", "everything", "accumulated", "checkpointed"],
 )
-def test_a_run_is_what_the_formulas_make_of_it(folder, tmp_path, options, micro_batch):
+def test_a_run_equals_the_naive_implementation(folder, tmp_path, options, micro_batch):
     truth = train(folder, OPTIONS | options, micro_batch)
     trainer(folder, tmp_path, **options).run()
     assert_same_run(tmp_path, truth)
-    # Equal results of different settings would make the comparison weak.
+    # If all results were equal, the comparison would be weak.
     assert len({row["eval_top1"] for row in truth.rows} | {row["eval_top1_ema"] for row in truth.rows}) > 2
     assert any(row["eval_top1"] < row["eval_top5"] < 100 for row in truth.rows)
     assert max(truth.norms) > options.get("clip_grad", 0)
@@ -113,7 +113,7 @@ BINARY = dict(bce_loss=True, clip_grad=None)
     ],
     ids=["threshold", "mixed", "threshold of mixed, sums"],
 )  # fmt: skip
-def test_binary_cross_entropy_is_what_the_formulas_make_of_it(folder, tmp_path, options):
+def test_binary_cross_entropy_equals_the_naive_implementation(folder, tmp_path, options):
     trainer(folder, tmp_path, epochs=1, **options).run()
     assert_same_run(tmp_path, train(folder, OPTIONS | dict(epochs=1) | options))
 
@@ -128,7 +128,7 @@ def test_binary_cross_entropy_is_what_the_formulas_make_of_it(folder, tmp_path, 
     ],
     ids=["hard", "soft", "beside bce, accumulated"],
 )
-def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, options):
+def test_a_distilled_run_equals_the_naive_implementation(folder, tmp_path, options):
     torch.manual_seed(5)
     teacher = timm.create_model(options["teacher"], num_classes=CLASSES).eval()
     for parameter in teacher.parameters():
@@ -153,10 +153,8 @@ def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, optio
     )
 
 
-def test_phases_are_what_the_formulas_make_of_them(folder, tmp_path):
-    """Train phases with two image sizes, an optimizer and a schedule for each, EMA weights, and a teacher of another
-    image size.
-    """
+def test_phases_equal_the_naive_implementation(folder, tmp_path):
+    """Each phase has its own image size, optimizer and schedule. The teacher has another image size."""
     phases = [
         dict(epochs=2, img_size=8, lr=2e-2),
         dict(epochs=3, global_batch_size=8, lr=1e-2, smoothing=0.1, mixup=0.8),
@@ -172,7 +170,7 @@ def test_phases_are_what_the_formulas_make_of_them(folder, tmp_path):
     assert_same_run(tmp_path, train(folder, OPTIONS | dict(model_kwargs=kwargs), phases=phases, teacher=teacher))
 
 
-def test_two_processes_that_accumulate_and_distil_are_what_the_formulas_make_of_them(folder, tmp_path):
+def test_two_ranks_with_accumulation_and_distillation_equal_the_naive_implementation(folder, tmp_path):
     teacher = timm.create_model("test_resnet", num_classes=CLASSES).eval()
     torch.save(teacher.state_dict(), tmp_path / "teacher.pth")
     options = OPTIONS | EVERYTHING | dict(batch_size=4)
@@ -197,7 +195,7 @@ def test_two_processes_that_accumulate_and_distil_are_what_the_formulas_make_of_
 
 
 def _awkward(folder, tmp_path):
-    """Return the Trainer of a run that logs many messages at its start."""
+    """Return options of a run that logs many messages at its start."""
     root, last = tmp_path / "awkward", tmp_path / "run" / "last.pt"
     shutil.copytree(folder, root)
     shutil.rmtree(root / "val" / "6")
@@ -207,7 +205,7 @@ def _awkward(folder, tmp_path):
 
 
 class Shown:
-    """Progress that records the losses shown, and how many losses have been read from the device after each step."""
+    """Progress stub that records the displayed losses, and the number of losses read back after each step."""
 
     def __init__(self, run):
         self.run, self.losses, self.read = run, [], []
@@ -227,7 +225,7 @@ def test_losses_are_read_at_each_logging_interval_and_at_an_epochs_end(folder, t
     assert shown.read == [0, 0, 0, 4, 4, 4, 4]
     assert len(losses) == 7
     assert shown.losses == [(losses[3], 4e-3)]
-    assert run.bottleneck.interval == 2  # steps
+    assert run.bottleneck.interval == 2  # logging interval in steps
     assert trainer(folder, tmp_path / "short", global_batch_size=56).bottleneck.interval == 1
 
 
@@ -266,7 +264,9 @@ def means_after(rank, folder, output, method):
 
 
 @pytest.mark.parametrize(("method", "unreadable"), [("evaluate", 2), ("checkpoint_if_due", None)])
-def test_batch_norms_are_judged_and_saved_with_the_mean_of_all_processes(folder, tmp_path, method, unreadable):
+def test_batch_norm_statistics_are_averaged_over_ranks_for_evaluation_and_checkpoints(
+    folder, tmp_path, method, unreadable
+):
     for ended in in_processes(2, means_after, folder, tmp_path, method):
         assert ended.value == ({0.5}, unreadable), ended.errors
 
@@ -276,8 +276,8 @@ def _plain(options):
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
-def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_path, monkeypatch, caplog):
-    """Change options in the middle of an epoch, while the optimizer keeps its state."""
+def test_a_run_resumed_with_other_options_uses_them_from_the_next_step(folder, tmp_path, monkeypatch, caplog):
+    """Options change in the middle of an epoch, and the optimizer's state is kept."""
     changes = dict(lr=1e-2, min_lr=1e-3, weight_decay=0.9, opt_betas=(0.5, 0.8), opt_eps=1e-3, clip_grad=0.2)
     changes |= dict(smoothing=0.05, model_ema_decay=0.5)
     first = trainer(folder, tmp_path)
@@ -324,7 +324,7 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
         ([4, 9, 2, 3, 8], None, 2, "state_dict"),
     ],
 )
-def test_best_is_the_best_of_models_and_averages_and_says_which(
+def test_the_best_checkpoint_is_the_best_of_model_and_ema_weights(
     folder, tmp_path, monkeypatch, model, average, epoch, best
 ):
     def evaluate(_):
@@ -339,20 +339,20 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
     monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *c, **how: written.append(c[1].name) or save(*c, **how))
     monkeypatch.setattr(Reporter, "__call__", lambda _, history: written.append(f"{len(history)} rows"))
     run.run()
-    # The order of writing ensures that a run killed in between loses no result.
+    # best.pt is written in an order that loses no result if the run is killed between two writes.
     assert f"last.pt best.pt last.pt {epoch} rows last.pt" in " ".join([*written, "last.pt"])
     assert {row["eval_images_per_second"] for row in run.state.history} == {7.0}
     path = tmp_path / "run" / "best.pt"
     saved = torch.load(path, weights_only=True)
     assert (saved["epoch"], len(saved["history"]), saved["best"]) == (epoch, epoch, best)
-    assert saved["progress"]["losses"] == []  # best.pt describes the end of an epoch, even if steps were saved later
+    assert saved["progress"]["losses"] == []  # best.pt stores the end of an epoch, and no steps of the next epoch
     weights = checkpoint.Checkpoint(path).weights()  # the weights that fine-tuning loads
     assert all(torch.equal(tensor, saved[best][name]) for name, tensor in weights.items())
     assert "best" not in checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()
 
 
 @pytest.mark.parametrize(("decay", "warned"), [(1.0, True), (0.99996, True), (0.992, True), (0.99, False), (0, False)])
-def test_an_average_that_hardly_leaves_its_start_is_warned_of(folder, tmp_path, caplog, decay, warned):
+def test_an_ema_that_hardly_changes_logs_a_warning(folder, tmp_path, caplog, decay, warned):
     options = dict(model_ema_decay=decay or 0.992, model_ema=decay > 0)  # a decay of 0 means no EMA
     trainer(folder, tmp_path, global_batch_size=2, **options)
     averaged = 1 / (1 - decay) if decay < 1 else float("inf")
@@ -362,7 +362,7 @@ def test_an_average_that_hardly_leaves_its_start_is_warned_of(folder, tmp_path, 
 
 
 @pytest.mark.parametrize("clip_grad", [None, 0.05])
-def test_a_loss_scaler_changes_no_step_but_leaves_out_those_that_overflow(folder, tmp_path, clip_grad):
+def test_a_loss_scaler_changes_no_step_except_skipped_overflows(folder, tmp_path, clip_grad):
     options = dict(epochs=2, clip_grad=clip_grad)
     scaled = trainer(folder, tmp_path, **options)
     # training on a CPU does not use a gradient scaler by default
@@ -390,8 +390,8 @@ def test_a_loss_scaler_changes_no_step_but_leaves_out_those_that_overflow(folder
     [(dict(amp=False), 1e-3), (dict(amp_dtype="float16"), 2e-2), (dict(), 5e-2)],
     ids=["fp32", "fp16", "bf16"],
 )
-def test_a_run_on_a_gpu_is_what_the_formulas_make_of_it(folder, tmp_path, options, rtol):
-    without = dict(drop_path=0.0)  # a GPU's generator samples other values
+def test_a_gpu_run_equals_the_naive_implementation(folder, tmp_path, options, rtol):
+    without = dict(drop_path=0.0)  # a GPU samples other drop-path masks than a CPU
     truth = train(folder, OPTIONS | EVERYTHING | without)
     config = Config(
         **OPTIONS | EVERYTHING | without | options,

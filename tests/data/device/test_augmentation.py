@@ -1,4 +1,4 @@
-"""Tests of batched random erasing, mixup and cutmix against timm's implementation on one group of images at a time."""
+"""Compare batched random erasing, mixup and cutmix with timm's, which are applied to one group of images at a time."""
 
 import math
 
@@ -16,7 +16,7 @@ RECIPE = dict(mixup=0.8, cutmix=1.0, mixup_prob=1.0, mixup_switch_prob=0.5, smoo
 
 
 def normalised(images):
-    """Return normalized images from values 0..255."""
+    """Normalize images with values 0..255."""
     mean, std = (torch.tensor(DATA_CONFIG[name]).view(3, 1, 1) for name in ("mean", "std"))
     return (images / 255 - mean) / std
 
@@ -53,8 +53,8 @@ def augmented_by_timm(images, targets, config, num_classes, epoch, position):
     ],
     ids=lambda options: " ".join(options) or "recipe",
 )  # fmt: skip
-def test_a_batch_is_erased_and_mixed_as_by_timm(options):
-    """Augment all groups of a batch at once, as timm does one after the other. The last group has four images."""
+def test_a_batch_is_erased_and_mixed_like_timms(options):
+    """Compare augmenting all groups of a batch at once with timm's result per group. The last group has four images."""
     config = dict(RECIPE, seed=0) | options
     images, targets = random_images(68, 3, 12, 20), torch.arange(68) % 10
     given = images.clone()
@@ -69,7 +69,7 @@ def test_a_batch_is_erased_and_mixed_as_by_timm(options):
 
 
 @pytest.mark.parametrize("mode", ["pixel", "rand"])
-def test_what_is_erased_becomes_noise_of_the_images_own(mode):
+def test_erased_regions_get_independent_noise_per_image(mode):
     config, images, targets = dict(RECIPE, reprob=0.7, mixup_prob=0.0), random_images(96, 3, 40, 48), torch.arange(96)
     (grey, _), (noisy, _), (again, _), (part, _) = (
         BatchAugmentation(Config(**config | dict(remode=kind)), 100, DATA_CONFIG)(images[first:], targets, 1, first)
@@ -81,7 +81,7 @@ def test_what_is_erased_becomes_noise_of_the_images_own(mode):
     assert torch.equal(noisy, again)
     assert torch.equal(noisy[32:], part)
     values = [noisy[i][:, erased[i]] for i in range(96) if erased[i].any()]
-    if mode == "rand":  # one colour an image
+    if mode == "rand":  # one random colour per image
         assert all((v == v[:, :1]).all() for v in values)
         values = [v[:, :1] for v in values]
     starts = torch.stack([v[:, 0] for v in values])

@@ -1,6 +1,4 @@
-"""Tests of decoding and transforming on the training device against timm's transforms, of the device loader's thread,
-and of training.
-"""
+"""Tests of the device loader: decoded and transformed images equal timm's, and a thread prefetches batches."""
 
 import os
 import shutil
@@ -37,7 +35,7 @@ def files(photo_folder, tmp_path):
     return tmp_path / "files"
 
 
-def test_pieces_make_the_batch_that_their_samples_would():
+def test_joined_pieces_equal_the_batch_of_their_samples():
     parameters = TransformParameters((1, 2, 3, 4), (5, 6), (7, 8), True, [("Invert", ())])
     encoded_image = EncodedImage(3, 5, b"abc", (4, 6), (9, 10), parameters)
     image = torch.zeros(3, 2, 2, dtype=torch.uint8)
@@ -63,13 +61,13 @@ def on_device(folder, device, rank=0, world_size=1, **options):
     ],
     ids=lambda options: " ".join(options) or "defaults",
 )  # fmt: skip
-def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, device, options, monkeypatch):
+def test_batches_equal_timms_transform_of_each_image(photo_folder, device, options, monkeypatch):
     options = dict(options)
-    # pixels of the largest image that workers decode
+    # workers decode images of at most this number of pixels
     monkeypatch.setattr(encoded, "SMALL", options.pop("SMALL", encoded.SMALL))
-    # pixels of the whole batches that are transformed together
+    # maximum number of pixels of batches that are transformed together
     monkeypatch.setattr(plan, "PIXELS_TOGETHER", options.pop("TOGETHER", 2**20))
-    # images that a worker returns at a time
+    # number of images in a piece, which a worker returns at once
     monkeypatch.setattr(plan, "PIECE", options.pop("PIECE", plan.PIECE))
     loader, keys = on_device(photo_folder, device, **options)
     images, targets = joined(loader)
@@ -88,10 +86,10 @@ def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, devic
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 30), (3, 2)], ids=str)
-def test_a_picture_of_few_pixels_of_which_timm_crops_none_perhaps_is_prepared_as_timm_does(files, device, size):
+def test_tiny_images_are_cropped_like_timms(files, device, size):
     for path in (files / "train").glob("*/1*.jpg"):
         path.write_bytes(encode(PHOTO.resize(size)))
-        os.utime(path, ns=(0, 2**63))  # other file systems may store times as late as the year 2262
+        os.utime(path, ns=(0, 2**63))  # the latest modification time of some file systems, in the year 2262
     loader, keys = on_device(files, device)
     images, targets = joined(loader)
     expected, expected_targets, _ = by_timm(loader.dataset.dataset, keys, **SIZE)
@@ -99,13 +97,13 @@ def test_a_picture_of_few_pixels_of_which_timm_crops_none_perhaps_is_prepared_as
     assert (images.float() - expected).abs().mean(dim=(1, 2, 3)).median() < 0.2
 
 
-def test_one_file_that_the_device_refuses_leaves_it_the_others(device):
+def test_a_file_that_the_device_rejects_does_not_affect_the_other_files(device):
     files = [encode(PHOTO), damage_tables(encode(PHOTO)), encode(PHOTO.convert("L"))]
     images = decode([torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files], device)
     assert [image is None or tuple(image.shape) for image in images] == [(3, 40, 60), True, (3, 40, 60)]
 
 
-def test_batches_without_a_file_for_the_device_are_the_workers(pictures, device, monkeypatch):
+def test_batches_without_jpegs_equal_those_of_the_host_loader(pictures, device, monkeypatch):
     monkeypatch.setattr(encoded, "SMALL", 0)
     of_device, of_host = (
         joined(evaluation_loader(open_split(str(pictures), "", "val"), DATA_CONFIG, device, 0, 4, 0, 1, on_device))
@@ -115,12 +113,12 @@ def test_batches_without_a_file_for_the_device_are_the_workers(pictures, device,
     assert of_device[1] == of_host[1]
 
 
-def test_images_do_not_depend_on_processes(photo_folder, device):
+def test_images_do_not_depend_on_the_world_size(photo_folder, device):
     images, targets = joined(on_device(photo_folder, device)[0])
     shares = [joined(on_device(photo_folder, device, rank, 12)[0]) for rank in range(12)]
     order = [(rank, 2 * step + i) for step in range(2) for rank in range(12) for i in range(2)]
     assert [shares[rank][1][i] for rank, i in order] == targets
-    # The other images of a batch change the order of summation.
+    # The batch composition changes the order of summation.
     different = images != torch.stack([shares[rank][0][i] for rank, i in order])
     assert different.float().mean() < 1e-3
 
@@ -131,7 +129,7 @@ def test_images_do_not_depend_on_processes(photo_folder, device):
     ids=str,
 )
 @pytest.mark.parametrize("workers", [0, 2])
-def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, device, options, workers):
+def test_evaluation_images_equal_timms_transform_of_each_image(photo_folder, device, options, workers):
     """Compare with timm's evaluation transform on files of all kinds. Unreadable files are skipped."""
     config = DATA_CONFIG | dict(input_size=(3, 48, 48), crop_pct=0.875) | options
     dataset = open_split(str(photo_folder), "", "train")
@@ -151,17 +149,17 @@ def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, 
         assert target == "ab".index(dataset.filename(i)[0])
         differences.append((image - torch.as_tensor(transform(expected)).float()).abs())
     assert broken == loader.take_unreadable() >= 2
-    # Many sums are exactly half a level in an image that is enlarged from few pixels.
+    # In an image enlarged from few pixels, many values lie exactly between two grey levels.
     mean, largest = (0.1, 2) if device.type == "cpu" else (0.2, 8)
     assert max(levels.mean() for levels in differences) < mean
     assert max(levels.max() for levels in differences) <= largest
 
 
-# images that stay decoded
+# cache of decoded images
 
 
 def epochs(folder, device, count=3, first=0, first_step=0, **options):
-    """Return the batches of some epochs of one loader, the first epoch from a given step on, and the loader."""
+    """Return the batches of `count` epochs, the first of which starts at `first_step`, and their loader."""
     loader, _ = on_device(folder, device, **options)
     found = []
     for epoch in range(first, first + count):
@@ -178,8 +176,8 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("options", [{}, dict(workers=2), dict(aug_repeats=3, batch_size=6)], ids=str)
-def test_what_stays_decoded_is_what_would_be_decoded_again(files, device, monkeypatch, options):
-    """Compare kept images with freshly decoded ones, also in a run that resumes in the middle of an epoch."""
+def test_cached_images_equal_newly_decoded_images(files, device, monkeypatch, options):
+    """Compare cached images with newly decoded images, also in a run that resumes in the middle of an epoch."""
     with_memory, _ = epochs(files, device, **options)
     resumed, _ = epochs(files, device, count=2, first=1, first_step=1, **options)
     assert same(resumed, with_memory[-len(resumed) :])
@@ -199,7 +197,7 @@ def overwrite_unnoticed(paths):
 
 
 @pytest.mark.parametrize("options", [{}, dict(workers=2), dict(aug_repeats=3, batch_size=6)], ids=str)
-def test_an_image_that_stays_decoded_is_not_read_again(files, device, options):
+def test_a_cached_image_is_not_read_again(files, device, options):
     first, loader = epochs(files, device, count=1, **options)
     overwrite_unnoticed((files / "train").glob("*/[1-9]*.jpg"))  # 0.jpg replaces an unreadable image
     loader.batches.set_epoch(0)
@@ -207,19 +205,19 @@ def test_an_image_that_stays_decoded_is_not_read_again(files, device, options):
 
 
 @pytest.mark.parametrize(("seconds", "read"), [(-1, range(8, 9)), (10, range(46, 49))])
-def test_with_repeated_augmentation_images_are_decoded_before_the_first_batch(
+def test_repeated_augmentation_fills_the_cache_before_the_first_batch(
     files, device, monkeypatch, caplog, seconds, read
 ):
-    """Decode for some seconds before the first batch.
+    """Fill the cache for a limited time before the first batch.
 
-    An unreadable image is counted when a batch contains the image.
+    An unreadable image is counted only when a batch contains the image.
     """
     monkeypatch.setattr(device_loader, "FILL_SECONDS", seconds)
     monkeypatch.setattr(plan, "PIECE", 8)
     loader, _ = on_device(files, device, aug_repeats=2)
     monkeypatch.setattr(loader, "gathered", lambda: iter(()))
     assert list(loader) == []
-    assert caplog.messages[0].endswith("read: some 0.0027 GiB")  # 3 bytes a pixel
+    assert caplog.messages[0].endswith("read: some 0.0027 GiB")  # 3 bytes per pixel
     monkeypatch.setattr(loader, "_loaded", None)
     assert list(loader) == []  # images are read ahead only once
     assert len(loader.cache.images) in read
@@ -232,13 +230,13 @@ def test_with_repeated_augmentation_images_are_decoded_before_the_first_batch(
 
 
 def of_length(jpeg, length=40_000):
-    """Return the same image as a file of `length` bytes."""
+    """Return a JPEG with a comment that makes the file `length` bytes long."""
     count = length - len(jpeg) - 4
     return jpeg[:2] + b"\xff\xfe" + (count + 2).to_bytes(2, "big") + bytes(count) + jpeg[2:]
 
 
 @pytest.mark.parametrize("unchanged", ["nothing", "length", "time"])
-def test_a_file_that_has_changed_is_read_again(files, device, unchanged):
+def test_a_changed_file_is_read_again(files, device, unchanged):
     paths = sorted((files / "train").glob("*/1*.jpg"))
     for path in paths:
         path.write_bytes(of_length(path.read_bytes()))
@@ -256,9 +254,7 @@ def test_a_file_that_has_changed_is_read_again(files, device, unchanged):
 
 
 @pytest.mark.parametrize(("room", "stays"), [(500_000, False), (10_000_000, True)])  # the pixels need 2.3 MB
-def test_images_stay_decoded_where_all_of_them_have_room_and_a_line_says_so(
-    files, device, monkeypatch, caplog, room, stays
-):
+def test_images_are_cached_only_if_all_fit_and_the_cache_is_logged(files, device, monkeypatch, caplog, room, stays):
     monkeypatch.setattr(cache, "HOST_BYTES", room)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (cache.SHARE * room, None))
     _, loader = epochs(files, device, count=1)
@@ -276,7 +272,7 @@ def test_images_stay_decoded_where_all_of_them_have_room_and_a_line_says_so(
     assert list(few.images) == [0, 1]
 
 
-def test_an_evaluation_that_is_repeated_reads_files_once(files, device):
+def test_repeated_evaluations_read_files_once(files, device):
     loader = evaluation_loader(open_split(str(files), "", "val"), DATA_CONFIG, device, 0, 3, 0, 1, True, is_reused=True)
     first = joined(loader)
     overwrite_unnoticed((files / "val").glob("*/[0-9].jpg"))
@@ -290,7 +286,7 @@ def test_an_evaluation_that_is_repeated_reads_files_once(files, device):
 # thread of the device loader
 
 
-def test_a_file_of_several_copies_is_decoded_once(photo_folder, device, monkeypatch):
+def test_repeated_copies_of_a_file_are_decoded_once(photo_folder, device, monkeypatch):
     monkeypatch.setattr(cache, "HOST_BYTES", 0)
     monkeypatch.setattr(cache, "SHARE", 2**50)
     counts = []
@@ -313,7 +309,7 @@ def six_batches(photo_folder, device, monkeypatch):
     return loader
 
 
-def test_the_thread_is_two_batches_ahead_and_no_more(six_batches, monkeypatch):
+def test_the_thread_prefetches_at_most_two_batches(six_batches, monkeypatch):
     begun, prepare = [], six_batches.prepare
     monkeypatch.setattr(six_batches, "prepare", lambda batch: begun.append(None) or prepare(batch))
     for taken, _ in enumerate(six_batches, start=1):
@@ -322,19 +318,19 @@ def test_the_thread_is_two_batches_ahead_and_no_more(six_batches, monkeypatch):
     assert taken == len(begun) == 6
 
 
-def test_how_long_batches_have_waited_for_the_model_and_for_the_thread_is_known(six_batches, monkeypatch):
+def test_waiting_times_for_the_model_and_the_thread_are_measured(six_batches, monkeypatch):
     slow = SimpleNamespace(synchronize=lambda: time.sleep(0.05))
     monkeypatch.setattr(DeviceLoader, "_record_use", lambda _: slow)
     monkeypatch.setattr(device_loader, "join_pieces", lambda pieces: time.sleep(0.02) or join_pieces(pieces))
     begin = time.perf_counter()
     list(six_batches)
     for_model, for_thread = six_batches.waits
-    assert for_model > 2 * 0.05  # waits after the third batch
+    assert for_model > 2 * 0.05  # the thread waits for the model from the fourth batch on
     assert for_thread > 5 * 0.02
     assert for_model + for_thread < time.perf_counter() - begin
 
 
-def test_a_batch_is_prepared_when_the_model_is_done_with_the_third_before_it(six_batches, monkeypatch):
+def test_a_batch_is_prepared_after_the_model_has_used_the_third_batch_before_it(six_batches, monkeypatch):
     taken, noted, prepare = [], [], six_batches.prepare
 
     def use_of_last_batch(_):
@@ -349,7 +345,7 @@ def test_a_batch_is_prepared_when_the_model_is_done_with_the_third_before_it(six
     assert noted == ["prepare", "prepare", "prepare", *waits]
 
 
-def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(six_batches):
+def test_an_epoch_that_is_stopped_early_leaves_no_thread(six_batches):
     threads = set(threading.enumerate())
     batches = iter(six_batches)
     next(batches)
@@ -358,7 +354,7 @@ def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(six_batches):
     assert set(threading.enumerate()) <= threads
 
 
-def test_an_error_of_the_thread_comes_with_its_traceback(six_batches, monkeypatch):
+def test_an_exception_in_the_thread_is_raised_with_its_traceback(six_batches, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("of the code")
 

@@ -32,7 +32,7 @@ def by_pillow(content):
 @pytest.mark.gpu
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_pixels_are_pillows_but_for_rounding(mode, subsampling):
+def test_pixels_equal_pillows_up_to_rounding(mode, subsampling):
     options = {"subsampling": subsampling} if mode == "RGB" else {}
     sizes = [(500, 375), (17, 33), (8, 8), (301, 299)]
     files = [encode(picture(i, mode, size), **options) for i, size in enumerate(sizes)]
@@ -48,16 +48,16 @@ def test_pixels_are_pillows_but_for_rounding(mode, subsampling):
 
 
 @pytest.mark.gpu
-def test_pixels_are_not_written_before_what_is_queued_has_read_their_memory():
+def test_decoding_waits_for_queued_kernels_that_read_the_memory():
     device, file, size = torch.device("cuda", 0), bytes_of(encode(picture(0, "RGB", (1200, 900)))), 3 * 1200 * 900
     decode = JpegDecoder(device)
-    with torch.cuda.stream(torch.cuda.Stream()):  # the default stream could synchronize with other streams
+    with torch.cuda.stream(torch.cuda.Stream()):  # the default stream may synchronize with other streams
         decode([file])
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.full((size,), 7, dtype=torch.uint8, device=device)
         torch.cuda.synchronize()
-        torch.cuda._sleep(2 * 10**8)  # 0.1 seconds
+        torch.cuda._sleep(2 * 10**8)  # clock cycles, which take about 0.1 seconds
         read, memory = before.sum(), before.data_ptr()
         del before
         (image,) = decode([file])
@@ -66,7 +66,7 @@ def test_pixels_are_not_written_before_what_is_queued_has_read_their_memory():
 
 
 @pytest.mark.gpu
-def test_a_file_that_is_none_or_too_large_is_refused(monkeypatch):
+def test_invalid_and_too_large_files_are_rejected(monkeypatch):
     decode, whole = JpegDecoder(torch.device("cuda", 0)), encode(picture(0, "RGB", (64, 48)))
     with pytest.raises(DecodingError, match="nvJPEG failed"):
         decode([bytes_of(whole), bytes_of(b"no picture at all" * 20)])
@@ -78,7 +78,7 @@ def test_a_file_that_is_none_or_too_large_is_refused(monkeypatch):
     assert image.shape == (3, 48, 64)
 
 
-def test_memory_is_taken_for_sizes_within_the_limit_that_nvjpeg_was_asked_for(monkeypatch):
+def test_memory_is_allocated_only_for_sizes_within_the_limit(monkeypatch):
     """Check the limit on sizes that nvJPEG reports, which may differ from the sizes in PIL's header."""
     sizes, taken = iter([(48, 64), (2**12, 2**12 + 1), (0, 64)]), []
 
@@ -106,7 +106,7 @@ def test_memory_is_taken_for_sizes_within_the_limit_that_nvjpeg_was_asked_for(mo
 
 @pytest.fixture
 def library(monkeypatch):
-    """Stub of nvJPEG and a GPU: calls, configurable results (success by default), and where pixels are written."""
+    """Stub nvJPEG and a GPU. Return the recorded calls, a dict of status codes, and the destinations of the pixels."""
     asked, answers, destinations = [], {}, []
 
     def create(backend, *_):
@@ -141,14 +141,14 @@ def library(monkeypatch):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_gpu_without_decoders_of_its_own_decodes_by_its_cores(library, answers, asked, error):
+def test_a_gpu_without_a_hardware_decoder_decodes_on_its_cores(library, answers, asked, error):
     library[1].update(answers)
     with pytest.raises(DecodingError, match=error) if error else nullcontext():
         JpegDecoder(CPU)
     assert library[0] == asked
 
 
-def test_after_a_batch_for_which_there_was_no_memory_the_decoder_is_prepared_again(library):
+def test_the_decoder_is_reinitialized_after_an_allocation_failure(library):
     decode, file = JpegDecoder(CPU), bytes_of(b"file")
     library[1][3] = 5
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_after_a_batch_for_which_there_was_no_memory_the_decoder_is_prepared_aga
     assert library[0] == [nvjpeg.HARDWARE, 2, 3, 2]
 
 
-def test_each_plane_of_an_image_has_a_place_of_its_own(library):
+def test_each_colour_plane_is_written_to_its_own_memory(library):
     images = JpegDecoder(CPU)([bytes_of(b"file"), bytes_of(b"another")])
     assert [image.shape for image in images] == [(3, 12, 5), (3, 15, 5)]
     for image, destination in zip(images, library[2], strict=True):
@@ -167,7 +167,7 @@ def test_each_plane_of_an_image_has_a_place_of_its_own(library):
         assert destination["pitches"].tolist() == [5, 5, 5, 0]
 
 
-def test_a_library_that_is_missing_is_named_with_the_remedy(monkeypatch):
+def test_a_missing_library_is_reported_with_the_remedy(monkeypatch):
     from cuda import pathfinder
 
     def missing(name):

@@ -23,7 +23,7 @@ def timm_transform(**options):
 
 
 def replayed(image, draws, transform):
-    """Return PIL's result with these sampled parameters."""
+    """Apply sampled augmentation parameters with PIL."""
     method = InterpolationMode(transform.interpolation)
     top, left, height, width = draws.box
     image = pil.resize(pil.crop(image, top, left, height, width), list(draws.resized), method)
@@ -47,7 +47,7 @@ def replayed(image, draws, transform):
     ],
     ids=lambda options: " ".join(f"{value}" for value in options.values()),
 )
-def test_what_is_drawn_is_what_timms_transform_does(options):
+def test_sampled_parameters_reproduce_timms_transform(options):
     """Apply the sampled parameters with PIL, and compare each pixel with timm's transform."""
     transform = timm_transform(**options)
     drawing = TransformSampler(transform)
@@ -70,7 +70,7 @@ def test_what_is_drawn_is_what_timms_transform_does(options):
     ],
     ids=str,
 )
-def test_evaluation_cuts_out_what_timms_transform_does(options, crop_pct):
+def test_evaluation_crops_equal_timms(options, crop_pct):
     transform = create_transform(use_prefetcher=True, crop_pct=crop_pct, **options, **IMAGENET)
     drawing = TransformSampler(transform)
     assert drawing.size == options["input_size"][1:]
@@ -88,8 +88,8 @@ def test_evaluation_cuts_out_what_timms_transform_does(options, crop_pct):
         ({"color_jitter_prob": 0.5, "auto_augment": None}, "transform .*got 'RandomApply'"),
     ],
 )
-def test_a_transform_that_is_not_known_is_refused(options, message):
+def test_an_unsupported_transform_is_rejected(options, message):
     with pytest.raises(ConfigError, match=message):
         TransformSampler(timm_transform(**options))
-    with pytest.raises(ConfigError, match="got 'CenterCropOrPad'"):  # adds a border
+    with pytest.raises(ConfigError, match="got 'CenterCropOrPad'"):  # this transform would add a border
         TransformSampler(create_transform(32, use_prefetcher=True, crop_mode="border"))

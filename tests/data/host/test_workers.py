@@ -1,4 +1,4 @@
-"""Tests of loader workers: their number, the memory through which they pass images, and detection of dead workers."""
+"""Tests of loader workers: number of workers, shared memory, and detection of dead workers."""
 
 import contextlib
 import gc
@@ -37,7 +37,7 @@ STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["folder", "stre
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Simulate a machine's cores, control groups (by file), and local processes."""
+    """Return a function that simulates a machine's cores, control-group files and number of local ranks."""
     for name in ("CGROUPS", "GROUPS_OF_PROCESS"):
         monkeypatch.setattr(workers, name, tmp_path / name)
 
@@ -56,7 +56,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def quota(microseconds, folder="cpu,cpuacct"):
-    """Return the files of control groups version 1."""
+    """Return the CPU quota files of cgroups version 1."""
     return {f"{folder}/cpu.cfs_quota_us": microseconds, f"{folder}/cpu.cfs_period_us": "100000"}
 
 
@@ -77,7 +77,7 @@ def quota(microseconds, folder="cpu,cpuacct"):
         ("3:cpu,cpuacct:/x\n", quota("-1"), 24),
     ],
 )
-def test_a_process_may_use_the_cores_it_has_within_its_containers_quota(machine, groups, files, cores, monkeypatch):
+def test_usable_cores_are_limited_by_affinity_and_the_containers_quota(machine, groups, files, cores, monkeypatch):
     machine(24, groups, files)
     assert workers.usable_cores() == cores
     monkeypatch.delattr(os, "sched_getaffinity")  # macOS lacks this function
@@ -88,13 +88,13 @@ def test_a_process_may_use_the_cores_it_has_within_its_containers_quota(machine,
 @pytest.mark.parametrize(
     ("device", "cores_processes_expected"),
     [
-        # Each process of a GPU reserves one or two cores for itself and uses the others for workers.
+        # Each GPU's process reserves one or two cores for itself. The other cores are for workers.
         (CUDA, "16-1-14 64-4-14 8-1-6 4-1-3 2-1-1 1-1-1 8-8-1 6-8-1 256-1-16"),
-        (CPU, "1-1-1 2-1-1 8-1-2 16-1-4 128-1-16"),  # training on a CPU needs most cores itself
+        (CPU, "1-1-1 2-1-1 8-1-2 16-1-4 128-1-16"),  # training on a CPU needs most cores for the model
     ],
     ids=str,
 )
-def test_loading_gets_the_cores_that_training_leaves(machine, device, cores_processes_expected):
+def test_workers_use_the_cores_that_training_leaves(machine, device, cores_processes_expected):
     for case in cores_processes_expected.split():
         cores, processes, expected = map(int, case.split("-"))
         machine(cores, processes=processes)
@@ -103,7 +103,7 @@ def test_loading_gets_the_cores_that_training_leaves(machine, device, cores_proc
 
 @pytest.mark.parametrize(("wanted", "threads"), [(0, 6), (2, 4), (5, 1), (9, 1), (None, 5)])
 @pytest.mark.parametrize("processes", [None, 2])
-def test_workers_get_cores_of_their_own(machine, monkeypatch, wanted, threads, processes):
+def test_workers_and_training_use_separate_cores(machine, monkeypatch, wanted, threads, processes):
     machine(6 * (processes or 1), processes=processes)
     before = torch.get_num_threads()
     try:
@@ -112,7 +112,7 @@ def test_workers_get_cores_of_their_own(machine, monkeypatch, wanted, threads, p
         workers.share_cores(CPU, wanted)
         monkeypatch.delenv("OMP_NUM_THREADS")
         workers.share_cores(CUDA, wanted)
-        assert torch.get_num_threads() == 3  # kept if the user sets the number of workers, or on a GPU
+        assert torch.get_num_threads() == 3  # unchanged if the user sets --workers, or on a GPU
         workers.share_cores(CPU, wanted)
         assert torch.get_num_threads() == threads
     finally:
@@ -124,7 +124,7 @@ def test_workers_get_cores_of_their_own(machine, monkeypatch, wanted, threads, p
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
-    """Simulate this much free shared memory."""
+    """Return a function that simulates an amount of free shared memory."""
 
     def make(mebibytes):
         monkeypatch.setattr(workers, "SHARED_MEMORY", tmp_path)
@@ -139,7 +139,7 @@ def chosen(requested=None, batch_size=256, pieces=1000, **options):
     return workers.choose_workers(requested, CUDA, **options)
 
 
-def test_workers_are_no_more_than_there_is_work_for_and_prepare_whole_batches_ahead(machine, shared_memory):
+def test_workers_are_at_most_the_number_of_pieces_and_prefetch_whole_batches(machine, shared_memory):
     machine(16)
     shared_memory(10_000)
     assert chosen() == (14, 2)
@@ -158,7 +158,7 @@ def test_workers_are_no_more_than_there_is_work_for_and_prepare_whole_batches_ah
     ("free", "processes", "expected"),
     [(300, 1, (14, 2)), (200, 1, (14, 1)), (100, 1, (8, 1)), (64, 1, (4, 1)), (30, 1, (1, 1)), (200, 2, (8, 1))],
 )
-def test_with_little_shared_memory_there_are_fewer_pieces_and_workers_and_a_line_says_so(
+def test_little_shared_memory_reduces_pieces_and_workers_with_a_log_message(
     machine, shared_memory, caplog, free, processes, expected
 ):
     machine(16 * processes, processes=processes)
@@ -173,7 +173,7 @@ def test_with_little_shared_memory_there_are_fewer_pieces_and_workers_and_a_line
         assert "--shm-size" in line
 
 
-def test_too_little_shared_memory_for_one_worker_is_refused_with_what_helps(machine, shared_memory):
+def test_too_little_shared_memory_for_one_worker_is_rejected_with_the_remedy(machine, shared_memory):
     machine(16)
     shared_memory(29)
     with pytest.raises(ConfigError, match="29 MiB free, and loading .* least 30: .*--shm-size=8g, or .*--workers 0"):
@@ -181,13 +181,13 @@ def test_too_little_shared_memory_for_one_worker_is_refused_with_what_helps(mach
     with pytest.raises(ConfigError, match="at least 130:"):
         chosen(in_use=12)
     machine(16, processes=8)
-    with pytest.raises(ConfigError, match="at least 240:"):  # for all processes of the machine
+    with pytest.raises(ConfigError, match="at least 240:"):  # the bytes for all local ranks
         chosen()
     assert chosen(requested=0) == (0, None)
 
 
-def test_without_a_folder_of_shared_memory_nobody_knows_how_much_there_is(machine, monkeypatch, tmp_path):
-    """Use no limit if there is no folder of shared memory, as on macOS."""
+def test_shared_memory_is_unlimited_without_a_shared_memory_folder(machine, monkeypatch, tmp_path):
+    """Shared memory is unlimited on systems without /dev/shm, such as macOS."""
     machine(16)
     monkeypatch.setattr(workers, "SHARED_MEMORY", tmp_path / "none")
     assert chosen() == (14, 2)
@@ -201,7 +201,7 @@ def test_without_a_folder_of_shared_memory_nobody_knows_how_much_there_is(machin
 
 @pytest.fixture
 def started(image_folder):
-    """Create an evaluation loader, and yield its workers; remaining ones are stopped."""
+    """Return a function that creates an evaluation loader, and returns the loader and its workers."""
     before = set(multiprocessing.active_children())
     new = lambda: set(multiprocessing.active_children()) - before  # noqa: E731
 
@@ -222,7 +222,7 @@ def started(image_folder):
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_worker_that_finds_shared_memory_full_says_so_in_one_line(started, monkeypatch, on_device):
+def test_a_worker_reports_full_shared_memory_in_one_line(started, monkeypatch, on_device):
     parent, usage = os.getpid(), shutil.disk_usage
     free = lambda folder: usage(folder) if os.getpid() == parent else SimpleNamespace(free=100)  # noqa: E731
     monkeypatch.setattr(shutil, "disk_usage", free)
@@ -237,13 +237,13 @@ def test_a_worker_that_finds_shared_memory_full_says_so_in_one_line(started, mon
     assert not image.is_shared()  # only workers use shared memory
     monkeypatch.setattr(workers, "get_worker_info", lambda: "one")
     with pytest.raises(ConfigError, match="2 MiB free, 3 needed for images"):
-        workers.into_shared_memory(*image.split([MIB, 2 * MIB]))  # each tensor would fit alone
+        workers.into_shared_memory(*image.split([MIB, 2 * MIB]))  # each of the two tensors would fit, but not both
 
 
 @pytest.mark.parametrize(
     ("number", "remedy"), [(signal.SIGBUS, "/dev/shm is full: .*--shm-size"), (signal.SIGKILL, "fewer --workers")]
 )
-def test_a_worker_that_is_killed_is_one_line(started, monkeypatch, number, remedy):
+def test_a_killed_worker_is_reported_in_one_line(started, monkeypatch, number, remedy):
     monkeypatch.setattr(ImageReader, "__getitem__", lambda *_: os.kill(os.getpid(), number))
     with pytest.raises(ConfigError, match=remedy) as caught:
         list(started()[0])
@@ -257,15 +257,15 @@ def outlive(worker):
 
 
 @STREAMS
-def test_a_worker_that_is_killed_while_nobody_waits_for_it_is_one_line(started, streams):
-    """Report a killed worker in one line, although PyTorch raises the error anywhere in the main thread."""
+def test_a_worker_killed_while_idle_is_reported_in_one_line(started, streams):
+    """PyTorch raises the error wherever the main thread is, and the run still reports it in one line."""
     loader, (worker,) = started(streams=streams)
     next(iter(loader))
     with pytest.raises(ConfigError, match="fewer --workers"):
         outlive(worker)
 
 
-def test_pytorchs_handler_is_wrapped_once_by_the_main_thread():
+def test_pytorchs_sigchld_handler_is_wrapped_once():
     pytorchs = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         found = [signal.getsignal(signal.SIGCHLD)]
@@ -281,15 +281,15 @@ def test_pytorchs_handler_is_wrapped_once_by_the_main_thread():
     assert once is twice is not first
 
 
-def test_an_error_of_other_code_is_not_one_of_the_workers():
+def test_an_exception_of_other_code_is_not_reported_as_a_worker_failure():
     with pytest.raises(RuntimeError, match="of the model"), worker_errors_explained():
         raise RuntimeError("of the model")
 
 
-def test_a_worker_that_hangs_ends_the_run(started, monkeypatch):
+def test_a_hanging_worker_stops_the_run(started, monkeypatch):
     assert (
         loaders.STALLED > workers.PIECE * sandbox_server.SECONDS
-    )  # the timeout exceeds the decoding limit of a whole piece
+    )  # the timeout exceeds the time limit for decoding a whole piece
     monkeypatch.setattr(loaders, "STALLED", 0.2)
     # interval after which PyTorch ends the worker
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
@@ -299,8 +299,8 @@ def test_a_worker_that_hangs_ends_the_run(started, monkeypatch):
 
 
 @STREAMS
-def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch, streams):
-    """Keep workers alive when a scheduler signals all processes of a job, because the parent still needs images."""
+def test_a_worker_ignores_all_signals_except_its_parents(started, monkeypatch, streams):
+    """Workers survive signals that a scheduler sends to all processes, because the parent still needs images."""
     monkeypatch.setattr("vil.data.loaders.STALLED", 60)
     threads = torch.get_num_threads()
     try:  # a different number of threads makes PyTorch start threads in a worker before this package's code runs
@@ -314,7 +314,7 @@ def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch, streams)
         subprocess.run(["kill", name, str(worker.pid)], check=True)
     assert all(torch.equal(ours, theirs) for (ours, _), theirs in zip(loader, expected, strict=True))
     assert worker.is_alive()
-    for kept_out in ("SigIgn", "SigBlk"):  # a terminal sends Ctrl-C to all processes, also while the worker starts
+    for kept_out in ("SigIgn", "SigBlk"):  # Ctrl-C reaches all processes of a terminal, also during the worker's start
         assert signal.SIGINT in signals(worker.pid, kept_out)
     os.kill(worker.pid, signal.SIGTERM)
     worker.join(timeout=60)
@@ -322,9 +322,9 @@ def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch, streams)
 
 
 def start_a_worker(pipe):
-    """Start a process that heeds only its parent's signals and writes its process id to the pipe.
+    """Start a worker that writes its process id to the pipe.
 
-    The pipe closes when the process ends.
+    The pipe closes when the worker exits.
     """
 
     def work():
@@ -335,8 +335,8 @@ def start_a_worker(pipe):
     multiprocessing.get_context("fork").Process(target=work).start()
 
 
-def test_a_worker_whose_parent_dies_as_it_starts_ends():
-    """End a worker whose parent dies before PyTorch watches the parent, whatever signals the worker has received."""
+def test_a_worker_exits_if_its_parent_dies_during_the_start():
+    """A worker exits if its parent dies before PyTorch starts to monitor the parent."""
     read, write = os.pipe()
     parent = multiprocessing.get_context("fork").Process(target=start_a_worker, args=(write,))
     parent.start()
@@ -356,7 +356,7 @@ def test_a_worker_whose_parent_dies_as_it_starts_ends():
             os.kill(worker, signal.SIGKILL)
 
 
-def test_a_loader_of_a_cycle_that_was_never_used_ends_its_workers_without_a_word(image_folder, monkeypatch):
+def test_an_unused_loader_in_a_reference_cycle_stops_its_workers_silently(image_folder, monkeypatch):
     said = []
     monkeypatch.setattr(threading, "excepthook", said.append)
     loader, _ = training_set(image_folder, workers=2)
@@ -364,14 +364,14 @@ def test_a_loader_of_a_cycle_that_was_never_used_ends_its_workers_without_a_word
     del loader
     others = set(threading.enumerate())
     gc.collect()
-    for thread in set(threading.enumerate()) - others:  # threads that feed queues
+    for thread in set(threading.enumerate()) - others:  # feeder threads of multiprocessing queues
         thread.join()
     assert not said
     assert not any(child.is_alive() for child in children)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_pieces_make_up_the_batches_of_workers_that_start_with_their_loader(image_folder, started, monkeypatch, count):
+def test_pieces_form_batches_with_any_number_of_workers(image_folder, started, monkeypatch, count):
     """Assemble batches of 28 images from pieces of at most 3, with one or several workers, in repeated epochs."""
     monkeypatch.setattr("vil.data.plan.PIECE", 3)
     made = []  # the loader is created in another thread

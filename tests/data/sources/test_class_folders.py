@@ -1,4 +1,4 @@
-"""Tests of assigning images to classes, which is the same for folders, tar files and `vil.data.folders`."""
+"""Tests of assigning images to classes by folder names, in image folders, tar files and `vil.data.folders`."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ def write(root, *names):
 
 @pytest.fixture(params=["folder", "tar", "wrapped tar"])
 def packed(request):
-    """Pack a folder of splits into tar files, some with the split's folder around the classes."""
+    """Pack each split into a tar file. In some tar files, the class folders lie inside a folder of the split's name."""
 
     def pack(root):
         for split in [path for path in root.iterdir() if path.is_dir()] if request.param != "folder" else ():
@@ -40,16 +40,17 @@ def packed(request):
 
 
 def by_file(images):
-    """Return the class name of each image by the last parts of its path."""
+    """Return a dict from the last parts of each image's path to the image's class name."""
     names = {index: name for name, index in class_names(images).items()}
     return {"/".join(images.filename(i).split("/")[-3:]): names[images.reader[i][1]] for i in range(len(images))}
 
 
-def test_folders_with_equal_names_are_classes_of_their_own(tmp_path, packed):
+def test_folders_with_equal_names_are_separate_classes(tmp_path, packed):
     leaves = ["abbey", "bazaar/indoor", "bazaar/outdoor", "church/indoor", "church/outdoor", "shop/toys"]
     write(tmp_path, *(f"{split}/{leaf}/{i}.png" for split in ("train", "val") for leaf in leaves for i in range(2)))
     train, val, num_classes = open_splits(small_config(packed(tmp_path)))
-    names = [name.removeprefix("shop/") for name in leaves]  # no other folder is called so
+    # these folder names are unique, so they need no parent folder
+    names = [name.removeprefix("shop/") for name in leaves]
     assert num_classes == 6
     assert class_names(train) == class_names(val) == {name: index for index, name in enumerate(names)}
     assert "named by their paths, such as 'bazaar/indoor'" in describe_split("train", train)
@@ -60,7 +61,7 @@ def test_folders_with_equal_names_are_classes_of_their_own(tmp_path, packed):
     }  # fmt: skip
 
 
-def test_the_splitting_tool_makes_the_classes_that_training_would_have(tmp_path, caplog):
+def test_the_splitting_tool_keeps_the_classes_of_training(tmp_path, caplog):
     leaves = "church/indoor", "bazaar/indoor", "cat", "x/y"
     write(tmp_path, *(f"all/{leaf}/{i}.png" for leaf in leaves for i in (1, 2)))
     before = class_names(open_split(str(tmp_path), "", "all"))
@@ -70,7 +71,7 @@ def test_the_splitting_tool_makes_the_classes_that_training_would_have(tmp_path,
     assert "named by their paths, such as 'bazaar/indoor', 'church/indoor'" in caplog.text
 
 
-def test_a_class_folder_around_another_is_a_class_in_a_split_that_lacks_the_others(tmp_path, packed, caplog):
+def test_a_class_folder_may_contain_another_class_folder(tmp_path, packed, caplog):
     write(tmp_path, *(f"train/{folder}/0.png" for folder in ("a", "a/b", "c")), "val/a/0.png", "val/a/b/1.png")
     _, val, num_classes = open_splits(small_config(packed(tmp_path)))
     assert num_classes == 3
@@ -86,14 +87,14 @@ def test_the_splitting_tool_prints_names_that_are_not_utf_8(tmp_path):
     assert (target / "train").is_dir()
 
 
-def test_a_split_that_has_one_of_two_equal_folders_finds_its_class_by_the_path(tmp_path, packed):
+def test_a_split_with_one_of_two_equal_folder_names_matches_the_class_by_path(tmp_path, packed):
     write(tmp_path, *(f"train/{top}/indoor/0.png" for top in ("bazaar", "church")), "val/church/indoor/0.png")
     _, val, _ = open_splits(small_config(packed(tmp_path)))
     assert val.reader[0][1] == 1
 
 
 @pytest.mark.parametrize("other", ["bazaar/indoor", "deep/bazaar/indoor"])
-def test_an_equal_folder_of_another_parent_is_not_the_class(tmp_path, packed, other):
+def test_an_equal_folder_name_under_another_parent_is_another_class(tmp_path, packed, other):
     write(tmp_path, "train/church/indoor/0.png", "train/cat/0.png", "val/church/indoor/0.png", f"val/{other}/0.png")
     with pytest.raises(ConfigError, match="Several folders are called 'indoor', which is one class there"):
         open_splits(small_config(packed(tmp_path), val_split="val"))
@@ -102,7 +103,7 @@ def test_an_equal_folder_of_another_parent_is_not_the_class(tmp_path, packed, ot
         open_splits(small_config(tmp_path, train_split="one", val_split="two"))
 
 
-def test_an_image_beside_the_class_folders_is_left_out_and_named(tmp_path, packed, caplog):
+def test_an_image_next_to_the_class_folders_is_skipped_and_logged(tmp_path, packed, caplog):
     write(tmp_path, *(f"{split}/{name}/0.png" for split in ("train", "val") for name in ("ant", "bee")))
     write(tmp_path, "train/sheet.png", "train/b.png", "val/sheet.png")
     train, val, num_classes = open_splits(small_config(packed(tmp_path)))
@@ -115,7 +116,7 @@ def test_an_image_beside_the_class_folders_is_left_out_and_named(tmp_path, packe
     assert "sheet.png" in lines[1]
 
 
-def test_images_beside_and_around_the_class_folders_change_no_class(tmp_path, packed):
+def test_images_outside_the_class_folders_change_no_class(tmp_path, packed):
     write(tmp_path, *(f"{split}/images/{name}/0.png" for split in ("train", "val") for name in ("ant", "bee")))
     write(tmp_path, "train/sheet.png", "train/images/sheet.png")
     train, val, num_classes = open_splits(small_config(packed(tmp_path)))
@@ -124,7 +125,7 @@ def test_images_beside_and_around_the_class_folders_change_no_class(tmp_path, pa
 
 
 @pytest.mark.parametrize("place", ["val/ILSVRC2012_val_0.png", "val/images/ILSVRC2012_val_0.png"])
-def test_a_flat_split_is_refused_with_the_remedy(tmp_path, packed, place):
+def test_a_flat_split_is_rejected_with_the_remedy(tmp_path, packed, place):
     write(tmp_path, "train/ant/0.png", "train/bee/0.png", place)
     with pytest.raises(ConfigError, match="a folder (that is named like its class|of its images)"):
         open_splits(small_config(packed(tmp_path)))
@@ -136,13 +137,13 @@ def test_two_unicode_forms_of_a_name_are_one_class(tmp_path, packed, caplog):
     assert num_classes == 2
     assert [*by_file(val).values()] == [*by_file(train).values()] == [NFC, "tea"]
     assert "no images of" not in caplog.text
-    write(tmp_path, f"both/{NFC}/0.png", f"both/{NFD}/0.png")  # which a person cannot tell apart
+    write(tmp_path, f"both/{NFC}/0.png", f"both/{NFD}/0.png")  # two Unicode normalizations that look the same
     with pytest.raises(ConfigError, match="Unicode form NFC"):
         open_split(str(tmp_path), "", "both")
 
 
 @pytest.mark.parametrize("names", [(b"caf\xe8", b"caf\xe9"), (b"a\x07", b"a\x1b")])
-def test_names_that_differ_in_unprintable_characters_are_refused(tmp_path, names):
+def test_names_that_differ_only_in_unprintable_characters_are_rejected(tmp_path, names):
     write(tmp_path, *(f"train/{os.fsdecode(name)}/0.png" for name in names))
     with pytest.raises(ConfigError, match="must differ in their printable characters"):
         open_split(str(tmp_path), "", "train")
@@ -157,19 +158,19 @@ def test_names_that_differ_in_unprintable_characters_are_refused(tmp_path, names
         ("wasp/0.png", "'wasp'. Give these folders the names"),
     ],
 )
-def test_an_unknown_class_is_named_with_the_likely_cause(tmp_path, packed, there, hint):
+def test_an_unknown_class_is_reported_with_the_likely_cause(tmp_path, packed, there, hint):
     write(tmp_path, "train/ant/0.png", "train/bee/0.png", "val/ant/0.png", f"val/{there}")
     with pytest.raises(ConfigError, match=hint):
         open_splits(small_config(packed(tmp_path)))
 
 
-def test_classes_that_lie_deeper_in_training_are_named(tmp_path, packed):
+def test_classes_in_deeper_training_folders_are_reported(tmp_path, packed):
     write(tmp_path, *(f"train/{name}/batch1/0.png" for name in ("ant", "bee")), "val/ant/0.png", "val/bee/0.png")
     with pytest.raises(ConfigError, match="The class 'ant/batch1' is nested deeper"):
         open_splits(small_config(packed(tmp_path)))
 
 
-def test_classes_of_one_split_that_differ_only_in_case_or_spaces_are_told(tmp_path, packed):
+def test_classes_that_differ_only_in_case_or_spaces_are_logged(tmp_path, packed):
     write(tmp_path, "train/Ant/0.png", "train/ant/0.png", "train/bee/0.png")
     images = open_split(packed(tmp_path), "", "train")
     assert class_names(images) == {"Ant": 0, "ant": 1, "bee": 2}
@@ -185,16 +186,16 @@ def test_hidden_files_belong_to_no_class(tmp_path, packed):
 
 
 @pytest.mark.parametrize("empty", ["cat", "church/indoor"])
-def test_a_class_folder_without_images_is_refused(tmp_path, packed, empty):
+def test_an_empty_class_folder_is_rejected(tmp_path, packed, empty):
     write(tmp_path, *(f"{split}/{name}/0.png" for split in ("train", "val") for name in ("ant", "church/outdoor")))
     (tmp_path / "train" / empty).mkdir(parents=True)
-    (tmp_path / "train" / "ant" / "notes").mkdir()  # inside of a class folder
+    (tmp_path / "train" / "ant" / "notes").mkdir()  # an empty folder inside a class folder
     (tmp_path / "train" / ".cache").mkdir()
     with pytest.raises(ConfigError, match=f"have no images: '(train/)?{empty}'\\. Copy"):
         open_splits(small_config(packed(tmp_path)))
 
 
-def test_a_tar_file_without_images_is_named(tmp_path):
+def test_a_tar_file_without_images_is_reported_by_name(tmp_path):
     with tarfile.open(tmp_path / "train.tar", "w") as tar:
         tar.add(__file__, "ant/notes.txt")
     with pytest.raises(ConfigError, match="no images in .*train.tar"):
@@ -212,36 +213,36 @@ def test_a_tar_of_tars_has_the_classes_of_the_folders(tmp_path):
 
 
 @pytest.mark.parametrize("names", [("Train", "Val"), ("TRAIN", "VALIDATION"), ("Training", "Valid")])
-def test_splits_are_found_in_capitals(tmp_path, packed, names):
+def test_split_names_are_found_in_upper_case(tmp_path, packed, names):
     write(tmp_path, *(f"{split}/{name}/0.png" for split in names for name in ("ant", "bee")))
     assert open_splits(small_config(packed(tmp_path)))[2] == 2
 
 
-def test_splits_that_differ_only_in_case_are_for_the_user_to_name(tmp_path):
+def test_splits_that_differ_only_in_case_must_be_chosen_by_the_user(tmp_path):
     write(tmp_path, *(f"{split}/{name}/0.png" for split in ("Val", "VAL") for name in ("ant", "bee")))
     with pytest.raises(ConfigError, match="'VAL', 'Val', which differ only in case"):
         open_split(str(tmp_path), "", "val")
     assert len(open_split(str(tmp_path), "", "Val")) == 2
 
 
-def test_a_test_split_is_offered_where_there_is_no_validation_split(tmp_path, packed):
+def test_a_missing_validation_split_is_reported_with_the_test_split_as_remedy(tmp_path, packed):
     write(tmp_path, *(f"{split}/{name}/0.png" for split in ("train", "Test") for name in ("ant", "bee")))
     with pytest.raises(ConfigError, match="--val-split Test in training"):
         open_splits(small_config(packed(tmp_path)))
     assert open_splits(small_config(str(tmp_path), val_split="Test"))[2] == 2
 
 
-def test_a_class_folder_that_is_a_link_has_its_own_name(tmp_path, caplog):
+def test_a_linked_class_folder_is_named_after_the_link(tmp_path, caplog):
     write(tmp_path, "train/ant/0.png", "store/x/0.png", "store/x/1.png")
     (tmp_path / "train" / "bee").symlink_to(tmp_path / "store" / "x")
-    (tmp_path / "train" / "wasp").symlink_to(tmp_path / "train" / "ant")  # the same images again
+    (tmp_path / "train" / "wasp").symlink_to(tmp_path / "train" / "ant")  # a second class with the same images
     with caplog.at_level(logging.WARNING):
         images = open_split(str(tmp_path), "", "train")
     assert class_names(images) == {"ant": 0, "bee": 1}
     assert "links in" in caplog.text
 
 
-def test_splits_one_folder_deeper_are_named(tmp_path):
+def test_splits_one_folder_deeper_are_reported(tmp_path):
     write(tmp_path, *(f"unpacked/{split}/{name}/0.png" for split in ("Train", "val") for name in ("ant", "bee")))
     for split in ("train", "validation"):
         with pytest.raises(ConfigError, match=f"set --data-dir {tmp_path}/unpacked$"):

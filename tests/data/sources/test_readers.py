@@ -1,4 +1,4 @@
-"""Tests of reading files in workers, as pixels or as encoded bytes that a device decodes."""
+"""Tests of readers, which run in workers and return pixels, or encoded bytes for the device to decode."""
 
 import io
 import math
@@ -28,8 +28,8 @@ def encoded_reader(photo_folder):
     return EncodedReader(dataset, transform, True, TransformSampler(transform))
 
 
-def test_what_a_device_can_decode_is_left_to_it(encoded_reader, monkeypatch):
-    """Return encoded bytes if a device can decode the image, but pixels of small images that need no guard."""
+def test_files_that_a_device_can_decode_stay_encoded(encoded_reader, monkeypatch):
+    """Readers return encoded bytes if a device can decode the image, but pixels if the image is small."""
     for i in range(len(encoded_reader)):
         image, path = encoded_reader[i, 0][0], encoded_reader.dataset.reader.samples[i][0]
         if isinstance(image, EncodedImage) and math.prod(image.size) <= encoded.SMALL:
@@ -42,20 +42,20 @@ def test_what_a_device_can_decode_is_left_to_it(encoded_reader, monkeypatch):
 
 
 @pytest.mark.parametrize("sampling", [0x11, 0x21, 0x12, 0x22, 0x41, 0x14])
-def test_colours_at_a_quarter_of_the_size_are_not_for_the_hardware(sampling):
+def test_jpegs_with_quarter_size_chroma_are_not_decoded_in_hardware(sampling):
     jpeg = bytearray(encode(PHOTO))
-    first = jpeg.index(b"\xff\xc0") + 2 + 2 + 1 + 4 + 1  # position of the first component in the frame header
+    first = jpeg.index(b"\xff\xc0") + 2 + 2 + 1 + 4 + 1  # offset of the first component in the frame header
     jpeg[first + 1] = sampling
     header = Image.open(io.BytesIO(jpeg))
     assert header.layer[0][1:3] == (sampling >> 4, sampling & 15)
     assert is_plain_jpeg(bytes(jpeg), header) == (sampling not in (0x41, 0x14))
     for thumbnail in (b"", b"\xff\xd9"):
         assert not is_plain_jpeg(bytes(jpeg[:2]) + thumbnail + bytes(jpeg[2:-1]), header)  # truncated
-    header.layers = 6  # as if the file had two frames
+    header.layers = 6  # simulates a file with two frames
     assert not is_plain_jpeg(bytes(jpeg), header)
 
 
-def test_a_split_is_judged_by_files_from_all_over_it(photo_folder, tmp_path):
+def test_a_split_is_judged_by_files_sampled_from_the_whole_split(photo_folder, tmp_path):
     found = readers._sample(range(1000))
     assert len(found) == 32
     assert (found[0], found[-1]) == (0, 961)
@@ -67,5 +67,5 @@ def test_a_split_is_judged_by_files_from_all_over_it(photo_folder, tmp_path):
         (folder / f"{i}.jpg").write_bytes(encode(PHOTO.resize((9, 9)) if kind == "GIF" else PHOTO, format=kind))
     os.mkfifo(folder / "pipe.jpg")
     images = open_split(str(tmp_path), "", "odd")
-    assert readers.has_jpegs(images)  # three of five files; a pipe is reported only when it is read
-    assert readers.typical_pixels(images) == math.prod(PHOTO.size)  # mean of the files that need no guard
+    assert readers.has_jpegs(images)  # three of the five images are JPEGs; a pipe is reported only when it is read
+    assert readers.typical_pixels(images) == math.prod(PHOTO.size)  # mean over the files that need no sandbox

@@ -1,4 +1,4 @@
-"""Tests of finding a dataset's splits and classes, and of the messages about missing or mismatched ones."""
+"""Tests of finding a dataset's splits and classes, and of messages about missing or mismatched splits and classes."""
 
 import dataclasses
 import io
@@ -42,7 +42,7 @@ from vil.training.trainer import Trainer
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("tar", [False, True])
-def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, tar, caplog):
+def test_splits_are_found_by_common_names(tmp_path, wanted, there, found, tar, caplog):
     for name in there.split():
         (tmp_path / name / "a").mkdir(parents=True)
         Image.new("RGB", (4, 4)).save(tmp_path / name / "a" / f"{name}.png")
@@ -62,7 +62,7 @@ def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, ta
         assert lines == [f"{tmp_path} has no split {wanted!r}: {found}{'.tar' * tar} in its place"]
 
 
-def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp_path, monkeypatch, capsys):
+def test_a_folder_is_split_by_the_command_that_the_error_names(tmp_path, monkeypatch, capsys):
     files = {"cat": "png jpg webp bmp gif tif ppm WEBP jpeg", "dog": "PNG png HEIC txt txt txt"}
     for name, suffixes in files.items():
         for i, suffix in enumerate(suffixes.split()):
@@ -116,7 +116,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
 
 
 def pets(folder, count):
-    """Return two classes with this many images, all of different sizes."""
+    """Write two class folders with the given numbers of images, all of different sizes."""
     for name in ("cat", "dog"):
         (folder / name).mkdir(parents=True)
         for i in range(count):
@@ -124,7 +124,7 @@ def pets(folder, count):
     return folder
 
 
-def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_are(tmp_path, monkeypatch):
+def test_splitting_holds_out_images_of_every_class_and_leaves_the_source_unchanged(tmp_path, monkeypatch):
     source = pets(tmp_path / "pets", 30)
     Image.new("RGB", (3, 3)).save(source / "cover.jpg")  # belongs to no class
     before = {path: path.read_bytes() for path in source.rglob("*.png")}
@@ -146,7 +146,7 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "pets", "two"]
     (tmp_path / "here" / "new").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "link", lambda *_: os.stat("nothing"))  # hard links fail between two disks
+    monkeypatch.setattr(os, "link", lambda *_: os.stat("nothing"))  # hard links between two disks fail
     for target in ("here/new", "there/is/new"):
         assert split_command.split_folder(Path("pets"), Path(target), 0.5) == counts
         assert sorted(p.read_bytes() for p in Path(target).rglob("*.png")) == sorted(before.values())
@@ -164,7 +164,7 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])
-def test_splitting_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, error):
+def test_interrupted_splitting_leaves_no_files(tmp_path, monkeypatch, error):
     source, linked = pets(tmp_path / "pets", 3), []
 
     def fail(*_):
@@ -188,7 +188,7 @@ def test_splitting_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, err
         ("full", "0.2", "there is something in .*full"), ("file/new", "0.2", r"\[Errno"),
     ],
 )  # fmt: skip
-def test_a_folder_that_cannot_be_split_so_is_one_line(tmp_path, monkeypatch, capsys, target, share, error):
+def test_a_folder_that_cannot_be_split_is_reported_in_one_line(tmp_path, monkeypatch, capsys, target, share, error):
     pets(tmp_path / "cats", 2)
     (tmp_path / "pets").symlink_to("cats")
     monkeypatch.chdir(tmp_path)
@@ -200,14 +200,15 @@ def test_a_folder_that_cannot_be_split_so_is_one_line(tmp_path, monkeypatch, cap
     assert re.match(f"error: .*{error}", line)
 
 
-def test_classes_have_timms_numbers(tmp_path):
+def test_class_indices_equal_timms(tmp_path):
     for name in ("10", "9", "a2", "a10", "B"):
         (tmp_path / name).mkdir(exist_ok=True)
         for i in (1, 2, 10):
             Image.new("RGB", (4, 4)).save(tmp_path / name / f"{i}.png")
     timms, ours = ReaderImageFolder(str(tmp_path)), FolderReader(str(tmp_path), str(tmp_path))
     assert (ours.class_to_idx, ours.samples) == (timms.class_to_idx, timms.samples)
-    alike = [a + b + c for a in "aA" for b in "bB" for c in "cC"]  # timm's order of these names is arbitrary
+    # names that differ only in case, which timm orders arbitrarily
+    alike = [a + b + c for a in "aA" for b in "bB" for c in "cC"]
     (tmp_path / "more" / "a").mkdir(parents=True)
     for name, suffix in zip(alike, ["bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif", "webp"]):
         (tmp_path / "more" / name).mkdir()
@@ -224,7 +225,7 @@ def test_classes_have_timms_numbers(tmp_path):
     assert "; a class is the folder that an image is in, also 'abc/all/batch2' inside of another class" in str(nested)
 
 
-def test_a_class_folder_that_may_not_be_read_is_an_error(image_folder, monkeypatch):
+def test_a_class_folder_without_read_permission_is_an_error(image_folder, monkeypatch):
     scandir = os.scandir
 
     def refuse(folder):
@@ -237,14 +238,14 @@ def test_a_class_folder_that_may_not_be_read_is_an_error(image_folder, monkeypat
         open_split(str(image_folder), "", "val")
 
 
-def test_a_class_may_be_called_as_a_split_is(tmp_path):
+def test_a_class_may_have_the_name_of_a_split(tmp_path):
     for name in ("train", "validation"):
         (tmp_path / "val" / name).mkdir(parents=True)
         Image.new("RGB", (4, 4)).save(tmp_path / "val" / name / "image.png")
     assert class_names(open_split(str(tmp_path), "", "validation")) == {"train": 0, "validation": 1}
 
 
-def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path):
+def test_a_missing_split_is_reported_with_the_existing_splits(image_folder, tmp_path):
     # the current folder must not be used instead
     for dataset, data_dir in (("", None), ("", ""), ("wds/x", None), ("wds/x", "")):
         with pytest.raises(ConfigError, match="^data_dir is required"):
@@ -272,7 +273,7 @@ def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path)
         open_splits(small_config(tmp_path))
 
 
-def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
+def test_splits_must_have_the_same_classes(image_folder, tmp_path):
     shutil.copytree(image_folder, tmp_path / "images")
     config = small_config(tmp_path / "images", num_classes=4)
     (tmp_path / "images" / "val" / "bee").rename(tmp_path / "images" / "val" / "wasp")
@@ -290,7 +291,7 @@ def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
         assert {val.filename(i).split("/")[-2]: val.reader[i][1] for i in range(len(val))} == dict(ant=0, cat=2, dog=3)
 
 
-def test_images_without_folders_of_classes_are_nothing_to_train_on(image_folder, tmp_path):
+def test_images_without_class_folders_are_rejected(image_folder, tmp_path):
     for split in ("train", "val"):
         shutil.copytree(image_folder / split / "ant", tmp_path / split)
     with pytest.raises(ConfigError, match="/train has no class folders, .* named like its class"):
@@ -304,7 +305,7 @@ def test_images_without_folders_of_classes_are_nothing_to_train_on(image_folder,
     assert open_splits(small_config(tmp_path, synthetic=8, num_classes=2))[2] == 2
 
 
-def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path):
+def test_a_class_folder_without_images_is_rejected_by_name(image_folder, tmp_path):
     """Reject a class folder without images, because timm would skip the class and renumber the later classes."""
     shutil.copytree(image_folder, tmp_path / "images")
     config, train = small_config(tmp_path / "images"), tmp_path / "images" / "train"
@@ -381,7 +382,7 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, caplog, w
     assert "each epoch skips 8 of 68 images" in caplog.text
 
 
-def test_training_skips_samples_of_a_class_too_many_and_evaluation_ends(image_folder, tmp_path):
+def test_training_skips_samples_of_out_of_range_classes_and_evaluation_stops(image_folder, tmp_path):
     write_shards(image_folder, tmp_path)
     train, val, _ = open_splits(small_config(tmp_path, dataset="wds/x", num_classes=3))
     for images in (val, open_evaluation_split(str(tmp_path), "wds/x", "validation", 3)[0]):
@@ -392,7 +393,7 @@ def test_training_skips_samples_of_a_class_too_many_and_evaluation_ends(image_fo
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_processes_share_the_samples_of_shards_each_once(image_folder, tmp_path, shards, monkeypatch):
+def test_ranks_share_the_samples_of_shards_without_duplicates(image_folder, tmp_path, shards, monkeypatch):
     write_shards(image_folder, tmp_path, validation=shards)
     labels, read, read_one = [], [set(), set()], Shards._read
     monkeypatch.setattr(Shards, "_read", lambda self, s: read[self.dist_rank].add(s["__url__"]) or read_one(self, s))
