@@ -108,10 +108,10 @@ BINARY = dict(bce_loss=True, clip_grad=None)
 @pytest.mark.parametrize(
     "options",
     [
-        BINARY | dict(bce_target_thresh=0.3, smoothing=0.1), BINARY | dict(mixup=0.8),
+        BINARY, BINARY | dict(bce_target_thresh=0.3, smoothing=0.1), BINARY | dict(mixup=0.8),
         BINARY | dict(mixup=0.8, bce_target_thresh=0.2, bce_sum=True, smoothing=0.0),
     ],
-    ids=["threshold", "mixed", "threshold of mixed, sums"],
+    ids=["smoothed", "threshold", "mixed", "threshold of mixed, sums"],
 )  # fmt: skip
 def test_binary_cross_entropy_equals_the_naive_implementation(folder, tmp_path, options):
     trainer(folder, tmp_path, epochs=1, **options).run()
