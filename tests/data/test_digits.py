@@ -41,7 +41,7 @@ def test_a_quarter_of_every_digit_is_held_out_for_all_seeds():
     assert all(len(first & second) < 10 for i, (first, _) in enumerate(draws) for second, _ in draws[:i])
     assert sets(5, seed=3) == draws[3]
     assert sets(5) not in draws  # without a seed, the order of images is fixed
-    assert draws[0][0] <= sets(20, seed=0)[0]  # a larger set contains the smaller one
+    assert draws[0][0] <= sets(20, seed=0)[0]  # of two sets with the same seed, the larger contains the smaller
 
 
 def test_a_rehearsal_uses_only_training_images():

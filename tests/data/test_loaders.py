@@ -170,7 +170,7 @@ def test_pieces_reserve_shared_memory_for_the_data_that_workers_return(photo_fol
     assert piece_bytes(folder, 100) == 64 * 3 * 12 * 16
     streaming = IterableImageDataset("", reader=UserList())
     streaming.set_loader_cfg = lambda num_workers: None
-    assert piece_bytes(streaming, 100) == 100 * 3 * 12 * 16  # whole batches
+    assert piece_bytes(streaming, 100) == 100 * 3 * 12 * 16  # a piece of an iterable dataset is a whole batch
 
     monkeypatch.setattr(encoded, "SMALL", 2**20)
     paths = [*(photo_folder / "val").glob("*/*")]

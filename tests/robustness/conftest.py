@@ -1,4 +1,4 @@
-"""Fixtures that start runs of a few processes, and the results of uninterrupted runs."""
+"""Fixtures that start runs with several processes, and that train uninterrupted runs for comparison."""
 
 import functools
 

@@ -83,7 +83,7 @@ def break_in_step(step, paths, back_offs=(0.01, 0.02)):
 
 def contents_of(folder):
     if not FAILING.exists():
-        pytest.skip("no file of this system fails to be read")
+        pytest.skip("this system has no file whose reads fail")
     return {path: path.read_bytes() for path in folder.rglob("*.*")}
 
 
@@ -150,7 +150,7 @@ def read_without(rank, path, what):
         path.parent.chmod(0o755)
         path.chmod(0)
         if os.geteuid() == 0:
-            os.seteuid(65534)  # root may read any file
+            os.seteuid(65534)  # root could read the file without permission
     else:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
@@ -318,7 +318,7 @@ def test_an_io_error_in_a_tar_file_raises_a_machine_error(image_folder, tmp_path
     there = {fd: os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
     opened = [int(fd) for fd, path in there.items() if path == str(tmp_path / "val.tar")]
     for descriptor in opened:
-        os.dup2(folder, descriptor)  # reading a folder is a real EISDIR
+        os.dup2(folder, descriptor)  # reads of this descriptor now fail with EISDIR
     os.close(folder)
     assert opened
     with pytest.raises(MachineError, match=r"^cannot read .*: Is a directory[^\n]*$"):
@@ -354,7 +354,7 @@ def open_without_permission(rank, folder):
     os.chdir(folder)
     retry_briefly()
     if os.geteuid() == 0:
-        os.seteuid(65534)  # root may list any folder
+        os.seteuid(65534)  # root could list the folder without permission
     try:
         open_split(".", "", "train")
     except ConfigError as error:

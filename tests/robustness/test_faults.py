@@ -154,7 +154,7 @@ def test_a_run_stopped_by_a_full_disk_resumes_after_space_is_freed(undisturbed, 
     disk.mkdir()
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True)
     if mount.returncode:
-        pytest.skip(f"needs a small disk of its own: {mount.stderr.strip()}")
+        pytest.skip(f"cannot mount a small disk: {mount.stderr.strip()}")
     try:
         two = start(output=disk)
         two.wait_for_saves(3)

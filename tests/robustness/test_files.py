@@ -1,4 +1,4 @@
-"""Tests of a run's files and folder lock with other users, other runs, and after crashes."""
+"""Tests of a run's files and folder lock: other users, concurrent runs and crashes."""
 
 import errno
 import fcntl

@@ -234,7 +234,7 @@ def test_random_shard_splits_are_rejected_or_expand_to_files_in_the_folder():
 
 
 def compressed():
-    """Return a PyTorch archive with compressed parts. Each part alone is smaller than the file."""
+    """Return a PyTorch archive with compressed parts. No part expands to more than the file's size."""
     content = io.BytesIO(saved([*(torch.rand(10**5) for _ in range(2)), *(torch.zeros(15 * 10**4) for _ in range(3))]))
     with zipfile.ZipFile(content) as plain, zipfile.ZipFile(made := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as file:
         for part in plain.infolist():

@@ -351,7 +351,7 @@ def test_a_sandbox_survives_the_signals_that_a_scheduler_sends_to_all_processes(
         assert decode_by(process, GIF)[0] == (32, 24)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="no limit is kept there")
+@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox limits its memory only on Linux")
 @pytest.mark.parametrize("most_bytes", [None, 2**40, 2**30])
 def test_a_sandbox_lowers_its_memory_limit_and_never_raises_it(most_bytes):
     with sandbox_process(most_bytes=most_bytes) as process:
@@ -666,7 +666,7 @@ def test_other_packages_in_a_worker_cannot_open_further_image_formats(tmp_path, 
 @pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF"])
 def test_image_formats_are_detected_by_content_and_not_by_file_name(kind):
     if kind == "AVIF" and not features.check("avif"):
-        pytest.skip("this Pillow has no AVIF")
+        pytest.skip("this Pillow does not support AVIF")
     options = dict(save_all=True, append_images=[Image.new("RGB", (32, 24))]) if kind == "MPO" else {}
     content = encode(Image.fromarray(RGB), kind, **options)
     for reader in readers(Rows(content)):
@@ -741,7 +741,7 @@ def test_image_modes_keep_their_colours(mode, kind):
         options = dict(transparency=0) if (mode, kind) == ("P", "PNG") else {}
         content = encode(image.convert(mode), kind, **options)
     except (OSError, ValueError):
-        pytest.skip(f"Pillow writes no {kind} of {mode}")
+        pytest.skip(f"Pillow cannot write {mode} images as {kind}")
     np.testing.assert_array_equal(shown(content), picture)
 
 

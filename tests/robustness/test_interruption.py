@@ -108,7 +108,7 @@ def test_processes_save_and_stop_after_the_same_step():
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_interrupted_at_random_times_equals_an_uninterrupted_one(undisturbed, start, processes):
-    """Interrupt all processes at the same time, as a terminal does, with workers."""
+    """All processes, including workers, receive Ctrl-C at the same time, as in a terminal."""
     print(f"FAULTS_SEED={SEED}")
     rng, interrupted = random.Random(SEED), 0
     while True:
@@ -198,7 +198,7 @@ def train_in_a_session(command, errors, environment):
 
 
 class Session:
-    """A forked run in a terminal of its own."""
+    """Run in a forked process with its own session, like a run in its own terminal."""
 
     def __init__(self, folder, image_folder, **environment):
         self.errors = folder / "errors.txt"
@@ -359,7 +359,7 @@ def test_a_signal_to_the_job_scripts_saves_and_stops_the_run(image_folder, tmp_p
     # the process group's store; --standalone would open a second store, whose values it unpickles
     assert listening(launcher) == 1
     assert script == "slurm.sh" or b"\0GLOO_SOCKET_IFNAME=lo\0" in (launcher / "environ").read_bytes()
-    if number == signal.SIGHUP:  # the end of a terminal in which torchrun runs without the script
+    if number == signal.SIGHUP:  # simulates a closed terminal that signals only torchrun
         os.kill(int(launcher.name), signal.SIGHUP)
         errors = process.communicate(timeout=120)[1]
     else:  # with --signal=B:, Slurm signals only the script before the time limit

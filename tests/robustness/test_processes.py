@@ -40,7 +40,7 @@ def meet(rank):
             distributed.broadcast_from_rank0(functools.partial(refuse, error))
         except (type(error), distributed.Rank0Error) as error:
             outcomes.append(str(error))
-    with contextlib.suppress(pickle.UnpicklingError):  # a pickle that could run code is refused
+    with contextlib.suppress(pickle.UnpicklingError):  # PyTorch rejects a pickle that could run code
         outcomes.append(distributed.broadcast_from_rank0(lambda: os.getcwd) is os.getcwd)
     distributed.destroy_process_group()
     return [*outcomes, calls, dist.is_initialized()]
@@ -68,7 +68,7 @@ def test_a_single_process_initializes_no_process_group():
     with pytest.raises(ZeroDivisionError):
         distributed.broadcast_from_rank0(lambda: 1 / 0)
     distributed.destroy_process_group()
-    with ThreadPoolExecutor() as pool:  # this thread receives no signals
+    with ThreadPoolExecutor() as pool:  # a thread other than the main thread receives no signals
         assert pool.submit(distributed.init_process_group, "cpu").result() == (torch.device("cpu"), 0, 1)
 
 
@@ -92,7 +92,7 @@ def test_hosts_communicate_over_gloo_and_a_missing_rank_is_reported_in_one_line(
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Set the environment variables of a launcher and no others."""
+    """Unset launchers' environment variables, and return a function that sets a test's variables."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_"))] + ["RANK", "WORLD_SIZE"]:
         monkeypatch.delenv(name, raising=False)
     return lambda variables: [monkeypatch.setenv(*pair.split("=")) for pair in variables.split()]
@@ -161,7 +161,7 @@ def die_in_the_middle(rank):
     distributed.init_process_group("cpu")
     if rank == 1:
         os._exit(7)
-    time.sleep(3600)  # like a process that waits for its GPU
+    time.sleep(3600)  # simulates a process that waits for its GPU
 
 
 def test_all_processes_exit_when_one_is_lost():
@@ -198,7 +198,7 @@ def join_and_leave_late(rank):
     times: list = []
     distributed.init_process_group("cpu")
     times.append(time.monotonic())
-    time.sleep(rank / 2)  # like the rank that writes the last checkpoint
+    time.sleep(rank / 2)  # simulates the rank that writes the last checkpoint
     times.append(time.monotonic())
     distributed.destroy_process_group()
     times.append(time.monotonic())
@@ -229,7 +229,7 @@ def test_ctrl_c_interrupts_only_the_waiting_main_thread():
 
 
 def restart(rank, count):
-    """Start processes as torchrun does: it keeps the store of the process group, and counts restarts."""
+    """Start processes like torchrun, which keeps the process group's store and counts restarts."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(count))
     distributed.init_process_group("cpu")
     total = distributed.all_reduce_sum(torch.ones(1)).item()

@@ -47,7 +47,8 @@ def test_a_run_finishes_although_nobody_reads_its_output_pipe(image_folder, tmp_
     for file in image_folder.rglob("*.png"):
         copy = broken / file.relative_to(image_folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(file.read_bytes() if file.name != "1.png" else b"broken")  # workers print a warning
+        # a broken image makes workers print a warning
+        copy.write_bytes(file.read_bytes() if file.name != "1.png" else b"broken")
     run(train_command(tmp_path, broken), processes, output=str(stuck_pipe[0]))
     assert len(checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()["history"]) == 2
 

@@ -132,7 +132,7 @@ RANGES = {
 def test_numbers_must_be_within_their_range():
     ranges = {name: ends for ends, names in RANGES.items() for name in names.split()}
     differ = {*ranges} ^ {name for name in FIELDS if kind_of(name)[0] in (int, float, tuple)}
-    assert not differ, f"RANGES has to have each option that is a number, by its range: {differ}"
+    assert not differ, f"RANGES must contain every numeric option, but these differ: {differ}"
     for name, ends in ranges.items():
         kind, _ = kind_of(name)
         for end, direction in zip(ends, (-1, 1)):

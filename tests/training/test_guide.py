@@ -84,7 +84,7 @@ def run_line(words):
         call(importlib.import_module(program + ".__main__" * package).main, *options)
 
 
-def test_the_notebook_goes_from_drawing_images_to_a_model_for_timm(tmp_path, monkeypatch, capsys):
+def test_the_notebook_runs_from_drawn_images_to_a_timm_model(tmp_path, monkeypatch, capsys):
     cells = json.loads((ROOT / "docs/first_hour.ipynb").read_text())["cells"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.environ["PATH"])  # restores PATH after the notebook has changed it

@@ -73,11 +73,11 @@ def train(meter, clock, steps, wait, work, loss=1.0, norm=1.0):
 
 def test_an_epochs_time_starts_with_loading_and_ends_with_the_last_step(clock):
     meter = EpochMeter()
-    clock.now += 100  # time before the epoch begins
+    clock.now += 100  # seconds before the epoch begins
     train(meter, clock, 5, wait=3.0, work=5)
-    clock.now += 2  # the device finishes
+    clock.now += 2  # seconds until the device finishes the last step
     meter.collect()
-    clock.now += 1000  # evaluation
+    clock.now += 1000  # seconds of evaluation, which the epoch's time excludes
     row = meter.summary(global_batch_size=12)
     assert row["images_per_second"] == pytest.approx(5 * 12 / (5 * (3 + 5) + 2))
     assert row["data_wait_percent"] == pytest.approx(100 * 15 / 42)
@@ -91,7 +91,7 @@ def test_a_restored_meter_continues_the_epoch(clock):
         meter.times.waited_for_gpu = 2.0
     second = EpochMeter()
     second.load_state_dict(first.state_dict())
-    clock.now += 1e6  # time until the run is resumed
+    clock.now += 1e6  # seconds until the run is resumed
     for meter in (whole, second):
         train(meter, clock, 2, wait=4.0, work=1, loss=0.7, norm=1.1)
         meter.collect()

@@ -43,7 +43,7 @@ def written(folder, **options):
 
 
 def read_back(path, *words):
-    """Read a checkpoint's options by --resume, `Checkpoint` and a resumed run."""
+    """Read a checkpoint as training state, as a model and with --resume, and return the config of --resume."""
     checkpoint.Checkpoint(path).training_state()
     vil.from_checkpoint(path)
     return load_config("", ["--resume", str(path), *words], checkpoint.options_to_resume)
@@ -53,7 +53,7 @@ def test_every_option_is_restored_from_a_checkpoint(tmp_path):
     torch.save(timm.create_model("test_resnet", num_classes=5).state_dict(), tmp_path / "teacher.pth")
     options = OPTIONS | dict(data_dir=str(tmp_path))
     differ = options.keys() ^ FIELDS.keys() - NOT_FROM_CHECKPOINTS - {"dataset"}
-    assert not differ, f"OPTIONS has to have each option, with another value than its default: {differ}"
+    assert not differ, f"OPTIONS must set every option to a non-default value, but these differ: {differ}"
     path = written(tmp_path, teacher_checkpoint=str(tmp_path / "teacher.pth"), **options)
     found, default = (dataclasses.asdict(c) for c in (read_back(path, "--teacher", "test_resnet"), Config()))
     for name, value in options.items():

@@ -40,7 +40,7 @@ NUMBERS = itertools.count()
 
 
 def small_config(image_folder, **options) -> Config:
-    # a run locks its folder, so each run has its own
+    # each run has its own folder, because a run locks its folder
     output = image_folder.parent / f"output{next(NUMBERS)}" if image_folder else None
     run_options = dict(data_dir=str(image_folder), output=str(output), workers=0, experiment="run", epochs=2)
     return Config(**SMALL | run_options | options)

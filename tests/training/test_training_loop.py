@@ -32,7 +32,7 @@ from vil.training.trainer import train as train_phases
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 CPU = torch.device("cpu")
-CLASSES = 7  # more than five, so that top-5 is not always correct
+CLASSES = 7  # more than five classes, so that top-5 accuracy can be below 100%
 # PLAIN disables augmentation. Every other option has a value that differs from all others.
 PLAIN = dict(aa=None, color_jitter=None, hflip=0.0, scale=(1.0, 1.0), ratio=(1.0, 1.0), reprob=0.0, crop_pct=1.0)
 OPTIONS = PLAIN | dict(
@@ -132,7 +132,7 @@ def test_a_distilled_run_equals_the_naive_implementation(folder, tmp_path, optio
     torch.manual_seed(5)
     teacher = timm.create_model(options["teacher"], num_classes=CLASSES).eval()
     for parameter in teacher.parameters():
-        parameter.data.mul_(1.5)  # so that the teacher's logits differ from the student's
+        parameter.data.mul_(1.5)  # makes the teacher's logits differ from the student's
     torch.save(teacher.state_dict(), tmp_path / "teacher.pth")
     run = trainer(folder, tmp_path, epochs=1, teacher_checkpoint=str(tmp_path / "teacher.pth"), **options)
     costs = []
@@ -249,7 +249,7 @@ def test_a_terminal_shows_one_progress_bar(folder, tmp_path, monkeypatch, rank, 
 
 
 def means_after(rank, folder, output, method):
-    """Train one epoch and return the BatchNorm means of a model and its EMA, which equal the rank before training."""
+    """Set BatchNorm means to the rank, train one epoch, and return the means of the model and its EMA."""
     options = dict(model="test_byobnet", model_kwargs={}, img_size=None, workers=0, epochs=1, warmup_epochs=0)
     options |= dict(data_dir=str(folder), output=str(output), experiment="run", checkpoint_interval="1")
     run = Trainer(Config(**OPTIONS | options), *distributed.init_process_group("cpu"))

@@ -199,7 +199,8 @@ def overwrite_unnoticed(paths):
 @pytest.mark.parametrize("options", [{}, dict(workers=2), dict(aug_repeats=3, batch_size=6)], ids=str)
 def test_a_cached_image_is_not_read_again(files, device, options):
     first, loader = epochs(files, device, count=1, **options)
-    overwrite_unnoticed((files / "train").glob("*/[1-9]*.jpg"))  # 0.jpg replaces an unreadable image
+    # 0.jpg stays intact, because it replaces an unreadable image
+    overwrite_unnoticed((files / "train").glob("*/[1-9]*.jpg"))
     loader.batches.set_epoch(0)
     assert same([(images.cpu(), targets.tolist()) for images, targets in loader], first)
 
@@ -219,7 +220,7 @@ def test_repeated_augmentation_fills_the_cache_before_the_first_batch(
     assert list(loader) == []
     assert caplog.messages[0].endswith("read: some 0.0027 GiB")  # 3 bytes per pixel
     monkeypatch.setattr(loader, "_loaded", None)
-    assert list(loader) == []  # images are read ahead only once
+    assert list(loader) == []  # the cache is filled only once
     assert len(loader.cache.images) in read
     assert loader.dataset.unreadable.count == 0
     keys = [key for batch in loader.batches for key in batch]
@@ -253,7 +254,7 @@ def test_a_changed_file_is_read_again(files, device, unchanged):
         assert same(again, expected[2 * epoch : 2 * epoch + 2])
 
 
-@pytest.mark.parametrize(("room", "stays"), [(500_000, False), (10_000_000, True)])  # the pixels need 2.3 MB
+@pytest.mark.parametrize(("room", "stays"), [(500_000, False), (10_000_000, True)])  # the decoded images take 2.3 MB
 def test_images_are_cached_only_if_all_fit_and_the_cache_is_logged(files, device, monkeypatch, caplog, room, stays):
     monkeypatch.setattr(cache, "HOST_BYTES", room)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (cache.SHARE * room, None))

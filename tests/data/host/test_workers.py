@@ -80,7 +80,7 @@ def quota(microseconds, folder="cpu,cpuacct"):
 def test_usable_cores_are_limited_by_affinity_and_the_containers_quota(machine, groups, files, cores, monkeypatch):
     machine(24, groups, files)
     assert workers.usable_cores() == cores
-    monkeypatch.delattr(os, "sched_getaffinity")  # macOS lacks this function
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS lacks sched_getaffinity
     monkeypatch.setattr(os, "cpu_count", lambda: 24)
     assert workers.usable_cores() == cores
 
@@ -145,7 +145,7 @@ def test_workers_are_at_most_the_number_of_pieces_and_prefetch_whole_batches(mac
     assert chosen() == (14, 2)
     assert chosen(pieces=3)[0] == 3
     assert chosen(pieces=0)[0] == 1
-    assert chosen(requested=30, pieces=3)[0] == 30  # an explicit number is kept
+    assert chosen(requested=30, pieces=3)[0] == 30  # an explicit number of workers is kept
     assert chosen(requested=0) == (0, None)
     assert chosen(most=8)[0] == 8
     for wanted, batch_size in ((2, 256), (1, 1024), (14, 1024), (4, 8)):
@@ -181,7 +181,7 @@ def test_too_little_shared_memory_for_one_worker_is_rejected_with_the_remedy(mac
     with pytest.raises(ConfigError, match="at least 130:"):
         chosen(in_use=12)
     machine(16, processes=8)
-    with pytest.raises(ConfigError, match="at least 240:"):  # the bytes for all local ranks
+    with pytest.raises(ConfigError, match="at least 240:"):  # 240 bytes are the total for all local ranks
         chosen()
     assert chosen(requested=0) == (0, None)
 
@@ -291,7 +291,7 @@ def test_a_hanging_worker_stops_the_run(started, monkeypatch):
         loaders.STALLED > workers.PIECE * sandbox_server.SECONDS
     )  # the timeout exceeds the time limit for decoding a whole piece
     monkeypatch.setattr(loaders, "STALLED", 0.2)
-    # interval after which PyTorch ends the worker
+    # seconds until PyTorch terminates a worker that does not exit
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     monkeypatch.setattr(ImageReader, "__getitem__", lambda *_: time.sleep(1))
     with pytest.raises(MachineError, match="^cannot read .*timed out after 0.2 seconds. To continue, .*disk"):
@@ -379,7 +379,8 @@ def test_pieces_form_batches_with_any_number_of_workers(image_folder, started, m
     thread.join()
     loader, processes = made
     assert len(processes) == count
-    assert loader.images.loader.prefetch_factor == loader.images.plan.prefetch != 2  # PyTorch's default
+    # PyTorch's default prefetch factor is 2
+    assert loader.images.loader.prefetch_factor == loader.images.plan.prefetch != 2
     for _ in range(2):
         assert [len(images) for images, _ in loader] == [9, 9, 9, 1]
         assert joined(loader)[1] == [number for number in range(4) for _ in range(7)]

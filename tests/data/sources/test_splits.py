@@ -401,11 +401,11 @@ def test_ranks_share_the_samples_of_shards_without_duplicates(image_folder, tmp_
         train, val, _ = open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4))
         for reader in (train.reader, val.reader):
             reader.dist_rank, reader.dist_num_replicas, reader.global_num_workers = rank, 2, 2
-        # the length is that of all ranks together, because it determines the steps of an epoch
+        # the length counts the samples of all ranks, because it determines the steps per epoch
         assert count_images(train) == 4 * TRAIN_IMAGES
         assert len(list(train)) == 2 * TRAIN_IMAGES
         share = [label for _, label in val]
-        assert share == sorted(share) or shards > 1  # sorted by name
+        assert share == sorted(share) or shards > 1  # the samples of a shard are sorted by name
         assert share
         labels += share
     assert len(read[0] & read[1]) == (shards == 1)  # ranks that share one shard take turns in reading it
