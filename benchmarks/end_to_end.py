@@ -114,7 +114,7 @@ def last_epoch(command: list[str], folder: Path) -> dict[str, str]:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{' '.join(command)}:\n{result.stderr[-3000:]}")
-    print(*(line for line in result.stderr.splitlines() if "images at once" in line), sep="\n", file=sys.stderr)
+    print(*(line for line in result.stderr.splitlines() if "micro-batches of" in line), sep="\n", file=sys.stderr)
     with open(folder / "summary.csv") as file:
         return list(csv.DictReader(file))[-1]
 

@@ -47,7 +47,7 @@ EXTENSIONS = ({VIL: 12, VIM: 12}, {VIL: 12, VIM: 20})
 WIDEST = 0.5  # percentage points: half-width of ViL minus ViM's interval above which further seeds are trained
 MARGIN = 1.0  # percentage points: margin of equivalence
 OPTIONS = {"rates": ["--epochs", "8"], "compiled": ["--epochs", "2", "--torchcompile"], "seeds": []}
-DIVERGED = r"the (loss|gradient's norm) is (nan|inf|-inf) at step"
+DIVERGED = r"the (loss|gradient norm|gradient's norm) is (nan|inf|-inf) at step"
 
 
 class Cell(NamedTuple):

@@ -1,4 +1,4 @@
-"""Vision Longhorn: image backbones with a linear-time recurrence. `import vil` registers its models with timm."""
+"""Vision Longhorn: image backbones with a linear-time recurrence. `import vil` registers the models with timm."""
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
@@ -12,12 +12,12 @@ __all__ = ["Longhorn", "VisionLonghorn", "from_checkpoint", "predict"]
 
 
 def __getattr__(name: str):
-    if name in ("export", "viz"):  # imported when they are needed
+    if name in ("export", "viz"):  # submodules imported on first use
         return importlib.import_module(f"vil.{name}")
     raise AttributeError(f"module 'vil' has no attribute {name!r}")
 
 
 try:
     __version__ = version("vision-longhorn")
-except PackageNotFoundError:  # run from a checkout that is not installed
+except PackageNotFoundError:  # the package runs from a checkout without installation
     __version__ = "unknown"

@@ -1,4 +1,4 @@
-"""Checkpoints: what the files of a run hold, and how they are written and read."""
+"""Reading and writing of checkpoints."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ from .weight_files import VERSION, BrokenCheckpointError, file_of, read_file
 
 _logger = logging.getLogger(__name__)
 
-# parts of a checkpoint that training reads, and their types
+# required entries of a checkpoint for resuming, and their types
 TRAINING_STATE: dict[str, type] = {
     "config": dict,  # options of the run
-    "history": list,  # a row for each epoch
-    "progress": dict,  # position within an epoch
+    "history": list,  # one row per finished epoch
+    "progress": dict,  # finished steps of the current epoch
     "num_images": int,
     "state_dict": dict,
     "scheduler": dict,
 }
-PREPROCESSING = ("mean", "std", "crop_mode", "crop_pct", "interpolation")  # timm's names
-MOST_CONFIG = 2**23  # bytes of config.json
-MOST_OPTIONS = 2**17  # bytes of the values in the options of a run
+PREPROCESSING = ("mean", "std", "crop_mode", "crop_pct", "interpolation")  # keys of timm's data config
+MOST_CONFIG = 2**23  # maximum number of bytes read from config.json
+MOST_OPTIONS = 2**17  # maximum size in bytes of the options stored in a checkpoint
 
 
 def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = None) -> None:
-    """Write `path` atomically: it holds the old or the new checkpoint after any failure.
+    """Write a checkpoint atomically, so that after any failure `path` contains either the old or the new checkpoint.
 
     Args:
-        state: The content.
-        path: The file.
-        previous: Name that the old file gets once the new one is complete on the disk.
+        state: Content of the checkpoint.
+        path: Checkpoint file.
+        previous: New path of the old checkpoint after the new checkpoint is written; None keeps no copy.
 
     Raises:
-        CheckpointError: Writing failed. The message names the file, the cause and the remedy.
+        CheckpointError: Writing failed. The message contains the path, the cause and the remedy.
     """
     state = {"version": VERSION, **state}
     try:
         write_atomically(path, lambda file: torch.save(state, file), previous)
-    except (OSError, RuntimeError) as error:  # PyTorch's writer turns an OSError into a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch.save converts an OSError to a RuntimeError
         cause = find_machine_error(error) or error
         kept = f". The last complete {path.name} is kept" if os.path.exists(path) else ""
         raise CheckpointError(
-            f"could not write {path}: {cause_of(cause)}{kept}. To continue, {remedy_for(cause)}, then resume with "
+            f"failed to write {path}: {cause_of(cause)}{kept}. To continue, {remedy_for(cause)}, then resume with "
             "--resume auto"
         ) from error
 
 
 def options_to_resume(path: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a checkpoint for a run that resumes from it.
+    """Return the options stored in a checkpoint, for a run that resumes from the checkpoint.
 
     Args:
-        path: The checkpoint.
-        given: Options of the command line.
+        path: Checkpoint file.
+        given: Options from the command line.
 
     Raises:
         ConfigError: An option is not allowed in a checkpoint, or must be confirmed on the command line.
@@ -78,16 +78,17 @@ def options_to_resume(path: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 class Checkpoint:
-    """What a file of weights holds, whoever wrote the file. The file is opened, checked and read once.
+    """Content of a checkpoint or weights file of this package or of another program, read and checked once.
 
     Args:
-        path: A checkpoint of train_imagenet.py, timm or ViM, a plain state dict (.pth, .safetensors), or a folder of
+        path: Checkpoint of train_imagenet.py, timm or ViM, plain state dict (.pth, .safetensors), or folder written by
             `vil.export`.
-        whole: Read the tensors' values. Otherwise tensors are on the meta device, and a .safetensors file has none.
+        whole: Whether to read the tensors' values. Otherwise tensors are on the meta device, and no tensors are read
+            from a .safetensors file.
 
     Raises:
         CheckpointError: The file is missing or cannot be read.
-        BrokenCheckpointError: The file is damaged, or holds what weights do not need.
+        BrokenCheckpointError: The file is corrupt, or contains objects that a checkpoint does not need.
     """
 
     def __init__(self, path: str | Path, whole: bool = True):
@@ -99,7 +100,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, source: str | Path | Checkpoint) -> Checkpoint:
-        """Return the checkpoint itself if it has been read already, otherwise read the file."""
+        """Return `source` if it is a `Checkpoint`, otherwise read the file."""
         return source if isinstance(source, Checkpoint) else cls(source)
 
     def __str__(self) -> str:
@@ -107,12 +108,12 @@ class Checkpoint:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The options of the run that wrote the file, without those that a checkpoint may not decide.
+        """Options of the run that wrote the file, filtered to the options that a checkpoint may set.
 
-        Files of other programs have none.
+        The dict is empty for files of other programs.
 
         Raises:
-            ConfigError: An option has a value that no run of ours has (see `options_of_checkpoint`).
+            ConfigError: An option has an invalid value (see `options_of_checkpoint`).
         """
         if not self.is_ours:
             return {}
@@ -125,11 +126,11 @@ class Checkpoint:
 
     @cached_property
     def label_names(self) -> list[str]:
-        """The names of the classes by class index, or an empty list if the file does not store them.
+        """Class names by class index, or an empty list if the file does not store class names.
 
         Raises:
-            CheckpointError: There is not one name for each class (see `vil.text.label_of`).
-            ConfigError: See `options`.
+            CheckpointError: The names are invalid (see `vil.text.label_of`), or not one name per class.
+            ConfigError: As for `options`.
         """
         names = self.content.get("label_names") if self.is_ours else None
         if names is None:
@@ -139,20 +140,19 @@ class Checkpoint:
         are_labels = isinstance(names, list) and all(isinstance(name, str) and name == label_of(name) for name in names)
         if not are_labels or len(names) != num_classes:
             raise CheckpointError(
-                f"{self.path} has label_names that are not a name for each of its {num_classes} classes, of at most "
-                f"{LONGEST_LABEL} printable characters"
+                f"label_names in {self.path} must be one name for each of the {num_classes} classes, with at most "
+                f"{LONGEST_LABEL} printable characters each"
             )
         return names
 
     @cached_property
     def preprocessing(self) -> dict[str, Any]:
-        """The preprocessing of images that a file of `vil.export`, or the config.json in its folder, specifies.
+        """Image preprocessing stored in a file written by `vil.export`, or in the config.json of a model folder.
 
-        The dict has those of timm's names `PREPROCESSING` that are specified. mean and std are lists of one number for
-        each channel.
+        The keys are those of `PREPROCESSING` that are stored. mean and std are lists of one number per channel.
 
         Raises:
-            CheckpointError: The values cannot be read or are not preprocessing.
+            CheckpointError: The values cannot be read or are invalid.
             ConfigError: crop_pct or interpolation is not allowed in a checkpoint (see `options_of_checkpoint`).
         """
         found = self._metadata_preprocessing() | self._folder_preprocessing()
@@ -171,7 +171,7 @@ class Checkpoint:
             raise BrokenCheckpointError.because(file_of(self.path), error) from error
 
     def _folder_preprocessing(self) -> dict[str, Any]:
-        path = self.path / "config.json"  # timm reads this file of a folder
+        path = self.path / "config.json"  # timm reads config.json from model folders, too
         if not path.is_file():
             return {}
         try:
@@ -179,30 +179,31 @@ class Checkpoint:
                 config = json.loads(file.read(MOST_CONFIG)).get("pretrained_cfg", {})
             return {name: config[name] for name in PREPROCESSING if config.get(name) is not None}
         except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
-            raise BrokenCheckpointError(f"{path} is not a model's config.json: {str(error)[:200]}") from error
+            raise BrokenCheckpointError(f"{path} is not a valid config.json of a model: {str(error)[:200]}") from error
 
     @property
     def ema_is_best(self) -> bool | None:
-        """Whether a best.pt stores that the EMA weights are better than the model's; None if the file does not."""
+        """Whether the EMA weights are better than the model's, as best.pt stores; None for files without this entry."""
         best = self.content.get("best") if self.is_ours else None
         return None if best is None else best == "state_dict_ema"
 
     def weights(self, use_ema: bool | None = None) -> dict[str, Any]:
-        """Return the state dict of the file.
+        """Return the model's state dict from the file.
 
         Args:
-            use_ema: Return the EMA weights. None: Return the weights that the file stores as the best, otherwise the
-                EMA weights if any.
+            use_ema: Whether to return the EMA weights. None returns the weights that best.pt marks as better, or for
+                other files the EMA weights if any.
 
         Raises:
-            CheckpointError: The file has no EMA weights, several state dicts, or something that is not a weight.
+            CheckpointError: The file has no EMA weights although requested, has several different state dicts, or has
+                values that cannot be weights.
         """
         try:
             found = find_state_dict(self.content, use_ema, self.ema_is_best)
             weights = without_wrappers(found.tensors)
         except StateDictError as error:
             raise CheckpointError(f"{self.path} {error}") from error
-        except Exception as error:  # names that are not text, or a file that is not a dict
+        except Exception as error:  # the file is not a dict, or has keys that are not strings
             raise BrokenCheckpointError.because(file_of(self.path), error) from error
         check_weights(weights, self.path)
         if found.is_ema and not (use_ema or self.is_ours) and is_rank0():
@@ -210,14 +211,15 @@ class Checkpoint:
         return weights
 
     def training_state(self) -> dict[str, Any]:
-        """Return the content of a file of `save_checkpoint`, from which a run can be resumed.
+        """Return the content of a checkpoint written by `save_checkpoint`, for resuming a run.
 
         Raises:
-            CheckpointError: The file has another format or version, or lacks a part, as best.pt does.
-            ConfigError: See `options`.
+            CheckpointError: The file has another format or version, or lacks an entry. best.pt lacks the optimizer
+                state.
+            ConfigError: As for `options`.
         """
         self._check_resumable()
-        content = {"num_images": 0, **self.content}  # first versions did not store num_images
+        content = {"num_images": 0, **self.content}  # early versions of this package did not store num_images
         for name, kind in TRAINING_STATE.items():
             part = content.get(name)
             if not isinstance(part, kind):
@@ -228,7 +230,7 @@ class Checkpoint:
         return content | {"config": self.options, "label_names": self.label_names}
 
     def _check_resumable(self) -> None:
-        """Raise a CheckpointError if the file is not a checkpoint of this version with the optimizer's state."""
+        """Raise a CheckpointError if the file has another format or version, or lacks the optimizer state."""
         path = self.path
         if not self.is_ours:
             raise CheckpointError(f"{path} is not a checkpoint of train_imagenet.py")
@@ -236,16 +238,16 @@ class Checkpoint:
         if version != VERSION:
             other = "a newer" if version > VERSION else "an older"
             raise CheckpointError(
-                f"{path} has version {version}, of {other} train_imagenet.py, but this one can only resume "
-                f"version {VERSION}: resume with that one, or start another run with --experiment NAME"
+                f"checkpoint version must be {VERSION} to resume, got {version} in {path}: resume with {other} "
+                "version of this package, or start another run with --experiment NAME"
             )
         if "best" in self.content and "optimizer" not in self.content:
             raise CheckpointError(
-                f"{path} holds weights without the optimizer's state: --resume {path.with_name('last.pt')} resumes "
-                f"the run, --pretrained-path {path} starts another run from its weights"
+                f"{path} does not contain the optimizer state: resume with --resume {path.with_name('last.pt')}, or "
+                f"start another run from these weights with --pretrained-path {path}"
             )
 
 
 def labels_of(numbers: dict[str, int]) -> list[str]:
-    """Return the names of classes in the order of their indices, as a checkpoint stores them."""
+    """Return printable class names sorted by class index, as stored in checkpoints."""
     return [label_of(name) for name in sorted(numbers, key=lambda name: numbers[name])]

@@ -1,6 +1,6 @@
-"""Comparison of class names, for example those of a checkpoint and of a folder, which decide the class indices.
+"""Comparison of class names between models, checkpoints and datasets, to match class indices.
 
-Names are compared in one form (`normal`), because a file system may store "é" as one character or as two.
+Names are normalized with `normal` before comparing, because file systems may store "é" as one character or as two.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .text import label_of
 
 
 def normal(name: str) -> str:
-    """Return the form in which class names are compared: as checkpoints store them, in Unicode form NFC."""
+    """Normalize a class name for comparison: truncate to a printable label and convert to Unicode form NFC."""
     return unicodedata.normalize("NFC", label_of(name))
 
 
 def check_distinct(names: Iterable[str], owner: str) -> dict[str, int]:
-    """Return the index of each name in its `normal` form; `owner` is what has these classes, in messages.
+    """Return a dict from normalized class name to index. `owner` describes the source of the names in messages.
 
     Raises:
-        ConfigError: Two names have the same form.
+        ConfigError: Two names are equal after normalization.
     """
     given = [*names]
     indices: dict[str, int] = {}
@@ -35,23 +35,23 @@ def check_distinct(names: Iterable[str], owner: str) -> dict[str, int]:
         other = indices.setdefault(name, index)
         if other != index:
             raise ConfigError(
-                f"class names of {owner} must differ in their printable characters in Unicode form NFC, got "
-                f"{given[other]!a} and {given[index]!a}: rename one of them"
+                f"class names of {owner} must differ after Unicode normalization (NFC), got {given[other]!a} and "
+                f"{given[index]!a}: rename one of them"
             )
     return indices
 
 
 def find(names: Mapping[str, Sequence[str]], known: Sequence[str], owner: str) -> dict[str, int | None]:
-    """Return the index in `known` of each class, or None for a class that is not in `known`.
+    """Return the index in `known` of each class, or None for classes that are not in `known`.
 
     Args:
-        names: Each class with the names that it may have in `known`, the most specific one first. The others are ends
-            of the first, and count only if no other class of `known` ends in the same way.
+        names: Candidate names of each class, full name first. The other candidates are suffixes of the full name, and
+            match only if no class in `known` has the same suffix.
         known: Class names by index.
-        owner: What has the `known` classes, in messages.
+        owner: Description of the source of `known`, for messages.
 
     Raises:
-        ConfigError: Two classes of `known` have the same name.
+        ConfigError: Two names in `known` are equal after normalization.
     """
     indices = check_distinct(known, owner)
     ends = {end for name in indices for end in ends_of(name)[:-1]}
@@ -63,16 +63,16 @@ def find(names: Mapping[str, Sequence[str]], known: Sequence[str], owner: str) -
 
 
 def ends_of(path: str) -> list[str]:
-    """Return the ends of a path that begin after a separator, the shortest one first, and the path."""
+    """Return all suffixes of a path, shortest first: "c", "b/c" and "a/b/c" for "a/b/c"."""
     parts = path.split("/")
     return ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
 def order_of(names: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
-    """Return the index in `names` of each of the `wanted` classes, or None if `names` are other classes.
+    """Return the index in `names` of each class in `wanted`, or None if the two sets of classes differ.
 
-    ImageNet's 1000 classes may be folders that are named by their index, as in ImageNet-V2. Numbers are compared with
-    ImageNet's WordNet ids only.
+    Datasets such as ImageNet-V2 name the folders of ImageNet's 1000 classes by class index. Such numbers match only
+    ImageNet's WordNet ids.
     """
     own = [*map(normal, names)]
     expected = [*map(normal, wanted)]
@@ -91,28 +91,29 @@ def order_of(names: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
 
 
 def is_numbered(names: Sequence[str]) -> bool:
-    """Return whether names are the indices of ImageNet's 1000 classes, which say nothing but the order."""
+    """Return whether names are the class indices of ImageNet, "0" to "999" in order."""
     return len(names) == IMAGENET_CLASSES and all(n.isdecimal() and int(n) == i for i, n in enumerate(names))
 
 
 def first_difference(names: Sequence[str], wanted: Sequence[str], owner: str, other: str) -> str:
-    """Return a clause that names the first class of `owner` that `other` lacks."""
+    """Describe the first difference between the class names of `owner` and `other`, for messages."""
     own = [*map(normal, names)]
     expected = [*map(normal, wanted)]
     differing = [index for index, (a, b) in enumerate(zip(own, expected)) if a != b]
     if not differing:
         return f"{owner} has {len(names)} classes, but {other} has {len(wanted)}"
-    index = next((index for index in differing if own[index] not in expected), differing[0])  # not one that only moved
+    # prefer a class that is missing to a class that only moved
+    index = next((index for index in differing if own[index] not in expected), differing[0])
     return f"class {index} is {names[index]!r} in {owner}, but {wanted[index]!r} in {other}"
 
 
 def check_order(names: Sequence[str], wanted: Sequence[str], owner: str, other: str, remedy: str) -> list[int] | None:
-    """Return the permutation of a model's outputs that gives the `wanted` classes, or None if the outputs fit.
+    """Return the permutation from a model's outputs to the `wanted` classes, or None if no reordering is needed.
 
-    Sources without names are not compared.
+    If `names` or `wanted` is empty, nothing is compared.
 
     Raises:
-        ConfigError: `names` are other classes; the message ends with `remedy`.
+        ConfigError: The two sets of classes differ. The message ends with `remedy`.
     """
     if not names or not wanted:
         return None
@@ -123,9 +124,9 @@ def check_order(names: Sequence[str], wanted: Sequence[str], owner: str, other: 
 
 
 def names_of(model: Any) -> list[str]:
-    """Return the class names of a model by index, as far as its `pretrained_cfg` stores them.
+    """Return the class names of a model by index, or an empty list if the model's `pretrained_cfg` stores none.
 
-    timm's own pretrained models with 1000 classes have ImageNet's, by WordNet id.
+    timm's pretrained ImageNet models have WordNet ids as class names.
     """
     config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     num_classes = getattr(model, "num_classes", None)
@@ -148,7 +149,7 @@ def imagenet_ids() -> list[str]:
 
 
 def quoted(names: Iterable[str]) -> str:
-    """Return the first names in a line, with control characters escaped."""
+    """Return the first five names on one line, quoted and with control characters escaped."""
     names = list(names)
     first = ", ".join(map(repr, names[:5]))
     return f"{first}, ..." if len(names) > 5 else first

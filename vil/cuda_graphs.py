@@ -1,4 +1,4 @@
-"""Functions of tensors that are captured as a CUDA graph once and then replayed."""
+"""Capture of functions as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _logger = logging.getLogger(__name__)
 
 
 class UncapturableError(RuntimeError):
-    """The function cannot be captured, because a CUDA graph would not repeat what the function does."""
+    """Raised if a CUDA graph could not reproduce the function, so the function must not be captured."""
 
 
 class Replayed:
-    """Capture `function(*tensors)` as a CUDA graph and replay the graph for inputs of the captured shapes.
+    """Captures `function(*tensors)` as a CUDA graph and replays the graph for inputs of the captured shapes.
 
-    Inputs are copied to the graph's input buffers, and each call overwrites the outputs of the call before. Inputs of
-    other shapes run eagerly. If the function cannot be captured, a warning gives the reason and every call runs
-    eagerly. Random numbers equal those of an eager call, because replays advance the GPU's RNG state.
+    Inputs are copied to the graph's input buffers, and each call overwrites the outputs of the previous call. Inputs of
+    other shapes run in eager mode. If the function cannot be captured, a warning gives the reason and every call runs
+    in eager mode. Random numbers are the same as in eager mode, because replays advance the GPU's RNG state.
 
     Args:
-        function: Function from tensors on the current GPU to tensors or collections of tensors.
+        function: Function of tensors on the current GPU that returns tensors or collections of tensors.
         inputs: Example tensors with the shapes of later inputs; their values do not matter.
-        name: Name of the function in the warning.
+        name: Name of the function, for the warning.
         changed: Tensors that the function modifies in place, such as gradients. Warm-up and capture leave their values
             unchanged.
-        tried: Whether the function has run before and needs no warm-up.
+        tried: Whether the function has already run and needs no warm-up.
 
     Raises:
-        torch.OutOfMemoryError: Warm-up or capture exceeds the GPU's memory.
+        torch.OutOfMemoryError: Warm-up or capture exceeds the GPU memory.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Replayed:
             try:
                 if not tried:
                     self._try_out()
-                # "thread_local" lets other threads, such as the loader's, call CUDA during the capture
+                # "thread_local" allows CUDA calls from other threads, such as the loader's, during the capture
                 with nothing_collected(), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                     self.outputs = function(*inputs)
             except torch.OutOfMemoryError:
@@ -62,7 +62,7 @@ class Replayed:
             except RuntimeError as error:
                 self.graph = None
                 reason = str(error).strip().splitlines()[0]
-                _logger.warning("cannot capture %s as a CUDA graph, so it runs in eager mode: %s", name, reason)
+                _logger.warning("cannot capture %s as a CUDA graph, running in eager mode instead: %s", name, reason)
 
     def __call__(self, *inputs: Tensor):
         fits = all(t.shape == buffer.shape for t, buffer in zip(inputs, self.buffers))
@@ -74,10 +74,10 @@ class Replayed:
         return self.outputs
 
     def _try_out(self) -> None:
-        """Run the function twice as a warm-up, until kernels are compiled and selected.
+        """Run the function twice as a warm-up, so that kernels are compiled and selected before the capture.
 
-        A failed capture leaves PyTorch's allocator and generator in an undefined state. Therefore the warm-up already
-        raises the errors that would break the capture or its replay.
+        A failed capture leaves PyTorch's allocator and RNG in an undefined state. Therefore the warm-up already raises
+        errors that would break the capture or the replay.
         """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -89,13 +89,13 @@ class Replayed:
                         self.function(*self.buffers)
                     if _rng_state_of_host() != host_state:
                         raise UncapturableError("the function samples random numbers on the host")
-        finally:  # the restoring copies of `unchanged` must wait for the stream, too
+        finally:  # `unchanged` must wait for this stream before restoring tensors
             torch.cuda.current_stream().wait_stream(stream)
 
 
 @contextmanager
 def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restore these tensors and the GPU's RNG state when the context exits."""
+    """Restore the given tensors and the GPU's RNG state when the context exits."""
     before = [t.detach().clone() for t in tensors]
     rng_state = torch.cuda.get_rng_state()
     try:
@@ -111,7 +111,7 @@ def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
 def nothing_collected() -> Iterator[None]:
     """Collect garbage before the context and disable the garbage collector inside.
 
-    If an earlier run's CUDA graph is destroyed during a capture, the capture fails.
+    A capture fails if the garbage collector destroys another CUDA graph meanwhile.
     """
     gc.collect()
     enabled = gc.isenabled()
@@ -130,7 +130,7 @@ def _rng_state_of_host() -> tuple:
 
 @contextmanager
 def _synchronization_raises() -> Iterator[None]:
-    """Raise an error on each operation inside the context that makes the host wait for the GPU."""
+    """Raise an error inside the context if an operation makes the host wait for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")

@@ -1,4 +1,4 @@
-"""timm's data config of a model: size, mean, standard deviation, crop and interpolation of its images."""
+"""timm's data config of a model: image size, mean, standard deviation, crop and interpolation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .wrappers import unwrapped
 
 
 def input_size(model: Any, config: dict[str, Any] | None = None) -> tuple[int, int, int]:
-    """Return the channels, height and width that a model was built for, which timm's data `config` may not contain."""
+    """Return the channels, height and width that a model was built for, which can differ from timm's data config."""
     channels, *size = (config or resolve_model_data_config(model))["input_size"]
     size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
     return getattr(model, "in_chans", channels), *size
@@ -22,7 +22,7 @@ def input_size(model: Any, config: dict[str, Any] | None = None) -> tuple[int, i
 def chosen_data_config(
     model: nn.Module, img_size: int | tuple[int, int] | None = None, **chosen: Any
 ) -> dict[str, Any]:
-    """Return timm's data config of a model with the chosen values; timm itself accepts only square `img_size`."""
+    """Return timm's data config of a model with some values replaced. Unlike in timm, `img_size` need not be square."""
     if img_size:
         chosen["input_size"] = (3, *to_2tuple(img_size))
     return resolve_data_config(chosen, model=model)

@@ -1,4 +1,4 @@
-"""Selection of a run's device and of its autocast precision."""
+"""Selection of the device and the autocast precision."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def known_device(name: str | None) -> str:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device must be one that PyTorch knows, such as cuda or cpu, got {name!r}") from error
+        raise ConfigError(f"device must be a PyTorch device such as cuda or cpu, got {name!r}") from error
     if device.type == "cpu":
         return name
     backend: Any = getattr(torch, device.type, None)
     if not (hasattr(backend, "is_available") and backend.is_available()):
-        raise ConfigError(f"device {name!r} is not available to PyTorch on this machine: set --device cpu")
+        raise ConfigError(f"device {name!r} is not available on this machine: set --device cpu")
     if (device.index or 0) >= backend.device_count():
         count = backend.device_count()
         raise ConfigError(f"device index must be less than {count}, the number of {device.type} devices, got {name!r}")
@@ -37,5 +37,5 @@ def known_device(name: str | None) -> str:
 
 
 def autocast(device: torch.device, enabled: bool, dtype: str) -> AbstractContextManager:
-    """Return the autocast context if enabled; on a CPU, models always run in fp32."""
+    """Return the autocast context if enabled. On a CPU, models always run in fp32."""
     return torch.autocast(device.type, getattr(torch, dtype)) if enabled and device.type != "cpu" else nullcontext()

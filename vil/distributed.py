@@ -1,4 +1,4 @@
-"""Process group and collectives of a run: one process for each GPU, or several on a CPU."""
+"""Process group and collectives of a distributed run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .fault_tolerance.parents import terminate_with_parent
 from .fault_tolerance.signals import signals_handled_in_thread
 from .fault_tolerance.watchdog import RankWatchdog
 
-RESTART_TIMEOUT = 120  # seconds to wait for all processes after a restart
-# errors of a process group that cannot be initialized
+RESTART_TIMEOUT = 120  # seconds; timeout for all processes to join after a restart
+# exceptions raised if the process group cannot be initialized
 INIT_ERRORS = (ValueError, dist.DistError) if dist.is_available() else (ValueError,)
-# environment variables of launchers
+# environment variables set by torchrun and Slurm
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID")
 VARIABLES = (
     "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
@@ -34,34 +34,34 @@ _watchdog: RankWatchdog | None = None
 
 
 def is_rank0() -> bool:
-    """Return whether this process has rank 0, which reports for all ranks.
+    """Return whether this process has rank 0, which prints messages for all ranks.
 
-    The answer follows from the environment, so the process group need not be initialized. A stray RANK without several
-    processes counts as rank 0.
+    Only environment variables are read, so the process group need not be initialized. If the world size is 1, RANK is
+    ignored.
     """
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     return rank == "0" or os.environ.get(_world_size_variable() or "", "1") == "1"
 
 
 def warn_on_rank0(module: str, message: str, *values: object) -> None:
-    """Log a warning of a module on rank 0 only."""
+    """Log a warning with the logger of `module`, on rank 0 only."""
     if is_rank0():
         logging.getLogger(module).warning(message, *values)
 
 
 def init_process_group(device: str) -> tuple[torch.device, int, int]:
-    """Initialize the process group of a training run; return this process's device, rank and the world size.
+    """Initialize the process group of a training run. Return this process's device and rank, and the world size.
 
-    Without other processes, only the device is set up. Call `destroy_process_group` at the end of the run.
+    With a world size of 1, no process group is created. Call `destroy_process_group` at the end of the run.
 
     Raises:
         ConfigError: The process group cannot be initialized.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # otherwise the processes of a killed torchrun would continue beside those of the next start
+        # otherwise processes would survive a killed torchrun and disturb the next run
         terminate_with_parent()
 
-    # the host communicates over gloo, which does not wait for a GPU and notices at once that a process has exited
+    # CPU tensors use gloo, which does not wait for a GPU and fails at once if a process exits
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else None
     with signals_handled_in_thread():
         own_device, rank, world_size = init_distributed_device(device, backend, "vil://")
@@ -69,14 +69,14 @@ def init_process_group(device: str) -> tuple[torch.device, int, int]:
     if world_size > 1:
         global _watchdog
         _watchdog = RankWatchdog(rank, world_size)
-        # otherwise a process that fails could exit while another is still joining
+        # wait for all ranks, so that no rank fails and exits while another rank is still joining
         all_reduce_sum(torch.zeros(()))
         _watchdog.start()
     return own_device, rank, world_size
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group of `init_process_group` after all processes have called this."""
+    """Wait until all ranks have called this function, then destroy the process group."""
     if _watchdog:
         all_reduce_sum(torch.zeros(()))
         _watchdog.finish()
@@ -86,15 +86,16 @@ def destroy_process_group() -> None:
 def init_distributed_device(
     device: str, backend: str | None = None, url: str | None = None
 ) -> tuple[torch.device, int, int]:
-    """Call timm's `init_distributed_device`; return this process's device, rank and the world size.
+    """Call timm's `init_distributed_device`. Return this process's device and rank, and the world size.
 
     Args:
-        device: Type of the device, such as "cuda".
-        backend: Backend of the process group; timm's choice by default.
-        url: Rendezvous of the processes; the environment variables by default.
+        device: Device type, such as "cuda".
+        backend: Backend of the process group; None uses timm's default.
+        url: URL of the rendezvous; None uses the environment variables.
 
     Raises:
-        ConfigError: The process group cannot be initialized. The message names the variables and the remedy.
+        ConfigError: The process group cannot be initialized. The message contains the environment variables and the
+            remedy.
     """
     if problem := _environment_problem():
         raise ConfigError(problem)
@@ -102,31 +103,32 @@ def init_distributed_device(
     try:
         own_device = timm.utils.init_distributed_device(process)
     except INIT_ERRORS as error:
-        reason = (str(error).splitlines() or ["no reason is known"])[0]
+        reason = (str(error).splitlines() or ["unknown reason"])[0]
         named = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
         raise ConfigError(
-            f"the processes of {named} do not meet: {reason}. Start all of them with torchrun or srun, or "
-            "unset WORLD_SIZE and SLURM_NTASKS for one process"
+            f"failed to initialize the process group with {named}: {reason}. Start all processes with torchrun or "
+            "srun, or unset WORLD_SIZE and SLURM_NTASKS to run a single process"
         ) from error
     return own_device, process.rank, process.world_size
 
 
 def _world_size_variable() -> str | None:
-    """Return the variable from which timm and PyTorch read the world size, or None."""
+    """Return the name of the environment variable from which timm and PyTorch read the world size, or None."""
     return next((name for name in ("WORLD_SIZE", "SLURM_NTASKS") if name in os.environ), None)
 
 
 def _environment_problem() -> str | None:
-    """Return why the processes that the environment names cannot form a process group, or None.
+    """Return why the environment variables do not describe a valid process group, or None.
 
-    timm and PyTorch read WORLD_SIZE or, if WORLD_SIZE is missing, SLURM_NTASKS, and connect to the other processes at
-    MASTER_ADDR and MASTER_PORT. An interactive Slurm job or a stray variable names processes that nobody has started.
+    timm and PyTorch read the world size from WORLD_SIZE or otherwise SLURM_NTASKS, and connect to other processes at
+    MASTER_ADDR and MASTER_PORT. In an interactive Slurm job, or with a leftover variable, the world size counts
+    processes that were never started.
     """
     variable = _world_size_variable()
     if variable is None or os.environ[variable] == "1":
         return None
-    by_slurm = "SLURM_PROCID" in os.environ  # timm distinguishes Slurm from torchrun in this way
-    remedy = f"to train or evaluate in one process, unset {variable}; otherwise start all processes with torchrun"
+    by_slurm = "SLURM_PROCID" in os.environ  # like timm, distinguish Slurm from torchrun by this variable
+    remedy = f"unset {variable} to run in one process, or start all processes with torchrun"
     if by_slurm:
         remedy += ", or with srun and MASTER_ADDR and MASTER_PORT"
 
@@ -142,11 +144,11 @@ def _environment_problem() -> str | None:
         needed = ["WORLD_SIZE", "RANK", *needed]
     if missing := [name for name in needed if not os.environ.get(name)]:
         lacks = ", ".join(missing)
-        return f"{variable}={world_size} names {world_size} processes, but the environment lacks {lacks}: {remedy}"
+        return f"{variable}={world_size} requires environment variables that are not set ({lacks}): {remedy}"
 
     in_step = os.environ.get("SLURM_STEP_NUM_TASKS", os.environ[variable])
     if variable == "SLURM_NTASKS" and in_step != os.environ[variable]:
-        return f"SLURM_NTASKS={world_size} names {world_size} processes, but this job step has {in_step}: {remedy}"
+        return f"SLURM_NTASKS={world_size} must equal the number of tasks in this job step, got {in_step}: {remedy}"
 
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     if rank >= world_size:
@@ -155,9 +157,9 @@ def _environment_problem() -> str | None:
 
 
 def _rendezvous(url: str, **kwargs):
-    """Yield PyTorch's rendezvous by environment variables, with a part of the store for each restart by torchrun.
+    """Yield PyTorch's env:// rendezvous with a separate key prefix in the store for each restart by torchrun.
 
-    torchrun keeps the store across restarts, and with the store the addresses of processes that no longer exist.
+    torchrun keeps the store across restarts, so the store still contains addresses of processes that no longer exist.
     """
     for store, rank, world_size in dist.rendezvous(url.replace("vil:", "env:"), **kwargs):
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -168,14 +170,14 @@ def _rendezvous(url: str, **kwargs):
 
 
 def _wait_for_all(store: dist.Store, rank: int, world_size: int) -> None:
-    """Wait for all processes, because torchrun may restart its processes although another machine is lost."""
+    """Wait for all processes after a restart, because torchrun may restart although another machine is lost."""
     store.set(f"rank {rank}", "")
     try:
         store.wait([f"rank {other}" for other in range(world_size)], datetime.timedelta(seconds=RESTART_TIMEOUT))
     except dist.DistStoreError:
         sys.exit(
-            f"error: not all {world_size} processes have been started again within {RESTART_TIMEOUT} seconds: "
-            "start the run again on all machines, with --resume auto"
+            f"error: not all {world_size} processes were restarted within {RESTART_TIMEOUT} seconds: restart the run "
+            "on all machines with --resume auto"
         )
 
 
@@ -191,7 +193,7 @@ def all_reduce_sum(value: Tensor) -> Tensor:
 
 
 def all_gather_interleaved(rows: Tensor) -> Tensor:
-    """Gather the rows (N, ...) of all ranks in round-robin order. N may differ between ranks."""
+    """Gather tensors (N, ...) from all ranks, with rows interleaved in rank order. N may differ between ranks."""
     if not dist.is_initialized():
         return rows
     counts = [torch.tensor(0, device=rows.device) for _ in range(dist.get_world_size())]
@@ -208,16 +210,16 @@ def all_gather_interleaved(rows: Tensor) -> Tensor:
 
 
 class Rank0Error(RuntimeError):
-    """Rank 0 has failed for the given reason."""
+    """Raised on other ranks if rank 0 fails in `broadcast_from_rank0`."""
 
 
 def broadcast_from_rank0(function: Callable[[], Any]) -> Any:
-    """Broadcast the result of `function` from rank 0: tensors, numbers, text and lists of them.
+    """Call `function` on rank 0 and broadcast the result, such as tensors, numbers, strings or lists of these.
 
-    No other types are transferred, so that no program on the network can make a process run code.
+    Other types are not accepted, so that data from the network cannot execute code.
 
     Raises:
-        Rank0Error: `function` raised an error on rank 0; rank 0 itself raises that error.
+        Rank0Error: `function` raised an error on rank 0. Rank 0 itself raises the original error.
     """
     if not dist.is_initialized():
         return function()
@@ -232,7 +234,7 @@ def broadcast_from_rank0(function: Callable[[], Any]) -> Any:
 
 
 def _call_and_send(function: Callable[[], Any]) -> Any:
-    """Call `function` on rank 0, and broadcast its result or the message of its error."""
+    """Call `function` on rank 0 and broadcast the result or the error message."""
     value: Any = None
     error: Exception | None = None
     try:
@@ -250,7 +252,7 @@ def _call_and_send(function: Callable[[], Any]) -> Any:
 
 
 def _broadcast_bytes(content: bytes | memoryview = b"") -> Tensor:
-    """Broadcast `content` of rank 0. Other ranks pass no content."""
+    """Broadcast `content` from rank 0. Other ranks pass no content."""
     size = torch.tensor(len(content))
     dist.broadcast(size, 0)
     data = torch.frombuffer(content or bytearray(int(size)), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Errors that a command reports in one line, without a traceback."""
+"""Errors that commands report on one line without a traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ConfigError(ValueError):
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, read, or used for this model.
 
-    The message is printable, even if names in the file are not.
+    Unprintable characters in the message are replaced.
     """
 
     def __init__(self, message: str):

@@ -1,4 +1,4 @@
-"""Creation of models from names and weights, with errors that a user can act on."""
+"""Creation of models from names, arguments and weights."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ from .text import nearest, one_line, printable
 def from_checkpoint(
     path: str | Path | Checkpoint, model: str | None = None, *, use_ema: bool | None = None, **arguments: Any
 ) -> nn.Module:
-    """Load a trained model on the CPU in eval mode, with its preprocessing and class names.
+    """Load a trained model on the CPU in eval mode, with the model's preprocessing and class names.
 
-    `timm.data.resolve_model_data_config(model)` returns the size, mean, standard deviation, crop and interpolation of
-    its images, as `validate.py` prepares them. `model.pretrained_cfg["label_names"]` are the class names by index, if
-    the file stores them.
+    `timm.data.resolve_model_data_config(model)` returns the preprocessing that `validate.py` uses for the model.
+    `model.pretrained_cfg["label_names"]` contains the class names by index if the file stores class names.
 
     Args:
-        path: A checkpoint of train_imagenet.py or a file or folder of weights of `vil.export`, which store the model's
-            name and arguments, or any other file of weights.
-        model: timm's name of the model, if the file does not store it.
-        use_ema: Load the EMA weights. None loads them if the file says that they are better (best.pt does).
-        arguments: Keyword arguments of the model that override those of the file. `img_size` adapts the model to
-            another image size; `num_classes=0` removes the head, so that the model returns pooled features.
+        path: Checkpoint of train_imagenet.py, or weights written by `vil.export`, which store the model's name and
+            arguments; or any other weights file.
+        model: Model name in timm, if the file does not store the name.
+        use_ema: Whether to load the EMA weights. None loads the EMA weights only if best.pt marks them as better.
+        arguments: Model arguments that override the arguments in the file. `img_size` adapts the model to another image
+            size; `num_classes=0` removes the head, so that the model returns pooled features.
 
     Raises:
-        ConfigError: The file does not store its model's name and `model` is not given, the model is unknown, or it does
+        ConfigError: The model's name is neither given nor stored in the file, the model is unknown, or the model does
             not support the arguments.
         CheckpointError: The file is missing or corrupt, or has another architecture or number of classes.
     """
@@ -50,10 +49,10 @@ def from_checkpoint(
     name = model or source.options.get("model")
     if not name:
         call = f"vil.from_checkpoint({str(source)!r}, 'vim_tiny')"
-        raise ConfigError(f"{source} does not store its model's name: pass the name, {call}")
+        raise ConfigError(f"{source} does not store the name of the model: pass the name, as in {call}")
     arguments = saved_arguments(source.options) | arguments
     without_head = arguments.get("num_classes") == 0
-    if without_head:  # load the model with the file's head first
+    if without_head:  # load the weights including the head, and remove the head afterwards
         arguments["num_classes"] = source.options.get("num_classes") or num_classes_of(name, source.weights())
     if use_ema is None:
         use_ema = bool(source.ema_is_best)
@@ -66,7 +65,7 @@ def from_checkpoint(
 
 
 def saved_arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that build the model of a run with these options."""
+    """Return the keyword arguments of the model in a run with these options."""
     sizes = {name: options[name] for name in ("num_classes", "img_size") if options.get(name)}
     return sizes | _model_kwargs(options)
 
@@ -76,7 +75,7 @@ def _model_kwargs(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pretrained_cfg(model: Any, source: Checkpoint, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return timm's pretrained config of a model with the preprocessing and class names of its checkpoint."""
+    """Return timm's pretrained config of a model, updated with preprocessing and class names from the checkpoint."""
     config = {name: value for name, value in model.pretrained_cfg.items() if not name.startswith("test_")}
     channels, *size = config["input_size"]
     channels = arguments.get("in_chans") or channels
@@ -93,15 +92,15 @@ def _pretrained_cfg(model: Any, source: Checkpoint, arguments: dict[str, Any]) -
 
 
 def load_model(model: str, path: str | Path | Checkpoint, use_ema: bool = False, **arguments: Any) -> nn.Module:
-    """Create timm's model of this name with all of its weights from a file.
+    """Create a model by its timm name and load all weights from a file.
 
     Raises:
-        ConfigError: There is no such model, or it does not accept the arguments.
+        ConfigError: The model is unknown or does not accept the arguments.
         CheckpointError: The file is missing or corrupt, or has another architecture or number of classes.
     """
     source = Checkpoint.of(path)
     weights = _adapted(model, arguments, source.weights(use_ema), source)
-    with torch.device("meta"):  # reject a file that claims more than it holds before allocating memory
+    with torch.device("meta"):  # check the shapes on the meta device before allocating memory
         load_weights(create_model(model, **arguments), weights, source.path)
     loaded = create_model(model, **arguments)
     load_weights(loaded, weights, source.path)
@@ -115,58 +114,59 @@ def create_model(
     label_names: Sequence[str] = (),
     **arguments: Any,
 ) -> nn.Module:
-    """Create timm's model of this name, initialized with the weights in a file if one is given.
+    """Create a model by its timm name, initialized from a weights file if `pretrained_path` is given.
 
-    The file's head is kept if it has as many classes as the model. If the class names in the file and `label_names` are
-    the same in another order, the head's rows are reordered; if they are other classes, the head is new. Position
-    embeddings and patches are resampled. If `depth` is less than the file's, the model has the file's first blocks.
+    The file's head is kept if the number of classes is the same. The head's rows are reordered if `label_names` has the
+    same classes as the file in another order. If the classes differ, the head is randomly initialized. Position
+    embeddings and patch embeddings are resampled. If `depth` is less than in the file, the first blocks are loaded.
 
     Args:
-        model: timm's name.
-        pretrained_path: File of weights, or its content.
+        model: Model name in timm.
+        pretrained_path: Weights file, or the `Checkpoint` read from it.
         label_names: Class names of the data by index; empty if unknown.
-        arguments: The model's.
+        arguments: Keyword arguments of the model.
 
     Raises:
-        ConfigError: There is no such model, it does not take the arguments, or it does not fit the weights.
+        ConfigError: The model is unknown, does not accept the arguments, or does not fit the weights.
         CheckpointError: The file is missing or corrupt.
     """
     if pretrained_path:
         return _initialized(model, arguments, Checkpoint.of(pretrained_path), label_names)
     try:
         return _create(model, arguments)
-    except Exception as error:  # unexpected arguments raise various types
+    except Exception as error:  # models raise various types for invalid arguments
         raise _creation_error(model, error) from error
 
 
 def _initialized(model: str, arguments: dict[str, Any], source: Checkpoint, label_names: Sequence[str]) -> nn.Module:
-    """Create a model that is initialized with the weights of a file, as far as they fit."""
+    """Create a model and initialize the model with all tensors of a weights file that fit."""
     given = first_blocks(source.weights(), arguments.get("depth"))
     weights = _adapted(model, arguments, given, source, is_start=True)
     weights, head = fit_head(model, weights, source.label_names if label_names else (), label_names)
-    overlay = {"state_dict": weights, "num_classes": num_classes_of(model, weights) or -1}  # timm adds a head for -1
+    # for num_classes -1, timm keeps the model's new head
+    overlay = {"state_dict": weights, "num_classes": num_classes_of(model, weights) or -1}
     try:
         created = _create(model, arguments, pretrained=True, pretrained_cfg_overlay=overlay)
         own = created.state_dict().keys()
         common = fitted(weights, created).keys() & own
-        if 2 * len(common) < len(own):  # timm would continue
-            raise RuntimeError(f"{len(common)} of its {len(own)} tensors are in {source}")
-    except Exception as error:  # unexpected arguments raise various types
+        if 2 * len(common) < len(own):  # timm would continue without an error
+            raise RuntimeError(f"only {len(common)} of the model's {len(own)} tensors are in {source}")
+    except Exception as error:  # models raise various types for invalid arguments
         raise _creation_error(model, error, source, given) from error
     taken = printable(describe_initialization(created, weights, given))
-    warn_on_rank0(__name__, "started from %s: %s%s", source, taken, printable(head))
+    warn_on_rank0(__name__, "initialized from %s: %s%s", source, taken, printable(head))
     return created
 
 
 def _create(model: str, arguments: dict[str, Any], **start: Any) -> nn.Module:
-    """Create timm's model without arguments that it does not support but that change nothing."""
+    """Create a timm model. Omit `img_size` and a `drop_path_rate` of 0 if the model does not support them."""
     try:
         created: Any = timm.create_model(model, **arguments | start)
-        # an attribute instead of a config entry, because timm could not read configs that its push_to_hf_hub writes
-        # with it
+        # stored as an attribute, because an additional entry in the config.json of timm's push_to_hf_hub would make
+        # the file unreadable for timm
         created.model_args = arguments
         return created
-    except TypeError as error:  # ResNet and similar models accept images of any size, and no img_size argument
+    except TypeError as error:  # for example, ResNets have no img_size argument, because any size works
         unknown = [name for name in ("img_size", "drop_path_rate") if name in arguments and f"'{name}'" in str(error)]
         if not unknown:
             raise
@@ -178,25 +178,25 @@ def _create(model: str, arguments: dict[str, Any], **start: Any) -> nn.Module:
 def _creation_error(
     model: str, error: Exception, source: Checkpoint | None = None, weights: dict[str, Tensor] | None = None
 ) -> ConfigError:
-    """Return the error that explains why a model could not be created, with a remedy.
+    """Convert an error from the creation of a model to a ConfigError with a remedy.
 
     Args:
-        model: timm's name of the model.
-        error: The original error.
-        source: File of weights from which the model was to be initialized.
+        model: Model name in timm.
+        error: Original error.
+        source: Weights file for the initialization, if any.
         weights: State dict of the file.
     """
     if not isinstance(error, RuntimeError):
         return ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}")
-    reason = printable(one_line(error, 2000) + parts_of(weights or ()))  # the error may contain names of tensors
+    reason = printable(one_line(error, 2000) + parts_of(weights or ()))  # the error may contain untrusted tensor names
     remedy = ""
     if not timm.is_model(model):
-        remedy = nearest(model, timm.list_models()) or "; timm.list_models() has those that there are"
+        remedy = nearest(model, timm.list_models()) or "; timm.list_models() lists all models"
     return ConfigError(f"cannot create the model {model}: {reason}{remedy}{_how_it_was_built(source)}")
 
 
 def _how_it_was_built(source: Checkpoint | None) -> str:
-    """Return the options that build the model of a file, if the file stores them."""
+    """Return a hint with the options that create the model of a weights file, if the file stores these options."""
     options = _saved_options(source) if source else {}
     if "model" not in options:
         return ""
@@ -205,11 +205,11 @@ def _how_it_was_built(source: Checkpoint | None) -> str:
     words = ["--model", options["model"]]
     if arguments:
         words += ["--model-kwargs", *(f"{name}={json.dumps(value)}" for name, value in arguments.items())]
-    return "; it was built with " + shlex.join(words)
+    return "; the weights fit " + shlex.join(words)
 
 
 def _saved_options(source: Checkpoint) -> dict[str, Any]:
-    """Return the options in a file, or none if the file has options that it may not have."""
+    """Return the options in a checkpoint, or an empty dict if the options are invalid."""
     with suppress(ConfigError):
         return source.options
     return {}
@@ -218,14 +218,13 @@ def _saved_options(source: Checkpoint) -> dict[str, Any]:
 def _adapted(
     model: str, arguments: dict[str, Any], weights: dict[str, Tensor], source: Checkpoint, is_start: bool = False
 ) -> dict[str, Tensor]:
-    """Resample the position embeddings to the model's patch grid if the file stores its own grid, which need not be
-    square.
+    """Resample position embeddings from the checkpoint's patch grid to the model's. Grids need not be square.
 
-    Pooled and other models have interchangeable weights but compute different functions. Initializing a model with
-    weights of the other kind (`is_start`) logs a warning.
+    Pooled and unpooled models have the same weight shapes but compute different functions. If the weights only
+    initialize the model (`is_start`), such a mismatch logs a warning.
 
     Raises:
-        ConfigError: All weights of a pooled model would be loaded into another model, or vice versa.
+        ConfigError: The weights of a pooled model would be loaded into an unpooled model, or vice versa.
     """
     options = _saved_options(source)
     positions = weights.get("pos_embed")
@@ -238,10 +237,10 @@ def _adapted(
         return weights
 
     if built.pooled != target.pooled:
-        difference = f"{source} is of {options['model']}, whose scans read other tokens than those of {model}"
+        difference = f"{source} has weights of {options['model']}, which scans other tokens than {model}"
         if not is_start:
-            raise ConfigError(f"{difference}: name {options['model']}")
-        warn_on_rank0(__name__, "%s: weights of the same kind of model are a better start", difference)
+            raise ConfigError(f"{difference}: choose the model {options['model']}")
+        warn_on_rank0(__name__, "%s; prefer to start from weights of the same kind of model", difference)
     if positions.shape != built.pos_embed.shape:
         return weights
     positions = positions.to(target.pos_embed.dtype)

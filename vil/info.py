@@ -19,7 +19,7 @@ PACKAGES = ("torch", "torchvision", "timm", "triton", "cuda-core", "numba", "num
 
 
 def environment() -> dict[str, str]:
-    """Return the names and values of all facts in printing order."""
+    """Return package versions, git commit and hardware as a dict, in printing order."""
     facts = {
         "vision-longhorn": _version("vision-longhorn"),
         "commit": git_commit(),
@@ -32,7 +32,8 @@ def environment() -> dict[str, str]:
     facts["cpu"] = f"{os.cpu_count()} cores, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     facts["cuda"] = torch.version.cuda or "not in this build of torch"
     if torch.cuda.is_available():
-        if torch.distributed.is_available() and torch.distributed.is_nccl_available():  # not on Windows
+        # PyTorch for Windows has no NCCL
+        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
             facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         facts["driver"] = drivers.split("\n")[0]
@@ -43,7 +44,7 @@ def environment() -> dict[str, str]:
 
 
 def format_environment() -> str:
-    """Return the facts of `environment` as a table with a line for each fact."""
+    """Return `environment` as a table with one line per entry."""
     facts = environment()
     width = max(map(len, facts))
     return "".join(f"{name:{width}}  {value}\n" for name, value in facts.items())
@@ -52,10 +53,10 @@ def format_environment() -> str:
 def git_commit() -> str:
     """Return the commit of the checkout that contains this package, with "-dirty" if tracked files are modified."""
     root = Path(__file__).parents[1]
-    # An enclosing repository of an installed package must not be read: its git settings could run any command.
+    # Do not read a repository that merely encloses an installed package, because its git settings can run commands.
     if not (root / ".git").exists():
         return "unknown: not run from a git checkout"
-    # No optional locks: a killed process would leave its lock behind (`git describe --dirty` locks in any case).
+    # Disable optional locks, because a killed process would leave a lock file. `git describe --dirty` always locks.
     git = ["git", "--no-optional-locks", "-C", str(root), "-c", "core.fsmonitor=false"]
     commit = _output(*git, "rev-parse", "--verify", "HEAD")
     if not commit:
@@ -72,7 +73,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """Return the command's stdout; "" if the command is missing or prints nothing."""
+    """Return the command's stdout, or "" if the command is not installed."""
     if not shutil.which(command[0]):
         return ""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,4 +1,4 @@
-"""State dicts from which a model with another depth or other classes is initialized."""
+"""Adaptation of state dicts that initialize a model of another depth or with other classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .state_dicts import fitted
 
 
 def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
-    """Return the weights without the blocks from index `depth` on, for our names and ViM's published names."""
+    """Return the weights of the first `depth` blocks and of all other layers, also under ViM's published names."""
     if not isinstance(depth, int):
         return weights
     blocks = {name: re.match(r"(?:blocks|layers)\.(\d+)\.", name) for name in weights}
@@ -23,7 +23,7 @@ def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
 
 
 def num_classes_of(model: str, weights: dict[str, Tensor]) -> int:
-    """Return the number of classes of a file's head, by timm's name of the head; 0 without a head."""
+    """Return the number of classes of the head in a state dict, or 0 if the state dict has no head."""
     bias = f"{_classifiers(model)[0]}.bias"
     return weights[bias].numel() if bias in weights else 0
 
@@ -31,13 +31,13 @@ def num_classes_of(model: str, weights: dict[str, Tensor]) -> int:
 def fit_head(
     model: str, weights: dict[str, Tensor], own_names: Sequence[str], label_names: Sequence[str]
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the weights with the rows of the head in the order of `label_names`, and what became of the head.
+    """Reorder the rows of the head to match `label_names`. Return the weights and a description of the change.
 
-    Weights of other classes are returned without their head.
+    If the classes differ, the head is removed from the weights.
 
     Args:
-        model: timm's name of the model.
-        weights: State dict of a file.
+        model: Model name in timm.
+        weights: State dict from the file.
         own_names: Class names of the file by index; empty if unknown.
         label_names: Class names of the data by index; empty if unknown.
     """
@@ -49,21 +49,23 @@ def fit_head(
     if order is None:
         difference = first_difference(own_names, label_names, "the file", "the data")
         without_head = {name: tensor for name, tensor in weights.items() if name not in head}
-        return without_head, f"; the head is new: {difference}"
+        return without_head, f"; the head is randomly initialized, because {difference}"
     if order == [*range(len(order))]:
         return weights, ""
-    return weights | {name: weights[name][order] for name in head}, "; the head's rows follow the class names"
+    return weights | {
+        name: weights[name][order] for name in head
+    }, "; the head's rows were reordered to the class names"
 
 
 def _classifiers(model: str) -> tuple[str, ...]:
-    """Return the names of a model's classifiers, as timm knows them."""
+    """Return the names of a model's classifier layers from timm's pretrained config."""
     config = timm.get_pretrained_cfg(model)
     classifier = (config.classifier if config else None) or "head"
     return (classifier,) if isinstance(classifier, str) else tuple(classifier)
 
 
 def describe_initialization(model: nn.Module, weights: dict[str, Tensor], given: dict[str, Tensor]) -> str:
-    """Describe how a model that was initialized with `weights` used the tensors `given` in a file."""
+    """Describe which of a model's tensors were loaded unchanged, resampled, new or not used."""
     own = model.state_dict()
     adapted = fitted(weights, model)
     taken = [name for name in own if name in adapted and torch.equal(adapted[name].to(own[name]), own[name])]
@@ -73,7 +75,7 @@ def describe_initialization(model: nn.Module, weights: dict[str, Tensor], given:
         "new": [name for name in own if name not in taken],
         "not used": [name for name in adapted if name not in own],
     }
-    parts = [f"{len(taken) - len(resampled)} of {len(own)} tensors as they are"]
+    parts = [f"{len(taken) - len(resampled)} of {len(own)} tensors unchanged"]
     for what, names in others.items():
         if names:
             parts.append(f"{what}: {', '.join(names[:8])}{', ...' * (len(names) > 8)}")

@@ -1,4 +1,4 @@
-"""Published accuracy on the ImageNet-1k validation images at 224 pixels.
+"""Published accuracy on the ImageNet-1k validation set at 224x224 pixels.
 
 ViL: Liu et al., "Longhorn: State Space Models are Amortized Online Learners", 2024. ViM: Zhu et al., "Vision Mamba:
 Efficient Visual Representation Learning with Bidirectional State Space Model", 2024, and its released checkpoints.
@@ -24,8 +24,9 @@ PUBLISHED: dict[str, dict[str, Accuracy]] = {
 
 
 def published_for(model: str) -> dict[str, Accuracy]:
-    """Return the published accuracies of all models of the same size as `model`, such as "vil_tiny"; {} without a known
-    size.
+    """Return the published accuracies of all models of the same size as `model`, such as "vil_tiny".
+
+    The dict is empty if the size is unknown.
     """
     architecture = model.split(".")[0]
     size = architecture.rsplit("_", 1)[-1]

@@ -1,4 +1,4 @@
-"""State dicts in the checkpoints of this and other programs: finding, checking and loading them."""
+"""Finding, checking and loading state dicts in checkpoints of this package and other programs."""
 
 from __future__ import annotations
 
@@ -15,24 +15,30 @@ from torch import nn
 
 from .errors import CheckpointError
 
-# keys of timm, PyTorch's tutorials, DeiT and DeepSpeed
+# keys of the state dict in checkpoints of timm, PyTorch's tutorials, DeiT and DeepSpeed
 RAW = ("state_dict", "model_state_dict", "model", "net", "module")
 EMA = ("state_dict_ema", "model_ema", "ema")
-# attributes of wrappers: within names, in front of some names, and in front of all names (Lightning's modules)
+# parts of parameter names added by wrappers: inside names, before some names, or before all names (Lightning)
 INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 IN_FRONT = "module."
 OF_ALL = ("model.", "net.")
-MOST_RESAMPLED = 2**26  # maximum number of values that resampling to another image size may add
-MOST_DIMENSIONS = 64
-COUNTER = "n_averaged"  # counter of PyTorch's AveragedModel, beside its module
+MOST_RESAMPLED = 2**26  # maximum number of values added by resampling to another image size
+MOST_DIMENSIONS = 64  # PyTorch's maximum number of tensor dimensions
+COUNTER = "n_averaged"  # buffer of PyTorch's AveragedModel, next to the wrapped module
 
 
 class StateDictError(ValueError):
-    """A checkpoint's state dict cannot be identified without guessing."""
+    """The state dict in a checkpoint is missing or ambiguous."""
 
 
 class Found(NamedTuple):
-    """A state dict, the keys that lead to it, and whether it has EMA weights."""
+    """A state dict in a checkpoint.
+
+    Attributes:
+        keys: Keys from the root of the checkpoint to the state dict.
+        is_ema: Whether the state dict contains EMA weights.
+        tensors: The state dict.
+    """
 
     keys: tuple[str, ...]
     is_ema: bool
@@ -43,16 +49,16 @@ class Found(NamedTuple):
 
 
 def find_state_dict(content: Any, use_ema: bool | None, ema_is_best: bool | None) -> Found:
-    """Return the state dict of a checkpoint.
+    """Find the state dict in the content of a checkpoint.
 
     Args:
-        content: What the file holds.
-        use_ema: Return the EMA weights. False: Return EMA weights only if there are no others. None: Return the
-            weights that the file stores as the best, otherwise the EMA weights if any.
-        ema_is_best: Whether the file stores that its EMA weights are the best. None: The file does not store which are.
+        content: Content of the checkpoint file.
+        use_ema: True returns the EMA weights. False returns EMA weights only if there are no other weights. None
+            follows `ema_is_best`, or returns the EMA weights if any.
+        ema_is_best: Whether the EMA weights are the best weights in the file; None if the file does not store this.
 
     Raises:
-        StateDictError: There is none under a known key, or there are several of the same kind.
+        StateDictError: No state dict is under a known key, or there are several different ones.
         TypeError: The content is not a dict.
     """
     if not isinstance(content, dict):
@@ -81,7 +87,7 @@ def find_state_dict(content: Any, use_ema: bool | None, ema_is_best: bool | None
 
 
 def _search(content: dict[Any, Any], keys: tuple[str, ...] = (), is_ema: bool = False) -> list[Found]:
-    """Return the state dicts under known keys, and one level below these."""
+    """Return the state dicts under known keys, or under known keys one level below."""
     found = []
     empty = []
     for key in RAW + EMA:
@@ -94,11 +100,11 @@ def _search(content: dict[Any, Any], keys: tuple[str, ...] = (), is_ema: bool = 
         elif not keys:
             found += _search(value, one.keys, one.is_ema)
             empty.append(one)
-    return found or empty[:1]  # a later message names what the empty one lacks
+    return found or empty[:1]  # loading an empty state dict later reports the missing weights
 
 
 def _below(content: dict[Any, Any]) -> list[Found]:
-    """Return the dicts with tensors of the first of a few levels that has some, the largest first."""
+    """Return all nested dicts with tensors on the first level that has any, largest first. Search up to four levels."""
     level = [Found((), False, content)]
     for _ in range(4):
         level = [
@@ -124,36 +130,36 @@ def _same(first: dict[Any, Any], second: dict[Any, Any]) -> bool:
 
 
 def _to_extract(found: list[Found]) -> str:
-    several = ", ".join(f"{one} ({len(one.tensors)} tensors)" for one in found[:8])
-    return f"{several}. Extract one, such as torch.save(torch.load(FILE){found[0]}, 'weights.pth')"
+    listed = ", ".join(f"{one} ({len(one.tensors)} tensors)" for one in found[:8])
+    return f"{listed}. Extract one, for example with torch.save(torch.load(FILE){found[0]}, 'weights.pth')"
 
 
 def without_wrappers(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict under the names that the model has without its wrappers.
+    """Remove the name prefixes of wrappers from the keys of a state dict.
 
-    These are DataParallel, DistributedDataParallel, FSDP, torch.compile, activation checkpointing, AveragedModel, and
-    a LightningModule whose only part is the model.
+    Known wrappers are DataParallel, DistributedDataParallel, FSDP, torch.compile, activation checkpointing,
+    AveragedModel, and a LightningModule that contains only the model.
 
     Raises:
-        StateDictError: Two names become the same.
+        StateDictError: Two names are equal without the prefixes.
     """
-    names = {name: name for name in weights}  # names in the file, and without the wrappers that are known so far
+    names = {name: name for name in weights}  # maps each name in the file to the name without wrapper prefixes
     while (unwrapped := _without_outer_wrappers(names)) != names:
         names = unwrapped
     if len(set(names.values())) < len(names):
-        raise StateDictError(f"has tensors of the same name but for their wrappers: {_groups(names)}")
+        raise StateDictError(f"has tensors whose names differ only in the prefixes of wrappers: {_groups(names)}")
     return {short: weights[name] for name, short in names.items()}
 
 
 def _without_outer_wrappers(names: dict[str, str]) -> dict[str, str]:
-    """Remove the outermost wrapper of each kind from the values of a dict of names."""
+    """Remove the outermost prefix of each kind of wrapper from the values of a dict of names."""
     names = dict(names)
     for wrapper in INSIDE:
         names = {name: short.replace(wrapper, "") for name, short in names.items()}
 
     averaged = {name: short for name, short in names.items() if short != COUNTER}
     if averaged and all(short.startswith(IN_FRONT) for short in averaged.values()):
-        names = averaged  # those of an AveragedModel, without its counter
+        names = averaged  # names of an AveragedModel, without the counter
     names = {name: short.removeprefix(IN_FRONT) for name, short in names.items()}
 
     for wrapper in OF_ALL:
@@ -163,7 +169,7 @@ def _without_outer_wrappers(names: dict[str, str]) -> dict[str, str]:
 
 
 def within_own_prefix(weights: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return a state dict with the prefix that all `names` of a model have itself, if none of the weights has it."""
+    """Add the common prefix of the model's own `names` to the keys of a state dict if no key has the prefix."""
     for prefix in OF_ALL:
         if all(name.startswith(prefix) for name in names) and not any(name.startswith(prefix) for name in weights):
             return {prefix + name: tensor for name, tensor in weights.items()}
@@ -171,14 +177,14 @@ def within_own_prefix(weights: dict[str, Any], names: Iterable[str]) -> dict[str
 
 
 def parts_of(names: Iterable[str]) -> str:
-    """Return a remedy for a state dict in which the model has a prefix that no known wrapper has, or an empty text."""
+    """Return a hint for a state dict in which the model's names have an unknown prefix, otherwise an empty string."""
     names = [*names]
     common, dot, _ = os.path.commonprefix(names).rpartition(".")  # noqa: RUF071  rpartition ends at a "."
     prefix = next((wrapper for wrapper in OF_ALL if any(name.startswith(wrapper) for name in names)), common + dot)
     if not prefix:
         return ""
     return (
-        f"; its names begin with {_groups(names)}. If the model is in {prefix!r}, extract "
+        f"; names in the file begin with {_groups(names)}. If the model is in {prefix!r}, extract "
         f"{{name[{len(prefix)}:]: t for name, t in state_dict.items() if name.startswith({prefix!r})}}"
     )
 
@@ -189,41 +195,41 @@ def _groups(names: Iterable[str]) -> str:
 
 
 def check_weights(weights: dict[str, Any], path: str | Path) -> None:
-    """Raise a CheckpointError that names a value of a state dict that cannot be a weight."""
+    """Raise a CheckpointError if a value of a state dict cannot be a weight, such as a tensor with NaN."""
     for name, tensor in weights.items():
         if problem := _problem_of(tensor):
-            raise CheckpointError(f"{path} does not hold weights of a model: {name!r} {problem}")
+            raise CheckpointError(f"{path} does not contain valid weights: {name!r} {problem}")
 
 
 def _problem_of(tensor: Any) -> str | None:
     """Return why a value of a state dict cannot be a weight, or None."""
     if not isinstance(tensor, torch.Tensor):
-        return f"is not a tensor but {type(tensor).__name__}"
+        return f"must be a tensor, got {type(tensor).__name__}"
     if tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() == 1):
-        return f"is a tensor of {tensor.dtype}"
-    if tensor.ndim > MOST_DIMENSIONS:  # PyTorch computes with no more
-        return f"has {tensor.ndim} dimensions, more than {MOST_DIMENSIONS}"
-    if tensor.is_floating_point() and not tensor.float().isfinite().all():  # as models do
-        return "has values that are not finite"
+        return f"has the unsupported dtype {tensor.dtype}"
+    if tensor.ndim > MOST_DIMENSIONS:
+        return f"must have at most {MOST_DIMENSIONS} dimensions, got {tensor.ndim}"
+    if tensor.is_floating_point() and not tensor.float().isfinite().all():
+        return "has values that are NaN or infinite"
     return None
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) -> None:
-    """Load all weights of a model from the result of `Checkpoint.weights`.
+    """Load a state dict from `Checkpoint.weights` into a model. Every weight of the model must be present.
 
     Raises:
-        CheckpointError: The weights have another architecture or number of classes than the model.
+        CheckpointError: The weights are from another architecture or have another number of classes.
     """
     own = model.state_dict()
     try:
         expected = _num_values(own)
         given = _num_values(weights)
         if expected > 4 * given + MOST_RESAMPLED:
-            raise ValueError(f"it has {expected} values, and the file {given}")
+            raise ValueError(f"expected {expected} values, but the file has {given}")
         fitting = fitted(within_own_prefix(weights, own), model)
-        # a model on the meta device uses the file's memory
+        # a model on the meta device takes over the tensors of the file
         model.load_state_dict(fitting, assign=any(p.is_meta for p in model.parameters()))
-    except Exception as error:  # timm's filters and names that are not text raise various types
+    except Exception as error:  # timm's filters raise various types
         lines = [line.strip()[:400] for line in str(error).splitlines()]
         reason = " ".join(lines[:6]) + parts_of(map(str, weights))
         raise CheckpointError(f"{path} does not fit the model: {reason}") from error
@@ -234,9 +240,7 @@ def _num_values(weights: dict[str, Any]) -> int:
 
 
 def fitted(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the weights unchanged if they have the model's shapes, otherwise adapted by timm's filter for the
-    model.
-    """
+    """Return the weights unchanged if all shapes match the model, otherwise apply timm's `checkpoint_filter_fn`."""
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     if adapt is None or shapes == {name: tensor.shape for name, tensor in model.state_dict().items()}:

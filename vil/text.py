@@ -1,4 +1,4 @@
-"""One-line formatting of untrusted text in messages."""
+"""One-line formatting of untrusted strings in messages."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-LONGEST_LABEL = 1000  # maximum length of a class name, in characters
+LONGEST_LABEL = 1000  # maximum number of characters in a class name
 
 
 def one_line(text: object, most: int) -> str:
-    """Return the first `most` characters of the text, with each run of whitespace replaced by a space."""
+    """Collapse each run of whitespace to a space, and truncate the text to `most` characters."""
     return " ".join(str(text).split())[:most]
 
 
 def shown(value: Any) -> str:
-    """Return the value's repr for a message, truncated to 200 characters."""
+    """Return a value's repr on one line, truncated to 200 characters."""
     try:
         line = one_line(repr(value), 201)
-    except (ValueError, RecursionError):  # integers of thousands of digits, deeply nested values
+    except (ValueError, RecursionError):  # raised for integers with thousands of digits and for deeply nested values
         return f"a value of type {type(value).__name__} that is too large to print"
     return line if len(line) <= 200 else line[:197] + "..."
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the most similar name, to end a message; "" if no name is similar."""
+    """Return "; did you mean ...?" with the most similar name, or "" if no name is similar."""
     found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def printable(text: str) -> str:
-    """Replace unprintable characters, such as terminal escapes, by "?"."""
+    """Replace unprintable characters, such as terminal escapes, with "?"."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

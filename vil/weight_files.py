@@ -1,4 +1,4 @@
-"""Files of tensors: .pt and .pth as torch.save writes them, and .safetensors."""
+"""Reading and writing of weights files: .pt and .pth files of torch.save, and .safetensors files."""
 
 from __future__ import annotations
 
@@ -18,55 +18,56 @@ from .fault_tolerance.machine_errors import cause_of, is_machine_error, remedy_f
 from .security import torch_files
 from .security.errors import TorchFileError
 
-IN_FOLDER = "model.safetensors"  # the weights in a folder of `vil.export`
-VERSION = 3  # version 1 had no position within an epoch, and version 2 another order of the optimizer's parameters
-PRODUCER = "vision-longhorn"  # in the metadata of .safetensors files that store their model's options
-MOST_HEADER = 2**24  # bytes of the header of a .safetensors file, which may take 30 times as much memory
-# errors whose messages explain the problem
+IN_FOLDER = "model.safetensors"  # weights file in a folder written by `vil.export`
+VERSION = 3  # checkpoint version; 1 had no progress within an epoch, 2 another order of the optimizer's parameters
+PRODUCER = "vision-longhorn"  # metadata entry of .safetensors files that store the model's options
+MOST_HEADER = 2**24  # maximum size in bytes of a .safetensors header, which needs up to 30 times as much memory
+# exceptions whose messages are shown to the user
 READABLE = (zipfile.BadZipFile, SafetensorError, TorchFileError)
 
 
 class BrokenCheckpointError(CheckpointError):
-    """A file cannot be read as a checkpoint because it is truncated, corrupt, or of another format."""
+    """A file cannot be read as a checkpoint because the file is truncated, corrupt, or has another format."""
 
     @classmethod
     def because(cls, path: Path, error: Exception) -> BrokenCheckpointError:
-        """Return the error of a file whose reader raised an error."""
-        reason = "it holds no tensors as torch.save and safetensors write them"
+        """Create the error from the exception of a file reader."""
+        reason = "expected a file written by torch.save or safetensors"
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         if isinstance(error, READABLE) and lines:
             reason = lines[0][:400]
-        return cls(f"{path} cannot be read as a checkpoint; it may be cut off or corrupt: {reason}")
+        return cls(f"{path} cannot be read as a checkpoint; the file may be truncated or corrupt: {reason}")
 
 
 def file_of(path: str | Path) -> Path:
-    """Return the path itself, or the file of weights in a folder of `vil.export`."""
+    """Return the path of the weights file in a folder written by `vil.export`, or `path` itself for a file."""
     return Path(path) / IN_FOLDER if Path(path).is_dir() else Path(path)
 
 
 def read_file(path: str | Path, whole: bool = True) -> Any:
-    """Return the content of a file of tensors, which is opened once.
+    """Read a weights file.
 
-    The content of a .safetensors file has the form of a checkpoint, with the tensors under "state_dict".
+    A .safetensors file is returned in the form of a checkpoint, with the tensors under "state_dict".
 
     Args:
-        path: The file, or a folder of `vil.export`.
-        whole: Read the tensors' values. Otherwise tensors are on the meta device, and a .safetensors file has none.
+        path: Weights file, or folder written by `vil.export`.
+        whole: Whether to read the tensors' values. Otherwise tensors are on the meta device, and no tensors are read
+            from a .safetensors file.
 
     Raises:
         CheckpointError: The file is missing or cannot be read.
-        BrokenCheckpointError: The file is damaged, or holds what weights do not need.
+        BrokenCheckpointError: The file is corrupt, or contains objects that a checkpoint does not need.
     """
     path = file_of(path)
     if not path.is_file():
         best = path.with_name("best.pt")
         is_run_folder = path.name == IN_FOLDER and best.is_file()
         hint = f": set {best}, or last.pt for --resume" if is_run_folder else ""
-        raise CheckpointError(f"there is no checkpoint {path}{hint}")
+        raise CheckpointError(f"checkpoint {path} does not exist{hint}")
     if path.suffix in (".onnx", ".pt2"):
         raise CheckpointError(
-            f"{path} cannot be read as a checkpoint; it is an exported program: export a .safetensors, or an .onnx for "
-            "vil.predict"
+            f"{path} cannot be read as a checkpoint; the file is an exported program: export a .safetensors file to "
+            "load weights, or an .onnx file for vil.predict"
         )
 
     def read() -> Any:
@@ -75,20 +76,20 @@ def read_file(path: str | Path, whole: bool = True) -> Any:
 
     try:
         return retry(read)
-    except Exception as error:  # readers raise various types for broken files
-        if is_machine_error(error):  # the file may be intact
+    except Exception as error:  # readers raise various types for corrupt files
+        if is_machine_error(error):  # an I/O error; the file itself may be intact
             raise CheckpointError(
-                f"{path} cannot be read: {cause_of(error)}. To continue, {remedy_for(error)}"
+                f"failed to read {path}: {cause_of(error)}. To continue, {remedy_for(error)}"
             ) from error
         raise BrokenCheckpointError.because(path, error) from error
 
 
 def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:
-    """Return the content of a .safetensors file; a file of `pack_weights` also has options and label names."""
+    """Read a .safetensors file. Files written by `pack_weights` also contain options and class names."""
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if length > MOST_HEADER:
-        raise TorchFileError(f"its header has {length} bytes, more than {MOST_HEADER}")
+        raise TorchFileError(f"the header must be at most {MOST_HEADER} bytes, got {length}")
     header = file.read(length)
     metadata = json.loads(header).get("__metadata__") or {}
 
@@ -99,23 +100,23 @@ def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:
 
     expected = metadata.pop("digest", None)
     if whole and expected is not None and digest(weights, metadata) != expected:
-        raise TorchFileError("the checksum of its tensors is wrong")
+        raise TorchFileError("the checksum of the tensors does not match")
     content |= {"version": VERSION, "metadata": metadata}
     for name in ("config", "label_names"):
         text = metadata.get(name)
         content[name] = text
-        with suppress(ValueError, RecursionError):  # `Checkpoint` rejects values that are not JSON
+        with suppress(ValueError, RecursionError):  # values that are not JSON stay strings, which `Checkpoint` rejects
             content[name] = text and json.loads(text)
     return content
 
 
 def pack_weights(weights: dict[str, torch.Tensor], options: dict[str, Any], metadata: dict[str, str]) -> bytes:
-    """Return the content of a .safetensors file that stores its model's name and arguments.
+    """Return the bytes of a .safetensors file that stores the model's name, arguments and weights.
 
     Args:
         weights: State dict on the CPU.
-        options: Options of a run that define the model; `Checkpoint.options` reads them from the file.
-        metadata: Further metadata entries.
+        options: Options that define the model, which `Checkpoint.options` reads from the file.
+        metadata: Additional metadata entries.
     """
     stored = metadata | {"format": "pt", "producer": PRODUCER, "config": json.dumps(options)}
     stored["digest"] = digest(weights, stored)
@@ -123,10 +124,10 @@ def pack_weights(weights: dict[str, torch.Tensor], options: dict[str, Any], meta
 
 
 def digest(weights: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> str:
-    """Return a checksum of named tensors and texts, which takes 0.05 s for 100 MB.
+    """Return the CRC-32 checksum of a state dict and metadata. This takes 0.05 s for 100 MB.
 
-    The checksum is CRC-32, which protects against accidents, but not against deliberate changes. The .safetensors
-    format has no checksum of its own, but the zip archives of torch.save have.
+    The checksum detects accidental corruption, but not deliberate changes. Unlike the zip
+    archives of torch.save, the .safetensors format has no checksum.
     """
     total = zlib.crc32(json.dumps(metadata or {}, sort_keys=True).encode())
     for name, tensor in sorted(weights.items()):

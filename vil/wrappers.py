@@ -1,4 +1,4 @@
-"""Models inside wrappers of PyTorch and timm."""
+"""Access to models inside wrappers of PyTorch and timm."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside of wrappers of PyTorch and timm, which hide its attributes.
+    """Return the model inside any wrappers of PyTorch and timm.
 
-    These are DataParallel, DistributedDataParallel, AveragedModel, timm's EMA models and compiled models, also within
-    one another.
+    Supported wrappers are DataParallel, DistributedDataParallel, AveragedModel, timm's EMA models and compiled models.
+    Wrappers may be nested.
     """
     while type(model).__module__.partition(".")[0] in ("torch", "timm"):
         inner = [getattr(model, name, None) for name in ("_orig_mod", "module", "ema")]

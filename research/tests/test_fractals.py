@@ -500,9 +500,9 @@ def test_other_options_need_another_folder(tmp_path, drawn, capsys):
         ("--colours=-0.1", "colours must be between 0 and 1, got -0.1"),
         ("--seed=-1", "seed must be at least 0, got -1"),
         ("--test-per-class=-1", "test_per_class must be at least 0, got -1"),
-        ("--device=cuda", "device 'cuda' is not available to PyTorch on this machine: set --device cpu"),
-        ("--device=meta", "device 'meta' is not available to PyTorch"),
-        ("--device=foo", "device must be one that PyTorch knows, such as cuda or cpu, got 'foo'"),
+        ("--device=cuda", "device 'cuda' is not available on this machine: set --device cpu"),
+        ("--device=meta", "device 'meta' is not available on this machine"),
+        ("--device=foo", "device must be a PyTorch device such as cuda or cpu, got 'foo'"),
     ],
 )
 def test_wrong_options_are_named(option, message, tmp_path, capsys, monkeypatch):

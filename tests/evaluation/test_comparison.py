@@ -163,8 +163,8 @@ def test_the_printed_table_of_two_models():
         "| images/s | 1234 | 500 | 2.47 x |",
         "| peak MiB | 100 | 201 | 0.50 x |",
         "",
-        "Of 50000 images, both models classify 37000 correctly, only the first 1220, only the second 500, and neither "
-        "11280. The models predict the same class for 80.13% of the images.",
+        "Of 50000 images, 37000 are classified correctly by both models, 1220 only by the first model, 500 only by the "
+        "second model, and 11280 by neither. The models predict the same class for 80.13% of the images.",
     ]
     assert text[12] == "A note."
     result["models"][1]["published"] = {}  # the models' papers publish no results for this image size

@@ -73,7 +73,7 @@ def found(request, image_folder):
     best[targets == 3] = [0, 1, 2, 3]  # no image of class 3 is classified correctly
     shares = -np.sort(-rng.dirichlet(np.ones(4), best.shape[:2]), axis=-1)
     judged = Predictions.of(targets, best, shares)
-    notes = ["1 unreadable images were left out"]
+    notes = ["1 unreadable images were skipped"]
     models = [MODEL | dict(images=len(targets) - 1)] * request.param
     page = report_page("Validation", models, judged, NAMES, notes, images)
     return targets[1:], best[1:], shares[1:], [file for file, _ in images.reader.samples][1:], page
@@ -83,7 +83,7 @@ def test_the_page_needs_nothing_else_and_runs_nothing(found):
     page = Page(found[-1])
     assert page.references
     assert all(reference.startswith("data:image/jpeg;base64,") for reference in page.references)
-    assert "1 unreadable images were left out." in found[-1]
+    assert "1 unreadable images were skipped." in found[-1]
     assert "://" not in found[-1]
     assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in found[-1]
     several = len(page.tables[0]) == 3

@@ -196,7 +196,7 @@ def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, 
         f"{name}: top-1 {expected['top1']:.2f}% (95% interval {low:.2f} to {high:.2f}), top-5 {expected['top5']:.2f}%, "
         f"loss {expected['loss']:.4f} on {len(targets)} images, {result['images_per_second']:.0f} images/s; "
     )
-    assert printed.rstrip().endswith("published numbers are for ImageNet-1k, not for these 12 classes")
+    assert printed.rstrip().endswith("published accuracies are for ImageNet-1k, but this model has 12 classes")
 
 
 def logits_of_imagenet(model, folders, **options):
@@ -287,10 +287,10 @@ def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, 
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert result["unreadable"] == 1
     assert result["published"] == {"ViL-tiny": [76.4, None], "ViM-tiny": [76.1, 93.0]}
-    assert "evaluated among the 12 classes of this split" in printed
+    assert "predictions restricted to the 12 classes of this split" in printed
     assert f" on {result['images']} images, " in printed
-    assert "1 unreadable images were left out" in printed
-    assert ("evaluated with ReaL labels, without images that have none" in printed) == real
+    assert "1 unreadable images were skipped" in printed
+    assert ("evaluated with ReaL labels, excluding images without a ReaL label" in printed) == real
     assert printed.rstrip().endswith("published top-1 on ImageNet-1k: ViL-tiny 76.4, ViM-tiny 76.1 (top-5 93.0)")
 
 
@@ -317,7 +317,10 @@ def check_comparison(result, names, targets, logits, allowed=None):
 @pytest.mark.parametrize("case", ["pretrained", "plain", "EMA", "exported"])
 def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folders, command, caplog, case):
     first, second, split, options = "vil", "vit", "other", AS_SAVED
-    differences = ["crop_pct 0.8; the second's own is 0.7", "crop_mode center; the second's own is squash"]
+    differences = [
+        "crop_pct 0.8 for both models instead of the second model's 0.7",
+        "crop_mode center for both models instead of the second model's squash",
+    ]
     if case == "pretrained":  # the models' preprocessing differs only in the std
         arguments = pretrained("MODELS/vit.pth", 12, mean=IMAGENET["mean"])
         words = ["--checkpoint", "{models}/vil.pt", "--against", "vit_tiny_patch16_224", "--img-size", "16"]
@@ -328,7 +331,10 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
         words = ["--checkpoint", "{models}/vil.pt", "--against", "{models}/vit.pth"]
         words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
         own = dict(mean=OF_VIT["mean"], std=OF_VIT["std"])
-        differences = ["crop_pct 0.8; the second's own is 0.9", "interpolation bilinear; the second's own is bicubic"]
+        differences = [
+            "crop_pct 0.8 for both models instead of the second model's 0.9",
+            "interpolation bilinear for both models instead of the second model's bicubic",
+        ]
         weights = ["{models}/vil.pt", "{models}/vit.pth"]
     elif case == "exported":  # the exported model's non-square size is overridden by the first model's size
         words = ["--checkpoint", "{models}/vil.pt", "--use-ema", "--against", "{models}/own", "--img-size", "16"]
@@ -338,7 +344,10 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
         words = [*VIT_12, "--against", "{models}/vil.pt", "--against-use-ema"]
         first, second, split, options = "vit", "vil ema", "val", OF_VIT
         own = IMAGENET
-        differences = ["crop_pct 0.9; the second's own is 0.8", "interpolation bicubic; the second's own is bilinear"]
+        differences = [
+            "crop_pct 0.9 for both models instead of the second model's 0.8",
+            "interpolation bicubic for both models instead of the second model's bilinear",
+        ]
         weights = ["{models}/vit.pth", "{models}/vil.pt"]
     parts = [
         naive.saved_logits(models[1][name], folders / split, NUMBERS, **options | known)
@@ -347,13 +356,12 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
     result, printed = command(*words)
     check_comparison(result, *parts[0][:2], [logits for *_, logits in parts])
     said = [line for line in caplog.messages if " images of " not in line]
-    assert said == [f"both models see images prepared with {difference}" for difference in differences]
+    assert said == [f"using {difference}" for difference in differences]
     rows = result["models"]
     assert [row["checkpoint"] for row in rows] == [w and w.format(models=models[0]) for w in weights]
     assert [row["use_ema"] for row in rows] == [first == "vil ema", second == "vil ema"]
     said = [
-        (w or "pretrained").format(models=models[0]) + ", the moving average" * row["use_ema"]
-        for w, row in zip(weights, rows)
+        (w or "pretrained").format(models=models[0]) + ", EMA weights" * row["use_ema"] for w, row in zip(weights, rows)
     ]
     assert f"| weights | {said[0]} | {said[1]} |  |" in printed
     assert "its weights" not in printed
@@ -383,7 +391,7 @@ def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path)
     assert ended.stdout.count("| top-1 % |") == 1
     assert re.findall("(?m)^(.*): 36 images of 12 classes", ended.stderr) == ["imagenet"]
     printed = ended.stdout
-    assert "1 unreadable images were left out" in printed
+    assert "1 unreadable images were skipped" in printed
 
     names, targets, first = logits_of_imagenet(loaded["more ema"], folders, **AS_SAVED)
     second = logits_of_imagenet(loaded["more vit"], folders, **AS_SAVED | dict(mean=(0.5,) * 3, std=(0.5,) * 3))[2]
@@ -481,24 +489,24 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
     ("words", "message"),
     [
         ([], "--model is required"),
-        *(([*VIL_PT, f"--{word}", "x"], "need a second model: set --against") for word in ("against-model", "plot")),
-        (["--model", "vil_tiny"], "timm has no pretrained weights for vil_tiny: set --checkpoint FILE"),
+        *(([*VIL_PT, f"--{word}", "x"], "need a second model; set --against") for word in ("against-model", "plot")),
+        (["--model", "vil_tiny"], "timm has no pretrained weights for vil_tiny; set --checkpoint FILE"),
         (
             [*VIL_PT, "--against", "vim_tiny"],
-            "no pretrained weights for vim_tiny: set --checkpoint FILE, or --against FILE",
+            "no pretrained weights for vim_tiny; set --checkpoint FILE, or --against FILE",
         ),
         ([*VIL_PT, "--batchsize", "64"], "unknown option 'batchsize' on the command line; did you mean 'batch_size'"),
         ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; did you mean 'workers'"),
         # the error does not suggest `model_ema`, an option of training only
         ([*VIL_PT, "--ema"], "unknown option 'ema' on the command line; did you mean 'use_ema'"),
-        (["--model", "vil_tiny", "--checkpoint", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
-        ([*VIL_PT, "--num-classes", "10"], "has 12 classes but the model has 10"),
+        (["--model", "vil_tiny", "--checkpoint", "nowhere.pt"], "checkpoint nowhere.pt does not exist"),
+        ([*VIL_PT, "--num-classes", "10"], "has 12 classes, but the model has 10"),
         ([*VIL_PT, "--model", "vim_tiny"], "does not fit the model"),
         ([*VIL_PT, "--model-kwargs", "depth=3"], "does not fit the model"),
         ([*VIT_12, "--split", "other"], "has 11 classes but the model 12 (num_classes)"),
         ([*VIL_PT, "--data-dir", "nowhere"], "error: data_dir nowhere is not a folder"),
         ([*VIL_PT, "--split", "holdout"], "has no split 'holdout'"),
-        ([*VIL_PT, "--against", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
+        ([*VIL_PT, "--against", "nowhere.pt"], "checkpoint nowhere.pt does not exist"),
         *(
             ([*VIL_PT, "--against", f"nowhere{end}", "--against-model", "vil_tiny"], f"no checkpoint nowhere{end}")
             for end in (".pth", ".tar", ".safetensors", ".bin")
@@ -508,7 +516,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         ([*VIL_PT, "--against", "no_such_model"], "cannot create the model no_such_model"),
         ([*VIL_PT, "--against", "{models}/vil.pt", "--against-model-kwargs", "depth=3"], "does not fit the model"),
         ([*VIL_PT, "--against", "{tmp}/larger.pt"], "must have the same image size, got (16, 16) and (24, 24)"),
-        ([*VIL_PT, "--against", "{models}/more.pt"], "equally many classes, got 12 and 1000"),
+        ([*VIL_PT, "--against", "{models}/more.pt"], "the same number of classes, got 12 and 1000"),
         *(
             (["--checkpoint", "nowhere.pt", *words.split()], message)  # rejected before any file is read
             for words, message in {
@@ -516,7 +524,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
                 "--workers -1": "at least 0",
                 "--workers 100000": "at most 1024",
                 "--crop-pct nan": "'crop_pct' in the command line must be a finite",
-                "--interpolation cubic": "interpolation 'cubic' is unknown; did you mean 'bicubic'",
+                "--interpolation cubic": "unknown interpolation 'cubic'; did you mean 'bicubic'",
                 "--img-size 0": "'img_size' in the command line must be at least 1",
                 "--num-classes 0": "at least 1",
                 "--json {tmp}": "exists but is not a regular file",
@@ -552,7 +560,7 @@ def test_more_processes_than_images_are_refused(models, folders, tmp_path):
     words = ["--checkpoint", str(models[0] / "vil.pt"), "--data-dir", str(tmp_path), "--split", "val", "--workers", "0"]
     ended = run([*script("validate.py"), *words, "--device", "cpu"], count=2, check=False)
     assert ended.returncode == 1
-    assert "error: the world size must be at most 1, the number of images, got 2" in ended.stderr
+    assert "error: world size must be at most the number of images, 1, got 2" in ended.stderr
 
 
 def test_files_that_the_disk_does_not_take_leave_the_result_on_the_standard_output(command, capsys):

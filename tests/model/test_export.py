@@ -449,7 +449,7 @@ def test_the_command_says_when_weights_are_random(command, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--checkpoint", "none.pt"], "error: there is no checkpoint"),
+        (["--checkpoint", "none.pt"], "error: checkpoint none.pt does not exist"),
         ([], "error: --model or --checkpoint is required"),
         (["--model", "vil_tinny"], "did you mean 'vil_tiny'"),
         (

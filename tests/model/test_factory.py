@@ -165,28 +165,30 @@ def test_weights_are_not_taken_for_those_of_a_model_that_reads_other_tokens(name
     arguments = dict(depth=2, embed_dim=40, img_size=32, num_classes=3)
     path = tmp_path / "weights.safetensors"
     export_model(create_model(name, **arguments), path)
-    with pytest.raises(ConfigError, match=f"weights.safetensors is of {name}, .* than those of {other}: name {name}$"):
+    with pytest.raises(
+        ConfigError, match=f"weights.safetensors has weights of {name}, .* than {other}: choose the model {name}$"
+    ):
         vil.from_checkpoint(path, other)
     assert vil.from_checkpoint(path, name).pooled == vil.from_checkpoint(path).pooled == ("pooled" in name)
     create_model(name, str(path), **arguments)
     assert "other tokens" not in caplog.text
     create_model(other, str(path), **arguments)
-    assert f"is of {name}, whose scans read other tokens than those of {other}: weights of the same kind" in caplog.text
+    assert f"has weights of {name}, which scans other tokens than {other}; prefer" in caplog.text
 
 
 def test_weights_of_others_need_the_name_of_their_model(tmp_path):
     path = tmp_path / "vim.pth"
     torch.save({"model": naive_model.published_vim(embed_dim=40, depth=2, grid=(3, 3), num_classes=7)}, path)
-    with pytest.raises(ConfigError, match=r"pass the name, vil\.from_checkpoint\('\S+/vim.pth', 'vim_tiny'\)$"):
+    with pytest.raises(ConfigError, match=r"pass the name, as in vil\.from_checkpoint\('\S+/vim.pth', 'vim_tiny'\)$"):
         vil.from_checkpoint(path)
     model = vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48, num_classes=7)
     default = vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, num_classes=7)
     assert [resolve_model_data_config(m)["input_size"] for m in (model, default)] == [(3, 48, 48), (3, 224, 224)]
     first = create_model("vim_tiny", str(path), embed_dim=40, depth=1, img_size=48, num_classes=7).state_dict()
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in first.items())
-    with pytest.raises(CheckpointError, match="the checkpoint has 7 classes but the model has 1000"):
+    with pytest.raises(CheckpointError, match="the checkpoint has 7 classes, but the model has 1000"):
         vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48)
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         vil.from_checkpoint(tmp_path / "nowhere.pt")
 
 

@@ -301,12 +301,12 @@ def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_p
         (["--device", "toaster", "{photos}"], "error: device must be .*, got 'toaster'"),
         (["{photos}", "--checkpoint", "{tmp}/gone.onnx"], "error: .*gone.onnx does not exist"),
         (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx must be a model of vil.export"),
-        (["{photos}", "--checkpoint", "{photos}/notes.pt2"], "error: .*notes.pt2 .*; it is an exported program"),
+        (["{photos}", "--checkpoint", "{photos}/notes.pt2"], "error: .*notes.pt2 .* is an exported program"),
         # The run folder contains only best.pt.
-        (["{photos}", "--checkpoint", "{tmp}/last.pt"], "error: there is no checkpoint .*last.pt$"),
+        (["{photos}", "--checkpoint", "{tmp}/last.pt"], "error: checkpoint .*last.pt does not exist$"),
         (
             ["{photos}", "--checkpoint", "{tmp}"],
-            "error: there is no checkpoint .*model.safetensors: set .*best.pt, or last.pt",
+            "error: checkpoint .*model.safetensors does not exist: set .*best.pt, or last.pt",
         ),
         *((["{photos}", f"--{word}", "{tmp}"], "error: cannot write ") for word in ("csv", "json")),
     ],

@@ -201,7 +201,7 @@ def test_another_number_of_classes_without_adaptation_is_an_error_with_the_remed
     path = save(tmp_path, {"model": {name: w for name, w in weights.items() if classes or "head." not in name}})
     kwargs = {**SMALL, "num_classes": num_classes}
     remedy = rf"create the model with num_classes={classes}, .* call reset_classifier\({num_classes}\)$"
-    with pytest.raises(RuntimeError, match=f"has {classes} classes but the model has {num_classes}: {remedy}"):
+    with pytest.raises(RuntimeError, match=f"has {classes} classes, but the model has {num_classes}: {remedy}"):
         timm.create_model("vim_tiny", checkpoint_path=path, **kwargs)
     model = timm.create_model("vim_tiny", checkpoint_path=path, **kwargs | {"num_classes": classes})
     model.reset_classifier(num_classes)

@@ -111,7 +111,7 @@ def test_of_weights_and_their_average_the_one_asked_for_is_loaded_and_an_unasked
         ({"state_dict": prefixed("encoder.backbone.")}, ["If the model is in 'encoder.backbone.', extract {name[17:]"]),
         ({"a": {"b": {"c": WEIGHTS}}, "optimizer": OPTIMIZER}, ["['a']['b']['c']"]),
         ({"model": {"backbone": WEIGHTS}}, ["['model']['backbone']"]),
-        ({"model": WEIGHTS | prefixed("module.", OTHERS)}, ["same name", "'module.'"]),
+        ({"model": WEIGHTS | prefixed("module.", OTHERS)}, ["names differ only", "'module.'"]),
     ],
 )  # fmt: skip
 def test_of_several_that_could_be_meant_none_is_guessed(content, named, tmp_path):

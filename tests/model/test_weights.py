@@ -87,7 +87,7 @@ def test_timm_and_a_run_start_from_the_file_with_a_head_of_their_own(packed, cap
         own = model.state_dict()
         assert own["head.weight"].shape == (10, 32)
         assert all(torch.equal(own[n], weights[n].half().float()) for n in own if not n.startswith("head."))
-    assert f"{len(weights) - 2} of {len(weights)} tensors as they are; new: head.weight, head.bias" in caplog.text
+    assert f"{len(weights) - 2} of {len(weights)} tensors unchanged; new: head.weight, head.bias" in caplog.text
     first = create_model("vil_tiny", str(file), num_classes=10, img_size=32, **{**KWARGS, "depth": 1}).state_dict()
     assert {int(name.split(".")[1]) for name in first if name.startswith("blocks.")} == {0}
     assert all(torch.equal(first[n], weights[n].half().float()) for n in first if not n.startswith("head."))
@@ -147,7 +147,9 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
     assert "license" not in config
     for odd in ("[]", "[" * 10**5, config.replace('"std"', '"std": [1e-50], "x"'), " " * 2**26 + config):
         (folder / "config.json").write_text(odd)
-        with pytest.raises(CheckpointError, match=r"config.json is not a model's config.json: |mine has std \[1e-50\]"):
+        with pytest.raises(
+            CheckpointError, match=r"config.json is not a valid config.json of a model: |mine has std \[1e-50\]"
+        ):
             vil.from_checkpoint(folder)
     (folder / "config.json").write_text(re.sub(r'"crop_pct": [\d.]+', '"crop_pct": 0.5', config))
     # config.json, which users may edit, takes precedence over the metadata of the weight file.
@@ -175,7 +177,9 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
 
 
 def test_a_run_does_not_go_on_from_best_pt_which_says_what_does(best):
-    with pytest.raises(CheckpointError, match="--resume .*last.pt resumes the run, --pretrained-path .*best.pt"):
+    with pytest.raises(
+        CheckpointError, match="--resume .*last.pt, or start another run .* --pretrained-path .*best.pt"
+    ):
         checkpoint.Checkpoint(best()[0]).training_state()
 
 

@@ -180,7 +180,7 @@ def test_torchrun_restarts_a_run_that_lost_a_process_and_a_killed_torchrun_ends_
         lost = torchrun.workers
         os.kill(lost[-1], signal.SIGKILL)
         # the run resumes although --resume was not given
-        torchrun.wait_until(lambda: "going on after step " in torchrun.said())
+        torchrun.wait_until(lambda: "resuming after step " in torchrun.said())
         workers, resumed = torchrun.workers, last.stat().st_ino
         torchrun.wait_until(lambda: last.exists() and last.stat().st_ino != resumed)
     finally:

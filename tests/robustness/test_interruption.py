@@ -376,7 +376,7 @@ def test_a_second_ctrl_c_exits_immediately(start):
     run = start(1, functools.partial(before, Update, "__call__", take_a_minute, call=2), **OPTIONS)
     run.wait_for_words("a long step")
     run.signal(signal.SIGINT)
-    run.wait_for_words("Ctrl-C again ends the run")
+    run.wait_for_words("Ctrl-C again quits without a checkpoint")
     assert run.is_running()
     run.signal(signal.SIGINT)
     assert run.wait(10) == [-signal.SIGINT]

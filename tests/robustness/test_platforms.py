@@ -32,7 +32,7 @@ def test_training_is_interrupted_and_resumed_to_the_same_weights(tmp_path, image
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=500)
     assert ended.returncode == 0, ended.stderr
-    for words in ("stopped by a signal", "going on after step 2 of 4 of epoch 2 of 2"):
+    for words in ("stopped by a signal", "resuming after step 2 of 4 in epoch 2 of 2"):
         assert ended.stderr.count(words) == 2
     expected = checkpoint.Checkpoint(uninterrupted / "run/last.pt").training_state()
     for folder in folders:

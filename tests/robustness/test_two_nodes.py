@@ -40,11 +40,11 @@ def test_a_killed_process_is_restarted_and_a_lost_node_can_be_restarted_by_hand(
     nodes[0].wait_until((tmp_path / "run" / "last.pt").exists)
     (worker,) = nodes[1].workers
     os.kill(worker, signal.SIGKILL)
-    nodes[0].wait_until(lambda: "going on after step " in nodes[0].said())  # each launcher restarts its process
+    nodes[0].wait_until(lambda: "resuming after step " in nodes[0].said())  # each launcher restarts its process
     assert "exitcode: -9" in nodes[1].said()
     nodes[1].cut_the_power()
     assert nodes[0].wait(60) == 1
     assert [node.wait(120) for node in start_nodes()] == [0, 0]
-    assert nodes[0].said().count("going on after step ") == 2
+    assert nodes[0].said().count("resuming after step ") == 2
     assert ["train in its place" in node.said() for node in nodes] == [True, False]  # rank 0 prints the message
     assert_same(result(tmp_path / "run"), undisturbed().result())

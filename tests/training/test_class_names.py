@@ -44,7 +44,7 @@ def test_a_head_with_the_same_classes_is_reordered_by_name(tmp_path, caplog):
         assert torch.equal(same[name], weights[name])
         assert torch.equal(natural[name], weights[name][[0, 3, 1, 2]])
     assert torch.equal(natural["norm.weight"], weights["norm.weight"])
-    assert "the head's rows follow the class names" in caplog.messages[1]
+    assert "the head's rows were reordered to the class names" in caplog.messages[1]
     assert "rows" not in caplog.messages[0]
 
 
@@ -55,7 +55,7 @@ def test_a_head_with_other_classes_is_reinitialized(tmp_path, caplog, names, wor
     assert torch.equal(found["norm.weight"], weights["norm.weight"])
     for row in weights["head.weight"]:
         assert not (found["head.weight"] == row).all(1).any()
-    (line,) = [message for message in caplog.messages if "the head is new" in message]
+    (line,) = [message for message in caplog.messages if "the head is randomly initialized" in message]
     assert word in line
 
 

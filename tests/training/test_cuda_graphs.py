@@ -286,7 +286,7 @@ def test_a_run_uses_the_largest_micro_batch_that_fits(tmp_path, monkeypatch, cud
         runs[-1].train_one_epoch(0, progress)
     whole, parts = runs
     assert (whole.forward_backward.micro_batch, parts.forward_backward.micro_batch) == (32, 8)
-    assert "8 of 32 images at once" in parts.setup
+    assert "micro-batches of 8 images, global batch size 32" in parts.setup
     assert len(parts.state.meter.losses) == 2
     assert parts.state.meter.losses == pytest.approx(whole.state.meter.losses, rel=1e-3)
     assert parts.state.meter.norms == pytest.approx(whole.state.meter.norms, rel=1e-2)  # convolutions use TF32

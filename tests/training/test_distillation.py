@@ -50,23 +50,23 @@ def own_run(folder, names, **config):
             "teacher 'resnet5000' is not a model of .*; did you mean 'resnet",
         ),
         (dict(teacher="hf-hub:timm/resnet50"), "teacher 'hf-hub:timm/resnet50' is not a model of timm"),
-        (dict(teacher="vil_tiny"), "no pretrained weights for teacher vil_tiny: set --teacher-checkpoint"),
-        (dict(teacher="test_vit"), "teacher test_vit must have 4 classes, as the run, got 1000"),
+        (dict(teacher="vil_tiny"), "no pretrained weights for teacher vil_tiny; set --teacher-checkpoint"),
+        (dict(teacher="test_vit"), "teacher test_vit must have 4 classes like the run, got 1000"),
         (dict(teacher="test_vit", synthetic=64, num_classes=1000), "teacher test_vit .*offline"),
-        (dict(teacher="test_vit", teacher_checkpoint="no.pth"), "^there is no checkpoint no.pth$"),
+        (dict(teacher="test_vit", teacher_checkpoint="no.pth"), "^checkpoint no.pth does not exist$"),
         (dict(teacher="test_vit", teacher_checkpoint="OTHER"), "resnet.pth does not fit the model: .*Missing key"),
         (dict(teacher="test_resnet", teacher_checkpoint="MORE"), "more.pth does not fit the model: .*size mismatch"),
         (
             dict(teacher="vil_tiny", teacher_checkpoint="OWN7"),
-            "own.pt must have 4 classes, as the run, got 7",
+            "own.pt must have 4 classes like the run, got 7",
         ),
         (dict(teacher="vil_tiny", teacher_checkpoint="OWN"), "class 1 is 'wasp' in .*own.pt, but 'bee' in this run"),
         (
             dict(teacher="inception_v3", teacher_checkpoint="LARGE", phases=[dict(img_size=96), dict(img_size=16)]),
             r"does not support 16x16 images \(\w+: .*--img-size",
         ),
-        (dict(distillation="firm"), "distillation 'firm' is unknown; there are hard, soft"),
-        (dict(teacher_checkpoint="x.pth"), "teacher_checkpoint x.pth needs a teacher: set --teacher MODEL"),
+        (dict(distillation="firm"), "unknown distillation 'firm'; choose one of hard, soft"),
+        (dict(teacher_checkpoint="x.pth"), "teacher_checkpoint x.pth needs a teacher; set --teacher MODEL"),
     ],
 )
 def test_an_unsuitable_teacher_is_rejected_before_training_starts(
@@ -98,7 +98,7 @@ def test_a_timm_teacher_runs_in_eval_mode(image_folder, tmp_path, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert taught.teacher(torch.ones(1, 3, 16, 16)).dtype is torch.float32
     monkeypatch.setattr("vil.training.teacher._load", lambda *_: timm.create_model("test_resnet", num_classes=9))
-    with pytest.raises(ConfigError, match="test_resnet must have 4 classes, as the run, got 9"):
+    with pytest.raises(ConfigError, match="test_resnet must have 4 classes like the run, got 9"):
         trainer(image_folder, tmp_path, teacher="test_resnet")
 
 

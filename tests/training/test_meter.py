@@ -148,7 +148,7 @@ def looked(clock, steps, caplog):
     ("step", "said"),
     [
         ((5, 0, 1, 2, 0.1), r"waiting for images \(3 workers\) \(60%\): more --workers, .*"),
-        ((1, 0, 1, 5, 0.0), r"work of the training process itself \(69%\): --cuda-graphs, .*"),
+        ((1, 0, 1, 5, 0.0), r"launching work from the training process \(69%\): --cuda-graphs, .*"),
         (
             (1, 0, 4, 3, 0.0),
             r"preparing images \(3 workers\) \(49%\): --no-augment-on-device",

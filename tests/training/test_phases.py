@@ -121,7 +121,7 @@ def test_a_run_resumes_at_the_end_of_a_phase_also_in_another_folder(
         assert not trainers_left(tmp_path)
         assert bars[1:] == [(0, 128), (0, 64)]
         del bars[1:]
-        assert "started from" not in caplog.text  # later phases do not load the initial weights
+        assert "initialized from" not in caplog.text  # later phases do not load the initial weights
         assert_same(result(Path(config.output) / "run"), undisturbed[1])
     # a restarted process ignores --resume FILE, whose image size may differ
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -148,12 +148,12 @@ def test_progress_summary_and_run_files_show_the_phases(undisturbed):
     for number, (phase, steps) in enumerate(zip(PHASES, (8, 8, 8)), start=1):
         assert re.search(f"phase {number} of 3: .*epochs {phase['epochs']}, .*img_size {phase['img_size']}, lr ", said)
         assert f"images, the phase has {steps} steps" in said
-    assert [*map(int, re.findall(r"^epoch \d/4, phase (\d): loss", said, re.M))] == [1, 2, 2, 3]
+    assert [*map(int, re.findall(r"^epoch \d/4, phase (\d): training loss", said, re.M))] == [1, 2, 2, 3]
     assert said.count("best: top-1") == 1
-    assert len(re.findall("over about 10 steps, but this run has only 8, .* --model-ema-decay 0.5 averages", said)) == 3
+    assert len(re.findall("has only 8, .* --model-ema-decay 0.5 to average", said)) == 3
     with open(run.folder / "summary.csv") as file:
         assert [row["phase"] for row in csv.DictReader(file)] == ["1", "2", "2", "3"]
-    assert (run.folder / "info.txt").read_text().count("images at once on each") == 3
+    assert (run.folder / "info.txt").read_text().count("global batch size") == 3
     saved = checkpoint.Checkpoint(run.folder / "last.pt").training_state()
     assert saved["config"]["img_size"] == 16  # loading the checkpoint creates the last phase's model
     written = load_config("", ["-c", str(run.folder / "config.yaml")])
@@ -186,16 +186,16 @@ def test_options_outside_phases_are_the_defaults_of_phases():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--phases {seed: 1}", "phase 1 in the command line has 'seed', an option of the whole run: set it outside"),
+        ("--phases {seed: 1}", "phase 1 in the command line has 'seed', which phases cannot change: set it"),
         (
             "--phases {lr: 1} {smooth: 1}",
             "unknown option 'smooth' in phase 2 in the command line; did you mean 'smoothing'",
         ),
         ("--phases {lr: 1} {epochs: 0}", "option 'epochs' in phase 2 in the command line must be at least 1, got 0"),
-        ("--phases {aa: x}", "phase 1: aa must be a policy of timm.*got 'x'"),
-        ("--phases 5", "phase 1 in the command line must be a table as {epochs: 100, lr: 4e-4}, got 5"),
-        ("--resume last.pt --lr 1", "--lr has no effect, because the phases of last.pt set it: set --phases"),
-        ("-c FILE --lr 1", "--lr has no effect, because the phases of .*c.yaml set it: set --phases"),
+        ("--phases {aa: x}", "phase 1: aa must be a timm policy.*got 'x'"),
+        ("--phases 5", "phase 1 in the command line must be a mapping such as {epochs: 100, lr: 4e-4}, got 5"),
+        ("--resume last.pt --lr 1", "--lr has no effect, because the phases in last.pt override it: set --phases"),
+        ("-c FILE --lr 1", "--lr has no effect, because the phases in .*c.yaml override it: set --phases"),
     ],
 )
 def test_invalid_phases_are_rejected(tmp_path, words, message):

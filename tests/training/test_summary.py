@@ -77,7 +77,7 @@ def test_the_plot_shows_all_varying_columns_and_marks_the_best_epoch(tmp_path, m
         "top-5 (%)": {"model": "eval_top5", "EMA": "eval_top5_ema"},
         "images/s": {"training": "images_per_second", "validation": "eval_images_per_second"},
     }
-    single = {"learning rate": "lr", "norm of the gradient": "grad_norm", "unreadable images": "unreadable_images"}
+    single = {"learning rate": "lr", "gradient norm": "grad_norm", "unreadable images": "unreadable_images"}
     for title, names in columns.items():
         shown = lines(axes[title])
         for label, name in names.items():
@@ -116,15 +116,16 @@ def test_plotting_takes_at_most_a_hundredth_of_a_run(tmp_path, monkeypatch):
 def test_each_epoch_and_the_end_of_a_run_print_one_line(tmp_path):
     first, best, same, last = row(1), row(2, eval_top1=90.0), row(3, eval_top1_ema=90.0), row(4, eval_top1=50.0)
     assert epoch_line([first, best, same, last], 9) == (
-        "epoch 4/9: loss 0.5000, in validation 10.5000, top-1 50.00% (EMA 40.50%), best top-1 90.00% in epoch 3, 90 "
-        "images/s, 140 images could not be read"
+        "epoch 4/9: training loss 0.5000, validation loss 10.5000, top-1 50.00% (EMA 40.50%), best top-1 90.00% "
+        "in epoch 3, 90 images/s, 140 unreadable images"
     )
     plain = {name: value for name, value in best.items() if not name.endswith("_ema")} | dict(unreadable_images=0)
     assert epoch_line([plain], 9) == (
-        "epoch 2/9: loss 0.2500, in validation 10.2500, top-1 90.00%, best top-1 90.00% in epoch 2, 90 images/s"
+        "epoch 2/9: training loss 0.2500, validation loss 10.2500, top-1 90.00%, best top-1 90.00% in epoch 2, "
+        "90 images/s"
     )
     closing = Reporter(tmp_path, Config(), {}, "1 x cpu").closing_line([first, best, last])
-    assert closing == f"best: top-1 90.00% in epoch 2: {tmp_path}/best.pt, its curve {tmp_path}/curve.png"
+    assert closing == f"best: top-1 90.00% in epoch 2: {tmp_path}/best.pt, training curve: {tmp_path}/curve.png"
 
 
 def test_the_plot_omits_missing_ema_values_and_zeros(tmp_path, monkeypatch):
@@ -138,7 +139,7 @@ def test_the_plot_omits_missing_ema_values_and_zeros(tmp_path, monkeypatch):
     # a single point is drawn with a marker
     assert [line.get_marker() for line in figures[0].axes[0].get_lines()] == ["o", "o", "None"]
     shown = {axis.get_title(): lines(axis) for axis in figures[1].axes}
-    waits = shown["the host waits (% of time)"]
+    waits = shown["host waiting (% of time)"]
     assert waits == {"for data": ([1, 2], [row(epoch)["data_wait_percent"] for epoch in (1, 2)])}
     ema = shown["loss"]["validation, EMA"][1]
     assert math.isnan(ema[0])
@@ -148,10 +149,10 @@ def test_the_plot_omits_missing_ema_values_and_zeros(tmp_path, monkeypatch):
 def test_files_that_cannot_be_written_do_not_stop_a_run(tmp_path, caplog):
     (tmp_path / "run" / "config.yaml").mkdir(parents=True)
     report = Reporter(tmp_path / "run", Config(), {}, "1 x cpu")
-    assert f"could not write {tmp_path / 'run'}" in caplog.text
+    assert f"failed to write config.yaml or info.txt in {tmp_path / 'run'}" in caplog.text
     shutil.rmtree(tmp_path / "run")
     report(HISTORY)
-    assert f"could not write the summary in {tmp_path / 'run'}" in caplog.text
+    assert f"cannot write summary.csv or curve.png in {tmp_path / 'run'}" in caplog.text
     (tmp_path / "run" / "curve.png").mkdir(parents=True)
     report(HISTORY)
     assert (tmp_path / "run" / "summary.csv").exists()  # the table is written even if the plot fails
@@ -172,7 +173,9 @@ def test_unwritable_paths_in_the_run_folder_do_not_stop_a_run(tmp_path, monkeypa
 def test_without_matplotlib_a_run_logs_at_the_start_that_it_will_not_plot(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     report = Reporter(tmp_path, Config(), {}, "1 x cpu")
-    assert re.fullmatch(rf"no {tmp_path}/curve.png: .*matplotlib.*\. pip install matplotlib", caplog.messages[0])
+    assert re.fullmatch(
+        rf"{tmp_path}/curve.png will not be written \(.*matplotlib.*\); run pip install matplotlib", caplog.messages[0]
+    )
     report(HISTORY)
     assert len(caplog.messages) == 1
     assert (tmp_path / "summary.csv").exists()
@@ -186,7 +189,7 @@ def test_without_matplotlib_a_run_logs_at_the_start_that_it_will_not_plot(tmp_pa
 )
 def test_logging_without_the_package_is_rejected(option, package, module, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=f"{option} needs a package: pip install {package}"):
+    with pytest.raises(ConfigError, match=f"{option} needs the package {package}; run pip install {package}"):
         Reporter(tmp_path, Config(**{option: True}), {}, "1 x cpu")
 
 
@@ -267,8 +270,8 @@ def test_a_failing_log_does_not_stop_a_run(tmp_path, wandb, caplog):
     """Training continues if logging fails at the start, where it is retried once, or later."""
     wandb.failures = [ConnectionError("no network"), None, None]
     report = reporter(tmp_path / "run")
-    assert "Weights & Biases: no network; the next epoch tries again" in caplog.text
+    assert "failed to connect to Weights & Biases: no network; trying again after the next epoch" in caplog.text
     for epoch in (1, 2, 3):
         report(HISTORY[:epoch])
-    assert "their server is down; training goes on" in caplog.text
+    assert "their server is down; training continues" in caplog.text
     assert [[step for step, _ in rows] for _, rows in wandb.pages] == [[1, 3]]

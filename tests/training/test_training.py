@@ -79,7 +79,7 @@ def test_a_run_learns_and_writes_its_files(uninterrupted):
     assert parts < set(checkpoint.Checkpoint(folder / "last.pt").training_state())
     assert all(row["data_wait_percent"] > 0 for row in rows)
     assert parts - set(torch.load(folder / "best.pt", weights_only=True)) == {"optimizer"}
-    with pytest.raises(checkpoint.CheckpointError, match=r"--resume \S+/run/last.pt resumes .* --pretrained"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"--resume \S+/run/last.pt, or start .* --pretrained"):
         checkpoint.Checkpoint(folder / "best.pt").training_state()
     assert not list(folder.glob(".*.tmp"))
 
@@ -190,7 +190,7 @@ def test_a_run_killed_after_the_last_step_of_an_epoch_resumes_with_a_log_message
     whole, image_folder, tmp_path, no_pictures, caplog
 ):
     trained(image_folder, tmp_path, checkpoint_interval="1")
-    assert "going on" not in caplog.text
+    assert "resuming after" not in caplog.text
     last = tmp_path / "run" / "last.pt"
     last.with_name("previous.pt").rename(last)
     before_the_end = checkpoint.Checkpoint(last).training_state()
@@ -200,13 +200,13 @@ def test_a_run_killed_after_the_last_step_of_an_epoch_resumes_with_a_log_message
     checkpoint.save_checkpoint(before_the_end | dict(num_images=0), last)
     trained(image_folder, tmp_path, resume="auto")
     assert "training images, was" not in caplog.text
-    assert f"going on after step 4 of 4 of epoch 2 of 2, from {last}" in caplog.text
+    assert f"resuming after step 4 of 4 in epoch 2 of 2 from {last}" in caplog.text
     assert_same_end(last.parent, whole)
     before = last.read_bytes()
     for epochs in (2, 1):
         caplog.clear()
         trained(image_folder, tmp_path, resume="auto", epochs=epochs)
-        assert f"{last} has trained its 2 epochs: --epochs N trains on" in caplog.text
+        assert f"{last} has finished all 2 epochs; set a larger --epochs to train longer" in caplog.text
     assert last.read_bytes() == before
 
 
@@ -216,7 +216,7 @@ def test_a_run_killed_after_the_last_step_of_an_epoch_resumes_with_a_log_message
 def test_a_run_that_ends_during_warmup_logs_a_warning(image_folder, caplog, warmup_epochs, warmup_lr, said):
     options = dict(epochs=4, warmup_epochs=warmup_epochs, warmup_lr=warmup_lr)
     trainer = Trainer(small_config(image_folder, **options), CPU, 0, 1)
-    expected = f"with {warmup_epochs} of 4 epochs the learning rate never reaches lr"
+    expected = f"got {warmup_epochs} of 4: the learning rate never reaches lr"
     assert (expected in caplog.text) is said
     rates = []
     for epoch in range(4):
@@ -281,14 +281,14 @@ def test_the_tensors_loaded_from_pretrained_weights_are_logged(tmp_path, caplog)
     source = timm.create_model("vil_tiny", num_classes=4, **kwargs).state_dict()
     model, said = started(source, num_classes=3, **kwargs | dict(img_size=32))
     assert (
-        f"weights.pth: {len(source) - 3} of {len(source)} tensors as they are; resampled: pos_embed; new: head." in said
+        f"weights.pth: {len(source) - 3} of {len(source)} tensors unchanged; resampled: pos_embed; new: head." in said
     )
     assert torch.equal(model.blocks[1].mixer.in_proj.weight, source["blocks.1.mixer.in_proj.weight"])
     deit = dict(depth=1, embed_dim=48, img_size=32, num_classes=4)
     weights = timm.create_model("deit_tiny_patch16_224", **deit).state_dict()
     weights = {name: t.double() / 3 for name, t in weights.items()}  # loading rounds fp64 weights
     _, said = started(weights, "deit_tiny_patch16_224", **deit)
-    assert re.search("started from .*weights.pth: (\\d+) of \\1 tensors as they are$", said)
+    assert re.search("initialized from .*weights.pth: (\\d+) of \\1 tensors unchanged$", said)
     assert "resampled: pos_embed" in started(weights, "deit_tiny_patch16_224", **deit | dict(img_size=64))[1]
 
 
@@ -297,7 +297,7 @@ def test_the_tensors_loaded_from_pretrained_weights_are_logged(tmp_path, caplog)
     [
         (["--epochs", "many"], "error: option 'epochs' in the command line must be int, got 'many'"),
         (["--data-dir", "nowhere"], "error: data_dir nowhere is not a folder"),
-        (["--resume", "nowhere.pt", "--data-dir", "IMAGES"], "error: there is no checkpoint nowhere.pt"),
+        (["--resume", "nowhere.pt", "--data-dir", "IMAGES"], "error: checkpoint nowhere.pt does not exist"),
         (
             ["--resume", "auto", "--data-dir", "IMAGES", "--model", "vim_tiny"],
             "last.pt, got 'vim_tiny': resume with the same value",
@@ -449,5 +449,5 @@ def test_a_non_finite_loss_stops_the_run(image_folder, tmp_path, no_pictures):
     message = r"the loss is (nan|inf) at step [1-4] of epoch 3, at learning rate 5.5e\+29"
     with pytest.raises(DivergenceError, match=message) as stopped:
         trained(image_folder, tmp_path, resume="auto", epochs=4, lr=1e30, min_lr=1e29, log_interval=1)
-    assert f"the last checkpoint before is {last}. A lower --lr" in str(stopped.value)
+    assert f"--resume auto resumes from {last}" in str(stopped.value)
     assert last.read_bytes() == before

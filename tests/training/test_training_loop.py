@@ -143,7 +143,7 @@ def test_a_distilled_run_equals_the_naive_implementation(folder, tmp_path, optio
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model.eval()(torch.zeros(1, 3, *size))
         costs.append(counter.get_total_flops() / 1e9)
-    cost = f"{costs[0]:.3g} GFLOPs an image; training vil_tiny needs {3 * costs[1]:.3g}"
+    cost = f"{costs[0]:.3g} GFLOPs per image; training vil_tiny needs {3 * costs[1]:.3g}"
     assert run.setup.endswith(f"; teacher {options['teacher']} needs {cost}")
     run.run()
     truth = train(folder, OPTIONS | dict(epochs=1) | options, options.get("batch_size"), teacher=teacher)
@@ -180,7 +180,7 @@ def test_two_ranks_with_accumulation_and_distillation_equal_the_naive_implementa
     assert two.wait() == [0, 0], two.log.read_text()[-3000:]
     said = two.log.read_text()
     assert re.search("^train: ", said, re.M)  # messages have no logging prefix
-    setup = "2 x cpu: 4 of 16 images at once on each"
+    setup = "2 x cpu: micro-batches of 4 images, global batch size 16"
     for line in ("an epoch has ", "train: 56 images", "validation: 42 images", setup, "best: top-1 "):
         assert said.count(line) == 1, said  # logged by rank 0 only
     assert_same_run(tmp_path, truth)
@@ -189,7 +189,8 @@ def test_two_ranks_with_accumulation_and_distillation_equal_the_naive_implementa
     said = two.log.read_text()
     for line in (
         "has no split 'training': train in its place", "1 links in ", "'validation' has no images of 1 of the 7 ",
-        "started from ", "going on with 56 training images, was 50", "has trained its 5 epochs: --epochs N trains on",
+        "initialized from ", "resuming with 56 training images, was 50",
+        "has finished all 5 epochs; set a larger --epochs to train longer",
     ):  # fmt: skip
         assert said.count(line) == 1, said
 
@@ -309,7 +310,7 @@ def test_a_run_resumed_with_other_options_uses_them_from_the_next_step(folder, t
     trainer(folder, tmp_path, resume="auto", **changes).run()
     ((bar, begun),) = bars
     assert (begun, bar.n, bar.total, bar.desc) == (5 * 16, 4 * 3 * 16, 4 * 3 * 16, "epoch 4/4: ")
-    said = {"going on with 56 training images, was 50", f"going on after step 2 of 3 of epoch 2 of 4, from {last}"}
+    said = {"resuming with 56 training images, was 50", f"resuming after step 2 of 3 in epoch 2 of 4 from {last}"}
     assert said < {*caplog.messages}
     assert_same_run(tmp_path, train(folder, OPTIONS, changes=(5, changes)))
 
@@ -358,7 +359,7 @@ def test_an_ema_that_hardly_changes_logs_a_warning(folder, tmp_path, caplog, dec
     averaged = 1 / (1 - decay) if decay < 1 else float("inf")
     message = f"model_ema_decay {decay} averages over about {averaged:.0f} steps, but this run has only 112"
     assert (message in caplog.text) is warned
-    assert ("--model-ema-decay 0.9107 averages over a tenth of the run" in caplog.text) is warned
+    assert ("Set --model-ema-decay 0.9107 to average over a tenth of the run" in caplog.text) is warned
 
 
 @pytest.mark.parametrize("clip_grad", [None, 0.05])

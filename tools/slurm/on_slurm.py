@@ -136,7 +136,7 @@ def test_a_job_that_is_cancelled_saves_and_stays_out_of_the_queue(training, undi
     assert job.text.count("stopped by a signal: ") == 1
     again = training()
     again.assert_ended_like(undisturbed(**RECIPE, epochs=EPOCHS).result(), restarts=0)
-    assert "going on after step " in again.text
+    assert "resuming after step " in again.text
 
 
 def test_a_node_that_is_lost_without_a_word_costs_no_more_than_the_steps_since_a_checkpoint(
@@ -159,7 +159,7 @@ def test_a_process_that_is_killed_is_started_again_without_the_scheduler(cluster
     worker = next(p for p in cluster.processes(node, "-u train_imagenet.py") if parent(p) in launcher)
     os.kill(worker, 9)
     job.assert_ended_like(undisturbed(**RECIPE, epochs=EPOCHS).result(), restarts=0)
-    assert job.text.count("going on after step ") == 1
+    assert job.text.count("resuming after step ") == 1
 
 
 def test_a_launcher_that_is_killed_fails_the_job_which_can_be_requeued(cluster, training, undisturbed):

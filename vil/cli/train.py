@@ -3,22 +3,23 @@
     python train_imagenet.py -c configs/vil_tiny.yaml --data-dir /imagenet
     torchrun --nproc_per_node=8 train_imagenet.py -c configs/vil_tiny.yaml --data-dir /imagenet --resume auto
 
-Without a checkout, `python -m vil.cli.train` is the same program.
+If the package is installed without a checkout, use `python -m vil.cli.train` instead.
 
-A config file has options with timm's names, and the command line overrides the file. The recipe specifies the *global*
-batch size. Each process trains on its share in micro-batches of at most `batch_size`, so that results do not depend on
-the number of GPUs. If the recipe has `phases`, they are trained sequentially. The run folder, OUTPUT/EXPERIMENT,
-contains config.yaml, info.txt, summary.csv, curve.png, last.pt and best.pt.
+Config files use timm's option names, and the command line overrides the config file. The config file specifies the
+*global* batch size. Each process splits its share of the global batch into micro-batches of at most `batch_size`
+images, so that results do not depend on the number of GPUs. Optional `phases` are trained sequentially. The run folder
+OUTPUT/EXPERIMENT contains config.yaml, info.txt, summary.csv, curve.png, last.pt and best.pt.
 
-Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint and exits with status 75. `--resume auto` resumes with the result of an
-uninterrupted run, also on another number of processes. docs/reliability.md lists other failures that a run survives.
+Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint and exits with status 75. `--resume auto` resumes the run, also on a
+different number of processes, with the same result as an uninterrupted run. docs/reliability.md lists other failures
+that a run survives.
 """
 
 from __future__ import annotations
 
 from ..fault_tolerance.early_signals import exit_on_signals
 
-if __name__ == "__main__":  # before the imports below, which take seconds
+if __name__ == "__main__":  # handle signals before the slow imports below
     exit_on_signals()
 
 import logging
@@ -38,12 +39,12 @@ from ..training.divergence import DivergenceError
 from ..training.interruption import StoppedError
 from ..training.trainer import train
 
-# errors that are reported in one line
+# errors reported on one line without a traceback
 FORESEEN = (ConfigError, CheckpointError, FolderInUseError, Rank0Error, DivergenceError)
 
 
 def main() -> NoReturn:
-    """Train with the options of the command line, and exit with the status of the run."""
+    """Train with the options from the command line, then exit with the status of the run."""
     logging.basicConfig(format="%(message)s")
     status = 0
     try:
@@ -65,7 +66,7 @@ def main() -> NoReturn:
 
 
 def _fail(message: str) -> NoReturn:
-    """Exit with status 1. One of several processes skips the cleanup, because other processes may be gone."""
+    """Exit with status 1. A distributed run skips the cleanup, because other processes may have exited."""
     if dist.is_initialized():
         print(message, file=sys.stderr, flush=True)
         exit_at_once(1)

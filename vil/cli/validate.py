@@ -1,19 +1,19 @@
-r"""Evaluate top-1, top-5 and loss of a model on a validation split, beside published accuracies of its size.
+r"""Evaluate top-1, top-5 and loss of a model on a validation split.
 
     python validate.py --checkpoint output/vil_tiny/best.pt --data-dir /imagenet
     python validate.py --model vim_tiny --checkpoint vim_t_midclstok_76p1acc.pth --data-dir /imagenet
     torchrun --nproc_per_node=8 validate.py --checkpoint output/vil_tiny/best.pt --data-dir /imagenet
 
-A checkpoint of train_imagenet.py stores its model, image size and data; options override them. With torchrun, each
-image is counted exactly once. Two models can be compared on the same images:
+Checkpoints of train_imagenet.py store the model, image size and dataset, which options can override. With torchrun,
+each image is counted exactly once. Two models can be compared on the same images:
 
     python validate.py --checkpoint output/vil_tiny/best.pt --data-dir /imagenet \\
         --against vim_t_midclstok_76p1acc.pth --against-model vim_tiny
     python validate.py --checkpoint output/vil_tiny/best.pt --data-dir /imagenet --against deit_tiny_patch16_224
 
-Other test sets are other splits, such as --data-dir /data --split imagenetv2-matched-frequency-format-val. On a folder
-with some of ImageNet's classes, named by their WordNet ids, models choose only among these classes, as for ImageNet-A
-and ImageNet-R.
+To evaluate on another test set, set its folder as the split, such as --data-dir /data --split
+imagenetv2-matched-frequency-format-val. If the folder contains only some of ImageNet's classes, named by WordNet id,
+predictions are restricted to these classes, as for ImageNet-A and ImageNet-R.
 """
 
 from __future__ import annotations
@@ -73,20 +73,20 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """Return the command line's options.
+    """Parse and check the command line.
 
     Raises:
-        ConfigError: An option is unknown or has a wrong value, or a requested file cannot be written.
+        ConfigError: An option is unknown or has an invalid value, or a requested output file cannot be written.
     """
     options = _parser().parse_args()
     if not options.against and (options.plot or options.against_model):
-        raise ConfigError("--against-model and --plot need a second model: set --against")
+        raise ConfigError("--against-model and --plot need a second model; set --against")
     for name in ("num_classes", "img_size", "crop_pct", "interpolation", "batch_size", "workers"):
         value = getattr(options, name)
         if value is not None:
             setattr(options, name, convert(name, value, "the command line"))
     check_choices(vars(options))
-    if is_rank0():  # rank 0 writes the files
+    if is_rank0():  # only rank 0 writes files
         check_outputs(options)
     return options
 
@@ -94,13 +94,13 @@ def parse_options() -> argparse.Namespace:
 def _parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", help="timm model name; by default the checkpoint's")
+    add("--model", help="timm model name (default: stored in the checkpoint)")
     add("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="keyword arguments of the model")
-    add("--checkpoint", help="file with the weights; by default timm's pretrained weights")
+    add("--checkpoint", help="weights file (default: timm's pretrained weights)")
     add(
         "--use-ema",
         action=argparse.BooleanOptionalAction,
-        help="evaluate the EMA weights (best.pt chooses by itself)",
+        help="evaluate the EMA weights (default: the better weights if best.pt stores which)",
     )
     add("--data-dir", help="folder that contains the split")
     add("--dataset", help="timm dataset name, such as hfds/NAME; '' for folders and tar files")
@@ -110,18 +110,18 @@ def _parser() -> Parser:
     add("--crop-pct", help="share of the image inside the centre crop")
     add("--interpolation", help="interpolation of the resize")
     add("--batch-size", default=128, help="batch size of each process (default: 128)")
-    add("--workers", help="workers of each process (chosen by the number of cores if not set)")
-    add("--device", help="device (a GPU if available)")
+    add("--workers", help="data loading workers of each process (default: depends on the number of cores)")
+    add("--device", help="device (default: cuda if available)")
     add("--amp", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast on GPUs")
     add("--json", metavar="FILE", help="also write the results to a JSON file; - for stdout")
-    add("--report", type=Path, metavar="FOLDER", help="write an HTML report with plots and mistakes, index.html")
-    add("--csv", type=Path, metavar="FOLDER", help="write classes.csv and confusions.csv there")
+    add("--report", type=Path, metavar="FOLDER", help="write an HTML report, index.html, to this folder")
+    add("--csv", type=Path, metavar="FOLDER", help="write classes.csv and confusions.csv to this folder")
     add(
         "--real-labels",
         nargs="?",
         const="",
         metavar="FILE",
-        help="evaluate with ImageNet's reassessed labels (ReaL), timm's or those of a JSON file",
+        help="evaluate with ImageNet's ReaL labels, from timm or a JSON file",
     )
     _add_comparison(parser)
     return parser
@@ -130,7 +130,7 @@ def _parser() -> Parser:
 def _add_comparison(parser: Parser) -> None:
     add = parser.add_argument_group("comparison with a second model").add_argument
     add("--against", metavar="FILE|MODEL", help="weights of the second model, or a timm model with pretrained weights")
-    add("--against-model", metavar="MODEL", help="timm model name of these weights; by default the checkpoint's")
+    add("--against-model", metavar="MODEL", help="timm model name for --against (default: stored in the checkpoint)")
     add(
         "--against-model-kwargs",
         nargs="+",
@@ -143,7 +143,7 @@ def _add_comparison(parser: Parser) -> None:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Raise a ConfigError if a requested output could not be written at the end."""
+    """Raise a ConfigError if a requested output file is not writable, before evaluating."""
     paths = []
     if options.csv:
         paths += [options.csv / table for table in TABLES]
@@ -158,11 +158,11 @@ def check_outputs(options: argparse.Namespace) -> None:
         try:
             import matplotlib.figure  # noqa: F401
         except ImportError as error:
-            raise ConfigError(f"--plot needs a package: pip install matplotlib ({error})") from error
+            raise ConfigError(f"--plot needs the package matplotlib; run pip install matplotlib ({error})") from error
 
 
 def resolve_settings(options: argparse.Namespace) -> tuple[DataSettings, list[ModelSettings]]:
-    """Return the split and the settings of one or two models."""
+    """Return the data settings and the settings of one or two models."""
     given = ModelOptions(
         model=options.model,
         checkpoint=options.checkpoint,
@@ -196,7 +196,7 @@ def _second_settings(options: argparse.Namespace, first: ModelSettings) -> Model
     )
     source = Checkpoint(options.against) if is_file else None
     second = resolve_model(given, source, option="--against-model")
-    # timm's pretrained weights specify their number of classes and image size
+    # timm's pretrained weights come with their own number of classes and image size
     return with_sizes_of(second, first) if is_file else second
 
 
@@ -214,7 +214,7 @@ def report(validation: Validation, options: argparse.Namespace) -> None:
     """Print the results and write the requested files.
 
     Raises:
-        LostResultError: A result could not be written; all others were.
+        LostResultError: A result file could not be written. The results are still printed.
     """
     as_json = json.dumps(validation.as_dict(), indent=2)
     text = validation.as_text()
@@ -222,7 +222,7 @@ def report(validation: Validation, options: argparse.Namespace) -> None:
         write_files(validation, as_json, options)
         if options.report:
             text += f"\n{options.report / PAGE}"
-    except OSError as error:  # such as a full disk
+    except OSError as error:  # for example a full disk
         raise LostResultError(f"failed to write a file: {error}") from error
     finally:
         if options.json == "-":

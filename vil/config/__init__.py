@@ -1,4 +1,4 @@
-"""Options of a run: definitions, command line and files, and conversion of values."""
+"""Options of a run: definitions, command line, config files, and value conversion."""
 
 from .command_line import Parser, load_config
 from .options import DATASETS, FIELDS, SYNONYMS, Config, ConfigError, check_choices

@@ -1,4 +1,4 @@
-"""Command line of a training run: `-c FILE` and options that override the file; `--help` lists them."""
+"""Command line of a training run: `-c FILE`, and options that override the config file."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .options import FIELDS, Config, ConfigError
 from .timm_args import from_timm, img_size_of
 from .values import checked, kind_of, may_be_pair, read_yaml, unknown_option
 
-SOURCE = "the command line"  # in messages
+SOURCE = "the command line"  # name of the source of options, for messages
 
 _logger = logging.getLogger(__name__)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse parser that raises one-line ConfigErrors and suggests the nearest option for an unknown one."""
+    """argparse parser that raises one-line ConfigErrors and suggests similar names for unknown options."""
 
     def parse_args(self, args=None, namespace=None):
         options, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
             if not word.startswith("-"):
-                raise ConfigError(f"{shown(word)} on {SOURCE} belongs to no option")
+                raise ConfigError(f"{shown(word)} on {SOURCE} is not a value of any option")
             name = word.split("=")[0].lstrip("-").replace("-", "_")
             raise ConfigError(unknown_option(name, f"on {SOURCE}", vars(options)))
         return options
@@ -40,17 +40,17 @@ def load_config(
     arguments: Sequence[str] | None = None,
     saved_options: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Config:
-    """Read `-c FILE` and the options of a command line, which override the file.
+    """Load the config file `-c FILE` and the command-line options, which override the config file.
 
     Args:
         description: First lines of `--help`.
-        arguments: Words of the command line; the program's own if None.
-        saved_options: Function that reads the options of a checkpoint, which apply with `--resume FILE` but without
-            `-c`. Its arguments are the file and the options of the command line.
+        arguments: Command-line arguments; None uses `sys.argv`.
+        saved_options: Function that reads the options in a checkpoint, given the file and the command-line options. It
+            is called for `--resume FILE` without `-c`.
 
     Raises:
-        ConfigError: An option or value is invalid, or a phase of the file overrides an option of the command line. The
-            message names the option, and the nearest valid one.
+        ConfigError: An option or value is invalid, or a phase in the file overrides a command-line option. The message
+            contains the option, and a similar name for an unknown option.
     """
     options = vars(_parser(description).parse_args(arguments))
     file = options.pop("config")
@@ -61,7 +61,7 @@ def load_config(
     if file:
         defaults = _options_of_file(file, given)
     elif saved_options and resumed not in (None, "auto"):
-        folder = Path(resumed).resolve().parent  # resume in the checkpoint's folder
+        folder = Path(resumed).resolve().parent  # continue in the folder of the checkpoint
         defaults = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed, given)}
     _check_phases(defaults, given, file or resumed)
 
@@ -72,7 +72,7 @@ def load_config(
 
 
 def _parser(description: str) -> Parser:
-    """Return a parser with an option for each field of `Config`, whose values stay unconverted words."""
+    """Return a parser with one option per field of `Config`. Values are not converted yet."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=description, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of options")
@@ -84,7 +84,7 @@ def _parser(description: str) -> Parser:
         else:
             bare = field.metadata["bare"]
             parser.add_argument(flag, nargs=_number_of_words(name), const=bare, metavar="VALUE", help=help)
-    parser.add_argument("--input-size", nargs=3, metavar="VALUE", help="timm's --img-size: 3, height and width")
+    parser.add_argument("--input-size", nargs=3, metavar="VALUE", help="timm's form of --img-size: 3, height and width")
     return parser
 
 
@@ -93,7 +93,7 @@ def _flag_of(name: str) -> str:
 
 
 def _number_of_words(name: str) -> str | None:
-    """Return argparse's `nargs` of an option; None for exactly one word."""
+    """Return argparse's `nargs` for an option; None for exactly one value."""
     kind, _ = kind_of(name)
     if kind in (tuple, dict, list) or may_be_pair(name):
         return "+"
@@ -102,7 +102,7 @@ def _number_of_words(name: str) -> str | None:
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that the command line sets, converted to their types."""
+    """Return the options set on the command line, converted to their types."""
     given = {name: value for name, value in options.items() if value is not None}
     input_size = given.pop("input_size", None)
     if input_size and not given.get("img_size"):
@@ -111,22 +111,22 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options_of_file(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a config file, which may be one of timm's train.py."""
+    """Return the options in a config file of this package or of timm's train.py."""
     translation = from_timm(read_yaml(path), path, given)
     options = checked(translation.options, path, translation.errors)
     ignored = translation.ignored
     if ignored and is_rank0():
         names = ", ".join(ignored)
-        _logger.warning("%s: ignored %d options of timm that change nothing here: %s", path, len(ignored), names)
+        _logger.warning("%s: ignored %d timm options without effect here: %s", path, len(ignored), names)
     return options
 
 
 def _check_phases(defaults: Mapping[str, Any], given: Mapping[str, Any], source: str | None) -> None:
-    """Raise a ConfigError if a phase of the file or checkpoint overrides an option of the command line."""
+    """Raise a ConfigError if a phase in the config file or checkpoint overrides a command-line option."""
     if "phases" in given:
         return
     for phase in defaults.get("phases") or ():
         overridden = phase.keys() & given
         if overridden:
             flag = _flag_of(min(overridden))
-            raise ConfigError(f"{flag} has no effect, because the phases of {source} set it: set --phases")
+            raise ConfigError(f"{flag} has no effect, because the phases in {source} override it: set --phases instead")

@@ -1,4 +1,4 @@
-"""Options of a training run: names (timm's if timm has the option), defaults, ranges and choices."""
+"""Options of a training run, with defaults, ranges and choices. Names are timm's if timm has the option."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ..text import nearest, shown
 def _option(
     default: Any, help: str, bare: Any = None, low: float = -math.inf, high: float = math.inf, above: float = -math.inf
 ) -> Any:
-    """Define a field of `Config`; `bare` is its value if the command line gives the flag without a value.
+    """Define a field of `Config`. `bare` is the value if the flag is set without a value on the command line.
 
-    Numbers, also in tuples, must be at least `low`, at most `high` and more than `above`.
+    Numbers, also in tuples, must be at least `low`, at most `high` and greater than `above`.
     """
     return dataclasses.field(
         default=default, metadata={"help": help, "bare": bare, "low": low, "high": high, "above": above}
@@ -32,20 +32,20 @@ def _option(
 
 @dataclass
 class Config:
-    """Options of a training run. Defaults are those of ViM's recipe that all its model sizes share (see configs/)."""
+    """Options of a training run. Defaults are ViM's recipe, as far as the recipe is the same for all model sizes."""
 
     # data
-    data_dir: str | None = _option(None, "folder with the two splits, each a folder of class folders or a .tar of them")
+    data_dir: str | None = _option(None, "folder with the two splits, each a folder or .tar of class folders")
     dataset: str = _option("", "timm dataset name such as 'hfds/NAME' or 'wds/NAME'; empty for folders and tar files")
     train_split: str = _option("train", "name of the training split")
     val_split: str = _option("validation", "name of the validation split")
-    num_classes: int | None = _option(None, "number of classes; read from the dataset if it stores them", low=1)
+    num_classes: int | None = _option(None, "number of classes; read from the dataset if not given", low=1)
     workers: int | None = _option(
-        None, "workers of each training process; chosen by the available cores if not given", low=0, high=1024
+        None, "data loading workers of each process; depends on the available cores if not given", low=0, high=1024
     )
     synthetic: int = _option(
         0,
-        "train on this many synthetic images an epoch, created on the device (ImageNet's number if no value is given)",
+        "train on this many synthetic images per epoch, created on the device (ImageNet's number if no value is given)",
         1_281_167,
         low=0,
     )
@@ -64,18 +64,16 @@ class Config:
         True,
         "on a GPU, replay forward, backward and evaluation as CUDA graphs, which saves host time",
     )
-    torchcompile: bool = _option(
-        False, "train with torch.compile, which speeds up DeiT and similar models, but hardly ViL"
-    )
+    torchcompile: bool = _option(False, "train with torch.compile, which speeds up models such as DeiT, but hardly ViL")
     # optimization
     epochs: int = _option(300, "number of epochs", low=1)
     phases: list | None = _option(
-        None, "consecutive phases of the run: tables of the options that change, such as '{epochs: 100, lr: 4e-4}'"
+        None, "consecutive phases of the run, each with the options that change, such as '{epochs: 100, lr: 4e-4}'"
     )
-    global_batch_size: int = _option(1024, "batch size of an optimizer step over all processes", low=1)
+    global_batch_size: int = _option(1024, "batch size per optimizer step, summed over all processes", low=1)
     batch_size: int | None = _option(
         None,
-        "maximum micro-batch size of a device; gradients of a larger share of the global batch are accumulated",
+        "maximum micro-batch size per device; gradients are accumulated up to the global batch size",
         low=1,
     )
     opt: str = _option("adamw", "timm optimizer")
@@ -87,17 +85,19 @@ class Config:
     weight_decay: float = _option(0.1, "weight decay", low=0)
     layer_decay: float | None = _option(None, "learning rate of each block relative to the next block", above=0)
     clip_grad: float | None = _option(None, "maximum gradient norm", above=0)
-    sched: str = _option("cosine", "timm scheduler, stepped once an epoch")
-    warmup_epochs: int = _option(5, "epochs of linear warm-up", low=0)
+    sched: str = _option("cosine", "timm scheduler, stepped once per epoch")
+    warmup_epochs: int = _option(5, "number of warm-up epochs", low=0)
     warmup_lr: float = _option(1e-6, "learning rate of the first epoch", low=0)
     min_lr: float = _option(1e-5, "learning rate at the end", low=0)
     model_ema: bool = _option(True, "keep an exponential moving average (EMA) of the weights")
-    model_ema_decay: float = _option(0.99996, "decay of the EMA weights in each step", low=0, high=1)
+    model_ema_decay: float = _option(0.99996, "decay of the EMA weights per step", low=0, high=1)
     amp: bool = _option(True, "mixed precision on GPUs; a CPU always trains in fp32")
     amp_dtype: str = _option("bfloat16", "'bfloat16', or 'float16' with a gradient scaler")
     # augmentation
-    scale: tuple[float, ...] = _option((0.08, 1.0), "area of the random crop, as a share of the image", above=0)
-    ratio: tuple[float, ...] = _option((3 / 4, 4 / 3), "aspect ratio of the random crop", above=0)
+    scale: tuple[float, ...] = _option(
+        (0.08, 1.0), "minimum and maximum share of the image in the random crop", above=0
+    )
+    ratio: tuple[float, ...] = _option((3 / 4, 4 / 3), "minimum and maximum aspect ratio of the random crop", above=0)
     hflip: float = _option(0.5, "probability of a horizontal flip", low=0, high=1)
     color_jitter: float | None = _option(0.3, "strength of colour jitter; has no effect if aa is set", low=0)
     aa: str | None = _option("rand-m9-mstd0.5-inc1", "AutoAugment or RandAugment policy")
@@ -120,16 +120,16 @@ class Config:
     bce_loss: bool = _option(False, "use timm's BinaryCrossEntropy loss")
     bce_target_thresh: float | None = _option(
         None,
-        "with bce_loss: threshold above which targets become 1 and otherwise 0; none keeps the targets",
+        "with bce_loss: set targets above this threshold to 1 and others to 0; none keeps the targets",
         low=0,
         high=1,
     )
     bce_sum: bool = _option(False, "with bce_loss: sum over classes instead of averaging")
-    teacher: str | None = _option(None, "timm model to distil from, which classifies the same augmented images")
+    teacher: str | None = _option(None, "timm model to distil from, which receives the same augmented images")
     teacher_checkpoint: str | None = _option(None, "weights of the teacher; timm's pretrained weights if not given")
-    distillation: str = _option("hard", "distil the teacher's 'hard' labels or 'soft' probabilities")
+    distillation: str = _option("hard", "learn the teacher's 'hard' labels or 'soft' probabilities")
     distillation_alpha: float = _option(
-        0.5, "weight of the teacher's loss; the labels' loss has the remaining weight", low=0, high=1
+        0.5, "weight of the distillation loss; the label loss has the remaining weight", low=0, high=1
     )
     distillation_tau: float = _option(1.0, "temperature of soft distillation", above=0)
     # evaluation
@@ -142,31 +142,29 @@ class Config:
     interpolation: str | None = _option(None, "interpolation in evaluation; the model's default if not given")
     # run
     seed: int = _option(0, "seed of all random numbers", low=0, high=2**32 - 1)
-    device: str | None = _option(None, "device such as 'cuda' or 'cpu'; a GPU if available")
-    output: str = _option("output", "folder of runs")
+    device: str | None = _option(None, "device such as 'cuda' or 'cpu'; cuda if available and not given")
+    output: str = _option("output", "parent folder of run folders")
     experiment: str | None = _option(None, "name of the run folder inside output; the config file's name if not given")
     resume: str | None = _option(
-        None, "'auto' to resume from the run's last checkpoint if there is one, or a checkpoint"
+        None, "'auto' to resume from the last checkpoint in the run folder if any, or the path of a checkpoint"
     )
     checkpoint_interval: str | None = _option(
-        "30m", "minutes ('30m') or optimizer steps ('500') between checkpoints; each epoch also ends with one"
+        "30m", "minutes ('30m') or optimizer steps ('500') between checkpoints, besides the one after each epoch"
     )
     log_interval: int = _option(50, "logging interval in optimizer steps", low=1)
-    log_tensorboard: bool = _option(False, "write each epoch's numbers for TensorBoard, too")
-    log_wandb: bool = _option(False, "send each epoch's numbers to Weights & Biases, too")
+    log_tensorboard: bool = _option(False, "also log each epoch to TensorBoard")
+    log_wandb: bool = _option(False, "also log each epoch to Weights & Biases")
 
     def __post_init__(self):
         self.model_kwargs = self.model_kwargs or {}
         for name, option in (("drop_path_rate", "drop_path"), ("num_classes", "num_classes"), ("img_size", "img_size")):
             if name in self.model_kwargs:
-                raise ConfigError(
-                    f"model_kwargs must not have {name}, which is an option: set --{option.replace('_', '-')}"
-                )
+                raise ConfigError(f"model_kwargs must not contain {name}; set --{option.replace('_', '-')} instead")
         if (channels := self.model_kwargs.get("in_chans", 3)) != 3:
-            raise ConfigError(f"in_chans in model_kwargs must be 3, the channels of images, got {shown(channels)}")
+            raise ConfigError(f"in_chans in model_kwargs must be 3, the channels of RGB images, got {shown(channels)}")
         if self.model_kwargs.get("global_pool") == "":
             raise ConfigError(
-                "global_pool in model_kwargs must not be '', because training needs one row of logits for each image"
+                "global_pool in model_kwargs must not be '', because training needs one row of logits per image"
             )
         interval = self.checkpoint_interval
         if interval is not None and not re.fullmatch(r"0*[1-9]\d{0,11}m?", interval):
@@ -174,15 +172,15 @@ class Config:
                 f"checkpoint_interval must be minutes ('30m') or optimizer steps ('500'), got {shown(interval)}"
             )
         if self.teacher_checkpoint and not self.teacher:
-            raise ConfigError(f"teacher_checkpoint {self.teacher_checkpoint} needs a teacher: set --teacher MODEL")
+            raise ConfigError(f"teacher_checkpoint {self.teacher_checkpoint} needs a teacher; set --teacher MODEL")
         if wrong := unknown_models(vars(self)):
             raise ConfigError(wrong[0])
         check_choices(vars(self))
         try:
             create_transform(16, is_training=True, auto_augment=self.aa)
-        except Exception as error:  # timm's parsers of policies raise various types
+        except Exception as error:  # timm's policy parsers raise various types
             known = "such as rand-m9-mstd0.5-inc1 or 3a"
-            raise ConfigError(f"aa must be a policy of timm, {known}, got {self.aa!r}: {error}") from error
+            raise ConfigError(f"aa must be a timm policy {known}, got {self.aa!r}: {error}") from error
         for name in ("scale", "ratio"):
             limits = getattr(self, name)
             if len(limits) != 2 or limits[0] > limits[1]:
@@ -194,7 +192,7 @@ class Config:
         self._fill_phases()
 
     def _fill_phases(self) -> None:
-        """Set every option that any phase sets in all phases, so that the `Config` of a phase keeps the same phases."""
+        """Set every option that any phase overrides explicitly in all phases, and validate each phase."""
         phases = self.phases or []
         names = dict.fromkeys(name for phase in phases for name in phase)
         self.phases = [{name: phase.get(name, getattr(self, name)) for name in names} for phase in phases] or None
@@ -209,7 +207,7 @@ class Config:
         return len(self.phases or [{}])
 
     def of_phase(self, number: int) -> Config:
-        """Return the options of a phase, counted from 0; a run without phases has one."""
+        """Return the options of a phase, counted from 0."""
         return dataclasses.replace(self, **self.phases[number]) if self.phases else self
 
     def epochs_of_phase(self, number: int) -> range:
@@ -231,7 +229,7 @@ def choices_of_options() -> dict[str, list[str]]:
     interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
     return {
         "opt": [name for name in map(str, list_optimizers()) if not get_optimizer_info(name).second_order],
-        "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # schedules that need no metric
+        "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # schedulers that do not depend on a metric
         "train_interpolation": [*interpolations, "random"],
         "interpolation": interpolations,
         "amp_dtype": ["bfloat16", "float16"],
@@ -241,24 +239,24 @@ def choices_of_options() -> dict[str, list[str]]:
 
 
 def check_choices(values: Mapping[str, Any]) -> None:
-    """Raise a ConfigError if an option has a value that is not one of its choices."""
+    """Raise a ConfigError if the value of an option is not one of the option's choices."""
     if wrong := wrong_choices(values):
         raise ConfigError(wrong[0])
 
 
 def wrong_choices(values: Mapping[str, Any]) -> list[str]:
-    """Return a message for each option whose value is not one of its choices."""
+    """Return an error message for each option whose value is not one of the option's choices."""
     wrong = []
     for name, choices in choices_of_options().items():
         value = values.get(name)
         if value is not None and value not in choices:
             known = textwrap.shorten(", ".join(choices), 200, placeholder=" ...")
-            wrong.append(f"{name} {shown(value)} is unknown{nearest(value, choices) or '; there are ' + known}")
+            wrong.append(f"unknown {name} {shown(value)}{nearest(value, choices) or '; choose one of ' + known}")
     return wrong
 
 
 def unknown_models(values: Mapping[str, Any]) -> list[str]:
-    """Return a message for each option that names a model unknown to timm."""
+    """Return an error message for each option with a model name that timm does not know."""
     named = [(name, model) for name in ("model", "teacher") if (model := values.get(name))]
     return [
         f"{name} {shown(model)} is not a model of timm or this package{nearest(model, timm.list_models())}"
@@ -275,10 +273,10 @@ PHASE_OPTIONS = (
     "reprob", "remode", "mixup", "cutmix", "mixup_prob", "mixup_switch_prob", "smoothing", "bce_loss",
     "bce_target_thresh", "bce_sum", "distillation", "distillation_alpha", "distillation_tau", "crop_pct",
 )  # fmt: skip
-DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers for other data than folders and tar files
+DATASETS = ("wds", "hfds", "hfids", "tfds")  # prefixes of timm dataset names other than folders and tar files
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
-# names of options in other programs, if unlike ours (see `nearest`)
+# names of the same option in other programs, for suggestions when an option is unknown
 SYNONYMS = {
     "aa": "auto_augment autoaugment",
     "amp": "mixed_precision bf16 fp16",

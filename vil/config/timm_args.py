@@ -1,8 +1,8 @@
-"""Config files of timm's train.py, such as the args.yaml that timm saves beside a run, in terms of `Config`.
+"""Translation of config files of timm's train.py, such as args.yaml, to options of `Config`.
 
-timm saves every option, so most lines of an args.yaml are off or at timm's default. Such lines are ignored. Options
-with the same meaning under another name are renamed. All other options are errors, because ignoring them would
-silently change the training.
+timm saves every option in args.yaml, so most options there are off or at timm's default. These options are ignored.
+Options with the same meaning under another name are renamed. All other options raise an error, because ignoring them
+would silently change the training.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ EMPTY: tuple = (None, "", False, [], {})  # values that timm treats as "not give
 
 @dataclass
 class Translation:
-    """Options of a config file in terms of `Config`."""
+    """Options of a timm config file, translated to options of `Config`."""
 
     options: dict[Any, Any]
-    ignored: list[str] = field(default_factory=list)  # names of options that change nothing
-    errors: list[str] = field(default_factory=list)  # messages about options that this package does not support
+    ignored: list[str] = field(default_factory=list)  # names of options without effect
+    errors: list[str] = field(default_factory=list)  # error messages about unsupported options
 
 
 def from_timm(values: Mapping[Any, Any], source: str, given: Mapping[str, Any]) -> Translation:
     """Translate the options of a config file that was written for timm's train.py.
 
-    A file is timm's if it has an option that only timm has. Other files are returned unchanged.
+    A file is considered timm's if it contains an option that exists only in timm. Other files are returned unchanged.
 
     Args:
-        values: The options of the file.
-        source: The file, for messages.
-        given: The options of the command line, which override the file.
+        values: Options in the file.
+        source: Name of the file, for messages.
+        given: Options from the command line, which override the file.
     """
     if not ONLY_TIMMS & values.keys():
         return Translation(dict(values))
@@ -74,15 +74,15 @@ def _is_empty(value: Any) -> bool:
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Return whether the value of one of our options means "off", but the option has no such value."""
+    """Return whether timm's value means "off" for an option that cannot be off in `Config`."""
     kind, is_optional = kind_of(name)
     return _is_empty(value) and not is_optional and kind is not bool
 
 
 def _as_ours(name: str, value: Any) -> Any:
-    """Return timm's value of an option as the value of our option with the same name."""
+    """Convert timm's value of an option to the value of the `Config` option with the same name."""
     kind, _ = kind_of(name)
-    if name == "torchcompile":  # timm's value is the name of a backend
+    if name == "torchcompile":  # timm stores the name of the compiler backend
         return True if value == "inductor" else value or False
     if _is_empty(value) and kind is not bool:
         return None
@@ -90,8 +90,8 @@ def _as_ours(name: str, value: Any) -> Any:
 
 
 def _changes_training(name: str, value: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether an option without counterpart has an effect together with the other options of a run."""
-    if name not in UNSUPPORTED:  # options of timm's forks are off if they are 0
+    """Return whether an option that `Config` does not have affects training, given the other options of the run."""
+    if name not in UNSUPPORTED:  # unknown options, for example from forks of timm, are off if 0
         return name not in HARMLESS and value != 0
     if value == UNSUPPORTED[name]:
         return False
@@ -114,7 +114,7 @@ def _changes_training(name: str, value: Any, options: Mapping[str, Any]) -> bool
 
 
 def _rename(values: Mapping[Any, Any], options: dict[Any, Any], source: str) -> list[str]:
-    """Add the options that timm has under another name. Return messages about those that contradict another."""
+    """Add options that have another name in timm. Return error messages about contradictory options."""
     errors = []
     for name, ours in RENAMED.items():
         value = values.get(name)
@@ -135,7 +135,7 @@ def _rename(values: Mapping[Any, Any], options: dict[Any, Any], source: str) -> 
 
 
 def _move_model_arguments(values: Mapping[Any, Any], options: dict[Any, Any]) -> None:
-    """Add the options that timm's train.py passes to the model to `model_kwargs`, which has precedence."""
+    """Move timm options that are model arguments into `model_kwargs`. Existing entries take precedence."""
     arguments = {ours: values[name] for name, ours in MODEL_ARGUMENTS.items() if values.get(name)}
     model_kwargs = options.get("model_kwargs")
     is_valid = model_kwargs is None or isinstance(model_kwargs, dict)  # `checked` rejects other values
@@ -144,10 +144,10 @@ def _move_model_arguments(values: Mapping[Any, Any], options: dict[Any, Any]) ->
 
 
 def img_size_of(input_size: Any, source: str) -> int | tuple[int, int]:
-    """Return the image size of timm's `input_size`, which is channels, height and width.
+    """Return the image size from timm's `input_size` (channels, height, width).
 
     Raises:
-        ConfigError: `input_size` has another form, or the number of channels is not three.
+        ConfigError: `input_size` does not have three values, or the number of channels is not 3.
     """
     if not isinstance(input_size, (list, tuple)) or len(input_size) != 3 or input_size[0] not in (3, "3"):
         raise ConfigError(f"option 'input_size' in {source} must be 3, height and width, got {shown(input_size)}")
@@ -155,23 +155,23 @@ def img_size_of(input_size: Any, source: str) -> int | tuple[int, int]:
 
 
 def _describe_ambiguous_batch_size(options: Mapping[str, Any], given: Mapping[str, Any], source: str) -> list[str]:
-    """Return a message if the file sets only timm's batch size, which has another meaning in this package."""
+    """Return an error message if the file sets only timm's `batch_size`, which has another meaning in this package."""
     if _is_empty(options.get("batch_size")) or "global_batch_size" in options or "global_batch_size" in given:
         return []
     return [
-        f"option 'batch_size' {shown(options['batch_size'])} in {source} is the batch size of each process in "
-        "timm's train.py: set --global-batch-size N, the batch size of an optimizer step over all processes"
+        f"option 'batch_size' {shown(options['batch_size'])} in {source} is the batch size per process in "
+        "timm's train.py: set --global-batch-size N, the batch size per optimizer step over all processes"
     ]
 
 
 def _describe_unsupported(unsupported: Mapping[str, Any], source: str) -> list[str]:
-    """Return messages about unsupported options: one for each with a remedy, and one for all others together."""
+    """Return one error message per unsupported option that has a remedy, and one for all other options."""
     messages = []
     scaling = [name for name in unsupported if name.startswith("lr_base")]
     if scaling:
         messages.append(
-            f"option {scaling[0]!r} in {source} scales timm's learning rate by the batch size: set --lr, which is not "
-            "scaled"
+            f"option {scaling[0]!r} in {source} scales the learning rate by the batch size, which is not "
+            "supported: set --lr, the learning rate without scaling"
         )
     if unsupported.get("pretrained"):
         messages.append(f"option 'pretrained' in {source} is not supported: set --pretrained-path FILE")
@@ -181,5 +181,5 @@ def _describe_unsupported(unsupported: Mapping[str, Any], source: str) -> list[s
     messages += [unknown_option(name, f"in {source}", FIELDS) for name in rest if name in synonyms]
     others = [f"option {name!r} ({shown(unsupported[name])})" for name in rest if name not in synonyms]
     if others:
-        messages.append(f"{source} has options that are not supported: {', '.join(others)}. Remove them")
+        messages.append(f"{source} has unsupported options: {', '.join(others)}. Remove these options")
     return messages

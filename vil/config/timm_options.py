@@ -1,6 +1,6 @@
-"""Options of timm's train.py that this package names otherwise, ignores or does not support."""
+"""Options of timm's train.py that this package renames, ignores or does not support."""
 
-# timm's name and this package's name of the same option
+# timm's option name -> this package's name
 RENAMED = {
     "data": "data_dir",
     "drop_connect": "drop_path",
@@ -8,13 +8,13 @@ RENAMED = {
     "input_size": "img_size",
 }
 
-# options that timm's train.py passes to the model, and the name of the model's argument
+# timm's option name -> name of the model argument
 MODEL_ARGUMENTS = {
     "drop": "drop_rate",
     "gp": "global_pool",
 }
 
-# options without counterpart, with the value by which timm trains as this package does
+# unsupported timm options -> the value with which timm trains like this package
 UNSUPPORTED = {
     "amp_impl": "native",
     "apex_amp": False,
@@ -108,7 +108,7 @@ UNSUPPORTED = {
     "warmup_prefix": False,
 }
 
-# options that have an effect only if another option, the key, is on
+# option -> timm options that have an effect only if this option is on
 ONLY_WITH = {
     "aug_splits": ["resplit", "split_bn"],
     "bce_loss": ["bce_pos_weight"],
@@ -145,7 +145,7 @@ ONLY_WITH = {
 }
 SWITCHES = {name: switch for switch, names in ONLY_WITH.items() for name in names}
 
-# options that have an effect only with some of the schedules that this package supports
+# timm option -> schedulers for which this option has an effect
 SCHEDULES = {
     "decay_epochs": ["step"],
     "decay_milestones": ["multistep"],
@@ -154,7 +154,7 @@ SCHEDULES = {
     "patience_epochs": [],
 }
 
-# options that change speed, logging or storage but not what is trained
+# timm options that affect speed, logging or storage, but not the trained weights
 HARMLESS = {
     "channels_last",
     "checkpoint_hist",

@@ -14,16 +14,16 @@ import yaml
 from ..text import nearest, shown
 from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError, unknown_models, wrong_choices
 
-MOST_BYTES = 2**17  # of a config file, whose parsing takes many times the time and memory of its bytes
-LONGEST_NUMBER = 400  # characters; more than the digits of the largest float
+MOST_BYTES = 2**17  # maximum size of a config file in bytes, because YAML parsing needs much time and memory per byte
+LONGEST_NUMBER = 400  # maximum number of characters in a number; more than the largest float needs
 _TYPES = typing.get_type_hints(Config)
 
 
 def parse_key_values(words: Sequence[str]) -> dict[str, Any]:
-    """Parse words KEY=VALUE, with values as YAML.
+    """Parse arguments of the form KEY=VALUE, with values in YAML.
 
     Raises:
-        ConfigError: A word has no "=", or its value is not YAML.
+        ConfigError: An argument has no "=", or a value is not valid YAML.
     """
     for word in words:
         if "=" not in word:
@@ -37,11 +37,11 @@ def read_yaml(path: str) -> dict[str, Any]:
             content = file.read(MOST_BYTES + 1)
         text = content.decode("utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text in UTF-8: {error}") from error
+        raise ConfigError(f"{path} must be a text file in UTF-8: {error}") from error
     if len(content) > MOST_BYTES:
-        raise ConfigError(f"{path} must have at most {MOST_BYTES} bytes as a config file, got a larger file")
+        raise ConfigError(f"config file {path} must be at most {MOST_BYTES} bytes, got a larger file")
     values = _parse_yaml(text, path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must be a YAML mapping such as 'epochs: 100', got {type(values).__name__}")
@@ -49,37 +49,39 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str, source: str) -> Any:
-    """Parse YAML, but reject aliases, because a short text with aliases could expand without bounds."""
+    """Parse YAML, but reject aliases, because nested aliases can expand to unlimited size."""
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ConfigError("has an alias (*), which options do not support: write out its value")
+            raise ConfigError("has a YAML alias (*), which is not supported: write out the value instead")
         return yaml.load(text, _Loader)
     except RecursionError:
-        raise ConfigError(
-            f"{source} has values that are nested too deeply for YAML: maximum recursion depth exceeded"
-        ) from None
+        raise ConfigError(f"{source} has too deeply nested values: maximum recursion depth exceeded") from None
     except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for dates such as 2024-13-32
         if isinstance(error, ConfigError):
             raise ConfigError(f"{source} {error}") from None
-        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys, and numbers such as 010 and 1:30, which YAML reads as 8 and 90."""
+    """YAML loader that rejects duplicate keys and ambiguous numbers such as 010 (8 in YAML) and 1:30 (90 in YAML)."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key, _ in node.value:
             name = self.construct_object(key) if isinstance(key, yaml.ScalarNode) else key
             if name in seen:
-                raise ConfigError(f"has {shown(name)} twice, again in line {key.start_mark.line + 1}: remove one")
+                raise ConfigError(
+                    f"has the key {shown(name)} twice, again in line {key.start_mark.line + 1}: remove one"
+                )
             seen.add(name)
         return super().construct_mapping(node, deep)
 
     def number(self, node):
         line = f"line {node.start_mark.line + 1}"
         if len(node.value) > LONGEST_NUMBER:
-            raise ConfigError(f"has a number of {len(node.value)} characters in {line}: write at most {LONGEST_NUMBER}")
+            raise ConfigError(
+                f"has a number of {len(node.value)} characters in {line}, at most {LONGEST_NUMBER} are allowed"
+            )
         if re.match(r"[-+]?0[0-9_]+$|.*:", node.value):
             raise ConfigError(f"has {node.value} in {line}, which YAML reads as another number: write a decimal number")
         kind = node.tag.rpartition(":")[2]
@@ -91,12 +93,12 @@ for _kind in ("int", "float"):
 
 
 def checked(values: dict[str, Any], source: str, errors: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the values of known options, converted to their types.
+    """Check the names of options and convert the values to the options' types.
 
     Args:
         values: Values by option name.
         source: Name of the file or command line, for messages.
-        errors: Messages about errors that the caller has found in the same source.
+        errors: Messages about errors that were already found in the same source.
 
     Raises:
         ConfigError: Options are unknown or have invalid values, or `errors` is not empty. The message lists all errors.
@@ -107,7 +109,7 @@ def checked(values: dict[str, Any], source: str, errors: Sequence[str] = ()) -> 
             errors.append(unknown_option(name, f"in {source}", FIELDS))
             continue
         try:
-            empty = value == "" and kind_of(name)[1]  # scripts may pass an empty variable
+            empty = value == "" and kind_of(name)[1]  # scripts may pass an empty environment variable
             converted[name] = None if empty else convert(name, value, source)
         except ConfigError as error:
             errors.append(str(error))
@@ -124,12 +126,12 @@ def unknown_option(name: Any, where: str, options: Iterable[str]) -> str:
     unknown, words = f"unknown option {shown(name)} {where}", re.sub(r"^no_(?=.)", "", str(name).lower())
     for ours, synonyms in SYNONYMS.items():
         if ours in options and words in synonyms.split():
-            return f"{unknown}; here it is {ours!r}: {FIELDS[ours].metadata['help']}"
+            return f"{unknown}; use {ours!r}: {FIELDS[ours].metadata['help']}"
     return unknown + nearest(words, options)
 
 
 def kind_of(name: str) -> tuple[type, bool]:
-    """Return the type of an option, and whether it may be None."""
+    """Return the type of an option, and whether the option may be None."""
     hint = _TYPES[name]
     optional = isinstance(hint, types.UnionType)
     hint = hint.__args__[0] if optional else hint
@@ -152,7 +154,7 @@ def convert(name: str, value: Any, source: str) -> Any:
         return None
     if kind is list:
         return _checked_phases(value, source)
-    # words KEY=VALUE of a command line
+    # arguments KEY=VALUE from the command line
     if kind is dict and isinstance(value, list) and all(isinstance(word, str) for word in value):
         return parse_key_values(value)
     if may_be_pair(name) and isinstance(value, (list, tuple)) and len(value) in (1, 2):
@@ -164,17 +166,17 @@ def convert(name: str, value: Any, source: str) -> Any:
         if kind is tuple and isinstance(value, (list, tuple)):
             converted = tuple(float(v) for v in value)
         elif kind is float and not isinstance(value, bool):
-            converted = float(value)  # YAML reads '1e-3' as text
+            converted = float(value)  # YAML reads '1e-3' as a string
         elif kind is int and not isinstance(value, bool) and int(value) == float(value):
             converted = int(value)
         elif kind is str and type(value) is int:
             converted = str(value)
-        elif type(value) is kind:  # True is an int in Python
+        elif type(value) is kind:  # compare types exactly, because bool is a subclass of int
             converted = value
     except (TypeError, ValueError, OverflowError):
         pass
     if converted is None:
-        expected = f"{kind.__name__}{' or two of these (height and width)' * may_be_pair(name)}"
+        expected = f"{kind.__name__}{' or a pair (height and width)' * may_be_pair(name)}"
         raise ConfigError(f"option {name!r} in {source} must be {expected}, got {shown(value)}")
     for number in converted if kind is tuple else [converted] if kind in (int, float) else []:
         if complaint := _out_of_range(number, **{key: FIELDS[name].metadata[key] for key in ("low", "high", "above")}):
@@ -183,29 +185,29 @@ def convert(name: str, value: Any, source: str) -> Any:
 
 
 def _checked_phases(value: Any, source: str) -> list[dict[str, Any]]:
-    """Validate the options of each phase. Words of a command line are parsed as YAML."""
+    """Validate the options of each phase. Strings from the command line are parsed as YAML."""
     if not isinstance(value, (list, tuple)):
         raise ConfigError(
-            f"option 'phases' in {source} must be a list with a table of options for each phase, got {shown(value)}"
+            f"option 'phases' in {source} must be a list with a mapping of options per phase, got {shown(value)}"
         )
     phases = []
     for number, phase in enumerate(value, start=1):
         where = f"phase {number} in {source}"
         phase = _parse_yaml(phase, where) if isinstance(phase, str) else phase
         if not isinstance(phase, dict):
-            raise ConfigError(f"{where} must be a table as {{epochs: 100, lr: 4e-4}}, got {shown(phase)}")
+            raise ConfigError(f"{where} must be a mapping such as {{epochs: 100, lr: 4e-4}}, got {shown(phase)}")
         if of_run := [name for name in phase if name in FIELDS and name not in PHASE_OPTIONS]:
-            raise ConfigError(f"{where} has {of_run[0]!r}, an option of the whole run: set it outside the phases")
+            raise ConfigError(f"{where} has {of_run[0]!r}, which phases cannot change: set it for the whole run")
         phases.append(checked(phase, where))
     return phases
 
 
 def _out_of_range(number: float, low: float, high: float, above: float) -> str | None:
-    """Describe the bound that a number violates; None if there is none."""
+    """Return the bound that a number violates, as text, or None if the number is valid."""
     if not math.isfinite(number):
         return "a finite number"
     if number < low:
         return f"at least {low}"
     if number > high:
         return f"at most {high}"
-    return f"more than {above}" if number <= above else None
+    return f"greater than {above}" if number <= above else None

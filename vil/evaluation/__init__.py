@@ -1,1 +1,1 @@
-"""Accuracy of models on a split and on ImageNet's additional test sets, and paired comparison of two models."""
+"""Evaluation of models on a validation or test split, and paired comparison of two models."""

@@ -6,12 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BINS = 10
+BINS = 10  # number of bins between probability 0 and 1
 
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """Images whose predicted class has a probability in one range; accuracy and mean probability are percentages."""
+    """Images whose predicted class has a probability in one range.
+
+    Attributes:
+        images: Number of images.
+        accuracy: Top-1 accuracy in percent.
+        confidence: Mean probability of the predicted class in percent.
+    """
 
     images: int
     accuracy: float
@@ -19,7 +25,7 @@ class CalibrationBin:
 
 
 def calibration_bins(probabilities_N: np.ndarray, correct_N: np.ndarray) -> list[CalibrationBin]:
-    """Return the bins of a calibration plot, which divide the probabilities from 0 to 1 equally.
+    """Divide images into bins of equal width by the probability of the predicted class.
 
     Args:
         probabilities_N: Probability of the predicted class of each image.
@@ -39,6 +45,6 @@ def calibration_bins(probabilities_N: np.ndarray, correct_N: np.ndarray) -> list
 
 
 def expected_calibration_error(bins: list[CalibrationBin]) -> float:
-    """Return the mean difference between accuracy and probability, weighted by images, in percentage points."""
+    """Return the mean absolute difference between accuracy and confidence, weighted by images, in percentage points."""
     images = sum(b.images for b in bins)
     return sum(b.images * abs(b.accuracy - b.confidence) / max(1, images) for b in bins)

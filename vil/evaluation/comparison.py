@@ -13,7 +13,7 @@ from .statistics import mcnemar_p_value, paired_interval
 
 @dataclass(frozen=True)
 class ContingencyTable:
-    """Numbers of images that both models, only one of them, or neither classifies correctly."""
+    """Number of images that both models, only one model, or neither model classifies correctly."""
 
     both: int
     only_first: int
@@ -41,7 +41,7 @@ class ContingencyTable:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95% interval of `difference` (Agresti and Min, 2005)."""
+        """95% confidence interval of `difference` (Agresti and Min, 2005)."""
         low, high = paired_interval(self.only_first, self.only_second, self.images)
         return 100 * low, 100 * high
 
@@ -56,12 +56,12 @@ class ContingencyTable:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of two models.
+    """Paired comparison of two models.
 
     Attributes:
-        top1: Images by whether the most probable class is correct.
-        top5: Images by whether one of the five most probable classes is correct.
-        agreement: Percentage of the images for which both models predict the same class, correct or not.
+        top1: Numbers of images by whether the most probable class is correct.
+        top5: Numbers of images by whether one of the five most probable classes is correct.
+        agreement: Percentage of images for which both models predict the same class, correct or not.
     """
 
     top1: ContingencyTable

@@ -1,4 +1,4 @@
-"""Evaluation of top-1, top-5 and loss over a split, exact for any world size."""
+"""Evaluation of top-1, top-5 and loss, with every image counted exactly once for any world size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .statistics import wilson_interval
 
 @dataclass
 class Evaluation:
-    """Result over all ranks. `loss` is the mean cross-entropy in nats; `top1` and `top5` are percentages."""
+    """Evaluation result over all ranks. `loss` is the mean cross-entropy in nats; `top1` and `top5` are percentages."""
 
     images: int
     top1_correct: int
@@ -30,7 +30,7 @@ class Evaluation:
 
     @property
     def is_blind(self) -> bool:
-        """Whether no image could be read, so that the numbers mean nothing."""
+        """Whether no image could be read, so that there is no result."""
         return self.unreadable > 0 and self.images == 0
 
     @property
@@ -43,20 +43,20 @@ class Evaluation:
 
     @property
     def top1_interval(self) -> tuple[float, float]:
-        """95% interval of top-1 (Wilson's score interval), in percent."""
+        """95% confidence interval of top-1 (Wilson's score interval), in percent."""
         low, high = wilson_interval(self.top1_correct, self.images)
         return 100 * low, 100 * high
 
 
 class Evaluator:
-    """Evaluate models on the same images in one pass; every rank gets the results over all ranks.
+    """Evaluates models on the same images in one pass. Every rank gets the results over all ranks.
 
     Args:
-        models: Functions from normalized images (B, 3, H, W) to logits (B, classes).
+        models: Classifiers that map normalized images (B, 3, H, W) to logits (B, classes).
         input_size: Channels, height and width of the images.
         device: Device of the models.
-        precision: Autocast context in which the models run.
-        batch_size: On a GPU, batches of this size are evaluated by a CUDA graph; None disables CUDA graphs.
+        precision: Autocast context of the forward pass.
+        batch_size: Batch size for which a CUDA graph is captured on a GPU; None disables CUDA graphs.
     """
 
     def __init__(
@@ -71,13 +71,18 @@ class Evaluator:
         self.device = device
         self.precision = precision
         self.graph_shape = (batch_size, *input_size) if batch_size and device.type == "cuda" else None
-        self.run: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]] | None = None  # created in the first call
+        self.run: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]] | None = None  # set in the first call
 
     @torch.inference_mode()
     def __call__(self, loader, observe: Callable[[Tensor, list[Tensor]], None] | None = None) -> list[Evaluation]:
-        """Return a result for each model on a loader of normalized images (B, 3, H, W) and targets (B,).
+        """Evaluate all models on the batches of a loader.
 
-        If given, `observe` is called for each batch of this rank with the targets and the logits of every model.
+        Args:
+            loader: Yields normalized images (B, 3, H, W) and targets (B,).
+            observe: Function called for each batch of this rank with the targets and the logits of every model.
+
+        Returns:
+            One result per model.
         """
         was_training = [model.training for model in self.models]
         for model in self.models:
@@ -85,7 +90,7 @@ class Evaluator:
         self.run = self.run or self._as_graph()
         start = time.perf_counter()
 
-        sums_device = "cpu" if self.device.type == "mps" else self.device  # Apple's GPUs have no fp64
+        sums_device = "cpu" if self.device.type == "mps" else self.device  # MPS does not support fp64
         sums = torch.zeros(len(self.models), 5, dtype=torch.float64, device=sums_device)
         for images, targets in loader:
             batch_sums, logits = self.run(images, targets)
@@ -112,7 +117,7 @@ class Evaluator:
         ]
 
     def _as_graph(self) -> Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]]:
-        """Return `_run`, on a GPU as a CUDA graph for full batches."""
+        """Return `_run`. On a GPU, full batches are evaluated with a CUDA graph."""
         if not self.graph_shape:
             return self._run
         images = torch.zeros(self.graph_shape, device=self.device)
@@ -120,15 +125,15 @@ class Evaluator:
         return Replayed(self._run, [images, targets], "evaluation")
 
     def _run(self, images: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the sums (models, 5) of a batch and the logits of every model."""
+        """Return the sums of `_batch_sums` for every model, stacked to (models, 5), and the logits of every model."""
         with self.precision:
             logits = [model(images) for model in self.models]
         return torch.stack([_batch_sums(x.float(), targets) for x in logits]), logits
 
 
 def _batch_sums(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sums (images, top-1, top-5, loss, unreadable) of a batch."""
-    readable = targets != UNREADABLE  # UNREADABLE is not a class index
+    """Return five sums over a batch: images, correct top-1, correct top-5, loss, and unreadable images."""
+    readable = targets != UNREADABLE  # UNREADABLE replaces the class index of images that cannot be read
     correct = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
     loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=UNREADABLE)
     return torch.stack([readable.sum(), correct[:, 0].sum(), correct.sum(), loss, (~readable).sum()])

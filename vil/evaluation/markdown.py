@@ -1,4 +1,4 @@
-"""Markdown tables of results."""
+"""Markdown tables of evaluation results."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 from ..published import published
 
 EXPLANATION = (
-    "Intervals are Wilson's for top-1 and Agresti and Min's for differences. McNemar's test is exact. Speed and memory "
-    "are those of inference on one batch, with one model at a time. Published numbers are for the ImageNet-1k "
-    "validation images at 224 pixels."
+    "Top-1 has Wilson's score interval, and the difference has Agresti and Min's interval. McNemar's test is exact. "
+    "Speed and memory are measured for inference on one batch with one model at a time. Published numbers are for the "
+    "ImageNet-1k validation set at 224x224 pixels."
 )
 
 
 def markdown_table(rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; the first row is its head."""
+    """Format rows as a Markdown table. The first row is the header."""
     head, *body = rows
     separator = ["---"] * len(head)
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, separator, *body)) + "\n"
 
 
 def comparison_text(result: dict[str, Any]) -> str:
-    """Return the JSON result of a comparison of two models as a table and explanatory sentences."""
+    """Format the JSON result of a comparison as a Markdown table with explanatory sentences."""
     first, second = result["models"]
     paired = result["paired"]
     top1 = paired["top1"]
     sentences = [
-        f"Of {first['images']} images, both models classify {top1['both']} correctly, only the first "
-        f"{top1['only_first']}, only the second {top1['only_second']}, and neither {top1['neither']}. "
+        f"Of {first['images']} images, {top1['both']} are classified correctly by both models, {top1['only_first']} "
+        f"only by the first model, {top1['only_second']} only by the second model, and {top1['neither']} by neither. "
         f"The models predict the same class for {paired['agreement']:.2f}% of the images.",
         *(note[0].upper() + note[1:] + "." for note in result["notes"]),
         EXPLANATION,
@@ -72,6 +72,6 @@ def _difference_text(paired: dict[str, Any]) -> str:
 
 
 def _published_text(result: dict[str, Any]) -> str:
-    if not result["published"]:  # no results are published for these classes
+    if not result["published"]:  # there are no published results for these classes
         return "- / -"
     return " / ".join("-" if number is None else str(number) for number in published(result["model"]))

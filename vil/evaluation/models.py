@@ -1,4 +1,4 @@
-"""Models that are evaluated on the same images and classes."""
+"""Building of models for an evaluation, with common images and classes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..factory import create_model, load_model
 from .settings import ModelSettings
 from .wrappers import Renormalized, Reordered, Restricted
 
-SHARED_PREPROCESSING = ("crop_pct", "crop_mode", "interpolation")  # the first model's, of which all models see images
+SHARED_PREPROCESSING = ("crop_pct", "crop_mode", "interpolation")  # taken from the first model for all models
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """Model on its device, in eval mode.
+    """Model in eval mode, prepared for an evaluation.
 
     Attributes:
         settings: Settings of the model.
-        module: The model.
+        module: The model, on the device for the evaluation.
         data_config: timm's data config of the model's images.
         label_names: Class names by index; empty if unknown.
     """
@@ -41,7 +41,7 @@ class EvaluatedModel:
 
     @property
     def num_classes(self) -> int:
-        return int(self.module.num_classes)  # type: ignore[arg-type]  # timm's models have an int
+        return int(self.module.num_classes)  # type: ignore[arg-type]  # an int in timm models
 
     @property
     def parameters(self) -> int:
@@ -49,10 +49,10 @@ class EvaluatedModel:
 
 
 def build(settings: ModelSettings, device: torch.device) -> EvaluatedModel:
-    """Build a model with its weights.
+    """Build a model and load weights from a checkpoint or timm's pretrained weights.
 
     Raises:
-        ConfigError: The model is unknown, or timm has no pretrained weights for it.
+        ConfigError: The model is unknown, or timm has no pretrained weights for the model.
         CheckpointError: The weights do not fit the model.
     """
     module = _load(settings).to(device).eval()
@@ -72,29 +72,32 @@ def _load(settings: ModelSettings) -> nn.Module:
     has_weights = timm.is_model_pretrained(name) or "pretrained_cfg_overlay" in settings.arguments
     if timm.is_model(name) and not has_weights:
         raise ConfigError(
-            f"timm has no pretrained weights for {name}: set --checkpoint FILE, or --against FILE for the second model"
+            f"timm has no pretrained weights for {name}; set --checkpoint FILE, or --against FILE for the second model"
         )
     return create_model(name, pretrained=True, **settings.arguments)
 
 
 def check_comparable(first: EvaluatedModel, second: EvaluatedModel) -> None:
-    """Log how the second model's own preprocessing differs from the first model's, which both use.
+    """Check that two models can be compared, and warn if their preprocessing differs. The first model's is used.
 
     Raises:
         ConfigError: The models have different numbers of classes or image sizes.
     """
     if first.num_classes != second.num_classes:
         raise ConfigError(
-            f"the models must have equally many classes, got {first.num_classes} and {second.num_classes}"
+            f"both models must have the same number of classes, got {first.num_classes} and {second.num_classes}"
         )
     shared, own = first.data_config, second.data_config
     if own["input_size"] != shared["input_size"]:
         sizes = f"{shared['input_size'][1:]} and {own['input_size'][1:]}"
-        raise ConfigError(f"the models must have the same image size, got {sizes}: set --img-size for both")
+        raise ConfigError(f"both models must have the same image size, got {sizes}: set --img-size")
     for name in SHARED_PREPROCESSING:
         if own[name] != shared[name]:
             _logger.warning(
-                "both models see images prepared with %s %s; the second's own is %s", name, shared[name], own[name]
+                "using %s %s for both models instead of the second model's %s",
+                name,
+                shared[name],
+                own[name],
             )
 
 
@@ -105,14 +108,14 @@ def adapt(
     class_order: Sequence[str],
     classes: Sequence[int] | None,
 ) -> nn.Module:
-    """Return a classifier of images that are normalized for the first model, with outputs in a common order.
+    """Wrap a model so that all models accept the first model's images and return logits in a common class order.
 
     Args:
-        model: The model.
-        first: The first model, which may be the same.
-        split: Name of the split, in messages.
-        class_order: Class names of the outputs: the first model's or, if these are unknown, the split's.
-        classes: Classes that the model can choose from; None for all.
+        model: Model to adapt.
+        first: First model of the evaluation, which may be `model` itself.
+        split: Name of the split, for messages.
+        class_order: Class names in the order of the returned logits, taken from the first model or else the split.
+        classes: Indices of the classes that may be predicted; None for all classes.
 
     Raises:
         ConfigError: The model has other classes than the first model or the split.

@@ -1,4 +1,4 @@
-"""Plot of the comparison of two models."""
+"""Plot that compares two models."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .tables import class_rows
 
 
 def plot_comparison(names: Sequence[str], comparison: Comparison, predictions: Predictions) -> bytes:
-    """Return a PNG plot of the accuracy differences with intervals, and of both models' top-1 accuracy by class.
+    """Plot the accuracy differences with intervals, and both models' top-1 accuracy per class. Return a PNG.
 
     Args:
         names: Names of the two models.
-        comparison: Comparison of the models.
-        predictions: Predictions of the models.
+        comparison: Paired comparison of the two models.
+        predictions: Predictions of both models.
     """
     from matplotlib.figure import Figure
 
@@ -25,9 +25,9 @@ def plot_comparison(names: Sequence[str], comparison: Comparison, predictions: P
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     _plot_differences(left, comparison)
-    left.set_xlabel(f"{first} minus {second}, points, 95% interval")
+    left.set_xlabel(f"{first} minus {second}, percentage points, 95% interval")
     _plot_classes(right, predictions)
-    right.set(xlabel=f"{second}, top-1 of a class (%)", ylabel=f"{first} (%)")
+    right.set(xlabel=f"{second}, top-1 per class (%)", ylabel=f"{first} (%)")
 
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=150)

@@ -1,6 +1,6 @@
-"""Predictions of one or more models on each image of a split.
+"""Predictions of one or more models for each image of a split.
 
-Dimension letters:
+Dimension letters in the suffixes of array names:
 
     N images    M models    K most probable classes, at most 5
 """
@@ -20,7 +20,7 @@ from .evaluator import Evaluation
 
 
 class PredictionCollector:
-    """Callback `observe` of `Evaluator` that keeps the most probable classes of each image."""
+    """Stores the most probable classes of each image. An instance is the argument `observe` of `Evaluator`."""
 
     def __init__(self) -> None:
         self._targets: list[Tensor] = []
@@ -40,9 +40,9 @@ class PredictionCollector:
         self._probabilities.append(torch.stack(probabilities, dim=1))
 
     def gather(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return targets_N, classes_NMK and probabilities_NMK of all images in the split's order, on every rank.
+        """Return targets_N, classes_NMK and probabilities_NMK of all images, in the order of the split, on every rank.
 
-        Rank r has evaluated the images r, r + world size, ...
+        Rank r must have evaluated the images r, r + world size, r + 2 * world size and so on.
         """
         targets_N, classes_NMK, probabilities_NMK = (
             all_gather_interleaved(torch.cat(batches)).cpu().numpy()
@@ -53,12 +53,12 @@ class PredictionCollector:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions on the counted images: those that are readable and, with ReaL labels, labelled.
+    """Predictions for all readable images. With ReaL labels, images without a label are excluded.
 
     Attributes:
         indices_N: Indices of the images in the split.
         targets_N: Class indices of the images.
-        classes_NMK: Predicted classes, the most probable first.
+        classes_NMK: Predicted classes, most probable first.
         probabilities_NMK: Probabilities of the predicted classes.
         correct_NMK: Whether each predicted class is correct.
     """
@@ -77,9 +77,10 @@ class Predictions:
         probabilities_NMK: np.ndarray,
         real_labels_NC: np.ndarray | None = None,
     ) -> Predictions:
-        """Select the counted images and mark the correct predictions.
+        """Exclude unreadable and unlabelled images, and mark the correct predictions.
 
-        A prediction is correct if it equals the target or, with ReaL labels, is one of the image's labels.
+        A prediction is correct if the class equals the target. With ReaL labels, the class must be one of the image's
+        labels.
         """
         is_counted = targets_N != UNREADABLE
         if real_labels_NC is None:
@@ -116,7 +117,7 @@ class Predictions:
         return np.asarray(self.correct_NMK.any(-1))
 
     def recount(self, result: Evaluation, m: int) -> Evaluation:
-        """Replace the counts in model m's result by the counts of these predictions; the loss on the targets stays."""
+        """Replace the counts in the result of model m by the counts of these predictions. The loss is unchanged."""
         top1 = self.top1_NM[:, m].sum()
         top5 = self.top5_NM[:, m].sum()
         return replace(result, images=len(self.targets_N), top1_correct=top1, top5_correct=top5)

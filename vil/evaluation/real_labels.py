@@ -1,4 +1,4 @@
-"""ImageNet's reassessed labels (ReaL)."""
+"""ReaL labels of the ImageNet validation images."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..config import ConfigError
 
 
 def real_labels(images: Any, num_classes: int, file: str | None = None) -> np.ndarray:
-    """Return which classes are correct for each image by ImageNet's reassessed labels, as booleans (images, classes).
+    """Return a boolean array (images, classes) that marks the correct classes of each image by the ReaL labels.
 
-    The labels are from Beyer et al., "Are we done with ImageNet?", 2020. Images without a correct class do not count.
+    The labels are from Beyer et al., "Are we done with ImageNet?", 2020. Some images have no correct class.
 
     Args:
-        images: timm's dataset of the validation images, with their names ILSVRC2012_val_*.JPEG.
+        images: timm dataset of the validation images, with file names ILSVRC2012_val_*.JPEG.
         num_classes: Number of classes of the model.
-        file: JSON list of the classes of each image; None for the labels that timm includes.
+        file: JSON file with a list of classes per image; None uses the labels included in timm.
 
     Raises:
         ConfigError: The images are not ImageNet's validation images, or the file cannot be read.
@@ -31,8 +31,8 @@ def real_labels(images: Any, num_classes: int, file: str | None = None) -> np.nd
             row[labels[name]] = True
     except (AssertionError, KeyError, IndexError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"ReaL labels are for ImageNet's validation images (ILSVRC2012_val_*.JPEG, all of them): {error!r}"
+            f"ReaL labels need all of ImageNet's validation images, ILSVRC2012_val_*.JPEG: {error!r}"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read the ReaL labels {file}: {error}") from error
+        raise ConfigError(f"cannot read the ReaL labels from {file}: {error}") from error
     return is_correct

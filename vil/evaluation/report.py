@@ -1,4 +1,4 @@
-"""Self-contained HTML report of one or two models' classes, confusions, calibration and mistakes."""
+"""Self-contained HTML report on one or two models: accuracy per class, confusions, calibration and mistakes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .predictions import Predictions
 from .tables import confusion_counts
 
 MAX_MATRIX_CLASSES = 30  # maximum number of classes in a confusion matrix
-MAX_CONFUSIONS = 40  # maximum length of the list of confusions
+MAX_CONFUSIONS = 40  # maximum number of listed confusions
 MAX_MISTAKES = 32  # maximum number of images shown for each model
-THUMBNAIL_SIZE = 160  # maximum side of a shown image, in pixels
+THUMBNAIL_SIZE = 160  # maximum side of a thumbnail in pixels
 GREEN, RED = "46 160 67", "207 34 46"
 
 NameOf = Callable[[int], str]
@@ -37,15 +37,15 @@ def report_page(
     notes: Sequence[str],
     images: Any,
 ) -> str:
-    """Return the report as an HTML page.
+    """Render the report as an HTML page.
 
     Args:
         title: Title of the page.
-        models: JSON results of validate.py, one for each model.
-        predictions: Predictions of the models.
+        models: JSON result of validate.py for each model.
+        predictions: Predictions of all models.
         names: Class names by class index.
-        notes: Further remarks for the reader.
-        images: timm's dataset. Its images are shown unless it is an iterable dataset.
+        notes: Additional remarks on the evaluation.
+        images: timm dataset. Thumbnails are shown unless this is an iterable dataset.
     """
 
     def name_of(index: int) -> str:
@@ -72,7 +72,7 @@ def report_page(
         names=[name_of(index) for index in present],
         most_classes=MAX_MATRIX_CLASSES,
     )
-    return page.encode(errors="replace").decode()  # names of files and folders may not be UTF-8
+    return page.encode(errors="replace").decode()  # file and folder names may be invalid UTF-8
 
 
 def _calibration(predictions: Predictions, m: int) -> dict[str, Any]:
@@ -81,12 +81,12 @@ def _calibration(predictions: Predictions, m: int) -> dict[str, Any]:
 
 
 def _confusions(counts: Counter[tuple[int, int]], present: Sequence[int], name_of: NameOf) -> dict[str, Any]:
-    """Return the most frequent confusions and, for few classes, the confusion matrix.
+    """Return the most frequent confusions and, if there are few classes, the confusion matrix.
 
     Args:
-        counts: Number of images for each pair (class, predicted class).
-        present: Classes that occur in the pairs.
-        name_of: Function that returns a class's name.
+        counts: Number of images per pair (true class, predicted class).
+        present: Classes that occur in any pair.
+        name_of: Function from class index to class name.
     """
     pairs = [(pair, images) for pair, images in counts.most_common() if pair[0] != pair[1]]
     confusions = [
@@ -100,7 +100,7 @@ def _confusions(counts: Counter[tuple[int, int]], present: Sequence[int], name_o
 
 
 def _cell(counts: Counter[tuple[int, int]], target: int, predicted: int) -> dict[str, Any]:
-    """Return a cell of the confusion matrix, with its share of the class's images."""
+    """Return the count, share of the true class's images, and colour of a confusion-matrix cell."""
     images_of_class = sum(images for (other, _), images in counts.items() if other == target)
     count = counts[target, predicted]
     return {
@@ -111,7 +111,7 @@ def _cell(counts: Counter[tuple[int, int]], target: int, predicted: int) -> dict
 
 
 def _classes(predictions: Predictions, name_of: NameOf) -> list[dict[str, Any]]:
-    """Return a row for each class that has images, sorted by the first model's recall in ascending order."""
+    """Return one row per class that has images, sorted by the first model's recall, lowest first."""
     rows = []
     for target in np.unique(predictions.targets_N):
         is_target_N = predictions.targets_N == target
@@ -135,7 +135,7 @@ def _class_scores(predictions: Predictions, m: int, target: int, name_of: NameOf
 
 
 def _mistakes(predictions: Predictions, m: int, name_of: NameOf, images: Any) -> list[dict[str, Any]]:
-    """Return a model's mistakes with their images, the most confident first."""
+    """Return a model's wrong predictions with thumbnails, most confident first."""
     probabilities_NK = predictions.probabilities_NMK[:, m]
     mistakes = np.flatnonzero(~predictions.top1_NM[:, m]).tolist()
     mistakes.sort(key=lambda n: -probabilities_NK[n, 0])
@@ -153,7 +153,7 @@ def _mistakes(predictions: Predictions, m: int, name_of: NameOf, images: Any) ->
 
 
 def _picture(images: Any, index: int) -> dict[str, str]:
-    """Return an image as base64 JPEG and its file name; {} for iterable datasets, which have no index."""
+    """Return a base64 JPEG thumbnail and the file name of an image; {} for iterable datasets, which have no index."""
     if streams(images):
         return {}
     image, _ = ImageReader(images, None, is_training=False).read(index)

@@ -1,4 +1,4 @@
-"""Results of a validation as JSON and as text."""
+"""Validation results, formatted as JSON or text."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .speed import Speed
 
 @dataclass(frozen=True)
 class Validation:
-    """Results of one or two models on a split.
+    """Validation results of one or two models on a split.
 
     Attributes:
-        data: The split.
-        models: The models.
-        results: Result of each model.
-        notes: Remarks for the reader.
-        class_names: Class names by class index, as far as known.
-        images: timm's dataset.
-        predictions: Predictions of the models, if requested.
-        comparison: Comparison of two models.
-        speeds: Speed of each of two models, on rank 0.
+        data: Settings of the split.
+        models: Evaluated models.
+        results: Evaluation result of each model.
+        notes: Remarks on the evaluation, for the user.
+        class_names: Class names by class index; incomplete or empty if unknown.
+        images: timm dataset of the split.
+        predictions: Predictions of all models, if requested.
+        comparison: Paired comparison if there are two models.
+        speeds: Speed of each model if there are two models, on rank 0.
     """
 
     data: DataSettings
@@ -47,11 +47,11 @@ class Validation:
         preprocessing = self.models[0].settings
         rows = [_row(model, result, self.data, preprocessing) for model, result in zip(self.models, self.results)]
         for row, speed in zip(rows, self.speeds):
-            row |= asdict(speed)  # replaces the speed of all models and the loader together
+            row |= asdict(speed)  # replaces the throughput of the whole evaluation, loading included
         return rows
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON result."""
+        """Return the JSON result of the validation."""
         rows = self.rows()
         if self.comparison is None:
             return rows[0]
@@ -64,7 +64,7 @@ class Validation:
 
 
 def _row(model: EvaluatedModel, result: Evaluation, data: DataSettings, preprocessing: ModelSettings) -> dict[str, Any]:
-    """Return the JSON result of a model that saw images with the crop and resize of `preprocessing`."""
+    """Return the JSON result of a model. `preprocessing` contains the crop and interpolation of the images."""
     settings = model.settings
     return {
         "model": settings.model,
@@ -81,7 +81,7 @@ def _row(model: EvaluatedModel, result: Evaluation, data: DataSettings, preproce
         "model_kwargs": settings.model_kwargs,
         "checkpoint": settings.checkpoint,
         "use_ema": settings.use_ema,
-        "weights": (settings.checkpoint or "pretrained") + ", the moving average" * settings.use_ema,
+        "weights": (settings.checkpoint or "pretrained") + ", EMA weights" * settings.use_ema,
         "parameters": model.parameters,
         "images": result.images,
         "unreadable": result.unreadable,
@@ -95,13 +95,13 @@ def _row(model: EvaluatedModel, result: Evaluation, data: DataSettings, preproce
 
 
 def validation_line(name: str, num_classes: int, result: Evaluation, notes: Sequence[str] = ()) -> str:
-    """Return the result of one model as a line.
+    """Format the result of one model as one line.
 
     Args:
-        name: timm's name of the model.
+        name: Model name in timm.
         num_classes: Number of classes of the model.
-        result: Result of the model.
-        notes: Remarks for the reader.
+        result: Evaluation result of the model.
+        notes: Remarks on the evaluation, for the user.
     """
     low, high = result.top1_interval
     line = (
@@ -113,7 +113,7 @@ def validation_line(name: str, num_classes: int, result: Evaluation, notes: Sequ
 
 def _published_note(name: str, num_classes: int) -> list[str]:
     if num_classes != IMAGENET_CLASSES:
-        return [f"published numbers are for ImageNet-1k, not for these {num_classes} classes"]
+        return [f"published accuracies are for ImageNet-1k, but this model has {num_classes} classes"]
     peers = [
         f"{peer} {accuracy.top1}" + (f" (top-5 {accuracy.top5})" if accuracy.top5 else "")
         for peer, accuracy in published_for(name).items()

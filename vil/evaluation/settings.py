@@ -1,4 +1,4 @@
-"""Settings of a validation. The command line overrides checkpoints."""
+"""Validation settings from the command line, which overrides checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..security.checkpoint_options import confirm_dataset
 
 @dataclass(frozen=True)
 class DataSettings:
-    """The split, as for `open_split`."""
+    """Folder, timm dataset name and split name, as for `open_split`."""
 
     data_dir: str | None
     dataset: str
@@ -23,7 +23,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What a command line specifies about one model; None stands for the checkpoint's value."""
+    """Command-line options of one model. None means that the checkpoint's value is used."""
 
     model: str | None = None
     checkpoint: str | None = None
@@ -37,12 +37,12 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Model, weights and preprocessing; None stands for the model's own value.
+    """Model, weights and preprocessing. None means that the model's default is used.
 
     Attributes:
-        model: timm's name.
-        checkpoint: File of weights; None for timm's pretrained weights.
-        source: Content of the checkpoint.
+        model: Model name in timm.
+        checkpoint: Path of the weights file; None for timm's pretrained weights.
+        source: Content of the weights file.
     """
 
     model: str
@@ -60,32 +60,32 @@ class ModelSettings:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments that build the model."""
+        """Keyword arguments for creating the model."""
         sizes = {"num_classes": self.num_classes, "img_size": self.img_size}
         return {name: value for name, value in sizes.items() if value} | dict(self.model_kwargs)
 
     @property
     def preprocessing(self) -> dict[str, Any]:
-        """Values that override timm's data config of the model, as for `data_config_of`."""
+        """Values that override the model's timm data config, as arguments of `data_config_of`."""
         names = ("img_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
         return {name: getattr(self, name) for name in names}
 
     @property
     def owner(self) -> str:
-        """What has the model's class names, in messages."""
+        """Description of the source of the model's class names, for messages."""
         return str(self.source or self.model)
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How models are evaluated.
+    """Settings of an evaluation.
 
     Attributes:
         batch_size: Batch size of each process.
-        workers: Workers of each process; None to choose by the number of cores.
-        amp: Run under bf16 autocast on GPUs.
-        real_labels: JSON file of ReaL labels; "" for timm's, None for the split's own labels.
-        keep_predictions: Return the predictions also for a single model.
+        workers: Number of workers of each process; None to choose by the number of cores.
+        amp: Whether to run under bf16 autocast on GPUs.
+        real_labels: JSON file of ReaL labels; "" for timm's ReaL labels, None for the labels of the split.
+        keep_predictions: Whether to return predictions even for a single model without ReaL labels.
     """
 
     batch_size: int
@@ -98,10 +98,11 @@ class EvaluationSettings:
 def resolve_data(
     data_dir: str | None, dataset: str | None, split: str | None, source: Checkpoint | None
 ) -> DataSettings:
-    """Return the split that the command line specifies, otherwise the validation split of the checkpoint's run.
+    """Return the split given on the command line, otherwise the validation split of the run in the checkpoint.
 
     Raises:
-        ConfigError: The run's folder does not exist, or the run read from another source than a folder.
+        ConfigError: The data folder stored in the checkpoint does not exist, or the stored dataset must be confirmed on
+            the command line.
     """
     saved = source.options if source else {}
     data = DataSettings(
@@ -110,20 +111,18 @@ def resolve_data(
         split=split or saved.get("val_split", "validation"),
     )
     if not data_dir and not data.dataset and not Path(data.data_dir or ".").is_dir():
-        raise ConfigError(
-            f"data_dir {data.data_dir}, on which {source} was trained, does not exist here: set --data-dir"
-        )
+        raise ConfigError(f"data_dir {data.data_dir} stored in {source} does not exist on this machine: set --data-dir")
     confirm_dataset({"dataset": data.dataset}, {"dataset": dataset, "data_dir": data_dir}, str(source))
     return data
 
 
 def resolve_model(given: ModelOptions, source: Checkpoint | None, option: str = "--model") -> ModelSettings:
-    """Return the settings of a model.
+    """Combine the command-line options of a model with the options stored in the checkpoint.
 
     Args:
-        given: What the command line specifies.
-        source: Content of the checkpoint, if the command line specifies one.
-        option: Option of the model's name, in messages.
+        given: Command-line options of the model.
+        source: Content of the checkpoint, if one is given.
+        option: Command-line option for the model name, for messages.
 
     Raises:
         ConfigError: Neither the command line nor the checkpoint specifies the model's name.
@@ -152,7 +151,7 @@ def resolve_model(given: ModelOptions, source: Checkpoint | None, option: str = 
 
 
 def with_sizes_of(settings: ModelSettings, first: ModelSettings) -> ModelSettings:
-    """Return settings with the first model's number of classes and image size instead of unknown ones."""
+    """Fill in an unknown number of classes and image size from the first model."""
     return replace(
         settings,
         num_classes=settings.num_classes or first.num_classes,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Speed:
-    """Inference throughput of one model. `peak_mib` is the peak GPU memory in MiB, None on a CPU."""
+    """Inference throughput of one model. `peak_mib` is the peak GPU memory in MiB, or None on a CPU."""
 
     images_per_second: float
     peak_mib: float | None
@@ -20,7 +20,7 @@ class Speed:
 
 @torch.inference_mode()
 def measure_speed(model: nn.Module, images: Tensor, precision: AbstractContextManager, seconds: float = 1.0) -> Speed:
-    """Measure inference on one batch, repeated for `seconds` after one warm-up call."""
+    """Measure inference throughput and peak memory on one batch, repeated for `seconds` after one warm-up call."""
     model.eval()
     on_gpu = images.device.type == "cuda"
 

@@ -1,4 +1,4 @@
-"""Split for an evaluation, such as ImageNet-A or ImageNet-R, with the class indices of a model."""
+"""Opening of a split with the class indices of a model, such as ImageNet-A or ImageNet-R."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..published import IMAGENET_CLASSES
 
 
 class EvaluationSplit(NamedTuple):
-    """Opened split.
+    """Opened split for an evaluation.
 
     Attributes:
-        images: timm's dataset.
-        classes: Classes that a model can choose from; None for all. On a split with some of ImageNet's classes, such as
-            ImageNet-A and ImageNet-R, a model chooses from these.
+        images: timm dataset.
+        classes: Indices of the classes that may be predicted; None for all classes. If a split such as ImageNet-A
+            contains only some of ImageNet's classes, predictions are restricted to these classes.
     """
 
     images: Any
@@ -33,17 +33,17 @@ def open_evaluation_split(
 ) -> EvaluationSplit:
     """Open a split with the class indices of a model.
 
-    The indices follow the `label_names`. A model without names has the indices of the split, unless the split's folders
-    are named by the WordNet ids of some of ImageNet's classes.
+    Classes are matched by `label_names`. Without `label_names`, the split's own class indices are used, unless the
+    split's folders are named by WordNet ids of some of ImageNet's classes.
 
     Args:
         data_dir, dataset, split: As for `open_split`.
         num_classes: Number of classes of the model.
         label_names: Class names of the model by index; empty if unknown.
-        owner: What has these class names, in messages.
+        owner: Description of the source of `label_names`, for messages.
 
     Raises:
-        ConfigError: As `open_split`, or the model lacks a class of the split.
+        ConfigError: As for `open_split`, or the model does not have a class of the split.
     """
     images = open_split(data_dir, dataset, split, known=label_names)
     limit_classes(images, num_classes)

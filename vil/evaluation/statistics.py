@@ -1,4 +1,4 @@
-"""Confidence intervals of accuracies, and McNemar's test of their difference."""
+"""Confidence intervals of accuracies, and McNemar's test for the difference of two accuracies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Z_95 = 1.959964  # 97.5th percentile of the standard normal distribution, for tw
 
 
 def wilson_interval(correct: int, images: int) -> tuple[float, float]:
-    """Return the 95% interval of an accuracy, Wilson's score interval, as shares from 0 to 1."""
+    """Return Wilson's score interval of an accuracy at 95% confidence, as fractions from 0 to 1."""
     if images == 0:
         return 0.0, 1.0
     accuracy = correct / images
@@ -21,14 +21,14 @@ def wilson_interval(correct: int, images: int) -> tuple[float, float]:
 
 
 def paired_interval(only_first: int, only_second: int, images: int) -> tuple[float, float]:
-    """Return the 95% interval of the difference between two accuracies on the same images, as shares from -1 to 1.
+    """Return the 95% interval of the difference of two accuracies on the same images, as fractions from -1 to 1.
 
-    The interval is Wald's after adding half an image to each of the four counts (Agresti and Min, 2005).
+    This is Wald's interval after adding half an image to each of the four counts (Agresti and Min, 2005).
 
     Args:
-        only_first: Images that only the first model classifies correctly.
-        only_second: Images that only the second model classifies correctly.
-        images: All images.
+        only_first: Number of images that only the first model classifies correctly.
+        only_second: Number of images that only the second model classifies correctly.
+        images: Number of all images.
     """
     b = only_first + 0.5
     c = only_second + 0.5
@@ -40,8 +40,8 @@ def paired_interval(only_first: int, only_second: int, images: int) -> tuple[flo
 def mcnemar_p_value(only_first: int, only_second: int) -> float:
     """Return the two-sided p-value of McNemar's exact test.
 
-    Under the null hypothesis, each image that only one model classifies correctly is equally likely to be either
-    model's.
+    The null hypothesis is that both models have the same accuracy. Under this hypothesis, an image that only one model
+    classifies correctly is equally likely to be classified correctly by either model.
     """
     discordant = only_first + only_second
     binomial = 1

@@ -1,4 +1,4 @@
-"""CSV tables of a validation: accuracy of each class, and confusions."""
+"""CSV tables of a validation: accuracy per class, and confusions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_tables(folder: Path, predictions: Predictions, names: Mapping[int, str
     """Write classes.csv and confusions.csv to `folder`.
 
     Args:
-        folder: The folder, which is created if missing.
+        folder: Output folder, created if missing.
         predictions: Predictions of one or two models.
         names: Class names by class index.
     """
@@ -32,7 +32,7 @@ def write_tables(folder: Path, predictions: Predictions, names: Mapping[int, str
 
 
 def class_rows(predictions: Predictions, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return the accuracies of each class that has images."""
+    """Return one row with the accuracy of each model per class that has images."""
     rows = []
     for target in np.unique(predictions.targets_N):
         correct_NM = predictions.top1_NM[predictions.targets_N == target]
@@ -52,9 +52,10 @@ def class_rows(predictions: Predictions, names: Mapping[int, str]) -> list[dict[
 
 
 def confusion_rows(predictions: Predictions, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return the number of images for each pair of a class and a wrong prediction, the most frequent first.
+    """Return the number of images per pair of a true class and a wrong prediction, most frequent first.
 
-    For two models, rows have both numbers and are sorted by the difference; pairs of equal numbers are omitted.
+    For two models, rows contain both numbers and are sorted by the absolute difference. Rows without a difference are
+    omitted.
     """
     counts = confusion_counts(predictions)
     sort_key = "images" if predictions.models == 1 else "difference"
@@ -80,5 +81,5 @@ def confusion_rows(predictions: Predictions, names: Mapping[int, str]) -> list[d
 
 
 def confusion_counts(predictions: Predictions) -> list[Counter[tuple[int, int]]]:
-    """Return the number of images for each pair (class, predicted class), for each model."""
+    """Return for each model the number of images per pair (true class, predicted class)."""
     return [Counter(zip(predictions.targets_N, predicted_N)) for predicted_N in predictions.predicted_NM.T]

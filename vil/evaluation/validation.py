@@ -38,10 +38,11 @@ def validate(
     rank: int,
     world_size: int,
 ) -> Validation:
-    """Evaluate one or two models on the images of the same split, which are prepared for the first model.
+    """Evaluate one or two models on the same split, with the first model's preprocessing.
 
     Raises:
-        ConfigError: The models or the split differ in classes or image size, or there are more processes than images.
+        ConfigError: The models or the split differ in classes or image size, or the world size exceeds the number of
+            images.
         UnreadableSplitError: No image can be read.
     """
     share_cores(device, settings.workers)
@@ -94,28 +95,28 @@ def _open(first: EvaluatedModel, data: DataSettings, rank: int, world_size: int)
     )
     count = count_images(split.images)
     if world_size > count:
-        raise ConfigError(f"the world size must be at most {count}, the number of images, got {world_size}")
+        raise ConfigError(f"world size must be at most the number of images, {count}, got {world_size}")
     if rank == 0:
         _logger.warning("%s", describe_split(data.split, split.images))
     return split
 
 
 def _names_by_index(images: Any) -> list[str]:
-    """Return the class names of a split in the order of their indices; empty if the dataset does not store names."""
+    """Return the class names of a split by index; empty if the dataset does not store class names."""
     indices = class_names(images)
     return sorted(indices, key=lambda name: indices[name])
 
 
 def _names_in_results(images: Any, class_order: Sequence[str]) -> dict[int, str]:
-    """Return the split's class names by index; the models' names if the dataset does not store names."""
+    """Return the split's class names by index, or the models' class names if the dataset does not store any."""
     names = {index: name for name, index in class_names(images).items()}
     return names or dict(enumerate(class_order))
 
 
 def _real_labels(images: Any, first: EvaluatedModel, file: str) -> np.ndarray:
-    """Return ImageNet's reassessed labels in the order of the first model's classes."""
+    """Return the ReaL labels with classes in the order of the first model."""
     labels = real_labels(images, first.num_classes, file or None)
-    remedy = "leave out --real-labels"
+    remedy = "remove --real-labels"
     order = check_order(imagenet_ids(), first.label_names, "the ReaL labels", first.settings.owner, remedy)
     return labels if order is None else labels[:, order]
 
@@ -127,21 +128,21 @@ def _with_progress(loader: Any, rank: int) -> Iterable[Any]:
 
 def _check_images(result: Evaluation, split: str) -> None:
     if not result.images:
-        missing = "can be read" if result.unreadable else "has a class"
+        missing = "can be read" if result.unreadable else "has a class label"
         raise UnreadableSplitError(f"no image of the split {split!r} {missing}")
 
 
 def _notes(
     models: Sequence[EvaluatedModel], split: EvaluationSplit, settings: EvaluationSettings, result: Evaluation
 ) -> list[str]:
-    """Return remarks on how the models were evaluated."""
+    """Return remarks on the evaluation, for the user."""
     notes = []
     if len(models) == 1 and models[0].settings.use_ema:
         notes.append("EMA weights")
     if split.classes:
-        notes.append(f"evaluated among the {len(split.classes)} classes of this split")
+        notes.append(f"predictions restricted to the {len(split.classes)} classes of this split")
     if settings.real_labels is not None:
-        notes.append("evaluated with ReaL labels, without images that have none")
+        notes.append("evaluated with ReaL labels, excluding images without a ReaL label")
     if result.unreadable:
-        notes.append(f"{result.unreadable} unreadable images were left out")
+        notes.append(f"{result.unreadable} unreadable images were skipped")
     return notes

@@ -1,4 +1,4 @@
-"""Classifiers that adapt a model to the images and classes of an evaluation."""
+"""Wrappers that adapt a classifier to the images and classes of an evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Reordered(nn.Module):
-    """Classifier whose outputs are the model's in another order (see `vil.classes.check_order`)."""
+    """Classifier with reordered logits (see `vil.classes.check_order`)."""
 
     order: Tensor
 
@@ -24,7 +24,7 @@ class Reordered(nn.Module):
 
 
 class Restricted(nn.Module):
-    """Classifier that predicts only some of the model's classes."""
+    """Classifier that predicts only the given classes. The logits of all other classes are -inf."""
 
     excluded: Tensor
 
@@ -40,12 +40,12 @@ class Restricted(nn.Module):
 
 
 class Renormalized(nn.Module):
-    """Classifier of images that were normalized for another model.
+    """Classifier for images that were normalized with the mean and standard deviation of another model.
 
     Args:
-        model: The model.
-        given: timm's data config of the images.
-        own: timm's data config of the model.
+        model: Classifier to wrap.
+        given: timm data config that the images were normalized with.
+        own: timm data config of `model`.
     """
 
     scale: Tensor

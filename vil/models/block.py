@@ -1,13 +1,13 @@
 """Bidirectional state-space block: Vision Mamba's "v2" block with Longhorn's or Mamba's recurrence.
 
-The file reads from the smallest part to the largest: norm, convolution, direction, mixer, block, sequence of blocks.
-`Longhorn`, at the end, is the recurrence as a layer for other networks.
+Classes are ordered from the smallest part to the largest: norm, convolution, direction, mixer, block, sequence of
+blocks. The last class, `Longhorn`, is a layer with the recurrence for other networks.
 
 Dimension letters in the suffixes of tensor names:
 
-    B batch    L tokens    C model width    D inner width    N states of a channel    R rank of the step projection
-    2 directions, stacked in this order: first token to last, last token to first
-    In a pooled block: h, w grid of patches    S = h + 1 row means and class token
+    B batch    L tokens    C model width    D inner width    N states per channel    R rank of the step projection
+    2 directions: forward (first to last token), then backward
+    In pooled blocks: h, w patch grid    S = h + 1 row means and class token
 """
 
 import functools
@@ -29,7 +29,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-# torch.fx does not trace into these functions: they become single nodes of its graph.
+# torch.fx does not trace into these functions, so each call is a single node of the graph.
 for _name in ("at_least_fp32", "grid_of", "longhorn_scan", "selective_scan"):
     torch.fx.wrap(_name)
 
@@ -43,7 +43,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class TokenConv1d(nn.Conv1d):
-    """Depthwise convolution of tokens (B, L, D), causal in the order in which its direction reads the tokens."""
+    """Depthwise convolution of tokens (B, L, D), causal in the reading order of the direction."""
 
     def __init__(self, dim: int, width: int, *, reverse: bool, device=None, dtype=None):
         super().__init__(dim, dim, width, groups=dim, device=device, dtype=dtype)
@@ -55,7 +55,7 @@ class TokenConv1d(nn.Conv1d):
         if torch.compiler.is_dynamo_compiling() and u_BLD.is_cpu:
             return sum_of_taps(u_BLD, weight, self.bias, self.reverse)
 
-        # A 2d convolution of height 1 accepts channels-last tokens without a transpose, 3 to 6 times faster on CPUs.
+        # A 2d convolution of height 1 needs no transposed copy of the tokens. This is 3 to 6 times faster on CPUs.
         u_BD1L = u_BLD.transpose(1, 2).unsqueeze(2)
         v_BD1L = F.conv2d(u_BD1L, weight.unsqueeze(1), self.bias, padding=(0, lookback), groups=self.groups)
         return v_BD1L.squeeze(2).transpose(1, 2).narrow(1, lookback if self.reverse else 0, u_BLD.shape[1])
@@ -64,7 +64,8 @@ class TokenConv1d(nn.Conv1d):
 def sum_of_taps(u_BLD: Tensor, weight_D1K: Tensor, bias_D: Tensor | None, reverse: bool) -> Tensor:
     """Compute the convolution as a sum of shifted products.
 
-    On CPUs, TorchInductor fails to compile a second convolution with a dynamic batch size.
+    This replaces the convolution in compiled CPU code, because TorchInductor fails to compile a second convolution with
+    a dynamic batch size.
     """
     lookback, length = weight_D1K.shape[-1] - 1, u_BLD.shape[1]
     padded = F.pad(u_BLD, (0, 0, 0, lookback) if reverse else (0, 0, lookback, 0))
@@ -81,7 +82,7 @@ class StepProjection(nn.Linear):
 
 
 class LonghornDirection(nn.Module):
-    """Weights of one direction of a mixer: convolution, projections of each token, and skip connection."""
+    """One direction of a mixer: convolution, token projections, and skip connection."""
 
     def __init__(
         self, dim: int, state_size: int, rank: int, conv_width: int, *, reverse: bool, device=None, dtype=None
@@ -100,7 +101,7 @@ class LonghornDirection(nn.Module):
         nn.init.ones_(self.skip)
 
     def forward(self, u_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the inputs of the recurrence: token v, step logits without their bias, key k and query q."""
+        """Return the inputs of the recurrence: values v, step logits without bias, keys k and queries q."""
         v_BLD = self.convolve(u_BLD)
         return v_BLD, *self.project(v_BLD)
 
@@ -112,8 +113,9 @@ class LonghornDirection(nn.Module):
         return self.step_proj(step_BLR), k_BLN, q_BLN
 
     def step_bias(self) -> Tensor:
-        """Return the bias that the recurrence adds to the step logits; zeros if `step_proj` was replaced by another
-        linear layer.
+        """Return the bias that the recurrence adds to the step logits.
+
+        The bias is zero if `step_proj` was replaced by another linear layer, which adds its bias itself.
         """
         step_proj = self.step_proj
         if isinstance(step_proj, nn.Linear) and not isinstance(step_proj, StepProjection):
@@ -122,9 +124,7 @@ class LonghornDirection(nn.Module):
 
 
 class MambaDirection(LonghornDirection):
-    """`LonghornDirection` with the decay rates of Mamba's states, and Mamba's initialization (Gu & Dao, 2023, section
-    3.6).
-    """
+    """`LonghornDirection` with Mamba's decay rates and initialization (Gu & Dao, 2023, section 3.6)."""
 
     def __init__(
         self, dim: int, state_size: int, rank: int, conv_width: int, *, reverse: bool, device=None, dtype=None
@@ -142,19 +142,19 @@ class MambaDirection(LonghornDirection):
 
 
 class BidirectionalMixer(nn.Module):
-    """Token mixer that averages a forward and a backward recurrence over an image's tokens.
+    """Token mixer that averages the outputs of a forward and a backward recurrence over the tokens of an image.
 
     Args:
         dim: Model width C.
         expand: Inner width D as a multiple of C.
-        state_size: Number of states N of a channel.
+        state_size: Number of states N per channel.
         conv_width: Kernel size of the convolution before the recurrence, in tokens.
-        pool: If None, the recurrence reads every token. If "rows" or "columns", the recurrence reads the means of the
-            rows or columns of patches in order, and the class token in the middle (the pooling of Kapse et al., 2025).
+        pool: If None, the recurrence reads every token. If "rows" or "columns", the recurrence reads the mean of each
+            row or column of patches, and the class token in the middle (the pooling of Kapse et al., 2025).
     """
 
     direction: type[LonghornDirection]
-    recurrence: str  # the recurrence's name in the fused kernels
+    recurrence: str  # name of the recurrence in the fused kernels
 
     def __init__(
         self,
@@ -174,10 +174,12 @@ class BidirectionalMixer(nn.Module):
         directions = nn.ModuleList(
             [self.direction(inner, state_size, rank, conv_width, reverse=reverse, **dd) for reverse in (False, True)]
         )
-        self.directions: Sequence[LonghornDirection] = cast(Any, directions)  # nn.ModuleList has no type parameter
+        self.directions: Sequence[LonghornDirection] = cast(
+            Any, directions
+        )  # cast, because nn.ModuleList has no type parameter
         self.out_proj = nn.Linear(inner, dim, bias=False, **dd)
 
-    # Fused kernels replace this method of LonghornMixer and MambaMixer; set VIL_FUSED=0 to see the effect of an edit.
+    # Fused kernels bypass this method in LonghornMixer and MambaMixer. Set VIL_FUSED=0 if you edit this method.
     def forward(self, h_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         """Mix tokens (B, L, C). A pooled mixer needs the patch grid (h, w), unless the grid is square."""
         if self.pool is None:
@@ -199,14 +201,14 @@ class BidirectionalMixer(nn.Module):
         return self.out_proj(y_2BLD.mean(0) * F.silu(z_BLD))
 
     def mix_row_means(self, h_BLC: Tensor, h: int, w: int) -> Tensor:
-        """Run the recurrence over the mean of each row of a grid of h x w patches; the convolution reads patches."""
+        """Run the convolution over the patches of an h x w grid, and the recurrence over the mean of each row."""
         u_BLD, z_BLD = self.in_proj(h_BLC).chunk(2, dim=-1)
         v_2BLD = torch.stack([direction.convolve(u_BLD) for direction in self.directions])
         v_2BSD = torch.stack([row_means(v_2BLD[g], h) for g in range(2)])
         forward, backward = [direction.project(v_2BSD[g]) for g, direction in enumerate(self.directions)]
         step_logits_2BSD, k_2BSN, q_2BSN = [torch.stack(pair) for pair in zip(forward, backward)]
 
-        # A patch reads the output of its row, but the skip connection adds the patch's own v.
+        # Each patch gets the output of its row, but the skip connection uses the patch's own v.
         y_2BSD = self.scan(v_2BSD, step_logits_2BSD, k_2BSN, q_2BSN, skip=False)
         y_BLD = repeat_rows(y_2BSD.mean(0), w) + (self.skip()[:, None, None] * v_2BLD).mean(0)
         return self.out_proj(y_BLD.to(z_BLD.dtype) * F.silu(z_BLD))
@@ -214,7 +216,7 @@ class BidirectionalMixer(nn.Module):
     def scan(
         self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor, skip: bool = True
     ) -> Tensor:
-        """Run the recurrence in both directions and return y_2BLD, with the skip connection if `skip`."""
+        """Run the recurrence in both directions and return y_2BLD. `skip` adds the skip connection."""
         raise NotImplementedError
 
     def skip(self) -> Tensor:
@@ -238,9 +240,7 @@ class LonghornMixer(BidirectionalMixer):
 
 
 class MambaMixer(BidirectionalMixer):
-    """Bidirectional mixer with Mamba's selective state space (Gu & Dao, 2023), as in Vision Mamba (Zhu et al.,
-    2024).
-    """
+    """Bidirectional mixer with Mamba's selective state space (Gu & Dao, 2023; Zhu et al., 2024)."""
 
     direction = MambaDirection
     recurrence = "selective"
@@ -257,7 +257,7 @@ class MambaMixer(BidirectionalMixer):
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: an fp32 residual stream (B, L, C) and a mixer in the dtype of its weights."""
+    """Pre-norm residual block. The residual stream (B, L, C) is fp32; the mixer runs in the dtype of the weights."""
 
     def __init__(
         self,
@@ -277,15 +277,16 @@ class Block(nn.Module):
 
     @dispatch.fusible
     def forward(self, x_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """Add the mixed tokens to the residual stream. A pooled block needs the patch grid (h, w), unless the grid is
-        square.
+        """Add the mixed tokens to the residual stream.
+
+        A pooled block needs the patch grid (h, w), unless the grid is square.
         """
         mixer = self.mixer if self.pool is None else functools.partial(self.mixer, grid=grid)
         return x_BLC + self.drop_path(mixer(self.norm(x_BLC)))
 
 
 class Blocks(nn.Sequential):
-    """Sequence of a model's blocks, which runs as many of them fused as possible."""
+    """Sequence of blocks. Each block runs fused if possible."""
 
     def forward(
         self,
@@ -294,13 +295,13 @@ class Blocks(nn.Sequential):
         class_token_only: bool = False,
         checkpointing: bool = False,
     ) -> Tensor:
-        """Run the blocks.
+        """Run all blocks and return the residual stream, or only the class token.
 
         Args:
             x_BLC: Residual stream.
             grid: Patch grid (h, w), which pooled blocks need unless the grid is square.
-            class_token_only: Return only the class token (B, 1, C), unless hooks of this module see the tokens. In the
-                last block, each direction of the fused kernels then reads only half of the tokens.
+            class_token_only: Return only the class token (B, 1, C), unless this module has hooks. This saves time, as
+                each direction of the last fused block then reads only half of the tokens.
             checkpointing: Run each block with activation checkpointing.
         """
         class_token_only = class_token_only and not dispatch.has_hooks(self)
@@ -308,7 +309,7 @@ class Blocks(nn.Sequential):
         return middle_token(x_BLC) if class_token_only else x_BLC
 
 
-KNOWN_MIXERS = (LonghornMixer, MambaMixer)  # the mixers that kernels, pooled models, vil.export and vil.viz support
+KNOWN_MIXERS = (LonghornMixer, MambaMixer)  # mixers supported by kernels, pooled models, vil.export and vil.viz
 
 for _mixer in KNOWN_MIXERS:
     _direction = [_mixer.direction, TokenConv1d, nn.Linear, StepProjection]
@@ -316,16 +317,17 @@ for _mixer in KNOWN_MIXERS:
 
 
 class Longhorn(nn.Module):
-    """Longhorn as a layer of any network, from tokens (B, L, C) to tokens (B, L, C), causal or bidirectional.
+    """Longhorn layer for any network, causal or bidirectional. Input and output are tokens (B, L, C).
 
-    The layer consists of PyTorch operators and the scan; only the scan is fused. A bidirectional layer can load the
-    weights of a block's mixer.
+    The layer consists of PyTorch operators and the fused scan. A bidirectional layer can load the weights of a block's
+    mixer.
 
     Args:
         d_model: Width C.
-        bidirectional: Read tokens from both ends; otherwise a token sees only itself and earlier tokens.
+        bidirectional: Whether to read tokens in both directions. If False, a token depends only on itself and earlier
+            tokens.
         expand: Inner width D as a multiple of C.
-        state_size: Number of states N of a channel.
+        state_size: Number of states N per channel.
         conv_width: Kernel size of the convolution before the recurrence, in tokens.
     """
 

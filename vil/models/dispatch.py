@@ -1,11 +1,12 @@
 """Dispatch of blocks to the fused kernels of vil/kernels/block.
 
-A block runs fused if the kernels compute exactly what its modules compute. Otherwise the modules run as PyTorch code.
+A block runs fused if the kernels compute the same function as the block's modules. Otherwise the modules run as
+ordinary PyTorch code.
 
-    fusible        decorator of a block's forward: run this block fused if possible
+    fusible        decorate a block's forward so that the block runs fused if possible
     run_blocks     run a sequence of blocks, each fused if possible
-    register       declare the modules that the kernels compute
-    set_fused      enable or disable the fused kernels; VIL_FUSED=0 in the environment disables them from the start
+    register       declare a mixer that the kernels support
+    set_fused      enable or disable the fused kernels; the environment variable VIL_FUSED=0 disables them at import
 """
 
 import functools
@@ -25,26 +26,25 @@ from ..kernels.block.weights import BlockWeights, DirectionWeights, Options
 from .tokens import grid_of
 
 _fused = os.environ.get("VIL_FUSED") != "0"
-_classes: dict[type, list[type]] = {}  # for each mixer with fused kernels, the classes of `modules_of` a block
+_classes: dict[type, list[type]] = {}  # supported mixer class -> expected classes of `modules_of(block)`
 
 
 def set_fused(enable: bool) -> None:
-    """Enable (the default) or disable the fused kernels of blocks, for debugging; compiled graphs do not see the
-    switch.
+    """Enable (the default) or disable the fused kernels of blocks, for debugging. Compiled graphs are not affected.
 
-    VIL_FUSED=0 in the environment disables the fused kernels from the start, also in child processes.
+    The environment variable VIL_FUSED=0 disables the fused kernels at import, also in child processes.
     """
     global _fused
     _fused = enable
 
 
 def register(mixer: type[nn.Module], classes: Sequence[type]) -> None:
-    """Declare that the kernels compute blocks of this mixer whose modules have exactly these classes, in order."""
+    """Declare that the kernels support blocks with this mixer whose modules have exactly these classes, in order."""
     _classes[mixer] = list(classes)
 
 
 def fusible(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate a block's forward: run the fused kernels if they compute this block, otherwise `forward`."""
+    """Decorate a block's forward to run the fused kernels if they support the block, otherwise `forward`."""
 
     @functools.wraps(forward)
     def fused_or_forward(block: nn.Module, x_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
@@ -67,13 +67,13 @@ def run_blocks(
 ) -> Tensor:
     """Run blocks sequentially and return the residual stream (B, L, C).
 
-    If two consecutive blocks run fused, the first one also computes the norm of the second one.
+    If two consecutive blocks run fused, the first block also computes the norm of the second block.
 
     Args:
-        blocks: Modules of any class. A block with hooks, or of another class, is called.
+        blocks: Modules of any class. Modules with hooks and modules other than blocks are called as usual.
         x_BLC: Residual stream.
         grid: Patch grid (h, w), which pooled blocks need.
-        class_token_only: Return only the class token (B, 1, C), if the last block's kernels support this.
+        class_token_only: Return only the class token (B, 1, C), if the kernels of the last block support this option.
         checkpointing: Run each block with activation checkpointing.
     """
     modules = list(blocks)
@@ -94,7 +94,7 @@ def run_blocks(
         )
         scale_B = path_scale(block, x_BLC)
         if checkpointing:
-            # The recomputation samples no random numbers, because a CUDA graph could not restore their state.
+            # No random numbers are sampled in the recomputation, because a CUDA graph could not restore the RNG state.
             x_BLC, _ = checkpoint(fused.operator, x_BLC, fused.weights, options, scale_B, preserve_rng_state=False)
         else:
             given = normed if options.eps == normed_eps else None
@@ -104,18 +104,18 @@ def run_blocks(
 
 
 def only_runs_forward(block: nn.Module) -> bool:
-    """Return whether a call of this module runs a `fusible` forward and nothing else."""
+    """Return whether the module has a `fusible` forward and no hooks."""
     return getattr(type(block).forward, "fusible", False) and not has_hooks(block)
 
 
 def call(block: nn.Module, x_BLC: Tensor, grid: tuple[int, int] | None, checkpointing: bool) -> Tensor:
-    """Call a module with the residual stream, and with the patch grid if the module is a pooled block."""
+    """Call a module with the residual stream. Pooled blocks also get the patch grid."""
     keywords: dict[str, Any] = {} if getattr(block, "pool", None) is None else {"grid": grid}
     return checkpoint(block, x_BLC, **keywords) if checkpointing else block(x_BLC, **keywords)
 
 
 class FusedBlock(NamedTuple):
-    """Fused operator of a block, as `vil.kernels.block.block_op.block`, and the block's weights."""
+    """Fused operator of a block, with the signature of `vil.kernels.block.block_op.block`, and the block's weights."""
 
     operator: Callable
     weights: BlockWeights
@@ -124,8 +124,8 @@ class FusedBlock(NamedTuple):
 def fused_block(block: nn.Module, x_BLC: Tensor) -> FusedBlock | None:
     """Return the fused operator for this block and its weights, or None if the block must run unfused.
 
-    A block can run fused if all its modules are as built, whatever the values of their weights, and `fused_operator`
-    supports the tensor's device: an NVIDIA GPU, or a CPU in fp32.
+    A block can run fused if no module was replaced and `fused_operator` supports the device, which is an NVIDIA GPU, or
+    a CPU in fp32.
     """
     if not _fused or not isinstance(x_BLC, Tensor):
         return None
@@ -137,10 +137,8 @@ def fused_block(block: nn.Module, x_BLC: Tensor) -> FusedBlock | None:
 
 
 def weights_as_built(block: nn.Module) -> BlockWeights | None:
-    """Return the block's weights, or None if a module was replaced, has hooks, or has a parameter unknown to
-    kernels.
-    """
-    modules: dict[str, Any] = block._modules  # reading `_modules` takes less host time than attributes
+    """Return the block's weights, or None if a module was replaced, has hooks, or has unsupported parameters."""
+    modules: dict[str, Any] = block._modules  # faster than reading attributes
     mixer, drop_path = modules["mixer"], modules["drop_path"]
     if type(mixer) not in _classes or type(drop_path) not in (DropPath, nn.Identity) or mixer._parameters:
         return None
@@ -157,7 +155,7 @@ def weights_as_built(block: nn.Module) -> BlockWeights | None:
 
 
 def modules_of(block: nn.Module) -> list[Any]:
-    """Return norm, mixer, the mixer's modules, and each direction with its modules."""
+    """List the norm, the mixer, the mixer's modules, and each direction followed by the direction's modules."""
     modules: dict[str, Any] = block._modules
     mixer = modules["mixer"]
     parts = [modules["norm"], mixer, *mixer._modules.values()]
@@ -167,7 +165,7 @@ def modules_of(block: nn.Module) -> list[Any]:
 
 
 def direction_weights(own: dict, conv: dict, x_proj: dict, step_proj: dict) -> DirectionWeights | None:
-    """Return a direction's weights, or None if the direction has a parameter unknown to kernels."""
+    """Return a direction's weights, or None if the direction has parameters that the kernels do not support."""
     if x_proj["bias"] is not None or len(own) > 1 + ("A_log" in own):
         return None
     return DirectionWeights(
@@ -182,8 +180,8 @@ def direction_weights(own: dict, conv: dict, x_proj: dict, step_proj: dict) -> D
 
 
 def has_hooks(*modules: nn.Module) -> bool:
-    """Return whether one of the modules has hooks registered, or a forward of its own instead of its class's."""
-    return any_global_hook() or any([  # noqa: C419  a list is faster
+    """Return whether any of the modules has hooks registered or a `forward` replaced on the instance."""
+    return any_global_hook() or any([  # noqa: C419  a list is faster than a generator
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
@@ -194,7 +192,7 @@ def has_hooks(*modules: nn.Module) -> bool:
 
 
 def lines_of(block: nn.Module, x_BLC: Tensor, grid: tuple[int, int] | None) -> Lines | None:
-    """Return the rows or columns of patches whose means a pooled block reads; None for other blocks."""
+    """Return the layout of rows or columns of patches that a pooled block averages, or None for other blocks."""
     if block.pool is None:
         return None
     h, w = grid_of(x_BLC.shape[1], grid)
@@ -208,8 +206,9 @@ def options_of(
     class_token_only: bool = False,
     norm_next: bool = False,
 ) -> Options:
-    """Return the operator's options for the block: products run in autocast's dtype if enabled, otherwise in the
-    weights'.
+    """Return the options of the fused operator for a block.
+
+    Matrix products run in the autocast dtype if autocast is enabled, otherwise in the weights' dtype.
     """
     modules: dict[str, Any] = block._modules
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weights.norm.dtype
@@ -218,11 +217,11 @@ def options_of(
 
 
 def path_scale(block: nn.Module, x_BLC: Tensor) -> Tensor | None:
-    """Sample the stochastic-depth factor of each image, 0 or 1 / (1 - rate); None if every factor is 1."""
+    """Sample the stochastic-depth factor of each image, 0 or 1 / (1 - rate). Return None if every factor is 1."""
     drop: Any = block._modules["drop_path"]
     if not block.training or not isinstance(drop, DropPath):
         return None
     if not 0 < drop.drop_prob < 1 or not drop.scale_by_keep:
         return drop(x_BLC.new_ones(x_BLC.shape[0]))
     keep = 1 - drop.drop_prob
-    return x_BLC.new_empty(x_BLC.shape[0]).bernoulli_(keep).div_(keep)  # equal to DropPath, in half of the host time
+    return x_BLC.new_empty(x_BLC.shape[0]).bernoulli_(keep).div_(keep)  # same as DropPath in half the host time

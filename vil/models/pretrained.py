@@ -1,6 +1,4 @@
-"""Weights of other models: ViM's published names, resampling to another image or patch size, and a comparison of
-architectures.
-"""
+"""Adaptation of pretrained weights: ViM's published names, resampling, and checks of the architecture."""
 
 import math
 import re
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 
 from .tokens import resample_pos_embed
 
-# Regular expressions that rename keys of ViM's published checkpoints, applied in this order; `_b` is the backward scan.
+# Regular expressions that rename keys of ViM's published checkpoints, applied in order; `_b` is the backward direction.
 _VIM_NAMES = [
     (r"^layers\.", "blocks."),
     (r"^norm_f\.", "norm."),
@@ -38,9 +36,9 @@ def rename_published(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def check_architecture(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Compare a checkpoint's keys and shapes with a model's.
+    """Check that a checkpoint has the same keys and shapes as a model.
 
-    The head and the size-dependent patch and position embeddings are ignored.
+    The head is ignored, and so are the shapes of the patch and position embeddings, which depend on sizes.
 
     Raises:
         RuntimeError: The architectures differ. The message describes both architectures and lists differing keys.
@@ -59,14 +57,14 @@ def check_architecture(state_dict: Mapping[str, Tensor], model: nn.Module) -> No
     listed = [f"{len(names)} {what} ({', '.join(sorted(names)[:3])})" for what, names in differences.items() if names]
     expected, found = architecture(own), architecture(other)
     if found == expected:
-        problem = f"tensors must be those of the model, {expected}"
+        problem = f"tensors must match the model, {expected}"
     else:
         problem = f"architecture must match the model, {expected}, got {found}"
     raise RuntimeError(f"the checkpoint's {problem}; keys: {', '.join(listed)}")
 
 
 def architecture(state_dict: Mapping[str, Tensor]) -> str:
-    """Return a description of the architecture that a state dict belongs to."""
+    """Describe the architecture of a state dict, for messages."""
     projections = [name for name in state_dict if re.fullmatch(r"blocks\.\d+\.mixer\.in_proj\.weight", name)]
     if not projections:
         return "an unknown architecture"
@@ -79,7 +77,7 @@ def check_classes(state_dict: Mapping[str, Tensor], num_classes: int) -> None:
     classes = len(state_dict.get("head.bias", ()))
     if classes != num_classes:
         raise RuntimeError(
-            f"the checkpoint has {classes} classes but the model has {num_classes}: create the model with "
+            f"the checkpoint has {classes} classes, but the model has {num_classes}: create the model with "
             f"num_classes={classes}, load the checkpoint, and call reset_classifier({num_classes})"
         )
 
@@ -90,12 +88,11 @@ def resample(
     """Resample the patch and position embeddings of a checkpoint to a model's patch size and patch grid.
 
     Raises:
-        RuntimeError: The checkpoint's grid must be resampled but is not square. All published checkpoints have square
-            grids.
+        RuntimeError: The position embeddings must be resampled, but the checkpoint's patch grid is not square.
     """
     resampled = dict(state_dict)
 
-    # Embeddings with another number of dimensions are left to load_state_dict, which rejects them.
+    # load_state_dict rejects embeddings with another number of dimensions
     patch_embed = resampled.get("patch_embed.proj.weight")
     if patch_embed is not None and patch_embed.dim() == 4:
         resampled["patch_embed.proj.weight"] = resample_patch_embed(patch_embed, list(patch_size))
@@ -105,8 +102,9 @@ def resample(
         side = math.isqrt(max(0, pos_embed.shape[1] - 1))
         if side**2 + 1 != pos_embed.shape[1]:
             raise RuntimeError(
-                f"pos_embed of the checkpoint must hold a square grid of patches and a class token, got "
-                f"{pos_embed.shape[1]} tokens: load it into a model of its own img_size, then call set_input_size()"
+                f"pos_embed in the checkpoint must have a square patch grid and a class token, got "
+                f"{pos_embed.shape[1]} tokens: load the checkpoint into a model with the original img_size, then call "
+                "set_input_size()"
             )
         resampled["pos_embed"] = resample_pos_embed(pos_embed, grid_size, (side, side))
     return resampled

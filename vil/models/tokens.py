@@ -1,7 +1,9 @@
-"""Tokens of an image: its patches in row-major order, with the class token in the middle.
+"""Operations on the tokens of an image: patches in row-major order, with the class token in the middle.
 
-B batch    C channels    h, w grid of patches    n = h w patches    L = n + 1 tokens
-r rows of patches    S = r + 1 row means and class token
+Dimension letters in the suffixes of tensor names:
+
+    B batch    C channels    h, w patch grid    n = h w patches    L = n + 1 tokens
+    r rows of patches    S = r + 1 row means and class token
 """
 
 import math
@@ -14,20 +16,20 @@ from torch import Tensor
 
 
 def middle_token(x_BLC: Tensor) -> Tensor:
-    """Return the class token (B, 1, C)."""
+    """Return the class token (B, 1, C), which is the middle token."""
     middle = (x_BLC.shape[1] - 1) // 2
     return x_BLC[:, middle : middle + 1]
 
 
 def insert_class_token(patches_BnC: Tensor, token_B1C: Tensor) -> Tensor:
-    """Return tokens (B, L, C) of patches (B, n, C) and class token (B, 1, C)."""
+    """Insert the class token (B, 1, C) in the middle of the patches (B, n, C). Return tokens (B, L, C)."""
     middle = patches_BnC.shape[1] // 2
     before, behind = patches_BnC.split([middle, patches_BnC.shape[1] - middle], dim=1)
     return torch.cat((before, token_B1C, behind), dim=1)
 
 
 def split_class_token(x_BLC: Tensor) -> tuple[Tensor, Tensor]:
-    """Split tokens (B, L, C) into patches (B, n, C) and class token (B, 1, C); inverts `insert_class_token`."""
+    """Split tokens (B, L, C) into patches (B, n, C) and class token (B, 1, C). Inverse of `insert_class_token`."""
     middle = (x_BLC.shape[1] - 1) // 2
     return torch.cat((x_BLC[:, :middle], x_BLC[:, middle + 1 :]), dim=1), middle_token(x_BLC)
 
@@ -39,13 +41,13 @@ def transpose_grid(x_BLC: Tensor, h: int, w: int) -> Tensor:
 
 
 def row_means(x_BLC: Tensor, rows: int) -> Tensor:
-    """Return the mean of each row of patches, with the class token inserted at index rows // 2: (B, S, C)."""
+    """Average each row of patches and insert the class token in the middle. Return a tensor (B, S, C)."""
     patches_BnC, token_B1C = split_class_token(x_BLC)
     return insert_class_token(patches_BnC.unflatten(1, (rows, -1)).mean(2), token_B1C)
 
 
 def repeat_rows(x_BSC: Tensor, length: int) -> Tensor:
-    """Repeat each row's token for the row's `length` patches: (B, S, C) to (B, L, C)."""
+    """Repeat each row's token for all `length` patches of the row. Convert (B, S, C) to (B, L, C)."""
     rows_BrC, token_B1C = split_class_token(x_BSC)
     return insert_class_token(rows_BrC.unsqueeze(2).expand(-1, -1, length, -1).flatten(1, 2), token_B1C)
 
@@ -54,12 +56,14 @@ def grid_of(L: int, grid: tuple[int, int] | None) -> tuple[int, int]:
     """Return the patch grid (h, w) of L tokens; a square grid if `grid` is None.
 
     Raises:
-        ValueError: L is not h w + 1, the number of patches and a class token.
+        ValueError: L is not h w + 1 (the patches and the class token).
     """
     h, w = (math.isqrt(L - 1),) * 2 if grid is None else grid
     if h * w + 1 != L:
         need = f"{h * w + 1} for the grid {(h, w)}" if grid else "a square number plus 1 if no grid is given"
-        raise ValueError(f"number of tokens of a pooled block must be {need}, got {L}: pass the patches' grid=(h, w)")
+        raise ValueError(
+            f"number of tokens of a pooled block must be {need}, got {L}: pass the patch grid as grid=(h, w)"
+        )
     return h, w
 
 
@@ -69,7 +73,7 @@ def resample_pos_embed(pos_embed_1LC: Tensor, new_size: Sequence[int], old_size:
         return pos_embed_1LC
     patches_1nC, token_11C = split_class_token(pos_embed_1LC)
     if patches_1nC.requires_grad and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-        # PyTorch cannot compile this gradient for symbolic sizes (pytorch#197622), so compile one graph per grid
+        # PyTorch cannot compile this gradient for symbolic sizes (pytorch#197622), so each grid gets its own graph
         new_size = [operator.index(n) for n in new_size]
     patches_1nC = resample_abs_pos_embed(patches_1nC, list(new_size), list(old_size), num_prefix_tokens=0)
     return insert_class_token(patches_1nC, token_11C)

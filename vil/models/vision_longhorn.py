@@ -2,24 +2,25 @@
 
 The models split an image into patches, insert a class token in the middle of the patch sequence, and mix the tokens
 with bidirectional state-space blocks.
+
 ViL is the vision model of Liu et al., "Longhorn: State Space Models are Amortized Online Learners" (2024). ViM is the
 model of Zhu et al., "Vision Mamba: Efficient Visual Representation Learning with Bidirectional State Space Model"
 (2024).
 
     model = timm.create_model("vil_small", num_classes=10, img_size=384)
 
-In a call `model(images)`, each of these functions calls the next one:
+`model(images)` calls these functions, each of which calls the next:
 
     VisionLonghorn.forward             vision_longhorn.py    features, then head
     VisionLonghorn.forward_features    vision_longhorn.py    patches to tokens, blocks, norm
     Blocks.forward                     block.py              sequence of blocks
-    run_blocks                         dispatch.py           for each block: fused operator, or `Block.forward`
+    run_blocks                         dispatch.py           fused operator or `Block.forward` for each block
     block                              vil/kernels/block     operator that computes a whole block
     kernels                            vil/kernels/cuda      compiled kernels that the operator launches
 
 Dimension letters in the suffixes of tensor names:
 
-    B batch    H, W image    h, w grid of patches    L = h w + 1 tokens    C model width
+    B batch    H, W image size    h, w patch grid    L = h w + 1 tokens    C model width
 """
 
 import math
@@ -54,7 +55,7 @@ from .tokens import insert_class_token, resample_pos_embed, split_class_token
 
 try:
     from timm.models._input import update_model_input_size
-except ImportError:  # timm before 1.0.30 does not record input sizes; vil.export needs the recorded patch size
+except ImportError:  # timm before 1.0.30 does not record the patch size, which vil.export needs
 
     def update_model_input_size(model: nn.Module, img_size: int | Sequence[int] | None, **model_args: Any) -> None:
         if model_args["patch_size"]:
@@ -62,9 +63,9 @@ except ImportError:  # timm before 1.0.30 does not record input sizes; vil.expor
 
 
 class PatchProjection(nn.Conv2d):
-    """Convolution that projects patches, computed as a matrix product if patches do not overlap.
+    """Convolution that projects patches. Without overlap of patches, it is computed as a matrix product.
 
-    On a GPU the matrix product is several times faster than the convolution.
+    On a GPU, the matrix product is several times faster than the convolution.
     """
 
     bias: Tensor
@@ -82,7 +83,7 @@ class PatchProjection(nn.Conv2d):
 
 
 def copy_for_product(x: Tensor) -> Tensor:
-    """Return a contiguous copy of x, in autocast's dtype if autocast is enabled."""
+    """Return a contiguous copy of x, in the autocast dtype if autocast is enabled."""
     device = x.device.type
     # PyTorch does not support autocast on the meta device
     autocast = device != "meta" and torch.is_autocast_enabled(device)
@@ -91,18 +92,18 @@ def copy_for_product(x: Tensor) -> Tensor:
 
 @register_notrace_module  # the size checks branch on the image size, which torch.fx cannot trace
 class PatchEmbed(nn.Module):
-    """Patch embedding by a convolution, from images (B, 3, H, W) to patches (B, h, w, C).
+    """Convolutional patch embedding of images (B, 3, H, W) to patches (B, h, w, C).
 
     Patches overlap if the stride is smaller than the patch size. With `add_bias=False`, `forward` omits the
-    convolution's bias and the caller must add it.
+    convolution's bias, so that the caller can add the bias.
 
     Args:
-        img_size: Image size that the model is built for, in pixels.
+        img_size: Image size in pixels.
         patch_size: Patch size in pixels.
-        stride: Distance between neighbouring patches in pixels; the patch size if None.
+        stride: Distance between neighbouring patches in pixels; None uses the patch size.
         in_chans: Number of image channels.
         embed_dim: Model width C.
-        dynamic_img_size: Accept images of any size and pad them on the right and bottom to full patches.
+        dynamic_img_size: Whether to accept images of any size, padded on the right and bottom to full patches.
     """
 
     def __init__(
@@ -199,14 +200,14 @@ def check_size(height: int, width: int, img_size: tuple[int, int]) -> None:
 def patch_grid(
     img_size: tuple[int, int], patch_size: tuple[int, int], stride: tuple[int, int], pad: bool
 ) -> tuple[int, int]:
-    """Return the patch grid (h, w): the patches that fit into the image, or that cover the padded image if `pad`."""
+    """Return the number of patches (h, w) that fit into the image or, if `pad`, that cover the padded image."""
     h = (img_size[0] - patch_size[0] + (stride[0] - 1 if pad else 0)) // stride[0] + 1
     w = (img_size[1] - patch_size[1] + (stride[1] - 1 if pad else 0)) // stride[1] + 1
     return max(1, h), max(1, w)
 
 
 def add_to_patches(x_1LC: Tensor, bias_C: Tensor) -> Tensor:
-    """Return x in fp32 with the bias added to all tokens except the class token."""
+    """Convert x to fp32 and add the bias to all tokens except the class token."""
     patches_1nC, token_11C = split_class_token(at_least_fp32(x_1LC))
     return insert_class_token(patches_1nC + bias_C, token_11C)
 
@@ -214,28 +215,28 @@ def add_to_patches(x_1LC: Tensor, bias_C: Tensor) -> Tensor:
 class VisionLonghorn(nn.Module):
     """Vision backbone of bidirectional state-space blocks.
 
-    The class token is in the middle of the sequence, before and after the blocks. Among the L tokens that
-    `forward_features` returns, the class token has the index (L - 1) // 2; `split_class_token` separates it from the
-    patches.
-    `num_prefix_tokens` is 0, because no token precedes the patches. Therefore timm code that removes `tokens[:,
-    :num_prefix_tokens]` removes no patch. If such code then reshapes the remaining tokens to a feature map, the reshape
-    fails because of one extra token, instead of silently shifting the map by one patch.
+    The class token is in the middle of the sequence. In the L tokens that `forward_features` returns, the class token
+    has the index (L - 1) // 2. `split_class_token` separates the class token from the patches.
+
+    `num_prefix_tokens` is 0, because no token precedes the patches. Therefore timm code that removes prefix tokens does
+    not remove a patch. If such code then reshapes the tokens to a feature map, the reshape fails because of the class
+    token, instead of silently shifting the map by one patch.
 
     Args:
         img_size: Image size in pixels, (height, width) or one number for both.
         patch_size: Patch size in pixels.
-        stride: Distance between neighbouring patches in pixels; the patch size if None. ViM's fine-grained setting is
-            8.
+        stride: Distance between neighbouring patches in pixels; None uses the patch size. ViM's fine-grained setting
+            is 8.
         in_chans: Number of image channels.
-        num_classes: Number of classes of the head; 0 for no head.
+        num_classes: Number of classes of the head; 0 removes the head.
         global_pool: Input of the head: "token" (class token), "avg" (mean of the patches), or "" (all tokens).
         embed_dim: Model width C.
         depth: Number of blocks.
         mixer: Class of the blocks' token mixer.
-        pooled: Whether the recurrence runs over the mean of each row of patches (even blocks) or each column (odd
-            blocks) instead of over every patch.
-        dynamic_img_size: Accept images of any size and aspect ratio, by padding images to full patches and resampling
-            the position embeddings.
+        pooled: Whether the recurrence reads the mean of each row (even blocks) or column (odd blocks) of patches
+            instead of every patch.
+        dynamic_img_size: Whether to accept images of any size and aspect ratio. Images are padded to full patches, and
+            the position embeddings are resampled.
         drop_rate: Dropout rate before the head.
         drop_path_rate: Stochastic depth rate of the last block; the rate grows linearly from 0 in the first block.
 
@@ -294,7 +295,7 @@ class VisionLonghorn(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize this class's own parameters and scale the blocks' output projections by 1 / sqrt(depth)."""
+        """Initialize embeddings and head, and scale the blocks' output projections by 1 / sqrt(depth)."""
         trunc_normal_(self.cls_token, std=0.02)
         trunc_normal_(self.pos_embed, std=0.02)
         if isinstance(self.head, nn.Linear):
@@ -308,7 +309,7 @@ class VisionLonghorn(nn.Module):
 
     def init_weights(self) -> None:
         """Initialize every parameter, for example after the model was built on the meta device."""
-        for module in reversed(list(self.modules())):  # children before their parents
+        for module in reversed(list(self.modules())):  # children before parents
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
 
@@ -328,7 +329,7 @@ class VisionLonghorn(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a newly initialized one. The pooling stays unchanged if `global_pool` is None."""
+        """Replace the head by a randomly initialized head. None keeps `global_pool` unchanged."""
         if global_pool is not None:
             self.global_pool = _known_pool(global_pool)
         self.num_classes = num_classes
@@ -341,7 +342,7 @@ class VisionLonghorn(nn.Module):
         img_size: int | tuple[int, int] | None = None,
         patch_size: int | tuple[int, int] | None = None,
     ) -> None:
-        """Change the image or patch size by resampling the position embeddings and the patch projection's weights."""
+        """Change the image or patch size. Resample the position embeddings and the patch projection's weights."""
         old_size = self.patch_embed.grid_size
         self.patch_embed.set_input_size(img_size, patch_size)
         if self.patch_embed.grid_size != old_size:
@@ -366,17 +367,17 @@ class VisionLonghorn(nn.Module):
 
         Args:
             x: Images (B, 3, H, W).
-            indices: The last n blocks if an int, the blocks with these indices if a list, all blocks if None.
-            return_prefix_tokens: Return the class token (B, 1, C) beside each map. The argument has timm's name,
-                although this model's class token is in the middle of the sequence.
+            indices: Last n blocks if an int, blocks with these indices if a list, all blocks if None.
+            return_prefix_tokens: Return the class token (B, 1, C) with each map. The class token is in the middle of
+                the sequence, unlike the name in timm suggests.
             norm: Apply the final norm to each map.
             stop_early: Stop after the last requested block.
             output_fmt: "NCHW" for maps (B, C, h, w), "NLC" for maps (B, h w, C).
             intermediates_only: Return only the list of maps.
-            output_dict: Return a dictionary with timm's keys.
+            output_dict: Return a dict with timm's keys instead of a tuple.
 
         Returns:
-            The normed tokens (B, L, C) of the last block that ran, and the list of maps, unless the arguments select
+            Normalized tokens (B, L, C) of the last block, and the list of feature maps, unless the arguments select
             another format.
 
         Raises:
@@ -413,7 +414,7 @@ class VisionLonghorn(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks that `indices` do not need, and optionally norm and head; return the kept indices."""
+        """Remove the blocks after the last one in `indices`, and optionally norm and head. Return the block indices."""
         taken, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_norm:
@@ -423,40 +424,42 @@ class VisionLonghorn(nn.Module):
         return taken
 
     def embed(self, x_B3HW: Tensor) -> Tensor:
-        """Embed images (B, 3, H, W) as the fp32 tokens (B, L, C) of the residual stream."""
+        """Embed images (B, 3, H, W) as fp32 tokens (B, L, C)."""
         x_BhwC = self.patch_embed(x_B3HW, add_bias=False)
         pos_embed_1LC: Tensor = self.pos_embed
         if self.dynamic_img_size:
             pos_embed_1LC = resample_pos_embed(pos_embed_1LC, x_BhwC.shape[1:3], self.patch_embed.grid_size)
         class_token_B1C = self.cls_token.expand(x_BhwC.shape[0], -1, -1)
         x_BLC = insert_class_token(x_BhwC.flatten(1, 2), class_token_B1C)
-        # Add the bias to the position embeddings: its gradient alone would be a slow sum over all patches.
-        return x_BLC + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)  # in fp32
+        # Add the bias to the position embeddings first, because its own gradient would be a slow sum over all patches.
+        return x_BLC + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)  # fp32
 
     def grid_of(self, x_B3HW: Tensor) -> tuple[int, int]:
-        """Return the patch grid (h, w) of these images."""
+        """Return the patch grid (h, w) of a batch of images."""
         if not self.dynamic_img_size:
             return self.patch_embed.grid_size
         height, width = x_B3HW.shape[-2:]  # `embed` checks the number of dimensions
         return self.patch_embed.dynamic_feat_size((height, width))
 
     def forward_features(self, x: Tensor, class_token_only: bool = False) -> Tensor:
-        """Return the normed tokens (B, L, C) of images (B, 3, H, W).
+        """Return the normalized tokens (B, L, C) of images (B, 3, H, W).
 
-        With `class_token_only`, the caller needs only the class token, and may receive only this token (B, 1, C).
+        With `class_token_only`, the result may be only the class token (B, 1, C).
         """
         grid = self.grid_of(x)
         x = self.embed(x)
         if isinstance(self.blocks, Blocks):
             x = self.blocks(x, grid, class_token_only, self.grad_checkpointing)
-        elif type(self.blocks) is nn.Sequential and not has_hooks(self.blocks):  # a user's nn.Sequential(*blocks)
+        elif type(self.blocks) is nn.Sequential and not has_hooks(
+            self.blocks
+        ):  # for example `model.blocks = nn.Sequential(*blocks)`
             x = run_blocks(self.blocks, x, grid, checkpointing=self.grad_checkpointing)
-        else:  # another module of a user
+        else:  # blocks replaced by another module
             x = self.blocks(x)
         return self.norm(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return the logits (B, num_classes) of tokens (B, L, C), or the pooled features if `pre_logits`."""
+        """Return the logits (B, num_classes), or the pooled features if `pre_logits`, of tokens (B, L, C)."""
         if self.global_pool == "token":
             x = x[:, (x.shape[1] - 1) // 2]
         elif self.global_pool == "avg":
@@ -469,9 +472,9 @@ class VisionLonghorn(nn.Module):
         return self.forward_head(x)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
-        """Load weights after renaming ViM's published keys and resampling to this model's grid and patch size.
+        """Load weights as in `nn.Module.load_state_dict`.
 
-        Otherwise identical to `nn.Module.load_state_dict`.
+        Before, rename ViM's published keys and resample the embeddings to this model's patch size and grid.
 
         Raises:
             RuntimeError: The checkpoint's architecture or, if `strict`, its number of classes differs from the model's.
@@ -491,9 +494,9 @@ def _known_pool(global_pool: str) -> str:
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
-    """Rename, check and resample a pretrained checkpoint; timm calls this function before it loads the weights.
+    """Rename, check and resample a pretrained checkpoint. timm calls this function before loading the weights.
 
-    timm then adapts the head and loads the remaining weights without checking the architecture.
+    The check is needed, because timm loads the weights with a new head without checking the architecture.
     """
     state_dict = rename_published(state_dict)
     check_architecture(state_dict, model)
@@ -517,7 +520,7 @@ def _cfg() -> dict[str, Any]:
     }
 
 
-default_cfgs: dict[str, Any] = {}  # timm reads this module attribute; `register` fills it
+default_cfgs: dict[str, Any] = {}  # read by timm; `register` adds an entry per model
 
 
 def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) -> VisionLonghorn:
@@ -533,16 +536,16 @@ def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) ->
 
 
 def register(function: Callable[..., VisionLonghorn]) -> Callable[..., VisionLonghorn]:
-    """Register a model with timm's `register_model`, but never replace another package's model of the same name.
+    """Register a model with timm's `register_model`, unless another package has registered the same name.
 
     Raises:
-        RuntimeError: Another package has registered a model with this name.
+        RuntimeError: Another package has already registered a model with this name.
     """
     name = function.__name__
     if is_model(name) and (module := model_entrypoint(name).__module__) != __name__:
         raise RuntimeError(
-            f"model name {name} of {__name__} must be unused in timm, but {module} has registered it: use the two "
-            "packages in different processes"
+            f"cannot register the model {name} of {__name__}, because {module} has already registered this name: use "
+            "the two packages in different processes"
         )
     default_cfgs.update(generate_default_cfgs({name: _cfg()}))
     return register_model(function)
@@ -592,53 +595,41 @@ def vim_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
 
 @register
 def vil_tiny_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Longhorn, tiny, with the recurrence over row and column means. Weights are interchangeable with
-    vil_tiny's.
-    """
+    """Vision Longhorn, tiny, with a recurrence over row and column means. Weight shapes are those of vil_tiny."""
     model_args = dict(embed_dim=192, mixer=LonghornMixer, pooled=True)
     return _create_vision_longhorn("vil_tiny_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vil_small_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Longhorn, small, with the recurrence over row and column means. Weights are interchangeable with
-    vil_small's.
-    """
+    """Vision Longhorn, small, with a recurrence over row and column means. Weight shapes are those of vil_small."""
     model_args = dict(embed_dim=384, mixer=LonghornMixer, pooled=True)
     return _create_vision_longhorn("vil_small_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vil_base_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Longhorn, base, with the recurrence over row and column means. Weights are interchangeable with
-    vil_base's.
-    """
+    """Vision Longhorn, base, with a recurrence over row and column means. Weight shapes are those of vil_base."""
     model_args = dict(embed_dim=768, mixer=LonghornMixer, pooled=True)
     return _create_vision_longhorn("vil_base_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vim_tiny_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Mamba, tiny, with the recurrence over row and column means. Weights are interchangeable with
-    vim_tiny's.
-    """
+    """Vision Mamba, tiny, with a recurrence over row and column means. Weight shapes are those of vim_tiny."""
     model_args = dict(embed_dim=192, mixer=MambaMixer, pooled=True)
     return _create_vision_longhorn("vim_tiny_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vim_small_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Mamba, small, with the recurrence over row and column means. Weights are interchangeable with
-    vim_small's.
-    """
+    """Vision Mamba, small, with a recurrence over row and column means. Weight shapes are those of vim_small."""
     model_args = dict(embed_dim=384, mixer=MambaMixer, pooled=True)
     return _create_vision_longhorn("vim_small_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vim_base_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Mamba, base, with the recurrence over row and column means. Weights are interchangeable with
-    vim_base's.
-    """
+    """Vision Mamba, base, with a recurrence over row and column means. Weight shapes are those of vim_base."""
     model_args = dict(embed_dim=768, mixer=MambaMixer, pooled=True)
     return _create_vision_longhorn("vim_base_pooled", pretrained=pretrained, **dict(model_args, **kwargs))

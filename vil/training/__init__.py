@@ -1,1 +1,1 @@
-"""Training of a run: the `Trainer` in trainer.py, and its components."""
+"""Training runs: the `Trainer` in trainer.py and the components of the `Trainer`."""

@@ -1,4 +1,4 @@
-"""Messages at the start of a phase."""
+"""Messages logged at the start of a training phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 
 def announce(phase: Phase, batches: TrainingBatches, splits: Splits) -> None:
-    """Log a phase and its splits, and warn if the phase is too short for its schedule or its EMA."""
+    """Log a training phase and its data splits. Warn if the phase is too short for warmup or for the EMA decay."""
     config = phase.config
     if not config.synthetic:
         _logger.warning("%s", describe_split(config.train_split, splits.train))
@@ -30,11 +30,11 @@ def announce(phase: Phase, batches: TrainingBatches, splits: Splits) -> None:
 
     if config.aug_repeats > batches.repeats:
         _logger.warning(
-            "aug_repeats %d has no effect, because an iterable dataset yields each image once", config.aug_repeats
+            "aug_repeats %d has no effect, because an iterable dataset yields each image only once", config.aug_repeats
         )
     if config.warmup_epochs >= config.epochs and config.warmup_lr < config.lr:
         _logger.warning(
-            "warmup_epochs should be less than epochs: with %d of %d epochs the learning rate never reaches lr %g",
+            "warmup_epochs should be less than epochs, got %d of %d: the learning rate never reaches lr %g",
             config.warmup_epochs, config.epochs, config.lr,
         )  # fmt: skip
     if config.model_ema:
@@ -49,11 +49,12 @@ def describe_setup(
     data: Data,
     teacher: Teacher | None,
 ) -> str:
-    """Return a line about the configuration chosen for this machine."""
+    """Return one line about the devices, micro-batch size, CUDA graph, image loading and teacher of a run."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    line = f"{world_size} x {name}: {forward_backward.micro_batch} of {config.global_batch_size} images at once on each"
+    line = f"{world_size} x {name}: micro-batches of {forward_backward.micro_batch} images, "
+    line += f"global batch size {config.global_batch_size}"
     if forward_backward.is_graph:
-        line += ", as a CUDA graph"
+        line += ", forward and backward captured as a CUDA graph"
     line += f"; {data.how_loaded}"
     if teacher:
         line += f"; {teacher.cost}"
@@ -68,6 +69,6 @@ def _warn_of_short_ema(config: Config, steps: int) -> None:
     shorter = max(0.5, 1 - 10 / steps)
     _logger.warning(
         "model_ema_decay %s averages over about %.0f steps, but this run has only %d, so the EMA weights will stay "
-        "close to the initial weights: --model-ema-decay %.4g averages over a tenth of the run",
+        "close to the initial weights. Set --model-ema-decay %.4g to average over a tenth of the run",
         decay, averaged, steps, shorter,
     )  # fmt: skip

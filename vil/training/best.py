@@ -16,13 +16,13 @@ _logger = logging.getLogger(__name__)
 
 
 class BestCheckpoint:
-    """best.pt of a run folder: the weights of the best epoch so far, without the optimizer's state.
+    """The file best.pt of a run folder, which holds the weights of the best epoch so far without the optimizer state.
 
     Args:
         folder: Run folder.
 
     Attributes:
-        row: History row of the epoch that best.pt holds; None if best.pt holds no epoch of this run.
+        row: History row of the epoch whose weights best.pt holds; None if best.pt holds no epoch of this run.
     """
 
     def __init__(self, folder: Path):
@@ -30,10 +30,10 @@ class BestCheckpoint:
         self.row: dict[str, Any] | None = None
 
     def find(self, history: list[dict[str, Any]]) -> str | None:
-        """Set `row` to the epoch that best.pt holds. Return the problem with best.pt, or None.
+        """Set `row` to the history row of the epoch in best.pt. Return what is wrong with best.pt, or None.
 
         Raises:
-            CheckpointError: The machine cannot read best.pt.
+            CheckpointError: Reading best.pt fails with an I/O error.
         """
         self.row = None
         if not history:
@@ -49,8 +49,8 @@ class BestCheckpoint:
 
         shared = min(len(rows), len(history))
         if not rows or repr(rows[:shared]) != repr(history[:shared]):  # NaN is not equal to itself
-            return "is of another run"
-        if len(rows) > len(history):  # the run was killed before it wrote last.pt, and will train this epoch again
+            return "belongs to another run"
+        if len(rows) > len(history):  # the run was killed before writing last.pt, so it repeats this epoch
             return None
         self.row = history[len(rows) - 1]
         best = best_row(history)
@@ -62,26 +62,29 @@ class BestCheckpoint:
         """Find the best epoch of a resumed run, and warn if its weights are lost."""
         problem = self.find(history)
         if problem:
-            _logger.warning("%s %s. It will hold the best of the epochs from here on", self.path, problem)
+            _logger.warning("%s %s. It will be rewritten with the best epoch from now on", self.path, problem)
 
     def is_beaten_by(self, row: dict[str, Any]) -> bool:
-        """Return whether best.pt must be replaced by the epoch of this history row."""
+        """Return whether the epoch with this history row must replace the epoch in best.pt."""
         if self.row is None or not exists(self.path):
             return True
         images = row.get("eval_images")
         most_images = self.row.get("eval_images")
         if images is not None and most_images is not None and images < most_images:
             _logger.warning(
-                "epoch %d was evaluated on %d images, and the best epoch %d on %d: it cannot become the best",
+                "epoch %d (evaluated on %d images) cannot replace the best epoch %d (evaluated on %d images)",
                 row["epoch"], images, self.row["epoch"], most_images,
             )  # fmt: skip
         return is_better(row, self.row)
 
     def write(self, saved: dict[str, Any]) -> None:
-        """Write the content of last.pt after an epoch, and whether the model or its EMA weights are better."""
+        """Write best.pt: the given content of last.pt without the optimizer state, plus an entry `best`.
+
+        `best` is the key of the better state dict of the epoch, `state_dict` or `state_dict_ema`.
+        """
         self.row = saved["history"][-1]
         ema_is_better = "state_dict_ema" in saved and self.row["eval_top1_ema"] >= self.row["eval_top1"]
-        # the optimizer's state is twice as large as the weights
+        # leave out the optimizer state, which is twice as large as the weights
         content = {name: part for name, part in saved.items() if name != "optimizer"}
         content["best"] = "state_dict_ema" if ema_is_better else "state_dict"
         checkpoint.save_checkpoint(content, self.path)

@@ -1,4 +1,4 @@
-"""Diagnosis of what the host spends its time on if the GPU waits for the host."""
+"""Warning about the slowest part of the host's work in runs in which the GPU waits for the host."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .meter import EpochMeter, Times
 
 _logger = logging.getLogger(__name__)
 
-IDLE = 0.02  # fraction of time; if the host waits less for the GPU (except for losses), the GPU waits for the host
+IDLE = 0.02  # minimum fraction of time that the host waits for a busy GPU, not counting waits for losses
 
 
 @dataclass
 class HostTimes(Times):
-    """Seconds of the host, in total over all ranks.
+    """Seconds that the host spent on each activity, summed over all ranks.
 
     Attributes:
-        waited_for_model: Prepared images waited for the model.
-        preparing: The process decoded and augmented images.
+        waited_for_model: Time in which prepared images waited for the model.
+        preparing: Time in which the training process decoded and augmented images.
     """
 
     waited_for_model: float = 0.0
@@ -32,10 +32,10 @@ class HostTimes(Times):
 
 
 class Bottleneck:
-    """Warning about the host's work, given once, early in a run, if the GPU waits for the host.
+    """Warns once, early in a run, if the GPU waits for the host, and names the slowest part of the host's work.
 
-    The warning cannot tell how long the GPU waits: a GPU that waits briefly after every step may still be busy most of
-    the time.
+    The warning does not tell how long the GPU waits. A GPU that waits briefly after every step can still be busy most
+    of the time.
 
     Args:
         interval: Logging interval in steps.
@@ -44,15 +44,15 @@ class Bottleneck:
     def __init__(self, interval: int):
         self.interval = interval
         self.is_known = False
-        self.epoch: EpochMeter | None = None  # of the interval before
-        self.times: HostTimes | None = None  # at the end of the interval before
+        self.epoch: EpochMeter | None = None  # epoch of the previous logging interval
+        self.times: HostTimes | None = None  # total times at the end of the previous logging interval
 
     def look(self, meter: EpochMeter, how_loaded: str, waited_for_model: float, preparing: float) -> None:
-        """Compare the times of two consecutive logging intervals of an epoch, and warn once. Called after each step.
+        """Compare the times of two consecutive logging intervals and warn at most once. Call after each step.
 
         Args:
             meter: Meter of the epoch.
-            how_loaded: Short description of who loads the images.
+            how_loaded: Short description of how images are loaded, for the warning.
             waited_for_model: Total seconds in which prepared images waited for the model.
             preparing: Total seconds in which this process decoded and augmented images.
         """
@@ -68,7 +68,7 @@ class Bottleneck:
             self._warn(times.minus(before), how_loaded)
 
     def _warn(self, interval: HostTimes, how_loaded: str) -> None:
-        # the GPU is busy if the host waits for it
+        # the GPU is busy if the host has to wait for the GPU
         waited_for_gpu = interval.waited_for_gpu - interval.waited_at_looks + interval.waited_for_model
         if not is_rank0() or waited_for_gpu >= IDLE * interval.seconds:
             return
@@ -76,14 +76,14 @@ class Bottleneck:
         waiting = interval.waited - interval.preparing
         longest = max(own_work, waiting, interval.preparing)
         if longest == own_work:
-            what = "work of the training process itself"
+            what = "launching work from the training process"
             remedy = "--cuda-graphs, a larger --batch-size or --torchcompile"
         elif longest == interval.preparing:
             what = f"preparing images ({how_loaded})"
             remedy = "--no-augment-on-device"
         else:
             what = f"waiting for images ({how_loaded})"
-            remedy = "more --workers, files that a GPU decodes (baseline JPEGs) or a faster disk"
+            remedy = "more --workers, baseline JPEGs (decoded on the GPU) or a faster disk"
         _logger.warning(
             "the GPU waits for the host, which spends its time on %s (%.0f%%): %s may help",
             what, 100 * longest / interval.seconds, remedy,

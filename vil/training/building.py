@@ -1,4 +1,4 @@
-"""Construction of a run's model and of the state of its training."""
+"""Functions that build a run's model, teacher, optimizer, learning-rate schedule and training state."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .update import ListedEma
 def build_model(
     config: Config, num_classes: int, weights: dict[str, Tensor] | None = None, label_names: Sequence[str] = ()
 ) -> nn.Module:
-    """Create the model of a run, randomly initialized or from `pretrained_path`.
+    """Create the model of a run with random weights or with the weights from `pretrained_path`.
 
     Args:
         config: Options of the run.
         num_classes: Number of classes.
-        weights: State dict to load instead of `pretrained_path`, from the same model; resampled to this image size.
-        label_names: Class names of the data by index, which the head of `pretrained_path` follows.
+        weights: State dict of the same model to load instead of `pretrained_path`; resampled to the image size.
+        label_names: Class names of the data by index. The head loaded from `pretrained_path` is reordered to match.
 
     Raises:
-        ConfigError, CheckpointError: As `vil.factory.create_model`, or the model does not support activation
-            checkpointing.
+        ConfigError: The model does not support activation checkpointing, or `vil.factory.create_model` raises.
+        CheckpointError: `vil.factory.create_model` raises.
     """
     arguments: dict[str, Any] = {"img_size": config.img_size} if config.img_size else {}
     arguments |= dict(num_classes=num_classes, drop_path_rate=config.drop_path) | (config.model_kwargs or {})
@@ -45,24 +45,24 @@ def build_model(
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing()
-        except (AssertionError, AttributeError) as error:  # timm's models raise one of these
+        except (AssertionError, AttributeError) as error:  # timm models without support raise one of these two
             raise ConfigError(
-                f"{config.model} does not support activation checkpointing: leave out --grad-checkpointing"
+                f"{config.model} does not support activation checkpointing; remove --grad-checkpointing"
             ) from error
     return model
 
 
 def build_teacher(config: Config, splits: Splits, data_config: dict[str, Any], student: nn.Module) -> Teacher | None:
-    """Load the teacher of a distilled run.
+    """Load the teacher of a run with distillation. Return None if the run has no teacher.
 
     Args:
         config: Options of the run.
-        splits: Splits of the run, with their classes.
+        splits: Data splits of the run, which specify the classes.
         data_config: timm's data config of the student's images.
-        student: The student, on its device.
+        student: The student model on the device for training.
 
     Raises:
-        ConfigError, CheckpointError: As `Teacher`.
+        ConfigError, CheckpointError: As for `Teacher`.
     """
     if not config.teacher:
         return None
@@ -70,13 +70,13 @@ def build_teacher(config: Config, splits: Splits, data_config: dict[str, Any], s
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """Create timm's optimizer of a run, fused if it is AdamW on a GPU.
+    """Create the timm optimizer of a run; AdamW on a GPU is fused.
 
     Raises:
-        ConfigError: The optimizer needs a missing package or device.
+        ConfigError: The optimizer needs a package or device that is not available.
     """
     on_gpu = next(model.parameters()).is_cuda
-    fused = True if config.opt == "adamw" and on_gpu else None  # one kernel instead of a dozen
+    fused = True if config.opt == "adamw" and on_gpu else None  # fused AdamW launches one kernel instead of a dozen
     choices: dict[str, Any] = {"betas": config.opt_betas, "eps": config.opt_eps, "fused": fused}
     try:
         optimizer = create_optimizer_v2(
@@ -87,16 +87,16 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
             layer_decay=config.layer_decay,
             **{name: value for name, value in choices.items() if value is not None},
         )
-    except Exception as error:  # optimizers come from several packages
+    except Exception as error:  # optimizers from other packages raise various types
         raise ConfigError(f"cannot create the optimizer {config.opt}: {error}") from error
-    # Sort by size: a fused launch processes few tensors and takes as long as its largest one.
+    # Sort by size, because each fused launch processes a few tensors and takes as long as the largest of them.
     for group in optimizer.param_groups:
         group["params"].sort(key=torch.Tensor.numel, reverse=True)
     return optimizer
 
 
 def build_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Scheduler:
-    """Create timm's learning-rate schedule of a run, which is updated once an epoch."""
+    """Create the timm learning-rate scheduler of a run, which is stepped once per epoch."""
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched=config.sched,
@@ -110,15 +110,15 @@ def build_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Schedul
 
 
 def build_state(config: Config, model: nn.Module, first_epoch: int) -> TrainState:
-    """Create what training changes besides the model.
+    """Create the training state: EMA, optimizer, scheduler and gradient scaler for a given model.
 
     Args:
         config: Options of the phase.
-        model: Model on its device.
+        model: Model on the device for training.
         first_epoch: First epoch of the phase, counted from 0 over the whole run.
 
     Raises:
-        ConfigError: As `build_optimizer`.
+        ConfigError: As for `build_optimizer`.
     """
     device = next(model.parameters()).device
     is_scaled = config.amp and config.amp_dtype == "float16" and device.type != "cpu"

@@ -1,4 +1,4 @@
-"""Checkpoints of a run folder: last.pt, previous.pt and best.pt."""
+"""Saving and loading the checkpoints of a run folder: last.pt, previous.pt and best.pt."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .state import TrainState, check_optimizer
 
 _logger = logging.getLogger(__name__)
 
-# exceptions for a state that no run has saved
+# exceptions raised while loading a training state that is invalid or does not fit the model
 INVALID_STATE = (KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError)
 
 
 class Checkpointer:
-    """Loads a run's state from a checkpoint when the run starts, and saves the state.
+    """Restores a run's state from a checkpoint at the start, and saves checkpoints during training.
 
-    Only rank 0 locks the run folder, reads and writes.
+    Only rank 0 locks the run folder and reads and writes checkpoints.
 
     Args:
         run: Identity of the run.
-        state: State of the run.
+        state: Training state of the run.
         rank: Rank of this process.
-        steps_per_epoch: Optimizer steps of an epoch.
-        lock: Lock of the run folder, if the process holds the lock already.
+        steps_per_epoch: Number of optimizer steps per epoch.
+        lock: Lock of the run folder, if this process already holds the lock.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Checkpointer:
         """Lock the run folder, and restore the state of all ranks if the run resumes.
 
         Raises:
-            ConfigError: The folder cannot be written to.
-            FolderInUseError: Another run holds the folder.
-            CheckpointError: The checkpoint cannot be read, or is not one of this run.
+            ConfigError: The run folder is not writable.
+            FolderInUseError: Another run has locked the run folder.
+            CheckpointError: The checkpoint cannot be read or belongs to another run.
         """
         found = broadcast_from_rank0(self._lock_and_read)
         if found:
@@ -64,7 +64,7 @@ class Checkpointer:
 
     @contextmanager
     def hold_lock(self, release: bool) -> Iterator[None]:
-        """Hold the folder's lock inside the context. On exit, release the lock if requested or after an error."""
+        """Hold the run folder's lock inside the context. On exit, release the lock if `release` or after an error."""
         try:
             yield
         except BaseException:
@@ -75,7 +75,7 @@ class Checkpointer:
                 self.lock.release()
 
     def _lock_and_read(self) -> list | None:
-        """Return the checkpoint that this run resumes from and its content, on rank 0."""
+        """Lock the run folder and return the path and content of the checkpoint to resume from, or None."""
         try:
             self.lock = self.lock or FolderLock(self.run.folder)
         except OSError as error:
@@ -108,14 +108,14 @@ class Checkpointer:
             self._log_progress(path)
 
     def _start_phase(self, saved: dict[str, Any]) -> None:
-        """Restore the end of the previous phase, with the weights resampled to the image size of this phase."""
+        """Load the previous phase's last checkpoint, with weights resampled to this phase's image size."""
         before = self.run.phase.previous.config
         for name, model in zip(("state_dict", "state_dict_ema"), self.state.models):
             saved[name] = resampled_weights(before, self.run.num_classes, model, saved[name])
         self.state.load_weights_and_history(saved)
 
     def _resume_best(self, starts_phase: bool) -> None:
-        """Find the best epoch. If best.pt is lost and the state is the end of an epoch, this epoch becomes the best."""
+        """Find the best epoch. If best.pt is lost and an epoch has just ended, write best.pt from that epoch."""
         state = self.state
         self.best.resume(state.history)
         if state.history and not self.best.row and not state.meter.steps and not starts_phase:
@@ -125,10 +125,10 @@ class Checkpointer:
         epochs = len(self.state.history)
         total_epochs = self.run.phase.config.total_epochs
         if epochs >= total_epochs:
-            _logger.warning("%s has trained its %d epochs: --epochs N trains on", path, epochs)
+            _logger.warning("%s has finished all %d epochs; set a larger --epochs to train longer", path, epochs)
             return
         _logger.warning(
-            "going on after step %d of %d of epoch %d of %d, from %s",
+            "resuming after step %d of %d in epoch %d of %d from %s",
             self.state.meter.steps, self.steps_per_epoch, epochs + 1, total_epochs, path,
         )  # fmt: skip
 
@@ -137,7 +137,7 @@ class Checkpointer:
         return self.run.state_dict() | self.state.state_dict()
 
     def save_unfinished_epoch(self) -> str:
-        """Write last.pt if a step has been trained. Return what is saved, as a sentence for the user."""
+        """Write last.pt if at least one step is finished. Return a message for the user about the saved progress."""
         epochs = len(self.state.history)
         steps = self.state.meter.steps
         if not epochs and not steps:
@@ -146,7 +146,7 @@ class Checkpointer:
         return f"{self.last} holds step {steps} of epoch {epochs + 1}, and --resume auto resumes from there"
 
     def save(self) -> None:
-        """Write last.pt and, at the end of an epoch, best.pt if the model or its EMA weights are the best so far."""
+        """Write last.pt. At the end of an epoch that is the best so far, also write best.pt."""
         if self.rank > 0:
             return
         content = self.state_dict()

@@ -1,4 +1,4 @@
-"""Plot of a run's history: curve.png."""
+"""Plot of a run's training history, saved as curve.png."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from typing import Any
 
 from .history import best_row, format_best
 
-# the columns of each panel, with their labels
+# title of each panel -> columns of summary.csv -> label of each line
 PANELS: dict[str, dict[str, str | None]] = {
     "loss": {"train_loss": "training", "eval_loss": "validation", "eval_loss_ema": "validation, EMA"},
     "top-1 (%)": {"eval_top1": "model", "eval_top1_ema": "EMA"},
     "top-5 (%)": {"eval_top5": "model", "eval_top5_ema": "EMA"},
     "learning rate": {"lr": None},
-    "norm of the gradient": {"grad_norm": None},
+    "gradient norm": {"grad_norm": None},
     "images/s": {"images_per_second": "training", "eval_images_per_second": "validation"},
-    "the host waits (% of time)": {"data_wait_percent": "for data", "gpu_wait_percent": "for the GPU"},
+    "host waiting (% of time)": {"data_wait_percent": "for data", "gpu_wait_percent": "for the GPU"},
     "unreadable images": {"unreadable_images": None},
 }
-ALWAYS = ("loss", "top-1 (%)")  # panels that are plotted even if their columns are constant
-COLUMNS = 3  # panels in a row
-WIDTH = 12  # inches
-HEIGHT = 3  # inches of a row of panels
+ALWAYS = ("loss", "top-1 (%)")  # panels plotted even if their values are constant
+COLUMNS = 3  # panels per row
+WIDTH = 12  # width of the figure in inches
+HEIGHT = 3  # height of a row of panels in inches
 DOTS_PER_INCH = 100
 
 
 def plot_history(history: list[dict[str, Any]]) -> bytes:
-    """Plot the summary's columns by epoch as a PNG, without constant panels. A dotted line marks the best epoch."""
-    from matplotlib.figure import Figure  # not pyplot, which needs a display and keeps state
+    """Plot the history by epoch and return a PNG.
+
+    Panels with constant values are left out. A dotted line marks the best epoch.
+    """
+    from matplotlib.figure import Figure  # instead of pyplot, which needs a display and keeps global state
 
     titles = [title for title, columns in PANELS.items() if title in ALWAYS or _changes(history, columns)]
     rows = math.ceil(len(titles) / COLUMNS)
@@ -38,7 +41,7 @@ def plot_history(history: list[dict[str, Any]]) -> bytes:
     figure = Figure(figsize=(WIDTH, height))
     figure.suptitle(f"best: {format_best(history)}")
 
-    # a "constrained" layout takes twice as long, while training waits
+    # fixed margins, because a "constrained" layout takes twice as long and training waits for the plot
     bottom = 1 - (height - 0.55) / height
     top = 1 - 0.8 / height
     figure.subplots_adjust(left=0.07, right=0.99, bottom=bottom, top=top, wspace=0.25, hspace=0.4)
@@ -75,7 +78,7 @@ def _plot_panel(axis: Any, title: str, history: list[dict[str, Any]]) -> None:
 
 
 def _changes(history: list[dict[str, Any]], columns: Iterable[str]) -> bool:
-    """Return whether a column has different values in different epochs."""
+    """Return whether any of the columns has different values in different epochs."""
     return any(len({row[name] for row in history if name in row}) > 1 for name in columns)
 
 

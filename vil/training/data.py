@@ -1,4 +1,4 @@
-"""Data of a run: the splits, and their loaders."""
+"""Data splits and loaders of a training run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..data.sources.splits import class_names, count_images, open_splits, stream
 
 @dataclass(frozen=True)
 class Splits:
-    """Images of the two splits and their classes; `label_names` is empty if the dataset does not store names."""
+    """Training and validation split and their classes; `label_names` is empty if the dataset has no class names."""
 
     train: Any
     validation: Any
@@ -27,10 +27,10 @@ class Splits:
 
     @classmethod
     def open(cls, config: Config) -> Splits:
-        """Open the splits of a run.
+        """Open the training and validation split of a run.
 
         Raises:
-            ConfigError: As `open_splits`.
+            ConfigError: As for `open_splits`.
         """
         train, validation, num_classes = open_splits(config)
         return cls(train, validation, num_classes, checkpoint.labels_of(class_names(train)))
@@ -42,14 +42,14 @@ class Splits:
 
 
 class Data:
-    """Loaders of a run.
+    """Training and validation loaders of a run.
 
     Args:
         config: Options of the run.
-        splits: Images of the run.
+        splits: Training and validation split.
         data_config: timm's data config of the model's images.
-        device: Device of the model.
-        batch_size: Images of a batch of the training loader.
+        device: Device for the batches, the same as the model's.
+        batch_size: Images per batch of the training loader.
         rank: Rank of this process.
         world_size: Number of processes.
     """
@@ -64,7 +64,8 @@ class Data:
         rank: int,
         world_size: int,
     ):
-        self.val_batch_size = 2 * batch_size  # no gradients are stored
+        # evaluation stores no activations for backward, so larger batches fit into memory
+        self.val_batch_size = 2 * batch_size
         # an iterable dataset yields each image once
         repeats = dataclasses.replace(config, aug_repeats=0) if streams(splits.train) else config
         self.batches = TrainingBatches(splits.num_images, repeats, batch_size, rank, world_size)
@@ -87,23 +88,23 @@ class Data:
 
     @property
     def batches_per_step(self) -> int:
-        """Batches of the training loader in an optimizer step of this process."""
+        """Number of training batches per optimizer step in this process."""
         return self.batches.accumulation
 
     def training_batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
-        """Iterate over the training batches of this process from a step of an epoch on."""
+        """Iterate over this process's training batches of an epoch, starting at optimizer step `first_step`."""
         return self.train_loader.epoch(epoch, first_step)
 
     @property
     def waits(self) -> tuple[float, float]:
-        """Seconds in which prepared images waited for the model, and in which this process prepared images."""
+        """Seconds that prepared images waited for the model, and seconds that this process spent preparing images."""
         return self.train_loader.waits
 
     @property
     def how_loaded(self) -> str:
-        """Short description of who loads the images."""
+        """Short description of how images are loaded."""
         return self.train_loader.description
 
     def take_unreadable(self) -> int:
-        """Return how many training images of this process could not be read since the last call."""
+        """Return the number of unreadable training images in this process since the last call."""
         return self.train_loader.take_unreadable()

@@ -9,33 +9,35 @@ from .state import TrainState
 
 
 class DivergenceError(RuntimeError):
-    """The loss or the gradient is not finite."""
+    """Raised if the loss or the gradient norm is not finite."""
 
 
 def check_divergence(state: TrainState, last: Path) -> None:
-    """Check the steps since the last call, for which the host waits. All ranks must call this after the same steps.
+    """Check that the losses and gradient norms since the last call are finite.
+
+    The host waits for the steps since the last call. All ranks must call this after the same step.
 
     Args:
         state: State of the run.
-        last: Path of the last checkpoint, for the message.
+        last: Path of last.pt, for the error message.
 
     Raises:
-        DivergenceError: A loss or a gradient norm is not finite.
+        DivergenceError: A loss or gradient norm is not finite.
     """
     meter = state.meter
     first_step = len(meter.losses)
     meter.collect()
     for step in range(first_step, meter.steps):
         _check("loss", meter.losses[step], step, state, last)
-        # float16's gradient scaler skips steps whose gradient overflows
+        # the gradient scaler for float16 skips steps whose gradients overflow, so their norms may be infinite
         if not state.scaler.is_enabled():
-            _check("gradient's norm", meter.norms[step], step, state, last)
+            _check("gradient norm", meter.norms[step], step, state, last)
 
 
 def _check(name: str, value: float, step: int, state: TrainState, last: Path) -> None:
     if not math.isfinite(value):
         raise DivergenceError(
             f"the {name} is {value} at step {step + 1} of epoch {len(state.history) + 1}, at learning rate "
-            f"{state.learning_rate:.3g}; the last checkpoint before is {last if last.exists() else 'none yet'}. A "
-            "lower --lr, --clip-grad or --no-amp may help; --resume auto resumes from the checkpoint"
+            f"{state.learning_rate:.3g}. Try a lower --lr, --clip-grad or --no-amp. "
+            + (f"--resume auto resumes from {last}" if last.exists() else "No checkpoint has been written yet")
         )

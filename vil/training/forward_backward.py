@@ -1,4 +1,4 @@
-"""Forward and backward pass of a micro-batch, fitted to the memory of the device and captured as a CUDA graph."""
+"""Forward and backward pass of a micro-batch that fits into GPU memory, captured as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .state import TrainState
 
 
 class ForwardBackward:
-    """Add the gradients of a micro-batch to the flat gradient buffer, and return the micro-batch's part of the loss.
+    """Adds the gradients of a micro-batch to the flat gradient buffer and returns the micro-batch's share of the loss.
 
     On a GPU, `fit` must be called before the first micro-batch.
 
     Args:
         config: Options of the run.
-        state: State of the run, with the model and the gradient scaler.
-        loss_fn: Loss of a batch.
-        gradients: Gradients of the model.
+        state: Training state, which contains the model and the gradient scaler.
+        loss_fn: Training loss.
+        gradients: Flat gradient buffer of the model.
         precision: Autocast context of the forward pass.
         micro_batch: Maximum micro-batch size.
         world_size: Number of processes.
 
     Attributes:
-        micro_batch: Micro-batch size; the number of images in memory at once.
+        micro_batch: Micro-batch size, the number of images per forward pass.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class ForwardBackward:
         self.gradients = gradients
         self.precision = precision
         self.micro_batch = micro_batch
-        self.images_per_step = config.global_batch_size // world_size  # of this process
+        self.images_per_step = config.global_batch_size // world_size  # images per optimizer step in this process
         self.graph: Replayed | None = None
 
     @property
     def accumulation(self) -> int:
-        """Number of micro-batches of this process in an optimizer step."""
+        """Number of micro-batches per optimizer step in this process."""
         return self.images_per_step // self.micro_batch
 
     @property
@@ -64,24 +64,24 @@ class ForwardBackward:
         return self.graph is not None and self.graph.graph is not None
 
     def micro_batches(self, images: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Split a batch of the loader into micro-batches."""
+        """Split a batch from the loader into micro-batches."""
         return zip(images.split(self.micro_batch), targets.split(self.micro_batch))
 
     def __call__(self, images: Tensor, targets: Tensor) -> Tensor:
         return (self.graph or self.run)(images, targets)
 
     def run(self, images: Tensor, targets: Tensor) -> Tensor:
-        """Run the pass in eager mode."""
+        """Run the forward and backward pass without a CUDA graph."""
         with self.precision:
             loss = self.loss_fn(self.network(images), targets, images) / self.accumulation
         self.gradients.add(self.scaler.scale(loss))
         return loss.detach()
 
     def fit(self, input_size: tuple[int, ...], num_classes: int) -> None:
-        """On a GPU, choose the largest micro-batch that fits into memory, and capture the pass as a CUDA graph.
+        """On a GPU, choose the largest micro-batch that fits into memory, and capture a CUDA graph if requested.
 
         Raises:
-            ConfigError: A micro-batch of one image exceeds the memory.
+            ConfigError: Not even a micro-batch of one image fits into GPU memory.
         """
         device = self.gradients.flat.device
         if device.type != "cuda":
@@ -92,7 +92,7 @@ class ForwardBackward:
             raise ConfigError(f"{device} has too little memory to train {self.config.model} on one image")
 
     def _try_out(self, micro_batch: int, input_size: tuple[int, ...], num_classes: int) -> None:
-        """Run the pass on a micro-batch of zeros, as a CUDA graph if requested. Gradients and buffers are unchanged."""
+        """Run a micro-batch of zeros, captured as a CUDA graph if requested. Gradients and buffers stay unchanged."""
         self.micro_batch = micro_batch
         images = self.gradients.flat.new_zeros(self.micro_batch, *input_size)
         if self.config.mixing:
@@ -100,7 +100,8 @@ class ForwardBackward:
         else:
             targets = images.new_zeros(self.micro_batch, dtype=torch.long)
         changed = [self.gradients.flat, *self.model.buffers()]
-        optimizer_state = images.new_empty(2, self.gradients.flat.numel())  # memory that the optimizer needs later
+        # reserve the memory that the optimizer state needs later
+        optimizer_state = images.new_empty(2, self.gradients.flat.numel())
         if self.config.cuda_graphs:
             self.graph = Replayed(self.run, [images, targets], "training", changed)
         else:
@@ -110,7 +111,7 @@ class ForwardBackward:
 
 
 def largest_that_fits(micro_batch: int, try_out: Callable[[int], None]) -> int | None:
-    """Return the largest divisor of `micro_batch` for which `try_out` does not exceed the GPU's memory, or None."""
+    """Return the largest divisor of `micro_batch` for which `try_out` fits into GPU memory, or None."""
     for size in range(micro_batch, 0, -1):
         if micro_batch % size == 0:
             with suppress(torch.OutOfMemoryError):

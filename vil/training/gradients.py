@@ -1,4 +1,4 @@
-"""Flat gradient buffer: one all-reduce, one norm, and fixed addresses for CUDA graphs."""
+"""Flat buffer of all gradients, for a single all-reduce and fixed addresses in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ALIGNMENT = 64  # elements, for aligned vector loads of each view
+ALIGNMENT = 64  # in elements; each parameter's view starts at a multiple of this, for aligned vector loads
 
 
 class FlatGradients:
-    """Accumulated fp32 gradients in one buffer `flat`; the `grad` of each parameter is a view of the buffer.
+    """Accumulated fp32 gradients in one buffer `flat`; the `grad` of each parameter is a view of this buffer.
 
-    One all-reduce replaces the buckets of DistributedDataParallel. Therefore backward launches only kernels, so that a
-    CUDA graph can replay it, and the order of additions does not depend on where a run was interrupted.
+    One all-reduce replaces the buckets of DistributedDataParallel. Therefore a CUDA graph can capture the backward
+    pass, and the order of additions does not change when a run is resumed.
 
     Raises:
-        TypeError: A parameter is not fp32.
+        TypeError: A trainable parameter is not fp32.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
@@ -31,25 +31,23 @@ class FlatGradients:
             parameter.grad = view
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return the views of a tensor with the layout of `flat` in the shapes of the parameters."""
+        """Split a tensor that has the layout of `flat` into one view per parameter, with the parameter's shape."""
         return [part[: p.numel()].view_as(p) for p, part in zip(self.parameters, flat.split(self.sizes))]
 
     def add(self, loss: Tensor) -> None:
-        """Add the gradients of a loss with one fused kernel call, instead of one addition for each parameter as in
-        `backward`.
-        """
+        """Add the gradients of a loss to the buffer with one fused call, instead of one addition per parameter."""
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         used = [(p.grad, gradient) for p, gradient in zip(self.parameters, gradients) if gradient is not None]
         totals, parts = zip(*used)
         torch._foreach_add_(list(totals), list(parts))
 
     def average_over_processes(self) -> None:
-        """Average the gradients over all ranks with one all-reduce."""
+        """Average the gradients over all ranks with a single all-reduce."""
         if dist.is_initialized():
             dist.all_reduce(self.flat.div_(dist.get_world_size()))
 
     def norm(self) -> Tensor:
-        """Return the norm of all gradients."""
+        """Return the L2 norm of all gradients together."""
         return torch.linalg.vector_norm(self.flat)
 
     def zero(self) -> None:

@@ -1,4 +1,4 @@
-"""History of a run: a row of numbers for each finished epoch, as in summary.csv."""
+"""Training history: one row of numbers per finished epoch, as in summary.csv."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..evaluation.evaluator import Evaluation
 
 
 def history_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the history rows of a checkpoint as numbers, with counts as integers.
+    """Validate the history rows of a checkpoint and convert their values to int or float.
 
     Raises:
-        ValueError, KeyError, TypeError: A row is not one that training writes.
+        ValueError, KeyError, TypeError: A row is invalid.
     """
     history = [{str(name): _number(value) for name, value in row.items()} for row in rows]
     for epoch, row in enumerate(history, start=1):
         has_plain_names = all(name.isidentifier() for name in row)
         if row["epoch"] != epoch or math.isnan(best_top1(row)) or not has_plain_names:
-            raise ValueError(f"the history has no row of epoch {epoch} as training writes it")
+            raise ValueError(f"the history row of epoch {epoch} is missing or invalid")
     return history
 
 
@@ -29,10 +29,10 @@ def _number(value: Any) -> int | float:
 
 
 def evaluation_columns(results: Sequence[Evaluation]) -> dict[str, float]:
-    """Return the columns of an epoch's evaluation.
+    """Return the evaluation columns of a history row.
 
     Args:
-        results: Result of the model and, if any, of its EMA.
+        results: Evaluation of the model and, if the run has an EMA, of the EMA model.
     """
     columns: dict[str, float] = {
         "eval_images": results[0].images,
@@ -46,14 +46,15 @@ def evaluation_columns(results: Sequence[Evaluation]) -> dict[str, float]:
 
 
 def best_top1(row: dict[str, Any]) -> float:
-    """Return the better top-1 of an epoch's model and EMA weights."""
+    """Return the top-1 accuracy of an epoch, the better one of the model and the EMA weights."""
     return max(row["eval_top1"], row.get("eval_top1_ema", 0.0))
 
 
 def is_better(row: dict[str, Any], best: dict[str, Any]) -> bool:
     """Return whether an epoch is at least as good as the best one so far.
 
-    An epoch that was evaluated on fewer images is worse, whatever its top-1 is. Rows of old runs lack this number.
+    An epoch that was evaluated on fewer images always counts as worse. Rows of old runs do not have the number of
+    images.
     """
     images = row.get("eval_images")
     most_images = best.get("eval_images")
@@ -68,6 +69,6 @@ def best_row(history: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def format_best(history: list[dict[str, Any]]) -> str:
-    """Return the best epoch and its top-1 as text."""
+    """Return the best epoch's top-1 accuracy and number as text."""
     row = best_row(history)
     return f"top-1 {best_top1(row):.2f}% in epoch {row['epoch']:.0f}"

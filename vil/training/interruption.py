@@ -1,4 +1,4 @@
-"""Interruption of a run: by signals, by images that cannot be loaded, and to write checkpoints."""
+"""Checkpoints at regular intervals, on signals, and when images cannot be loaded."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
 
 
 class StoppedError(RuntimeError):
-    """A run stopped after its checkpoint was written, because images could not be loaded."""
+    """Raised after writing a checkpoint if images cannot be loaded."""
 
-    status = 1  # of the process
+    status = 1  # exit status of the process
 
 
 class PreemptedError(StoppedError):
-    """A signal stopped the run after its checkpoint was written."""
+    """Raised after writing a checkpoint if a signal was received."""
 
     status = PREEMPTED
 
 
 class SignalWatch:
-    """Record the signals of cluster schedulers (SIGTERM, SIGUSR1) and SIGINT (Ctrl-C) instead of ending the process.
+    """Records SIGTERM and SIGUSR1 from cluster schedulers and SIGINT (Ctrl-C), instead of ending the process.
 
     A second SIGINT terminates the process at once.
 
@@ -54,41 +54,41 @@ class SignalWatch:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if is_rank0():
-                write_now("\nfinishing the step and writing a checkpoint; Ctrl-C again ends the run without\n")
+                write_now("\nfinishing the step and writing a checkpoint; Ctrl-C again quits without a checkpoint\n")
 
     def restore_handlers(self) -> None:
-        """Restore the previous signal handlers; a signal received meanwhile stays recorded."""
+        """Restore the previous signal handlers. `received` keeps its value."""
         for number, handler in self.handlers_before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
 
 class LoadingWatch:
-    """Record that this process cannot load images, and share it with all processes.
+    """Records that this process cannot load images, and tells all ranks.
 
     Attributes:
-        failure: Why this process cannot load images, or None.
+        failure: Error raised when loading images in this process, or None.
     """
 
     def __init__(self):
         self.failure: Exception | None = None
 
     def until_failure(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield batches until they cannot be loaded."""
+        """Yield batches until loading fails, and record the failure."""
         try:
             yield from batches
         except (MachineError, UnreadableSplitError) as error:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Record and log why this process cannot load images."""
+        """Record and log the error raised when loading images."""
         self.failure = error
         _logger.error("error: %s", error)
 
     def begin_check(self) -> Callable[[], bool]:
-        """Begin to tell all processes whether this one has loaded its images of a step.
+        """Start an asynchronous all-reduce of whether loading images failed on any rank.
 
         Returns:
-            A function that returns whether all processes have. It waits for the slowest process.
+            A function that waits for all ranks and returns True if loading succeeded on every rank.
         """
         has_failed = torch.tensor([self.failure is not None], dtype=torch.uint8)
         work = dist.all_reduce(has_failed, dist.ReduceOp.MAX, async_op=True) if dist.is_initialized() else None
@@ -101,13 +101,19 @@ class LoadingWatch:
         return wait
 
     def report_failure(self) -> None:
-        """Tell the other processes, which wait in `begin_check` of their step, that this one cannot load images."""
+        """Tell the other ranks, which are waiting for the result of `begin_check`, that loading images failed."""
         self.begin_check()()
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all processes do after a step: write a checkpoint, and stop if a signal came or images cannot be loaded."""
+    """Decision of all ranks after a step: whether to write a checkpoint, and whether to stop.
+
+    Attributes:
+        is_due: The checkpoint interval has passed.
+        is_signalled: A rank received a signal.
+        cannot_load: A rank failed to load images.
+    """
 
     is_due: bool = False
     is_signalled: bool = False
@@ -122,11 +128,11 @@ class Decision:
         return self.is_due or self.stops
 
     def raise_if_stopping(self, saved: str) -> None:
-        """Stop the run after its checkpoint was written; `saved` is a sentence about the checkpoint.
+        """Raise if the run must stop. `saved` is a message about the checkpoint that was just written.
 
         Raises:
             StoppedError: Images cannot be loaded.
-            PreemptedError: A signal came.
+            PreemptedError: A signal was received.
         """
         if self.cannot_load:
             raise StoppedError(f"stopped because images could not be read: {saved}")
@@ -135,13 +141,13 @@ class Decision:
 
 
 class CheckpointTimer:
-    """Decide for all processes when to write a checkpoint, and whether to stop.
+    """Decides for all ranks when to write a checkpoint and whether to stop.
 
     Args:
-        interval: '30m' for minutes, '500' for optimizer steps, None for no interval (see `Config.checkpoint_interval`).
-        step: Number of optimizer steps done so far.
-        signals: Signals that stop the run.
-        loading: Failures that stop the run.
+        interval: Checkpoint interval, in minutes ('30m') or optimizer steps ('500'); None disables the interval.
+        step: Number of optimizer steps finished so far.
+        signals: Stops the run after a signal.
+        loading: Stops the run after a failure to load images.
     """
 
     def __init__(self, interval: str | None, step: int, signals: SignalWatch, loading: LoadingWatch):
@@ -159,11 +165,11 @@ class CheckpointTimer:
         self.last_step = step
 
     def decide(self, step: int) -> Decision:
-        """Return what all processes do after `step` steps. All of them must call this after the same steps."""
+        """Return the common decision after `step` optimizer steps. All ranks must call this after the same step."""
         seconds = time.monotonic() - self.last_time
         is_due = seconds >= self.seconds or step - self.last_step >= self.steps
         flags = torch.tensor([is_due, self.signals.received, self.loading.failure is not None], dtype=torch.uint8)
-        if dist.is_initialized():  # on the CPU, so that no rank waits for a GPU
+        if dist.is_initialized():  # with CPU tensors, so that no rank waits for a GPU
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         decision = Decision(*(bool(flag) for flag in flags))
         if decision.is_due:

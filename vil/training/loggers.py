@@ -1,4 +1,4 @@
-"""Loggers of other programs that receive the row of each epoch: TensorBoard, and Weights & Biases."""
+"""TensorBoard and Weights & Biases loggers, which receive one history row per epoch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RowLogger(Protocol):
-    """Logger of history rows; `name` is its name in warnings."""
+    """Protocol of a logger for history rows. Warnings contain `name`."""
 
     name: str
 
@@ -22,7 +22,7 @@ class RowLogger(Protocol):
 
 
 def open_loggers(config: Config, saved_config: dict[str, Any], folder: Path) -> list[RowLogger]:
-    """Return the loggers that the options of a run request.
+    """Create the loggers that are enabled in the options of a run.
 
     Raises:
         ConfigError: A logger needs a package that is not installed.
@@ -44,7 +44,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError("log_tensorboard needs a package: pip install tensorboard") from error
+            raise ConfigError("log_tensorboard needs the package tensorboard; run pip install tensorboard") from error
         self.writer = SummaryWriter(folder)
 
     def log(self, row: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Weights & Biases logger. A resumed run continues its page, whose name is stored in wandb_id.txt."""
+    """Weights & Biases logger. A resumed run continues the same W&B run, whose id is stored in wandb_id.txt."""
 
     name = "weights_and_biases"
 
@@ -62,7 +62,7 @@ class WeightsAndBiases:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError("log_wandb needs a package: pip install wandb") from error
+            raise ConfigError("log_wandb needs the package wandb; run pip install wandb") from error
         self.wandb: Any = wandb
         self.run: Any = None
 
@@ -80,7 +80,7 @@ class WeightsAndBiases:
         try:
             self._connect()
         except Exception as error:  # external packages and networks raise various types
-            _logger.warning("Weights & Biases: %s; the next epoch tries again", error)
+            _logger.warning("failed to connect to Weights & Biases: %s; trying again after the next epoch", error)
 
     def _connect(self) -> None:
         if self.run is None:

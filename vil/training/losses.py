@@ -1,4 +1,4 @@
-"""Training loss: cross-entropy or binary cross-entropy with the labels, combined with knowledge distillation."""
+"""Training loss: (binary) cross-entropy with the labels, optionally combined with knowledge distillation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .teacher import Teacher
 
 
 class Loss:
-    """Mean training loss of a batch, configured by the options of a run.
+    """Training loss averaged over a batch, configured by the options of a run.
 
     Without a teacher, the loss is the label loss: cross-entropy, or timm's binary cross-entropy with `bce_loss`. With a
     teacher, the loss is DeiT's (Touvron et al., 2021) for the weight alpha = `distillation_alpha`, the student's logits
@@ -20,12 +20,12 @@ class Loss:
         hard, equation 3:  (1 - alpha) labels + alpha CE(z, argmax t)
         soft, equation 2:  (1 - alpha) labels + alpha tau^2 KL(softmax(t / tau), softmax(z / tau))
 
-    There is no distillation token; the class token's head learns from labels and teacher. KL is summed over classes, as
-    in the paper, which sets tau to 3 and alpha to 0.1 for soft distillation. DeiT's code averages KL over classes
-    instead. The teacher sees the same mixed images as the student.
+    There is no distillation token, so the class token's head learns from both the labels and the teacher. KL is summed
+    over classes, as in the paper, which sets tau to 3 and alpha to 0.1 for soft distillation. DeiT's code averages KL
+    over classes instead. Teacher and student receive the same mixed images.
 
     Raises:
-        ConfigError: `bce_target_thresh` would turn all classes, or no class, into targets.
+        ConfigError: `bce_target_thresh` is outside the range of the smoothed targets.
     """
 
     def __init__(self, config: Config, num_classes: int, teacher: Teacher | None = None):
@@ -36,7 +36,7 @@ class Loss:
         self.label_loss = _label_loss(config, num_classes)
 
     def __call__(self, logits_BK: Tensor, targets: Tensor, images_B3HW: Tensor) -> Tensor:
-        """Return the loss as an fp32 scalar.
+        """Compute the loss as an fp32 scalar.
 
         Args:
             logits_BK: The student's logits.
@@ -70,5 +70,5 @@ def _label_loss(config: Config, num_classes: int) -> nn.Module:
             f"bce_target_thresh must be between {wrong_target:.4g} and {right_target:.4g}, the targets of wrong and "
             f"right classes with smoothing {smoothing:g} and {num_classes} classes, got {threshold:g}"
         )
-    # BinaryCrossEntropy smooths only class indices: mixed targets are smoothed already
+    # BinaryCrossEntropy smooths only class indices, because mixed targets are already smoothed
     return BinaryCrossEntropy(smoothing=smoothing, target_threshold=threshold, sum_classes=config.bce_sum)

@@ -1,4 +1,4 @@
-"""Measurements of an epoch: losses and gradient norms averaged over all ranks, waiting times, and peak memory."""
+"""Per-epoch losses and gradient norms averaged over all ranks, waiting times, and peak memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..distributed import all_reduce_sum
 
 T = TypeVar("T")
 
-AHEAD = 4  # maximum steps that the host queues ahead: enough to keep the GPU busy without piling up images
+AHEAD = 4  # maximum number of steps queued on the GPU; more would only keep more images in memory
 
 
 @dataclass
 class Times:
-    """Seconds of a process in an epoch.
+    """Training time of one process in an epoch, in seconds.
 
     Attributes:
-        seconds: In total, without evaluation.
-        waited: The host waited for the loader.
-        waited_for_gpu: The host waited for the GPU.
+        seconds: Total time without evaluation.
+        waited: Time in which the host waited for the loader.
+        waited_for_gpu: Time in which the host waited for the GPU.
         waited_at_looks: The part of `waited_for_gpu` in which the host waited to read losses.
     """
 
@@ -40,17 +40,17 @@ class Times:
 
 
 class EpochMeter:
-    """Losses and gradient norms of an epoch's steps, averaged over all ranks, and the time that the host waited.
+    """Records the losses and gradient norms of an epoch's steps, averaged over all ranks, and the host's waiting times.
 
-    `add` leaves the values on the device, because reading them would make the host wait. `collect` reads them.
+    `add` leaves the values on the device, because reading them would make the host wait. `collect` reads the values.
     """
 
     def __init__(self):
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.times = Times()
-        self.pending: list[Tensor] = []  # (loss, norm) of steps that `collect` has not read yet
-        self.queued: deque[torch.cuda.Event] = deque()  # ends of the steps that the GPU may not have reached
+        self.pending: list[Tensor] = []  # (loss, norm) of each step that `collect` has not read yet
+        self.queued: deque[torch.cuda.Event] = deque()  # events at the end of steps that the GPU may not have finished
         self.clock = time.perf_counter()
 
     @property
@@ -58,7 +58,7 @@ class EpochMeter:
         return len(self.losses) + len(self.pending)
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
-        """Iterate over the batches and measure the time waiting for them."""
+        """Iterate over the batches and measure the time spent waiting for the batches."""
         begin = self.clock = time.perf_counter()
         for batch in batches:
             self.times.waited += time.perf_counter() - begin
@@ -66,7 +66,7 @@ class EpochMeter:
             begin = time.perf_counter()
 
     def add(self, loss: Tensor, norm: Tensor) -> None:
-        """Record a step, and on a GPU wait until all but the last `AHEAD` steps are done."""
+        """Record a step's loss and gradient norm. On a GPU, wait until all but the last `AHEAD` steps are finished."""
         self.pending.append(torch.stack([loss, norm]))
         if loss.is_cuda:
             end = torch.cuda.Event(blocking=True)
@@ -77,7 +77,7 @@ class EpochMeter:
         self._stop_clock()
 
     def collect(self) -> None:
-        """Wait for the recorded steps and all-reduce their values. All ranks must call this after the same steps."""
+        """Wait for the recorded steps and average their values over ranks. All ranks must call this together."""
         if not self.pending:
             return
         before = self.times.waited_for_gpu
@@ -86,9 +86,9 @@ class EpochMeter:
         self.times.waited_at_looks += self.times.waited_for_gpu - before
 
         values = torch.stack(self.pending)
-        if values.is_mps:  # without fp64
+        if values.is_mps:  # MPS does not support fp64
             values = values.cpu()
-        # fp64 sums of a few fp32 numbers are exact, so results do not depend on their order or on restarts
+        # fp64 sums of a few fp32 numbers are exact, so results do not depend on the summation order
         values = all_reduce_sum(values.double())
         if dist.is_initialized():
             values /= dist.get_world_size()
@@ -104,13 +104,13 @@ class EpochMeter:
         self.times.waited_for_gpu += time.perf_counter() - begin
 
     def _stop_clock(self) -> None:
-        """Add the time since the last call to the total."""
+        """Add the time since the last call to `times.seconds`."""
         now = time.perf_counter()
         self.times.seconds += now - self.clock
         self.clock = now
 
     def summary(self, global_batch_size: int) -> dict[str, float]:
-        """Return the training columns of summary.csv, after `collect` has read all steps."""
+        """Return the training columns of summary.csv. `collect` must have read all steps."""
         times = Times(*all_reduce_sum(torch.tensor(astuple(self.times), dtype=torch.float64)).tolist())
         norms = [norm for norm in self.norms if math.isfinite(norm)]
         return {
@@ -126,20 +126,22 @@ class EpochMeter:
         return {"losses": self.losses, "norms": self.norms, **asdict(self.times)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the collected steps of an epoch.
+        """Restore the collected steps of an unfinished epoch.
 
         Raises:
-            KeyError, TypeError, ValueError: The state is not one that `state_dict` returns.
+            KeyError, TypeError, ValueError: The state was not returned by `state_dict`.
         """
         self.losses = [float(value) for value in state["losses"]]
         self.norms = [float(value) for value in state["norms"]]
         if len(self.losses) != len(self.norms):
-            raise ValueError("the epoch's progress must have one loss and one norm for each step")
+            raise ValueError(
+                f"progress must have one loss and one norm per step, got {len(self.losses)} and {len(self.norms)}"
+            )
         self.times = Times(**{name: float(state.get(name, 0.0)) for name in asdict(Times())})
 
 
 def peak_memory() -> int:
-    """Return the peak memory in bytes: GPU tensors if CUDA is in use, otherwise this process's; 0 on Windows."""
+    """Return the peak memory in bytes: of GPU tensors if CUDA is in use, otherwise of this process (0 on Windows)."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     try:

@@ -1,7 +1,7 @@
-"""Phases of a run, each with its own options and schedule; a run without phases has one.
+"""Training phases, each with its own options and learning-rate schedule; most runs have only one phase.
 
-A phase starts from the previous phase's model and EMA weights, resampled to its image size, and from the history.
-Optimizer, gradient scaler and schedule start anew.
+A phase starts from the previous phase's history, model and EMA weights, resampled to the image size of the new phase.
+Optimizer, gradient scaler and scheduler are created anew.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .losses import Loss
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a run.
+    """One training phase of a run.
 
     Attributes:
-        index: Index of the phase, from 0.
+        index: Index of the phase, counted from 0.
         config: Options of the phase.
-        epochs: Epochs of the phase, counted from 0 over the whole run.
+        epochs: Range of the phase's epochs, counted from 0 over the whole run.
     """
 
     index: int
@@ -52,7 +52,7 @@ class Phase:
 
     @property
     def initial_config(self) -> Config:
-        """Options to create the model with. Only the first phase starts from `pretrained_path`."""
+        """Options for creating the model. Only the first phase loads `pretrained_path`."""
         return self.config if self.is_first else dataclasses.replace(self.config, pretrained_path=None)
 
     @property
@@ -60,17 +60,21 @@ class Phase:
         return Phase.of(self.config, self.index - 1)
 
     def starts_from(self, saved: dict[str, Any]) -> bool:
-        """Return whether a checkpoint is the end of the previous phase."""
+        """Return whether a checkpoint was written at the end of the previous phase."""
         finished = len(saved["history"])
         return not self.is_first and finished == self.epochs.start and not saved["progress"].get("losses")
 
     def that_wrote(self, saved: dict[str, Any]) -> Phase:
-        """Return the phase that wrote a checkpoint from which this phase resumes: itself or the previous one."""
+        """Return the phase that wrote a checkpoint from which this phase resumes (this phase or the previous phase)."""
         return self.previous if self.starts_from(saved) else self
 
 
 def check_phases(config: Config, world_size: int, num_images: int, num_classes: int) -> None:
-    """Raise a ConfigError if a later phase cannot be trained, instead of failing after days of training."""
+    """Check all phases when a run starts, so that a later phase does not fail after days of training.
+
+    Raises:
+        ConfigError: A phase cannot be trained.
+    """
     if not config.phases:
         return
     before = None
@@ -80,14 +84,14 @@ def check_phases(config: Config, world_size: int, num_images: int, num_classes: 
             _check_phase(phase, before, world_size, num_images, num_classes)
         except ConfigError as error:
             raise ConfigError(f"phase {index + 1}: {error}") from error
-        except RuntimeError as error:  # timm models whose weights depend on the image size
+        except RuntimeError as error:  # raised by timm models whose weights depend on the image size
             reason = one_line(error, 300)
             raise ConfigError(f"phase {index + 1}: {config.model} cannot change its image size: {reason}") from error
         before = phase
 
 
 def _check_phase(phase: Config, before: Config | None, world_size: int, num_images: int, num_classes: int) -> None:
-    """Build the parts of a phase that depend on its options; tensors are on the meta device."""
+    """Build the model, optimizer, loss and transforms of a phase on the meta device."""
     micro_batch, _ = split_global_batch(phase, world_size)
     TrainingBatches(num_images, phase, micro_batch, 0, world_size)
     Loss(phase, num_classes)
@@ -103,13 +107,13 @@ def _check_phase(phase: Config, before: Config | None, world_size: int, num_imag
 def resampled_weights(
     before: Config, num_classes: int, model: nn.Module, weights: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return the previous phase's weights, resampled to the image size of `model`.
+    """Resample the previous phase's weights to the image size of `model`.
 
     Args:
-        before: Options of the previous phase, which determine the grid of its position embeddings.
+        before: Options of the previous phase, which determine the grid size of the position embeddings in `weights`.
         num_classes: Number of classes.
         model: Model of the new phase.
-        weights: State dict at the end of the previous phase; new random weights if None.
+        weights: State dict at the end of the previous phase; None uses new random weights.
     """
     source: Any = build_model(before, num_classes, weights)
     if input_size(source) != input_size(model) and hasattr(source, "set_input_size"):

@@ -1,4 +1,4 @@
-"""Progress of a run as its user sees it: a bar in a terminal, a line for each epoch, and the files of the report."""
+"""Progress bar in the terminal, one printed line per epoch, and the report files of a run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Progress bar over the images of a phase, and the report of its epochs. Only rank 0 shows and writes them.
+    """Progress bar over the images of a phase, and report after each epoch. Only rank 0 prints and writes.
 
     Args:
         run: Identity of the run.
         rank: Rank of this process.
-        setup: One line about the configuration chosen for this machine.
-        history: Rows of the epochs that are finished.
-        steps_per_epoch: Optimizer steps of an epoch.
-        step: Number of optimizer steps of the phase done so far.
+        setup: One line about devices, micro-batch size and image loading.
+        history: History rows of the finished epochs.
+        steps_per_epoch: Number of optimizer steps per epoch.
+        step: Number of optimizer steps of the phase finished so far.
     """
 
     def __init__(

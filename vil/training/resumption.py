@@ -1,4 +1,4 @@
-"""Resuming a run: choice of the checkpoint, and comparison of the checkpoint with the run."""
+"""Resuming a run: finding the checkpoint and checking that the checkpoint matches the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .run_info import RunInfo, folder_of, stored_options
 
 _logger = logging.getLogger(__name__)
 
-# options that must not change when resuming (`DECISIVE`), and options whose change does not affect training
+# `DECISIVE` options must not change when resuming; `HARMLESS` options may change silently
 DECISIVE = ("model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema", "teacher")
 HARMLESS = (
     "resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval",
@@ -32,10 +32,10 @@ HARMLESS = (
 
 
 def first_phase(config: Config) -> int:
-    """Return the index of the first phase with epochs left to train, or of the last phase of a finished run.
+    """Return the index of the first unfinished phase, or of the last phase if the run is finished.
 
     Raises:
-        CheckpointError: As `find_resumed`.
+        CheckpointError: As for `find_resumed`.
     """
     if not config.phases:
         return 0
@@ -49,12 +49,12 @@ def first_phase(config: Config) -> int:
 
 
 def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the checkpoint that a run in `folder` resumes from, and its content; None for a fresh start.
+    """Return the path and content of the checkpoint that a run in `folder` resumes from, or None for a new run.
 
-    The newest readable checkpoint of the folder is used; a broken one is renamed to *.broken, with a warning.
+    The newest readable checkpoint in the folder is used. Broken checkpoints are renamed to *.broken with a warning.
 
     Raises:
-        CheckpointError: No checkpoint can be read, or the folder contains a run and `resume` is not set.
+        CheckpointError: No checkpoint can be read, or the folder already contains a run and `resume` is not set.
     """
     found = _checkpoints_in(folder)
     resume = _resolve_resume(resume, folder)
@@ -62,7 +62,7 @@ def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]
         return Path(resume), Checkpoint(resume).training_state()
     if found and resume is None:
         raise CheckpointError(
-            f"{folder} contains a run: set --resume auto to resume it, or --experiment NAME to start another run"
+            f"{folder} already contains a run: resume with --resume auto, or start another run with --experiment NAME"
         )
     broken: list[Path] = []
     for path in found:
@@ -77,12 +77,12 @@ def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]
             _logger.warning("resuming from %s, the previous checkpoint; the broken file was renamed to %s", path, aside)
         return path, saved
     if broken:
-        raise CheckpointError(f"no checkpoint of {folder} can be read: start another run with --experiment NAME")
+        raise CheckpointError(f"no checkpoint in {folder} can be read; start another run with --experiment NAME")
     return None
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run folder that can be resumed from, the newest first."""
+    """Return the paths of the existing last.pt and previous.pt of a run folder, newest first."""
     try:
         return [path for path in (folder / "last.pt", folder / "previous.pt") if exists(path)]
     except OSError as error:
@@ -96,10 +96,10 @@ def _resolve_resume(resume: str | None, folder: Path) -> str | None:
 
 
 def check_size(phase: Phase, num_classes: int) -> None:
-    """Reject a checkpoint of another model before a model of the claimed size uses memory.
+    """Reject the checkpoint of another model before allocating memory for its tensors.
 
     Raises:
-        CheckpointError: The weights of `resume` have another architecture than the model, or options differ.
+        CheckpointError: The weights in `resume` do not fit the model, or a decisive option differs.
     """
     path = _resolve_resume(phase.config.resume, folder_of(phase.config))
     if path is None or path == "auto":
@@ -114,10 +114,10 @@ def check_size(phase: Phase, num_classes: int) -> None:
 
 
 def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:
-    """Compare a checkpoint with the run that resumes from it.
+    """Check that a checkpoint matches the options, classes and teacher of the run that resumes from the checkpoint.
 
     Raises:
-        CheckpointError: The saved tensors depend on something that differs. Other differences are only logged.
+        CheckpointError: A difference makes the saved tensors unusable. Other differences are only logged.
     """
     config = run.phase.that_wrote(saved).config
     is_within_epoch = bool(saved["progress"].get("losses"))
@@ -126,25 +126,25 @@ def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:
     names = saved["label_names"]
     if names and run.label_names and order_of(names, run.label_names) != [*range(len(names))]:
         raise CheckpointError(
-            f"{first_difference(names, run.label_names, str(path), 'this run')}: give the class folders their old "
-            "names, or start another run with --experiment NAME"
+            f"{first_difference(names, run.label_names, str(path), 'this run')}: restore the names of the class "
+            "folders, or start another run with --experiment NAME"
         )
     if saved.get("teacher") != run.teacher:
         raise CheckpointError(
             f"the teacher must have the same weights as in {path}: set the run's --teacher-checkpoint, or start "
             "another run with --experiment NAME"
         )
-    if saved["num_images"] not in (0, run.num_images):  # 0: old checkpoints do not store it
-        _logger.warning("going on with %d training images, was %d", run.num_images, saved["num_images"])
+    if saved["num_images"] not in (0, run.num_images):  # old checkpoints store 0, because the number was unknown
+        _logger.warning("resuming with %d training images, was %d", run.num_images, saved["num_images"])
 
 
 def check_same_options(
     saved: dict[str, Any], current: dict[str, Any], path: Path, is_within_epoch: bool = False
 ) -> None:
-    """Compare the options of a checkpoint with those of the run that resumes from it.
+    """Compare the options in a checkpoint with the options of the run that resumes from the checkpoint.
 
     Raises:
-        CheckpointError: An option differs that the saved tensors depend on. Other differences are only logged.
+        CheckpointError: A decisive option differs. Other differences are only logged.
     """
     for name in [name for name in saved if saved[name] != current.get(name)]:
         if name in DECISIVE:

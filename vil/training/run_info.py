@@ -1,4 +1,4 @@
-"""Identity of a run: what its checkpoints store besides the trained state."""
+"""Run information that checkpoints store besides the training state."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .teacher import Teacher
 
 
 def folder_of(config: Config) -> Path:
-    """Return the run folder."""
+    """Return the run folder, `output`/`experiment`."""
     return Path(config.output) / str(config.experiment)
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Identity of a run.
+    """Information about a run that checkpoints store besides the training state.
 
     Attributes:
-        phase: Phase that is trained, with its options.
-        options: The options as checkpoints store them.
+        phase: Current phase, which contains the options in use.
+        options: Options in the form stored in checkpoints.
         num_classes: Number of classes.
         label_names: Class names by index; empty if the dataset does not store names.
         num_images: Number of training images.
-        teacher: Digest of the teacher's weights; None without a teacher.
+        teacher: Hash of the teacher's weights; None without a teacher.
     """
 
     phase: Phase
@@ -55,7 +55,7 @@ class RunInfo:
         return folder_of(self.phase.config)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint."""
+        """Return the checkpoint entries that describe the run."""
         return {
             "arch": self.phase.config.model,
             "config": self.options,
@@ -66,17 +66,17 @@ class RunInfo:
 
 
 def stored_options(config: Config, num_classes: int) -> dict[str, Any]:
-    """Return the options as a run's checkpoints store them.
+    """Return the options of a run in the form stored in checkpoints.
 
     Raises:
-        ConfigError: An option must not be stored in a checkpoint.
+        ConfigError: The value of an option is not allowed in a checkpoint.
     """
     options = dataclasses.asdict(config) | {"num_classes": num_classes}
-    # absolute, because the checkpoint may be read from another folder
+    # store an absolute path, because the checkpoint may be loaded from another working directory
     if config.data_dir and Path(config.data_dir).is_dir():
         options["data_dir"] = str(Path(config.data_dir).resolve())
     try:
         options_of_checkpoint(options, folder_of(config) / "last.pt")
     except ConfigError as error:
-        raise ConfigError(f"this run's checkpoints could not be read: {error}") from error
+        raise ConfigError(f"a checkpoint with these options could not be loaded: {error}") from error
     return options

@@ -1,4 +1,4 @@
-"""State of a run: everything that training changes."""
+"""Training state: everything that changes during training."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .update import ListedEma
 
 @dataclass
 class TrainState:
-    """State of a run, which a checkpoint stores under timm's names.
+    """Training state, stored in checkpoints under timm's key names.
 
     Attributes:
-        model: Model.
+        model: Trained model.
         ema: EMA of the model's weights; None without EMA.
-        optimizer: Optimizer.
-        scheduler: Learning-rate schedule of the phase.
+        optimizer: Optimizer of the phase.
+        scheduler: Learning-rate scheduler of the phase.
         scaler: Gradient scaler for float16; disabled for other precisions.
         first_epoch: First epoch of the phase, counted from 0 over the whole run.
-        history: A row for each finished epoch, as in summary.csv.
-        meter: Steps of the current epoch.
+        history: One row per finished epoch, as in summary.csv.
+        meter: Losses, gradient norms and times of the current epoch.
     """
 
     model: nn.Module
@@ -40,7 +40,7 @@ class TrainState:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The model and, if any, its EMA."""
+        """The model, followed by the EMA model if the run has one."""
         return [self.model] if self.ema is None else [self.model, self.ema.module]
 
     @property
@@ -48,7 +48,7 @@ class TrainState:
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def finish_epoch(self, row: dict[str, Any]) -> None:
-        """Append the row of the current epoch, and update the learning rate for the next one."""
+        """Append the history row of the current epoch and step the learning-rate scheduler."""
         self.history.append(row)
         self.meter = EpochMeter()
         self._step_scheduler()
@@ -71,10 +71,10 @@ class TrainState:
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore a state of the same phase. Learning rates and other options are those of this run.
+        """Restore a state saved in the same phase, but keep the learning rates and other optimizer options of this run.
 
         Raises:
-            Exception: The content is invalid or does not fit the model; PyTorch raises various types.
+            Exception: The content is invalid or does not fit the model. PyTorch raises various types.
         """
         self.load_weights_and_history(saved)
         for group, own in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups):
@@ -86,7 +86,7 @@ class TrainState:
             self._step_scheduler()
 
     def load_weights_and_history(self, saved: dict[str, Any]) -> None:
-        """Restore only what a phase starts from."""
+        """Restore only the weights, EMA weights and history, from which a new phase starts."""
         self.model.load_state_dict(saved["state_dict"])
         if self.ema is not None:
             self.ema.module.load_state_dict(saved["state_dict_ema"])
@@ -94,17 +94,17 @@ class TrainState:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Raise a ValueError if the optimizer's state is invalid; `name` is timm's name of the optimizer."""
+    """Raise a ValueError if the optimizer state is invalid. `name` is the optimizer's name in timm."""
     for parameter, state in optimizer.state.items():
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         steps = float(state.get("step", 0))
         is_finite = all(tensor.isfinite().all() for tensor in tensors.values())
         if not (_fits(tensors, parameter, name) and is_finite and 0 <= steps < 2**53):
-            raise ValueError(f"the optimizer's state of a parameter {tuple(parameter.shape)} cannot result from {name}")
+            raise ValueError(f"invalid {name} state for a parameter of shape {tuple(parameter.shape)}")
 
 
 def _fits(tensors: dict[str, Tensor], parameter: Tensor, name: str) -> bool:
-    """Return whether an optimizer's tensors have the shapes and dtypes that belong to a parameter."""
+    """Return whether the optimizer state's tensors have the right shapes and dtypes for a parameter."""
     if name == "adamw":
         moment = (parameter.shape, torch.float32)
         expected = {"step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}

@@ -21,20 +21,20 @@ from .loggers import open_loggers
 
 _logger = logging.getLogger(__name__)
 
-PLOTTING_SHARE = 0.01  # of a run's time
+PLOTTING_SHARE = 0.01  # maximum fraction of a run's time spent on plotting
 
 
 class Reporter:
-    """Write config.yaml and info.txt when a run starts, and summary.csv and curve.png after each epoch.
+    """Writes config.yaml and info.txt when a run starts, and summary.csv and curve.png after each epoch.
 
-    curve.png needs matplotlib. If writing fails, training continues: the history is also in the checkpoint, and the
-    next epoch writes all of it.
+    curve.png needs matplotlib. Training continues if writing fails, because checkpoints also contain the history and
+    the next epoch rewrites the complete files.
 
     Args:
         folder: Run folder.
         config: Options of the run.
-        saved_config: Options as stored in checkpoints.
-        setup: One line about the configuration chosen for this machine.
+        saved_config: Options in the form stored in checkpoints.
+        setup: One line about devices, micro-batch size and image loading.
 
     Raises:
         ConfigError: A requested logger needs a package that is not installed.
@@ -48,27 +48,27 @@ class Reporter:
         self._write_start(saved_config, setup)
 
         self.plots = True
-        self.next_plot = 0.0  # in seconds of time.monotonic
+        self.next_plot = 0.0  # earliest time of the next plot, in seconds of time.monotonic
         try:
             import matplotlib.figure  # noqa: F401
         except ImportError as error:
             self.plots = False
-            _logger.warning("no %s/curve.png: %s. pip install matplotlib", folder, error)
+            _logger.warning("%s/curve.png will not be written (%s); run pip install matplotlib", folder, error)
 
     def _write_start(self, saved_config: dict[str, Any], setup: str) -> None:
-        """Write config.yaml, and add a paragraph about this start to info.txt."""
+        """Write config.yaml, and append the time, command line and environment of this start to info.txt."""
         info = self.folder / "info.txt"
         start = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}  {' '.join(sys.argv)}\n{format_environment()}{setup}\n\n"
         try:
             write_atomically(self.folder / "config.yaml", yaml.safe_dump(saved_config, sort_keys=False))
             before = info.read_bytes() if info.is_file() else b""
-            # paths in the text need not be valid UTF-8
+            # paths on the command line may be invalid UTF-8
             write_atomically(info, before + start.encode(errors="replace"))
         except OSError as error:
-            _logger.warning("could not write %s: %s", self.folder, error)
+            _logger.warning("failed to write config.yaml or info.txt in %s: %s", self.folder, error)
 
     def catch_up(self, history: list[dict[str, Any]]) -> None:
-        """Report a checkpoint's epochs that the run could not report before it ended."""
+        """Report the last epoch of a checkpoint if the run ended before reporting that epoch."""
         reported = 0
         summary = self.folder / "summary.csv"
         if summary.is_file():
@@ -78,22 +78,22 @@ class Reporter:
             self(history)
 
     def __call__(self, history: list[dict[str, Any]]) -> None:
-        """Report the last epoch of a history."""
+        """Rewrite summary.csv and curve.png, and send the last history row to the loggers."""
         try:
             columns = list(dict.fromkeys(name for row in reversed(history) for name in row))
             write_atomically(self.folder / "summary.csv", csv_text(history, columns))
             self._plot(history)
         except OSError as error:
-            _logger.warning("could not write the summary in %s: %s; training goes on", self.folder, error)
+            _logger.warning("cannot write summary.csv or curve.png in %s: %s; training continues", self.folder, error)
 
         for logger in self.loggers:
             try:
                 logger.log(history[-1])
             except Exception as error:  # external packages and networks raise various types
-                _logger.warning("%s: %s; training goes on", logger.name, error)
+                _logger.warning("%s failed to log the epoch: %s; training continues", logger.name, error)
 
     def _plot(self, history: list[dict[str, Any]]) -> None:
-        """Plot curve.png, unless plotting would take too large a share of the time, as in runs of short epochs."""
+        """Plot curve.png, unless plotting would take more than 1% of the time, as in runs with short epochs."""
         is_last = len(history) == self.total_epochs
         if not self.plots or (time.monotonic() < self.next_plot and not is_last):
             return
@@ -103,23 +103,23 @@ class Reporter:
         self.next_plot = end + (end - begin) / PLOTTING_SHARE
 
     def closing_line(self, history: list[dict[str, Any]], problem: str | None = None) -> str:
-        """Return where the weights of the best epoch are, or the problem with best.pt."""
+        """Return a line with the best epoch's accuracy and the path of best.pt, or the problem with best.pt."""
         line = f"best: {format_best(history)}: {self.folder / 'best.pt'}"
         if problem:
             line += f" {problem}"
         if self.plots:
-            line += f", its curve {self.folder / 'curve.png'}"
+            line += f", training curve: {self.folder / 'curve.png'}"
         return line
 
 
 def epoch_line(history: list[dict[str, Any]], epochs: int) -> str:
-    """Return a line about the last epoch; summary.csv has all columns."""
+    """Return one line with the main results of the last epoch; summary.csv contains all columns."""
     row = history[-1]
     phase = f", phase {row['phase']:.0f}" if "phase" in row else ""
     ema = f" (EMA {row['eval_top1_ema']:.2f}%)" if "eval_top1_ema" in row else ""
-    unreadable = f", {row['unreadable_images']:.0f} images could not be read" if row.get("unreadable_images") else ""
+    unreadable = f", {row['unreadable_images']:.0f} unreadable images" if row.get("unreadable_images") else ""
     return (
-        f"epoch {row['epoch']:.0f}/{epochs}{phase}: loss {row['train_loss']:.4f}, in validation "
+        f"epoch {row['epoch']:.0f}/{epochs}{phase}: training loss {row['train_loss']:.4f}, validation loss "
         f"{row['eval_loss']:.4f}, top-1 {row['eval_top1']:.2f}%{ema}, best {format_best(history)}, "
         f"{row['images_per_second']:.0f} images/s{unreadable}"
     )

@@ -1,4 +1,4 @@
-"""Teacher of a distilled run: any timm model with its own preprocessing and weights."""
+"""Teacher for knowledge distillation: any timm model with its own preprocessing and weights."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from ..weight_files import digest
 
 
 class Teacher:
-    """Frozen teacher in eval mode that returns logits for images that were preprocessed for the student.
+    """Frozen teacher in eval mode that accepts images preprocessed for the student and returns logits.
 
-    The teacher's mean and standard deviation replace the student's. Images are resized only if the teacher has a fixed
-    input size, as most transformers have, that differs from the student's.
+    Images are normalized again with the teacher's mean and standard deviation. Images are resized only if the teacher
+    has a fixed input size, like most transformers, that differs from the student's.
 
     Args:
-        config: Options of the run, with the teacher's name and checkpoint.
+        config: Options of the run, which specify the teacher's name and checkpoint.
         num_classes: Number of classes of the run.
-        label_names: Class names of the run by index; may be empty. The teacher's logits follow these names.
+        label_names: Class names of the run by index; may be empty. The teacher's logits are reordered to match.
         data_config: timm's data config of the student's images.
-        student: The student, on its device.
+        student: The student model on the device for training.
 
     Raises:
-        ConfigError: The weights are not available, the classes differ from the run's, or the teacher does not support
-            this image size.
-        CheckpointError: The checkpoint is missing, corrupt, or of another model.
+        ConfigError: The weights are not available, the teacher has other classes than the run, or the teacher does not
+            support the image size.
+        CheckpointError: The checkpoint is missing, corrupt, or from another model.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class Teacher:
         self.name = str(config.teacher)
         device = next(student.parameters()).device
         model: Any = _load(self.name, config.teacher_checkpoint, num_classes)
-        self.digest = digest(model.state_dict())  # identifies the teacher's weights
+        self.digest = digest(model.state_dict())  # hash that identifies the teacher's weights
 
-        # the order of the run's classes in the teacher's logits
+        # indices that reorder the teacher's logits to the run's classes
         names = model.pretrained_cfg.get("label_names") or () if config.teacher_checkpoint else names_of(model)
         owner = f"the teacher {config.teacher_checkpoint or self.name}"
         order = check_order(names, label_names, owner, "this run", "choose a teacher of the same classes")
         self.order = None if order is None else torch.tensor(order, device=device)
 
-        # the fast layout of convolutions
+        # convolutions on GPUs are fastest in channels_last
         self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         self.model = model.eval().requires_grad_(False).to(device, memory_format=self.layout)
 
-        # normalized for the student -> normalized for the teacher
+        # scale and shift that convert the student's normalization to the teacher's
         own = resolve_model_data_config(self.model)
         self.size = tuple(own["input_size"][1:]) if model.pretrained_cfg.get("fixed_input_size") else None
         mean, std = _mean_and_std(data_config, device)
@@ -77,13 +77,13 @@ class Teacher:
         own_cost = self._try_out(data_config["input_size"], num_classes)
         trained_cost = 3 * _gflops(copy.deepcopy(student).to("meta").eval(), data_config["input_size"], "meta")
         self.cost = (
-            f"teacher {self.name} needs {own_cost:.3g} GFLOPs an image; training {config.model} needs "
+            f"teacher {self.name} needs {own_cost:.3g} GFLOPs per image; training {config.model} needs "
             f"{trained_cost:.3g}"
         )
 
     @torch.no_grad()
     def __call__(self, images_B3HW: Tensor) -> Tensor:
-        """Return fp32 logits (B, classes) of images that are normalized for the student."""
+        """Return fp32 logits (B, classes) for images normalized for the student."""
         images_B3HW = torch.addcmul(self.shift, images_B3HW, self.scale)
         if self.size and self.size != images_B3HW.shape[2:]:
             images_B3HW = F.interpolate(images_B3HW, self.size, mode="bicubic", antialias=True)
@@ -91,11 +91,11 @@ class Teacher:
         return logits if self.order is None else logits.index_select(1, self.order)
 
     def _try_out(self, input_size: tuple[int, ...], num_classes: int) -> float:
-        """Run the teacher on an image of the student's size and return the GFLOPs."""
+        """Run the teacher on one image of the student's size and return the GFLOPs of the forward pass."""
         try:
             with FlopCounterMode(display=False) as counter:
                 logits = self(torch.zeros(1, *input_size, device=self.scale.device))
-        except Exception as error:  # models raise different exceptions for unsupported sizes
+        except Exception as error:  # models raise various types for unsupported image sizes
             height, width = input_size[1:]
             reason = one_line(f"{type(error).__name__}: {error}", 300)
             raise ConfigError(
@@ -108,21 +108,21 @@ class Teacher:
 
 
 def _mean_and_std(data_config: dict[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the mean and standard deviation (1, 3, 1, 1) of a data config."""
+    """Return the mean and standard deviation of a data config, each of shape (1, 3, 1, 1)."""
     mean, std = (torch.tensor(data_config[name], device=device).view(1, -1, 1, 1) for name in ("mean", "std"))
     return mean, std
 
 
 @torch.no_grad()
 def _gflops(model: nn.Module, input_size: tuple[int, ...], device: str) -> float:
-    """Return the GFLOPs of a forward pass for one image."""
+    """Return the GFLOPs of a forward pass on one image."""
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, *input_size, device=device))
     return counter.get_total_flops() / 1e9
 
 
 def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
-    """Load a teacher with its own weights on the CPU."""
+    """Load a teacher on the CPU, with weights from a checkpoint or timm's pretrained weights."""
     if path:
         source = checkpoint.Checkpoint(path)
         said = source.options.get("num_classes")
@@ -131,7 +131,7 @@ def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
         return from_checkpoint(source, name, num_classes=num_classes)
     known = timm.get_pretrained_cfg(name)
     if known is None or not known.has_weights:
-        raise ConfigError(f"timm has no pretrained weights for teacher {name}: set --teacher-checkpoint FILE")
+        raise ConfigError(f"timm has no pretrained weights for teacher {name}; set --teacher-checkpoint FILE")
     if known.num_classes != num_classes:
         raise ConfigError(_other_classes(name, known.num_classes, num_classes))
     try:
@@ -145,4 +145,4 @@ def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
 
 
 def _other_classes(teacher: str | None, found: int, wanted: int) -> str:
-    return f"teacher {teacher} must have {wanted} classes, as the run, got {found}"
+    return f"teacher {teacher} must have {wanted} classes like the run, got {found}"

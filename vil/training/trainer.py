@@ -1,8 +1,9 @@
-"""Training of a run: build, then for each epoch train on its batches, evaluate and save.
+"""The training loop: build the model and data, then train, evaluate and save in each epoch.
 
-The components of a `Trainer` are in the files beside this one: `data` (splits and loaders), `state` (everything that
-training changes), `checkpointer` (last.pt and best.pt), `forward_backward` and `update` (an optimizer step),
-`interruption` (signals and checkpoint intervals), `meter` (losses and times) and `progress` (what a user sees).
+The components of a `Trainer` are in the other modules of this package: `data` (splits and loaders), `state`
+(everything that changes during training), `checkpointer` (last.pt and best.pt), `forward_backward` and `update` (an
+optimizer step), `interruption` (signals and checkpoint intervals), `meter` (losses and times) and `progress` (progress
+bar and report files).
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from .update import Update
 
 
 def train(config: Config, device: torch.device, rank: int, world_size: int) -> None:
-    """Train the remaining phases of a run; most runs have one phase."""
+    """Train the remaining phases of a run. Most runs have only one phase."""
     lock = None
     first = broadcast_from_rank0(functools.partial(first_phase, config))
     for phase in range(first, config.num_phases):
         trainer = Trainer(config, device, rank, world_size, phase, lock)
         trainer.run()
 
-        # the next phase keeps the lock of the run folder, and resumes from the folder
+        # the next phase keeps the lock of the run folder and resumes from the last checkpoint
         lock = trainer.checkpointer.lock
         config = dataclasses.replace(config, resume="auto")
         del trainer
@@ -60,20 +61,20 @@ def train(config: Config, device: torch.device, rank: int, world_size: int) -> N
 
 
 class Trainer:
-    """One process of a phase of a run; a run without phases has one.
+    """Trains one phase of a run in one process.
 
     Args:
         config: Options of the run.
         device: Device of this process.
         rank: Rank of this process.
         world_size: Number of processes.
-        phase: Index of the phase.
-        lock: Lock of the run folder, if the previous phase holds the lock.
+        phase: Index of the phase, counted from 0.
+        lock: Lock of the run folder, passed on from the previous phase.
 
     Raises:
-        ConfigError: An option is invalid for this data, model or device.
-        CheckpointError: The checkpoint to resume from cannot be read, or is not one of this run.
-        FolderInUseError: Another run holds the run folder.
+        ConfigError: An option is invalid for the data, model or device.
+        CheckpointError: The checkpoint to resume from cannot be read or belongs to another run.
+        FolderInUseError: Another run has locked the run folder.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Trainer:
         self.rank = rank
         self.world_size = world_size
 
-        # reject options before anything large is built
+        # reject invalid options before building anything large
         batch_size, _ = split_global_batch(config, world_size)
         splits = Splits.open(config)
         check_phases(config, world_size, splits.num_images, splits.num_classes)
@@ -109,7 +110,7 @@ class Trainer:
         loss_fn = Loss(config, splits.num_classes, self.teacher)
         self.data = Data(config, splits, data_config, device, batch_size, rank, world_size)
 
-        # state, restored if the run resumes
+        # training state, restored from a checkpoint if the run resumes
         self.state = state = build_state(config, model, self.phase.epochs.start)
         if rank == 0:
             announce(self.phase, self.data.batches, splits)
@@ -117,7 +118,7 @@ class Trainer:
         self.checkpointer = Checkpointer(self.run_info, state, rank, self.data.steps_per_epoch, lock)
         self.checkpointer.load()
 
-        # signals write a checkpoint from here on
+        # from now on, a signal writes a checkpoint before the run stops
         self.signals = SignalWatch()
         self.loading = LoadingWatch()
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps, self.signals, self.loading)
@@ -148,19 +149,19 @@ class Trainer:
                 progress.start_epoch(epoch)
                 self.train_one_epoch(epoch, progress)
                 row = self.row_of_epoch(epoch)
-                self.checkpoint_if_due()  # a signal interrupts an evaluation, which is repeated on resuming
+                self.checkpoint_if_due()  # if a signal interrupted the evaluation, the resumed run repeats it
                 state.finish_epoch(row)
                 self.checkpointer.save()
                 progress.finish_epoch(state.history)
 
             if not self.phase.is_last:
                 self.signals.restore_handlers()
-                self.checkpoint_if_due()  # a signal since the last check
+                self.checkpoint_if_due()  # a signal may have arrived since the last check
         if self.phase.is_last:
             progress.finish_run(state.history, self.checkpointer.best)
 
     def train_one_epoch(self, epoch: int, progress: Progress) -> None:
-        """Train on the remaining batches of an epoch."""
+        """Train on the batches of an epoch that are not finished yet."""
         state = self.state
         state.model.train()
         loss = torch.zeros((), device=self.device)
@@ -168,9 +169,9 @@ class Trainer:
         for number, batch in enumerate(state.meter.timed(batches), start=1):
             completes_step = number % self.data.batches_per_step == 0
             if completes_step:
-                all_loaded = self.loading.begin_check()  # which the processes exchange during the forward pass
+                all_loaded = self.loading.begin_check()  # the all-reduce overlaps with the forward pass
 
-            # stochastic depth also depends only on the seed and the position in the run
+            # seed each batch, so that stochastic depth is the same in a resumed run
             seed_everything(derive_seed(self.config.seed, epoch, batch.position, 2))
             for micro_batch in self.forward_backward.micro_batches(batch.images, batch.targets):
                 loss = loss + self.forward_backward(*micro_batch)
@@ -192,7 +193,7 @@ class Trainer:
         check_divergence(self.state, self.checkpointer.last)
 
     def look_at_step(self, progress: Progress) -> None:
-        """Check and show the losses at each logging interval, and look for what keeps a GPU waiting."""
+        """Check and show the loss at each logging interval, and warn if the GPU waits for the host."""
         meter = self.state.meter
         if meter.steps % self.config.log_interval == 0:
             check_divergence(self.state, self.checkpointer.last)
@@ -201,13 +202,13 @@ class Trainer:
             self.bottleneck.look(meter, self.data.how_loaded, *self.data.waits)
 
     def row_of_epoch(self, epoch: int) -> dict[str, float]:
-        """Evaluate, and return the epoch's row of summary.csv."""
+        """Evaluate the model and return the epoch's row of summary.csv."""
         phase = {"phase": self.phase.index + 1} if self.config.phases else {}
         training = self.state.meter.summary(self.config.global_batch_size)
         return {"epoch": epoch + 1, **phase, "lr": self.state.learning_rate, **training, **self.evaluate()}
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the model and its EMA on the validation split, until a signal comes."""
+        """Evaluate the model and its EMA on the validation split. A signal interrupts the evaluation."""
         self.average_batch_norms()
         batches = self.loading.until_failure(self.data.val_loader)
         results = self.evaluator(takewhile(lambda _: not self.signals.received, batches))
@@ -217,7 +218,7 @@ class Trainer:
         return {**evaluation_columns(results), "unreadable_images": unreadable}
 
     def checkpoint_if_due(self) -> None:
-        """Write a checkpoint if one is due, and stop if requested. All ranks must call this after the same steps."""
+        """Write a checkpoint if one is due, and stop if requested. All ranks must call this after the same step."""
         decision = self.timer.decide(self.steps)
         if decision.writes_checkpoint:
             self.checkpoint(decision)
@@ -227,15 +228,15 @@ class Trainer:
 
         Raises:
             DivergenceError: The run has diverged.
-            StoppedError, PreemptedError: The decision is to stop.
+            StoppedError, PreemptedError: `decision` is to stop.
         """
         check_divergence(self.state, self.checkpointer.last)  # a checkpoint must not contain a diverged model
-        self.average_batch_norms()  # otherwise the checkpoint would have only rank 0's statistics
+        self.average_batch_norms()  # otherwise the checkpoint would contain only rank 0's statistics
         saved = self.checkpointer.save_unfinished_epoch()
         decision.raise_if_stopping(saved)
 
     def average_batch_norms(self) -> None:
-        """Average BatchNorm's running statistics over all ranks, because each rank has those of its own images."""
+        """Average BatchNorm's running statistics over all ranks, because each rank has different images."""
         if self.world_size > 1:
             for model in self.state.models:
                 distribute_bn(model, self.world_size, reduce=True)

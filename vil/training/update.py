@@ -1,4 +1,4 @@
-"""Update of the weights by one optimizer step, and of their EMA."""
+"""Optimizer step and EMA update."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .gradients import FlatGradients
 
 
 class ListedEma(ModelEmaV3):
-    """timm's EMA of a model that lists the tensors only once; two `state_dict` calls a step would take milliseconds."""
+    """timm's EMA without the two `state_dict` calls per step, which take milliseconds."""
 
     def __init__(self, model: nn.Module, **options):
         super().__init__(model, **options)
         self.averages: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.copies: list[tuple[Tensor, Tensor]] = []  # such as BatchNorm's counters, which have no average
+        self.copies: list[tuple[Tensor, Tensor]] = []  # integer buffers (EMA, model), such as BatchNorm's counters
         for average, value in zip(self.module.state_dict().values(), model.state_dict().values()):
             if average.is_floating_point():
                 self.averages.append(average)
@@ -35,20 +35,20 @@ class ListedEma(ModelEmaV3):
 
 
 class Update:
-    """Average the gradients over all ranks, clip them, run the optimizer step, update the EMA, and zero the gradients.
+    """Averages and clips the gradients, runs the optimizer step, updates the EMA, and zeros the gradients.
 
-    With PyTorch's fused AdamW, everything after the averaging can be replayed as a CUDA graph. The first call creates
-    the optimizer's state, so the second call captures the graph. The graph reads the learning rates from GPU memory,
-    and results are bitwise identical with and without the graph.
+    With PyTorch's fused AdamW, everything after the all-reduce can be captured as a CUDA graph. The first call creates
+    the optimizer state, so the second call captures the graph. The graph reads the learning rates from GPU memory.
+    Results are bitwise identical with and without the graph.
 
     Args:
         model: Model to update.
-        gradients: Gradients of `model`.
+        gradients: Flat gradient buffer of `model`.
         optimizer: Optimizer of the run.
         scaler: Gradient scaler for float16; disabled for other precisions.
         ema: timm's EMA of the weights; None without EMA.
         clip_grad: Maximum gradient norm; None disables clipping.
-        as_graph: Whether to use a CUDA graph if possible.
+        as_graph: Whether to use a CUDA graph if the optimizer supports it.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Update:
         self.as_graph = as_graph and self.is_fused and not scaler.is_enabled()
         self.run = self._run
         self.calls = 0
-        self.learning_rates: list[float] = []  # of the parameter groups, as stored in `rates_on_device`
+        self.learning_rates: list[float] = []  # learning rate of each parameter group, as stored in `rates_on_device`
         self.rates_on_device = gradients.flat.new_empty(len(optimizer.param_groups))
 
     def __call__(self) -> Tensor:
-        """Return the gradient norm before clipping; a CUDA graph overwrites the returned tensor in the next call."""
+        """Update the weights and return the gradient norm before clipping, which the next call may overwrite."""
         self.gradients.average_over_processes()
         learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         if learning_rates != self.learning_rates:
@@ -101,7 +101,7 @@ class Update:
 
     @contextmanager
     def _rates_on_device(self) -> Iterator[None]:
-        """Let the fused optimizer read the learning rates from GPU memory, so that a CUDA graph sees them change."""
+        """Make the fused optimizer read learning rates from GPU memory, so that CUDA graphs use the current values."""
         groups = self.optimizer.param_groups
         before = [(group["lr"], group["capturable"]) for group in groups]
         is_capturing = torch.cuda.is_current_stream_capturing()
