@@ -125,7 +125,7 @@ def test_of_several_that_could_be_meant_none_is_guessed(content, named, tmp_path
 
 def test_weights_with_one_more_tensor_are_not_said_to_have_another_architecture(tmp_path):
     torch.save(WEIGHTS | {"blocks.0.scale": torch.ones(3)}, tmp_path / "given.pth")
-    with pytest.raises(CheckpointError, match=r"tensors must be those .*1 unexpected \(blocks.0.scale\)"):
+    with pytest.raises(CheckpointError, match=r"tensors must match .*1 unexpected \(blocks.0.scale\)"):
         from_checkpoint(tmp_path / "given.pth", "vil_tiny", **KWARGS)
 
 

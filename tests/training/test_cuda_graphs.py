@@ -206,7 +206,7 @@ def test_functions_that_cannot_be_captured_run_in_eager_mode_with_the_reason_log
     with caplog.at_level(logging.WARNING):
         replayed = Replayed(step, zeros(), "the test", step.changed)
     (line,) = caplog.messages
-    assert line.startswith("cannot capture the test as a CUDA graph, so it runs in eager mode: ")
+    assert line.startswith("cannot capture the test as a CUDA graph, running in eager mode instead: ")
     assert reason in line
     random.seed(0)
     # cuBLAS may sum in a different order on another stream
