@@ -6,14 +6,14 @@
 registers `vil::block`, `forward` and `backward` launch its kernels, and `cpu` is the CPU version
 `augment`   augmentation of image batches
 
-Both folders have the reference implementation in `reference`.
+`scan` and `block` have their reference implementations in `reference`.
 
 Shared modules:
 
-`backends`  which backend runs these tensors here, or why not
+`backends`  choice of the backend for given tensors, and why a backend cannot run
 `checks`    validation of operators' arguments
 `cuda`      headers of CUDA sources, and compilation, launch and replay of kernels
-`cpu`       the same for kernels written in Python and compiled by Numba
+`cpu`       compilation and launch of kernels written in Python and compiled by Numba
 `torch_private`  private functions of PyTorch
 `cache`     compiled code on disk
 `flops`     FLOP formulas of the operators for PyTorch's FlopCounterMode

@@ -23,11 +23,11 @@ RECURRENCES = ("longhorn", "selective")
 STATE_SIZES = (4, 8, 16, 32, 64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIRECTIONS = 63  # `reverse` is a 64-bit mask
-TOKENS, CHANNELS = 2**31 - 2**10, 2**29 - 1  # limits of 32-bit indices and of byte strides between fp32 tokens
+TOKENS, CHANNELS = 2**31 - 2**10, 2**29 - 1  # maximum sizes for 32-bit indices and for byte strides between fp32 tokens
 
 
 def choose(backend: str, x: Tensor, state_size: int, directions: int) -> str:
-    """Return the backend of a scan of x (..., L, D): one of `KERNELS`, "reference", or "auto" for a GPU's fastest.
+    """Return the backend of a scan of x (..., L, D): one of `KERNELS`, "reference", or "auto" for the fastest on a GPU.
 
     Raises:
         ValueError: The requested backend is unknown or does not support these tensors.
@@ -39,11 +39,11 @@ def choose(backend: str, x: Tensor, state_size: int, directions: int) -> str:
         if reason := misplaced(backend, x.device) or unfit(backend, x, state_size, directions):
             raise ValueError(reason)
         return backend
-    # torch.jit.trace does not support lists of bools, an argument of `vil::scan`
+    # torch.jit.trace does not support a list of bools such as the argument `reverse` of `vil::scan`
     traced = x.device.type == "cpu" and torch.jit.is_tracing()
     if traced or transformed() or unfit(backend, x, state_size, directions) or backend_for(x.device) == "reference":
         return "reference"
-    # "auto" lets a graph that was exported on one GPU choose the best backend on another GPU
+    # with "auto", a graph that was exported on one GPU can use the best backend of another GPU
     return "cpu" if x.device.type == "cpu" else "auto"
 
 
@@ -53,8 +53,8 @@ def transformed() -> bool:
 
 
 def unobserved(t: Tensor) -> bool:
-    """Return whether only autograd can see operators of this tensor: no compiler, mode, functional transform or tensor
-    subclass is active.
+    """Return whether only autograd intercepts operators of this tensor, so that no compiler, mode, functional
+    transform or tensor subclass is active.
     """
     return not (
         torch.compiler.is_compiling() or torch.jit.is_tracing() or type(t) is not Tensor or torch_private.observed()
@@ -62,7 +62,7 @@ def unobserved(t: Tensor) -> bool:
 
 
 def resolve(backend: str, device: torch.device) -> str:
-    """Return which of `KERNELS` runs the backend on this device.
+    """Return the name in `KERNELS` of the requested backend for this device.
 
     Raises:
         ValueError: The backend does not support tensors on this device.

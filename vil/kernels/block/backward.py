@@ -25,25 +25,25 @@ from .weights import BackwardInputs, BackwardOptions, BlockWeights, DirectionWei
 
 
 class DirectionGradients(NamedTuple):
-    """Gradients of both directions' weights, partly as partial sums that remain to be added."""
+    """Gradients of the weights of both directions. Some are partial sums that `unpack_gradients` adds."""
 
     filters: Tensor
     x_proj: Tensor
     step_proj: Tensor
     skips: Tensor
     step_bias: Tensor  # (2, D)
-    A: Tensor  # (2, D, N); empty if there is none
+    A: Tensor  # (2, D, N) for the selective recurrence, otherwise empty
 
 
 @planned()
 def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Return gradients of x, xhat (None unless it was given), out_proj, both A_log or None, and those of
-    `unpack_gradients`.
+    """Return gradients of x, xhat (None if xhat was not an input), out_proj and both A_log or None, followed by those
+    that `unpack_gradients` returns.
 
     Args:
         options: Options of forward.
         sizes: Sizes of the weights, which are saved packed.
-        in_one: Whether `unpack_gradients` returns one tensor.
+        in_one: Whether `unpack_gradients` returns all gradients in one tensor.
         flat: Gradients of x' and of xhat' (or None); xhat' and its factors (or None twice); the scale or None; norm and
             in_proj, for the gradients of their product; and `SavedForBackward`.
     """
@@ -66,7 +66,7 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
     else:
         duz_BLE = torch.empty_like(saved.uz)
         du_BLD, dz_BMD = duz_BLE.chunk(2, dim=-1)
-    # dy shares memory with du, which the convolutions' gradient overwrites while reading neighbouring dy
+    # in a pooled block, dy needs its own memory, because `pooled_conv_backward` reads neighbours of dy while writing du
     dy_BLD = du_BLD if options.lines is None else torch.empty_like(saved.mean)
     gated_BMD = kernels.gate_outproj_backward(
         dout_TC, w.out_proj, saved.mean, z_BMD, scale_B, tokens.outputs(dy_BLD), dz_BMD
@@ -82,11 +82,11 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
         norm_C, in_proj, sizes, dfolded, dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dtype, in_one
     )
 
-    if options.class_token_only:  # the residual stream of the other tokens has zero gradients
+    if options.class_token_only:  # the residual streams of all tokens except the class token have zero gradients
         dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.class_token, L // 2)).view(-1, C)
     if not options.norm_given:
         dx_TC, _ = kernels.norm_backward(dxhat_TC, xhat_TC, rstd_T, dx_TC)
-    # A = -exp(A_log) is its own derivative
+    # A = -exp(A_log), so dA / dA_log = A
     dA_log = None if saved.A is None else (dA_2DN * saved.A).to(norm_C.dtype)
     return [
         dx_TC.view(B, L, C), dxhat_TC if options.norm_given else None, dout_proj.to(norm_C.dtype), dA_log, *dweights
@@ -97,7 +97,7 @@ def _through_directions(
     recurrence: str, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights, saved: SavedForBackward,
     tokens: Tokens,
 ) -> DirectionGradients:  # fmt: skip
-    """Backpropagate through scan, projections and convolutions of both directions; writes du."""
+    """Backpropagate through scan, projections and convolutions of both directions, and write du in place."""
     p = project(u_BLD, w, tokens.H, True)
     dv_2BHD, dstep_logits_2BHD, dk_2BHN, dq_2BHN, dA_2DN, dchannels = scans.scan_backward(
         recurrence, tokens.read_by_both(dy_BLD), p.v, given(p.step_logits), p.k, p.q, saved.A, w.skip,
@@ -116,7 +116,7 @@ def _through_lines(
     recurrence: str, lines: Lines, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights,
     saved: SavedForBackward,
 ) -> DirectionGradients:  # fmt: skip
-    """Backpropagate through scan, projections and convolutions of both directions of a pooled block; writes du."""
+    """Backpropagate through scan, projections and convolutions of a pooled block, and write du in place."""
     p, dy_BSD = project_pooled(given(saved.pooled), w), kernels.sum_lines(dy_BLD, lines)
     dmeans_2BSD, dstep_logits_2BSD, dk_2BSN, dq_2BSN, dA_2DN, dchannels = scans.scan_backward(
         recurrence, dy_BSD.expand(2, -1, -1, -1), p.v, given(p.step_logits), p.k, p.q, saved.A, None, w.step_bias,
@@ -131,14 +131,14 @@ def _through_lines(
     dfilters, dskips = kernels.pooled_conv_backward(
         u_BLD, dy_BLD, dmeans_2BSD, w.conv, w.conv_bias, w.skip, du_BLD, lines
     )
-    # the scan of a pooled block has no skip
+    # the scan of a pooled block has no skip connection
     return DirectionGradients(dfilters, dx_proj, dstep_proj, dskips, dchannels[:, 1], dA_2DN)
 
 
 def _through_in_proj(
     duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, xhat_TC: Tensor, tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of xhat and of the projection that contains the norm's weight."""
+    """Return the gradients of xhat and of in_proj with the norm's weight folded in."""
     (B, L, E), duz_TE = duz_BLE.shape, duz_BLE.flatten(0, 1)
     dfolded, dxhat_TC = _mm(duz_TE.t(), xhat_TC), torch.mm(duz_TE, w.in_proj[:E])
     if tokens.class_token_only:  # contribution of z
@@ -152,7 +152,7 @@ def _through_in_proj(
 def named_gradients(
     dout_proj: Tensor, dA_logs: Sequence[Tensor], dnorm: Tensor, din_proj: Tensor, *others
 ) -> BlockWeights:
-    """Name the gradients of all weights: those of both A_log, if present, and those of `unpack_gradients`."""
+    """Return `BlockWeights` of gradients, from those of both A_log, if present, and those from `unpack_gradients`."""
     first, second = DirectionWeights(*others[:6], *dA_logs[:1]), DirectionWeights(*others[6:], *dA_logs[1:])
     return BlockWeights(dnorm, din_proj, dout_proj, (first, second))
 

@@ -5,11 +5,11 @@ folded into the projection after it, both directions share each kernel, the resi
 product, and backward recomputes convolutions, projections and gate.
 
 Consecutive blocks share a fused add-norm: beside the residual stream x, a block returns its norm without a weight,
-xhat, and computes (x, xhat) -> (x', xhat'). Both have gradients, and the gradient of xhat' is added to that of x' at
+xhat, and computes (x, xhat) -> (x', xhat'). The gradient of xhat' is added to the gradient of x' at
 the start of backward.
 
 In a pooled block, the recurrence reads the means of lines of patches (lines.py), and v, y, steps, keys and queries of
-all tokens are never stored: the gate and the gradients recompute what they need of v from u.
+all tokens are never stored: the gate and the gradients recompute the required values of v from u.
 
 If only the class token's output is needed, as in a model's last block, each direction processes the half of the tokens
 up to the class token, and z, the gate and the last product are computed for the class token only.
@@ -17,8 +17,8 @@ up to the class token, and z, the gate and the last product are computed for the
 From a call to the kernels:
 
     block              the function that models call
-    _EagerBlock        its gradient in eager mode, which calls `forward` and `backward` without PyTorch's dispatcher
-    _ObservedBlock     its gradient if a compiler, a mode or a transform observes operators
+    _EagerBlock        autograd function for eager mode, which calls `forward` and `backward` without the dispatcher
+    _ObservedBlock     autograd function for calls that a compiler, a mode or a transform observes
     _block, _fake_*    implementations of the schemas, in which missing tensors are omitted from lists
     forward, backward  modules with the order of kernels and matrix products, which plans replay
 """
@@ -70,10 +70,10 @@ def block(
         weights: Weights, all of one dtype.
         options: Options of the computation.
         scale_B: Stochastic depth: 0 or 1 / (1 - rate) for each image. None for 1.
-        normed: The norm that the previous block returned beside x, if its eps was equal.
+        normed: Norm of x that the previous block returned, if both blocks have the same eps.
 
     Returns:
-        x', and its norm if `options.norm_next` and the norm is free, otherwise None.
+        x', and the norm of x' if `options.norm_next` is set and the norm costs no extra kernel, otherwise None.
     """
     if normed is not None and normed.xhat.dtype != options.dtype:
         normed = None
@@ -120,7 +120,7 @@ def _block_backward(
     recurrence, class_token_only, norm_given, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
     directions, saved,
 ):  # fmt: skip
-    """Return gradients of x, of xhat (an empty tensor unless `norm_given`) and of the weights in their order."""
+    """Return gradients of x, of xhat (an empty tensor unless `norm_given`) and of the weights in the schema's order."""
     weights = [norm_C, in_proj, out_proj, *directions]
     check_backward(
         recurrence, class_token_only, Lines.read(lines), dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj,
@@ -209,7 +209,7 @@ class _EagerBlock(torch.autograd.Function):
 class _ObservedBlock(torch.autograd.Function):
     """Autograd function of the operator `vil::block`, whose backward is the operator `vil::block_backward`.
 
-    The outputs are those of `forward`. Saved tensors are among them, because a compiler must see where they are made.
+    Its outputs include the saved tensors, because a compiler must see which operator creates them.
     """
 
     @staticmethod
@@ -247,7 +247,7 @@ def _save_for_backward(
         saved = [*saved[:-2], xhat_TC, rstd_T]
     ctx.options = BackwardOptions(options.recurrence, options.class_token_only, norm_given, options.lines)
     ctx.shape = y_BMC.shape
-    ctx.set_materialize_grads(False)  # do not create zero gradients for tensors that are only saved
+    ctx.set_materialize_grads(False)  # do not allocate zero gradients for outputs that are only saved for backward
     ctx.save_for_backward(*next_normed, scale_B, norm_C, in_proj, *saved, *others)
 
 
@@ -264,7 +264,7 @@ def _weight_placeholders(sizes: Sizes) -> list[Tensor]:
 
 
 def _below_autograd(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Run `forward` through the operator."""
+    """Call the operator `vil::block` below autograd."""
     with torch_private.below_autograd():
         y_BMC, next_normed, saved = torch.ops.vil.block(*_to_schema(options, keep, flat))
     norm_given = Inputs.of(flat).normed is not None

@@ -15,13 +15,13 @@ from .weights import BlockWeights, Inputs, Normed, Options
 
 FP32 = torch.float32
 TAPS = (2, 3, 4)  # convolution widths that the kernels support
-WEIGHTS = 2**32 - 1  # maximum elements of in_proj, which kernels index with 32 bits
+WEIGHTS = 2**32 - 1  # maximum number of elements of in_proj, which kernels index with 32 bits
 
-# Dimensions by letter. Letters of the block are those of weights.py; the others are
+# Letters of dimensions, in addition to those in weights.py:
 #     E 2D    P R + 2N    K taps    S states between chunks    T, t tokens of the batch before and after the block
 #     l tokens that the recurrence reads    U columns of uz    W elements of the packed weights
 DIRECTION = dict(conv="D1K", conv_bias="D", x_proj="PD", step_proj="DR", step_bias="D", skip="D", A_log="DN")
-# Fields of `SavedForBackward` with dimensions and dtypes; None is the dtype of products.
+# Dimensions and dtype of each field of `SavedForBackward`. None stands for the dtype of products.
 SAVED: dict[str, tuple[str, torch.dtype | None]] = {
     "uz": ("BLU", None),
     "mean": ("BMD", None),
@@ -51,7 +51,7 @@ def check_lists(recurrence: str, pooled: bool, **lists: list[Tensor]) -> None:
 
 
 def check_forward(options: Options, keep: bool, flat: list[Tensor | None]) -> None:
-    """Raise a ValueError that names the argument for which there are no kernels."""
+    """Raise a ValueError that names the argument that the kernels do not support."""
     x, _, _, _, norm, in_proj, out_proj, *_ = flat
     check_given(x_BLC=x, norm_C=norm, in_proj=in_proj, out_proj=out_proj)
     x_BLC, scale_B, normed, weights = Inputs.of(flat)
@@ -80,7 +80,7 @@ def check_backward(
     dtype = saved[0].dtype
     check_choice("dtype of saved[0] (uz)", dtype, backends.DTYPES)
 
-    # tokens after the block, and the number of its tokens from uz
+    # tokens that the block returns, and tokens of uz
     sizes.update({"2": 2, "t": sizes["B"] * sizes["M"], "W": kernels.packed_size(weights.sizes(), dtype)})
     saved_rows = _saved_rows(recurrence, lines, saved, dtype)
     norm_rows = _norm_rows("next_normed", next_normed, "t", dtype)
@@ -105,7 +105,7 @@ def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:
 
 
 def _saved_rows(recurrence: str, lines: Lines | None, saved: list[Tensor], dtype: torch.dtype) -> list[Row]:
-    """Return the rows of the saved tensors in a table that `check` reads; `dtype` is the dtype of products."""
+    """Return table rows that describe the saved tensors to `check`. `dtype` is the dtype of products."""
     missing = {"A": recurrence != "selective", "pooled": lines is None}
     fields = [(name, *field) for name, field in SAVED.items() if not missing.get(name)]
     return [
@@ -121,9 +121,9 @@ def _norm_rows(name: str, normed: Normed | None, tokens: str, dtype: torch.dtype
 
 
 def _check_weights(residual: Row, scale_B: Tensor | None, weights: BlockWeights) -> dict[str, int]:
-    """Return the sizes of a block by their letters, after a check that the kernels support them.
+    """Check that the kernels support a block's weights, and return the sizes by letter.
 
-    `residual` is the row of the residual stream or of its gradient in a table that `check` reads.
+    `residual` is the table row that describes the residual stream, or its gradient, to `check`.
     """
     norm_C, in_proj, out_proj, directions = weights
     name_of_x, x, _, _ = residual

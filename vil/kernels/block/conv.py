@@ -22,7 +22,7 @@ WARPS = 4  # warps of a CTA, as in conv.cu
 
 
 def conv(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tensor:
-    """Return v_2BHD = silu(conv(u)) for the first H tokens of each direction; the last tap is the token itself."""
+    """Return v_2BHD = silu(conv(u)) for the first H tokens of each direction. The last tap reads the current token."""
     (B, L, D), dtype, taps = u_BLD.shape, u_BLD.dtype, conv_2DK.shape[2]
     v_2BHD, vector = u_BLD.new_empty(2, B, H, D), vector_width(16 // dtype.itemsize, u_BLD)
     macros = dict(INPUT=ELEMENT[dtype], VECTOR=vector, TAPS=taps)
@@ -37,8 +37,8 @@ def conv(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tenso
 
 
 def stretch_of(threads: int, L: int, multiprocessors: int) -> int:
-    """Return the tokens of a thread, a multiple of 4 that gives each multiprocessor at least 512 threads if
-    possible.
+    """Return the number of tokens per thread: a multiple of 4 that, if possible, leaves each multiprocessor at least
+    512 threads.
     """
     stretch = 64
     while stretch > 8 and threads * -(-L // stretch) < 512 * multiprocessors:

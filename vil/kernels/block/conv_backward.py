@@ -27,10 +27,11 @@ def conv_backward(
     u_BLD: Tensor, dv_2BHD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
     du_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Write du_BLD and return the gradients of filters and biases, (parts, 2, K + 1, D), to be summed; biases are last.
+    """Write du_BLD and return partial sums over tokens of the gradients of filters and biases, (parts, 2, K + 1, D).
 
-    Inputs are the gradients of v without its projections' contribution, and the gradients of the projections, for the
-    first H tokens of each direction; other tokens have zero gradients.
+    The biases have the last index of dimension K + 1. The inputs are the gradients of v without the contribution of
+    its projections, and the gradients of the projections. Both are for the first H tokens of each direction. Other
+    tokens have zero gradients.
     """
     B, L, D = u_BLD.shape
     P, taps, size = dprojected_2TP.shape[2], conv_2DK.shape[2], u_BLD.element_size()
@@ -49,10 +50,10 @@ def conv_backward(
 
 
 def share(B: int, L: int, most: int) -> tuple[int, int]:
-    """Return the tokens of a stretch, and the number of parts of all stretches, of which `most` keep the GPU busy.
+    """Return the number of tokens per stretch, and the number of parts into which all stretches are divided.
 
-    There are at most `most` parts, because another kernel adds them. All parts have equally many stretches, in groups
-    of four, and the stretches are as long as possible.
+    At most `most` parts are used, because `most` parts keep the GPU busy and another kernel must add the parts. All
+    parts have equally many stretches, in groups of four, and the stretches are as long as possible.
     """
     most = max(1, most)
     rounds = -(-B * -(-L // 256) // (4 * most))
@@ -70,7 +71,7 @@ def reference(
     u_BLD: Tensor, dv_2BHD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
     du_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Reference implementation of `conv_backward`, in one part."""
+    """Reference implementation of `conv_backward`, which returns one part."""
     dv_2BHD = dv_2BHD + (dprojected_2TP @ x_proj_2PD).view_as(dv_2BHD)
     inputs, H = [u_BLD, conv_2DK, conv_bias_2D], dv_2BHD.shape[2]
     found_BLD, dconv, dconv_bias = gradients(lambda u, w, b: conv.reference(u, w, b, H), inputs, dv_2BHD)

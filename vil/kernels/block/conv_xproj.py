@@ -19,8 +19,8 @@ SOURCE = Source("block/conv_xproj", {
     ),
 })  # fmt: skip
 
-STRIPS = 48  # strips of two tokens in a CTA
-K_TILE = 64  # channels of a stage in shared memory
+STRIPS = 48  # number of strips (of two tokens) per CTA
+K_TILE = 64  # channels per pipeline stage in shared memory
 
 
 def conv_xproj(
@@ -30,9 +30,9 @@ def conv_xproj(
     """Return v_2BHD (convolution and SiLU of both directions), projections v x_proj^T (2, T, P), and step logits (2, T,
     D).
 
-    The step is the first R columns of the projections. Its logits, step step_proj^T, are None if `project_step` is
-    False. All results are for the first H tokens of each direction, T in all. The last of the K taps is the token
-    itself.
+    The step is the first R columns of the projections. The step logits, step @ step_proj^T, are None if `project_step`
+    is False. All results are for the first H tokens of each direction (T tokens over the batch). The last of the K
+    taps reads the current token.
     """
     (B, L, D), P, R, dtype = u_BLD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2], u_BLD.dtype
     if not fits(u_BLD, P, conv_2DK.shape[2]):

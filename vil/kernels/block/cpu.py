@@ -1,8 +1,8 @@
 """Bidirectional block on CPUs in fp32, with few passes over memory, and its gradient.
 
 Convolutions of both directions, norm, gate and the scan are kernels compiled by Numba; products are PyTorch's.
-`fused_operator` decides for which tensors the block runs fused: compilers, modes and functional transforms see the
-block's separate parts instead.
+`fused_operator` decides for which tensors the block runs fused. Under compilers, modes and functional transforms, the
+separate parts of the block run instead.
 
     B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
     P columns of x_proj, R + 2N
@@ -29,7 +29,7 @@ ROWS = 16  # rows (tokens) of a task
 
 
 class Saved(NamedTuple):
-    """Tensors that forward saves for backward, beside its inputs."""
+    """Tensors that forward saves for backward, in addition to its inputs."""
 
     rstd: Tensor  # (T,) of the norm
     h: Tensor  # (T, C), normed
@@ -37,8 +37,8 @@ class Saved(NamedTuple):
     v: Tensor  # (2, T, D), convolved
     projected: Tensor  # (2, T, P)
     step_logits: Tensor  # (2, T, D)
-    y: Tensor  # (2, B, L, D), what both directions put out
-    states: Tensor  # (2, B, S, N, D), between chunks
+    y: Tensor  # (2, B, L, D), outputs of both directions
+    states: Tensor  # (2, B, S, N, D), states between chunks of tokens
 
 
 class Scanned(NamedTuple):
@@ -87,7 +87,7 @@ class _Block(torch.autograd.Function):
 def _forward(
     options: Options, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, keep: bool
 ) -> tuple[Tensor, Saved | None]:
-    """Return x' and the tensors for backward, with states if `keep`; a pooled block has no backward."""
+    """Return x' and the tensors for backward, with states if `keep`. Pooled blocks do not support backward."""
     (B, L, C), T = x_BLC.shape, x_BLC.shape[0] * x_BLC.shape[1]
     x_TC = x_BLC.view(T, C)
     h_TC, rstd_T = torch.empty_like(x_TC), x_TC.new_empty(T)
@@ -111,7 +111,7 @@ def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tens
     T, (_, D, _, R, K) = uz_TE.shape[0], weights.sizes()
     v_2TD, filters = uz_TE.new_empty(2, T, D), _filters(weights)
     _channels("conv_forward", K, B, L, D, *_token_addresses(uz_TE, L), *_addresses(*filters, v_2TD))
-    # row-major, which takes a fifth less time
+    # a row-major factor makes this product a fifth faster
     projected_2TP = torch.bmm(_both(weights, "x_proj"), v_2TD.mT).mT.contiguous()
     return v_2TD, projected_2TP, torch.bmm(projected_2TP[..., :R], _both(weights, "step_proj").mT)
 
@@ -119,7 +119,7 @@ def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tens
 def _pooled(
     recurrence: str, lines: Lines, uz_TE: Tensor, scale_B: Tensor | None, B: int, L: int, weights: BlockWeights
 ) -> Tensor:
-    """Return the input of out_proj in a pooled block, written over u."""
+    """Return the input of out_proj in a pooled block. The result overwrites u."""
     (_, D, N, R, K), T = weights.sizes(), len(uz_TE)
     skips = [direction.skip for direction in weights.directions]
     means_2BSD = uz_TE.new_empty(2, B, lines.S, D)
@@ -178,14 +178,14 @@ def _backward(
 def _through_directions(
     recurrence: str, dy_BLD: Tensor, weights: BlockWeights, saved: Saved, duz_TE: Tensor
 ) -> tuple[DirectionWeights, DirectionWeights]:
-    """Return the gradients of both directions' weights, from scan, projections and convolutions; writes du."""
+    """Return the gradients of both directions' weights in scan, projections and convolutions, and write du."""
     (B, L, D), T, R, K = dy_BLD.shape, len(duz_TE), weights.sizes().R, weights.sizes().K
     scanned = _scanned(saved.v, saved.projected, saved.step_logits, B, L, weights)
     dv_2BLD, dstep_logits_2BLD, dk_2BLN, dq_2BLN, dA_2DN, dchannels_22D = scans.backward(
         recurrence, dy_BLD.expand(2, B, L, D), *scanned, saved.states, REVERSE
     )
     dv_2TD, dstep_logits_2TD = dv_2BLD.view(2, T, D), dstep_logits_2BLD.view(2, T, D)
-    # products with few rows take half the time of products with few columns
+    # a product with few rows takes half as long as one with few columns
     dstep_2RT = torch.bmm(_both(weights, "step_proj").mT, dstep_logits_2TD.mT)
     dprojected_2TP = torch.cat([dstep_2RT.mT, dk_2BLN.view(2, T, -1), dq_2BLN.view(2, T, -1)], dim=2)
     dv_2TD.baddbmm_(dprojected_2TP, _both(weights, "x_proj"))
@@ -195,7 +195,7 @@ def _through_directions(
     tensors = *_filters(weights), dv_2TD, duz_TE, dfilters
     _channels("conv_backward", K, B, L, D, *_token_addresses(saved.uz, L), *_addresses(*tensors))
     dfilters_2KD, (dskip_2D, dstep_bias_2D) = dfilters.sum(0), dchannels_22D.unbind(1)
-    dA_log = (None, None) if scanned.A is None else dA_2DN * scanned.A  # A = -exp(A_log) is its own derivative
+    dA_log = (None, None) if scanned.A is None else dA_2DN * scanned.A  # A = -exp(A_log), so dA / dA_log = A
     first, second = (
         DirectionWeights(
             dfilters_2KD[g, :K].t().unsqueeze(1), dfilters_2KD[g, K], dx_proj_2PD[g], dstep_proj_2DR[g],

@@ -1,4 +1,4 @@
-"""CPU kernels of a block's parts around the scan, in the subset of Python that Numba compiles; `cpu` launches them.
+"""CPU kernels of all parts of a block except the scan, in the Python subset that Numba compiles. `cpu` launches them.
 
 Rows are tokens; u and z are the halves of rows of uz. Addresses and strides are in bytes. A task is a range of rows, or
 a block of `LANES` channels of one image, for which the convolutions keep a window of tokens.
@@ -30,8 +30,8 @@ from ..cpu.language import (
     store_rows,
 )  # fmt: skip
 
-AHEAD = 4  # tokens to prefetch ahead
-WINDOW = 8  # tokens, a power of 2: at least those that both filters see, and twice a filter's reach
+AHEAD = 4  # number of tokens by which prefetching runs ahead
+WINDOW = 8  # tokens; power of 2 that covers the tokens that both filters read
 
 
 @inlined
@@ -40,7 +40,7 @@ def row(address, size):
 
 
 def norm_forward():
-    """Kernel of h = gamma x rho and rho, with rho = 1 / sqrt(mean(x^2) + eps)."""
+    """Kernel that computes h = gamma x rho and rho = 1 / sqrt(mean(x^2) + eps)."""
 
     def kernel(arguments):
         _, _, tasks, rows, C, T, eps_bits, x0, gamma0, h0, rho0 = to_fixed_tuple(carray(arguments, (11,)), 11)
@@ -63,7 +63,7 @@ def norm_forward():
 
 
 def norm_backward():
-    """Kernel that adds x's gradient to dx; each row of dgamma is a task's part of gamma's gradient."""
+    """Kernel that adds the gradient of x to dx, and writes each task's partial gradient of gamma to a row of dgamma."""
 
     def kernel(arguments):
         (_, _, tasks, rows, C, T, x0, gamma0, rho0, dh0, dout0, dx0, dgamma0) = to_fixed_tuple(
@@ -92,7 +92,7 @@ def norm_backward():
 
 
 def gate_forward():
-    """Kernel of scale (y_0 + y_1) / 2 * silu(z)."""
+    """Kernel that computes scale (y_0 + y_1) / 2 * silu(z)."""
 
     def kernel(arguments):
         (_, _, tasks, rows, D, T, L, z0, zt, y0, y1, scale0, gated0) = to_fixed_tuple(carray(arguments, (13,)), 13)
@@ -113,7 +113,7 @@ def gate_forward():
 
 
 def gate_backward():
-    """Kernel of the gradients of z and of y in either direction, and of the recomputed gate's output."""
+    """Kernel that computes the gradients of z and y (equal for both directions), and recomputes the gate's output."""
 
     def kernel(arguments):
         (_, _, tasks, rows, D, T, L, z0, zt, y0, y1, scale0, gated0, dgated0, dy0, dz0) = to_fixed_tuple(
@@ -142,7 +142,7 @@ def gate_backward():
 
 @inlined
 def take_filters(weights0, bias0, g, D, first, width, taps, weights, bias):
-    """Copy a direction's filters (D, 1, taps) as rows of channels, and their biases."""
+    """Copy a direction's filters (D, 1, taps) as one row of channels per tap, and copy the biases."""
     source = row(weights0 + BYTES * first * taps, width * taps)
     for i in range(taps):
         for d in range(width):
@@ -163,8 +163,8 @@ def see(u1, ul, t, L, width, window):
 
 
 def conv_forward(taps: int):
-    """Kernel of v_g = silu(conv_g(u)), causal in the order of direction g; tap i of g = 0 sees token t - taps + 1
-    + i.
+    """Kernel that computes v_g = silu(conv_g(u)), causal in the order of direction g. At token t, tap i of direction 0
+    reads token t - taps + 1 + i.
     """
     of_weights, of_window, two = 2 * taps * LANES, WINDOW * LANES, 2 * LANES
 
@@ -204,7 +204,7 @@ def conv_forward(taps: int):
 
 
 def conv_backward(taps: int):
-    """Kernel of du, and of an image's part of the gradients of filters and biases, (B, 2, taps + 1, D)."""
+    """Kernel that computes du, and each image's gradients of filters and biases, (B, 2, taps + 1, D)."""
     of_weights, of_window, two, of_sums = 2 * taps * LANES, WINDOW * LANES, 2 * LANES, 2 * (taps + 1) * LANES
 
     def kernel(arguments):
@@ -228,7 +228,7 @@ def conv_backward(taps: int):
             take_filters(w1, bias1, 1, D, first, width, taps, weights, bias)
             u1, dv1, du1 = u0 + b * ub + BYTES * first, dv0 + BYTES * (b * L * D + first), du0 + b * ub + BYTES * first
             clear(window, WINDOW)
-            # gradients of the filters' outputs for the last tokens, one buffer for each direction
+            # gradients of the filters' outputs for the most recent tokens, one buffer per direction
             clear(before, WINDOW)
             clear(behind, WINDOW)
             clear(sums, 2 * (taps + 1))
@@ -264,7 +264,7 @@ def conv_backward(taps: int):
                 else:
                     clear(before[t % WINDOW : t % WINDOW + 1], 1)
                     clear(behind[t % WINDOW : t % WINDOW + 1], 1)
-                seen = t - (taps - 1)  # the token that no filter reads any more
+                seen = t - (taps - 1)  # oldest token, which no later output reads
                 if seen >= 0:
                     for d in range(LANES):
                         total = ZERO
@@ -282,9 +282,7 @@ def conv_backward(taps: int):
 
 @inlined
 def position_in_line(i, count, length):
-    """Return the indices of the pooled token and of the line of token i in the order of lines, and its position in the
-    line.
-    """
+    """Return the pooled token, the line and the position in the line of token i, where tokens are ordered by lines."""
     center = count * length // 2
     patch = i - (i > center)
     line = patch // length
@@ -302,7 +300,7 @@ def index_in_memory(i, count, length, next, next_line):
 
 @inlined
 def see_in_line(u1, ul, i, count, length, next, next_line, width, window):
-    """`see` for token i in the order of lines."""
+    """Store token i, in the order of lines, in the window, as `see` does."""
     if i <= count * length:
         index = index_in_memory(i, count, length, next, next_line)
         load_rows(u1 + index * ul, 0, width, 1, window[i % WINDOW : i % WINDOW + 1])
@@ -311,7 +309,7 @@ def see_in_line(u1, ul, i, count, length, next, next_line, width, window):
 
 
 def pool_forward(taps: int):
-    """Kernel of the means of v_g = silu(conv_g(u)) over lines; writes (skip_0 v_0 + skip_1 v_1) / 2 over u."""
+    """Kernel that averages v_g = silu(conv_g(u)) over lines, and overwrites u by (skip_0 v_0 + skip_1 v_1) / 2."""
     of_weights, of_window, two = 2 * taps * LANES, WINDOW * LANES, 2 * LANES
 
     def kernel(arguments):
@@ -371,7 +369,7 @@ def pool_forward(taps: int):
 
 
 def pooled_gate_forward():
-    """Kernel of scale ((y_0 + y_1) / 2 + skipped) silu(z), written over `skipped`; y is that of a token's line."""
+    """Kernel that overwrites `skipped` by scale ((y_0 + y_1) / 2 + skipped) silu(z). y is the output of each line."""
 
     def kernel(arguments):
         (_, _, tasks, rows, D, T, L, uz0, uzt, y0, y1, scale0, count, length, columns) = to_fixed_tuple(

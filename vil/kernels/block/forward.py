@@ -1,4 +1,4 @@
-"""Forward of the fused block on NVIDIA GPUs: a few kernels and products, whose order is recorded once and replayed.
+"""Forward pass of the fused block on NVIDIA GPUs. Its kernel launches and products are recorded once and replayed.
 
 B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
 M output tokens    H tokens that each direction reads    E columns of uz
@@ -24,7 +24,7 @@ REVERSE = (False, True)
 
 
 class Projected(NamedTuple):
-    """Inputs of the recurrence for H tokens of both directions."""
+    """Inputs of the recurrence, for the H tokens that each direction reads."""
 
     v: Tensor  # (2, B, H, D)
     k: Tensor  # (2, B, H, N)
@@ -42,7 +42,7 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     (B, L, C), D, dtype = x_BLC.shape, weights.out_proj.shape[1], options.dtype
     tokens, x_TC = Tokens(L, options.class_token_only), x_BLC.view(-1, C)
     tiles = None if options.class_token_only else kernels.empty_tiles(B * L, weights.out_proj, dtype)
-    # a separate product is written over the residual stream, which must be a copy
+    # cuBLAS accumulates out_proj's product into the residual stream, so copy the stream first
     copy = not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
     packed, norm = kernels.pack_weights(weights, dtype, tiles, None if normed else x_TC, options.eps, copy)
     w, A_2DN = PackedWeights.of(packed, weights.sizes()), A_of(weights)
@@ -70,7 +70,7 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
 def _read_tokens(
     options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None, tokens: Tokens
 ) -> tuple[kernels.GateInputs, None, Tensor]:
-    """Return the inputs of the gate and the states, for a recurrence over every token."""
+    """Run the recurrence over every token. Return the inputs of the gate and the states."""
     schedule, from_step = kernels.schedule_scan(options.recurrence, u_BLD, tokens.H, w.x_proj, w.step_proj)
     p = project(u_BLD, w, tokens.H, not from_step)
     y_2BHD, states = scans.scan_forward(
@@ -83,7 +83,7 @@ def _read_tokens(
 def _read_lines(
     options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None
 ) -> tuple[kernels.GateInputs, Tensor, Tensor]:
-    """Return the inputs of the gate, the means of lines, and the states, for a recurrence over lines."""
+    """Run the recurrence over the means of lines. Return the inputs of the gate, the means and the states."""
     lines = options.lines
     assert lines is not None
     means_2BSD, skipped_BLD = kernels.pool(u_BLD, w.conv, w.conv_bias, w.skip, lines)
@@ -109,13 +109,13 @@ def project_pooled(means_2BSD: Tensor, w: PackedWeights) -> Projected:
 
 
 def A_of(weights: BlockWeights) -> Tensor | None:
-    """Return A (2, D, N) of the selective recurrence, or None."""
+    """Return the decay rates A (2, D, N) of the selective recurrence, or None for Longhorn."""
     first, second = (direction.A_log for direction in weights.directions)
     return None if first is None or second is None else -torch.stack([first.float(), second.float()]).exp()
 
 
 def split(uz_BLE: Tensor, xhat_TC: Tensor, w: PackedWeights, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Return u of all tokens and z of the output tokens."""
+    """Split uz into u of all tokens and z of the output tokens."""
     if not tokens.class_token_only:
         u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
         return u_BLD, z_BLD

@@ -1,4 +1,4 @@
-"""Choice of the fused operator of a block: the one for NVIDIA GPUs, the one for CPUs, or none."""
+"""Choice of a block's fused operator: the operator for NVIDIA GPUs, the operator for CPUs, or None."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .weights import BlockWeights
 
 
 def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -> Callable | None:
-    """Return the operator that computes a block of these weights for this residual stream on this machine, or None.
+    """Return the fused operator for a block with these weights and this residual stream, or None if none supports it.
 
-    The operator accepts (x_BLC, weights, options, scale_B, normed) and returns x' and its norm or None, as
-    `block_op.block`.
+    Like `block_op.block`, the operator accepts (x_BLC, weights, options, scale_B, normed) and returns x' and its norm
+    or None.
     """
     dtype, device, sizes = weights.norm.dtype, x_BLC.device, weights.sizes()
     fits = [t is not None and t.dtype == dtype and t.device == device and is_plain(t) for t in weights.flat()]
@@ -28,13 +28,14 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -
     backend = backends.backend_for(device)
     if backend == "cuda":
         return None if backends.transformed() else block_op.block
-    # on a CPU, compilers and other observers must see the separate parts of a block
+    # on CPUs, a block runs unfused under compilers, modes and functional transforms
     hidden = dtype == FP32 and backends.unobserved(x_BLC) and not torch.is_autocast_enabled("cpu")
-    if backend != "cpu" or not hidden or (pooled and torch.is_grad_enabled()):  # pooled blocks have no backward on CPUs
+    # the fused pooled block on CPUs does not support backward
+    if backend != "cpu" or not hidden or (pooled and torch.is_grad_enabled()):
         return None
     return cpu.block
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor owns its values, unlike wrapper subclasses such as those of torchao and DTensor."""
+    """Return whether a tensor stores its own values, unlike wrapper subclasses such as those of DTensor and torchao."""
     return not hasattr(type(tensor), "__tensor_flatten__")

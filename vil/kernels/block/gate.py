@@ -32,18 +32,18 @@ WARPS = 4  # warps of a CTA, as in gate.cu
 class GateInputs(NamedTuple):
     """The two tensors whose mean is gated."""
 
-    first: Tensor  # (B, L, D): y of the first direction; in a pooled block, the sum of both skip connections
-    second: Tensor  # (B, L, D): y of the second direction; in a pooled block (B, S, D), the sum of both by line
+    first: Tensor  # (B, L, D): y of the first direction, or the sum of both skip connections in a pooled block
+    second: Tensor  # (B, L, D): y of the second direction, or the sum of both y per line (B, S, D) in a pooled block
     lines: Lines | None = None  # of a pooled block
 
     def arguments(self) -> dict:
-        """Return the arguments of kernels."""
+        """Return the kernel arguments that describe the two tensors."""
         lines = (self.lines or Lines(0, 0, False)).arguments()
         return dict(y_0=self.first, y_1=self.second, **lines)
 
 
 def gate(y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    """Return scale * mean * silu(z), and the mean if `keep`, otherwise an empty tensor."""
+    """Return scale * mean * silu(z) and, if `keep`, the mean (otherwise an empty tensor)."""
     B, L, D = y.first.shape
     gated_BLD = z_BLD.new_empty(B, L, D)
     mean_BLD = torch.empty_like(gated_BLD) if keep else gated_BLD.new_empty(0)
@@ -71,7 +71,7 @@ def gate_backward(
 
 
 def token_stride(t_BLD: Tensor) -> int:
-    """Return the stride from one token to the next, which also holds across images, even if L is 1."""
+    """Return the stride between tokens, computed from the stride between images, so that L may be 1."""
     return t_BLD.stride(0) // t_BLD.shape[1]
 
 

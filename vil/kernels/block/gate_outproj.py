@@ -1,4 +1,4 @@
-"""Gate, product with out_proj and residual addition: one kernel for few tokens or on Hopper, otherwise two steps."""
+"""Gate, product with out_proj and residual addition: one kernel for few tokens or on Hopper, otherwise two launches."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def gate_outproj(
     x_TC: Tensor, y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Return x + gated out_proj^T and the two results of `gate`; the sum is written over x unless `fuses_product`.
+    """Return x + gated @ out_proj^T, the mean of both directions (empty unless `keep`), and a list.
 
-    The third result is the norm of the sum and its factors, as in `pack_weights`, if `eps` and `tiles` are given,
-    otherwise an empty list.
+    The sum overwrites x unless `fuses_product`. If `eps` and `tiles` are given, the list has the norm of the sum and
+    the norm's factors, as in `pack_weights`. Otherwise, the list is empty.
     """
     (B, L, D), (T, C), dtype = y.first.shape, x_TC.shape, z_BLD.dtype
     if not fuses_product(x_TC, D, dtype):
@@ -61,12 +61,12 @@ def gate_outproj(
 
 
 def cta_count(T: int, C: int) -> int:
-    """Return the number of CTAs of `gate_outproj_of_few`: one for 16 tokens and 48 outputs."""
+    """Return the number of CTAs of `gate_outproj_of_few`, which compute 16 tokens x 48 outputs each."""
     return -(-T // 16) * (C // 48)
 
 
 def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Compute x += a @ b without intermediate rounding."""
+    """Compute x += a @ b without rounding the product before the addition."""
     if a.dtype == x.dtype:
         return torch.addmm(x, a, b, out=x)
     return torch.addmm(x, a, b, out_dtype=x.dtype, out=x)
@@ -76,7 +76,7 @@ def reference(
     x_TC: Tensor, y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Reference implementation of `gate_outproj`, with the norm whenever `eps` is given."""
+    """Reference implementation of `gate_outproj`, which returns the norm whenever `eps` is given."""
     gated_BLD, mean_BLD = gates.reference(y, z_BLD, scale_B, keep)
     out_TC = x_TC + gated_BLD.flatten(0, 1) @ out_proj_CD.t()
     return out_TC, mean_BLD, [] if eps is None else list(reference_norm(out_TC, eps, out_TC.dtype))

@@ -1,5 +1,6 @@
-"""Backward of gate and product with out_proj: one kernel for many tokens on Hopper, otherwise a product and a gate
-kernel.
+"""Backward of the gate and the product with out_proj.
+
+For many tokens on Hopper, this is one kernel, otherwise a product and a gate kernel.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ def gate_outproj_backward(
     dout_TC: Tensor, out_proj_CD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor,
     dz_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Run `gate_backward` on the gradient dout out_proj of the product.
+    """Run `gate_backward` with the gradient dout @ out_proj of the gate's output.
 
-    On Hopper, product and gate are one kernel if the tokens fill the GPU, and z and dz are halves of uz and of its
-    gradient.
+    On Hopper, the product and the gate's backward are one kernel if the tokens fill the GPU, z is half of uz and dz is
+    half of the gradient of uz.
     """
     (T, C), (_, L, D) = dout_TC.shape, mean_BLD.shape
     dout_TC = dout_TC.contiguous()
@@ -40,8 +41,8 @@ def gate_outproj_backward(
         dgated_BLD = torch.mm(dout_TC, out_proj_CD).view_as(mean_BLD)
         return gates.gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
     gated_BLD = torch.empty_like(mean_BLD)
-    slices = D // 128  # slices of 128 channels; a CTA has one slice and a multiprocessor's whole shared memory
-    blocks = max(1, hardware.multiprocessors(device_of(dout_TC)) // slices)  # CTAs of each slice
+    slices = D // 128  # number of slices of 128 channels; a CTA fills a multiprocessor and processes one slice
+    blocks = max(1, hardware.multiprocessors(device_of(dout_TC)) // slices)  # number of CTAs per slice
     rounds, tokens = forward.shares(T, blocks)
     macros = macros_of(dout_TC.dtype, C)
     launches.launch(SOURCE, "gate_outproj_backward", macros, blocks * slices, 384, dict(
@@ -53,7 +54,7 @@ def gate_outproj_backward(
 
 
 def macros_of(dtype: torch.dtype, C: int) -> dict:
-    """Return the macros for weights of 128 channels, and as many slots for each of two warp groups as fit."""
+    """Return the macros, with as many slots per warp group as shared memory has beside the weights of 128 channels."""
     weights, slot = C * 128 * 2, 64 * 128 + 2 * 8
     slots = (227 * 1024 - weights - 8) // (2 * slot)
     return dict(INPUT=ELEMENT[dtype], WIDTH=C, SLOTS=slots, CTA_BYTES=weights + 2 * slots * slot + 8)

@@ -21,7 +21,7 @@ SOURCE = Source("block/gate_outproj_sm90", {
     ),
 }, only_hopper=True)  # fmt: skip
 
-STAGES, SLOTS = 5, 2  # pipeline stages of weights and of tokens
+STAGES, SLOTS = 5, 2  # number of pipeline stages for weights and for tokens
 
 
 def fits(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -41,9 +41,10 @@ def gate_outproj_sm90(
     x_TC: Tensor, y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, tiles: Tensor, mean_BLD: Tensor | None,
     eps: float | None,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Return x + gated out_proj^T and, if `eps` is given, its norm and factors; writes `mean_BLD` if given.
+    """Return x + gated out_proj^T and, if `eps` is given, the norm of this sum and the norm's factors.
 
-    x must be aligned to 16 bytes, and z must be the last half of uz.
+    The mean of both directions is written to `mean_BLD` if given. x must be aligned to 16 bytes, and z must be the
+    last half of uz.
     """
     (_, L, D), (T, C), dtype = y.first.shape, x_TC.shape, z_BLD.dtype
     assert token_stride(z_BLD) == 2 * D
@@ -68,6 +69,6 @@ def macros_of(dtype: torch.dtype, C: int, keep: bool, pooled: bool) -> dict:
 
 
 def shares(T: int, blocks: int) -> tuple[int, int]:
-    """Return how often each of the two warp groups of every block takes tokens, and how many (at most 64)."""
+    """Return how many rounds each of a CTA's two warp groups runs, and the number of tokens (at most 64) per round."""
     rounds = -(-T // (2 * 64 * blocks))
     return rounds, -(-T // (2 * rounds * blocks))

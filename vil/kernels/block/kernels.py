@@ -1,9 +1,9 @@
 # ruff: noqa: F401
 """All kernels of a block except the scan, as forward and backward call them.
 
-Each kernel has a module with the name of its source, with limits, macros, launch and, as `reference`, the reference
-implementation. If a kernel has dynamic shared memory, the macro CTA_BYTES is the host's count of its bytes, which the
-kernel compares with its own count. docs/kernels/block.md explains what each kernel computes.
+Each kernel has a module with the name of its source, which contains limits, macros, launch and the reference
+implementation `reference`. If a kernel has dynamic shared memory, the host computes its size as the macro CTA_BYTES,
+and the kernel asserts that CTA_BYTES is correct. docs/kernels/block.md explains what each kernel computes.
 """
 
 from __future__ import annotations

@@ -10,30 +10,29 @@ from torch import Tensor
 
 from ..cuda.source import I64, Parameters
 
-# parameters of lines.cuh; `Lines.arguments` returns the arguments
+# kernel parameters that lines.cuh expects; `Lines.arguments` returns their values
 LINE_PARAMETERS: Parameters = dict(count=I64, length=I64, next=I64, next_line=I64)
 
 
 class Lines(NamedTuple):
-    """Shape of the lines: each line of patches is one pooled token, and the class token is another, at index number //
-    2.
+    """Number, length and orientation of the lines of patches.
 
-    The class token is at index number * length // 2 of the sequence, both in the order of lines and in memory, where
-    patches are row-major.
+    Each line is one pooled token. The class token is another pooled token, at index number // 2. Among all tokens, the
+    class token has index number * length // 2, both in the order of lines and in row-major memory order.
     """
 
     number: int
     length: int
-    columns: bool  # whether lines are columns
+    columns: bool  # whether lines are columns (otherwise rows) of patches
 
     @classmethod
     def of(cls, h: int, w: int, columns: bool) -> Lines:
-        """Return the lines of a grid of patches."""
+        """Return the lines (rows or columns) of a grid of patches."""
         return cls(w, h, True) if columns else cls(h, w, False)
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Lines | None:
-        """Return the lines of an operator's argument, which is empty if the block is not pooled."""
+        """Convert an operator's list argument to `Lines`, or to None if the list is empty (the block is not pooled)."""
         if len(numbers) not in (0, 3):
             raise ValueError(f"lines must hold number, length and columns, or nothing, got {len(numbers)} numbers")
         return cls(numbers[0], numbers[1], bool(numbers[2])) if numbers else None
@@ -49,7 +48,7 @@ class Lines(NamedTuple):
         return self.number * self.length + 1
 
     def arguments(self) -> dict[str, int]:
-        """Return the arguments of lines.cuh."""
+        """Return the values of the kernel parameters `LINE_PARAMETERS`."""
         next, next_line = (self.number, 1) if self.columns else (1, self.length)
         return dict(count=self.number, length=self.length, next=next, next_line=next_line)
 
@@ -63,31 +62,29 @@ class Lines(NamedTuple):
         return torch.cat([patches[:center], torch.tensor([center]), patches[center:]])
 
     def pooled(self) -> Tensor:
-        """Return the index of each token's pooled token, in the order of lines."""
+        """Return the index of the pooled token of each token, for tokens in the order of lines."""
         lines = torch.arange(self.L - 1) // self.length
         lines, center = lines + (lines >= self.number // 2), (self.L - 1) // 2
         return torch.cat([lines[:center], torch.tensor([self.number // 2]), lines[center:]])
 
     def pooled_in_memory(self) -> Tensor:
-        """Return the index of each token's pooled token, in memory order."""
+        """Return the index of the pooled token of each token, for tokens in memory order."""
         return self.pooled()[self.order().argsort()]
 
 
 def cta_shape(D: int, vector: int) -> tuple[int, int]:
-    """Return the number of CTAs that share a token's channels, and the threads of each: whole warps, up to 192."""
+    """Return the number of CTAs that share a token's channels, and the threads per CTA (whole warps, at most 192)."""
     groups = -(-D // (vector * 192))
     return groups, -(-D // (vector * groups * 32)) * 32
 
 
 def in_order(t_BLX: Tensor, lines: Lines) -> Tensor:
-    """Reorder tokens to the order of lines, for reference implementations."""
+    """Reorder tokens from memory order to the order of lines (for reference implementations)."""
     return t_BLX[:, lines.order().to(t_BLX.device)]
 
 
 def line_means(v_BLD: Tensor, lines: Lines) -> Tensor:
-    """Return the mean of each pooled token (B, S, D), for tokens in the order of lines; for reference
-    implementations.
-    """
+    """Average tokens in the order of lines to pooled tokens (B, S, D) (for reference implementations)."""
     pooled = lines.pooled().to(v_BLD.device)
     sums_BSD = v_BLD.new_zeros(v_BLD.shape[0], lines.S, v_BLD.shape[2]).index_add(1, pooled, v_BLD)
     return sums_BSD / pooled.bincount(minlength=lines.S)[:, None]

@@ -18,7 +18,7 @@ SOURCE = Source("block/norm_backward", {
 
 
 def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x, which both xhat and the residual stream use, in fp32 and in xhat's dtype."""
+    """Return the gradient of x from those of xhat and of the residual stream, in fp32 and in xhat's dtype."""
     (T, C), rounds = xhat_TC.shape, xhat_TC.dtype != dresidual_TC.dtype
     dx_TC = torch.empty_like(dresidual_TC)
     rounded_TC = torch.empty_like(xhat_TC) if rounds else dx_TC
@@ -31,12 +31,12 @@ def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_T
 
 
 def empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Allocate xhat in `dtype` and its factors (T,)."""
+    """Allocate xhat in `dtype` and the norm's factors rstd (T,)."""
     return [torch.empty_like(x_TC, dtype=dtype), x_TC.new_empty(len(x_TC))]
 
 
 def reference_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Reference implementation of the norm; returns xhat and its factors."""
+    """Reference implementation of the norm, which returns xhat and the factors rstd."""
     rstd_T = (x_TC.square().mean(-1) + eps).rsqrt()
     return (x_TC * rstd_T[:, None]).to(dtype), rstd_T
 

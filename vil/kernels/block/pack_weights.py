@@ -1,6 +1,4 @@
-"""Packing of a block's weights into one tensor for kernels and products, combined with the norm of the block's
-input.
-"""
+"""Packing of a block's weights into one tensor, in the same launch as the norm of the block's input."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ from ..cuda.source import DOUBLE, I64, In, Out, Parameters, Pointer, Source
 from .norm_backward import empty_norm, reference_norm
 from .weights import BlockWeights, Sizes
 
-WEIGHTS = "conv", "conv_bias", "x_proj", "step", "step_bias", "skip"  # of a direction, as kernels name them
+WEIGHTS = "conv", "conv_bias", "x_proj", "step", "step_bias", "skip"  # names of a direction's weights in kernels
 
 
 def direction_parameters(prefix: str, pointer: Pointer) -> Parameters:
-    """Declare the parameters of `by_direction`."""
+    """Declare kernel parameters for the arguments that `by_direction` returns."""
     return {f"{prefix}{name}_{g}": pointer for name in WEIGHTS for g in (0, 1)}
 
 
@@ -39,15 +37,15 @@ SOURCE = Source("block/pack_weights", {
     ),
 })  # fmt: skip
 
-ALIGNMENT = 64  # elements; alignment of weights and gradients that share memory
+ALIGNMENT = 64  # elements; alignment of each weight or gradient within a shared tensor
 
 
 class PackedWeights(NamedTuple):
-    """Weights as kernels and products read them: projections in the products' dtype, others in fp32."""
+    """Weights in the layout of kernels and products, with projections in the products' dtype and others in fp32."""
 
-    in_proj: Tensor  # (2D, C), the norm's weight in it: in_proj @ (norm * xhat) = (in_proj * norm) @ xhat
+    in_proj: Tensor  # (2D, C), multiplied by the norm's weight: in_proj @ (norm * xhat) = (in_proj * norm) @ xhat
     out_proj: Tensor  # (C, D)
-    x_proj: Tensor  # (2, padded R + 2N, D), with R padded by zeros
+    x_proj: Tensor  # (2, padded R + 2N, D), where zero rows pad R
     step_proj: Tensor  # (2, D, padded R)
     conv: Tensor  # (2, D, K)
     conv_bias: Tensor  # (2, D)
@@ -69,20 +67,20 @@ class PackedWeights(NamedTuple):
 
 
 def _parts(sizes: Sizes) -> list[tuple[tuple[int, ...], bool]]:
-    """Return the shapes of `PackedWeights`, and which are at least fp32."""
+    """Return the shape of each field of `PackedWeights`, and whether the field is stored in at least fp32."""
     C, D, _, _, K = sizes
     products = (2 * D, C), (C, D), (2, sizes.padded_P, D), (2, D, sizes.padded_R)
     return [*((shape, False) for shape in products), ((2, D, K), True), *3 * [((2, D), True)]]
 
 
 def _length(shape: tuple[int, ...], dtype: torch.dtype, fp32: bool) -> int:
-    """Return the elements of `dtype` of a part, padded so that the next part is aligned."""
+    """Return the size of a part in elements of `dtype`, padded so that the next part is aligned."""
     elements = math.prod(shape) * (2 if fp32 and dtype.itemsize < 4 else 1)
     return elements + -elements % ALIGNMENT
 
 
 def packed_size(sizes: Sizes, dtype: torch.dtype) -> int:
-    """Return the elements of `dtype` of all packed weights."""
+    """Return the size of all packed weights in elements of `dtype`."""
     return sum(_length(shape, dtype, fp32) for shape, fp32 in _parts(sizes))
 
 
@@ -91,8 +89,8 @@ def pack_weights(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Pack the weights of a block into one tensor for `PackedWeights`, and write `tiles` for `gate_outproj`.
 
-    If x_TC is given, also return its norm without weight, x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in
-    fp32, and x or a copy of x, which costs little in this kernel.
+    If x_TC is given, also return its norm without weight, x / sqrt(mean(x^2) + eps), in `dtype`, the norm's factors
+    (T,) in fp32, and x or, at little extra cost, a copy of x.
     """
     C, D, _, R, K = sizes = weights.sizes()
     packed = weights.norm.new_empty(packed_size(sizes, dtype), dtype=dtype)
@@ -116,14 +114,12 @@ def pack_weights(
 
 
 def by_direction(prefix: str, directions: Sequence[Sequence[Tensor | None]]) -> dict:
-    """Name the first six weights of both directions as kernels do, with the prefix d for gradients."""
+    """Return the first six weights of both directions by kernel parameter name. `prefix` is "d" for gradients."""
     return {f"{prefix}{name}_{g}": t for g, weights in enumerate(directions) for name, t in zip(WEIGHTS, weights)}
 
 
 def reference_packed(weights: BlockWeights, dtype: torch.dtype) -> PackedWeights:
-    """Reference implementation of `PackedWeights`, in the parameters' dtype or, for both directions' weights, in
-    `dtype`.
-    """
+    """Reference implementation of the packing. Weights of the directions are in `dtype`, others in their own dtype."""
     first, second = weights.directions
     conv, conv_bias, x_proj, step_proj, step_bias, skip = [
         torch.stack(pair).to(dtype) for pair in zip(first[:6], second[:6])
@@ -137,7 +133,7 @@ def reference_packed(weights: BlockWeights, dtype: torch.dtype) -> PackedWeights
 def reference(
     weights: BlockWeights, dtype: torch.dtype, tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Reference implementation of `pack_weights`, without tiles."""
+    """Reference implementation of `pack_weights`, which does not write `tiles`."""
     packed = weights.norm.new_zeros(packed_size(weights.sizes(), dtype), dtype=dtype)
     for part, value in zip(PackedWeights.of(packed, weights.sizes()), reference_packed(weights, dtype)):
         part.copy_(value)

@@ -19,15 +19,15 @@ SOURCE = Source("block/pool", {
 })  # fmt: skip
 
 VECTOR = 2
-WARPS = {2: 30, 4: 24}  # warps of a multiprocessor, by element size in bytes
+WARPS = {2: 30, 4: 24}  # resident warps per multiprocessor, by element size in bytes
 
 
 def pool(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, skip_2D: Tensor, lines: Lines
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return means_2BSD of v = silu(conv(u)) over lines, and skip * v summed over both directions.
+    """Return the means over lines (2, B, S, D) of v = silu(conv(u)), and the sum of skip * v over both directions.
 
-    The last tap is the token itself. Tokens are row-major in memory, in inputs and results.
+    The last tap reads the current token. Tokens of inputs and results are in memory order (row-major).
     """
     B, L, D = u_BLD.shape
     means_2BSD = u_BLD.new_empty(2, B, lines.S, D)

@@ -18,7 +18,7 @@ from .weights import BlockWeights, DirectionWeights, Options
 
 
 def block(x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None) -> Tensor:
-    """Return x + scale * out_proj(mean of both directions * silu(z)); the arguments are those of `block_op.block`."""
+    """Return x + scale * out_proj(mean of both directions * silu(z)), for the arguments of `block_op.block`."""
     h_BLC = F.rms_norm(x_BLC, weights.norm.shape, weights.norm, options.eps)
     u_BLD, z_BLD = F.linear(h_BLC, weights.in_proj).chunk(2, dim=-1)
     forward, backward = (direction(options.recurrence, u_BLD, weights.directions[g], reverse=g == 1) for g in (0, 1))
@@ -43,7 +43,7 @@ def direction(recurrence: str, u_BLD: Tensor, weights: DirectionWeights, *, reve
 
 
 def gradients(function: Callable, inputs: Sequence[Tensor | None], dy: Tensor) -> list[Any]:
-    """Return the gradients of `function(*inputs)` by autograd, a tensor or None like the input of each."""
+    """Return the gradients of `function(*inputs)` by autograd, one tensor or None per input."""
     inputs = [t if t is None else t.detach().requires_grad_() for t in inputs]
     with torch.enable_grad():
         y = function(*inputs)

@@ -19,13 +19,14 @@ SOURCE = Source("block/scan_lines", {
     ),
 })  # fmt: skip
 
-# channels of a CTA; maximum number of lines without states between chunks, which backward would need
+# channels per CTA; maximum number of lines (one chunk, so that backward needs no saved states)
 CHANNELS, MOST_LINES = 32, CHUNK
 
 
 def fits(means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
-    """Return whether `scan_lines` supports the inputs, which must be few, because each CTA projects all channels of an
-    image.
+    """Return whether `scan_lines` supports the inputs and is fast for them.
+
+    The batch must be small, because each CTA computes the projections of all channels of an image.
     """
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     shape = means_2BSD.dtype.itemsize == 2 and D % 128 == R % 8 == 0 and P - R == 32 and S <= MOST_LINES
@@ -38,9 +39,9 @@ def scan_lines(
     recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, A_2DN: Tensor | None,
     step_bias_2D: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return y_BSD summed over both directions, and the empty states between chunks.
+    """Return y_BSD summed over both directions, and an empty tensor instead of states between chunks.
 
-    The first R of the P columns of x_proj are the step.
+    The first R of the P columns of x_proj project to the step.
     """
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     y_BSD, macros = torch.empty_like(means_2BSD[0]), macros_of(recurrence, means_2BSD, P, R)
@@ -65,7 +66,7 @@ def reference(
     recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, A_2DN: Tensor | None,
     step_bias_2D: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Reference implementation of `scan_lines`, without the empty states."""
+    """Reference implementation of `scan_lines`, which returns only y."""
     P, R = x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     projected_2BSP = means_2BSD @ x_proj_2PD.mT[:, None]
     step, k, q = projected_2BSP.split((R, (P - R) // 2, (P - R) // 2), dim=-1)

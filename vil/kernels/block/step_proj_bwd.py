@@ -21,10 +21,10 @@ SOURCE = Source("block/step_proj_bwd", {
 def step_proj_backward(
     dstep_logits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of all columns of the projections (2, T, P), and of step_proj.
+    """Return the gradient of the projections (2, T, P), and partial sums of the gradient of step_proj.
 
-    The columns are dstep_logits step_proj, dk and dq. The gradient of step_proj, dstep_logits^T step, is in parts of
-    the tokens: (2, parts, D, R) in fp32.
+    The columns of the first result are dstep_logits @ step_proj, dk and dq. The second result is dstep_logits^T @ step
+    for each part of the tokens, (2, parts, D, R) in fp32.
     """
     (_, T, D), R, N = dstep_logits_2TD.shape, step_proj_2DR.shape[2], dk_2TN.shape[2]
     if not fits(dstep_logits_2TD.dtype, D, R):
@@ -44,8 +44,9 @@ def step_proj_backward(
 
 
 def fits(dtype: torch.dtype, D: int, R: int) -> bool:
-    """Return whether one kernel supports the sizes, so that a warp's registers hold its part of step_proj and its
-    gradient.
+    """Return whether one kernel supports the sizes.
+
+    The registers of a warp must hold the warp's part of step_proj and of its gradient.
     """
     return dtype.itemsize == 2 and D <= 768 and R <= 24 and D % 128 == R % 8 == 0
 
@@ -58,8 +59,9 @@ def macros_of(dtype: torch.dtype, D: int, R: int, N: int) -> dict:
 
 
 def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
-    """Return a^T b in fp32 by parts of the tokens (2, parts, M, N), because one product would leave most of the GPU
-    idle.
+    """Return a^T @ b in fp32 for each part of the tokens, (2, parts, M, N).
+
+    The tokens are split into parts, because one product would leave most of the GPU idle.
     """
     T = a_2TM.shape[1]
     parts = next(parts for parts in range(min(T, 16), 0, -1) if T % parts == 0)
@@ -74,11 +76,11 @@ def _bmm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
 def reference(
     dstep_logits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Reference implementation of `step_proj_backward`, in one part."""
+    """Reference implementation of `step_proj_backward`, which returns one part."""
     dprojected_2TP = torch.cat([dstep_logits_2TD @ step_proj_2DR, dk_2TN, dq_2TN], dim=-1)
     return dprojected_2TP, reference_products(dstep_logits_2TD, step_2TR)
 
 
 def reference_products(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
-    """Reference implementation of `products_over_tokens`, in one part."""
+    """Reference implementation of `products_over_tokens`, which returns one part."""
     return (a_2TM.mT @ b_2TN)[:, None]

@@ -15,7 +15,7 @@ SOURCE = Source("block/sum_lines", {
 
 
 def sum_lines(e_BLD: Tensor, lines: Lines) -> Tensor:
-    """Return the sums over lines (B, S, D) of tokens that are row-major in memory."""
+    """Sum tokens in memory order (row-major) over each line, to (B, S, D)."""
     B, _, D = e_BLD.shape
     sums_BSD = e_BLD.new_empty(B, lines.S, D)
     vector = vector_width(16 // e_BLD.element_size(), e_BLD)

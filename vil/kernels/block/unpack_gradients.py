@@ -29,15 +29,15 @@ def unpack_gradients(
     norm_C: Tensor, in_proj: Tensor, sizes: Sizes, dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
     dstep_proj: Tensor, dskips: Tensor, dstep_bias: Tensor, dtype: torch.dtype, in_one: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """Return gradients of norm_C, in_proj and each direction's first six weights from those of the packed weights.
+    """Return gradients of norm_C, in_proj and each direction's first six weights from gradients of the packed weights.
 
     Args:
-        norm_C, in_proj: The weights, for the gradients of their product.
+        norm_C, in_proj: Weights, from which the gradients of their product are split.
         sizes: Sizes of the weights.
         dfolded: Gradient of the projection that contains the norm's weight.
         dfilters: (parts, 2, taps + 1, D), to be summed over parts, with the bias after the taps.
         dx_proj: (2, parts, padded R + 2N, D), to be summed over parts.
-        dstep_proj: (2, other parts, D, padded R), to be summed over parts.
+        dstep_proj: (2, parts, D, padded R), to be summed over parts, whose number may differ from that of `dfilters`.
         dskips: (parts, 2, D), to be summed over parts.
         dstep_bias: (2, D).
         dtype: Dtype of the products.

@@ -1,6 +1,6 @@
-"""Named tuples of a block's operators: weights, sizes, options, and tensors saved for backward.
+"""Named tuples for a block's operators: weights, sizes, options, and tensors saved for backward.
 
-The schema of `vil::block` supports only tensors and lists; `flat` and `of` convert between names and lists.
+The schema of `vil::block` supports only tensors and lists. `flat` and `of` convert between named tuples and lists.
 
     C model width    D inner width    N states of a channel    R rank of the step projection    P = R + 2N    K taps
     B batch    L tokens    T tokens of the batch    M output tokens    S states between chunks
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
     @property
     def padded_R(self) -> int:
-        """R padded to a multiple of 8, as fast matrix products need."""
+        """R rounded up to a multiple of 8, which fast matrix products require."""
         return self.R + -self.R % 8
 
     @property
@@ -57,7 +57,7 @@ class DirectionWeights(NamedTuple):
     step_proj: Tensor  # (D, R)
     step_bias: Tensor  # (D,)
     skip: Tensor  # (D,)
-    A_log: Tensor | None = None  # (D, N) of the selective recurrence: A = -exp(A_log)
+    A_log: Tensor | None = None  # (D, N), only for the selective recurrence: A = -exp(A_log)
 
 
 class BlockWeights(NamedTuple):
@@ -66,7 +66,7 @@ class BlockWeights(NamedTuple):
     norm: Tensor  # (C,)
     in_proj: Tensor  # (2D, C): u, then z
     out_proj: Tensor  # (C, D)
-    directions: tuple[DirectionWeights, DirectionWeights]  # first token to last, last token to first
+    directions: tuple[DirectionWeights, DirectionWeights]  # forward direction (first token to last), backward direction
 
     def flat(self) -> list[Tensor]:
         """Return all weights as one list, with A_log only for the selective recurrence."""
@@ -77,7 +77,7 @@ class BlockWeights(NamedTuple):
 
     @classmethod
     def of(cls, flat: Sequence[Tensor]) -> BlockWeights:
-        """Return the weights from a list of `flat`."""
+        """Build the weights from a list that `flat` returned."""
         norm, in_proj, out_proj, *directions = flat
         half = len(directions) // 2
         return cls(
@@ -85,8 +85,9 @@ class BlockWeights(NamedTuple):
         )
 
     def sizes(self) -> Sizes:
-        """Return the sizes. This is a method because torch.compile of PyTorch 2.10 does not support properties of a
-        NamedTuple.
+        """Return the sizes of the weights.
+
+        This is a method, because torch.compile in PyTorch 2.10 does not support properties of a NamedTuple.
         """
         (C, D), direction = self.out_proj.shape, self.directions[0]
         R = direction.step_proj.shape[1]
@@ -104,16 +105,16 @@ class Options(NamedTuple):
     eps: float  # epsilon of the norm
     dtype: torch.dtype  # dtype of products and of all saved tensors except sums
     class_token_only: bool = False  # return only the middle token
-    norm_next: bool = False  # also return the norm of the output, if it is free
+    norm_next: bool = False  # also return the norm of the output if it can be computed at no extra cost
     lines: Lines | None = None  # lines of patches whose means the recurrence of a pooled block reads
 
 
 class BackwardOptions(NamedTuple):
-    """Options of forward that backward needs."""
+    """Options of the forward pass that the backward pass needs."""
 
     recurrence: str
     class_token_only: bool
-    norm_given: bool  # whether the norm was given, so that its gradient is returned
+    norm_given: bool  # whether the norm was an input of forward, so that backward returns its gradient
     lines: Lines | None = None
 
 
@@ -125,11 +126,11 @@ class Normed(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Tensors of forward."""
+    """Input tensors of the forward pass."""
 
     x: Tensor  # (B, L, C)
     scale: Tensor | None  # (B,), factors of stochastic depth
-    normed: Normed | None  # norm of x from the previous block
+    normed: Normed | None  # norm of x that the previous block returned
     weights: BlockWeights
 
     def flat(self) -> list[Tensor | None]:
@@ -137,22 +138,22 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, flat: Iterable[Tensor | None]) -> Inputs:
-        """Return the inputs from a list of `flat`."""
+        """Build the inputs from a list that `flat` returned."""
         x, scale, xhat, rstd, *weights = flat
         normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
         return cls(given(x), scale, normed, BlockWeights.of([given(t) for t in weights]))
 
 
 class SavedForBackward(NamedTuple):
-    """Tensors that forward saves, in the dtype of products, except states, A and rstd in fp32."""
+    """Tensors that forward saves for backward. states, A and rstd are fp32, others have the dtype of products."""
 
     uz: Tensor  # (B, L, E)
     mean: Tensor  # (B, M, D), mean of both directions' outputs
-    states: Tensor  # (2, B, S, N, D), between chunks
+    states: Tensor  # (2, B, S, N, D), states between chunks of tokens
     packed: Tensor  # packed weights
-    A: Tensor | None  # (2, D, N) of the selective recurrence
+    A: Tensor | None  # (2, D, N), only for the selective recurrence
     pooled: Tensor | None  # (2, B, lines.S, D): inputs of a pooled block's recurrence
-    xhat: Tensor | None  # xhat and rstd of `Normed`; None if they were given to the block
+    xhat: Tensor | None  # xhat and rstd of `Normed`; None if the block received both as inputs
     rstd: Tensor | None
 
     def flat(self) -> list[Tensor]:
@@ -163,7 +164,7 @@ class SavedForBackward(NamedTuple):
     def of(
         cls, flat: Sequence[Tensor], recurrence: str, pooled: bool, norm_given: bool = False
     ) -> SavedForBackward:  # fmt: skip
-        """Return the saved tensors from a list of `flat`."""
+        """Build the saved tensors from a list that `flat` returned."""
         uz, mean, states, packed, *others = flat
         A = others.pop(0) if recurrence == "selective" else None
         means = others.pop(0) if pooled else None
@@ -171,7 +172,7 @@ class SavedForBackward(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Tensors of backward."""
+    """Input tensors of the backward pass."""
 
     dx: Tensor  # (B, M, C), the gradient of x'
     dnext: Tensor | None  # (B M, C), the gradient of next_normed.xhat
@@ -183,7 +184,7 @@ class BackwardInputs(NamedTuple):
 
     @classmethod
     def of(cls, flat: Iterable[Tensor | None]) -> BackwardInputs:
-        """Return the inputs from one list in the order of the fields, with None twice for no `next_normed`."""
+        """Build the inputs from one list in the order of the fields. A missing `next_normed` is None twice."""
         dx, dnext, xhat, rstd, scale, norm, in_proj, uz, mean, states, packed, *others = flat
         next_normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
         saved = SavedForBackward(given(uz), given(mean), given(states), given(packed), *others)
