@@ -60,7 +60,7 @@ def test_a_fused_step_uses_the_current_learning_rates(monkeypatch):
         theirs.zero_grad()
         torch.testing.assert_close(models[0].state_dict(), models[1].state_dict())
         assert [group["lr"] for group in ours.param_groups] == [*rates]
-    assert update.rates._version == 3  # rates are copied to the device only when they change
+    assert update.rates_on_device._version == 3  # rates are copied to the device only when they change
 
 
 @pytest.mark.parametrize("options", [{}, dict(use_warmup=True, update_after_step=1)], ids=str)
