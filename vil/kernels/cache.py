@@ -26,18 +26,18 @@ _warned = False
 
 
 def read(name: str, key: bytes) -> bytes | None:
-    """Return the content written under this name and key, or None if it is missing or untrusted."""
+    """Return the content that was written under this name and key, or None if the entry is missing or untrusted."""
     try:
         with _folder() as (path, folder), open(name, "rb", opener=_opener(folder)) as file:
             _check_writers(path / name, os.fstat(file.fileno()))
             digest, content = file.read(DIGEST_BYTES), file.read()
-    except (OSError, RuntimeError):  # RuntimeError: Path.home() of a user without a home folder
+    except (OSError, RuntimeError):  # Path.home() raises RuntimeError for a user without a home folder
         return None
     return content if digest == _digest(key, content) else None
 
 
 def write(name: str, key: bytes, content: bytes) -> None:
-    """Write the content atomically if possible; errors are ignored."""
+    """Write the content atomically, ignoring errors."""
     temporary = f".{name}.{secrets.token_hex(8)}.tmp"
     with contextlib.suppress(OSError, RuntimeError), _folder() as (_, folder):
         _remove_stale(folder)
@@ -57,7 +57,10 @@ def _digest(key: bytes, content: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[tuple[Path, int]]:
-    """Yield the folder, created if missing, and its descriptor; raise an OSError or RuntimeError if it is unusable."""
+    """Create the cache folder if missing, and yield its path and descriptor.
+
+    Raise an OSError or RuntimeError if the folder is unusable.
+    """
     if os.name != "posix":
         raise OSError("the cache needs POSIX file permissions")
     path = Path(
@@ -83,7 +86,7 @@ def _opener(folder: int):
 
 
 def _check_writers(path: Path, status: os.stat_result) -> None:
-    """Raise an OSError if other users can have written to the path, or if it is neither folder nor file."""
+    """Raise an OSError if other users could have written to the path, or if the path is neither a folder nor a file."""
     if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
         raise OSError(f"{path} is not a regular file")
     if status.st_uid not in (os.geteuid(), 0):
@@ -93,7 +96,7 @@ def _check_writers(path: Path, status: os.stat_result) -> None:
 
 
 def _distrust(path: Path, reason: str, remedy: str) -> NoReturn:
-    """Raise an OSError, and warn about the reason once a process."""
+    """Warn once per process about the reason, and raise an OSError."""
     global _warned
     if not _warned:
         _warned = True
@@ -106,9 +109,9 @@ def _distrust(path: Path, reason: str, remedy: str) -> NoReturn:
 
 
 def _remove_stale(folder: int) -> None:
-    """Remove temporary files of killed processes."""
+    """Remove stale temporary files of killed processes."""
     for name in os.listdir(folder):
         if re.fullmatch(r"\..+\.sealed\.[0-9a-f]{16}\.tmp", name):
-            with contextlib.suppress(OSError):  # another process may remove it at the same time
+            with contextlib.suppress(OSError):  # another process may remove the file at the same time
                 if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime < time.time() - STALE:
                     os.unlink(name, dir_fd=folder)

@@ -9,9 +9,9 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-KINDS = 4096  # maximum number of remembered kinds
+KINDS = 4096  # maximum number of cached results per check
 
-# row of a table for `check`: name, tensor, dimension letters, dtype
+# row of the table that `check` reads: name, tensor, dimension letters, dtype
 Row = tuple[str, Tensor | None, str, torch.dtype | None]
 
 
@@ -19,7 +19,7 @@ def check(sizes: dict[str, int], *table: Row) -> None:
     """Raise a ValueError that names the first tensor with a wrong dtype, device or shape.
 
     Args:
-        sizes: Sizes of dimensions by letter. Missing sizes are taken from the first tensor that has the dimension.
+        sizes: Required sizes of dimensions by letter. Other sizes are taken from the first tensor with the dimension.
         table: Name, tensor (None is skipped), dimension letters, and dtype, or None for any floating-point dtype. All
             tensors must be on the first tensor's device.
     """
@@ -40,8 +40,9 @@ def check(sizes: dict[str, int], *table: Row) -> None:
 
 
 def check_given(**tensors: Tensor | None) -> None:
-    """Raise a ValueError that names the first tensor that is None, because PyTorch accepts None for an operator's
-    tensors.
+    """Raise a ValueError that names the first tensor that is None.
+
+    PyTorch itself accepts None for an operator's tensors.
     """
     for name, t in tensors.items():
         if t is None:
@@ -49,7 +50,7 @@ def check_given(**tensors: Tensor | None) -> None:
 
 
 def given(t: Tensor | None) -> Tensor:
-    """Return `t`, which the caller knows to be a tensor."""
+    """Return `t`, narrowed from an optional tensor to a tensor for type checkers."""
     assert t is not None
     return t
 
@@ -64,7 +65,7 @@ _kind_of = attrgetter("shape", "dtype", "device")
 
 
 def once_a_kind(check: Callable[..., None]) -> Callable[..., None]:
-    """Cache a check's success by the shapes, dtypes and devices of its tensor arguments."""
+    """Decorate a check to run only once for equal shapes, dtypes and devices of its tensor arguments."""
     passed: set[tuple] = set()
 
     @functools.wraps(check)
@@ -87,7 +88,7 @@ def once_a_kind(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def aligned(t: Tensor | None) -> Tensor | None:
-    """Return a parameter as kernels read it: contiguous and aligned to 16 bytes."""
+    """Return a parameter, or a copy of it, that is contiguous and aligned to 16 bytes as kernels require."""
     if t is None:
         return None
     t = t.contiguous()
@@ -95,7 +96,7 @@ def aligned(t: Tensor | None) -> Tensor | None:
 
 
 def refuse_second_derivative(ctx, *_) -> None:
-    """Raise an error for second derivatives, where PyTorch would warn and return wrong values."""
+    """Raise an error if a second derivative is computed, because PyTorch would only warn and return wrong values."""
     raise NotImplementedError(
         "a scan is differentiable once: models and operators of this package cannot differentiate twice, so gradient "
         "penalties and Hessians are not supported"
@@ -103,7 +104,10 @@ def refuse_second_derivative(ctx, *_) -> None:
 
 
 class _Once(torch.autograd.Function):
-    """The first `count` tensors, which are gradients of the others; a gradient of these gradients is refused."""
+    """Return the first `count` tensors, which are gradients with respect to the others.
+
+    Differentiating these gradients raises an error.
+    """
 
     @staticmethod
     def forward(ctx, count, *tensors):
@@ -113,17 +117,17 @@ class _Once(torch.autograd.Function):
 
 
 def once_differentiable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Wrap the backward pass of an autograd function, so that second derivatives raise our error.
+    """Wrap the backward pass of an autograd function, so that a second derivative raises a NotImplementedError.
 
-    The gradients remain connected to the tensors that they depend on. PyTorch's decorator of this name disconnects
-    them, so that `torch.autograd.functional.hessian` returns zeros.
+    Gradients stay connected to the tensors that they depend on. PyTorch's decorator of the same name disconnects the
+    gradients, so that `torch.autograd.functional.hessian` returns zeros.
     """
 
     @functools.wraps(backward)
     def wrapped(ctx, *gradients):
         with torch.no_grad():
             found = backward(ctx, *gradients)
-        if not torch.is_grad_enabled():  # without create_graph=True
+        if not torch.is_grad_enabled():  # backward without create_graph=True
             return found
         detached = [t if t is None else t.detach().requires_grad_() for t in found]
         return _Once.apply(len(found), *detached, *gradients, *ctx.saved_tensors)

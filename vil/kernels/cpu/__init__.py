@@ -1,1 +1,1 @@
-"""What the kernels for CPUs share: `compiler`, which makes machine code of Python functions, and `language`."""
+"""Shared modules of the CPU kernels: `compiler` (Python functions to machine code) and `language` (building blocks)."""

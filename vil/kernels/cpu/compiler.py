@@ -1,8 +1,8 @@
-"""Compilation of Python functions by Numba at first use, with a disk cache of machine code, run on PyTorch's threads.
+"""Compilation of Python functions by Numba at first use, with a disk cache, and their execution on PyTorch's threads.
 
-A kernel has one argument, an array of 64-bit numbers: the index of the next task, the index of the next thread, and
-then the arguments of `launch`. Numba compiles the function to LLVM IR. The machine code is cached, and a second process
-loads it with llvmlite only, which takes a tenth of the time of importing Numba.
+A kernel has one argument, an array of 64-bit numbers. The array has the index of the next task, the index of the next
+thread, and then the arguments of `launch`. Numba compiles the function to LLVM IR. The machine code is cached, and
+later processes load the machine code with llvmlite only, which takes a tenth of the time of importing Numba.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .. import cache
 
 _logger = logging.getLogger(__name__)
 
-COUNTERS = 2  # counters at the start of a kernel's arguments: next task, next thread
-LANES = 64  # channels of a task: four of the widest vectors, whose states all fit in the L1 cache
-FAST = {"contract", "reassoc"}  # allows any order of sums, but preserves NaN and infinity
-# builtins that Numba needs; torch.export replaces them while tracing
+COUNTERS = 2  # number of counters (next task, next thread) at the start of a kernel's arguments
+LANES = 64  # channels per task: four 512-bit vectors, so that all states of a task fit in the L1 cache
+FAST = {"contract", "reassoc"}  # LLVM fast-math flags that allow reordering sums but preserve NaN and infinity
+# builtins that Numba needs but torch.export replaces while tracing
 PYTHONS_OWN = {(builtins, "min"): min, (builtins, "max"): max, (math, "pow"): math.pow}
-_addresses: dict[tuple, int] = {}  # addresses of loaded kernels
+_addresses: dict[tuple, int] = {}  # addresses of loaded kernels by their key
 _lock = threading.RLock()
 
 
@@ -44,13 +44,13 @@ def unavailable() -> str | None:
         return "numba is missing: pip install numba"
     try:
         load(f"{__package__}.language", "nothing", ())
-    except Exception as e:  # an unsupported NumPy or a broken library raises various types
+    except Exception as e:  # an unsupported NumPy version or a broken library raises various exception types
         return f"numba does not work ({type(e).__name__}: {e}): try pip install --upgrade numba"
     return None
 
 
 class Kernel:
-    """Kernel of a factory in a neighbouring module, compiled for its constants at first use."""
+    """Kernel that a factory function makes for given constants. It is compiled at first use."""
 
     def __init__(self, module: str, factory: str, *constants: int):
         self.address = load(module, factory, constants)
@@ -69,14 +69,13 @@ class Kernel:
 
 @functools.cache
 def _parallel() -> Callable | None:
-    """Return OpenMP's function that runs a function in several threads, from the library that PyTorch is linked to.
+    """Return GOMP_parallel, OpenMP's function for parallel regions, from the library that PyTorch is linked to.
 
-    Therefore the threads are PyTorch's, which spin for a while after work, and no second thread pool competes for
-    cores.
+    Kernels therefore run on PyTorch's threads, and no second thread pool competes for cores.
     """
     library = Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{'dylib' if sys.platform == 'darwin' else 'so'}"
     try:
-        parallel = ctypes.CDLL(str(library)).GOMP_parallel  # also searched in the library's dependencies
+        parallel = ctypes.CDLL(str(library)).GOMP_parallel  # dlsym also searches the library's dependencies
     except (OSError, AttributeError):
         return None
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
@@ -85,7 +84,7 @@ def _parallel() -> Callable | None:
 
 
 def load(module: str, factory: str, constants: tuple[int, ...]) -> int:
-    """Return the address of the kernel's machine code, from the cache or compiled now."""
+    """Return the address of the kernel's machine code, compiling the kernel if it is not cached."""
     import llvmlite.binding as llvm
 
     with _lock:
@@ -141,7 +140,7 @@ def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> byt
     symbol = _symbol(factory, constants)
     text = compiled.inspect_llvm().replace(compiled.native_name, symbol)
     code = llvm.parse_assembly(text)
-    for f in code.functions:  # lets LLVM remove Numba's exception handling, which kernels do not use
+    for f in code.functions:  # internal linkage lets LLVM remove Numba's exception handling, which kernels do not use
         if not f.is_declaration and f.name != symbol:
             f.linkage = "internal"
     machine = _machine(llvm)
@@ -160,12 +159,12 @@ def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> byt
 def _widen_vectors() -> None:
     """Make Numba use 512-bit vectors if the CPU supports them.
 
-    For Intel CPUs, LLVM prefers 256 bits to avoid lower clock rates. Numba reads the CPU's features once in a process:
-    if a process has compiled something before, the features stay unchanged.
+    For Intel CPUs, LLVM prefers 256 bits to avoid lower clock rates. This has no effect if the process has already
+    compiled a function, because Numba reads the CPU's features only once per process.
     """
     from numba.core import codegen, config
 
-    settings: Any = config  # a module that sets its attributes from a dictionary
+    settings: Any = config  # Any, because numba.config sets its attributes dynamically
     if settings.CPU_FEATURES is None:
         settings.CPU_FEATURES = _wide(codegen.get_host_cpu_features())
 
@@ -176,7 +175,7 @@ def _wide(features: str) -> str:
 
 @functools.cache
 def _target(llvm) -> tuple[object, str, str]:
-    """Return LLVM's target of this machine, the name of its CPU and the CPU's features."""
+    """Return LLVM's target for this machine, the CPU's name and the CPU's features."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_triple(llvm.get_process_triple())

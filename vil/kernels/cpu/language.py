@@ -1,9 +1,9 @@
 """Building blocks of CPU kernels: memory by address, task counters, and functions that vectorize.
 
-Importing this module imports Numba, which takes a third of a second; only the compiler imports it.
+Importing this module imports Numba, which takes a third of a second, so only the compiler imports this module.
 
-A kernel is a function of `longs(arguments)`, see `compiler`. The kernel runs in several threads at once, each of which
-processes tasks until none is left. Loops over `LANES` channels become vector instructions; local memory has no aliases.
+A kernel is a function of `longs(arguments)` (see `compiler`). The kernel runs in several threads at once, and each
+thread processes tasks until none is left. Loops over `LANES` channels become vector instructions.
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ def _as_bits(context, value):
 
 @intrinsic
 def load_lanes(context, address, values):
-    """Copy `LANES` floats from an address to an array by whole vectors, which LLVM would not do for an unrolled
-    loop.
-    """
+    """Copy `LANES` floats from an address to an array by vector loads, which LLVM would not emit for a loop."""
 
     def generate(context, builder, signature, arguments):
         vector = ir.VectorType(FLOAT, LANES).as_pointer()
@@ -110,7 +108,7 @@ def load_lanes(context, address, values):
 
 @intrinsic
 def store_lanes(context, address, values):
-    """Copy `LANES` floats from an array to an address by whole vectors."""
+    """Copy `LANES` floats from an array to an address by vector stores."""
 
     def generate(context, builder, signature, arguments):
         vector = ir.VectorType(FLOAT, LANES).as_pointer()
@@ -122,11 +120,11 @@ def store_lanes(context, address, values):
 
 
 class _Vector(types.Type):
-    """Vector type of `WIDTH` floats with +, - and *, for inner loops whose sums LLVM would not keep in registers."""
+    """Vector type of `WIDTH` floats with +, - and *. LLVM would not keep sums in registers in loops over arrays."""
 
 
 vector = _Vector("vector")
-WIDTH = 16  # one register of AVX-512, two of AVX2, four of NEON
+WIDTH = 16  # floats per vector: one AVX-512 register, two AVX2 registers or four NEON registers
 FLOATS = ir.VectorType(FLOAT, WIDTH)
 
 
@@ -208,7 +206,7 @@ def _prefetch(context, address):
 
 @intrinsic
 def square_root(context, value):
-    """Compute the square root by an instruction, instead of a library function that a process may lack."""
+    """Compute the square root by a CPU instruction, because a library function may be missing in the process."""
 
     def generate(context, builder, signature, arguments):
         return builder.call(builder.module.declare_intrinsic("llvm.sqrt", [FLOAT]), arguments)
@@ -221,18 +219,18 @@ BYTES = 4  # bytes of a float
 LOG2_E, LN_2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
 _SMALLEST, _LARGEST, _INFINITE = np.float32(-126), np.float32(126), np.float32(128)
 _INFINITY = np.float32(np.inf)
-_ROUND = np.float32(1.5 * 2**23)  # adding this number rounds to an integer
+_ROUND = np.float32(1.5 * 2**23)  # adding this number to a float rounds the float to an integer
 _POWERS = [np.float32(np.log(2) ** i / np.prod(range(1, i + 1))) for i in range(1, 7)]
 _P1, _P2, _P3, _P4, _P5, _P6 = _POWERS  # coefficients of 2^f for |f| <= 1/2, accurate to 1e-7
 _A3, _A5, _A7, _A9, _A11, _A13 = [np.float32(1 / i) for i in (3, 5, 7, 9, 11, 13)]
 
-# no reassociation, which would cancel `_ROUND`
+# without reassociation, which would cancel adding and subtracting `_ROUND`
 _exactly = njit(fastmath={"contract"}, error_model="numpy")
 
 
 @_exactly
 def exp2_clamped(x):
-    """Return 2^x for x clamped to [-126, 126], the range of normal numbers; NaN for NaN."""
+    """Return 2^x for x clamped to [-126, 126], where results are normal numbers. NaN gives NaN."""
     x = _SMALLEST if x < _SMALLEST else x
     x = _LARGEST if x > _LARGEST else x
     rounded = x + _ROUND
@@ -243,7 +241,7 @@ def exp2_clamped(x):
 
 @_exactly
 def exp2(x):
-    """Return 2^x, at least 2^-126; infinity from 2^127 on, and NaN for NaN."""
+    """Return 2^x, at least 2^-126. Results of 2^127 and above are infinity. NaN gives NaN."""
     return _INFINITY if x > _LARGEST + ONE else exp2_clamped(x)
 
 
@@ -262,9 +260,9 @@ def softplus(x):
     return (ZERO if x < ZERO else x) + TWO * s * series
 
 
-# Rows of `LANES` channels. A last block of fewer channels is padded with zeros.
+# The following functions access rows of `LANES` channels. If D has fewer channels left, rows are padded with zeros.
 
-# inlined by LLVM, because Numba's own inlining takes several times as long
+# let LLVM inline these functions, because Numba's own inlining takes several times as long
 inlined = njit(error_model="numpy", fastmath=FAST, forceinline=True)
 
 
@@ -306,16 +304,16 @@ def store_rows(address, stride, width, rows, values):
 
 @inlined
 def prefetch_row(address):
-    """Prefetch `LANES` channels at any address; a vector is a cache line."""
+    """Prefetch `LANES` channels at an address that need not be aligned. A vector fills one cache line."""
     for d in range(0, LANES, WIDTH):
         _prefetch(address + BYTES * d)
 
 
 @inlined
 def readable_row(start, stride, t, ahead, width, padded):
-    """Return an address where `LANES` channels of row t can be read, copying and padding a shorter row.
+    """Return an address where `LANES` channels of row t can be read.
 
-    Also prefetch the row that is `ahead` rows later.
+    If the row is shorter, it is copied and padded. The row that is `ahead` rows later is prefetched.
     """
     prefetch_row(start + (t + ahead) * stride)
     address = start + t * stride

@@ -1,9 +1,9 @@
-"""Infrastructure of kernels in CUDA C++, and its headers. From a call to a launch:
+"""Infrastructure for kernels in CUDA C++, with shared headers. From a call to a launch:
 
 `source`    declaration of a source file and its kernels' parameters
 `compiler`  compilation by NVRTC, with a cache on disk
-`launches`  a launch with arguments by name, on PyTorch's current stream
-`plan`      replay of a function's launches; `recording` records the function, `steps` are what is replayed
+`launches`  launch of a kernel with named arguments on PyTorch's current stream
+`plan`      replay of the launches that `recording` has recorded as `steps`
 `hardware`  properties of the GPU
 `elements`  element types and vector widths
 """

@@ -22,7 +22,7 @@ def unavailable() -> str | None:
         from cuda.bindings import nvrtc
 
         nvrtc.nvrtcVersion()
-    except Exception as e:  # missing packages and libraries raise various types
+    except Exception as e:  # missing packages and libraries raise various exception types
         extra = "cu" + (torch.version.cuda or "13").partition(".")[0]
         reason = f"NVRTC or cuda.core is missing ({type(e).__name__}: {e})"
         return f"{reason}: pip install 'cuda-core[{extra}]'"
@@ -30,7 +30,7 @@ def unavailable() -> str | None:
 
 
 def compile_cubin(source: Source, arch: str, macros: tuple[tuple[str, object], ...], log=None) -> bytes:
-    """Compile a source for `arch` (such as sm_90) and return the cubin; `log` receives register counts and spills."""
+    """Compile a source for `arch` (such as sm_90) and return the cubin. `log` receives register counts and spills."""
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(

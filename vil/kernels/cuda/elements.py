@@ -1,4 +1,4 @@
-"""Element types of elements.cuh, and numbers of elements that one instruction moves."""
+"""Names of element types in elements.cuh, and vector widths of loads and stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def common_power_of_two(limit: int, *sizes: int) -> int:
 
 
 def vector_width(limit: int, *tensors: Tensor) -> int:
-    """Return how many neighbouring elements, at most `limit`, one instruction can move in every row of every tensor."""
+    """Return the vector width, at most `limit` elements, for which every row of every tensor is aligned."""
     return min(
         common_power_of_two(limit, t.data_ptr() // t.element_size(), *t.stride()[:-1], t.shape[-1]) for t in tensors
     )

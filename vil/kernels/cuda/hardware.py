@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 HOPPER = (9, 0)  # compute capability
-SCHEDULERS = 4  # schedulers of a multiprocessor
-CTA_BYTES = 99 * 1024  # shared memory of a CTA that every GPU since sm_80 supports
-MULTIPROCESSOR_BYTES = 228 * 1024  # shared memory of an H200 multiprocessor; each CTA uses 1 KiB more than requested
+SCHEDULERS = 4  # number of schedulers per multiprocessor
+CTA_BYTES = 99 * 1024  # bytes; shared memory per CTA that every GPU since sm_80 supports
+MULTIPROCESSOR_BYTES = (
+    228 * 1024
+)  # bytes; shared memory of an H200 multiprocessor, of which each CTA uses 1 KiB more than requested
 
 
 @functools.cache
@@ -20,8 +22,8 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Return the maximum shared memory of a CTA in bytes."""
-    properties: Any = torch.cuda.get_device_properties(device)  # whose stub lacks this field
+    """Return the maximum shared memory per CTA in bytes."""
+    properties: Any = torch.cuda.get_device_properties(device)  # Any, because the type stub lacks this field
     return properties.shared_memory_per_block_optin
 
 

@@ -1,4 +1,4 @@
-"""Launches of kernels: arguments by name, grids, streams, and loading of compiled kernels into a GPU."""
+"""Kernel launches with named arguments, grids and streams, and loading of compiled kernels into a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .source import Number, Pointer, Source
 
 
 class Launch:
-    """Configured launch of a kernel with its grid and arguments, which can run repeatedly.
+    """Kernel with its grid and arguments, which can be launched repeatedly.
 
     Args:
         source, entry: The source file, and the name of the kernel.
@@ -36,7 +36,7 @@ class Launch:
         self.ctas, self.threads, self.shared_bytes = ctas, threads, shared_bytes
         self.kernel = self.config = None  # set by the first run
         self.values: list[int | float] = []
-        self.tensors: list[tuple[int, Tensor]] = []  # with their indices in `values`
+        self.tensors: list[tuple[int, Tensor]] = []  # tensors with their indices in `values`
         parameters = source.kernels[entry]
         if arguments.keys() != parameters.keys():
             missing = [name for name in parameters if name not in arguments]
@@ -85,10 +85,10 @@ class Launch:
             self.run_with(values, current_stream(device))
 
     def run_with(self, values: list[int | float], stream) -> None:
-        """Run the kernel with these values, which include addresses, on this stream of the current GPU."""
+        """Run the kernel on a stream of the current GPU, with arguments that include the tensors' addresses."""
         if self.kernel is None:
             device = torch.cuda.current_device()
-            # set before `kernel`, which other threads test
+            # set before `kernel`, because other threads test `kernel`
             self.config = _config(self.ctas, self.threads, self.shared_bytes)
             self.kernel = _kernel(self.source, self.entry, device, tuple(self.macros.items()), self.shared_bytes)
         _launcher()(stream, self.config, self.kernel, *values)
@@ -105,20 +105,20 @@ def launch(
         one.run()
 
 
-thread = threading.local()  # `recording`: the plan's recording in this thread; `bound`: whether a GPU is current
+thread = threading.local()  # thread-local: `recording` (plan being recorded) and `bound` (whether a GPU is current)
 
 
 def current_stream(device: torch.device):
-    """Return PyTorch's current stream of the current GPU for `cuda.core`; None for other devices."""
+    """Return PyTorch's current stream on the current GPU for `cuda.core`, or None for other devices."""
     if device.type != "cuda":
         return None
-    if not hasattr(thread, "bound"):  # autograd's threads have no context before PyTorch's first kernel
+    if not hasattr(thread, "bound"):  # autograd's threads have no CUDA context before PyTorch launches its first kernel
         _bind(device.index)
     return _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Return a context in which this device, if it is a GPU, is the current one."""
+    """Return a context manager that makes this device the current device if it is a GPU."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device.index)
@@ -149,7 +149,7 @@ def _kernel(source: Source, entry: str, device_index: int, macros: tuple[tuple[s
     arch = f"sm_{major}{minor}" + ("a" if source.only_hopper else "")
     cubin = cached_cubin(source, arch, tuple(sorted(macros)))
     kernel = ObjectCode.from_cubin(cubin).get_kernel(entry)
-    if shared_bytes > 48 * 1024:  # the limit without an explicit attribute
+    if shared_bytes > 48 * 1024:  # more than 48 KiB must be requested by an attribute
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, driver.CUdevice(device_index))
         if error != driver.CUresult.CUDA_SUCCESS:

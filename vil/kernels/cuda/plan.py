@@ -1,4 +1,4 @@
-"""Functions of tensors that are recorded once for each kind of inputs and then replayed with little host time.
+"""Plans: functions of tensors that are recorded once per kind of inputs and then replayed with little host time.
 
 A function that reads sizes, allocates, takes views, calls products and launches kernels repeats the same steps for
 tensors of equal shapes, strides, dtypes, device and alignment. Therefore the first call for such tensors records the
@@ -27,13 +27,14 @@ from .steps import view_in
 
 __all__ = ["Plan", "device_of", "planned"]
 
-PLANS = 1024  # maximum number of plans of a function
+PLANS = 1024  # maximum number of plans per function
 
 
 def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
-    """Decorate a function of tensors, lists of them and None, and hashable values, to replay plans on NVIDIA GPUs.
+    """Decorate a function to replay plans on NVIDIA GPUs.
 
-    `check` takes the same arguments and runs once for each kind of tensors, before a plan is recorded.
+    The arguments are tensors, None, lists of tensors and None, and hashable values. `check` accepts the same arguments
+    and runs once per kind of tensors, before a plan is recorded.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -51,7 +52,7 @@ def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
                     values.append((list, len(argument)))
                 else:
                     values.append(argument)
-            # the properties of each tensor that a plan depends on
+            # properties of each tensor on which a plan depends
             key = tuple(values), tuple([
                 None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15)
                 for t in tensors
@@ -88,13 +89,13 @@ class Plan:
         with recording.in_this_thread():
             results = function(*placeholders)
         self.device = device
-        # for each tensor: its index in the flat list of arguments, its buffer, and the buffer's offset
+        # for each tensor, the index in the flat list of arguments, the buffer, and the offset in the buffer
         self.inputs = [(i, *recorded) for i, recorded in zip(_tensor_indices(arguments), recording.inputs)]
         self.steps, self.outputs = recording.finish(results)
         self.buffer_count = len(recording.buffers)
 
     def __call__(self, given: list[Any]) -> list[Tensor | None]:
-        """Replay the plan for a flat list of the function's tensors, and return the function's results."""
+        """Replay the plan for a flat list of input tensors, and return the results of the recorded function."""
         tensors: list[Tensor | None] = [None] * self.buffer_count
         addresses = [0] * self.buffer_count
         for i, buffer, offset in self.inputs:
@@ -104,12 +105,12 @@ class Plan:
             stream = launches.current_stream(self.device)
             for step in self.steps:
                 step(tensors, addresses, stream)
-        # outside of `no_grad`, because a view that is made there may not be modified in place with gradients
+        # make views outside of `no_grad`, because a view made in `no_grad` cannot be modified in place with gradients
         return [None if output is None else view_in(tensors, output) for output in self.outputs]
 
 
 def _recorded_dtypes(device: torch.device) -> contextlib.AbstractContextManager:
-    """Return a context in which autocast does not change the dtypes of products."""
+    """Return a context manager that keeps autocast from changing the dtypes of products."""
     return torch.autocast("cuda", enabled=False) if device.type == "cuda" else contextlib.nullcontext()
 
 

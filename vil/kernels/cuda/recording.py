@@ -1,11 +1,11 @@
-"""Recording of a function's steps on placeholders, for plan.py.
+"""Recording of a function's steps for plan.py.
 
-The function runs on PyTorch's meta device, which computes nothing. The recording keeps kernels with their grids and
-numbers, PyTorch operators that compute or write, and buffers. Small buffers share an allocation, as do large buffers
-with the same lifetime. Views and queries of sizes leave no steps.
+The function runs on placeholders on PyTorch's meta device, which computes nothing. The recording keeps kernel launches
+with their grids and numbers, PyTorch operators that compute or write, and buffers. Small buffers share an allocation,
+as do large buffers with the same lifetime. Views and queries of sizes are not recorded.
 
-    input      a placeholder for a tensor
-    finish     the recorded steps as functions, in three parts: lifetimes, allocations, steps
+    input      returns a placeholder for a tensor
+    finish     returns the recorded steps as functions, after computing lifetimes and allocations of buffers
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ ALLOCATIONS = {
 
 
 def device_of(t: Tensor) -> torch.device:
-    """Return the device that the tensor is on or, while a plan is recorded, will be on."""
+    """Return the tensor's device. While a plan is recorded, this is the device on which the plan will run."""
     recording = getattr(thread, "recording", None)
     return recording.device if recording and t.device.type == "meta" else t.device
 
 
 class Buffer(NamedTuple):
-    """Memory of a recording, and the placeholder that spans it."""
+    """Memory that recorded steps use, and the placeholder that spans this memory."""
 
     tensor: Tensor
-    kind: str  # "input", "result" of an operator, or "empty"
+    kind: str  # "input", "result" (of an operator) or "empty" (allocated by the function)
 
 
 class Empty(NamedTuple):
@@ -58,12 +58,12 @@ class Call(NamedTuple):
     args: tuple
     kwargs: dict
     inputs: list[Tensor]
-    results: list[tuple[int, int]]  # index in the flat results, and buffer, of results that own memory
-    returns_tensor: bool  # neither a tuple nor a list
+    results: list[tuple[int, int]]  # index in the flat results, and buffer number, of each result that owns memory
+    returns_tensor: bool  # whether the result is one tensor instead of a tuple or list
 
 
 class Allocation(NamedTuple):
-    """Memory that several buffers share."""
+    """Memory allocation that several buffers share."""
 
     buffers: list[int]
     size: int  # bytes
@@ -71,20 +71,22 @@ class Allocation(NamedTuple):
 
 
 class Recording(TorchDispatchMode):
-    """Records what happens to placeholders for tensors on `device`."""
+    """Recorder of the operators and launches that use placeholders for tensors on `device`."""
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
         self.buffers: list[Buffer] = []  # keeps storages alive, so that `numbers` stays valid
         self.numbers: dict[torch.UntypedStorage, int] = {}  # indices in `buffers`
-        self.inputs: list[tuple[int, int]] = []  # buffers, and their byte offsets from a multiple of 16
-        self.starts: dict[int, int] = {}  # byte offsets of buffers in their shared allocations
+        self.inputs: list[
+            tuple[int, int]
+        ] = []  # buffer number of each input, and its byte offset from a multiple of 16
+        self.starts: dict[int, int] = {}  # byte offset of each buffer in its shared allocation
         self.recorded: list[Empty | Call | Launch] = []
 
     @contextlib.contextmanager
     def in_this_thread(self) -> Iterator[None]:
-        """Record all operators and launches of this thread."""
+        """Record all operators and launches of this thread while the context is active."""
         outer = getattr(thread, "recording", None)
         thread.recording = self
         try:
@@ -94,7 +96,7 @@ class Recording(TorchDispatchMode):
             thread.recording = outer
 
     def input(self, t: Tensor) -> Tensor:
-        """Return a placeholder with the same layout and the same offset from a multiple of 16 bytes."""
+        """Return a placeholder with the tensor's layout and the tensor's offset from a multiple of 16 bytes."""
         misalignment = t.data_ptr() & 15
         offset = misalignment // t.element_size()
         extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
@@ -131,7 +133,7 @@ class Recording(TorchDispatchMode):
         return self.numbers[t.untyped_storage()]
 
     def finish(self, results: list) -> tuple[list[Step], list[View | None]]:
-        """Return the steps as functions of tensors and addresses by buffer, and the views of the results."""
+        """Return the recorded steps as functions of tensors and addresses, and the views of the results."""
         returned = {self.number_of(t) for t in results if isinstance(t, Tensor)}
         last_use = {buffer: i for i, record in enumerate(self.recorded) for buffer in self._used(record)}
         allocations = self._allocations(last_use, returned)
@@ -154,11 +156,11 @@ class Recording(TorchDispatchMode):
         return set()
 
     def _allocations(self, last_use: dict[int, int], returned: set[int]) -> dict[int, Allocation]:
-        """Return shared allocations by their first buffer: for small buffers, and for large buffers with the same
-        lifetime.
+        """Return shared allocations by their first buffer.
 
-        All buffers of an allocation have one dtype if operators use them, and are freed after the last use of any of
-        them, which this function writes to `last_use`. It also fills `starts`.
+        Small buffers share allocations, and so do large buffers with the same lifetime. Buffers that operators use
+        share an allocation only with buffers of the same dtype. An allocation is freed after the last use of any of its
+        buffers, which this function writes to `last_use`. This function also fills `starts`.
         """
         operands = {self.number_of(t) for call in self.recorded if isinstance(call, Call) for t in call.inputs}
         groups: dict[tuple, list[int]] = {}
@@ -185,7 +187,7 @@ class Recording(TorchDispatchMode):
     def _step(
         self, record: Empty | Call | Launch, allocations: dict[int, Allocation], returned: set[int]
     ) -> Step | None:  # fmt: skip
-        """Return the step of a record, or None for a buffer that is unused or in an earlier allocation."""
+        """Return the step for a record, or None for a buffer that is unused or part of an earlier allocation."""
         if isinstance(record, Launch):
             pointers = [(i, self.number_of(t), t.data_ptr()) for i, t in record.tensors]
             record.tensors = []  # the launch must not keep the placeholders alive
@@ -201,13 +203,13 @@ class Recording(TorchDispatchMode):
         return None
 
     def _argument(self, leaf: Any) -> Any:
-        """Return an operator's argument for later calls."""
+        """Return an operator's argument for replays, with a `View` instead of each placeholder."""
         if isinstance(leaf, Tensor):
             return self._view(leaf)
         return self.device if isinstance(leaf, torch.device) else leaf
 
     def _view(self, t: Tensor) -> View:
-        """Return the view of a buffer that a placeholder is."""
+        """Return the `View` that describes a placeholder as a part of a buffer."""
         number = self.number_of(t)
         base, kind = self.buffers[number]
         assert t.dtype == base.dtype, "only kernels see a buffer as of another dtype"

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parents[1]
-# dtypes of C++ types; pointers to other types, which are structs, accept any dtype
+# dtypes of C++ types. Pointers to all other types are pointers to structs and accept any dtype.
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "float": torch.float32, "int": torch.int32, "u8": torch.uint8,
 }  # fmt: skip
@@ -28,7 +28,7 @@ MACROS_OF_TYPES = {"Element": "INPUT", "PARAMETER": "PARAMETER"}  # types that a
 
 @dataclass(frozen=True)
 class Number:
-    """Parameter that is a number."""
+    """Number parameter of a kernel."""
 
     type: str  # C++ type
 
@@ -38,7 +38,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Pointer:
-    """Parameter that points to a tensor's elements."""
+    """Pointer parameter of a kernel, which points to a tensor's elements."""
 
     element: str  # C++ type
     const: bool
@@ -54,7 +54,7 @@ class Pointer:
         return f"{self.type} {name}"
 
     def dtype(self, macros: dict) -> torch.dtype | None:
-        """Return the dtype that the source has with these macros, or None for a struct."""
+        """Return the dtype of the elements if the source is compiled with these macros, or None for a struct."""
         macro = MACROS_OF_TYPES.get(self.element)
         return DTYPES.get(self.element if macro is None else macros[macro])
 
@@ -72,7 +72,7 @@ class Source:
         name: Path below vil/kernels, without its extension.
         kernels: Parameters by kernel and name, in the order of C++.
         only_hopper: Whether the source uses instructions that only sm_90 has.
-        fma: Whether the compiler may fuse a product and an addition, which rounds once instead of twice.
+        fma: Whether the compiler may fuse a multiplication and an addition, which rounds once instead of twice.
     """
 
     def __init__(self, name: str, kernels: dict[str, Parameters], *, only_hopper: bool = False, fma: bool = True):
@@ -80,7 +80,7 @@ class Source:
 
     @functools.cached_property
     def text(self) -> str:
-        """The declarations of parameters, and the source with each included file at its first `#include`."""
+        """Declared parameters, followed by the source with each included file inserted at its first `#include`."""
         macros = [
             f"#define PARAMETERS_{kernel} {', '.join(p.declaration(name) for name, p in parameters.items())}\n"
             for kernel, parameters in self.kernels.items()
@@ -89,7 +89,7 @@ class Source:
 
 
 def _with_includes(path: Path, included: set[Path]) -> str:
-    """Return the text of a file, with the files that it includes unless they are in `included`."""
+    """Return the text of a file, with included files inserted unless they are in `included`."""
     if path in included:
         return ""
     included.add(path)

@@ -1,6 +1,6 @@
-"""Steps of a plan: functions of a call's tensors and addresses by buffer, and of a stream.
+"""Steps of a plan, which are functions of a call's tensors, their addresses and a stream.
 
-Everything that is equal in all calls is computed when the step is made.
+Everything that is equal in all calls is computed when a step is created.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .launches import Launch
 
-# (tensors, addresses, stream) -> None; the first two are lists by buffer number
+# step(tensors, addresses, stream), with tensors and addresses as lists by buffer number
 Step = Callable[[list, list, Any], None]
 aten = torch.ops.aten
-# equal PyTorch bindings with less host overhead
+# bindings of the same operators with less host overhead
 BINDINGS: dict[Any, Callable] = {
     aten.mm.default: torch.mm,
     aten.bmm.default: torch.bmm,
@@ -32,17 +32,17 @@ BINDINGS: dict[Any, Callable] = {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """View of a buffer: the whole buffer (no size), or size, stride and offset in elements."""
+    """View of a buffer by size, stride and offset in elements, or of the whole buffer if size is None."""
 
     buffer: int
     size: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
     offset: int = 0
-    of_input: bool = False  # the storage may begin before the input
+    of_input: bool = False  # whether the buffer is an input, whose storage may begin before the tensor
 
 
 def view_in(tensors: list, view: View) -> Tensor:
-    """Return the view in a call's tensors."""
+    """Return this view of the call's tensors."""
     t = tensors[view.buffer]
     if view.size is None:
         return t
@@ -51,7 +51,7 @@ def view_in(tensors: list, view: View) -> Tensor:
 
 
 def launch_kernel(launch: Launch, pointers: list[tuple[int, int, int]]) -> Step:
-    """Return the step that launches a kernel; `pointers` hold an argument's index, buffer and offset in bytes."""
+    """Return the step that launches a kernel. `pointers` hold (argument index, buffer, offset in bytes)."""
     constants = launch.values
 
     def step(_, addresses, stream):
@@ -84,7 +84,7 @@ def call_operator(
         return _call_product(call, args[0], args[1], results[0][1])
 
     def prepare(tensors):
-        if has_nested_views:  # tensors in lists or keyword arguments
+        if has_nested_views:  # some tensors are in lists or keyword arguments
             return tree_map(lambda leaf: view_in(tensors, leaf) if isinstance(leaf, View) else leaf, (args, kwargs))
         own = args.copy()
         for i in view_indices:
@@ -106,7 +106,7 @@ def call_operator(
 
 
 def _call_product(call: Callable, a: View, b: View, buffer: int) -> Step:
-    """Return the step of a matrix product, the most frequent operator."""
+    """Return the step that calls a matrix product, which is the most frequent operator."""
 
     def step(tensors, addresses, _):
         t = tensors[buffer] = call(view_in(tensors, a), view_in(tensors, b))
@@ -116,7 +116,7 @@ def _call_product(call: Callable, a: View, b: View, buffer: int) -> Step:
 
 
 def allocate(device: torch.device, dtype: torch.dtype, size: int, starts: list[tuple[int, int]]) -> Step:
-    """Return the step that allocates `size` bytes for several buffers; `starts` hold buffers and offsets in bytes."""
+    """Return the step that allocates `size` bytes for several buffers. `starts` hold (buffer, offset in bytes)."""
     count = size // dtype.itemsize
 
     def step(tensors, addresses, _):
@@ -129,7 +129,7 @@ def allocate(device: torch.device, dtype: torch.dtype, size: int, starts: list[t
 
 
 def allocate_alone(device: torch.device, like: Tensor, buffer: int) -> Step:
-    """Return the step that allocates a buffer with the layout of a placeholder."""
+    """Return the step that allocates one buffer with the layout of a placeholder."""
     shape, stride, dtype = like.shape, like.stride(), like.dtype
     contiguous = like.is_contiguous()
 
