@@ -1,4 +1,4 @@
-"""Measure the speed that a user gets, from JPEG files to a trained model, with the README's command.
+"""Measure the training throughput from JPEG files with the README's training command.
 
     python benchmarks/end_to_end.py --gpus 1 2 4
     python benchmarks/end_to_end.py --gpus 1 --configs vil_small --no-cuda-graphs     # train_imagenet.py's options

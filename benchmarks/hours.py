@@ -1,4 +1,4 @@
-"""Project GPU hours of recipes on ImageNet-1k from the measured speed of each phase.
+"""Estimate the GPU hours of training recipes on ImageNet-1k from the measured throughput of each phase.
 
     python benchmarks/hours.py configs/vil_tiny.yaml configs/vil_tiny_phases.yaml
     python benchmarks/hours.py configs/vil_tiny.yaml configs/vil_tiny_best.yaml --gpus 8
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def gpu_hours(phase: Config, images_per_second: float, evaluated_per_second: float, gpus: int) -> float:
-    """Return the GPU hours of all epochs of a phase; the rates in images/s are totals over all GPUs."""
+    """Return the GPU hours of all epochs of a phase. Throughputs in images/s are totals over all GPUs."""
     trained = IMAGENET // phase.global_batch_size * phase.global_batch_size
     return gpus * phase.epochs * (trained / images_per_second + VALIDATION / evaluated_per_second) / 3600
 

@@ -1,4 +1,4 @@
-"""Measure latency on a CPU: inference and training step beside timm's models of the same size, and the scan.
+"""Measure CPU latency of inference and training steps, compared with timm's models of the same size, and of the scan.
 
     python benchmarks/latency.py [--models vil_small deit_small_patch16_224] [--threads 2] [--rounds 20]
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each call in each round."""
+    """Time each function once per round, in turns, and return the milliseconds of each call."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 2):
@@ -63,7 +63,7 @@ def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
 
 
 def report(times: dict[str, list[float]], other: str | None = None) -> None:
-    """Print minimum, median, and the ratio to the last entry or to `other`."""
+    """Print minimum and median time, and the ratio of the minimum to that of `other` or of the last entry."""
     other = other or [*times][-1]
     for name, t in times.items():
         ratio = min(t) / min(times[other])
@@ -90,7 +90,7 @@ def step_of_two_images(names: list[str], img_size: int, rounds: int) -> dict[str
 
 
 def scans(recurrence: str, B: int, D: int, L: int, rounds: int, N: int = 16) -> dict[str, dict[str, list[float]]]:
-    """Measure both directions in one call: forward without gradients, and the gradients of all inputs."""
+    """Time the scan of both directions in one call: forward without gradients, and the gradients of all inputs."""
     shapes = [(2, B, L, D), (2, B, L, D), (2, B, L, N), (2, B, L, N), (2, D), (2, D)]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     scan = longhorn_scan

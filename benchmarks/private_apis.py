@@ -1,4 +1,4 @@
-"""Measure what each private function of PyTorch saves in eager mode, on one GPU in one process.
+"""Measure how much host time each private PyTorch function saves in eager mode, on one GPU in one process.
 
     python benchmarks/private_apis.py                            # less than a minute on an H200
 
@@ -25,7 +25,7 @@ from vil.kernels.block import block_op
 
 CASES = ["infer,224,1", "train,224,1", "train,224,128"]
 MODELS = ["vil_tiny", "vil_small_pooled"]
-ROUNDS, STEPS = 7, 4  # rounds of each side, and steps of a round, few because the launch queue of a GPU is limited
+ROUNDS, STEPS = 7, 4  # rounds per side; steps per round (the GPU's launch queue is limited)
 
 
 def public_views(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def in_turn(step: Callable, without: Callable) -> tuple[list[float], list[float]]:
-    """Return the median microseconds (host, step) of steps with all private functions, and without one."""
+    """Return the median microseconds (host, step) per step with all private functions, and without one of them."""
     times: dict[str, list[tuple[float, float]]] = {"private": [], "public": []}
     for _ in range(ROUNDS):
         times["private"].append(round_of(step))
@@ -73,7 +73,7 @@ def in_turn(step: Callable, without: Callable) -> tuple[list[float], list[float]
 
 
 def round_of(step: Callable) -> tuple[float, float]:
-    """Return the microseconds of a step until it has been queued, and until the GPU has finished."""
+    """Return the microseconds per step until the step has been queued, and until the GPU has finished."""
     step()
     torch.cuda.synchronize()
     start = time.perf_counter()

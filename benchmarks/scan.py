@@ -1,4 +1,4 @@
-"""Time the scan of both directions of a block against published kernels and the hardware limits of this GPU.
+"""Time a block's bidirectional scan, compared with published kernels and with the hardware limits of this GPU.
 
     python benchmarks/scan.py --json benchmarks/results/h200_scan.json     # then benchmarks/tables.py
     python benchmarks/scan.py --shapes 4,768,1025 --backends cuda --dtype float16
@@ -27,7 +27,7 @@ from vil.info import git_commit
 from vil.kernels.scan import scan_op
 from vil.kernels.scan.chunks import chunk_state_count
 
-# (B, D, L): microseconds of the published kernels on an H200 in bf16, forward and backward
+# (B, D, L): forward and backward time of the published kernels on an H200 in bf16, in microseconds
 PUBLISHED = {
     "longhorn": {tuple(scan["shape"]): tuple(scan["published_us"]) for scan in results("h200_published")["scans"]},
     "selective": {
@@ -37,10 +37,10 @@ PUBLISHED = {
         (8, 768, 6085): (2174, 8281),
     },
 }
-# fp32 instructions of a state element: update and output; recomputation and gradients
+# fp32 instructions per state element: update and output (forward); recomputation and gradients (backward)
 INSTRUCTIONS = {"longhorn": (4, 17), "selective": (5, 19)}
 STATE_SIZE = 16
-LANES = 128  # fp32 lanes of a multiprocessor
+LANES = 128  # fp32 lanes per multiprocessor
 REVERSE = [False, True]
 
 
@@ -89,7 +89,7 @@ def line(row: dict) -> str:
 
 
 def time_backend(backend: str, recurrence: str, B: int, D: int, L: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the microseconds of forward and of backward."""
+    """Return the forward time and the backward time in microseconds."""
     g = torch.Generator("cuda").manual_seed(0)
 
     def randn(*shape, dtype=dtype):
@@ -127,7 +127,7 @@ def microseconds(f, calls: int = 10, replays: int = 11) -> float:
 
 
 def floors(recurrence, B, D, L, dtype, bandwidth: float, clock: float) -> list[tuple[float, float]]:
-    """Return the minimum microseconds to issue the fp32 instructions and to move the bytes, for each pass."""
+    """Return lower bounds per pass in microseconds: time to issue the fp32 instructions, and time to move the bytes."""
     G, size = len(REVERSE), dtype.itemsize
     elements, keys = G * B * L * D, G * B * L * STATE_SIZE
     kept = G * B * D * chunk_state_count(L) * STATE_SIZE * 4
@@ -141,7 +141,7 @@ def floors(recurrence, B, D, L, dtype, bandwidth: float, clock: float) -> list[t
 
 
 def copy_bandwidth() -> float:
-    """Return the bandwidth of a large copy on this GPU, in bytes read and written a second."""
+    """Return the bandwidth of a large copy on this GPU, in bytes read and written per second."""
     source, target = torch.ones(2, 2**29, device="cuda")
     return 2 * source.nbytes / microseconds(lambda: torch.neg(source, out=target)) * 1e6
 

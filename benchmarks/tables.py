@@ -35,7 +35,7 @@ def results(name: str) -> dict:
 
 
 def write_results(path: Path, rows: list[dict], **head: object) -> None:
-    """Write a JSON file of results with one line for each row, so that people can read and compare it."""
+    """Write results as a JSON file with one line per row, so that the file is easy to read and to diff."""
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     fields = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def measured_models() -> list[dict]:
 
 
 def number(value: float | None) -> str:
-    """Format with one decimal below 1000, unless the decimal is 0."""
+    """Format a number with one decimal if it is below 1000 and the decimal is not 0, otherwise without decimals."""
     if value is None:
         return "-"
     return f"{int(value + 0.5)}" if value >= 1000 else f"{value:.1f}".removesuffix(".0")
@@ -157,20 +157,20 @@ def sizes() -> str:
 
 
 def research_rows(page: str, name: str) -> list[list[str]]:
-    """Return the cells of a generated table in a page of research/, row by row, without the head."""
+    """Return the cells of a generated table in a page of research/, row by row, without the header row."""
     text = (ROOT / "research" / page).read_text()
     lines = text.split(f"<!-- table: {name} -->\n")[1].split("<!-- end -->")[0].splitlines()[2:]
     return [line.strip("| ").split(" | ") for line in lines]
 
 
 def tiny_imagenet_top1(model: str, study: str, column: int) -> str:
-    """Return a model's accuracy from a table of research/photographs.md, or "-" if the table has no such model."""
+    """Return a model's top-1 from a table of research/photographs.md, or "-" if the table does not have the model."""
     rows = {cells[0]: cells for cells in research_rows("photographs.md", study)}
     return rows[model][column].split(" ± ")[0] if model in rows else "-"
 
 
 def results_of_tiny_models() -> str:
-    """Tabulate accuracy on Tiny ImageNet beside the throughput at 224 pixels on the H100."""
+    """Tabulate top-1 on Tiny ImageNet and the throughput at 224 pixels on the H100."""
     measured = {
         (row["model"], row["task"], row["img_size"], row["batch"]): row for row in results("h100_pooled")["rows"]
     }
@@ -189,7 +189,7 @@ def results_of_tiny_models() -> str:
 
 
 def clothing() -> str:
-    """Tabulate test accuracy on photographs of clothing, fine-tuned and from scratch."""
+    """Tabulate test top-1 on photographs of clothing for fine-tuning and for training from scratch."""
     head, found = ["test top-1 in %", "20 epochs", "100 epochs"], research_rows("clothing_fair.md", "clothing-fair")
     top1 = {tuple(cells[:3]): cells[5].split(" ± ")[0] for cells in found}
     rows = [

@@ -1,4 +1,4 @@
-"""Measure throughput and memory of whole models on a GPU, and GPU time by kernel, beside timm's DeiT.
+"""Measure throughput, memory and GPU time by kernel of whole models, compared with timm's DeiT.
 
     python benchmarks/throughput.py --json benchmarks/results/h200_models.json     # then benchmarks/tables.py
     python benchmarks/throughput.py --models vil_small --cases train,224,128 infer,224,1 --modes eager graph
@@ -35,7 +35,7 @@ from vil.info import git_commit
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
 MODELS = ["vil_small", "vim_small", "deit_small_patch16_224", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]
-PATCHES = 128 * 14**2  # patches of a training batch at any resolution, as in 128 images of 224 pixels
+PATCHES = 128 * 14**2  # patches per training batch at any resolution, as many as in 128 images of 224 pixels
 
 
 class Case(NamedTuple):
@@ -82,7 +82,7 @@ class Result:
     mode: str
     images_per_second: float = 0.0
     peak_gib: float = 0.0
-    kernel_ms: dict[str, float] | None = None  # milliseconds of a step by group of kernels
+    kernel_ms: dict[str, float] | None = None  # GPU milliseconds per step by kernel group
     error: str | None = None
 
     def cell(self) -> str:
@@ -107,7 +107,7 @@ def main() -> None:
             print(row(results[-1]), flush=True)
             if options.json:
                 save(options.json, results, device)
-        for of_model in results:  # after all timings, because a profiler may slow down later launches
+        for of_model in results:  # profile after all timings, because a profiler may slow down later launches
             note_kernels(of_model, device)
         if options.json:
             save(options.json, results, device)
@@ -143,7 +143,7 @@ def described(device: torch.device) -> str:
 
 
 def save(path: Path, results: list[list[Result]], device: torch.device) -> None:
-    """Write a row for each model and case, with its modes and the kernels of the best mode."""
+    """Write a row for each model and case with the results of all modes and the kernel times of the best mode."""
     rows = []
     for of_model in results:
         rows.append(dict(model=of_model[0].model, **of_model[0].case._asdict()))
@@ -157,7 +157,7 @@ def save(path: Path, results: list[list[Result]], device: torch.device) -> None:
 
 
 def measure(model: str, case: Case, modes: list[str], device: torch.device) -> list[Result]:
-    """Return a result for each mode."""
+    """Measure a model in a case and return the result of each mode."""
     results = []
     for compiled in (False, True):
         step = None
@@ -257,7 +257,7 @@ def seconds(call: Callable[[], object], device: torch.device, rounds: int = 3, l
 
 
 def kernel_milliseconds(step: Callable[[], object], steps: int = 3) -> dict[str, float]:
-    """Return the GPU time of a step by group of kernels, which does not depend on CUDA graphs."""
+    """Return the GPU milliseconds per step by kernel group. CUDA graphs do not change these times."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()

@@ -1,4 +1,4 @@
-"""Measure what each kernel variant gains over the next simpler one in whole models, on one device in one process.
+"""Measure the speedup of whole models by each kernel variant over the next simpler variant, on one device.
 
     python benchmarks/variants.py                                     # about two minutes on an H200
     python benchmarks/variants.py --variants gate_outproj_bwd_sm90 --cases vil_small,train,224,128
@@ -46,7 +46,7 @@ from vil.kernels.cuda import launches
 from vil.kernels.scan import cuda_scan, heuristics, scan_op
 from vil.models.dispatch import set_fused
 
-ROUNDS, LEAST = 3, 0.06  # rounds of each graph, and seconds of a round
+ROUNDS, LEAST = 3, 0.06  # number of rounds per graph; minimum seconds per round
 TRAIN, BATCH, SINGLE = "train,224,128", "infer,224,256", "infer,224,1"
 MIDDLE_TRAIN, SMALL_TRAIN = "train,224,64", "train,224,8"
 LARGE_TRAIN, LARGE = "train,1248,4", "infer,1248,8"
@@ -58,7 +58,7 @@ CPU_CASES = [
 
 
 class Variant(NamedTuple):
-    """Kernel variant, the next simpler one, a context in which only that one is chosen, and cases by model."""
+    """Kernel variant, the next simpler variant, a context that selects the simpler variant, and cases by model."""
 
     simpler: str
     without: Callable[[], contextlib.AbstractContextManager]
@@ -187,7 +187,7 @@ def scan_backends(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def scans_by(backend: str) -> Iterator[None]:
-    """Let models choose this backend."""
+    """Context in which models use this scan backend."""
     with mock.patch.object(backends, "_backend_for", return_value=backend):
         scan_op._module.cache_clear()
         yield
@@ -211,7 +211,7 @@ def cpu_variants(device: torch.device) -> None:
 
 
 def cpu_seconds(model: str, case: Case, device: torch.device, fused: bool, backend: str) -> float:
-    """Return the CPU time of a step, the minimum of several."""
+    """Return the CPU time per step, as the minimum over several steps."""
     set_fused(fused)
     times = []
     with scans_by(backend):
@@ -225,7 +225,7 @@ def cpu_seconds(model: str, case: Case, device: torch.device, fused: bool, backe
 
 
 def in_turn(case: Case, graphs: list[Callable], device: torch.device) -> list[float]:
-    """Return the median images/s of each graph's replays."""
+    """Replay the graphs in turns and return the median images/s of each graph."""
     speeds: list[list[float]] = [[] for _ in graphs]
     for _ in range(ROUNDS):
         for graph, speed in zip(graphs, speeds):
@@ -235,7 +235,7 @@ def in_turn(case: Case, graphs: list[Callable], device: torch.device) -> list[fl
 
 @contextlib.contextmanager
 def launched() -> Iterator[set]:
-    """Yield the set of kernels that are launched or recorded, with their macros and numbers of thread blocks."""
+    """Yield a set that collects the launched or recorded kernels with their macros and numbers of thread blocks."""
     kernels_used: set = set()
     launch = launches.launch
 
@@ -249,7 +249,7 @@ def launched() -> Iterator[set]:
 
 @contextlib.contextmanager
 def forgotten_plans() -> Iterator[None]:
-    """Forget all recorded plans and choices of variants before and after."""
+    """Context that clears all recorded plans and variant choices on entry and on exit."""
 
     def forget() -> None:
         heuristics.choose.cache_clear()

@@ -1,4 +1,4 @@
-"""SiLU of a causal depthwise convolution of tokens, as one Triton kernel for forward and one for backward.
+"""SiLU of a causal depthwise convolution over tokens, by one Triton kernel for forward and one for backward.
 
 A compiler would keep fp32 copies of the sequence for shifted products and read the sequence once for every tap. In
 these kernels, a warp processes a strip of TOKENS tokens of a sequence, and each thread a few of CHANNELS channels.
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tile of a program. Longer strips read fewer tokens twice but need more registers (backward uses 128 a thread).
+# Tile per program. Longer strips read fewer tokens twice but need more registers (backward uses 128 per thread).
 STRIPS, TOKENS, CHANNELS = 4, 32, 64
 
 
@@ -68,7 +68,7 @@ def _tokens(p, before, left, d, D, START: tl.constexpr, END: tl.constexpr):
 
 @triton.jit
 def _filter(rows, d, D, K: tl.constexpr):
-    """Load the weights of each tap and then the bias, each (1, CHANNELS)."""
+    """Return the filter weights of each tap, followed by the bias, each of shape (1, CHANNELS)."""
     values = ()
     for i in tl.static_range(K + 1):
         values += (tl.load(rows + i * D + d, mask=d < D, other=0.0),)

@@ -1,9 +1,10 @@
-"""Measure the value of weights for photographs: ten kinds of clothing, with 3,068 training images or 20 of each kind.
+"""Fine-tune pre-trained weights on photographs of ten kinds of clothing, compared with training from scratch.
 
     python -m research.clothing --data-dir data/clothing --jobs 2 --out output/clothing.json \\
         --weights weights/vil_tiny_photographs.safetensors data/vil_tiny_fractals.safetensors
 
-`vil_tiny` is trained at 224 pixels by configs/finetune.yaml, from scratch and from each file of weights. As a
+There are 3,068 training images in total, or 20 of each kind. `vil_tiny` is trained at 224 pixels by
+configs/finetune.yaml, from scratch and from each file of weights. As a
 comparison, a logistic regression is fitted to frozen features of the same weights, and of random weights. For each way
 and number of images, a seed that is not reported chooses the learning rate, or the penalty of the regression, on the
 split `validation`. The reported accuracy is the top-1 of the EMA weights after the last epoch on the split `test`, on
@@ -42,13 +43,13 @@ from vil.devices import known_device
 
 CONFIG = ROOT / "configs" / "finetune.yaml"
 PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # C of the regression; larger values are weaker penalties
-EPOCHS = {0: 20, 20: 100}  # by training images of a kind; 0 means all images
+EPOCHS = {0: 20, 20: 100}  # number of epochs by training images per class; 0 means all images
 CHOICE_SEED = 100
 RANDOM = "random"
 
 
 def ways(names: Sequence[str]) -> dict[str, Sequence[float]]:
-    """Return the ways to learn with these weights, each with the settings to choose from."""
+    """Return the methods to compare for these weight files, each with its candidate settings."""
     trained = [SCRATCH, *map(fine_tuned, names)]
     return dict.fromkeys(trained, RATES) | dict.fromkeys([*map(linear, names), linear(RANDOM)], PENALTIES)
 
@@ -63,12 +64,12 @@ def linear(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, required=True, help="with the splits train, validation and test")
-    parser.add_argument("--weights", type=Path, nargs="+", required=True, help="of pre-trained models")
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder of the splits train, validation and test")
+    parser.add_argument("--weights", type=Path, nargs="+", required=True, help="files of pre-trained weights")
     parser.add_argument("--per-class", type=int, nargs="+", choices=EPOCHS, default=[*EPOCHS], help="0: all")
-    parser.add_argument("--seeds", type=int, default=5, help="how many are reported, from 0 (default: 5)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--out", type=Path, help="JSON of all runs; what it has is not done again")
+    parser.add_argument("--seeds", type=int, default=5, help="number of reported seeds, from 0 (default: 5)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of simultaneous runs")
+    parser.add_argument("--out", type=Path, help="JSON file of all runs; existing runs are kept")
     options, training_options = parser.parse_known_args()
     words = ["-c", str(CONFIG), "--model", "vil_tiny", *training_options]
     device = known_device(load_config("", words).device)
@@ -89,12 +90,12 @@ def main() -> None:
 
 
 def drawn(files: Sequence[Path], run: Run) -> list[Path]:
-    """Return the run's training images of one kind. Every seed gets the same images if the run uses all of them."""
+    """Return the run's training images of one class. If the run uses all images, they do not depend on the seed."""
     return random.Random(run.seed).sample(sorted(files), run.per_class) if run.per_class else sorted(files)
 
 
 def write_images(data: Path, runs: str, run: Run) -> None:
-    """Write the images of a run, which runs with the same seed share, and the images for evaluation."""
+    """Write the training images of a run and its evaluation images. Runs with the same seed share these images."""
     folder = transfer.images_of(runs, run)
     if folder.exists():
         return
@@ -106,7 +107,7 @@ def write_images(data: Path, runs: str, run: Run) -> None:
 
 
 def train(words: list[str], files: dict[str, Path], folder: str, run: Run) -> dict[str, Any]:
-    """Return the outcome of one run of train_imagenet.py."""
+    """Train a run by train_imagenet.py and return its outcome."""
     start = {fine_tuned(name): ["--pretrained-path", str(path)] for name, path in files.items()}.get(run.way, [])
     split = "validation" if run.rehearse else "test"
     words = [*words, *start, "--epochs", str(EPOCHS[run.per_class]), "--val-split", split]
@@ -152,7 +153,7 @@ class Probe:
 
 
 def differences_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table of the first weights, fine-tuned, minus each other way.
+    """Return a Markdown table of the differences between fine-tuning the first weights and each other method.
 
     The other ways are training from scratch, the other weights, and the first weights' own frozen features. With 20
     images of a kind, the paired test is used, because a seed samples the same images for all ways; otherwise Welch's.

@@ -39,7 +39,7 @@ Rows = Sequence[dict[str, Any]]
 CONFIG = ROOT / "configs" / "finetune.yaml"
 RECIPE = ["--layer-decay", "none"]
 RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-FIRST_RATES = RATES[1:-1]  # tried for the short budget; a neighbor is added if the best one is at an edge
+FIRST_RATES = RATES[1:-1]  # first rates of the short budget; a neighbor is tried if the best rate is at an edge
 SHORT, LONG = BUDGETS = 20, 100  # epochs
 CHOICE_SEED = 100
 SEEDS = range(5)
@@ -98,7 +98,7 @@ ESTIMATED = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True, help="folder of the splits train, validation and test")
-    parser.add_argument("--weights", type=Path, nargs="+", required=True, help="pre-trained weights; may appear later")
+    parser.add_argument("--weights", type=Path, nargs="+", required=True, help="pre-trained weights; may not exist yet")
     parser.add_argument("--jobs", type=int, default=1, help="number of simultaneous runs")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of all runs; existing runs are kept")
     options, training_options = parser.parse_known_args()
@@ -150,7 +150,7 @@ def train(data: Path, words: list[str], files: dict[str, Path], folder: str, run
 def do_all(
     results: Results, pool: Executor | None, jobs: int, training: Callable[[Run], dict], pretrained: Callable[[], set]
 ) -> None:
-    """Train the missing runs in the order of `planned`, `jobs` at a time."""
+    """Train the missing runs in the order of `planned`, with `jobs` runs at a time."""
     running: dict[Future, Run] = {}
     while True:
         busy = set(running.values())
@@ -172,7 +172,7 @@ def record(results: Results, run: Run, outcome: dict[str, Any]) -> None:
 
 
 def planned(rows: Rows, pretrained: Iterable[str]) -> Iterator[Run]:
-    """Yield the runs that can be trained now, in the registered order, those that are done included.
+    """Yield the runs that can be trained now and the finished runs, in the registered order.
 
     Args:
         rows: Runs that are done.
@@ -186,7 +186,7 @@ def planned(rows: Rows, pretrained: Iterable[str]) -> Iterator[Run]:
 
 
 def rates_to_try(rows: Rows, way: Way) -> Sequence[float]:
-    """Return the learning rates of a way that are known to be needed so far.
+    """Return the learning rates that a way must try according to the results so far.
 
     The short budget tries FIRST_RATES, and the next rate if the best one is at an edge. The long budget tries the rate
     that the short budget chose and its two neighbors.
@@ -211,7 +211,7 @@ def tried(rows: Rows, way: Way) -> dict[float, float]:
 
 
 def chosen(rows: Rows, way: Way) -> float | None:
-    """Return the best learning rate, the lowest on ties, or None before all rates were tried."""
+    """Return the best learning rate (the lowest on ties), or None if some rates are still to be tried."""
     found, needed = tried(rows, way), rates_to_try(rows, way)
     if not needed or not all(rate in found for rate in needed):
         return None
@@ -250,7 +250,7 @@ def ways_table(rows: Rows) -> str:
 
 
 def differences_table(rows: Rows) -> str:
-    """Return a Markdown table of the differences between two ways that both have all seeds.
+    """Return a Markdown table of differences between two ways, if both ways have all seeds.
 
     p-values are shown, with Holm's correction, when the last run of the four registered tests is there.
     """
@@ -265,7 +265,7 @@ def differences_table(rows: Rows) -> str:
 
 
 def difference(rows: Rows, first: Way, second: Way) -> Difference | None:
-    """Return the difference by Welch's test, or None before both ways have all seeds."""
+    """Return the difference by Welch's test, or None if a way lacks seeds."""
     both = by_seed(rows, first), by_seed(rows, second)
     return welch(*both) if all(map(is_complete, both)) else None
 

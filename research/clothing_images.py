@@ -1,4 +1,4 @@
-"""Shrink the photographs of clothing-dataset-small, so that they travel well.
+"""Shrink the photographs of clothing-dataset-small to reduce the size of the data set.
 
     git clone https://github.com/alexeygrigorev/clothing-dataset-small
     python -m research.clothing_images clothing-dataset-small data/clothing
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 
-PIXELS = 300  # of the longer side
+PIXELS = 300  # longer side of a shrunk image
 QUALITY = 85
 
 

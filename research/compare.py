@@ -1,4 +1,4 @@
-"""Comparisons over seeds: differences of means with confidence intervals and tests, and their formatting."""
+"""Compare accuracies over seeds: differences of means with confidence intervals and p-values, formatted as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BySeed = Mapping[int, float]
 
 
 class Difference(NamedTuple):
-    """Difference of a first and a second mean."""
+    """First mean minus second mean, with a confidence interval and a p-value."""
 
     mean: float
     low: float  # lower end of the 95% interval
@@ -29,7 +29,7 @@ class Difference(NamedTuple):
 
 
 def paired(first: BySeed, second: BySeed) -> Difference | None:
-    """Compare by the paired t-test over the common seeds; None if there are fewer than two."""
+    """Compare by the paired t-test over the common seeds. Return None if fewer than two seeds are common."""
     seeds = sorted(first.keys() & second.keys())
     if len(seeds) < 2:
         return None
@@ -39,7 +39,7 @@ def paired(first: BySeed, second: BySeed) -> Difference | None:
 
 
 def welch(first: BySeed, second: BySeed) -> Difference | None:
-    """Compare by Welch's t-test, ignoring the pairing by seed; None if either side has fewer than two values."""
+    """Compare by Welch's t-test, ignoring the pairing by seed. Return None if a side has fewer than two values."""
     firsts, seconds = list(first.values()), list(second.values())
     if min(len(firsts), len(seconds)) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Render images of fractals as a folder of classes, for training without photographs.
+"""Render a data set of fractal images, with one folder per class, for training without photographs.
 
     python -m research.fractals data/fractals                         # 1,000 classes of 1,000 images, on a GPU
     python -m research.fractals data/few --classes 10 --per-class 50 --val-per-class 10 --points 10000
@@ -69,21 +69,21 @@ from vil.info import environment
 
 MOST_MAPS = 8
 CHAINS = 512
-BURN_IN = 50  # initial steps of a chain from (0, 0) that are discarded
-TABLE = 2**22  # possible start positions of a chaos game in the table of random numbers
-# points at a time; about 40 bytes of memory for each point, and 20 for each pixel
+BURN_IN = 50  # number of discarded initial steps of a chain, which starts at (0, 0)
+TABLE = 2**22  # number of possible start positions of a chaos game in the table of random numbers
+# maximum number of points rendered at a time; a point takes about 40 bytes of memory and a pixel 20 bytes
 AT_ONCE = dict(cuda=2**26, cpu=2**22)
 
 FILLING, JUDGED_POINTS, JUDGED_SIZE = 0.2, 100_000, 512  # thresholds of a class: filling rate, points and image size
 COARSE_SIZE, COARSE_POINTS = 32, 4096
 # minimum rates of coarse cells for a candidate to be judged (all classes had at least 0.44) and for an image to be kept
 PROMISING, KEPT = 0.3, 0.1
-ATTEMPTS = 100  # attempts to sample an image
-MARGIN = 6 / 512  # relative to the image's side
+ATTEMPTS = 100  # maximum number of attempts to sample an image
+MARGIN = 6 / 512  # margin of an image relative to the side of the image
 CLUTTER_SYSTEMS = 256
 LARGEST = 4096  # maximum image side, for which pixel indices are exact in float32
 GREY, QUALITY = 127, 90
-COLOURS = 1 + MOST_MAPS  # the background's colour comes first
+COLOURS = 1 + MOST_MAPS  # number of colours per class; the first is the background's
 
 SPLITS = ("train", "validation", "test")
 # purposes of random numbers: the first part of their key after the seed
@@ -92,7 +92,7 @@ CLASSES, CLUTTER, CHOICES, PALETTES, FIRST_SPLIT = range(5)
 
 @dataclass(frozen=True)
 class Fractals:
-    """Options of a folder of images; equal options give equal images.
+    """Options of a data set of fractals. Equal options give equal images.
 
     Attributes:
         classes: Number of classes.
@@ -133,12 +133,12 @@ class Fractals:
                 raise ConfigError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
 
     def images(self, split: str) -> int:
-        """Return the number of images that a class has in this split."""
+        """Return the number of images per class in this split."""
         return dict(zip(SPLITS, (self.per_class, self.val_per_class, self.test_per_class)))[split]
 
 
 def draw_systems(count: int, seed: int, purpose: int = CLASSES, device: torch.device | str = "cpu") -> np.ndarray:
-    """Sample random systems that fill their image; the first systems do not depend on `count`.
+    """Sample random function systems whose points fill an image. The first systems do not depend on `count`.
 
     Args:
         count: Number of systems.
@@ -174,7 +174,7 @@ def _with_probabilities(maps_BM6: np.ndarray) -> np.ndarray:
 
 
 def vary(systems_BM7: np.ndarray, uniform_BM6: np.ndarray, variation: float) -> np.ndarray:
-    """Multiply every coefficient by a weight from [1 - variation, 1 + variation].
+    """Multiply each coefficient of the systems by a weight from [1 - variation, 1 + variation].
 
     The maps keep their probabilities, as in the code of FractalDB's authors.
 
@@ -222,7 +222,7 @@ def play(
     sums_BM = torch.from_numpy(systems_BM7[..., 6]).cumsum(1)
     # the last sum is 1, and all random numbers are below 1
     sums_BM = sums_BM.div_(sums_BM[:, -1:].clone()).to(device, torch.float32)
-    # rows (a, c, b, d, e, f): what x, y and 1 are multiplied by
+    # rows (a, c), (b, d) and (e, f) are the factors of x, y and 1
     maps = torch.from_numpy(systems_BM7[..., [0, 2, 1, 3, 4, 5]]).to(device, torch.float32).reshape(B * M, 6)
     first_B1 = torch.arange(0, B * M, M, device=device)[:, None]
     windows = choices(seed, TABLE + (BURN_IN + steps) * CHAINS, device).unfold(0, CHAINS, 1)
@@ -259,7 +259,7 @@ def filling_rate(points_BN2: Tensor, size: int) -> Tensor:
 
 
 def render(points_BN2: Tensor, maps_BN: Tensor, frames_B32: Tensor, masks_B33: Tensor, size: int) -> Tensor:
-    """Draw a patch around each point; patches of later maps cover those of earlier maps.
+    """Draw a patch around each point. Patches of later maps cover patches of earlier maps.
 
     Args:
         points_BN2: Points of `play`. Their bounding box becomes the square from -1 to 1.
@@ -318,7 +318,7 @@ def render_images(
     places: Sequence[Place],
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Render images, each of which is independent of the other images.
+    """Render images. Each image is independent of the other images in the call.
 
     Args:
         systems: Systems of all classes, (classes, M, 7), of `draw_systems`.
@@ -353,7 +353,7 @@ def render_images(
 def _uniform(
     seed: int, places: Sequence[Place], part: int, width: int, attempts: Iterable[int] = itertools.repeat(0)
 ) -> np.ndarray:
-    """Return random numbers in [0, 1) of each place, (B, width), different for each part and attempt."""
+    """Return random numbers in [0, 1) for each image, (B, width), which differ between parts and attempts."""
     found = np.empty((len(places), width))
     rows_of = defaultdict(list)
     for row, (place, attempt) in enumerate(zip(places, attempts)):
@@ -379,7 +379,7 @@ def _points_that_fill(
         varied = vary(systems[numbers_B[rows]], uniform[:, :weights].reshape(-1, MOST_MAPS, 6), f.variation)
         return play(varied, (uniform[:, weights] * TABLE).astype(np.int64), points, f.seed, device)
 
-    for points in (COARSE_POINTS, f.points):  # few points reveal most empty images faster
+    for points in (COARSE_POINTS, f.points):  # rendering few points first finds most empty images faster
         failed = np.arange(len(places))
         points_BN2, maps_BN = judged, _ = play_some(failed, points)
         while len(failed := failed[(filling_rate(judged, COARSE_SIZE) < KEPT).numpy(force=True)]):
@@ -409,7 +409,7 @@ def _piece(
 
 
 def _over(images: Tensor, drawn_BHW: Tensor, palettes_BC3: Tensor) -> Tensor:
-    """Draw the result of `render` over images, or over one colour for each image, and return (B, H, W, 3) uint8."""
+    """Draw the result of `render` over images, or over one colour per image. Return (B, H, W, 3) uint8."""
     index_BHW = drawn_BHW + torch.arange(0, palettes_BC3[..., 0].numel(), COLOURS, device=images.device)[:, None, None]
     return torch.where(drawn_BHW[..., None] > 0, palettes_BC3.flatten(0, 1)[index_BHW], images)
 
@@ -443,7 +443,7 @@ def _to_device(frames: np.ndarray, device: torch.device | str) -> Tensor:
 
 
 def at_once(points: int, size: int, device: torch.device | str) -> int:
-    """Return how many images with these points and pixels a side are rendered at a time."""
+    """Return the number of images to render at a time, for this number of points and this image size."""
     most = AT_ONCE.get(torch.device(device).type, AT_ONCE["cpu"])
     return max(1, most // max(points, CHAINS, size * size // 2))
 
@@ -565,7 +565,7 @@ def _save_images(
         try:
             for rows in _pieces(len(places), at_once(fractals.points, fractals.size, device)):
                 images = render_images(systems, clutter, fractals, places[rows], device).numpy(force=True)
-                wait_for(saved)  # the previous images, which were saved while these were rendered
+                wait_for(saved)  # wait for the previous images, which were saved while the current images were rendered
                 saved = threads.map(save, images, places[rows])
             wait_for(saved)
         except BaseException:

@@ -1,6 +1,6 @@
 """Train full-size ViL, ViM, pooled ViL and DeiT on Tiny ImageNet by the protocol of research/photographs.md.
 
-    python -m research.photographs --minutes 9 --out output/photographs.json    # again and again
+    python -m research.photographs --minutes 9 --out output/photographs.json    # repeat until the study is complete
 
 Each call continues from the results so far (`--earlier`) and the runs in `--folder`, in the protocol's order: a
 learning rate for every model, the speed of compiled DeiT, seeds of all models in turn, further seeds if the deviation
@@ -37,12 +37,12 @@ Runs = list[dict[str, Any]]
 RESULTS = seeds.ROOT / "research" / "results" / "photographs.json"
 TEST_SPLIT = "test"
 VIL, VIM, POOLED, DEIT = MODELS = ["vil_tiny", "vim_tiny", "vil_tiny_pooled", "deit_tiny_patch16_224"]
-COMPARED = ((VIL, VIM), (POOLED, VIL), (VIL, DEIT))  # compared by Welch's test, corrected by Holm
+COMPARED = ((VIL, VIM), (POOLED, VIL), (VIL, DEIT))  # pairs of models compared by Welch's test, with Holm's correction
 RATES = (5e-4, 1e-3, 2e-3)
-CHOICE_SEED = 100  # seed of the runs that select the learning rate, and of no other run
+CHOICE_SEED = 100  # seed of the runs that select the learning rate; no other run uses this seed
 SEEDS, FURTHER_SEEDS = range(5), range(5, 8)
 PROTOCOL = dict.fromkeys(MODELS, FURTHER_SEEDS.stop)  # end of the range of seeds, by model
-# extensions registered after the differences were known: only for estimates, in no test
+# extensions registered after the differences were known; used for estimates but not for tests
 EXTENSIONS = ({VIL: 12, VIM: 12}, {VIL: 12, VIM: 20})
 WIDEST = 0.5  # percentage points: half-width of ViL minus ViM's interval above which further seeds are trained
 MARGIN = 1.0  # percentage points: margin of equivalence
@@ -51,7 +51,7 @@ DIVERGED = r"the (loss|gradient norm|gradient's norm) is (nan|inf|-inf) at step"
 
 
 class Cell(NamedTuple):
-    """Position of a run in the study; `stage` is one of OPTIONS."""
+    """Identifies a run of the study by its settings. `stage` is a key of OPTIONS."""
 
     stage: str
     model: str
@@ -86,7 +86,7 @@ def stages(runs: Runs) -> Iterator[list[Cell]]:
 
 
 def to_do(runs: Runs) -> list[Cell]:
-    """Return the missing cells of the first incomplete stage; [] if the study is complete."""
+    """Return the missing cells of the first incomplete stage, or [] if the study is complete."""
     done = {cell_of(run) for run in runs}
     left = ([cell for cell in cells if cell not in done] for cells in stages(runs))
     return next((cells for cells in left if cells), [])
@@ -98,7 +98,7 @@ def extension(runs: Runs) -> list[Cell]:
 
 
 def missing_of(ends: dict[str, int], runs: Runs) -> list[Cell]:
-    """Return the missing cells after the protocol's seeds and below `ends`, by model."""
+    """Return the missing cells whose seeds follow the protocol's seeds and are below `ends[model]`."""
     have = {cell_of(run) for run in runs}
     rates = {model: run["lr"] for model in ends for run in of_seeds(runs, model)}
     seeds_behind = range(FURTHER_SEEDS.stop, max(ends.values()))
@@ -124,12 +124,12 @@ def of_seeds(runs: Runs, model: str, end: int = FURTHER_SEEDS.stop) -> Runs:
 
 
 def top1_to_choose_on(runs: Runs, model: str, curve: str = "eval_top1") -> BySeed:
-    """Return the final validation top-1 by seed; curve "eval_top1_ema" selects the EMA weights."""
+    """Return the final validation top-1 by seed. The curve "eval_top1_ema" gives that of the EMA weights."""
     return {run["seed"]: run["curves"][curve][-1] for run in of_seeds(runs, model)}
 
 
 def top1_of_test(runs: Runs, judged: Judged | None, ends: dict[str, int] = PROTOCOL) -> dict[str, BySeed]:
-    """Return the test top-1 by model and seed, for seeds below `ends`; {} unless all runs are finished."""
+    """Return the test top-1 by model and seed for seeds below `ends`, or {} if a run is unfinished."""
     if to_do(runs) or not judged or missing_of(ends, runs):
         return {}
     top1 = dict(zip(judged.runs, 100 * judged.right_NM.mean(axis=0)))
@@ -138,7 +138,7 @@ def top1_of_test(runs: Runs, judged: Judged | None, ends: dict[str, int] = PROTO
 
 
 class Study:
-    """Results so far, in memory and in the file `out`, and the folder of the runs.
+    """Runs of the study: the results so far, which are also stored in the file `out`, and the folder of the runs.
 
     Raises:
         SystemExit: Earlier results or runs in the folder have another recipe or other images.
@@ -161,13 +161,13 @@ class Study:
         self.gpus = seeds.share_gpus(seeds.visible_gpus(), options.jobs, 1)
 
     def go_on(self) -> None:
-        """Run cells until the time is up or all are finished."""
+        """Train the missing cells until all are finished or the time limit is reached."""
         with self.deadline, ThreadPoolExecutor(self.options.jobs) as pool:
             while (cells := to_do(self.runs) or extension(self.runs)) and all(list(pool.map(self.do, cells))):
                 pass
 
     def do(self, cell: Cell) -> bool:
-        """Start or resume a cell; return whether it is finished."""
+        """Start or resume the run of a cell, and return whether the run has finished."""
         folder = self.options.folder / cell.place
         words = [*self.words, *OPTIONS[cell.stage], "--lr", f"{cell.lr:g}"]
         try:
@@ -199,7 +199,7 @@ class Study:
 
 
 def read(results: Path) -> tuple[Runs, Judged | None]:
-    """Read the runs and test predictions of a file of results; nothing if the file does not exist."""
+    """Read the runs and test predictions of a results file. Both are empty if the file does not exist."""
     runs = json.loads(results.read_text())["runs"] if results.exists() else []
     judged = any(run.get("stage") == "seeds" for run in runs)  # files of research/seeds.py have no stages
     return runs, Judged.read(seeds.predictions_of(results)) if judged else None
@@ -230,7 +230,7 @@ def images_per_second(runs: Runs) -> dict[str, float]:
 
 
 def models_table(runs: Runs, judged: Judged | None) -> str:
-    """Return a Markdown table of every model's test accuracy, once all runs are finished, and training cost."""
+    """Return a Markdown table of each model's training cost, and test accuracy if all runs are finished."""
     top1 = top1_of_test(runs, judged)
     table = [["model", "parameters", "learning rate", "runs", "test top-1 %, mean ± deviation", "seeds",
               "selection split %", "selection split, EMA %", "GPU minutes of training", "images/s"]]  # fmt: skip
@@ -255,7 +255,7 @@ def models_table(runs: Runs, judged: Judged | None) -> str:
 
 
 def differences_table(runs: Runs, judged: Judged | None) -> str:
-    """Return a Markdown table of the protocol's three comparisons, once all runs are finished."""
+    """Return a Markdown table of the protocol's three comparisons, with values if all runs are finished."""
     top1 = top1_of_test(runs, judged)
     table = [["model", "minus", "points (95% interval)", "half-width", "p (Welch)", "p (Holm)", f"within ±{MARGIN:g}"]]
     gaps = [welch(top1[first], top1[second]) for first, second in COMPARED] if top1 else []
@@ -289,7 +289,7 @@ def main() -> None:
         help="JSON file of all runs; predictions and the final plot are written beside it",
     )
     options, words = parser.parse_known_args()
-    options.processes = None  # processes of a run, for torchrun
+    options.processes = None  # number of torchrun processes per run
     study = Study(options, words)
     study.go_on()
     tables = rates_table(study.runs), models_table(study.runs, study.judged)

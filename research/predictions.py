@@ -25,9 +25,7 @@ def job_of(run: dict[str, Any]) -> tuple[str, int]:
 
 
 class Judged:
-    """Targets (N,) and predictions of M runs (N, M) for the images of a split in order, with names of images and
-    runs.
-    """
+    """Targets (N,) and predicted classes of M runs (N, M) for the N images of a split, with image and run names."""
 
     def __init__(self, targets_N: np.ndarray, predicted_NM: np.ndarray, images: list[str], runs: list[str]):
         self.targets_N, self.predicted_NM, self.images, self.runs = targets_N, predicted_NM, images, runs
@@ -52,7 +50,7 @@ class Judged:
 
 
 def joined(parts: list[Judged], runs: list[str]) -> Judged:
-    """Join the predictions of several parts for these runs, in this order.
+    """Join the predictions of several parts, with the given runs in the given order.
 
     Raises:
         SystemExit: The parts have different images, or a run has no predictions.
@@ -69,7 +67,7 @@ def joined(parts: list[Judged], runs: list[str]) -> Judged:
 
 
 def compare_images(runs: list[dict[str, Any]], judged: Judged) -> str:
-    """Return a Markdown table that compares the first model with each other model, image by image, for each seed."""
+    """Return a Markdown table that compares the first model image by image with each other model for each seed."""
     columns = {(run["model"], run["seed"]): judged.right_NM[:, i] for i, run in enumerate(runs)}
     first, *others = dict.fromkeys(run["model"] for run in runs)
     table = [

@@ -1,6 +1,6 @@
-"""Multi-query associative recall (Arora et al., "Zoology", 2023) with Longhorn, Mamba and attention in one harness.
+"""Train Longhorn, Mamba and attention on multi-query associative recall (Arora et al., "Zoology", 2023).
 
-    python -m research.recall --lengths 512 --seeds 4 --minutes 9 --out output/recall.json    # again and again
+    python -m research.recall --lengths 512 --seeds 4 --minutes 9 --out output/recall.json    # repeat
     python -m research.recall --report output/recall.json output/more.json --out output/all.json --plot output/all.png
 
 A sequence lists key-value pairs and then repeats every key once, at distances that follow a power law. At each repeated
@@ -60,8 +60,8 @@ PAIRS = {64: 4, 128: 8, 256: 16, 512: 64}
 BATCH = {64: 512, 128: 512, 256: 256, 512: 128}
 LEARNING_RATES = [1e-3, 2.2e-3, 4.6e-3, 1e-2]
 DATA_SEED = 123
-PIECE = 8192  # parameters that one multiprocessor updates; in one large tensor, AdamW's kernel would assign it 65,536
-STEPS_A_TURN = 16  # steps that a run queues before the next run's turn
+PIECE = 8192  # parameters per tensor, so that AdamW's fused kernel does not assign 65,536 to one multiprocessor
+STEPS_A_TURN = 16  # number of steps that a run queues before the next run's turn
 SECONDS_BETWEEN_SAVES = 60
 DONE = object()
 
@@ -71,7 +71,7 @@ def shared_examples(count: int, length: int, pairs: int, seed: int, device: torc
     """Return the examples of `recall_examples`, cached for all runs of a process."""
     examples = recall_examples(count, length, pairs, seed, device)
     if device.type == "cuda":
-        torch.cuda.synchronize()  # all streams read them
+        torch.cuda.synchronize()  # the examples must be complete, because all streams read them
     return examples
 
 
@@ -150,7 +150,7 @@ class Training:
             sums.zero_()
 
     def begin_turn(self, step: int) -> None:
-        """Seed dropout by run and step, independent of the other runs' turns."""
+        """Seed dropout by run and step, so that dropout does not depend on the other runs."""
         self.generator.manual_seed(1_000_003 * self.run.seed + step)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -195,7 +195,7 @@ class Training:
 def train(
     run: Run, examples: Callable[[Run], tuple], device: torch.device, deadline: float, state: Path | None = None
 ) -> Iterator[None]:
-    """Train a run in turns: every `next` queues some steps on the device, and the results are in `run` at the end.
+    """Train a run in turns. Each `next` queues some steps on the device, and at the end `run` has the results.
 
     Training ends after the last epoch, above `stop_at` percent, or with a value that is not finite. After the deadline,
     training ends with the current epoch and saves its state to the file `state` for the next call.
@@ -245,7 +245,7 @@ def queued(device: torch.device) -> torch.cuda.Event | None:
 
 
 def ended(event: torch.cuda.Event | None) -> Iterator[None]:
-    """Yield until the event is done, so that a run queues at most two turns of steps."""
+    """Yield until the event has completed, so that a run queues at most two turns of steps."""
     while event and not event.query():
         yield
 
@@ -255,7 +255,7 @@ def device_name(device: torch.device) -> str:
 
 
 def state_file(out: Path | None, run: Run) -> Path | None:
-    """Return the path of a run's state, which is kept until the run ends and has 12 bytes a parameter."""
+    """Return the path of a run's state file, which exists until the run ends and has 12 bytes per parameter."""
     if out is None:
         return None
     digest = hashlib.sha256(json.dumps(run.key).encode()).hexdigest()[:12]
@@ -270,7 +270,7 @@ def work(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.recompile_limit = 1000  # every shape of every mixer needs a compilation
+    torch._dynamo.config.recompile_limit = 1000  # each shape of each mixer is compiled separately
 
     examples = functools.partial(examples_of, device=device)
     waiting, reported = list(reversed(hands[index])), time.time()
@@ -320,9 +320,7 @@ def train_all(
 
 
 def to_do(runs: Iterable[Run], finished: Iterable[Run], out: Path | None) -> list[Run]:
-    """Return the unfinished runs in order: first runs that have begun, then seed by seed for balanced partial
-    results.
-    """
+    """Return the unfinished runs: started runs first, then the others by seed, so that partial results are balanced."""
     have = {run.key for run in finished}
 
     def order(run: Run) -> tuple:
@@ -341,7 +339,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="batch size (default: Zoology's for the length)")
     parser.add_argument("--widths", nargs="+", type=int, default=[64], metavar="C")
     parser.add_argument("--learning-rates", nargs="+", type=float, default=LEARNING_RATES, metavar="LR")
-    parser.add_argument("--seeds", type=int, default=4, help="seeds 0, 1, ... of every setting")
+    parser.add_argument("--seeds", type=int, default=4, help="number of seeds of each setting, from 0")
     parser.add_argument("--epochs", type=int, default=64)
     parser.add_argument("--train-examples", type=int, default=100_000)
     parser.add_argument("--test-examples", type=int, default=3_000)
@@ -355,7 +353,7 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="time limit, after which every run ends with its current epoch"
     )
-    parser.add_argument("--out", type=Path, help="JSON file of finished runs, which is extended")
+    parser.add_argument("--out", type=Path, help="JSON file to which finished runs are added")
     parser.add_argument("--plot", type=Path, help="PNG file with a plot of all runs")
     parser.add_argument(
         "--report", nargs="+", type=Path, metavar="FILE", help="train nothing, but merge these files into --out"

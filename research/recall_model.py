@@ -63,7 +63,7 @@ class Mamba(Longhorn):
 
 
 def tokens_at(t_BTC: Tensor, places_BP: Tensor | None) -> Tensor:
-    """Return the tokens (B, P, C) at these positions, or all tokens if None."""
+    """Return the tokens (B, P, C) at these positions, or all tokens if the positions are None."""
     if places_BP is None:
         return t_BTC
     return t_BTC.gather(1, places_BP.unsqueeze(-1).expand(-1, -1, t_BTC.shape[-1]))
@@ -160,8 +160,7 @@ class RecallModel(nn.Module):
 def recall_examples(
     count: int, length: int, pairs: int, seed: int, device: torch.device, vocabulary: int = VOCABULARY
 ) -> tuple[Tensor, Tensor]:
-    """Sample pairs k1 v1 ... kP vP of sequences (count, 2P), and the positions of the repeated keys (count, P), as
-    int32.
+    """Sample key-value pairs k1 v1 ... kP vP (count, 2P) and the positions of the repeated keys (count, P), as int32.
 
     A sequence of T = `length` tokens has the pairs first, then every key once at even distances after the pairs; all
     other tokens are token 0. Keys are distinct tokens of the first half of the vocabulary, values of the second half.
@@ -187,6 +186,6 @@ def recall_examples(
 
 
 def distinct(weights: Tensor, count: int, pairs: int, generator: torch.Generator) -> Tensor:
-    """Sample indices (count, pairs), each row sequentially without replacement (the Gumbel-top-k trick)."""
+    """Sample each row of indices (count, pairs) without replacement by the Gumbel-top-k trick."""
     uniform = torch.rand(count, len(weights), generator=generator, device=weights.device)
     return (weights.log() - uniform.clamp(min=1e-30).log().neg().log()).topk(pairs).indices

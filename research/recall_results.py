@@ -1,4 +1,4 @@
-"""Results of the associative recall study (research/recall.py): files, tables, tests and plot."""
+"""Read, tabulate, test and plot the results of the associative recall study (research/recall.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEARNED = 90.0  # percent; a run with a higher final accuracy counts as having l
 
 @dataclass
 class Run:
-    """One training run: its settings, which identify it, and its results after each epoch.
+    """One training run: the settings that identify the run, and the results after each epoch.
 
     `accuracy` is the percentage of correct queries in the test sequences. `loss` is the mean and `gradient_norm` the
     maximum over the epoch's training steps; both are None if not finite.
@@ -70,7 +70,7 @@ SETTINGS = [f.name for f in fields(Run)][: [f.name for f in fields(Run)].index("
 
 
 def merged(files: Iterable[Path]) -> list[Run]:
-    """Read the runs of several files; the first file wins if a run is in more than one."""
+    """Read and merge the runs of several files. If a run is in several files, the first file's run is kept."""
     runs: dict[tuple, Run] = {}
     for path in files:
         for run in (Run(**run) for run in json.loads(path.read_text())["runs"]):
@@ -83,7 +83,7 @@ def write(runs: list[Run], path: Path) -> None:
 
 
 def experiments(runs: list[Run]) -> dict[str, list[Run]]:
-    """Group runs that differ only in mixer, learning rate and seed; keys are labels of the other differing settings."""
+    """Group runs that differ only in mixer, learning rate and seed, by a label of the settings that differ."""
     free = ("mixer", "lr", "seed")
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
@@ -120,7 +120,7 @@ def shares(runs: list[Run]) -> str:
 
 
 def verdict(runs: list[Run]) -> str:
-    """Compare Longhorn and Mamba by Fisher's exact test over the learning rates and seeds that both have.
+    """Compare Longhorn and Mamba by Fisher's exact test over the learning rates and seeds that both mixers have.
 
     Runs are pooled over learning rates. Because the design is balanced, differences between learning rates make the
     test more conservative. The best accuracy over learning rates is listed for each seed, too.
@@ -166,7 +166,7 @@ def plot(runs: list[Run], path: Path) -> None:
         mixers = [mixer for mixer in MIXERS if any(run.mixer == mixer for run in group)]
         seeds = max(run.seed for run in group) + 1
         for run in group:
-            # mixers side by side, and within each its seeds from left to right
+            # offset the points of each mixer, and of each seed within a mixer, from left to right
             offset = 0.8 * ((mixers.index(run.mixer) + (run.seed + 0.5) / seeds) / len(mixers) - 0.5)
             ends.plot(rates.index(run.lr) + offset, run.accuracy[-1], "o", color=colors[run.mixer], markersize=4)
             curves.plot(range(1, len(run.accuracy) + 1), run.accuracy, color=colors[run.mixer], linewidth=0.7)

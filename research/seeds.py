@@ -1,4 +1,4 @@
-r"""Train ViL, ViM and DeiT with the full training path and one recipe, with several seeds each.
+r"""Train ViL, ViM and DeiT by train_imagenet.py with one recipe and several seeds each, and compare their accuracy.
 
     python -m vil.data.digits data/digits
     python -m research.seeds -c configs/digits.yaml --out output/digits.json
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def publish(runs: list[dict[str, Any]], parts: list[Judged], options: argparse.Namespace, study: dict) -> None:
-    """Print the tables and write the requested files; `parts` are predictions of all runs."""
+    """Print the tables and write the requested files. `parts` has the predictions of all runs."""
     predictions = joined(parts, [name_of(*job_of(run)) for run in runs]) if options.test_split and runs else None
     if predictions:
         for run, right in zip(runs, predictions.right_NM.T):
@@ -159,7 +159,7 @@ class Deadline:
 
     def __enter__(self) -> None:
         self.handlers = {number: signal.signal(number, self._pass) for number in SCHEDULER_SIGNALS}
-        self.hearing = signals_handled_in_thread()  # this thread waits for the threads of the runs
+        self.hearing = signals_handled_in_thread()  # this thread waits for the runs' threads
         self.hearing.__enter__()
 
     def __exit__(self, *error) -> None:
@@ -198,7 +198,7 @@ def digest_of(images) -> str:
 
 
 def keep_recipe(folder: Path, recipe: dict[str, Any]) -> None:
-    """Write the recipe of a folder's runs, or compare it with the recipe of the existing runs.
+    """Write the recipe to the folder, or check that the recipe equals that of the folder's existing runs.
 
     Raises:
         SystemExit: The folder contains runs with another recipe.
@@ -217,7 +217,7 @@ def keep_recipe(folder: Path, recipe: dict[str, Any]) -> None:
 
 
 def check_same(file: Path, found: dict[str, Any], expected: dict[str, Any], remedy: str) -> None:
-    """Compare what a file stores about its runs with the expected values.
+    """Check that the values stored in a results file equal the expected values.
 
     Raises:
         SystemExit: The values differ.
@@ -242,7 +242,7 @@ def visible_gpus() -> list[str]:
 
 
 def share_gpus(names: list[str], jobs: int, processes: int) -> SimpleQueue[str]:
-    """Return a queue with the GPUs of each parallel run; runs share GPUs only if there are too few."""
+    """Return a queue with the GPUs of each parallel run. Runs share GPUs only if there are too few GPUs."""
     groups = [",".join(names[i : i + processes]) for i in range(0, len(names) - processes + 1, processes)]
     queue: SimpleQueue[str] = SimpleQueue()
     for group, _ in zip(cycle(groups or [",".join(names)]), range(jobs)):
@@ -286,11 +286,11 @@ def train(
         status = process.wait()
     finally:
         gpus.put(mine)
-    stopped |= status == PREEMPTED  # stopped by a signal from outside
+    stopped |= status == PREEMPTED  # the run was stopped by a signal from another process
     row = dict(seconds=round(time.monotonic() - start, 1), stopped=stopped, epochs=len(read_summary(path)))
     where = machine()
     row |= dict(commit=where["commit"], gpu=where["gpu"], processes=options.processes, jobs=options.jobs)
-    with open(path / "sessions.jsonl", "a") as sessions:  # one line for each process that worked on the run
+    with open(path / "sessions.jsonl", "a") as sessions:  # one line per process that has trained the run
         sessions.write(json.dumps(row) + "\n")
     if status and not stopped:
         sys.exit(f"{path.name} ended with status {status}: {(path / 'log.txt').read_text()[-2000:]}")
@@ -322,7 +322,7 @@ def model_arguments(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_run(folder: Path, model: str, seed: int, images: int, evaluated: int) -> dict[str, Any]:
-    """Return the record of a finished run: results of the last epoch, curves and times.
+    """Return the record of a finished run, with the results of the last epoch, the curves and the times.
 
     Args:
         folder: Folder of the runs.
@@ -336,7 +336,7 @@ def read_run(folder: Path, model: str, seed: int, images: int, evaluated: int) -
     built = create_model(model, **model_arguments(saved))
     batch = saved["global_batch_size"]
     images -= images % batch
-    sessions = path / "sessions.jsonl"  # missing if this process ended before the run
+    sessions = path / "sessions.jsonl"  # the file is missing if this process ended before the run
     return {
         "model": model,
         "seed": seed,
@@ -390,12 +390,12 @@ def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
 
 
 def epoch_seconds(runs: list[dict[str, Any]]) -> float:
-    """Return the training seconds of an epoch: the median over a model's runs, because some may be disturbed."""
+    """Return the training seconds per epoch, as the median over a model's runs, because other jobs may slow some."""
     return median(run["epoch_seconds"] for run in runs)
 
 
 def top1_by_seed(runs: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Return the top-1 by model and seed, with models in their order."""
+    """Return the top-1 by model and seed. The models keep the given order."""
     models = dict.fromkeys(run["model"] for run in runs)
     return {model: {run["seed"]: run["top1"] for run in runs if run["model"] == model} for model in models}
 
@@ -418,7 +418,7 @@ def report(runs: list[dict[str, Any]]) -> str:
 
 
 def plot(runs: list[dict[str, Any]]) -> bytes:
-    """Plot the validation accuracy by epoch and by training time, at `epoch_seconds` an epoch, as a PNG."""
+    """Plot the validation accuracy by epoch and by training time (epochs times `epoch_seconds`) as a PNG file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -449,7 +449,7 @@ def machine() -> dict[str, Any]:
 
 
 def processor(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the model name of the first processor in a file that exists on Linux only, or what Python reports."""
+    """Return the model name of the first CPU in a cpuinfo file, or Python's platform.processor() without the file."""
     text = cpu_info.read_text() if cpu_info.exists() else ""
     names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor()

@@ -43,9 +43,9 @@ RUNS = {"fp32": ("fp32", 0), "fp32, other images": ("fp32", 1), "bf16": ("bf16",
 
 @dataclass
 class Run:
-    losses: Tensor  # of every step, (S,)
+    losses: Tensor  # loss of each step, (S,)
     gradient_norms: Tensor
-    skipped: int  # steps that the scaler skipped because of an overflow
+    skipped: int  # number of steps that the gradient scaler skipped because of an overflow
     finite: bool
     seconds: float
 
@@ -69,7 +69,7 @@ class Images:
         labels = torch.randint(CLASSES, (B,), generator=self.generator, device=self.device)
         textures = self.textures[labels] + self.noise * self._randn(B, 3, GRID, GRID)
         scale_B, x_B, y_B = torch.rand(3, B, generator=self.generator, device=self.device)
-        scale_B = 1 - 0.3 * scale_B  # side of the crop
+        scale_B = 1 - 0.3 * scale_B  # side of the crop relative to the texture
         crop_B23 = torch.zeros(B, 2, 3, device=self.device)
         crop_B23[:, 0, 0] = crop_B23[:, 1, 1] = scale_B
         crop_B23[:, 0, 2], crop_B23[:, 1, 2] = (1 - scale_B) * (2 * x_B - 1), (1 - scale_B) * (2 * y_B - 1)
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def row(model: str, runs: dict[str, Run], name: str) -> str:
-    """Return the row of one of a model's runs in the Markdown table."""
+    """Return the Markdown table row of one run of a model."""
     run, distance = runs[name], farthest(runs, name)
     norms = run.gradient_norms[run.gradient_norms.isfinite()]
     median, largest = (norms.median(), norms.max()) if len(norms) else (math.nan, math.nan)
@@ -125,7 +125,7 @@ def row(model: str, runs: dict[str, Run], name: str) -> str:
 
 
 def train(model_name: str, images: Images, steps: int, dtype: torch.dtype | None) -> Run:
-    """Train a run in fp32, or under autocast to `dtype`; on a GPU, a CUDA graph replays each step."""
+    """Train a run in fp32 or under autocast to `dtype`. On a GPU, each step replays a CUDA graph."""
     start, device, on_gpu = time.perf_counter(), images.device, images.device.type == "cuda"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
@@ -175,7 +175,7 @@ def smooth(loss_S: Tensor) -> Tensor:
 
 
 def farthest(runs: dict[str, Run], name: str) -> float:
-    """Return the largest difference between a run's smoothed loss and fp32's; NaN if either run is missing."""
+    """Return the largest difference between a run's smoothed loss and that of fp32, or NaN if a run is missing."""
     if not {"fp32", name} <= runs.keys():
         return math.nan
     return (smooth(runs[name].losses) - smooth(runs["fp32"].losses)).abs().max().item()
@@ -183,7 +183,7 @@ def farthest(runs: dict[str, Run], name: str) -> float:
 
 def plot(runs: dict[str, dict[str, Run]]) -> bytes:
     """Plot the smoothed losses, and their differences from fp32, as a PNG."""
-    from matplotlib.figure import Figure  # not pyplot, which needs a display and keeps state
+    from matplotlib.figure import Figure  # pyplot would need a display and keep global state
 
     figure = Figure(figsize=(5 * len(runs), 6), layout="constrained")
     columns = figure.subplots(2, len(runs), sharex=True, squeeze=False).T

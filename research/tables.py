@@ -1,4 +1,4 @@
-"""Write the tables of results in the pages of this folder from raw files.
+"""Regenerate the result tables in research/*.md from the raw results.
 
     python -m research.tables
 
@@ -63,7 +63,7 @@ def comparisons() -> str:
 
 
 def equal_time() -> str:
-    """Compare validation accuracies at equal training time: ViL at its end, ViM at the same time and at its end."""
+    """Tabulate validation accuracy at equal training time: ViL at the end, and ViM at this time and at the end."""
     head = [
         "images",
         "seconds of training",
@@ -85,7 +85,7 @@ def equal_time() -> str:
 
 
 def recall(runs: list[dict[str, Any]]) -> str:
-    """Tabulate recall accuracy by width, mixer and length, as the best over learning rates (in brackets)."""
+    """Tabulate recall by width, mixer and length at the best learning rate (in brackets)."""
     kept = {}
     for run in sorted(runs, key=lambda run: run["accuracy"][-1]):
         kept[run["width"], run["mixer"], run["length"]] = run
@@ -113,7 +113,7 @@ def of_fair_clothing(table: Callable[..., str]) -> str:
 
 
 def recipes(plain: dict[int, float], found: dict[str, dict[int, float]]) -> str:
-    """Compare ViL's test accuracy with each recipe to the plain recipe, once all runs are complete.
+    """Tabulate ViL's test accuracy with each recipe minus that with the plain recipe, if all runs are complete.
 
     Args:
         plain: Top-1 by seed with the plain recipe.
@@ -141,7 +141,7 @@ def of_recipes() -> str:
 
 
 def weights() -> str:
-    """Tabulate mean ± deviation of each way to use the weights of generated images on digits."""
+    """Tabulate top-1 on digits (mean ± standard deviation) of each method to use the weights of generated images."""
     table = [
         ["pixels", "images per class", "samples", *transfer.SETTINGS, f"{transfer.FINE_TUNED} minus {transfer.SCRATCH}"]
     ]

@@ -24,8 +24,8 @@ from io import BytesIO
 from pathlib import Path
 
 SEED = 0
-CHOSEN = 50  # images of each class in choose/
-PART_MEGABYTES = 53  # together with the repository without weights, a part stays below 64 MiB, the limit of sitting.sh
+CHOSEN = 50  # number of images per class in choose/
+PART_MEGABYTES = 53  # a part and the repository without weights/ stay below 64 MiB, the limit of sitting.sh
 
 
 def git(repository: Path, *words: str, given: bytes = b"") -> bytes:
@@ -75,7 +75,7 @@ def contents(repository: Path, ids: list[str]) -> Iterator[bytes]:
 
 
 def pack(images: Iterator[tuple[str, bytes]], folder: Path, part_bytes: int) -> list[Path]:
-    """Write part-0.tar.gz, part-1.tar.gz, ... of at most `part_bytes` each, each one a complete tar file.
+    """Write part-0.tar.gz, part-1.tar.gz, ... of at most `part_bytes` each. Each part is a complete tar file.
 
     Compression removes the tables that the small JPEG files have in common, and the padding of the tar format.
     """
@@ -88,7 +88,7 @@ def pack(images: Iterator[tuple[str, bytes]], folder: Path, part_bytes: int) -> 
             gzip.GzipFile("", "wb", fileobj=file, mtime=0) as zipped,
             tarfile.open(fileobj=zipped, mode="w") as tar,
         ):
-            while waiting and file.tell() < part_bytes - 2**18:  # reserve space for what the compressor has buffered
+            while waiting and file.tell() < part_bytes - 2**18:  # reserve space for the compressor's buffer
                 name, content = waiting
                 info = tarfile.TarInfo(name)
                 info.size = len(content)

@@ -1,5 +1,4 @@
-"""Measure the value of pre-trained weights with few real images: scikit-learn's digits, 20 and 5 training images a
-class.
+"""Fine-tune pre-trained weights on scikit-learn's digits, with 20 or 5 training images per class.
 
     python -m research.transfer --weights data/vil_tiny_fractals.safetensors --jobs 7 --out output/transfer.json
 
@@ -79,13 +78,13 @@ SETTINGS = dict.fromkeys((SCRATCH, FINE_TUNED), RATES)
 SETTINGS |= dict.fromkeys((PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS, KERNEL_MACHINE), PENALTIES)
 COMPARED = ((FINE_TUNED, SCRATCH), (PROBE, PROBE_OF_RANDOM), (PROBE, PROBE_OF_PIXELS))
 CHOICE_SEEDS = (100, 101)  # seeds that select settings and are not reported
-EPOCH = 800  # training files of an epoch, which are copies of the few images
+EPOCH = 800  # number of training files per epoch, which are copies of the few training images
 RUN_BYTES = 2**29  # upper bound of the size of a run's three checkpoints
 AT_ONCE = 128  # batch size of the feature extraction
 
 
 class Run(NamedTuple):
-    """One result: a way of learning with its setting, the images a class, and whether it selects the setting."""
+    """One result: a method with its setting, the images per class, and whether the run serves to select the setting."""
 
     way: str
     per_class: int
@@ -99,7 +98,7 @@ class Run(NamedTuple):
 
 
 class Results:
-    """Rows of finished runs, also in a JSON file if there is one, with the machine of each call.
+    """Rows of finished runs with the machine of each call, also stored in a JSON file if a path is given.
 
     Args:
         path: Path of the JSON file.
@@ -128,13 +127,13 @@ class Results:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Machine, commit, seconds and number of runs of the calls that have trained or fitted something, in order."""
+        """Machine, commit, seconds and number of runs of each call that added results, in order."""
         runs, seconds = len(self.rows) - self.found, round(time.monotonic() - self.start)
         return [*self.earlier_calls, *([dict(self.machine, runs=runs, seconds=seconds)] if runs else [])]
 
     @property
     def seconds(self) -> float:
-        """Total seconds of these calls."""
+        """Total seconds of all calls that added results."""
         return sum(call["seconds"] for call in self.calls)
 
     def __contains__(self, run: Any) -> bool:
@@ -186,7 +185,7 @@ def do_all(
     options: argparse.Namespace, choice_seeds: Iterable[int], results: Results, pool: Executor | None,
     prepare: Callable[[Run], None], training: Callable[[Run], dict], probe: Callable[[Run], dict],
 ) -> None:  # fmt: skip
-    """Run what is missing of a study: first the runs that select settings, then the reported runs."""
+    """Do the missing runs of a study: first the runs that select settings, then the reported runs."""
     for seeds, rehearse in ((choice_seeds, True), (range(options.seeds), False)):
         runs = [
             Run(way, per_class, setting, seed, rehearse)
@@ -202,7 +201,7 @@ def do_missing(
     runs: Sequence[Run], results: Results, pool: Executor | None, prepare: Callable[[Run], None],
     training: Callable[[Run], dict], probe: Callable[[Run], dict],
 ) -> None:  # fmt: skip
-    """Add the missing outcomes, of `training` after `prepare` or of `probe`, depending on the way's name."""
+    """Add the missing outcomes. The method's name decides whether `training` (after `prepare`) or `probe` runs."""
     missing = [run for run in runs if run not in results]
     trained = [run for run in missing if run.way.startswith((SCRATCH, FINE_TUNED))]
     for run in trained:
@@ -223,10 +222,10 @@ def fast_folder(jobs: int) -> str | None:
 
 
 def processes(jobs: int) -> AbstractContextManager[Executor | None]:
-    """Return a pool of processes for parallel runs, or None if this process runs them one at a time."""
+    """Return a process pool for parallel runs, or None if this process does all runs sequentially."""
     if jobs == 1:
         return nullcontext()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of each process
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # number of threads per process
     context = multiprocessing.get_context("spawn")
     gpus = context.Queue()
     for gpu, _ in zip(cycle(visible_gpus() or [""]), range(jobs)):
@@ -263,7 +262,7 @@ def images_of(folder: str, run: Run) -> Path:
 
 
 def write_images(folder: str, run: Run) -> None:
-    """Write the images of a run, which runs with the same seed share."""
+    """Write the training images of a run. Runs with the same seed share these images."""
     path, copies = images_of(folder, run), max(1, EPOCH // (10 * run.per_class))
     if not path.exists():
         with redirect_stdout(io.StringIO()):
@@ -271,13 +270,13 @@ def write_images(folder: str, run: Run) -> None:
 
 
 def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, Any]:
-    """Return the outcome of one run of train_imagenet.py; a diverged run counts as 0%."""
+    """Train a run by train_imagenet.py and return its outcome. A diverged run has an accuracy of 0%."""
     start = ["--pretrained-path", weights] if run.way == FINE_TUNED else []
     return train_on(images_of(folder, run), [*words, *start], folder, run)
 
 
 def train_on(images: Path, words: list[str], folder: str, run: Any) -> dict[str, Any]:
-    """Train a run of any study on a folder of images and return its outcome; `words` specify the initial weights."""
+    """Train a run on a folder of images and return its outcome. The arguments `words` specify the initial weights."""
     words = [*words, "--data-dir", str(images), "--output", folder, "--experiment", "-".join(map(str, run))]
     words += ["--lr", str(run.setting), "--seed", str(run.seed)]
     config, start = load_config("", words), time.monotonic()
@@ -345,7 +344,7 @@ def frozen(name: str, weights: str | None, seed: int, device: torch.device, **ar
 
 
 def regression(penalty: float) -> Pipeline:
-    """Return a logistic regression on standardized features; a larger C = `penalty` is weaker."""
+    """Return a logistic regression on standardized features. A larger C = `penalty` penalizes less."""
     return make_pipeline(StandardScaler(), LogisticRegression(C=penalty, max_iter=5000))
 
 
@@ -361,7 +360,7 @@ def classify(features: Features, run: Run) -> dict[str, Any]:
 
 
 def chosen(rows: Iterable[dict[str, Any]], way: str, per_class: int) -> float:
-    """Return the setting with the best mean over the selecting seeds; the smallest on ties."""
+    """Return the setting with the best mean over the seeds that select settings (the smallest setting on ties)."""
     rows = [row for row in rows if row["rehearse"] and (row["way"], row["per_class"]) == (way, per_class)]
     tried = sorted({row["setting"] for row in rows})
     return max(tried, key=lambda setting: mean(row["top1"] for row in rows if row["setting"] == setting))
@@ -375,7 +374,7 @@ def by_seed(rows: Sequence[dict[str, Any]], way: str, per_class: int) -> dict[in
 
 
 def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, float]]]:
-    """Return the top-1 by images a class, way and seed, of seeds that all ways have."""
+    """Return the top-1 by images per class, method and seed, for the seeds that all methods have."""
     found, ways = {}, dict.fromkeys(row["way"] for row in rows)
     for per_class in dict.fromkeys(row["per_class"] for row in rows if not row["rehearse"]):
         of_ways = {way: by_seed(rows, way, per_class) for way in ways}
@@ -401,7 +400,7 @@ def differences_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def tested(found: Sequence[tuple[int, str, str, Difference | None]]) -> str:
-    """Return a Markdown table of images a class, two ways and their difference, without rows of too few seeds."""
+    """Return a Markdown table of the differences between two methods. Rows with too few seeds are left out."""
     found = [row for row in found if row[-1]]
     table = [["images per class", "method", "minus", "points (95% interval)", "p", "p (Holm)"]]
     for (n, first, second, gap), corrected in zip(found, holm([gap.p_value for *_, gap in found])):

@@ -26,13 +26,13 @@ from vil.kernels.cuda import source
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/helpers"))  # pytest does the same
 import emulator
 
-LIMIT = 600  # seconds; a kernel that never ends counts as detected
+LIMIT = 600  # seconds; test timeout, because a mutant that hangs counts as detected
 SCAN = ["tests/kernels/test_cuda.py"]
 POOLED = ["tests/kernels/test_pooled_block.py"]
 BLOCK = [f"tests/kernels/test_block{name}.py" for name in ("_kernels", "_references", "")] + POOLED
 AUGMENT = ["tests/kernels/test_augment_kernels.py"]
 PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", "emulated"]
-TESTS = {  # other sources use the tests of their folder
+TESTS = {  # test files by CUDA source; sources that are not listed use the tests of their folder
     **{f"cuda/{name}.cuh": SCAN + BLOCK for name in ("async_copies", "elements", "mma")},
     **{f"block/{name}.cu": POOLED for name in ("pool", "scan_lines", "sum_lines", "pooled_conv_backward")},
     "block/along_lines.cuh": POOLED,
@@ -434,7 +434,7 @@ def tests_of(mutants: list[Mutant]) -> list[str]:
 
 
 def start(mutant: Mutant | None, folder: Path, files: list[str]) -> tuple[int, Run]:
-    """Run these tests in a child process, with a mutant or without."""
+    """Start these tests in a child process, with a mutant or with the original sources."""
     folder.mkdir()
     run = Run(mutant, folder / "log", time.monotonic())
     pid = os.fork()
@@ -462,7 +462,7 @@ def start(mutant: Mutant | None, folder: Path, files: list[str]) -> tuple[int, R
 
 
 def outcome(status: int, run: Run) -> str:
-    """Return the test, signal or exit status that detected the mutant, or "" if nothing did."""
+    """Return the test, signal or exit status that detected the mutant, or "" if the mutant survived."""
     if os.WIFSIGNALED(status):
         return f"signal {os.WTERMSIG(status)}"
     failed = re.search(r"^(?:FAILED|ERROR) \S+?::(\w+)", run.log.read_text(), re.M)
@@ -470,7 +470,7 @@ def outcome(status: int, run: Run) -> str:
 
 
 def why_stale(mutant: Mutant) -> str | None:
-    """Return why the mutant cannot be planted, or None if it can."""
+    """Return the reason why the mutant cannot be planted, or None if the mutant can be planted."""
     path = source.SOURCES / mutant.file
     if not path.is_file():
         return "the file does not exist"

@@ -210,7 +210,7 @@ def repeat(content: bytearray, chance: random.Random) -> bytearray:
 
 
 def write_number(content: bytearray, chance: random.Random) -> bytearray:
-    """Overwrite a place that may hold a length, a size or an offset."""
+    """Overwrite bytes that may be a length, a size or an offset."""
     place = chance.randrange(min(len(content), chance.choice((64, 1024, len(content)))))
     kind = chance.choice(("<H", ">H", "<I", ">I"))
     number = chance.choice(NUMBERS) % 2 ** (8 * struct.calcsize(kind))
@@ -225,7 +225,7 @@ def splice(content: bytearray, chance: random.Random) -> bytearray:
 
 
 def change_chunks(content: bytearray, chance: random.Random) -> bytearray:
-    """Change the chunks of a PNG, with valid checksums, or of other files the segments that begin with 0xff."""
+    """Change the chunks of a PNG, with valid checksums, or the segments of another file that begin with 0xff."""
     if not content.startswith(b"\x89PNG"):
         parts = content.split(b"\xff")
         chance.shuffle(parts) if chance.random() < 0.1 else parts.insert(
@@ -261,7 +261,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
 
 
 def write_files(root: Path, count: int, seed: int, formats: str = "", is_slow: bool = False) -> None:
-    """Write `count` damaged or slow files, and intact files, to {train,val}/{damaged,whole}."""
+    """Write `count` damaged or slow files to {train,val}/damaged, and intact files to {train,val}/whole."""
     chance, files, names = random.Random(seed), corpus(formats), [name for name in SLOW if formats in name]
     for folder in ("damaged", "whole"):
         (root / "train" / folder).mkdir(parents=True)
@@ -276,7 +276,7 @@ def write_files(root: Path, count: int, seed: int, formats: str = "", is_slow: b
 
 @dataclass
 class Outcome:
-    """Statistics of an epoch over the files."""
+    """Statistics of one epoch over the fuzzed files."""
 
     files: int
     images: int = 0
@@ -290,7 +290,7 @@ class Outcome:
 
 
 def read_all(root: Path, path: str, device: torch.device, gigabytes: float | None) -> Outcome:
-    """Run an epoch of a loader in this process."""
+    """Read all files in one epoch of a loader in this process."""
     is_training = path in ("training", "device")
     dataset = open_split(str(root), "", "train" if is_training else "val")
     outcome = Outcome(len(dataset))
@@ -335,7 +335,7 @@ def drawn(file: str) -> bool:
 
 @contextlib.contextmanager
 def noted(outcome: Outcome):
-    """Record the errors of files, and the slowest file."""
+    """Record read errors and the slowest file in the outcome."""
 
     class Noted(logging.Handler):
         def emit(self, record):

@@ -1,4 +1,4 @@
-"""Run every kernel on small inputs for NVIDIA's compute-sanitizer, which finds errors that results need not show.
+"""Run every kernel on small inputs under NVIDIA's compute-sanitizer to find errors that do not change the results.
 
     export PYTHONPATH=tests/helpers PYTORCH_NO_CUDA_MEMORY_CACHING=1  # the sanitizer then sees each tensor's memory
     compute-sanitizer --report-api-errors no --tool memcheck python3 tools/sanitize.py  # racecheck, initcheck
@@ -23,7 +23,7 @@ from vil.kernels.scan import heuristics as variants
 from vil.kernels.scan import triton_scan
 from vil.models.block import Block, Blocks, LonghornMixer, MambaMixer
 
-B, L, D, N = 1, 70, 35, 16  # more tokens than a chunk; more channels than a block, and not a multiple of any vector
+B, L, D, N = 1, 70, 35, 16  # L exceeds a chunk; D exceeds a thread block and is not a multiple of any vector width
 REVERSE = [False, True]
 
 
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
-    for channels in (D, 40):  # without vector loads, and with
+    for channels in (D, 40):  # without vector loads, and with vector loads
         tensors = in_order(recurrence, of_both_directions(recurrence, (B, L, channels, N), dtype, "cuda")[1])
         for segment_chunks in (2, 1):  # both chunks in one segment, or one segment each
             for variant in variants.forward_variants(recurrence, N, dtype.itemsize, channels % 8 == 0):
@@ -60,7 +60,7 @@ def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
 def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
     operator = {"longhorn": longhorn_scan, "selective": selective_scan}[recurrence]
     for segment_chunks, segments in ((2, 1), (1, 2)):
-        for channels in (16, 64):  # channels of a block
+        for channels in (16, 64):  # channels per thread block
             with mock.patch.object(triton_scan, "_schedule", return_value=(segment_chunks, segments, channels)):
                 tensors = [t.requires_grad_() for t in of_both_directions(recurrence, (B, L, D, N), dtype, "cuda")[1]]
                 operator(*tensors, reverse=REVERSE, backend="triton").sum().backward()
@@ -68,8 +68,8 @@ def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
 
 def block(recurrence: str, dtype: torch.dtype) -> None:
     mixer = {"longhorn": LonghornMixer, "selective": MambaMixer}[recurrence]
-    # Sizes that select each kernel: with and without vector loads; `step_proj_backward` and `conv_xproj`, for inputs
-    # that fill the GPU; `gate_outproj`, on Hopper and as two kernels on other GPUs; and few tokens.
+    # Together, these sizes select every kernel: with and without vector loads, with enough inputs to fill the GPU
+    # (`step_proj_backward` and `conv_xproj`), with `gate_outproj` (two kernels except on Hopper), and with few tokens.
     is_hopper = hardware.is_hopper(torch.device("cuda", 0))
     for width, multiprocessors, on_hopper in (
         (16, 1, False), (18, 1, False), (64, 1, False), (192, 1, is_hopper), (192, 1, False), (192, 64, False)
@@ -88,7 +88,7 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
 
 
 def augmentation(interpolation: str) -> None:
-    """Run every operation in each of two turns, on sizes that are not multiples of a vector or block."""
+    """Run every augmentation as the first and as the second operation, on sizes that are no multiple of a block."""
     count, size = len(OPERATIONS), (37, 261)
     images = [torch.randint(0, 256, (3, 9 * i + 1, 61 - i), dtype=torch.uint8).cuda() for i in range(count)]
     boxes = np.array([(0, 0, *image.shape[1:]) for image in images])

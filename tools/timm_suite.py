@@ -18,7 +18,7 @@ import timm
 
 import vil  # noqa: F401  registers the models
 
-# Changes to timm's test file: names of models that are not convolutional networks, and the module whose models have
+# Changes to timm's test file: our models are listed as not convolutional, and our module is listed as having
 # forward_intermediates().
 FILTERS = f"""
 NON_STD_FILTERS += {timm.list_models(module="vision_longhorn")}

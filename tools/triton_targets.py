@@ -1,4 +1,4 @@
-"""Compile the Triton kernels of a block (16 states, bf16) for GPUs that are not present, and print a line for each.
+"""Compile a block's Triton kernels (16 states, bf16) for other GPU architectures, and print one line per kernel.
 
     python tools/triton_targets.py cuda:75 cuda:80 hip:gfx90a hip:gfx942 hip:gfx1100
 

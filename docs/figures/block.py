@@ -150,7 +150,7 @@ def draw_block(canvas: Canvas) -> None:
     """
     ahead, back, gate, residual = 560, 672, 768, 852
     middle = (ahead + back) / 2
-    for y, corner in ((266, 34), (342, 466)):  # from the stack's corners to the panel's
+    for y, corner in ((266, 34), (342, 466)):  # lines from the corners of the stack to the corners of the panel
         canvas.line((token_x(16) + SIDE + 10, y), (482, corner), colour="edge", width=0.8)
     canvas.box(684, 250, 404, 452, fill="panel", radius=12)
     canvas.words(500, 46, "One block", weight="bold", size=10, align="left")

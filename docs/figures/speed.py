@@ -22,7 +22,10 @@ LINES = {
 
 
 def draw(theme: dict[str, str]) -> Figure:
-    """Plot megapixels a second, constant for a cost linear in pixels, and label each point with images a second."""
+    """Plot megapixels per second against image size, and label each point with images per second.
+
+    The curve is horizontal if the cost is linear in the number of pixels.
+    """
     rows = json.loads((ROOT / "benchmarks" / "results" / "h100_resolutions.json").read_text())["rows"]
     sizes = sorted({row["img_size"] for row in rows})
     speeds = {m: {r["img_size"]: r["graph"]["images_per_second"] for r in rows if r["model"] == m} for m in LINES}

@@ -1,4 +1,4 @@
-"""Pytest plugin for the copy of run.py that records which functions each test calls, in any of its processes.
+"""Pytest plugin, used by run.py, that records which functions each test calls in any of the test's processes.
 
 With MUTANT_UNDER_TEST=stats the plugin writes a line for each test to REACHED/<process>.jsonl. With a mutant the plugin
 gives the tests their own process group and temporary folder.
@@ -20,7 +20,7 @@ NOTICED = os.path.abspath("../noticed.txt")
 
 
 def in_this_process() -> None:
-    """Make mutmut record function calls, with functions of a script under the name of its file."""
+    """Make mutmut record function calls in this process. Functions of a script are recorded under the file's name."""
     trampoline.record_trampoline_hit = record
     trampoline.get_mutant_under_test = lambda: named_as_here(os.environ.get("MUTANT_UNDER_TEST", ""))
 
@@ -96,7 +96,7 @@ class Reached:
 
 
 class Noticed:
-    """Records which test detects the mutant, and how."""
+    """Records which test detects the mutant, and by which failure."""
 
     def __init__(self, mutant: str):
         self.mutant = mutant

@@ -24,9 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / ".mutants"
 COPY = WORK / "mutants"  # mutmut requires this name
-NOT_NOTICED = (None, 0, 5, 33)  # exit codes of surviving mutants in pytest and mutmut: passed, no tests
+NOT_NOTICED = (None, 0, 5, 33)  # exit codes of pytest and mutmut for surviving mutants (tests passed, or no tests)
 NOTHING = "nothing.x_nothing__mutmut_"
-BUDGET = 60  # seconds of tests for each mutant
+BUDGET = 60  # seconds; total duration of the tests chosen per mutant
 LISTED = Path(__file__).with_name("listed.txt")
 
 
@@ -109,7 +109,7 @@ def run_mutants(mutants, tests: dict[str, dict], jobs: int) -> None:
             data.save()
     (WORK / "temporary").mkdir(exist_ok=True)
     plan.sort(key=lambda planned: planned[0])
-    # add some mutants that do not exist and must survive
+    # as a control, also run the tests of some mutants that do not exist; these must survive
     plan = [(*planned[:2], f"{NOTHING}{i}", planned[3]) for i, planned in enumerate(plan) if i % 20 == 0] + plan
     plan.sort(key=lambda planned: planned[0])
     data_of, results = {name: data for _, data, name, _ in plan}, []
@@ -129,7 +129,7 @@ def run_mutants(mutants, tests: dict[str, dict], jobs: int) -> None:
         for seconds, _, name, chosen in plan:
             while not runner.has_capacity():
                 wait_for_one()
-            # half of the limit counts wall time
+            # mutmut applies half of this limit to wall time
             runner.submit(name, chosen, math.ceil(2 * (2 * seconds + 15)), seconds)
         runner.signal_work_complete()
         while runner.pending_count():
@@ -216,7 +216,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", help="files and folders to change (all)")
     parser.add_argument("--tests", nargs="*", help="files of tests (all)")
-    parser.add_argument("--sample", type=int, help="so many mutants, chosen at random")
+    parser.add_argument("--sample", type=int, help="number of randomly chosen mutants to test")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     args = parser.parse_args()
     report_stale()

@@ -122,7 +122,7 @@ class Cluster:
         return listed.stdout.strip()
 
     def fail_node(self, node: int) -> None:
-        """Simulate a power failure: the node sends nothing more, not even the end of its connections."""
+        """Simulate a power failure of a node, which then sends no packets, not even to close its connections."""
         command("ip", "link", "delete", f"node{node}")
         self.nodes[node].kill()
         self.nodes[node].wait()

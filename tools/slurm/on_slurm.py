@@ -1,4 +1,4 @@
-"""Tests of scripts/slurm.sh on two nodes of a real Slurm: however its job ends, the run ends like an uninterrupted one.
+"""Tests on two nodes of a real Slurm that a run by scripts/slurm.sh survives every kind of interruption unchanged.
 
     make slurm-test    as root, with Debian's slurm-wlm, munge and iproute2; about ten minutes
 
@@ -18,7 +18,7 @@ from cluster import Cluster, Job, command, wait_until
 from faults import OPTIONS, assert_same, result
 from processes import ROOT
 
-EPOCHS = 30  # about 20 seconds
+EPOCHS = 30  # epochs of a run, which take about 20 seconds
 RECIPE = dict(checkpoint_interval="none", model_ema_decay=0.9)
 
 
@@ -73,7 +73,7 @@ def training(cluster, image_folder, tmp_path):
     yield submit
     for job in jobs:
         print(job.text)
-        # in case the job still runs
+        # cancel the job in case it still runs
         subprocess.run(["scancel", "--signal=KILL", "--full", job.number], capture_output=True)
         subprocess.run(["scancel", job.number], capture_output=True)
         wait_until(lambda: not command("squeue", "-h").strip(), 60, "the queue is empty")
