@@ -72,7 +72,7 @@ def imported(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_none_above_it_and_dependencies_alone(module):
+def test_a_module_imports_only_lower_layers_and_declared_dependencies(module):
     names = set(imported(module))
     ours = {room(name) for name in names if name in MODULES}
     assert {other for other in ours if other != room(module) and RANKS[other] >= RANKS[room(module)]} == set()

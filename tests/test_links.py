@@ -19,7 +19,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_what_a_document_names_exists(document):
+def test_links_files_and_tests_named_in_documents_exist(document):
     page = ROOT / document
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text)
@@ -34,7 +34,7 @@ def test_what_a_document_names_exists(document):
 
 
 @pytest.mark.parametrize("page", tables.PAGES)
-def test_the_tables_of_speed_are_those_of_the_files_of_results(page):
+def test_throughput_tables_equal_the_result_files(page):
     text = (ROOT / page).read_text()
     assert "<!-- table: " in text
     assert tables.renewed(text) == text

@@ -28,21 +28,21 @@ def predictions(targets, best):
 
 
 @pytest.mark.parametrize("cells", [(70, 10, 3, 17), (5, 0, 0, 2), (0, 2, 9, 4), (9, 400, 380, 7)])
-def test_mcnemar_and_the_interval_by_their_formulas(cells):
+def test_mcnemar_p_values_and_paired_intervals_equal_the_published_formulas(cells):
     paired = ContingencyTable(*cells)
     assert paired.difference == pytest.approx(100 * (cells[1] - cells[2]) / sum(cells))
     assert paired.p_value == pytest.approx(naive.mcnemar(*cells[1:3]))
     assert paired.interval == pytest.approx(naive.paired_interval(*cells), abs=1e-6)
 
 
-def test_an_interval_ends_where_differences_do():
+def test_paired_intervals_are_clipped_at_100_points():
     assert ContingencyTable(both=0, only_first=1, only_second=0, neither=0).interval[1] == 100.0
     assert ContingencyTable(both=0, only_first=0, only_second=1, neither=0).interval[0] == -100.0
     assert [ContingencyTable(both=0, only_first=n, only_second=0, neither=0).difference for n in (0, 1)] == [0.0, 100.0]
     assert [Comparison.of(predictions(np.zeros(n), np.zeros((n, 2, 1)))).agreement for n in (0, 1)] == [0.0, 100.0]
 
 
-def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):
+def test_comparison_tables_list_differences_per_class_and_per_confusion(tmp_path):
     rng, names = np.random.default_rng(0), {0: "ant", 1: "bee", 2: "cat", 4: "eel"}  # class 3 has no name
     targets = rng.choice([0, 1, 2, 3, -1], size=90)
     best = np.stack([rng.permuted(np.tile(np.arange(5), (90, 1)), axis=1)[:, :3] for _ in range(2)], axis=1)
@@ -77,7 +77,7 @@ def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):
     assert (tmp_path / "confusions.csv").read_text().split() == ['"class"']
 
 
-def test_names_in_tables_are_text_whatever_they_are(tmp_path):
+def test_names_in_tables_are_never_read_as_formulas(tmp_path):
     names = ['=HYPERLINK("x")', "+1", "-1", "@x", " =1", "＝1", "＋1", "－1", "＠x", "a\x1b[2J\n", 'b"c,d', "plain"]
     targets = np.arange(len(names))
     best = np.stack([targets, (targets + 1) % len(names)], axis=1)[:, :, None]
@@ -89,7 +89,7 @@ def test_names_in_tables_are_text_whatever_they_are(tmp_path):
         assert all(f',"{name.replace(chr(34), chr(34) * 2)}",' in text for name in shown)
 
 
-def test_the_picture_shows_the_differences_and_the_classes(monkeypatch):
+def test_the_comparison_plot_shows_differences_with_intervals_and_class_accuracies(monkeypatch):
     """Plot six images of classes 0, 0, 1, 1, 2 and one unreadable image, with the two best classes of two models."""
     targets, figures = np.array([0, 0, 1, 1, 2, -1]), kept_figures(monkeypatch)
     first = [[0, 1], [0, 2], [1, 0], [2, 1], [0, 1], [0, 1]]
@@ -116,7 +116,7 @@ def test_the_picture_shows_the_differences_and_the_classes(monkeypatch):
     assert all(map(str.startswith, labels, ("one minus other", "other", "one")))
 
 
-def test_speed_is_that_of_calls_after_the_first(monkeypatch):
+def test_measured_throughput_excludes_the_first_call(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
@@ -195,7 +195,7 @@ def gathered_of(rank, images):
     return [targets, best]
 
 
-def test_five_classes_for_each_image_of_several_processes_are_gathered_in_the_order_of_the_split():
+def test_top_5_predictions_of_all_ranks_are_gathered_in_the_order_of_the_split():
     """Predictions are gathered in the split's order, because ReaL labels are assigned by image index.
 
     Rank r of three ranks evaluates the images r, r + 3, r + 6, ...

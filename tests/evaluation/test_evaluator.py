@@ -22,7 +22,7 @@ class Guess(torch.nn.Module):
         return self.dropout(images.flatten(1)) @ torch.eye(images.shape[-1])
 
 
-def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(monkeypatch):
+def test_models_are_evaluated_in_eval_mode_and_their_mode_is_restored(monkeypatch):
     ticks = iter([100.0, 104.0])
     monkeypatch.setattr(evaluator, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     pixels = torch.stack([torch.randperm(7) for _ in range(10)]).to(torch.uint8)[:, None, None]
@@ -56,7 +56,7 @@ def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_precision_is_mixed_on_gpus_where_it_is_asked_for():
+def test_autocast_is_enabled_only_on_gpus_and_on_request():
     mixed = devices.autocast(torch.device("cuda"), True, "float16")
     assert (mixed.device, mixed.fast_dtype) == ("cuda", torch.float16)
     for device, enabled in (("cuda", False), ("cpu", True)):
@@ -66,7 +66,7 @@ def test_precision_is_mixed_on_gpus_where_it_is_asked_for():
     assert devices.default_device() == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_no_image_says_nothing():
+def test_without_readable_images_accuracy_is_0_with_an_interval_of_0_to_100():
     nothing = Evaluation(images=0, top1_correct=0, top5_correct=0, loss=0.0, unreadable=3, images_per_second=9)
     assert (nothing.top1, nothing.top5, nothing.top1_interval) == (0.0, 0.0, (0.0, 100.0))
     one = Evaluation(images=1, top1_correct=1, top5_correct=1, loss=0.0, unreadable=0, images_per_second=9)

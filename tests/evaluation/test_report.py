@@ -79,7 +79,7 @@ def found(request, image_folder):
     return targets[1:], best[1:], shares[1:], [file for file, _ in images.reader.samples][1:], page
 
 
-def test_the_page_needs_nothing_else_and_runs_nothing(found):
+def test_the_report_page_loads_no_other_files_and_runs_no_scripts(found):
     page = Page(found[-1])
     assert page.references
     assert all(reference.startswith("data:image/jpeg;base64,") for reference in page.references)
@@ -110,7 +110,7 @@ def test_names_of_folders_files_and_classes_need_not_be_utf_8(image_folder, tmp_
     assert len(Page((tmp_path / "index.html").read_text(encoding="utf-8")).captions) == VAL_IMAGES
 
 
-def test_classes_and_confusions_are_counted_as_scikit_learn_does(found):
+def test_class_metrics_and_confusions_equal_scikit_learns(found):
     targets, best, _, _, text = found
     overview, classes, *matrices = Page(text).tables
     models = len(overview) - 1
@@ -144,7 +144,7 @@ def test_classes_and_confusions_are_counted_as_scikit_learn_does(found):
     assert [colour == "46 160 67" for colour, _ in cells] == [*np.eye(4).flatten()] * models
 
 
-def test_mistakes_are_pictures_of_their_files_the_most_confident_first(found):
+def test_misclassified_images_are_shown_most_confident_first(found):
     targets, best, shares, files, text = found
     page, captions, pictures = Page(text), [], []
     for m in range(best.shape[1]):
@@ -161,7 +161,7 @@ def test_mistakes_are_pictures_of_their_files_the_most_confident_first(found):
         np.testing.assert_allclose(np.asarray(shown).mean((0, 1)), np.asarray(truth).mean((0, 1)), atol=4)
 
 
-def test_each_model_has_the_calibration_of_its_first_answers_in_the_page(found):
+def test_the_page_shows_the_calibration_of_each_models_top_1_predictions(found):
     targets, best, shares, _, text = found
     bars = re.findall("<title>([0-9]+) images, accuracy ([.0-9]+)%, mean probability ([.0-9]+)%</title>", text)
     calibrated = [calibration_bins(shares[:, m, 0], best[:, m, 0] == targets) for m in range(best.shape[1])]
@@ -171,7 +171,7 @@ def test_each_model_has_the_calibration_of_its_first_answers_in_the_page(found):
     np.testing.assert_allclose(np.array(bars, dtype=float), expected, atol=0.051)
 
 
-def test_calibration_is_scikit_learns():
+def test_calibration_equals_scikit_learns():
     rng = np.random.default_rng(0)
     shares = rng.uniform(0.2, 1, 500)
     shares[0] = 1.0
@@ -189,7 +189,9 @@ def test_calibration_is_scikit_learns():
     assert expected_calibration_error(calibration_bins(np.zeros(0), np.zeros(0, dtype=bool))) == 0
 
 
-def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, monkeypatch, tmp_path):
+def test_many_classes_get_a_list_of_the_most_frequent_confusions_instead_of_a_matrix(
+    image_folder, monkeypatch, tmp_path
+):
     monkeypatch.setattr("vil.evaluation.report.MAX_MATRIX_CLASSES", 24)
     monkeypatch.setattr("vil.evaluation.report.MAX_MISTAKES", 12)
     monkeypatch.setattr("vil.evaluation.report.MAX_CONFUSIONS", 4)

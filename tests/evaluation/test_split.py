@@ -15,7 +15,7 @@ from vil.evaluation.split import open_evaluation_split
 
 
 @pytest.mark.parametrize("names", [[*map(str, range(12))], ImageNetInfo().label_names()], ids=["numbers", "ImageNet"])
-def test_folders_of_all_classes_have_their_numbers_and_no_others(names, tmp_path):
+def test_folders_may_be_named_by_wordnet_id_or_class_index(names, tmp_path):
     """Folders may be named by ImageNet's WordNet ids, or by class indices as in ImageNet-V2, which sort numerically."""
     for name in names:
         (tmp_path / "all" / name).mkdir(parents=True)
@@ -26,7 +26,7 @@ def test_folders_of_all_classes_have_their_numbers_and_no_others(names, tmp_path
     assert [images.reader[i][1] for i in range(len(names))] == [*range(len(names))]
 
 
-def test_a_split_that_lacks_classes_has_the_numbers_that_were_learned(image_folder, tmp_path):
+def test_a_split_without_some_classes_keeps_the_trained_class_indices(image_folder, tmp_path):
     """A split that lacks some classes is evaluated among all classes, as a validation split is during training."""
     for name in ("ant", "cat", "dog"):
         shutil.copytree(image_folder / "val" / name, tmp_path / "val" / name)
@@ -43,7 +43,7 @@ def test_a_split_that_lacks_classes_has_the_numbers_that_were_learned(image_fold
         open_evaluation_split(str(tmp_path), "", "val", 4)
 
 
-def test_other_folders_must_have_the_classes_of_the_model(image_folder, tmp_path):
+def test_folders_with_unknown_names_must_match_the_models_number_of_classes(image_folder, tmp_path):
     assert open_evaluation_split(str(image_folder), "", "val", 4)[1] is None
     with pytest.raises(ConfigError, match="has 4 classes but the model 1000"):
         open_evaluation_split(str(image_folder), "", "val", 1000)
@@ -60,14 +60,14 @@ def test_other_folders_must_have_the_classes_of_the_model(image_folder, tmp_path
 
 
 @pytest.mark.parametrize(("number", "text"), [(2, "[[0]]"), (1, "[[4]]"), (1, "5"), (1, "[[0]")])
-def test_labels_of_other_images_or_classes_are_one_line(tmp_path, number, text):
+def test_real_labels_that_do_not_fit_the_split_raise_a_one_line_error(tmp_path, number, text):
     (tmp_path / "real.json").write_text(text)
     images = SimpleNamespace(filenames=lambda basename: [f"ILSVRC2012_val_{number:08}.JPEG"])
     with pytest.raises(ConfigError, match="ReaL labels"):
         real_labels(images, 4, str(tmp_path / "real.json"))
 
 
-def test_numbers_are_the_indices_of_imagenets_classes_and_of_no_others():
+def test_class_indices_as_names_match_only_imagenets_classes():
     ids, numbers = ImageNetInfo().label_names(), [str(number) for number in range(1000)]
     assert order_of(numbers, ids) == order_of(ids, numbers) == [*range(1000)]
     assert order_of(numbers, ids[::-1]) == order_of(ids[::-1], numbers) == [*range(999, -1, -1)]

@@ -175,7 +175,9 @@ VIT_12 = [*VIT_WORDS, "--checkpoint", "{models}/vit.pth", "--num-classes", "12",
     ],
     ids=["as saved", "EMA", "a folder after shards", "best", "not the average", "options", "pretrained", "exported"],
 )  # fmt: skip
-def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, model, split, options):
+def test_reported_metrics_equal_those_computed_from_saved_logits(
+    models, folders, command, words, model, split, options
+):
     folder = folders / {"validation": "val"}.get(split, split)
     _, targets, logits = naive.saved_logits(models[1][model], folder, NUMBERS, **options)
     expected = naive.numbers(logits, targets)
@@ -213,7 +215,7 @@ def reordered(state, order, head="head"):
 
 @pytest.mark.parametrize("split", ["val", "other"])
 @pytest.mark.parametrize("kind", ["pt", "safetensors", "folder"])
-def test_class_indices_follow_the_names_in_a_file(models, folders, command, tmp_path, split, kind):
+def test_class_indices_follow_the_checkpoints_class_names(models, folders, command, tmp_path, split, kind):
     """Compute the original model's accuracy for a checkpoint with classes in another order (torchvision sorts 10 before
     2).
     """
@@ -230,7 +232,7 @@ def test_class_indices_follow_the_names_in_a_file(models, folders, command, tmp_
 
 
 @pytest.mark.parametrize("split", ["val", "other"])
-def test_two_models_are_compared_class_by_class(models, command, tmp_path, split):
+def test_two_models_with_different_class_orders_are_compared_by_class_name(models, command, tmp_path, split):
     state = torch.load(models[0] / "vil.pt", weights_only=True)
     torch.save(reordered(state, [*range(11, -1, -1)]), tmp_path / "other.pt")
     for first, second in ((models[0] / "vil.pt", tmp_path / "other.pt"), (tmp_path / "other.pt", models[0] / "vil.pt")):
@@ -244,7 +246,7 @@ def test_two_models_are_compared_class_by_class(models, command, tmp_path, split
         assert turned["paired"] == straight["paired"]
 
 
-def test_other_classes_are_refused_with_the_first_of_them(models, command, folders, tmp_path):
+def test_models_with_different_classes_are_rejected_naming_the_first_difference(models, command, folders, tmp_path):
     state = torch.load(models[0] / "vil.pt", weights_only=True)
     state["label_names"] = [*state["label_names"][:7], "shark", *state["label_names"][8:]]
     torch.save(state, tmp_path / "other.pt")
@@ -256,7 +258,7 @@ def test_other_classes_are_refused_with_the_first_of_them(models, command, folde
         command(*VIT_12, "--split", "val", "--against", "{tmp}/other.pt")
 
 
-def test_numbered_folders_have_imagenets_order_and_real_labels_follow_the_names(models, folders, command, tmp_path):
+def test_numbered_folders_use_imagenets_order_and_real_labels_follow_file_names(models, folders, command, tmp_path):
     state = torch.load(models[0] / "more.pt", weights_only=True)
     rng = np.random.default_rng(0)
     torch.save(reordered(state, rng.permutation(1000).tolist()), tmp_path / "other.pt")
@@ -277,7 +279,7 @@ def real_labels(folders, names):
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["targets", "ReaL"])
-def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, command, caplog, real):
+def test_subsets_of_imagenets_classes_are_evaluated_among_themselves(models, folders, command, caplog, real):
     names, targets, logits = logits_of_imagenet(models[1]["more"], folders, **AS_SAVED)
     expected = naive.numbers(logits, targets, real_labels(folders, names) if real else None)
     assert 0 < expected["top1"] < expected["top5"] < 100
@@ -315,7 +317,7 @@ def check_comparison(result, names, targets, logits, allowed=None):
 
 
 @pytest.mark.parametrize("case", ["pretrained", "plain", "EMA", "exported"])
-def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folders, command, caplog, case):
+def test_two_models_get_the_same_crops_with_their_own_normalization(models, folders, command, caplog, case):
     first, second, split, options = "vil", "vit", "other", AS_SAVED
     differences = [
         "crop_pct 0.8 for both models instead of the second model's 0.7",
@@ -376,7 +378,7 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
     assert "| top-5 % | " + " | ".join(f"{row['top5']:.2f}" for row in rows) in printed
 
 
-def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path):
+def test_two_processes_report_the_comparison_of_one_process(models, folders, tmp_path):
     """Two processes report the results of one process.
 
     The split has ReaL labels by image index, some of ImageNet's classes, and an unreadable image.
@@ -411,7 +413,7 @@ def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path)
         assert shares == pytest.approx(100 * right[:, of_class].mean(axis=1))
 
 
-def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_path):
+def test_a_single_model_gets_tables_and_a_report_page(models, folders, command, tmp_path):
     result, printed = command(*VIL_PT, "--csv", "{tmp}/new", "--report", "{tmp}/page")
     assert printed.endswith(f"\n{tmp_path}/page/index.html\n")
     page = (tmp_path / "page" / "index.html").read_text()
@@ -432,7 +434,7 @@ def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_classes_of_shards_without_names_have_the_checkpoints_names(folders, command, tmp_path):
+def test_shards_without_class_names_use_the_checkpoints_names(folders, command, tmp_path):
     pytest.importorskip("webdataset")
     paths = sorted((folders / "other").glob("*/*"))
     with tarfile.open(tmp_path / "other-0.tar", "w") as tar:
@@ -450,7 +452,7 @@ def test_classes_of_shards_without_names_have_the_checkpoints_names(folders, com
     assert [of_shards[name] for name in ("top1", "images")] == [of_folders[name] for name in ("top1", "images")]
 
 
-def test_results_go_to_the_standard_output_and_to_new_folders(models, command, tmp_path, monkeypatch):
+def test_results_are_written_to_stdout_and_to_new_folders(models, command, tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
     shutil.copy(models[0] / "vit.pth", tmp_path / "weights")  # a weight file without an extension is accepted
     monkeypatch.chdir(tmp_path)
@@ -539,7 +541,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         ([*MORE_PT, "--real-labels", "none.json"], "cannot read the ReaL labels"),
     ],
 )
-def test_bad_input_is_named_without_a_traceback(models, folders, command, tmp_path, words, message):
+def test_invalid_input_is_reported_without_a_traceback(models, folders, command, tmp_path, words, message):
     if "{tmp}/larger.pt" in words:
         larger = torch.load(models[0] / "vil.pt", weights_only=True)
         larger["config"]["img_size"] = 24
@@ -552,7 +554,7 @@ def test_bad_input_is_named_without_a_traceback(models, folders, command, tmp_pa
     assert "\n" not in str(error.value)
 
 
-def test_more_processes_than_images_are_refused(models, folders, tmp_path):
+def test_more_processes_than_images_are_rejected(models, folders, tmp_path):
     """More processes than images are rejected, because a process without images lacks the number of classes."""
     (path, *_) = (folders / "val" / "class03").iterdir()
     (tmp_path / "val" / "class03").mkdir(parents=True)
@@ -563,7 +565,7 @@ def test_more_processes_than_images_are_refused(models, folders, tmp_path):
     assert "error: world size must be at most the number of images, 1, got 2" in ended.stderr
 
 
-def test_files_that_the_disk_does_not_take_leave_the_result_on_the_standard_output(command, capsys):
+def test_if_files_cannot_be_written_the_result_is_still_printed(command, capsys):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # limit files to 100 bytes, like a full disk
     try:
@@ -574,7 +576,7 @@ def test_files_that_the_disk_does_not_take_leave_the_result_on_the_standard_outp
     assert "top-1" in capsys.readouterr().out
 
 
-def test_ctrl_c_ends_it_with_a_line_and_the_shells_status(command, capsys):
+def test_ctrl_c_prints_one_line_and_exits_with_status_130(command, capsys):
     interrupt = logging.Handler()
     interrupt.emit = lambda record: signal.raise_signal(signal.SIGINT)  # Ctrl-C when the first log line is written
     logging.getLogger("vil").addHandler(interrupt)
@@ -586,7 +588,7 @@ def test_ctrl_c_ends_it_with_a_line_and_the_shells_status(command, capsys):
     assert capsys.readouterr() == ("", "\nstopped\n")
 
 
-def test_results_that_standard_output_does_not_take_are_in_the_files(models, tmp_path):
+def test_results_are_saved_to_files_even_if_stdout_cannot_be_written(models, tmp_path):
     words = ["--checkpoint", str(models[0] / "vil.pt"), "--workers", "0", "--json", str(tmp_path / "out.json")]
     assert run([*script("validate.py"), *words], check=False, output="/dev/full").returncode == 1
     assert json.loads((tmp_path / "out.json").read_text())["images"] == 22

@@ -137,7 +137,7 @@ def vit(**arguments):
     [("vim_tiny_pooled", "onnx", (2, 0)), ("vil_tiny", "pt2", (1, 0))],
     ids=["onnx", "pt2"],
 )
-def test_a_file_computes_the_model_where_the_package_is_not(name, ending, features, tmp_path):
+def test_an_exported_file_computes_the_models_outputs_without_this_package(name, ending, features, tmp_path):
     model = small(name, depth=max(features) + 1)
     model.pretrained_cfg["label_names"] = ("n2", "n10", "é", "a, b", "")
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -183,7 +183,7 @@ def assert_standard(path):
     assert shapes == dict(images=["batch", 3, 16, 24], logits=["batch", 5], **maps)
 
 
-def test_names_of_other_classes_than_the_heads_are_left_out():
+def test_class_names_that_do_not_match_the_head_are_not_exported():
     model = small("vil_tiny", depth=1)
     for names in (None, (), ["ant"] * 4, "names"):
         model.pretrained_cfg["label_names"] = names
@@ -199,7 +199,7 @@ def test_names_of_other_classes_than_the_heads_are_left_out():
     assert "label_names" not in export.describe(model, {})
 
 
-def test_blocks_of_one_kind_differ_in_their_weights_alone():
+def test_blocks_that_differ_only_in_weights_share_one_onnx_function():
     model, kinds = small("vil_tiny", depth=4), {}
     model.blocks[2].norm.eps = 0.1
     for block in model.blocks:
@@ -210,7 +210,7 @@ def test_blocks_of_one_kind_differ_in_their_weights_alone():
     assert not onnx_graph.is_known(block)
 
 
-def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_path):
+def test_models_of_any_dtype_mode_and_head_are_exported_in_eval_mode(tmp_path):
     model = small("vil_tiny", depth=1, dynamic_img_size=True, drop_path_rate=0.5, drop_rate=0.5).bfloat16().train()
     report = export_model(model, tmp_path / "model.pt2")
     assert report.same_top1 == 4
@@ -245,7 +245,7 @@ def session_of_scans():
         return onnxruntime.InferenceSession(torch.onnx.export(program, (), **options).model_proto.SerializeToString())
 
 
-def test_recurrences_in_onnxruntime_against_the_definition():
+def test_recurrences_in_onnxruntime_equal_the_reference():
     generator, session = torch.Generator().manual_seed(1), session_of_scans()
     for (B, L), name in itertools.product(((1, 1), (1, 2), (4, 1), (2, 41)), ("longhorn", "selective")):
         x, logits, k, q = (torch.randn(2, B, L, size, generator=generator).double() for size in (6, 6, 5, 5))
@@ -264,7 +264,7 @@ def test_recurrences_in_onnxruntime_against_the_definition():
             assert relative(torch.from_numpy(found).permute(1, 2, 0, 3), truth) < 2e-6, name
 
 
-def test_a_runtime_that_cannot_read_the_file_is_named(tmp_path, monkeypatch):
+def test_an_onnxruntime_that_cannot_load_the_file_is_named(tmp_path, monkeypatch):
     def older(content, **_):
         raise RuntimeError("Unsupported model IR version\nmore")
 
@@ -295,7 +295,7 @@ def test_a_runtime_that_cannot_read_the_file_is_named(tmp_path, monkeypatch):
         (dict(mean=(0, 0, 0), mode="x"), "must be among mean, std, crop_pct.*got mode"),
     ],
 )
-def test_what_cannot_be_exported_is_named_and_leaves_the_file_as_it_was(options, message, tmp_path):
+def test_a_failed_export_names_the_cause_and_keeps_the_existing_file(options, message, tmp_path):
     path = tmp_path / options.pop("path", "model.onnx")
     if path.parent.is_dir():
         path.write_text("before")
@@ -311,7 +311,7 @@ class Traced(torch.nn.Linear):
         return super().forward(x) * (1.1 if torch.compiler.is_compiling() else 1)
 
 
-def test_a_file_that_computes_something_else_is_not_written(tmp_path):
+def test_a_file_whose_outputs_differ_from_the_model_is_not_written(tmp_path):
     other, broken = vit(), vit()
     other.head.__class__ = Traced
     with torch.no_grad():
@@ -324,7 +324,7 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path):
 
 
 @pytest.mark.parametrize(("logit", "allowed"), [(0.01, 1e-4), (100.0, 1e-2)])
-def test_an_output_may_differ_by_a_part_of_its_magnitude_or_of_one(logit, allowed):
+def test_the_tolerance_of_outputs_is_relative_for_large_and_absolute_for_small_values(logit, allowed):
     model = small("vil_tiny", depth=1)
     with torch.no_grad():
         model.head.weight.zero_()
@@ -362,18 +362,18 @@ class UnitKeys(LonghornMixer):
 
 
 @pytest.mark.parametrize("ending", ["onnx", "pt2"])
-def test_a_custom_mixer_is_exported_as_its_code(ending, tmp_path):
+def test_a_custom_mixer_is_exported(ending, tmp_path):
     assert export_model(small("vil_tiny", depth=1, mixer=Sums), tmp_path / f"sums.{ending}").difference < 3e-5
 
 
-def test_an_operator_of_this_package_in_the_graph_is_refused(tmp_path):
+def test_an_operator_of_this_package_in_the_onnx_graph_is_rejected(tmp_path):
     with pytest.raises(ExportError, match=r"got vil\.\w+\.default: write the mixer's recurrence"):
         export_model(small("vil_tiny", depth=1, mixer=UnitKeys), tmp_path / "keys.onnx")
     # onnxscript's logger is silenced only during the export.
     assert logging.getLogger("onnxscript").level == logging.NOTSET
 
 
-def test_pytorchs_own_export_to_onnx_says_whose_to_take(tmp_path):
+def test_torch_onnx_export_fails_and_recommends_export_model(tmp_path):
     with pytest.raises(torch.onnx.OnnxExporterError, match=r"vil.export.export_model\(model, 'model.onnx'\)"):
         torch.onnx.export(small("vil_tiny", depth=1), (torch.zeros(1, 3, 16, 24),), tmp_path / "x.onnx", verbose=False)
 
@@ -412,7 +412,7 @@ def test_the_command_exports_pooled_features_of_a_classifier(trained, command, t
     torch.testing.assert_close(trained.head(run_here(tmp_path / "x.pt2", images)["0"]), trained(images))
 
 
-def test_the_command_exports_the_weights_and_arguments_that_it_is_given(trained, command):
+def test_the_command_exports_the_given_weights_and_model_arguments(trained, command):
     def exported(*words):
         command(*words, "--out", "x.safetensors")
         return vil.from_checkpoint("x.safetensors")
@@ -433,7 +433,7 @@ def test_the_command_exports_the_weights_and_arguments_that_it_is_given(trained,
         assert torch.allclose(found["head.weight"], saved["state_dict"]["head.weight"], **halves) is bool(words)
 
 
-def test_the_command_says_when_weights_are_random(command, monkeypatch, capsys):
+def test_the_command_warns_if_weights_are_random(command, monkeypatch, capsys):
     monkeypatch.setattr(command_line, "_model_of", lambda options: None)
     monkeypatch.setattr(command_line, "export_model", lambda *_, **__: export._logger.info("a stage") or "written")
     monkeypatch.setattr(logging.root, "handlers", [])  # remove logging handlers, as in a new process
@@ -458,14 +458,12 @@ def test_the_command_says_when_weights_are_random(command, monkeypatch, capsys):
         ),  # rejected before the checkpoint is read
     ],
 )
-def test_what_the_command_cannot_do_is_a_line(words, message, command):
+def test_invalid_arguments_are_reported_in_one_line(words, message, command):
     with pytest.raises(SystemExit, match=message):
         command("--out", "model.onnx", *words)
 
 
-def test_the_command_exports_a_checkpoint_and_the_document_prepares_images_for_the_file(
-    trained, command, capsys, caplog
-):
+def test_the_documented_preprocessing_works_for_an_exported_checkpoint(trained, command, capsys, caplog):
     words = ["--checkpoint", "best.pt", "--features", "0", "--out", "vil_tiny.onnx"]
     command(*words, "--opset", "20", "--metadata", "licence=none")
     said = capsys.readouterr().out

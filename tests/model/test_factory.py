@@ -32,7 +32,7 @@ def changed(trained, folder, **parts):
     return folder / "changed.pt"
 
 
-def test_images_prepared_by_the_models_own_data_config_get_the_accuracy_that_training_reports(trained, image_folder):
+def test_the_models_data_config_reproduces_the_accuracy_that_training_reported(trained, image_folder):
     path, saved = trained
     model = vil.from_checkpoint(path)
     assert not model.training
@@ -48,7 +48,7 @@ def test_images_prepared_by_the_models_own_data_config_get_the_accuracy_that_tra
     assert 100 * sum(correct) / len(correct) == pytest.approx(saved["history"][-1]["eval_top1"])
 
 
-def test_a_model_of_images_of_any_size_needs_not_be_told_it(tmp_path):
+def test_img_size_may_be_set_for_models_without_the_argument(tmp_path):
     model = create_model("resnet18", img_size=64, num_classes=3)
     assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
     model.bn1.num_batches_tracked.fill_(100_001)
@@ -79,7 +79,7 @@ def test_a_model_of_images_of_any_size_needs_not_be_told_it(tmp_path):
         (None, "state_dict", "state_dict"), (None, "state_dict_ema", "state_dict_ema"),
     ],
 )  # fmt: skip
-def test_the_weights_are_those_asked_for_or_else_the_better(trained, tmp_path, use_ema, best, part):
+def test_use_ema_selects_the_weights_and_the_default_is_the_better_ones(trained, tmp_path, use_ema, best, part):
     path = changed(trained, tmp_path, **dict(best=best) if best else {})
     found = vil.from_checkpoint(str(path), use_ema=use_ema).state_dict()  # the path may be a string or a Path
     assert found.keys() == trained[1][part].keys()
@@ -87,7 +87,7 @@ def test_the_weights_are_those_asked_for_or_else_the_better(trained, tmp_path, u
     assert not torch.equal(trained[1]["state_dict"]["norm.weight"], trained[1]["state_dict_ema"]["norm.weight"])
 
 
-def test_preprocessing_is_that_of_the_run(trained, tmp_path):
+def test_preprocessing_equals_that_of_the_run(trained, tmp_path):
     default = vil.from_checkpoint(trained[0])
     own = vil.from_checkpoint(changed(trained, tmp_path, config=dict(crop_pct=0.7, interpolation="bilinear")))
     assert (default.pretrained_cfg["crop_pct"], default.pretrained_cfg["interpolation"]) == (0.875, "bicubic")
@@ -103,7 +103,7 @@ def test_preprocessing_is_that_of_the_run(trained, tmp_path):
     assert timm.create_model("vil_tiny", depth=1).pretrained_cfg["crop_pct"] == 0.875
 
 
-def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for_timm(trained, tmp_path):
+def test_preprocessing_is_read_from_the_weight_file_or_config_json_as_by_timm(trained, tmp_path):
     model, folder = vil.from_checkpoint(trained[0]), tmp_path / "weights"
     said = dict(mean=[0.5, 0.25, 0.5], std=[0.5, 0.25, 0.125], crop_mode="squash")
     export_model(model, folder, **said)
@@ -137,7 +137,7 @@ def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for
             vil.from_checkpoint(folder)
 
 
-def test_other_models_are_fitted_to_another_size_as_timm_fits_them(tmp_path, recwarn):
+def test_other_timm_models_are_resized_as_timm_does(tmp_path, recwarn):
     arguments = dict(embed_dim=24, depth=1, num_classes=3)
     timms = timm.create_model("deit_tiny_patch16_224", img_size=32, **arguments).eval()
     torch.save(timms.state_dict(), tmp_path / "deit.pth")
@@ -148,7 +148,7 @@ def test_other_models_are_fitted_to_another_size_as_timm_fits_them(tmp_path, rec
     torch.testing.assert_close(model(images), timms(images))
 
 
-def test_the_names_of_the_classes_come_with_the_model_and_with_weights_made_of_it(trained, tmp_path):
+def test_class_names_are_kept_in_the_model_and_in_exported_weights(trained, tmp_path):
     model = vil.from_checkpoint(trained[0])
     assert model.pretrained_cfg["label_names"] == list(CLASSES)
     export_model(model, tmp_path / "weights.safetensors")
@@ -160,7 +160,7 @@ def test_the_names_of_the_classes_come_with_the_model_and_with_weights_made_of_i
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_pooled"])
-def test_weights_are_not_taken_for_those_of_a_model_that_reads_other_tokens(name, tmp_path, caplog):
+def test_weights_are_not_loaded_into_a_model_that_reads_tokens_differently(name, tmp_path, caplog):
     other = {"vil_tiny": "vil_tiny_pooled", "vil_tiny_pooled": "vil_tiny"}[name]
     arguments = dict(depth=2, embed_dim=40, img_size=32, num_classes=3)
     path = tmp_path / "weights.safetensors"
@@ -176,7 +176,7 @@ def test_weights_are_not_taken_for_those_of_a_model_that_reads_other_tokens(name
     assert f"has weights of {name}, which scans other tokens than {other}; prefer" in caplog.text
 
 
-def test_weights_of_others_need_the_name_of_their_model(tmp_path):
+def test_weights_of_other_programs_require_the_model_name(tmp_path):
     path = tmp_path / "vim.pth"
     torch.save({"model": naive_model.published_vim(embed_dim=40, depth=2, grid=(3, 3), num_classes=7)}, path)
     with pytest.raises(ConfigError, match=r"pass the name, as in vil\.from_checkpoint\('\S+/vim.pth', 'vim_tiny'\)$"):
@@ -192,7 +192,7 @@ def test_weights_of_others_need_the_name_of_their_model(tmp_path):
         vil.from_checkpoint(tmp_path / "nowhere.pt")
 
 
-def test_without_classes_a_model_gives_what_its_head_would_read(trained, tmp_path):
+def test_num_classes_0_returns_the_input_of_the_head(trained, tmp_path):
     """With num_classes=0, a model returns its head's input, also for other programs' weights with or without a head."""
     path, saved = trained
     weights, arguments = saved["state_dict"], dict(img_size=16, **saved["config"]["model_kwargs"])

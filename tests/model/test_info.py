@@ -33,7 +33,7 @@ def test_the_report_names_versions_and_machine_in_one_column():
     assert len({line.index(line.split(maxsplit=1)[1], len(line.split()[0])) for line in lines[:12]}) == 1
 
 
-def test_what_is_not_there_is_said_to_be_missing(monkeypatch):
+def test_missing_packages_are_reported_as_missing(monkeypatch):
     monkeypatch.setattr(info, "PACKAGES", ("torch", "no-such-package"))
     monkeypatch.setattr(torch.version, "cuda", None)
     facts = info.environment()
@@ -44,7 +44,7 @@ def test_what_is_not_there_is_said_to_be_missing(monkeypatch):
     assert info.environment()["cuda"] == "13.0"
 
 
-def test_gpus_are_named_with_their_driver(monkeypatch, tmp_path):
+def test_gpus_and_their_driver_are_reported(monkeypatch, tmp_path):
     script = tmp_path / "nvidia-smi"
     script.write_text(
         '#!/bin/sh\n[ "$*" = "--query-gpu=driver_version --format=csv,noheader" ] && yes 580.1 | head -2\n'
@@ -66,7 +66,7 @@ def test_gpus_are_named_with_their_driver(monkeypatch, tmp_path):
     assert "nccl" not in info.environment()
 
 
-def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch, capfd):
+def test_the_reported_commit_is_that_of_the_packages_checkout(tmp_path, monkeypatch, capfd):
     checkout, package = tmp_path / "checkout", tmp_path / "checkout" / "vil"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -108,7 +108,7 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch, 
     assert capfd.readouterr() == ("", "")  # git's own error messages are not printed
 
 
-def test_help_is_help_and_the_version_that_of_the_package(monkeypatch, capsys):
+def test_help_and_version_options_print_help_and_version(monkeypatch, capsys):
     assert vil.__version__ == importlib.metadata.version("vision-longhorn")
     monkeypatch.setattr(vil, "__version__", vil.__version__)  # so that monkeypatch restores the version after the test
     with monkeypatch.context() as not_installed:
@@ -121,7 +121,7 @@ def test_help_is_help_and_the_version_that_of_the_package(monkeypatch, capsys):
     assert "Print the versions, commit and hardware" in capsys.readouterr().out
 
 
-def test_published_numbers_are_those_of_the_papers():
+def test_published_accuracies_equal_the_papers():
     assert published.IMAGENET_CLASSES == 1000
     expected = {
         "vil_tiny": (76.4, None), "vil_small": (80.7, None), "vil_base": (None, None),

@@ -39,7 +39,7 @@ def test_parameter_counts(name, parameters):
 
 @pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
 @pytest.mark.parametrize(("dim", "tokens"), [(20, 1), (16, 2), (33, 7), (24, 40)])
-def test_a_block_equals_the_independent_one(mixer, dim, tokens):
+def test_a_block_equals_the_independent_implementation(mixer, dim, tokens):
     block = randomised(Block(dim, mixer))
     x = random_images(2, tokens, dim, dtype=torch.float64)
     expected = naive_model.block(x, dict(block.named_parameters()), naive_model.OURS)
@@ -55,7 +55,7 @@ def test_a_block_equals_the_independent_one(mixer, dim, tokens):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_model_equals_the_independent_one(name, kwargs):
+def test_a_model_equals_the_independent_implementation(name, kwargs):
     model = randomised(small(name, **kwargs))
     x = random_images(2, model.in_chans, *model.patch_embed.img_size, dtype=torch.float64)
     weights = dict(model.named_parameters())
@@ -73,7 +73,7 @@ def test_stochastic_depth_equals_the_independent_model_with_dropped_updates(name
     torch.testing.assert_close(model.eval()(x), naive_model.model(x, weights), rtol=0, atol=1e-11)
 
 
-def test_a_longhorn_layer_is_a_mixer_or_its_causal_half():
+def test_a_longhorn_layer_equals_the_bidirectional_mixer_or_one_causal_direction():
     x = random_images(2, 9, 16, dtype=torch.float64)
     sizes = dict(expand=3, state_size=8, conv_width=2)
     both, mixer = randomised(vil.Longhorn(16, bidirectional=True, **sizes)), LonghornMixer(16, **sizes).double()
@@ -120,7 +120,7 @@ def fused(monkeypatch):
 
 @pytest.mark.parametrize("size", [(48, 48), (48, 64), (16, 16)])
 @pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_pooled"])
-def test_the_last_block_computes_the_class_token_alone(name, size, fused):
+def test_the_last_block_computes_only_the_class_token(name, size, fused):
     model = randomised(small(name, depth=3, img_size=size, drop_path_rate=0.5))
     x = random_images(4, 3, *size, dtype=torch.float64)
     for checkpointing in (False, True):
@@ -135,7 +135,7 @@ def test_the_last_block_computes_the_class_token_alone(name, size, fused):
         assert_same_output_and_gradients(model, actual, expected)
 
 
-def test_the_last_block_computes_all_tokens_for_whoever_looks_at_them(fused):
+def test_the_last_block_computes_all_tokens_if_hooks_or_wrappers_need_them(fused):
     model = small(depth=2).eval()
     x = random_images(2, 3, 48, 48)
     expected = model(x)
@@ -165,7 +165,7 @@ def test_the_last_block_computes_all_tokens_for_whoever_looks_at_them(fused):
     assert model(x).shape == expected.shape
 
 
-def test_dropout_before_the_head_is_for_training():
+def test_dropout_before_the_head_is_active_only_in_train_mode():
     model = small(drop_rate=0.25)
     tokens = torch.rand(400, 10, 32) + 1
     pooled = model.train().forward_head(tokens, pre_logits=True)
@@ -218,7 +218,7 @@ def test_set_input_size_equals_loading_into_a_model_created_at_that_size(change)
 
 
 @pytest.mark.skipif(not hasattr(timm.data, "resolve_input_data_config"), reason="timm 1.0.29 does not ask the model")
-def test_the_data_config_follows_the_size_of_the_model():
+def test_the_data_config_has_the_models_image_size():
     model = small(img_size=(48, 80))
     assert timm.data.resolve_input_data_config(model)["input_size"] == (3, 48, 80)
     model.set_input_size(64)
@@ -238,7 +238,7 @@ def resampled(pos_embed, old, new):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_positions_go_from_one_oblong_grid_to_another(dynamic):
+def test_position_embeddings_are_resampled_between_rectangular_grids(dynamic):
     model = randomised(small(img_size=(32, 80), dynamic_img_size=dynamic)).float().eval()
     weights = {name: t.detach().clone() for name, t in model.named_parameters()}
     weights["pos_embed"] = resampled(weights["pos_embed"], (2, 5), (4, 3))
@@ -249,7 +249,7 @@ def test_positions_go_from_one_oblong_grid_to_another(dynamic):
     torch.testing.assert_close(model(x), naive_model.model(x, weights), rtol=1e-4, atol=1e-5)
 
 
-def test_a_refused_size_or_the_same_leaves_the_model_as_it_was():
+def test_an_invalid_or_unchanged_image_size_leaves_the_model_unchanged():
     model = small(in_chans=2).eval().requires_grad_(False)
     x, before = random_images(1, 2, 48, 48), list(model.parameters())
     expected = model(x)
@@ -272,14 +272,14 @@ SIZE_ERRORS = {
 
 
 @pytest.mark.parametrize("error", SIZE_ERRORS)
-def test_sizes_that_do_not_fit_are_errors_that_say_what_would(error):
+def test_errors_for_invalid_image_sizes_suggest_valid_sizes(error):
     with pytest.raises(ValueError, match=error):
         small(**SIZE_ERRORS[error])(random_images(1, 3, 64, 48))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 48, 48), (3, 48, 48)])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_grey_images_and_single_ones_are_refused_by_their_shape(shape, dynamic):
+def test_inputs_without_batch_dimension_or_with_one_channel_are_rejected(shape, dynamic):
     with pytest.raises(ValueError, match=re.escape(f"(B, 3, H, W), got {list(shape)}")):
         small(dynamic_img_size=dynamic)(random_images(*shape))
 
@@ -287,7 +287,7 @@ def test_grey_images_and_single_ones_are_refused_by_their_shape(shape, dynamic):
 @KINDS
 @pytest.mark.parametrize("stride", [16, 8])
 @pytest.mark.parametrize("norm", [False, True])
-def test_intermediates_are_maps_of_the_independent_models_tokens(name, stride, norm):
+def test_intermediates_equal_the_independent_models_feature_maps(name, stride, norm):
     model = randomised(small(name, depth=3, img_size=(48, 80), stride=stride)).eval()
     x, weights = random_images(2, 3, 48, 80, dtype=torch.float64), dict(model.named_parameters())
     stream = naive_model.residual_stream(x, weights, stride=stride)
@@ -346,7 +346,7 @@ def test_features_only_of_any_size():
     assert small(features_only=True, depth=5).feature_info.module_name() == ["blocks.2", "blocks.3", "blocks.4"]
 
 
-def test_pruning_drops_what_the_intermediates_do_not_need():
+def test_pruning_removes_blocks_that_the_intermediates_do_not_need():
     x = random_images(1, 3, 48, 48)
     model = small(depth=4).eval()
     weights = {name: t.detach().clone() for name, t in model.named_parameters()}
@@ -369,7 +369,7 @@ def test_pruning_drops_what_the_intermediates_do_not_need():
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-def test_gradient_checkpointing_runs_every_block_again_for_its_gradient(fuse, request):
+def test_gradient_checkpointing_recomputes_every_block_in_backward(fuse, request):
     if fuse:
         request.getfixturevalue("fused")
     model = small(depth=3)
@@ -385,7 +385,7 @@ def test_gradient_checkpointing_runs_every_block_again_for_its_gradient(fuse, re
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-def test_gradient_checkpointing_changes_no_gradient(fuse, monkeypatch):
+def test_gradient_checkpointing_does_not_change_gradients(fuse, monkeypatch):
     monkeypatch.setattr(dispatch, "_fused", fuse)
     model, x, results = small(drop_path_rate=0.5, depth=4).train(), random_images(4, 3, 48, 48), []
     for enable in (False, True):
@@ -429,7 +429,7 @@ def test_a_model_of_another_dtype(name, dtype):
     assert (logits - expected).norm() / expected.norm() < tolerance
 
 
-def test_what_a_low_precision_model_adds_and_norms_is_not_rounded_before():
+def test_low_precision_models_do_not_round_parameters_that_are_added_or_normalized():
     """In low precision, patches are rounded like matrix products, but position embeddings, biases, norms and decay
     rates are exact until they are used.
     """
@@ -543,7 +543,7 @@ def test_compiles_for_a_second_image_size():
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny", "vil_tiny_pooled"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_what_traces_a_model_or_takes_its_parts_computes_what_it_does(name):
+def test_exported_traced_and_quantized_models_compute_the_models_outputs(name):
     """torch.export, torch.jit.trace with gradients (as in tensorboard's add_graph), FX feature extraction and
     quantize_dynamic compute the model's outputs.
     """
@@ -567,7 +567,7 @@ def test_what_traces_a_model_or_takes_its_parts_computes_what_it_does(name):
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
-def test_gradients_of_each_image_by_torch_func_are_those_of_backward(name):
+def test_per_image_gradients_by_torch_func_equal_those_of_backward(name):
     model = randomised(small(name)).eval().float()
     x, classes = random_images(3, 3, 48, 48), torch.tensor([1, 0, 6])
     weights = {key: p.detach() for key, p in model.named_parameters()}
@@ -591,7 +591,7 @@ def test_gradients_of_each_image_by_torch_func_are_those_of_backward(name):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_pooled", "vim_tiny", "vim_tiny_pooled"])
-def test_a_gradient_penalty_is_refused_in_the_same_words_by_every_model(name, fused, monkeypatch):
+def test_every_model_rejects_gradient_penalties_with_the_same_message(name, fused, monkeypatch):
     monkeypatch.setattr(dispatch, "_fused", fused)
     model, x = randomised(small(name)).float(), random_images(2, 3, 48, 48).requires_grad_()
     (dx,) = torch.autograd.grad(model(x).sum(), x)
@@ -604,7 +604,7 @@ def test_a_gradient_penalty_is_refused_in_the_same_words_by_every_model(name, fu
 
 
 @KINDS
-def test_a_linear_layer_in_place_of_the_steps_projection_adds_its_bias_once(name):
+def test_a_replaced_step_projection_adds_its_bias_once(name):
     model, x = randomised(small(name)).eval().float(), random_images(2, 3, 48, 48)
     expected = model(x)
     for direction in model.blocks[0].mixer.directions:
@@ -634,7 +634,7 @@ def test_registered_with_timm():
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_base"])
-def test_the_pretrained_config_is_that_of_vims_evaluation(name):
+def test_the_pretrained_config_equals_vims_evaluation_preprocessing(name):
     model = timm.create_model(name, depth=1, device="meta")
     data, config = timm.data.resolve_model_data_config(model), model.pretrained_cfg
     assert data == dict(
@@ -647,7 +647,7 @@ def test_the_pretrained_config_is_that_of_vims_evaluation(name):
     assert {config["first_conv"] + ".weight", config["classifier"] + ".weight"} <= parameters
 
 
-def test_a_model_of_another_package_is_not_hidden(monkeypatch):
+def test_a_model_name_registered_by_another_package_is_not_overwritten(monkeypatch):
     def vil_tiny():
         pass
 

@@ -78,7 +78,7 @@ def test_a_pooled_block_equals_the_loops(mixer, axis, grid):
         assert_close(found, truth)
 
 
-def test_models_alternate_rows_and_columns_and_take_the_weights_of_full_ones():
+def test_pooled_models_alternate_rows_and_columns_and_load_weights_of_full_models():
     pooled = timm.create_model("vim_tiny_pooled", depth=3, num_classes=7, img_size=(32, 80)).double().eval()
     full = timm.create_model("vim_tiny", depth=3, num_classes=7, img_size=(32, 80)).double().eval()
     pooled.load_state_dict(full.state_dict())
@@ -91,7 +91,7 @@ def test_models_alternate_rows_and_columns_and_take_the_weights_of_full_ones():
 
 
 @pytest.mark.parametrize("name", ["vil_tiny_pooled", "vim_tiny_pooled"])
-def test_pooled_models_do_what_a_user_of_timm_expects(name):
+def test_pooled_models_support_timms_interface(name):
     model = timm.create_model(name, depth=2, img_size=(32, 48), num_classes=5)
     images = torch.randn(2, 3, 32, 48)
     logits = model(images)
@@ -120,7 +120,7 @@ def test_pooled_models_do_what_a_user_of_timm_expects(name):
     assert features(torch.randn(1, 3, 40, 100))[0].shape == (1, 192, 3, 7)
 
 
-def test_what_cannot_be_pooled_is_named():
+def test_mixers_and_inputs_that_cannot_be_pooled_are_rejected():
     class Mine(BidirectionalMixer):
         pass
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_pooled_is_named():
             random_block(LonghornMixer, "rows")(torch.randn(1, 7, 8, dtype=torch.float64), grid=grid)
 
 
-def test_blocks_in_a_sequential_of_the_user_run_as_those_of_a_slice():
+def test_blocks_in_a_user_defined_sequential_equal_a_slice_of_blocks():
     model = timm.create_model(
         "vil_tiny_pooled", dynamic_img_size=True, depth=4, embed_dim=32, img_size=64, patch_size=16
     )

@@ -62,7 +62,7 @@ def expected(checkpoint, picture):
         return model(transform(picture.convert("RGB"))[None])[0].softmax(-1).numpy()
 
 
-def test_a_prediction_is_the_models_softmax_wherever_the_image_comes_from(checkpoint, photos):
+def test_predictions_equal_the_models_softmax_for_every_image_source(checkpoint, photos):
     path = photos / "a.png"
     with Image.open(path) as opened:
         truth, pixels = expected(checkpoint, opened), np.asarray(opened)
@@ -96,7 +96,7 @@ def test_a_prediction_is_the_models_softmax_wherever_the_image_comes_from(checkp
         assert sum(changed.values()) == pytest.approx(1, abs=1e-5)
 
 
-def test_sixteen_bits_are_the_same_picture_in_any_form(checkpoint, tmp_path):
+def test_16_bit_images_are_predicted_equally_from_files_arrays_and_pil(checkpoint, tmp_path):
     grey = np.linspace(0, 60000, 40 * 50, dtype=np.uint16).reshape(40, 50)
     Image.fromarray(grey).save(tmp_path / "grey.png")
     truth = expected(checkpoint, Image.fromarray((grey >> 8).astype(np.uint8)))
@@ -106,7 +106,7 @@ def test_sixteen_bits_are_the_same_picture_in_any_form(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["onnx", "safetensors"])
-def test_an_exported_file_predicts_what_its_model_does(suffix, checkpoint, photos, tmp_path):
+def test_an_exported_file_predicts_like_its_checkpoint(suffix, checkpoint, photos, tmp_path):
     file, files = tmp_path / os.fsdecode(b"caf\xe9") / f"model.{suffix}", sorted(photos.glob("*.*"))
     file.parent.mkdir()
     files = [path for path in files if path.stem not in ("broken", "notes")]
@@ -119,9 +119,7 @@ def test_an_exported_file_predicts_what_its_model_does(suffix, checkpoint, photo
         )
 
 
-def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be_read(
-    checkpoint, photos, tmp_path, capsys
-):
+def test_the_command_prints_and_writes_predictions_and_names_unreadable_images(checkpoint, photos, tmp_path, capsys):
     table, entries = tmp_path / "new/found.csv", tmp_path / "found.json"
     words = ["--checkpoint", str(checkpoint), str(photos), str(photos / "notes.txt"), "--topk", "2"]
     words += ["--batch-size", "3", "--csv", str(table), "--json", str(entries), "--device", "cpu"]
@@ -148,7 +146,7 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
     assert not read
 
 
-def test_tables_are_written_where_no_image_can_be_read_and_nobody_takes_the_lines_that_say_so(
+def test_tables_are_written_even_without_readable_images_and_with_a_broken_pipe(
     checkpoint, photos, tmp_path, monkeypatch
 ):
     class Closed(io.StringIO):
@@ -164,7 +162,7 @@ def test_tables_are_written_where_no_image_can_be_read_and_nobody_takes_the_line
     assert ((tmp_path / "x.csv").read_text(), (tmp_path / "x").read_text()) == ('"file"\n', "[]\n")
 
 
-def test_batches_have_the_size_that_is_asked_for_less_what_cannot_be_read(checkpoint, photos):
+def test_batches_have_the_requested_size_minus_unreadable_images(checkpoint, photos):
     model, batches = vil.from_checkpoint(checkpoint), []
     seen = lambda _, inputs: batches.append((len(inputs[0]), torch.is_inference_mode_enabled()))  # noqa: E731
     model.register_forward_pre_hook(seen)
@@ -173,7 +171,7 @@ def test_batches_have_the_size_that_is_asked_for_less_what_cannot_be_read(checkp
     assert batches == [(2, True), (2, True), (1, True)]
 
 
-def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicted(checkpoint, photos, caplog):
+def test_unreadable_images_are_named_and_the_others_are_predicted(checkpoint, photos, caplog):
     others = np.zeros((3, 8, 8), np.uint8), Image.new("RGB", (0, 5)), np.zeros((8, 8)), np.zeros(8, np.uint8)
     found = vil.predict(checkpoint, [photos / "a.png", photos / "gone.png", *others, photos / "b.jpg"])
     assert [len(predictions) for predictions in found] == [5, 0, 0, 0, 0, 0, 5]
@@ -196,7 +194,7 @@ def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicte
     assert reason_of(EOFError()) == "EOFError"  # an exception without a message is named by its type
 
 
-def test_classes_without_names_have_numbers_and_timms_of_imagenet_words():
+def test_unnamed_classes_are_labelled_by_index_and_imagenets_by_description():
     pixels = np.zeros((32, 32, 3), np.uint8)
     model = small(img_size=(24, 32), patch_size=8, num_classes=1000)
     (found,) = vil.predict(model, pixels, topk=1)
@@ -217,7 +215,7 @@ ODD += [dict(crop_pct=1e-9), dict(crop_pct=0), dict(crop_pct="x"), dict(interpol
 ODD += [dict(label_names=names) for names in (["\x1b[2J"], ["a\nb"], "ab", [["a"]], {"a": 1}, 5)]
 
 
-def test_an_onnx_file_decides_what_a_checkpoint_may_decide(tmp_path):
+def test_onnx_metadata_is_validated_like_a_checkpoints_options(tmp_path):
     onnx, path, pixels = pytest.importorskip("onnx"), tmp_path / "given.onnx", np.zeros((32, 32, 3), np.uint8)
     said = dict(input_size=[3, 8, 8], mean=[0.5] * 3, std=[0.5] * 3, crop_pct=0.9, label_names=["a", "b", "c"])
     said |= dict(crop_mode="center", interpolation="bicubic")
@@ -280,7 +278,7 @@ def test_an_onnx_file_decides_what_a_checkpoint_may_decide(tmp_path):
         vil.predict(path, pixels)
 
 
-def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_path):
+def test_file_names_cannot_send_control_characters_to_the_terminal(checkpoint, photos, tmp_path):
     (tmp_path / "out").symlink_to(photos)
     (tmp_path / "\x1b[2J\nerror: all is well.png").write_bytes((photos / "a.png").read_bytes())
     words = ["-m", "vil.predict", "--checkpoint", str(checkpoint), str(tmp_path), str(photos / "a.png")]
@@ -311,7 +309,7 @@ def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_p
         *((["{photos}", f"--{word}", "{tmp}"], "error: cannot write ") for word in ("csv", "json")),
     ],
 )
-def test_what_cannot_be_is_one_line(words, error, checkpoint, photos, tmp_path):
+def test_invalid_arguments_of_predict_are_reported_in_one_line(words, error, checkpoint, photos, tmp_path):
     for suffix in ("onnx", "pt2"):
         (photos / f"notes.{suffix}").write_text("none")
     (tmp_path / "best.pt").touch()
@@ -321,7 +319,7 @@ def test_what_cannot_be_is_one_line(words, error, checkpoint, photos, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_without_classes_or_a_missing_checkpoint_is_said():
+def test_models_without_classes_and_missing_checkpoints_are_rejected():
     with pytest.raises(ConfigError, match="num_classes of the model must be at least 1"):
         vil.predict(small(img_size=32, patch_size=8, num_classes=0), np.zeros((32, 32, 3), np.uint8))
     with pytest.raises(ConfigError, match="must accept images of 3 channels, got 1"):
@@ -332,7 +330,7 @@ def test_a_model_without_classes_or_a_missing_checkpoint_is_said():
         vil.predict("gone.pt", "photo.jpg")
 
 
-def test_defaults_are_those_of_the_function_and_ctrl_c_or_a_full_disk_end_the_command_in_a_line(monkeypatch, capsys):
+def test_command_defaults_equal_the_functions_and_interruptions_print_one_line(monkeypatch, capsys):
     def stop(options):
         assert (options.topk, options.batch_size) == (5, 32)
         assert (vil.predict.__defaults__, vil.predict.__kwdefaults__) == ((5,), dict(batch_size=32))

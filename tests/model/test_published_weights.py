@@ -80,7 +80,7 @@ def doubles(weights):
 
 @pytest.mark.parametrize("container", FORMATS)
 @pytest.mark.parametrize("loader", [*LOADERS, "pretrained_path"])
-def test_a_published_checkpoint_gives_the_outputs_of_the_published_architecture(container, loader, tmp_path):
+def test_a_published_checkpoint_computes_the_published_architectures_outputs(container, loader, tmp_path):
     weights = published()
     name, write = FORMATS[container]
     write(tmp_path / name, weights)
@@ -90,7 +90,7 @@ def test_a_published_checkpoint_gives_the_outputs_of_the_published_architecture(
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
-def test_what_torch_load_returns_can_be_given_to_load_state_dict():
+def test_load_state_dict_accepts_the_content_of_a_published_checkpoint():
     weights = published()
     model = timm.create_model("vim_tiny", **SMALL)
     model.load_state_dict({"model": weights, "epoch": 299})
@@ -128,7 +128,7 @@ RESIZED += [((14, 14), dict(img_size=224, stride=8)), ((27, 27), dict(img_size=2
 
 
 @pytest.mark.parametrize(("grid", "target"), RESIZED)
-def test_position_embeddings_are_resampled_around_the_class_tokens_row(grid, target, tmp_path):
+def test_position_embeddings_are_resampled_without_the_class_tokens_row(grid, target, tmp_path):
     weights = published(grid=grid)
     model = timm.create_model("vim_tiny", checkpoint_path=save(tmp_path, {"model": weights}), **{**SMALL, **target})
     old, old_row = naive_model.patches_and_class_token(weights["pos_embed"])
@@ -138,7 +138,7 @@ def test_position_embeddings_are_resampled_around_the_class_tokens_row(grid, tar
     assert torch.equal(new, resample_abs_pos_embed(old, *grids, num_prefix_tokens=0))
 
 
-def test_a_grid_that_is_not_square_is_refused_unless_it_fits(tmp_path):
+def test_a_patch_grid_that_is_not_square_is_rejected_unless_it_fits(tmp_path):
     path = save(tmp_path, {"model": published(grid=(3, 4))})
     assert timm.create_model("vim_tiny", checkpoint_path=path, **{**SMALL, "img_size": (48, 64)})
     with pytest.raises(RuntimeError, match="square grid.*got 13 tokens"):
@@ -178,14 +178,14 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize(("loader", "num_classes"), [*((loader, 7) for loader in LOADERS), ("adapted", 4)])
-def test_a_checkpoint_of_another_architecture_is_refused_and_named(other, num_classes, loader, tmp_path):
+def test_a_checkpoint_of_another_architecture_is_rejected_and_named(other, num_classes, loader, tmp_path):
     weights, message = OTHERS[other]
     load = {**LOADERS, "adapted": pretrained}[loader]
     with pytest.raises(RuntimeError, match=message + r".*keys: \d+ (missing|unexpected|with other shapes) \(\w+"):
         load(save(tmp_path, {"model": weights()}), **{**SMALL, "num_classes": num_classes})
 
 
-def test_partial_weights_load_when_asked_to():
+def test_partial_weights_load_with_strict_false():
     model = timm.create_model("vim_tiny", **SMALL)
     weights = {name: w for name, w in published().items() if name.startswith("layers.0.")}
     result = model.load_state_dict(weights, strict=False)

@@ -73,20 +73,18 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_model_is_found_in_the_files_of_other_programs(name, tmp_path):
+def test_weights_are_found_in_checkpoints_of_other_programs(name, tmp_path):
     torch.save(FILES[name], tmp_path / "given.pth")
     assert_loads(tmp_path / "given.pth", WEIGHTS)
 
 
-def test_names_within_a_safetensors_file_are_those_of_the_model(tmp_path):
+def test_prefixes_of_parameter_names_in_a_safetensors_file_are_removed(tmp_path):
     safetensors.torch.save_file(prefixed("model."), tmp_path / "given.safetensors")
     assert_loads(tmp_path / "given.safetensors", WEIGHTS)
 
 
 @pytest.mark.parametrize("keys", [("model", "ema"), ("state_dict", "model_ema"), ("net", "state_dict_ema")])
-def test_of_weights_and_their_average_the_one_asked_for_is_loaded_and_an_unasked_average_is_named(
-    keys, tmp_path, caplog
-):
+def test_use_ema_selects_between_weights_and_ema_weights_of_other_programs(keys, tmp_path, caplog):
     path = tmp_path / "given.pth"
     torch.save({keys[0]: WEIGHTS, keys[1]: OTHERS}, path)
     for use_ema, truth in ((None, WEIGHTS), (False, WEIGHTS), (True, OTHERS)):
@@ -114,7 +112,7 @@ def test_of_weights_and_their_average_the_one_asked_for_is_loaded_and_an_unasked
         ({"model": WEIGHTS | prefixed("module.", OTHERS)}, ["names differ only", "'module.'"]),
     ],
 )  # fmt: skip
-def test_of_several_that_could_be_meant_none_is_guessed(content, named, tmp_path):
+def test_ambiguous_checkpoints_are_rejected(content, named, tmp_path):
     torch.save(content, tmp_path / "given.pth")
     for load in (lambda path: from_checkpoint(path, "vil_tiny", **KWARGS), lambda path: create_model("vil_tiny", path)):
         with pytest.raises((CheckpointError, ConfigError)) as caught:
@@ -123,13 +121,13 @@ def test_of_several_that_could_be_meant_none_is_guessed(content, named, tmp_path
             assert words in str(caught.value)
 
 
-def test_weights_with_one_more_tensor_are_not_said_to_have_another_architecture(tmp_path):
+def test_one_unexpected_tensor_is_not_reported_as_another_architecture(tmp_path):
     torch.save(WEIGHTS | {"blocks.0.scale": torch.ones(3)}, tmp_path / "given.pth")
     with pytest.raises(CheckpointError, match=r"tensors must match .*1 unexpected \(blocks.0.scale\)"):
         from_checkpoint(tmp_path / "given.pth", "vil_tiny", **KWARGS)
 
 
-def test_a_model_whose_own_names_begin_with_model_keeps_them(tmp_path):
+def test_parameter_names_that_start_with_model_are_kept(tmp_path):
     own = torch.nn.Module()
     own.model = MODEL
     torch.save(own.state_dict(), tmp_path / "given.pth")

@@ -92,7 +92,7 @@ def expected_trace(model, block, g, images):
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny", "vil_tiny_pooled", "vim_tiny_pooled"])
-def test_a_trace_is_what_each_direction_reads_writes_and_keeps(name, images):
+def test_a_trace_has_each_directions_relevance_step_size_and_state_norm(name, images):
     """A trace shows what each direction reads from, writes to and keeps in its state.
 
     The first block of a pooled model reads rows, the second block columns.
@@ -128,7 +128,7 @@ def test_maps_are_rows_of_patches_without_the_class_token():
 
 # The central patch is in the third row of four and in the third column of five.
 @pytest.mark.parametrize(("size", "token", "place"), [((32, 40), "centre", 12), ((24, 40), "class", None)])
-def test_the_receptive_field_is_how_much_each_pixel_moves_the_tokens_features(size, token, place):
+def test_the_receptive_field_is_the_gradient_of_a_tokens_features(size, token, place):
     model = small(size=size)
     images, w = random_images(2, 3, *size, dtype=torch.float64), dict(model.named_parameters())
     leaf = images.clone().requires_grad_()
@@ -154,7 +154,7 @@ class SeesOnePixel(torch.nn.Module):
         return torch.stack([logits, torch.zeros_like(logits)], dim=1)
 
 
-def test_evidence_is_where_the_model_looks_and_adds_up_to_the_gain_in_probability(images):
+def test_class_evidence_locates_the_pixels_and_sums_to_the_gain_in_probability(images):
     blank = images.mean((2, 3), keepdim=True).expand_as(images)
     for model, classes in ((SeesOnePixel(), torch.tensor([0, 1])), (small(depth=1), None)):
         found = class_evidence(model, images, classes, steps=100)
@@ -171,7 +171,7 @@ def test_evidence_is_where_the_model_looks_and_adds_up_to_the_gain_in_probabilit
     torch.testing.assert_close(patch_sums(small(size=48, dynamic_img_size=True), values), truth)
 
 
-def test_a_deletion_curve_is_the_probability_as_patches_are_hidden_by_the_mean_colour(images):
+def test_a_deletion_curve_is_the_probability_after_occlusion_by_the_mean_colour(images):
     model, maps = small(), torch.rand(2, *GRID)
     curve = deletion_curve(model, images, maps, torch.tensor([2, 0]), steps=5)
     for i, number in enumerate((2, 0)):
@@ -191,7 +191,7 @@ def test_a_deletion_curve_is_the_probability_as_patches_are_hidden_by_the_mean_c
         torch.testing.assert_close(curve[:, step], expected.detach())
 
 
-def test_looking_leaves_the_model_as_it_was(images):
+def test_visualization_leaves_the_model_unchanged(images):
     model = small().requires_grad_(False)
     before = model(images)
     trace_scans(model, images)
@@ -219,7 +219,7 @@ def panels(figure):
 
 
 @pytest.mark.parametrize(("name", "step", "blocks"), [("vil_tiny", "beta", None), ("vim_tiny", "dt", [1])])
-def test_the_picture_of_the_scans_shows_each_image_beside_its_traces(name, step, blocks, images):
+def test_the_scan_plot_shows_each_image_beside_its_traces(name, step, blocks, images):
     model, shown = small(name), images.float().sigmoid()
     figure = plot_scans(model, images, shown, ["$1 and 2$", "other"], blocks)
     arrays, limits = panels(figure)
@@ -247,7 +247,7 @@ def test_the_picture_of_the_scans_shows_each_image_beside_its_traces(name, step,
     figure.savefig(io.BytesIO())  # Saving fails if titles are parsed as TeX.
 
 
-def test_the_picture_of_why_lays_the_maps_over_each_image_beside_its_curves():
+def test_the_evidence_plot_overlays_maps_on_each_image_beside_its_curves():
     shown, maps = torch.rand(2, 3, 24, 40), {"signed": torch.randn(2, *GRID), "positive": torch.rand(2, *GRID)}
     maps["signed"][:, 0, 0] = -0.1
     curves = {"signed": torch.rand(2, 11), "chance": torch.rand(2, 11)}
@@ -274,7 +274,7 @@ def test_the_picture_of_why_lays_the_maps_over_each_image_beside_its_curves():
     figure.savefig(io.BytesIO())
 
 
-def test_why_hides_by_evidence_by_reading_and_at_random_four_times(images, monkeypatch):
+def test_deletion_curves_follow_evidence_relevance_and_the_mean_of_four_random_orders(images, monkeypatch):
     model, images = small(depth=1).float(), images.float()
     monkeypatch.setattr(viz, "class_evidence", lambda model, images: images[:, 0])
     figure, said = viz.why(model, images, images.clamp(0, 1), ["a", "b"])
@@ -293,7 +293,7 @@ def test_why_hides_by_evidence_by_reading_and_at_random_four_times(images, monke
     assert said == f"mean over {len(images)} images: {whole}: {fifths}"
 
 
-def test_the_picture_of_receptive_fields_spans_four_decades_of_each():
+def test_the_receptive_field_plot_spans_four_decades():
     fields = {"one": torch.tensor([[1e-9, 2.0, 3.0], [5.0, 1e-3, 0.0]]), "other": torch.tensor([[0.5, 0.25]])}
     figure = plot_receptive_fields(fields)
     arrays, limits = panels(figure)
@@ -325,7 +325,7 @@ def checkpoint_of_a_run(path, weights, **options):
         ),
     ],
 )  # fmt: skip
-def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks, tmp_path, monkeypatch, capsys):
+def test_the_command_plots_a_checkpoint_on_image_folders(words, options, files, blocks, tmp_path, monkeypatch, capsys):
     """The command plots the first image of each folder, then the second of each, with the data of vil.viz's figures."""
     kwargs = dict(embed_dim=16, depth=4, patch_size=8)
     torch.manual_seed(7)
@@ -381,7 +381,7 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
     assert f"fields.png: over {len(files)} images" in printed
 
 
-def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeypatch, capsys):
+def test_the_command_accepts_file_names_and_at_most_64_images(tmp_path, monkeypatch, capsys):
     kwargs = dict(embed_dim=16, depth=1, patch_size=8)
     weights = timm.create_model("vim_tiny", num_classes=3, img_size=8, **kwargs).state_dict()
     checkpoint_of_a_run(tmp_path / "last.pt", weights, model="vim_tiny", img_size=8, model_kwargs=kwargs)
@@ -428,7 +428,7 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
         command("empty")
 
 
-def test_other_models_and_tokens_are_refused(images):
+def test_other_models_and_unknown_tokens_are_rejected(images):
     other = timm.create_model("resnet10t")
     for look in (trace_scans, effective_receptive_field):
         with pytest.raises(TypeError, match="must be a VisionLonghorn, got ResNet"):

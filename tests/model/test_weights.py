@@ -54,7 +54,7 @@ def packed(best, tmp_path_factory):
     return file, state["state_dict_ema"]
 
 
-def test_the_file_has_the_average_rounded_to_halves_and_says_what_a_model_needs(packed):
+def test_a_weight_file_has_the_ema_weights_in_fp16_and_the_models_config(packed):
     file, weights = packed
     found = load_file(file)
     assert found.keys() == weights.keys()
@@ -76,7 +76,7 @@ def test_the_file_has_the_average_rounded_to_halves_and_says_what_a_model_needs(
         vil.from_checkpoint(file, "vim_tiny")  # vim_tiny cannot load vil_tiny's weights
 
 
-def test_timm_and_a_run_start_from_the_file_with_a_head_of_their_own(packed, caplog):
+def test_timm_and_training_load_the_file_with_a_new_head(packed, caplog):
     file, weights = packed
     overlay = dict(pretrained_cfg_overlay=dict(file=str(file), num_classes=7))
     models = [
@@ -95,7 +95,7 @@ def test_timm_and_a_run_start_from_the_file_with_a_head_of_their_own(packed, cap
 
 # other names of heads: `fc`, and `head.linear` in a model with a second head
 @pytest.mark.parametrize("name", ["resnet10t", "levit_128s"])
-def test_a_run_starts_from_another_models_file_with_the_head_that_it_has(name, tmp_path, caplog):
+def test_training_loads_another_timm_models_file_with_or_without_its_head(name, tmp_path, caplog):
     weights = timm.create_model(name, num_classes=7).state_dict()
     torch.save(weights, tmp_path / "weights.pth")
     own = create_model(name, str(tmp_path / "weights.pth"), num_classes=7).state_dict()
@@ -106,7 +106,7 @@ def test_a_run_starts_from_another_models_file_with_the_head_that_it_has(name, t
 
 
 @pytest.mark.parametrize("of_a_run", [True, False])
-def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
+def test_an_exported_folder_is_read_by_timm_and_vil_with_names_and_preprocessing(
     best, tmp_path, monkeypatch, caplog, of_a_run
 ):
     if of_a_run:
@@ -176,14 +176,14 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
         export_model(model, folder, features=[0])
 
 
-def test_a_run_does_not_go_on_from_best_pt_which_says_what_does(best):
+def test_resuming_from_best_pt_is_rejected_with_the_remedy(best):
     with pytest.raises(
         CheckpointError, match="--resume .*last.pt, or start another run .* --pretrained-path .*best.pt"
     ):
         checkpoint.Checkpoint(best()[0]).training_state()
 
 
-def test_the_weights_that_are_shipped_are_those_of_their_card(request):
+def test_the_shipped_weights_match_their_model_card(request):
     folder = request.config.rootpath / "weights"
     cells = r"`(\S+)` \| `(\w+)`, (\d+) pixels.* ([\d,]+) classes \| ([\d,]+) \| ([\d.]+) MB \| `(\w+)`"
     rows = re.findall(cells, (folder / "README.md").read_text())
@@ -199,7 +199,7 @@ def test_the_weights_that_are_shipped_are_those_of_their_card(request):
         assert loaded.pretrained_cfg["architecture"] == model
 
 
-def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path):
+def test_rectangular_image_sizes_are_kept_and_other_sizes_resample_positions(best, tmp_path):
     path, state = best(img_size=16)
     file = path
     for size in ((8, 32), (16, 24), (24, 16)):  # numbers of patches relative to the original: equal, larger, equal
@@ -235,7 +235,7 @@ def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path)
     assert vil.from_checkpoint(tmp_path / "random.safetensors").patch_embed.img_size == (32, 32)
 
 
-def test_any_model_of_timm_is_loaded_and_packed(tmp_path):
+def test_any_timm_model_can_be_loaded_and_exported(tmp_path):
     torch.manual_seed(0)
     original = timm.create_model("resnet10t", num_classes=5).eval()
     torch.save(original.state_dict(), tmp_path / "resnet.pth")
@@ -257,7 +257,7 @@ def test_any_model_of_timm_is_loaded_and_packed(tmp_path):
     )
 
 
-def test_weights_that_halves_cannot_hold_are_named_and_nothing_is_written(best, tmp_path, monkeypatch):
+def test_weights_beyond_fp16_are_named_and_nothing_is_written(best, tmp_path, monkeypatch):
     model = vil.from_checkpoint(best(img_size=16)[0])
     monkeypatch.setattr("vil.export.TOLERANCE_OF_HALVES", 0)
     with pytest.raises(ExportError, match="logits differs from the model's by"):
@@ -278,7 +278,7 @@ def test_weights_that_halves_cannot_hold_are_named_and_nothing_is_written(best, 
         ("[" * 10**5, "holds str instead of options"),
     ],
 )  # fmt: skip
-def test_what_a_file_of_weights_may_decide_is_what_a_checkpoint_may(tmp_path, config, message):
+def test_weight_file_metadata_is_validated_like_a_checkpoints_options(tmp_path, config, message):
     path = tmp_path / "given.safetensors"
     save_file({"a": torch.ones(1)}, path, {"producer": "vision-longhorn", "config": config})
     with pytest.raises(ConfigError, match=message) as refused:
@@ -288,7 +288,7 @@ def test_what_a_file_of_weights_may_decide_is_what_a_checkpoint_may(tmp_path, co
     assert checkpoint.Checkpoint(path).options == {}  # metadata without this package's entries is ignored
 
 
-def test_a_word_of_metadata_without_text_is_refused(capsys):
+def test_metadata_without_a_value_is_rejected(capsys):
     with pytest.raises(SystemExit):
         call(command_line.main, "--out", "x.safetensors", "--metadata", "commit")
     assert "form KEY=TEXT, got 'commit'" in capsys.readouterr().err

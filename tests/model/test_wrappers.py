@@ -50,7 +50,7 @@ def wrapped(request):
     return model, WRAPPERS[request.param](model)
 
 
-def test_predictions_are_those_of_the_model_inside(wrapped):
+def test_a_wrapped_model_predicts_like_the_inner_model(wrapped):
     model, outer = wrapped
     expected, found = vil.predict(model, PIXELS), vil.predict(outer, PIXELS)
     assert [p.label for p in found] == [p.label for p in expected]
@@ -59,7 +59,7 @@ def test_predictions_are_those_of_the_model_inside(wrapped):
 
 
 @FEW
-def test_exported_files_have_the_names_and_preprocessing_of_the_model_inside(wrapped, tmp_path):
+def test_a_wrapped_models_export_has_the_inner_models_names_and_preprocessing(wrapped, tmp_path):
     _, outer = wrapped
     export_model(outer, tmp_path / "weights.safetensors")
     config = vil.from_checkpoint(tmp_path / "weights.safetensors").pretrained_cfg
@@ -70,7 +70,7 @@ def test_exported_files_have_the_names_and_preprocessing_of_the_model_inside(wra
 
 
 @FEW
-def test_the_insides_of_a_wrapped_model_can_be_seen(wrapped):
+def test_a_wrapped_model_can_be_visualized(wrapped):
     model, outer = wrapped
     images = torch.randn(1, 3, 24, 32)
     for part in (vil.viz.reading, vil.viz.effective_receptive_field):
@@ -79,7 +79,7 @@ def test_the_insides_of_a_wrapped_model_can_be_seen(wrapped):
     assert vil.viz.patch_sums(outer, images[:, 0]).shape == (1, 3, 4)
 
 
-def test_a_distributed_model_is_found_inside(tmp_path):
+def test_a_model_inside_distributed_data_parallel_is_found(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         found = vil.predict(DistributedDataParallel(named(img_size=16, patch_size=8)), PIXELS)
@@ -88,7 +88,7 @@ def test_a_distributed_model_is_found_inside(tmp_path):
     assert {p.label for p in found} == {*NAMES}
 
 
-def test_a_model_without_a_configuration_is_told_and_one_without_logits_refused(caplog):
+def test_models_without_a_config_get_a_hint_and_models_without_logits_are_rejected(caplog):
     model = named(img_size=224, patch_size=112)
     with caplog.at_level(logging.WARNING):
         found = vil.predict(nn.Sequential(model), np.zeros((32, 32, 3), np.uint8))
@@ -99,7 +99,7 @@ def test_a_model_without_a_configuration_is_told_and_one_without_logits_refused(
         vil.predict(features, PIXELS)
 
 
-def test_timms_pretrained_models_of_1000_classes_have_imagenets_names():
+def test_timms_pretrained_models_with_1000_classes_have_imagenets_class_names():
     """Every pretrained timm model with 1000 classes gets ImageNet's class names.
 
     54 of the 1,321 models have a pretrained tag that does not end in "in1k", so the tag does not identify ImageNet-1k.
