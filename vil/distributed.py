@@ -127,7 +127,7 @@ def _environment_problem() -> str | None:
     variable = _world_size_variable()
     if variable is None or os.environ[variable] == "1":
         return None
-    by_slurm = "SLURM_PROCID" in os.environ  # like timm, distinguish Slurm from torchrun by this variable
+    by_slurm = "SLURM_PROCID" in os.environ  # timm distinguishes Slurm from torchrun by SLURM_PROCID, too
     remedy = f"unset {variable} to run in one process, or start all processes with torchrun"
     if by_slurm:
         remedy += ", or with srun and MASTER_ADDR and MASTER_PORT"

@@ -208,7 +208,7 @@ class BidirectionalMixer(nn.Module):
         forward, backward = [direction.project(v_2BSD[g]) for g, direction in enumerate(self.directions)]
         step_logits_2BSD, k_2BSN, q_2BSN = [torch.stack(pair) for pair in zip(forward, backward)]
 
-        # Each patch gets the output of its row, but the skip connection uses the patch's own v.
+        # Each patch gets the output of the patch's row, but the skip connection uses the patch's own v.
         y_2BSD = self.scan(v_2BSD, step_logits_2BSD, k_2BSN, q_2BSN, skip=False)
         y_BLD = repeat_rows(y_2BSD.mean(0), w) + (self.skip()[:, None, None] * v_2BLD).mean(0)
         return self.out_proj(y_BLD.to(z_BLD.dtype) * F.silu(z_BLD))

@@ -63,7 +63,7 @@ except ImportError:  # timm before 1.0.30 does not record the patch size, which 
 
 
 class PatchProjection(nn.Conv2d):
-    """Convolution that projects patches. Without overlap of patches, it is computed as a matrix product.
+    """Convolution that projects patches. Patches that do not overlap are projected by a matrix product.
 
     On a GPU, the matrix product is several times faster than the convolution.
     """
@@ -431,7 +431,7 @@ class VisionLonghorn(nn.Module):
             pos_embed_1LC = resample_pos_embed(pos_embed_1LC, x_BhwC.shape[1:3], self.patch_embed.grid_size)
         class_token_B1C = self.cls_token.expand(x_BhwC.shape[0], -1, -1)
         x_BLC = insert_class_token(x_BhwC.flatten(1, 2), class_token_B1C)
-        # Add the bias to the position embeddings first, because its own gradient would be a slow sum over all patches.
+        # Add the bias to the position embeddings first. Otherwise the bias gradient is a slow sum over all patches.
         return x_BLC + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)  # fp32
 
     def grid_of(self, x_B3HW: Tensor) -> tuple[int, int]:

@@ -59,7 +59,7 @@ class BestCheckpoint:
         return None
 
     def resume(self, history: list[dict[str, Any]]) -> None:
-        """Find the best epoch of a resumed run, and warn if its weights are lost."""
+        """Find the best epoch of a resumed run, and warn if the weights of the best epoch are lost."""
         problem = self.find(history)
         if problem:
             _logger.warning("%s %s. It will be rewritten with the best epoch from now on", self.path, problem)

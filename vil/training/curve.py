@@ -10,7 +10,7 @@ from typing import Any
 
 from .history import best_row, format_best
 
-# title of each panel -> columns of summary.csv -> label of each line
+# panel title -> {column of summary.csv: label of the line, or None}
 PANELS: dict[str, dict[str, str | None]] = {
     "loss": {"train_loss": "training", "eval_loss": "validation", "eval_loss_ema": "validation, EMA"},
     "top-1 (%)": {"eval_top1": "model", "eval_top1_ema": "EMA"},

@@ -90,13 +90,13 @@ def _checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _resolve_resume(resume: str | None, folder: Path) -> str | None:
-    """Resolve `resume`. A process that torchrun restarted always resumes from its run folder."""
+    """Resolve `resume`. A process restarted by torchrun always resumes from the run folder."""
     is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return "auto" if is_restarted and _checkpoints_in(folder) else resume
 
 
 def check_size(phase: Phase, num_classes: int) -> None:
-    """Reject the checkpoint of another model before allocating memory for its tensors.
+    """Reject the checkpoint of another model before allocating memory for the weights.
 
     Raises:
         CheckpointError: The weights in `resume` do not fit the model, or a decisive option differs.

@@ -56,7 +56,7 @@ def train(config: Config, device: torch.device, rank: int, world_size: int) -> N
         lock = trainer.checkpointer.lock
         config = dataclasses.replace(config, resume="auto")
         del trainer
-        gc.collect()  # free the graphs and loaders before the next phase creates its own
+        gc.collect()  # free the CUDA graphs and loaders of this phase before the next phase starts
         torch.cuda.empty_cache()
 
 
@@ -149,7 +149,7 @@ class Trainer:
                 progress.start_epoch(epoch)
                 self.train_one_epoch(epoch, progress)
                 row = self.row_of_epoch(epoch)
-                self.checkpoint_if_due()  # if a signal interrupted the evaluation, the resumed run repeats it
+                self.checkpoint_if_due()  # if a signal interrupted the evaluation, the resumed run evaluates again
                 state.finish_epoch(row)
                 self.checkpointer.save()
                 progress.finish_epoch(state.history)
