@@ -326,7 +326,7 @@ def test_models_without_classes_and_missing_checkpoints_are_rejected():
         vil.predict(small(img_size=32, patch_size=8, in_chans=1), np.zeros((32, 32), np.uint8))
     with pytest.raises(ConfigError, match=r"must return logits \(images, classes\), got \(1, 17, 5\) for 1 images"):
         vil.predict(small(img_size=32, patch_size=8, num_classes=5, global_pool=""), np.zeros((32, 32, 3), np.uint8))
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         vil.predict("gone.pt", "photo.jpg")
 
 
