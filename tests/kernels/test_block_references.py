@@ -39,10 +39,9 @@ from vil.models.block import LonghornMixer
 
 
 @NVRTC
-@pytest.mark.parametrize(
-    ("arch", "dtype"), [("sm_90", "bf16"), ("sm_90", "float"), ("sm_80", "bf16"), ("sm_120", "bf16")]
-)
+@pytest.mark.parametrize(("arch", "dtype"), [("sm_90", "bf16"), ("sm_90", "float"), ("sm_80", "bf16")])
 def test_kernels_of_the_block_compile_without_spills(arch, dtype):
+    """Compile all variants for the kernels' main architecture and dtype, and otherwise the widest of each source."""
     types = {name: t for t, name in ELEMENT.items()}
     t, small = types[dtype], dtype != "float"
     packing = [dict(INPUT=dtype, PARAMETER="float", VECTOR=4, WIDTH=width, TAPS=4) for width in (192, 768)]
@@ -67,7 +66,7 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
         gate_outproj: [dict(INPUT=dtype, WIDTH=C, POOLED=pooled) for C in widths for pooled in (0, 1)],
         gate_outproj_sm90: [
             gate_outproj_sm90.macros_of(t, C, keep, pooled)
-            for C in widths for keep in (False, True) for pooled in (False, True) if hopper
+            for C, keep in ((192, True), (384, False), (384, True)) for pooled in (False, True) if small and hopper
         ],
         **{module: [dict(INPUT=dtype, TAPS=4, VECTOR=2, THREADS=192, CTAS=ctas)] for module, ctas in (
             (pool, 5 if small else 4), (pooled_conv_backward, 2),
@@ -77,7 +76,7 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
     assert_no_spills(
         [
             (module.SOURCE, arch + "a" * module.SOURCE.only_hopper, macros)
-            for module, all_macros in named.items() for macros in all_macros
+            for module, all_macros in named.items() for macros in (all_macros if small and hopper else all_macros[-1:])
         ]
     )  # fmt: skip
 
