@@ -28,7 +28,7 @@ import torch
 
 _logger = logging.getLogger("torch.utils.flop_counter")
 _level = _logger.level
-_logger.setLevel(logging.ERROR)  # suppress a warning about missing Triton at each `import vil`
+_logger.setLevel(logging.ERROR)  # suppress PyTorch's warning about missing Triton at each `import vil`
 from torch.utils.flop_counter import conv_flop_count, register_flop_formula  # noqa: E402
 
 _logger.setLevel(_level)
@@ -84,7 +84,7 @@ def block_backward(
 
 def _block_products(B: int, L: int, C: int, directions: list, lines: Sequence[int]) -> tuple[int, int]:
     """Return the FLOPs of a block's matrix products and convolutions, and its number of state elements."""
-    S = lines[0] + 1 if lines else L  # tokens that the recurrence reads
+    S = lines[0] + 1 if lines else L  # number of tokens that the recurrence reads
     (D, _, K), _, (P, _), (_, R) = directions[:4]
     each = (L + K - 1) * D * K + S * D * P + S * R * D
     return 2 * B * (L * C * 2 * D + 2 * each + L * D * C), 2 * B * S * D * (P - R) // 2
@@ -93,7 +93,7 @@ def _block_products(B: int, L: int, C: int, directions: list, lines: Sequence[in
 def convolution_backward(
     dy, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, output_mask, *_, **__
 ) -> int:  # fmt: skip
-    """Count as PyTorch does, but include the groups, which PyTorch's formula omits for the gradient of the weights."""
+    """Count FLOPs as PyTorch does, but include groups, which PyTorch's formula omits for the weights' gradient."""
     return sum(output_mask[:2]) * conv_flop_count(x, weight, dy, transposed)
 
 

@@ -31,7 +31,7 @@ SOURCE = Source("scan/backward", {
 
 
 class Cta(NamedTuple):
-    """Warps and memory of a CTA of backward.cu, and the number of CTAs that share a multiprocessor."""
+    """Warps and shared memory per CTA of backward.cu, and the number of CTAs that share a multiprocessor."""
 
     warps: int
     shared_bytes: int
@@ -40,8 +40,9 @@ class Cta(NamedTuple):
 
 @dataclass(frozen=True)
 class Backward:
-    """Variant in which a lane has 4 states of each of its `channels`. `cycles` and `start` are inputs of the cost
-    model.
+    """Variant of backward.cu in which a lane has 4 states of each of its `channels`.
+
+    `cycles` and `start` are inputs of the cost model (heuristics.py).
     """
 
     channels: int
@@ -52,7 +53,7 @@ class Backward:
         return min(self.channels, max(1, N // 4))
 
     def tile(self, N: int) -> int:
-        """Return the tokens of a tile, of which each of the N / 4 lanes that share a channel prepares at least one."""
+        """Return the tokens per tile: at least one for each of the N / 4 lanes that share a channel."""
         return max(8, N // 4)
 
     def cta(self, N: int, itemsize: int, channels: int) -> Cta:
@@ -61,7 +62,7 @@ class Backward:
         """
         groups, parts, tile, warps = 128 // N, N // 4, self.tile(N), 4
         row = groups * channels
-        # in the order of the structs in backward_memory.cuh
+        # terms in the order of the structs in backward_memory.cuh
         warp_bytes = (
             2 * 3 * align(tile * row * itemsize)
             + 2 * align(4 * row) + 2 * 4 * tile * (row + 8)  # skip and bias; step sizes and slopes
@@ -77,7 +78,7 @@ class Backward:
         return Cta(warps, shared_bytes, min(resident, MULTIPROCESSOR_BYTES // (shared_bytes + 1024)))
 
     def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
-        """Return the channels of a warp, and how many warps a scheduler runs at once."""
+        """Return the number of channels per warp, and the number of resident warps per scheduler."""
         cta = self.cta(N, itemsize, self.lane_channels(N))
         return 128 * self.lane_channels(N) / N, cta.warps * cta.resident / SCHEDULERS
 

@@ -1,6 +1,6 @@
-"""Chunks of tokens, between which forward saves the state for backward in every backend with kernels."""
+"""Chunks of tokens. In every backend with kernels, forward saves the state between chunks for backward."""
 
-CHUNK = 64  # tokens; with N = 16, the saved states take at most a byte for each element of x
+CHUNK = 64  # tokens per chunk; with N = 16, the saved states take at most one byte per element of x
 
 
 def chunk_state_count(L: int) -> int:

@@ -1,4 +1,4 @@
-"""CPU kernels of the scan, in the subset of Python that Numba compiles; `cpu_scan` launches them.
+"""CPU kernels of the scan, in the subset of Python that Numba compiles. `cpu_scan` launches them.
 
 A task is a block of `LANES` channels of one image and direction. The task loops over the tokens with the states of
 these channels in the L1 cache, and loops over channels become vector instructions. A last block of fewer channels is
@@ -45,19 +45,19 @@ from ..cpu.language import (
     total,
 )  # fmt: skip
 
-AHEAD = 2  # tokens to prefetch ahead
-FORWARD, BACKWARD = 30, 41  # numbers of arguments of the kernels
+AHEAD = 2  # number of tokens by which prefetching runs ahead
+FORWARD, BACKWARD = 30, 41  # number of arguments of each kernel
 
 
 @inlined
 def locate(task, blocks, B, D):
-    """Return direction, image, the index of the sequence, and first channel and width of a task's block."""
+    """Return a task's direction, image, sequence index, first channel and number of channels."""
     first, sequence = task % blocks * LANES, task // blocks
     return sequence // B, sequence % B, sequence, first, min(LANES, D - first)
 
 
 def _forward(N: int, chunk: int, rows_of_A: int, advance):
-    """Kernel that loops over tokens; `advance` updates the states by one token and writes its y."""
+    """Build the forward kernel, which calls `advance` per token to update the states and write y."""
     of_states, of_A = N * LANES, max(1, rows_of_A) * LANES
 
     def kernel(arguments):
@@ -139,15 +139,15 @@ def selective_forward(N: int, chunk: int):
 
 
 def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back):
-    """Kernel that loops over chunks from the last to the first: recompute a chunk forward, then go backward.
+    """Build the backward kernel, which recomputes each chunk forward and then goes backward, from the last chunk on.
 
     Args:
         N: Number of states.
         chunk: Tokens of a chunk.
         rows_of_A: N, or 0 for a recurrence without A.
         kept_arrays: Number of arrays of states that are kept for a chunk.
-        again: Updates the states by one token, keeps what `back` needs and writes the token's dq.
-        back: Goes back one token with the states' gradients and writes the token's dx, dstep_logits and dk.
+        again: Function that updates the states by one token, keeps arrays for `back` and writes the token's dq.
+        back: Function that moves the states' gradients back by one token and writes dx, dstep_logits and dk.
     """
     of_states, of_A, of_sums = N * LANES, max(1, rows_of_A) * LANES, N * WIDTH
     of_kept, of_steps, two = kept_arrays * chunk * N * LANES, chunk * LANES, 2 * LANES
@@ -218,7 +218,7 @@ def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back)
                     )  # fmt: skip
                     store_row(dx_start + BYTES * t * D, width, dx)
                     store_row(dstep_logits_start + BYTES * t * D, width, dstep_logits)
-            image = b * (tasks // blocks // B) + g  # index of image and direction, for sums over images
+            image = b * (tasks // blocks // B) + g  # index of the task's image and direction, for sums over images
             store_rows(dchannels_data + BYTES * (image * 2 * D + first), BYTES * D, width, 2, dchannels)
             store_rows(dA_data + BYTES * (image * N * D + first), BYTES * D, width, rows_of_A, dA)
 
@@ -226,7 +226,7 @@ def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back)
 
 
 def longhorn_backward(N: int, chunk: int):
-    """Kernel of Longhorn's gradients from the residuals r = x - k S of a chunk's tokens, as derived in docs/kernels.
+    """Build the kernel of Longhorn's gradients, which uses the residuals r = x - k S of a chunk (see docs/kernels).
 
     With the step size e, the kernel keeps e (2 r - x). The sum of these values with the states' gradients is the
     gradient of k and, as e r = (e (2 r - x) + e x) / 2, gives the gradient of the step size.
@@ -285,7 +285,7 @@ def longhorn_backward(N: int, chunk: int):
 
 
 def selective_backward(N: int, chunk: int):
-    """Kernel of Mamba's gradients, which keeps the decays of a chunk's tokens and the states before them."""
+    """Build the kernel of Mamba's gradients, which keeps the decay of each token of a chunk and the state before it."""
 
     @inlined
     def again(i, S, A, x, step_logits, dy, k, step_bias, kept, step_sizes, slopes, drive, dq):

@@ -1,4 +1,4 @@
-"""Scan on CPUs: launches the kernels of `cpu_kernels`, which Numba compiles at first use. `scan_op` has the interface.
+"""CPU backend of the scan, which launches the kernels of `cpu_kernels`. `scan_op` describes the interface of backends.
 
 States and sums are in fp32 for all input dtypes. Every task writes its own results, and sums over tasks have a fixed
 order, so that results do not depend on the number of threads.
@@ -21,7 +21,7 @@ def forward(
     recurrence: str, x: Tensor, step_logits: Tensor, k: Tensor, q: Tensor, A: Tensor | None, skip: Tensor | None,
     step_bias: Tensor | None, reverse: tuple[bool, ...], keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return y_GBLD, and the states between chunks of `CHUNK` tokens if `keep`."""
+    """Return y_GBLD and, if `keep`, the states between chunks of `CHUNK` tokens."""
     (G, B, L, D), N, blocks = x.shape, k.shape[-1], _blocks(x)
     inputs = [_readable(t) for t in (x, step_logits, k, q)]
     parameters = _parameters(inputs[0], A, skip, step_bias)
@@ -69,7 +69,7 @@ def _blocks(x: Tensor) -> int:
 
 
 def _readable(t: Tensor) -> Tensor:
-    """Convert to fp32 with contiguous channels."""
+    """Convert a tensor to fp32 with contiguous channels."""
     t = t.to(torch.float32)
     return t if t.stride(-1) == 1 else t.contiguous()
 

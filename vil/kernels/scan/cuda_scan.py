@@ -68,7 +68,7 @@ def scan_forward(
 
 
 def forward_schedule(recurrence: str, x_GBLD: Tensor, N: int, R: int) -> Schedule:
-    """Return the schedule of `scan_forward` for rows such as x, if a step of rank R may replace the step logits."""
+    """Return the schedule of `scan_forward` for an input like x, if a step of rank R may replace the step logits."""
     return _choose("forward", recurrence, x_GBLD, N, x_GBLD.shape[-1] % 8 == 0, step=R % 8 == 0)
 
 
@@ -119,7 +119,7 @@ forward, backward = planned()(scan_forward), planned()(scan_backward)
 
 
 def between_segments(recurrence, value, step_logits, k, q, A, step_bias, reverse, segment_chunks, *, gradients: bool):
-    """Run `states_between_segments` with the variants for these inputs."""
+    """Run `states_between_segments` with the kernel variants that support these inputs."""
     kind = "backward" if gradients else "forward"
     variant = heuristics.segment_variant(kind, recurrence, k.shape[-1], value.element_size())
     read = value, step_logits, k, q, A, step_bias

@@ -25,11 +25,11 @@ def has_mma(recurrence: str, N: int, itemsize: int) -> bool:
 
 
 class ForwardMma(NamedTuple):
-    """Variant with 16 channels for each of the `consumers`. A multiprocessor runs one CTA.
+    """Variant of forward_mma.cu with `consumers` warps of 16 channels each. A multiprocessor runs one CTA.
 
-    `producers` are the roles of the other warps: 0 copies, -1 prepares factors of states, and n > 0 prepares the
-    factors of n units of 8 tokens of a consumer's channels; each consumer has `tile` / 8 units. `cycles` and `start`
-    are inputs of the cost model.
+    `producers` has the role of each other warp. Role 0 copies, role -1 prepares factors of states, and role n > 0
+    prepares the factors of n units, which are 8 tokens of a consumer's channels. Each consumer needs `tile` / 8 units.
+    `cycles` and `start` are inputs of the cost model (heuristics.py).
     """
 
     consumers: int
@@ -44,12 +44,13 @@ class ForwardMma(NamedTuple):
         return self.consumers + len(self.producers)
 
     def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
-        """Return the channels of a warp, and how many warps a scheduler runs at once."""
+        """Return the number of channels per warp, and the number of resident warps per scheduler."""
         return 16 * self.consumers / SCHEDULERS, 1
 
     def shared_bytes(self, rank: int = 0) -> int:
-        """Return the shared memory of a CTA for step logits or, with a rank, for the step that they are projected
-        from.
+        """Return the bytes of shared memory per CTA.
+
+        With a rank, the kernel reads steps of this rank instead of step logits.
         """
         channels, pairs, states = 16 * self.consumers, self.tile // 2, 16
         inputs = self.tile * (channels + (rank or channels)) + (2 * self.tile + 4) * states

@@ -22,7 +22,7 @@ SOURCE = Source("scan/forward_simt", {
 
 
 class Lanes:
-    """Occupancy of a variant whose lanes have `channels` neighbouring channels and `states` of the states of each."""
+    """Occupancy of a variant in which each lane has `states` states of `channels` neighbouring channels."""
 
     states: int
     channels: int
@@ -32,19 +32,19 @@ class Lanes:
 
     @property
     def resident(self) -> int:
-        """Number of CTAs that share a multiprocessor, for 16-bit inputs with 16 states."""
+        """Number of CTAs that share a multiprocessor, if inputs have 16 bits and channels have 16 states."""
         return SCHEDULERS * len(self.cycles) // self.warps
 
     def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
-        """Return the channels of a warp, and how many warps a scheduler runs at once."""
+        """Return the number of channels per warp, and the number of resident warps per scheduler."""
         return 32 * self.channels / max(1, N // self.states), len(self.cycles)
 
 
 @dataclass(frozen=True)
 class ForwardSimt(Lanes):
-    """Variant whose lanes have `channels` neighbouring channels and `states` of the states of each.
+    """Variant of forward_simt.cu in which each lane has `states` states of `channels` neighbouring channels.
 
-    `unroll` tokens are interleaved, with `ahead` loaded before they are needed; `tile` tokens are in shared memory.
+    `unroll` tokens are interleaved. If `ahead`, tokens are loaded before they are needed. A tile has `tile` tokens.
     `cycles` and `start` are inputs of the cost model (heuristics.py).
     """
 
@@ -62,7 +62,7 @@ class ForwardSimt(Lanes):
         """Return the kernel of `source`, which includes simt_scan.cuh, for tensors like these."""
         states = min(self.states, N)
         groups = 32 * states // N
-        # at most 32 lanes copy a warp's row of channels
+        # at most 32 lanes can copy the row of channels of a warp
         vector = vector_width(16 // x.element_size(), x, step_logits)
         channels = min(common_power_of_two(self.channels, x.shape[-1]), max(1, 32 * vector // groups))
         vector = min(vector, groups * channels)

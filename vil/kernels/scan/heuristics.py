@@ -1,10 +1,10 @@
 """Cost model that selects the variant of a kernel and the number of segments of a sequence.
 
-A variant distributes channels and their states among the lanes of a warp. More of them in a lane share the cost of
-reading keys and of addressing, but result in fewer warps, too few to keep the GPU busy with a small batch. Times were
-measured on an H200 in cycles: `cycles[w - 1]` for a token of w warps that share a scheduler, and `start` before their
-first token. A scheduler runs as many warps at once as there are numbers in `cycles`, and further warps in later waves.
-A scan takes
+A variant distributes channels and their states among the lanes of a warp. More channels and states per lane share the
+cost of reading keys and of addressing, but result in fewer warps, which leave the GPU partly idle for a small batch.
+Times were measured on an H200 in cycles: `cycles[w - 1]` for a token of w warps that share a scheduler, and `start`
+before their first token. A scheduler runs as many warps at once as there are numbers in `cycles`, and further warps in
+later waves. A scan takes
 
     waves * (start + tokens * cycles[warps of a scheduler - 1])
 
@@ -26,9 +26,11 @@ from .forward_mma import ForwardMma, has_mma
 from .forward_simt import ForwardSimt
 from .segments import SegmentGradientsMma, SegmentStates
 
-LAUNCHES = 8000  # cycles of additional launches
-STEP_LOGITS = 8000  # cycles of the product for step logits, which ForwardMma can compute itself from the step
-PASSED = 20 / 13  # multiprocessor cycles for a state between segments, which is moved five times at 13 bytes a cycle
+LAUNCHES = 8000  # cycles; cost of the additional launches for segments
+STEP_LOGITS = 8000  # cycles; cost of a separate product for the step logits, which ForwardMma can compute itself
+PASSED = (
+    20 / 13
+)  # multiprocessor cycles per state between segments, which is moved 5 times at 4 bytes each and 13 bytes per cycle
 
 
 class Schedule(NamedTuple):
@@ -42,7 +44,7 @@ class Schedule(NamedTuple):
         return -(-L // (self.segment_chunks * CHUNK))
 
     def projects_step(self, L: int, R: int) -> bool:
-        """Return whether the scan accepts a step of rank R instead of the logits that are projected from it."""
+        """Return whether the scan accepts a step of rank R instead of step logits, and projects the step itself."""
         return isinstance(self.variant, ForwardMma) and self.segments(L) == 1 and R % 8 == 0
 
 
@@ -57,7 +59,7 @@ FORWARD_SIMT = {
         ForwardSimt(4, 2, tile=32, cycles=(190, 256), unroll=8),
     ],
 }
-# the second variant is for inputs that leave multiprocessors idle, and for GPUs with less shared memory
+# the second variant is for small inputs that leave multiprocessors idle, and for GPUs with less shared memory
 FORWARD_MMA = [
     ForwardMma(6, (2, 2, -1, -1, 2, 2, 0, 2, 2), cycles=(87,), start=19000),
     ForwardMma(3, (2, -1, -1, 0, 2, 1, 1), cycles=(52,), start=6500),
@@ -81,9 +83,9 @@ def forward_variants(
     Args:
         recurrence: "longhorn" or "selective".
         N: Number of states.
-        itemsize: Bytes of an input's element.
-        vectors: Whether 8 neighbours of every row can be moved by one instruction.
-        shared_bytes: Maximum shared memory of a CTA.
+        itemsize: Bytes per input element.
+        vectors: Whether one instruction can load 8 neighbouring elements of every row.
+        shared_bytes: Maximum shared memory per CTA in bytes.
     """
     if not (has_mma(recurrence, N, itemsize) and vectors):
         return FORWARD_SIMT[recurrence]
@@ -91,26 +93,28 @@ def forward_variants(
 
 
 def segment_variant(kind: str, recurrence: str, N: int, itemsize: int) -> SegmentStates | SegmentGradientsMma:
-    """Return the kernel for the states between segments (`kind` "forward") or their gradients ("backward")."""
+    """Return the kernel variant for the states between segments (`kind` "forward") or their gradients ("backward")."""
     mma = kind == "backward" and has_mma(recurrence, N, itemsize)
     return SEGMENT_GRADIENTS_MMA if mma else SEGMENT_STATES[recurrence]
 
 
 def backward_variants(recurrence: str, N: int) -> list[Backward]:
-    return [v for v in BACKWARD[recurrence] if N < 64 or v.channels <= 2]  # tiles of 16 tokens need more registers
+    return [
+        v for v in BACKWARD[recurrence] if N < 64 or v.channels <= 2
+    ]  # with N >= 64, tiles have 16 tokens and need more registers
 
 
 def cycles(
     variant: ForwardSimt | ForwardMma | SegmentGradientsMma | Backward, channels: int, N: int, itemsize: int,
     tokens: int, multiprocessors: int, short: int = 0,
 ) -> float:  # fmt: skip
-    """Estimate the cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments).
+    """Estimate the cycles of a variant for `tokens` tokens of `channels` channels (directions x batch x D x segments).
 
-    Another `short` channels have so few tokens that no warp waits for them, but share schedulers with warps that start
-    at the same time.
+    `short` is the number of additional channels with so few tokens that no warp waits for them. They share schedulers
+    with the warps that start at the same time.
     """
     warp_channels, resident_warps = variant.occupancy(N, itemsize)
-    one_each = warp_channels * SCHEDULERS * multiprocessors  # channels that fill every scheduler with one warp
+    one_each = warp_channels * SCHEDULERS * multiprocessors  # number of channels that give every scheduler one warp
     waves = math.ceil(channels / (one_each * resident_warps))
     # CTAs of an incomplete last wave share the few multiprocessors whose CTAs end first
     warps = min(math.ceil((channels + short) / one_each), math.ceil(resident_warps))
@@ -128,11 +132,11 @@ def choose(
         kind: "forward" or "backward".
         recurrence: "longhorn" or "selective".
         sequences: Directions times batch.
-        D, L, N: Channels, tokens and states.
-        itemsize: Bytes of an input's element.
+        D, L, N: Numbers of channels, tokens and states.
+        itemsize: Bytes per input element.
         multiprocessors: Number of the GPU's multiprocessors.
         vectors, shared_bytes: As in `forward_variants`.
-        step: Whether the step may replace the step logits.
+        step: Whether the caller can pass the step instead of the step logits.
     """
     chunks, channels = -(-L // CHUNK), sequences * D
     candidates: Sequence[ForwardSimt | ForwardMma | Backward]
@@ -142,11 +146,11 @@ def choose(
         candidates = backward_variants(recurrence, N)
     segment = segment_variant(kind, recurrence, N, itemsize)
     costs = {}
-    # try at most about 128 segment lengths of a long sequence
+    # try at most about 128 segment lengths for a long sequence
     for segment_chunks in range(chunks, 0, -max(1, chunks // 128)):
         segments = -(-chunks // segment_chunks)
         tokens = min(L, segment_chunks * CHUNK)
-        long = max(1, -(-(L - tokens // 8) // tokens))  # segments: the last may have few tokens
+        long = max(1, -(-(L - tokens // 8) // tokens))  # number of segments except a short last one
         between = 0.0
         if segments > 1:
             passed = channels * N * (segments - 1) * PASSED / multiprocessors

@@ -188,7 +188,7 @@ def _scan(
     backend: str, recurrence: str, inputs: Inputs, reverse: list[bool], stacked: bool, initial_GBDN: Tensor | None,
     return_final_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the public functions after their checks."""
+    """Choose the backend and run the scan of a public function on stacked arguments."""
     backend = choose(backend, inputs.x, inputs.k.shape[-1], len(reverse))
     run: Callable[..., Tensor] = torch_scan.scan if backend == "reference" else functools.partial(_on_kernels, backend)
     if initial_GBDN is None and not return_final_state:
@@ -220,9 +220,9 @@ def _pad(t: Tensor, state_size: int) -> Tensor:
 def _stack(
     reverse: bool | Sequence[bool], **layouts: dict[str, Tensor | None]
 ) -> tuple[list[Tensor | None], list[bool], bool]:
-    """Check tensors against their layouts, the letters of each keyword, and add a dimension of directions if missing.
+    """Check tensors against the layout in each keyword's suffix, and add a dimension of directions if it is missing.
 
-    Returns the tensors in the order of the arguments, `reverse` as a list, and whether the dimension existed.
+    Returns the tensors in the order of the arguments, `reverse` as a list, and whether the inputs had the dimension.
     """
     stacked = not isinstance(reverse, bool)
     directions = [reverse] if isinstance(reverse, bool) else list(reverse)

@@ -16,10 +16,10 @@ RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
 
 
 class Kernel(NamedTuple):
-    """Source with macros and launch parameters for some tensors.
+    """Kernel source with macros and launch parameters.
 
-    `macros` are explained in recurrences.cuh. `ctas` of `threads` cover the channels of a sequence. Each CTA has
-    `shared_bytes` of shared memory, which the source compares with its own count (CTA_BYTES).
+    recurrences.cuh explains `macros`. `ctas` thread blocks of `threads` threads cover the channels of one sequence.
+    Each CTA has `shared_bytes` of shared memory, which the source compares with its own size (CTA_BYTES).
     """
 
     source: Source
@@ -29,12 +29,12 @@ class Kernel(NamedTuple):
     shared_bytes: int
 
     def launch(self, entry: str, sequences: int, **arguments) -> None:
-        """Run `entry` for a number of sequences or segments."""
+        """Launch the kernel `entry` for a number of sequences or segments."""
         ctas = sequences * self.ctas
         launches.launch(self.source, entry, self.macros, ctas, self.threads, arguments, self.shared_bytes)
 
     def launch_beside(self, entry: str, ctas: int, threads: int, **arguments) -> None:
-        """Run another kernel of the same source, without dynamic shared memory."""
+        """Launch another kernel of the same source, without dynamic shared memory."""
         launches.launch(self.source, entry, self.macros, ctas, threads, arguments)
 
 
@@ -48,14 +48,14 @@ def align(n: int) -> int:
 
 
 def rows(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors as the kernels read them: last dimension contiguous, tokens fewer than 2^31 bytes apart."""
+    """Return tensors, copied if the last dimension is not contiguous or tokens are 2^31 bytes or more apart."""
     return [
         t if t.stride(-1) == 1 and abs(t.stride(-2)) * t.element_size() < 2**31 else t.contiguous() for t in tensors
     ]
 
 
 def token_parameters(*names: str, const: bool = True) -> Parameters:
-    """Declare the parameters of tensors of tokens, which tiles.cuh reads by TOKENS_OF(name)."""
+    """Declare the kernel parameters of per-token tensors, which tiles.cuh reads by TOKENS_OF(name)."""
     parameters: Parameters = {}
     for name in names:
         parameters[f"{name}_data"] = Pointer("Element", const, restrict=False)
@@ -64,7 +64,7 @@ def token_parameters(*names: str, const: bool = True) -> Parameters:
 
 
 def tokens(**tensors: Tensor) -> dict:
-    """Return the arguments for `token_parameters`."""
+    """Return the kernel arguments that `token_parameters` declares."""
     arguments: dict[str, Tensor | int] = {}
     for name, t in tensors.items():
         arguments[f"{name}_data"] = t

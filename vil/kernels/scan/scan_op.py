@@ -26,8 +26,9 @@ from .chunks import chunk_state_count
 
 @functools.cache
 def _module(backend: str, device: torch.device) -> ModuleType:
-    """Return the backend's module with `forward` and `backward`; raise a ValueError or RuntimeError if it cannot run
-    here.
+    """Return the backend's module with `forward` and `backward`.
+
+    Raise a ValueError or RuntimeError if the backend cannot run on this device.
     """
     return importlib.import_module(f".{resolve(backend, device)}_scan", __package__)
 
@@ -51,7 +52,7 @@ scan, scan_backward = torch.ops.vil.scan, torch.ops.vil.scan_backward
 def _check(
     backend, recurrence, x, step_logits, k, q, A, skip, step_bias, directions, backward=False, dy=None, states=None
 ):  # fmt: skip
-    """Raise a ValueError that names the argument that kernels do not support."""
+    """Raise a ValueError that names the argument that the kernels do not support."""
     check_choice("backend", backend, ("auto", *KERNELS))
     check_choice("recurrence", recurrence, RECURRENCES)
     check_given(x_GBLD=x, step_logits_GBLD=step_logits, k_GBLN=k, q_GBLN=q)
@@ -124,7 +125,7 @@ def _fake_scan_backward(backend, recurrence, dy, x, step_logits, k, q, A, skip, 
 
 
 def _save_for_backward(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # do not create zero gradients for the states
+    ctx.set_materialize_grads(False)  # do not allocate zero gradients for the states
     ctx.backend, ctx.recurrence, *tensors, ctx.reverse, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
 

@@ -38,12 +38,12 @@ STATES_SOURCE = Source("scan/segment_states", {
 
 
 class SegmentStates(ForwardSimt):
-    """Variant of segment_states.cu, with the lanes of forward_simt.cu."""
+    """Variant of segment_states.cu, whose lanes have channels and states as in forward_simt.cu."""
 
 
 @dataclass(frozen=True)
 class SegmentGradientsMma(Lanes):
-    """Variant of segment_gradients_mma.cu, for inputs of `has_mma`, with 8 times `channels` channels a warp."""
+    """Variant of segment_gradients_mma.cu for inputs that `has_mma` supports. A warp has 8 * `channels` channels."""
 
     cycles: tuple[int, ...]
     states: int = 4
@@ -70,9 +70,9 @@ def states_between_segments(
 ) -> Tensor:  # fmt: skip
     """Return the states between segments (G, B, segments - 1, N, D) or, with `gradients`, their gradients.
 
-    `variant` computes the states at the ends of segments, and `passing` is the variant of the kernel that joins them;
-    `value` is x or, with `gradients`, dy. The call temporarily needs twice the result's memory in addition, and for
-    SegmentGradientsMma 176 bytes for a token of each direction.
+    `variant` computes the states at the ends of segments, and `passing` is the variant of the kernel that joins these
+    states. `value` is x or, with `gradients`, dy. The call temporarily allocates twice the memory of the result and,
+    for SegmentGradientsMma, 176 bytes per token and direction.
     """
     (G, B, L, D), N, segments = value.shape, k.shape[-1], -(-value.shape[2] // (segment_chunks * CHUNK))
     sequences = G * B * (segments - 1)

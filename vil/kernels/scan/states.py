@@ -1,4 +1,4 @@
-"""Initial and final states of a scan on any backend, by additional tokens before and after the sequence.
+"""Initial and final states of a scan on any backend, through additional tokens before and after the sequence.
 
 A single token, as in autoregressive generation, is one step of the recurrence. Otherwise, with N states of a channel,
 additional token n before the sequence writes only state n of every channel:
@@ -33,11 +33,11 @@ class Inputs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Step logits of writing and of reading tokens, and the factors of writing tokens' keys and x."""
+    """Step logits of the additional tokens that write and read the state, and the scales of writing tokens' k and x."""
 
     writing: float
     reading: float
-    key: Callable[[Tensor], Tensor]  # key factor as a function of the step logit
+    key: Callable[[Tensor], Tensor]  # scale of the key as a function of the step logit
     x: float
 
 
@@ -52,9 +52,9 @@ def scan_with_states(
     scan: Callable[..., Tensor], recurrence: str, inputs: Inputs, reverse: list[bool],
     initial_GBDN: Tensor | None, final: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return y_GBLD and, if `final`, the states after the last token (G, B, D, N), by a backend's `scan` of `inputs`.
+    """Return y_GBLD and, if `final`, the states after the last token (G, B, D, N), by calling a backend's `scan`.
 
-    Both are computed at least in float32, because the states are among the tokens.
+    y and states are computed in at least float32, because the additional tokens hold the states.
     """
     x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN, A_GDN, skip_GD, step_bias_GD = inputs
     (G, B, L, D), N, tokens = x_GBLD.shape, k_GBLN.shape[-1], TOKENS[recurrence]
@@ -92,7 +92,7 @@ def scan_with_states(
 
 
 def _step(x_GB1D, step_logits_GB1D, k_GB1N, q_GB1N, A_GDN, S_GBDN) -> tuple[Tensor, Tensor]:
-    """Return y_GB1D without the skip connection, and the state after the token."""
+    """Run the recurrence for one token. Return y_GB1D without the skip connection, and the state after the token."""
     x_GBD1, step_logits_GBD1 = x_GB1D.mT, step_logits_GB1D.mT
     if A_GDN is None:
         beta_GBD1 = torch.sigmoid(step_logits_GBD1)

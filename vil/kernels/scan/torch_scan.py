@@ -1,4 +1,4 @@
-"""Plain PyTorch backend of both scans, with the public name "reference", for any device and also float64, by chunks.
+"""Plain PyTorch backend of both scans, publicly named "reference", for any device and any floating-point dtype.
 
 Both recurrences are diagonal and linear over tokens, S_t = decay_t * S_{t-1} + drive_t and y_t = q_t . S_t, and differ
 only in their coefficients. A recurrence is a class with those coefficients and their gradients; one scan serves both.
@@ -33,17 +33,17 @@ SLICE_ELEMENTS = 2**15
 
 
 class Recurrence(Protocol):
-    """Coefficients of a diagonal linear recurrence, from inputs `_GTB*` for each token and `_GND` for each channel."""
+    """Coefficients of a diagonal linear recurrence, computed from per-token inputs `_GTB*` and per-channel `_GND`."""
 
     @staticmethod
     def coefficients(decay_GTBND: Tensor, drive_GTBND: Tensor, *inputs: Tensor) -> None:
-        """Write the coefficients into the first two arguments."""
+        """Compute the coefficients decay and drive, and write them to the first two arguments."""
 
     @staticmethod
     def gradients(
         ddecay_GTBND: Tensor, ddrive_GTBND: Tensor, decay_GTBND: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the gradient of each input from those of the coefficients, which may be overwritten."""
+        """Return the gradient of each input. The gradients of the coefficients may be overwritten."""
 
 
 class Longhorn:
@@ -132,12 +132,12 @@ def scan(
 
 
 def _as_read(t_GBLX: Tensor, reverse: list[bool]) -> Tensor:
-    """Return tokens first, in the order in which each direction reads them."""
+    """Move tokens to the first dimension, in the order in which each direction reads them."""
     return torch.stack([(t.flip(1) if r else t).transpose(0, 1) for t, r in zip(t_GBLX.unbind(0), reverse)])
 
 
 def _in_image_order(t_GLBX: Tensor, reverse: list[bool]) -> Tensor:
-    """Return the batch first, with tokens in the order of the image."""
+    """Move the batch to the front again, with tokens in the order of the image."""
     return torch.stack([(t.flip(0) if r else t).transpose(0, 1) for t, r in zip(t_GLBX.unbind(0), reverse)])
 
 
@@ -211,7 +211,7 @@ def _scan_backward(
     dinputs = [torch.empty_like(t) if _is_per_token(t) else torch.zeros_like(t) for t in inputs]
     buffers = _chunk_buffers(4, q_GLBN, dy_GLBD.shape[-1])
     for batch in _batch_slices(G, B, N, dy_GLBD.shape[-1]):
-        # dL/dS_t via the tokens after t
+        # dL/dS_t through the tokens after t
         from_later_GBND = torch.zeros_like(chunk_states_GSBND[:, :1, batch]).squeeze(1)
         for i, chunk in reversed(list(enumerate(_chunks(L)))):
             index, S_GBND = (slice(None), chunk, batch), chunk_states_GSBND[:, i, batch]
@@ -239,7 +239,7 @@ def _scan_backward(
 def _run_chunk(
     recurrence: str, S_GBND: Tensor, decay_GTBND: Tensor, states_GTBND: Tensor, inputs: list[Tensor]
 ) -> None:
-    """Write the decays and the states of a chunk of tokens, given the state before the chunk."""
+    """Compute the decays and states of a chunk of tokens into buffers, given the state before the chunk."""
     RECURRENCES[recurrence].coefficients(decay_GTBND, states_GTBND, *inputs)
     for decay_GBND, drive_GBND in zip(decay_GTBND.unbind(1), states_GTBND.unbind(1), strict=True):
         S_GBND = drive_GBND.addcmul_(decay_GBND, S_GBND)
@@ -290,7 +290,7 @@ class _TransformedScan(torch.autograd.Function):
 
 
 class _TransformedGradient(torch.autograd.Function):
-    """Gradient of the scan, which has no gradient itself."""
+    """Autograd function of the scan's gradient for torch.func. Differentiating the gradient raises an error."""
 
     generate_vmap_rule = True
 
@@ -321,7 +321,7 @@ def _over_directions(run: Callable, info, in_dims: tuple, *arguments):
     def unfolded(t):
         return t.unflatten(0, (info.batch_size, -1)) if isinstance(t, Tensor) else [unfolded(part) for part in t]
 
-    # an unmapped list has one dim for all tensors
+    # for a list that is not mapped, vmap passes one dim for all tensors
     dims = [[None] * len(t) if isinstance(t, list) and dim is None else dim for t, dim in zip(arguments, in_dims)]
     first, second = run(*map(folded, arguments, dims))
     return (unfolded(first), unfolded(second)), (0, 0 if isinstance(second, Tensor) else [0] * len(second))
@@ -332,7 +332,7 @@ _scan_backward.register_vmap(functools.partial(_over_directions, _scan_backward)
 _scan_forward.register_autograd(_backward, setup_context=_save_for_backward)
 _scan_backward.register_autograd(refuse_second_derivative)
 for _device in ("cpu", "cuda", "mps", "xpu"):  # the state is at least fp32, also under autocast
-    with contextlib.suppress(ValueError):  # PyTorch 2.10 supports only the first two
+    with contextlib.suppress(ValueError):  # PyTorch 2.10 supports only cpu and cuda
         _scan_forward.register_autocast(_device, torch.float32)
         _scan_backward.register_autocast(_device, torch.float32)
 

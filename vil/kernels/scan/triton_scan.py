@@ -1,4 +1,4 @@
-"""The scan in Triton, for any GPU that Triton supports. `TRITON_INTERPRET=1` runs it on a CPU.
+"""Triton backend of the scan, for any GPU that Triton supports. `TRITON_INTERPRET=1` runs the kernels on a CPU.
 
 The kernels have run on H200s only, and are experimental on all other GPUs (docs/hardware.md).
 
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from .chunks import CHUNK, chunk_state_count
 
-PROGRAMS = 1024  # maximum programs of backward, each with memory for the states of a chunk
-FUSE = True  # fuse multiplications and additions: Triton's default until 3.9, which warns that 3.10 changes the default
-CHANNELS = 2**16  # channels of all sequences that fill a large GPU in blocks of 64
+PROGRAMS = 1024  # maximum number of backward programs, each of which needs memory for the states of a chunk
+FUSE = True  # fuse multiplications and additions; Triton 3.10 changes the default
+CHANNELS = 2**16  # number of channels over all sequences that fill a large GPU in blocks of 64
 
 
 @triton.jit
@@ -50,13 +50,13 @@ def _over_states(v_ND):
 
 @triton.jit
 def _state_numbers(N: tl.constexpr, H: tl.constexpr):
-    """Return the index of each state."""
+    """Return the state numbers n, in the layout of a program's state tensor."""
     return tl.arange(0, N // H)[None, :, None] * H + tl.arange(0, H)[:, None, None]
 
 
 @triton.jit
 def _decay(step_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
-    """Return dS_t / dS_{t-1}."""
+    """Compute the decay dS_t / dS_{t-1}."""
     return 1 - step_1D * k_N1 * k_N1 if LONGHORN else tl.exp(A_ND * step_1D)
 
 
@@ -97,7 +97,7 @@ def _locate(
 
 @triton.jit
 def _load_parameter(p, sequence, B, D, d_1D, HAVE: tl.constexpr):
-    """Load a parameter of each channel; 0 if there is none."""
+    """Load a per-channel parameter, or 0 if the parameter is None."""
     v_1D = tl.zeros_like(d_1D).to(tl.float32)
     if HAVE:
         v_1D = tl.load(p + (sequence // B) * D + d_1D, mask=d_1D < D, other=0)
@@ -114,7 +114,7 @@ def _load_A(A, sequence, B, D, d_1D, n_N1, N: tl.constexpr, LONGHORN: tl.constex
 
 @triton.jit
 def _initial(initial_states, segment, D, d_1D, n_N1, N: tl.constexpr, SEGMENTED: tl.constexpr):
-    """Load the state (or gradient of a state) that a segment starts from; zero if the segment is the whole sequence."""
+    """Load the initial state (or gradient) of a segment, which is zero if the segment is the whole sequence."""
     S_ND = tl.zeros_like(n_N1 * d_1D).to(tl.float32)
     if SEGMENTED:
         S_ND = tl.load(initial_states + (segment * N + n_N1) * D + d_1D, mask=d_1D < D, other=0)
@@ -235,7 +235,7 @@ def _backward_kernel(
         )  # fmt: skip
         d_1D = _channel_numbers(program, D, H, BLOCK_D)
         inside = d_1D < D
-        writes = inside & (tl.arange(0, H)[:, None, None] == 0)  # one of the H threads with equal values
+        writes = inside & (tl.arange(0, H)[:, None, None] == 0)  # only one of the H threads with equal values writes
         A_ND = _load_A(A, sequence, B, D, d_1D, n_N1, N, LONGHORN)
         skip_1D = _load_parameter(skip, sequence, B, D, d_1D, SKIP)
         step_bias_1D = _load_parameter(step_bias, sequence, B, D, d_1D, STEP_BIAS)
@@ -275,7 +275,7 @@ def _backward_kernel(
                     eps_G_ND = step_1D * G_ND
                     dx_1D = _over_states(k_N1 * eps_G_ND)
                     eps_deps_1D = _over_states(k_N1 * eps_G_ND * residual_ND)
-                    # eps * exp(-step_logit), which has the limit 1 if exp overflows
+                    # eps * exp(-step_logit), whose limit is 1 if exp overflows
                     dstep_logit_1D = eps_deps_1D * step_1D * tl.minimum(tl.exp(-step_logit_1D), 3e38)
                     # the sum over channels includes that of dL/d(k.k) = -eps^2 deps
                     dk_ND = eps_G_ND * (2 * residual_ND - x_1D) - 2 * k_N1 * (step_1D * eps_deps_1D)
@@ -308,7 +308,7 @@ def forward(
     recurrence: str, x_GBLD: Tensor, step_logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, A_GDN: Tensor | None,
     skip_GD: Tensor | None, step_bias_GD: Tensor | None, reverse: tuple[bool, ...], keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return y_GBLD, and the states between chunks of `CHUNK` tokens if `keep`; arguments as in `scan_op`."""
+    """Return y_GBLD and, if `keep`, the states between chunks of `CHUNK` tokens. `scan_op` explains the arguments."""
     x, step_logits, k, q = (t.contiguous() for t in (x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
     y, initial_states = torch.empty_like(x), None
@@ -363,7 +363,7 @@ def backward(
 
 
 def _between_segments(recurrence: str, tensors: tuple, reverse: tuple[bool, ...], *, gradients: bool) -> Tensor:
-    """The state before each segment as (G, B, segments, N, D); with `gradients`, its gradient after each segment."""
+    """Return the state before each segment (G, B, segments, N, D) or, with `gradients`, the gradient after each."""
     values, step_logits, k, q, A, step_bias = tensors
     (G, B, L, D), N = values.shape, k.shape[-1]
     segment_chunks, segments, block_d = _schedule(values, 32)
@@ -379,10 +379,10 @@ def _between_segments(recurrence: str, tensors: tuple, reverse: tuple[bool, ...]
 
 
 def _schedule(x_GBLD: Tensor, narrow: int) -> tuple[int, int, int]:
-    """The chunks of a segment, the segments of a sequence, and BLOCK_D: `narrow`, or 64 if those fill a large GPU.
+    """Return the chunks per segment, the segments per sequence, and BLOCK_D.
 
-    Blocks of 64 channels cost less. Scanning twice pays if the sequences fill less than a quarter of the GPU. Then
-    segments fill it up to four times, which leaves no processor without work for long.
+    BLOCK_D is 64, which costs least, if blocks of 64 channels fill a large GPU, and otherwise `narrow`. If the
+    sequences fill less than a quarter of the GPU, they are cut into segments that fill the GPU up to four times.
     """
     G, B, L, D = x_GBLD.shape
     channels, chunks = G * B * D, triton.cdiv(L, CHUNK)
@@ -396,5 +396,5 @@ def _mask(reverse: tuple[bool, ...]) -> int:
 
 
 def _on(device: torch.device):
-    """Launches go to the current device, which need not be that of the tensors."""
+    """Return a context manager that makes the device current, because Triton launches on the current device."""
     return torch.cuda.device(device if device.type == "cuda" else -1)
