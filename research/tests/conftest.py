@@ -1,3 +1,3 @@
-"""Fixtures of the studies' tests, shared with the package's tests."""
+"""Make the fixtures of the package's tests available to the tests of the studies."""
 
 from fixtures import image_folder, no_pictures, signal_handlers  # noqa: F401

@@ -1,4 +1,4 @@
-"""Tests of the study of weights for photographs: choices, the images that each choice uses, and tables."""
+"""Tests of research/clothing.py: chosen settings, the images on which settings are chosen, and tables."""
 
 import json
 import sys
@@ -33,9 +33,7 @@ def names(images, split):
 
 @pytest.fixture
 def study(photographs, monkeypatch, capsys):
-    """Return the program's results, with runs whose accuracy depends on the learning rate, and the arguments of
-    each run.
-    """
+    """Return the program's results and each run's arguments. A run's accuracy depends only on its learning rate."""
     given, asked = [], []
 
     def train_on(images, words, folder, run):
@@ -58,7 +56,7 @@ def study(photographs, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["clothing", *map(str, words), "--out", str(out)])
     clothing.main()
     before = len(given)
-    clothing.main()  # a second call has no missing runs
+    clothing.main()  # a second call has nothing to train
     assert len(given) == before
     return json.loads(out.read_text()) | dict(asked=asked), given, capsys.readouterr().out
 
@@ -91,7 +89,7 @@ def test_settings_are_chosen_on_validation_and_judged_on_test_from_the_same_draw
     assert {(run["rehearse"], run["top1"]) for run in probes} == {(True, 0.0), (False, 100.0)}
     assert {run["way"] for run in probes} == {"linear, seen", "linear, drawn", "linear, random"}
     weights = [("linear, seen", 0), ("linear, drawn", 0), *(("linear, random", seed) for seed in (0, 1, 100))]
-    assert sorted(results["asked"]) == sorted(weights)  # each choice of weights once
+    assert sorted(results["asked"]) == sorted(weights)  # features of each weight file are computed once
 
 
 def test_results_of_other_images_are_not_added_to(study, photographs):
@@ -124,7 +122,7 @@ def test_a_probe_learns_from_the_images_that_training_gets(photographs):
     clothing.write_images(photographs / "data", str(photographs), run)
     files = [path.relative_to(photographs / "data") for path in (photographs / "data/train/hat").iterdir()]
     written = names(transfer.images_of(str(photographs), run), "train")["hat"]
-    for descending in (False, True):  # independent of the order in which a file system lists files
+    for descending in (False, True):  # the sample does not depend on the order in which a file system lists files
         ordered = sorted(files, reverse=descending)
         assert sorted(path.name for path in clothing.drawn(ordered, run)) == written
 

@@ -1,4 +1,4 @@
-"""Tests of the fair study of clothing: the order of its runs, its choices, and its tables."""
+"""Tests of research/clothing_fair.py: the order of runs, the chosen learning rates, and tables."""
 
 import json
 from itertools import pairwise
@@ -17,9 +17,7 @@ ALL = [VIL, DEIT, POOLED]
 
 
 def top1(run):
-    """Return an accuracy that is highest at a learning rate of 1e-3 from scratch, and at the largest one for
-    fine-tuning.
-    """
+    """Return an accuracy that is best at a rate of 1e-3 from scratch, and at the largest rate for fine-tuning."""
     best = {1e-3: 30} if run.start == SCRATCH else {}
     return best.get(run.setting, 1000 * run.setting) + 2 * run.seed + ALL.index(run.model) + run.epochs / 10
 

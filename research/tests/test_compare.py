@@ -1,4 +1,4 @@
-"""Tests of differences over seeds against independently written formulas."""
+"""Tests that differences over seeds, intervals and p-values equal independently written formulas."""
 
 import math
 
@@ -30,13 +30,13 @@ def test_seeds_that_both_have_are_paired():
 def test_welchs_test_pairs_nothing():
     (first, v1), (second, v2) = mean_and_variance(FIRST), mean_and_variance(SECOND[:3])
     of_means = v1 / 4, v2 / 3
-    freedom = sum(of_means) ** 2 / (of_means[0] ** 2 / 3 + of_means[1] ** 2 / 2)  # Welch and Satterthwaite
+    freedom = sum(of_means) ** 2 / (of_means[0] ** 2 / 3 + of_means[1] ** 2 / 2)  # Welch-Satterthwaite
     found = compare.welch(dict(enumerate(FIRST)), dict(zip((9, 5, 7), SECOND)))
     assert found == by_students_distribution(first - second, math.sqrt(sum(of_means)), freedom)
     assert compare.welch({0: 1.0, 1: 2.0}, {0: 3.0}) is None
 
 
 def test_p_values_are_corrected_for_their_number():
-    # Corrected by hand: 3 x 0.01, then 2 x 0.04, and the last value raised to the value before.
+    # Corrected by hand: 3 x 0.01, 2 x 0.04, and then the last p-value, raised to the previous corrected value.
     assert compare.holm([0.04, 0.01, 0.05]) == pytest.approx([0.08, 0.03, 0.08])
     assert compare.holm([0.9, 0.8]) == [1, 1]

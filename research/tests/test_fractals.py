@@ -1,4 +1,4 @@
-"""Tests of fractals against plain loops of the chaos game, and of their folder for training."""
+"""Tests of research/fractals.py: images against a chaos game in plain loops, and the data set on disk."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ def systems():
 
 @pytest.fixture
 def drawn(systems, monkeypatch):
-    """Return the classes of `systems` instead of sampling new ones, and list the requests."""
+    """Make the program use the classes of `systems` instead of sampling classes. Return the list of requests."""
     asked = []
 
     def draw(count, *of):
@@ -47,7 +47,7 @@ def drawn(systems, monkeypatch):
 
 
 def naive_play(system, start, points, table):
-    """Play the chaos game in plain loops, and return points and the maps that produced them."""
+    """Play the chaos game in plain loops. Return the points, and the map that produced each point."""
     steps, found = math.ceil(points / CHAINS), {}
     for chain in range(CHAINS):
         x = y = 0.0
@@ -114,15 +114,15 @@ def test_patches_are_drawn_around_every_point_in_the_order_of_the_maps(mask):
     drawn = fractals.render(points, maps, identity(), torch.tensor([mask]), 50)[0].numpy()
     expected = naive_render(points[0].double().numpy(), maps[0].numpy(), mask, 50)
     assert all((expected == number).sum() > 20 for number in (1, 2, 3))
-    assert (drawn != expected).sum() <= 3 * np.sum(mask)  # rounding moved some points across a pixel's border
+    assert (drawn != expected).sum() <= 3 * np.sum(mask)  # rounding moves some points across the border of a pixel
     backwards = fractals.render(points, 2 - maps, identity(), torch.tensor([mask]), 50)[0].numpy()
     assert ((drawn > 0) == (backwards > 0)).all()
-    assert (drawn + backwards > 4).any()  # pixels that two maps reach show the last map
+    assert (drawn + backwards > 4).any()  # a pixel that two maps reach shows the last map
 
 
 def test_maps_are_applied_as_often_as_their_probabilities_say():
     probabilities = np.array([0.05, 0.7, 0.25])
-    apart = np.zeros((1, 3, 7))  # maps with separate constant results
+    apart = np.zeros((1, 3, 7))  # each map moves every point to a constant point of its own
     apart[0, :, 4], apart[0, :, 6] = [1, 2, 3], probabilities
     points, maps = play(apart, np.array([3]), 100_000, seed=0)
     assert torch.equal(points[..., 0], 1.0 + maps)
@@ -229,7 +229,7 @@ def test_memory_is_bounded_by_points_and_by_pixels():
 
 
 def test_images_that_diverge_are_drawn_again(monkeypatch):
-    edge = np.array(FERN)  # diverges in more than half of all images at this variation
+    edge = np.array(FERN)  # a system that diverges in more than half of all images at this variation
     edge[0] = [0.97, 0.2, -0.2, 0.97, 0.3, 0, 0.99]
     edge[1:, 6] = 0.005
     edge = padded(edge)[None]

@@ -1,4 +1,4 @@
-"""Tests of the study of photographs: order of runs as in the protocol, measurements, and statistics."""
+"""Tests of research/photographs.py: the protocol's order of runs, measurements, and statistics."""
 
 import gzip
 import hashlib
@@ -34,7 +34,7 @@ def a_run(cell, top1, speed=1000.0):
 
 
 def searched(**by_model):
-    """Return the runs that select learning rates, by default all accuracies in TRIED."""
+    """Return runs that select learning rates, with the given accuracies (default: TRIED)."""
     return [
         a_run(Cell("rates", model, rate, 100), top1)
         for model in MODELS
@@ -43,7 +43,7 @@ def searched(**by_model):
 
 
 def with_seeds(runs, **top1):
-    """Return `runs` and further ones: the study's seeds with these accuracies on the selection images."""
+    """Return `runs` and runs of the study's seeds that have these accuracies on the selection images."""
     more = [a_run(Cell("seeds", model, 0.001, seed), value) for model in top1 for seed, value in enumerate(top1[model])]
     return [*runs, a_run(Cell("compiled", DEIT, 0.001, 100), 1.0, speed=4000.0), *more]
 
@@ -68,10 +68,10 @@ def test_every_model_tries_all_rates_and_one_more_where_the_best_is_at_an_edge()
 
 
 @pytest.mark.parametrize(("deviation", "more"), [(0.34, False), (0.35, True)])
-def test_the_deviation_alone_asks_for_further_seeds(deviation, more):
-    """Request further seeds only because of the deviation:
+def test_only_the_deviation_decides_whether_further_seeds_are_trained(deviation, more):
+    """Further seeds are requested only if the standard deviation over seeds is too large.
 
-    half of the interval is 2.306 sqrt(2/5) deviations, which is 0.496 and 0.510 points.
+    The interval's half-width is 2.306 sqrt(2/5) standard deviations, which is 0.496 and 0.510 points.
     """
     values = [-1.2, -0.4, 0.1, 0.3, 1.2]
     values = [deviation * (value - mean(values)) / stdev(values) for value in values]
@@ -87,7 +87,7 @@ def test_the_deviation_alone_asks_for_further_seeds(deviation, more):
 
 
 def judged_as(runs, top1, images=1000):
-    """Return predictions with the accuracies in `top1`, by model and seed."""
+    """Return predictions that have the accuracies in `top1`, given by model and seed."""
     names = [f"{run['model']}-{run['seed']}" for run in runs if run["stage"] == "seeds"]
     places = [name.rsplit("-", 1) for name in names]
     right = [round(images / 100 * top1[model][int(seed)]) for model, seed in places]
@@ -121,7 +121,7 @@ def test_test_images_are_counted_when_the_last_run_is_there():
     assert vil[:4] == [VIL, "5,000", "0.001", "5"]
     assert vil[4:6] == [f"{mean(TEST[VIL]):.2f} ± {stdev(TEST[VIL]):.2f}", "46.10 45.20 45.90 46.40 45.50"]
     assert vil[6:8] == ["50.08 ± 0.08", "51.08 ± 0.08"]
-    assert vil[8:] == ["10.0 (H)", "1,000 (H)"]  # 600,000 images
+    assert vil[8:] == ["10.0 (H)", "1,000 (H)"]  # training on 600,000 images takes 10 minutes
     assert (deit[8:], compiled[8:]) == (["10.0 (H)", "1,000 (H)"], ["2.5 (CPU)", "4,000 (CPU)"])
     backwards = photographs.models_table(runs[::-1], judged)  # runs may finish in any order
     assert backwards == photographs.models_table(runs, judged)
@@ -161,9 +161,7 @@ def test_an_extension_adds_an_estimate_when_it_is_whole_and_changes_nothing_else
 
 @pytest.fixture
 def stubbed(tmp_path, image_folder, monkeypatch):
-    """Return a folder and the arguments of a study on small images whose runs do not train, and the list of each
-    run's arguments.
-    """
+    """Return folder and arguments of a study whose runs do not train, and a list that collects the runs' arguments."""
     (tmp_path / "images").mkdir()
     for split, name in (("train", "train"), ("choose", "val")):
         (tmp_path / "images" / split).symlink_to(image_folder / name)
@@ -230,9 +228,9 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
     assert [(run["model"], run["lr"], run["top1"]) for run in diverged] == [(DEIT, 0.0005, 0.0), (VIM, 0.002, 0.0)]
     assert diverged[1]["diverged"].endswith("the gradient's norm is nan at step 3 of epoch 2")
     rows = gzip.decompress((root / "out.csv.gz").read_bytes()).decode().splitlines()
-    assert (len(rows), rows[0].count(",")) == (25, 1 + 36)  # number of images in `test`
+    assert (len(rows), rows[0].count(",")) == (25, 1 + 36)  # header and one row per test image; 36 runs
     assert "| vil_tiny | 2" in (shown := capsys.readouterr().out)
-    assert "25.00 ± 0.00" in shown  # all images get the same class, which is right for a quarter of them
+    assert "25.00 ± 0.00" in shown  # the class predicted for all images is correct for a quarter of them
 
     (root / "out.json").write_text(json.dumps(found | dict(runs=found["runs"][:-1])))
     (root / "runs").rename(root / "gone")

@@ -1,4 +1,4 @@
-"""Tests of the study of associative recall: its data, models, resumption and statistics."""
+"""Tests of research/recall.py: sequences, models, resumed training and statistics."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ def a_run(**changes):
 
 
 def trained(run, deadline=math.inf, state=None, count=64, beside=()):
-    """Return the run, trained alternately with its neighbours."""
+    """Train the run in turns with other runs of the same process, and return the run."""
     shown = recall_examples(count, run.length, run.pairs, 0, CPU)
     others = [recall.train(other, lambda _: (shown, shown), CPU, math.inf) for other in beside]
     for _ in recall.train(run, lambda _: (shown, shown), CPU, deadline, state):
@@ -44,7 +44,7 @@ def trained(run, deadline=math.inf, state=None, count=64, beside=()):
 
 
 def sequences(pairs, queries, length):
-    """Return the tokens of examples, computed in plain loops."""
+    """Return the token sequences of examples, computed in plain loops."""
     tokens = torch.zeros(len(pairs), length, dtype=torch.long)
     for row, listed, places in zip(tokens, pairs.tolist(), queries.tolist()):
         row[: len(listed)] = torch.tensor(listed)
@@ -109,9 +109,7 @@ def test_embeddings_are_those_of_the_sequence_and_so_are_their_gradients():
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_the_loss_is_that_of_zoologys_model_at_the_queries(mixer):
-    """Compare with Zoology's model, whose last block computes all positions, while this package's last block
-    computes queries only.
-    """
+    """Compare with Zoology's model, whose last block computes all positions instead of only the queries."""
     torch.manual_seed(0)
     model = RecallModel(mixer, 16, 24).eval()
     with torch.no_grad():
@@ -175,9 +173,9 @@ def test_the_causal_mixer_is_one_direction_of_the_packages_block(mixer, width):
     [((2, 33, 128), 4), ((1, 70, 70), 4), ((9, 5, 16), 3), ((1, 2, 16), 4), ((1, 40, 3), 1)],
 )
 def test_the_convolutions_kernels_are_silu_of_conv1d_with_its_gradients(dtype, shape, taps):
-    """Compare with conv1d and SiLU in Triton's interpreter on a CPU."""
+    """Run the kernels in Triton's interpreter on a CPU, and compare outputs and gradients with conv1d and SiLU."""
     torch.manual_seed(0)
-    # strides with gaps, also in the gradient
+    # non-contiguous inputs and output gradients
     u = torch.randn(shape[0], shape[2], shape[1], dtype=dtype).mT.requires_grad_()
     weight, bias = torch.randn(shape[2], taps, requires_grad=True), torch.randn(shape[2], requires_grad=True)
     exact = [t.detach().double().requires_grad_() for t in (u, weight, bias)]
@@ -203,9 +201,9 @@ def test_attention_is_softmax_of_products():
 
 
 def test_attention_drops_a_tenth_of_its_weights():
-    """Measure the dropped weights:
+    """Measure the share of dropped attention weights.
 
-    zero queries attend evenly to all earlier tokens, and unit vectors as values show the weights.
+    Zero queries attend evenly to all earlier tokens, and values that are unit vectors reveal the weights.
     """
     module, count = Attention(64), 64
     with torch.no_grad():
@@ -265,7 +263,7 @@ def test_a_run_learns_what_it_is_shown_and_stops_there(mixer):
 
 
 def test_the_first_epoch_is_adamw_on_the_batches_in_their_order():
-    """Compare with a loop without CUDA graphs, flat gradients and learning rates on the device."""
+    """Compare with a plain training loop, without CUDA graphs, flat gradients or learning rates on the device."""
     run = trained(a_run(epochs=2, train_examples=70), count=70)  # the last examples do not fill a batch and are dropped
     pairs, queries = recall_examples(70, 16, 2, 0, CPU)
     torch.manual_seed(0)
@@ -324,7 +322,7 @@ def test_a_run_cut_short_and_continued_beside_others_equals_one_in_a_piece(mixer
     assert calls == 4
     assert (part.loss, part.gradient_norm, part.accuracy) == (whole.loss, whole.gradient_norm, whole.accuracy)
     assert [sitting["epochs"] for sitting in part.sittings] == [1, 1, 1, 1]
-    # a run without a state file stores no progress
+    # without a state file, no progress is stored
     assert len(trained(a_run(mixer=mixer, epochs=4), deadline=0.0).accuracy) == 1
     other = a_run(mixer=mixer, epochs=4, lr=1e-3)
     with pytest.raises(
@@ -378,7 +376,7 @@ def test_a_worker_that_fails_ends_the_call(monkeypatch):
 # recall.work sets the limit; pytest's monkeypatch would leave it deleted
 @torch._dynamo.config.patch(recompile_limit=8)
 def test_dropout_follows_from_the_run_whatever_runs_beside_it(device, monkeypatch):
-    """Train at a learning rate of 0, so that losses differ by dropout only."""
+    """Train with a learning rate of 0, so that losses differ only because of dropout."""
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
 
     def losses(seeds, at_a_time):
@@ -431,8 +429,8 @@ def run_main(monkeypatch, *arguments):
     recall.main()
 
 
-def test_the_command_goes_on_until_all_is_done(tmp_path, monkeypatch, capfd):
-    """Resume until all runs are done, in separate processes, with time for one epoch at first."""
+def test_repeated_calls_resume_until_all_runs_are_done(tmp_path, monkeypatch, capfd):
+    """Call the program in separate processes until all runs are done. The first call has time for one epoch."""
     out, plot = tmp_path / "out.json", tmp_path / "plot.png"
     settings = ["--mixers", "longhorn", "--lengths", 16, "--pairs", 2, "--batch", 16, "--widths", 16, "--epochs", 2]
     settings += ["--learning-rates", 1e-2, "--seeds", 2, "--train-examples", 64, "--test-examples", 32]
@@ -504,7 +502,7 @@ def test_what_is_not_given_is_as_in_zoologys_figure_2(monkeypatch):
 
 
 def in_this_process(runs, device, at_a_time, minutes, out, done):
-    """Run `train_all` for one epoch of each run."""
+    """Train one epoch of each run in this process instead of in worker processes."""
     for run in runs:
         done(trained(run, deadline=0.0, state=recall.state_file(out, run)))
 
@@ -522,7 +520,7 @@ def test_reports_come_from_several_files(tmp_path, monkeypatch, capsys):
 
 
 def study(**ends):
-    """Return runs of two learning rates, with these final accuracies and a higher accuracy before."""
+    """Return runs of two learning rates with these final accuracies. Earlier epochs have a higher accuracy."""
     return [
         a_run(mixer=mixer, lr=lr, seed=seed, accuracy=[99.9, end], loss=[None if end == 0 else 1.0])
         for mixer, rates in ends.items()
@@ -569,7 +567,7 @@ def test_mixers_are_compared_over_the_rates_and_seeds_that_both_have():
 
 def test_a_seed_is_as_good_as_the_best_of_its_learning_rates():
     runs = study(longhorn=([91.0, 3.0, 95.0], [96.0, 90.0]), mamba=([0.0, 2.0, 99.0], [7.0, 91.5, 99.0]))
-    assert verdict(runs).splitlines()[1:] == [  # the third seed lacks a learning rate
+    assert verdict(runs).splitlines()[1:] == [  # the third seed is ignored because it lacks a learning rate
         "Best of 2 learning rates, longhorn by seed: 96.0, 90.0; 1 of 2 above 90%.",
         "Best of 2 learning rates, mamba by seed: 7.0, 91.5; 1 of 2 above 90%.",
     ]

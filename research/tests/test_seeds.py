@@ -1,4 +1,4 @@
-"""Tests of research/seeds.py: runs are stored and resumed, evaluated on a separate split, and compared by image."""
+"""Tests of research/seeds.py: stored and resumed runs, evaluation on a separate split, and comparison by image."""
 
 import csv
 import gzip
@@ -35,7 +35,7 @@ MODELS = ["vil_tiny", "vim_tiny"]
 
 @pytest.fixture
 def kept(tmp_path, image_folder):
-    """Return a folder that contains one run of each model, and the command line of the study."""
+    """Return a folder with one finished run of each model, and the command line of the study."""
     config = dict(SMALL, data_dir=str(image_folder), epochs=2, workers=1, crop_pct=0.7)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
     command = ["-c", tmp_path / "small.yaml", "--folder", tmp_path / "runs", "--models", *MODELS]
@@ -141,7 +141,7 @@ train(2)
 
 @pytest.fixture
 def stubbed(tmp_path, image_folder, monkeypatch):
-    """Return a folder, and a command line whose runs do not train and all have the same random weights."""
+    """Return a folder and a command line of a study whose runs have the same random weights and do not train."""
     monkeypatch.setattr(seeds, "ROOT", tmp_path)
     model = timm.create_model("vil_tiny", num_classes=4, img_size=16, **SMALL["model_kwargs"])
     torch.save({"state_dict": model.state_dict()}, tmp_path / "last.pt")
@@ -173,7 +173,7 @@ def test_every_run_has_its_own_model_and_seed_and_goes_on_by_itself(stubbed):
 
 
 def send_sigterm_once(started):
-    """Send SIGTERM to this thread, which is not the one that handles signals, after a file has appeared."""
+    """Send SIGTERM to this thread, which does not handle signals, once the file exists."""
     while not started.exists():
         time.sleep(0.01)
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
@@ -225,7 +225,7 @@ def test_a_run_whose_end_nobody_noted_counts(stubbed):
     command += ["--seeds", "1", "--out", str(root / "out.json")]
     run_study(command)
     (root / "runs" / "vil_tiny-0" / "sessions.jsonl").unlink()
-    (root / "runs" / "vil_tiny-0-before").mkdir()  # not the folder of a run
+    (root / "runs" / "vil_tiny-0-before").mkdir()  # a folder that is not a run folder
     summary = root / "runs" / "vil_tiny-0" / "summary.csv"
     head, *rows = summary.read_text().splitlines()
     for lines in (
@@ -336,7 +336,7 @@ def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stub
     refused(command, "test_split must equal .*earlier.json, test, got None: leave out --earlier")
     refused(
         [*command, "--test-split", "val"], "test_split must equal .*, test, got val"
-    )  # both splits have the same file names
+    )  # the two splits have the same file names
     for split, match in (
         ("test", "test_images must equal"),
         ("val", "images must equal"),
@@ -426,7 +426,7 @@ def test_predictions_of_the_same_images_are_joined_by_the_names_of_runs():
         (["4", "7"], 3, 1, ["4", "7", "4"]),
         (["0", "1", "2", "3"], 2, 2, ["0,1", "2,3"]),
         (["0", "1", "2"], 2, 2, ["0,1", "0,1"]),
-        (["0"], 1, 2, ["0"]),  # too few devices; train_imagenet.py reports the error
+        (["0"], 1, 2, ["0"]),  # with too few devices, train_imagenet.py reports the error
         ([], 2, 1, ["", ""]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests of the pages in research/: tables match the raw files, and raw files are consistent."""
+"""Tests that the tables in research/*.md match the raw results, and that the raw results are consistent."""
 
 import gzip
 import json
@@ -63,7 +63,7 @@ def test_recipes_are_not_compared_before_the_last_run_is_there(plain, found):
 
 @pytest.mark.parametrize("name", ["cifar10", "rehearsal", "rehearsal2"])
 def test_published_runs_are_those_of_their_predictions(name):
-    """Compute the published results again from the file of predictions only."""
+    """Recompute the published accuracies from the predictions file and compare them."""
     runs, tabled = tables.runs_of(name), tables.TABLES[f"{name}-images"]()
     with gzip.open(tables.RESULTS / f"{name}.csv.gz", "rt") as file:
         head, *rows = [line.strip().split(",") for line in file]

@@ -1,4 +1,4 @@
-"""Tests of the mathematics in Longhorn's paper (Liu et al., 2024), in fp64."""
+"""Tests of the equations in the Longhorn paper (Liu et al., 2024), in fp64."""
 
 import pytest
 import torch
@@ -72,13 +72,13 @@ def test_the_more_beta_the_better_the_new_pair_is_recalled(g):
     S_old, k, x = randn(g, D, N), randn(g, N), randn(g, D)
     weights = torch.tensor([0.0, 0.1, 1.0, 10.0, 1e9], dtype=torch.float64)
     errors = torch.stack([(closed_form(S_old, k, x, b.expand(D)) @ k - x).abs() for b in weights])
-    torch.testing.assert_close(errors[0], (S_old @ k - x).abs())  # a weight of 0 changes nothing
+    torch.testing.assert_close(errors[0], (S_old @ k - x).abs())  # with beta = 0 the error does not change
     assert (errors[1:] < errors[:-1]).all()
     assert errors[-1].max() < 1e-8
 
 
 def test_the_diagonal_form_drops_the_terms_between_different_states(g):
-    """Check the omitted terms eps k_n sum_{m != n} k_m S_m.
+    """Check that the diagonal form omits the terms eps k_n sum_{m != n} k_m S_m.
 
     They are of second order in the key, but the update is of first order.
     """
@@ -171,7 +171,7 @@ def test_the_operator_keeps_0_to_all_of_a_state_for_any_key_and_beta(g):
     B = 1000
     k_BLN, logits_BLD = torch.ones(B, 2, N, dtype=torch.float64), 20 * randn(g, B, 2, D)
     k_BLN[:, 1] = randn(g, B, N) * 10.0 ** torch.randint(-6, 7, (B, 1), generator=g)
-    k_BLN[0, 1] = torch.tensor([1e3, 0.0, 0.0, 0.0])  # a long key clears a state almost completely
+    k_BLN[0, 1] = torch.tensor([1e3, 0.0, 0.0, 0.0])  # a key of large norm clears a state almost completely
     x_BLD = torch.tensor([1.0, 0.0], dtype=torch.float64).view(1, 2, 1).expand(B, 2, D).contiguous()
     # A state is written, and then a token without content determines how much of the state is kept.
     logits_BLD[:, 0] = logits_BLD[0] = 0

@@ -1,4 +1,4 @@
-"""Tests of the transfer study: its choices, runs and files."""
+"""Tests of research/transfer.py: chosen settings, runs and result files."""
 
 import json
 import os
@@ -35,7 +35,7 @@ KWARGS = SMALL["model_kwargs"]
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """Return a weight file of a small model for images of 32 pixels."""
+    """Return the path of a file with the weights of a small model for images of 32 pixels."""
     folder, arguments = tmp_path_factory.mktemp("weights"), dict(num_classes=7, img_size=32, **KWARGS)
     torch.manual_seed(0)
     save_file(timm.create_model("vil_tiny", **arguments).state_dict(), folder / "state.safetensors")
@@ -85,10 +85,10 @@ def test_what_a_stopped_call_has_left_is_reported_as_far_as_all_ways_have_it():
     assert differences.count("| 20 | ") == len(transfer.COMPARED)
     assert "| 60.50 ± 0.71 | 60.00 61.00 |" in ways
     assert f"| 20 | {transfer.FINE_TUNED} | {transfer.SCRATCH} | +1.50 (" in differences
-    # stopped while choosing the learning rate
+    # the call was stopped while choosing the learning rate
     assert tables(rows(transfer.SCRATCH, 5, [60, 70], True) + whole) == expected
     assert tables(size(5, 4, 3, 0) + whole) == expected  # stopped while training
-    assert tables(size(20, 4, 3, 2)) == expected  # more seeds than before
+    assert tables(size(20, 4, 3, 2)) == expected  # the call has more seeds than the earlier call
     assert "| 5 | " in tables(size(5, 3) + whole)[0]
     assert transfer.differences_table(size(20, 1)).count("\n") == 2  # a single seed has no test
 
@@ -168,7 +168,7 @@ def test_outcomes_come_as_they_are_done_and_an_error_calls_off_the_rest():
 
 @pytest.fixture
 def small_benchmark(weights, tmp_path, monkeypatch, no_pictures):
-    """Call the benchmark with small models and runs, and return the content of its file."""
+    """Run the study with small models and short runs, and return the content of the results file."""
     settings = {way: values[:2] for way, values in transfer.SETTINGS.items()}
     for name, value in dict(SETTINGS=settings, CHOICE_SEEDS=(100,), EPOCH=20).items():
         monkeypatch.setattr(transfer, name, value)
@@ -224,7 +224,7 @@ def test_the_benchmark_from_images_to_tables(small_benchmark, weights, tmp_path,
     assert {**resumed["runs"][-1], "seconds": 0} == {**again, "seconds": 0}
     assert [call["runs"] for call in resumed["calls"]] == [24, 1]
     assert all(0 <= call["seconds"] < 600 for call in (found["calls"][0], resumed["calls"][1]))
-    assert small_benchmark() == resumed  # a third call has no missing runs and does not change the file
+    assert small_benchmark() == resumed  # a third call has nothing to train and does not change the file
     capsys.readouterr()
 
     earlier = {name: value for name, value in resumed.items() if name != "calls"}

@@ -114,9 +114,9 @@ def test_a_time_limit_makes_it_save_and_queue_again_before(training, undisturbed
 
 @pytest.mark.parametrize("partition", ["normal", "graceful"])
 def test_a_job_of_a_higher_priority_takes_its_nodes_and_gives_them_back(training, undisturbed, tmp_path, partition):
-    """Requeue when a job of higher priority takes the nodes:
+    """Requeue the run when a job of higher priority takes its nodes.
 
-    at once, or after a grace period of a minute, in which Slurm signals the step but not the script.
+    Slurm takes the nodes at once, or after a grace period of a minute in which it signals the step but not the script.
     """
     job = training(f"--partition={partition}")
     job.wait_until_it_trains()
