@@ -510,7 +510,10 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         ([*VIL_PT, "--split", "holdout"], "has no split 'holdout'"),
         ([*VIL_PT, "--against", "nowhere.pt"], "checkpoint nowhere.pt does not exist"),
         *(
-            ([*VIL_PT, "--against", f"nowhere{end}", "--against-model", "vil_tiny"], f"no checkpoint nowhere{end}")
+            (
+                [*VIL_PT, "--against", f"nowhere{end}", "--against-model", "vil_tiny"],
+                f"checkpoint nowhere{end} does not exist",
+            )
             for end in (".pth", ".tar", ".safetensors", ".bin")
         ),
         ([*VIL_PT, "--against", "{models}/vit.pth"], "--against-model is required"),
