@@ -533,7 +533,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
                 "--img-size 0": "'img_size' in the command line must be at least 1",
                 "--num-classes 0": "at least 1",
                 "--json {tmp}": "exists but is not a regular file",
-                "--json {tmp}/pipe": "/pipe: it exists but is not a regular file",
+                "--json {tmp}/pipe": "/pipe: the path exists but is not a regular file",
                 "--json {models}/vil.pt/out": "cannot write ",
                 "--csv {models}/vil.pt/out": "cannot write ",
                 "--report {models}/vil.pt": "cannot write ",

@@ -282,7 +282,7 @@ def test_an_onnxruntime_that_cannot_load_the_file_is_named(tmp_path, monkeypatch
         (dict(path="none/model.onnx"), "folder .*none does not exist"),
         (dict(path="model.pt2", opset=17), "opset applies only to .onnx files"),
         (dict(path="model.safetensors", features=[0]), "stores only weights; features need an .onnx or .pt2 file"),
-        (dict(path="model.safetensors"), "must record the arguments that it was built with"),
+        (dict(path="model.safetensors"), "must record the arguments that created it"),
         (dict(metadata={"mean": "0", "data": "x"}), "metadata must not set mean"),
         (
             dict(model=timm.create_model("resnet18", features_only=True)),
@@ -479,7 +479,7 @@ def test_the_documented_preprocessing_works_for_an_exported_checkpoint(trained, 
     images = torch.randn(2, 3, 16, 16)
     *stages, use = (record.getMessage() for record in caplog.records if record.name == "vil.export")
     assert [stage.partition(":")[0] for stage in stages] == [f"vil_tiny.onnx, step {n} of 2" for n in (1, 2)]
-    exec(use.removeprefix("use it in Python: "), used := dict(onnxruntime=onnxruntime, images=images.numpy()))
+    exec(use.removeprefix("to use the file in Python: "), used := dict(onnxruntime=onnxruntime, images=images.numpy()))
     found = [torch.from_numpy(used[name]) for name in ("logits", "features_0")]
     logits, maps = naive_outputs(trained, images)
     assert relative(found[0], logits) < 1e-5

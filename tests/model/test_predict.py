@@ -247,7 +247,9 @@ def test_onnx_metadata_is_validated_like_a_checkpoints_options(tmp_path):
             onnx.save(model, path)
             assert {p.label for p in vil.predict(path, pixels)} == {"0", "1", "2"}
             continue
-        with pytest.raises(ConfigError, match=r"given.onnx must be a model of vil.export with [^\n]*$") as refused:
+        with pytest.raises(
+            ConfigError, match=r"given.onnx must be an ONNX file written by vil.export: [^\n]*$"
+        ) as refused:
             vil.predict(path, pixels)
         assert str(refused.value).isprintable()
     onnx.helper.set_model_props(model, {n: v if isinstance(v, str) else json.dumps(v) for n, v in said.items()})
@@ -257,8 +259,8 @@ def test_onnx_metadata_is_validated_like_a_checkpoints_options(tmp_path):
         (dict(op="Shape"), r"must return logits .* got \(4,\) for 1 images"),
         (dict(op="ReduceMean", axes=[0, 2, 3], keepdims=0), r"must return logits .* got \(3,\) for 1 images"),
         (dict(op="ReduceMean", axes=[0, 2], keepdims=0), r"must return logits .* got \(3, 8\) for 1 images"),
-        (dict(op="ReduceMean", given="x", **mean), r"given.onnx fails on images \(1, 3, 8, 8\): .*'x'"),
-        (dict(op="ReduceMean", side=9, **mean), "given.onnx fails on images .* Got: 8 Expected: 9"),
+        (dict(op="ReduceMean", given="x", **mean), r"given.onnx fails for images of shape \(1, 3, 8, 8\): .*'x'"),
+        (dict(op="ReduceMean", side=9, **mean), "given.onnx fails for images .* Got: 8 Expected: 9"),
     ):  # fmt: skip
         given, side = change.pop("given", "images"), change.pop("side", None)
         of_floats = onnx.TensorProto.INT64 if change["op"] == "Shape" else onnx.TensorProto.FLOAT
@@ -274,7 +276,7 @@ def test_onnx_metadata_is_validated_like_a_checkpoints_options(tmp_path):
         assert str(refused.value).isprintable()
     model.graph.node[0].output[0] = model.graph.output[0].name = "embedding\x1b"
     onnx.save(model, path)
-    with pytest.raises(ConfigError, match=r"given.onnx must have the output logits, got embedding\?: "):
+    with pytest.raises(ConfigError, match=r"given.onnx must have the output 'logits', got embedding\?: "):
         vil.predict(path, pixels)
 
 
@@ -298,7 +300,7 @@ def test_file_names_cannot_send_control_characters_to_the_terminal(checkpoint, p
         (["{tmp}"], "error: there are no images in "),
         (["--device", "toaster", "{photos}"], "error: device must be .*, got 'toaster'"),
         (["{photos}", "--checkpoint", "{tmp}/gone.onnx"], "error: .*gone.onnx does not exist"),
-        (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx must be a model of vil.export"),
+        (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx must be an ONNX file written by"),
         (["{photos}", "--checkpoint", "{photos}/notes.pt2"], "error: .*notes.pt2 .* is an exported program"),
         # The run folder contains only best.pt.
         (["{photos}", "--checkpoint", "{tmp}/last.pt"], "error: checkpoint .*last.pt does not exist$"),

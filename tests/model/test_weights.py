@@ -160,7 +160,7 @@ def test_an_exported_folder_is_read_by_timm_and_vil_with_names_and_preprocessing
     monkeypatch.chdir(folder)
     # Exporting again replaces the files in the folder, but keeps a README that was edited.
     assert export_model(model, ".").path == Path()
-    assert "README.md exists and is not overwritten" in caplog.messages
+    assert "README.md exists and was not overwritten" in caplog.text
     assert Path("config.json").read_text() == config
     assert Path("README.md").read_text() == card + "Data: mine"
     Path("README.md").unlink()
@@ -273,9 +273,9 @@ def test_weights_beyond_fp16_are_named_and_nothing_is_written(best, tmp_path, mo
     ("config", "message"),
     [
         (json.dumps({"model": "vil_tiny", "model_kwargs": {"url": "x"}}), "has the model argument 'url'"),
-        (json.dumps({"model": "vil_tiny", "img_size": 10**9}), "has img_size 1000000000, but it must be at most"),
-        ("[1, 2]", "holds list instead of options"),
-        ("[" * 10**5, "holds str instead of options"),
+        (json.dumps({"model": "vil_tiny", "img_size": 10**9}), "has img_size 1000000000, but img_size must be at most"),
+        ("[1, 2]", "must be a dict, got list"),
+        ("[" * 10**5, "must be a dict, got str"),
     ],
 )  # fmt: skip
 def test_weight_file_metadata_is_validated_like_a_checkpoints_options(tmp_path, config, message):

@@ -120,7 +120,7 @@ def test_a_folder_is_locked_by_one_run(tmp_path, monkeypatch):
         with FolderLock(tmp_path / "other"):
             pass
         (tmp_path / "run" / ".holder").unlink()  # the holder may not have written this file yet
-        with pytest.raises(FolderInUseError, match="run is in use: another process. End that run first"):
+        with pytest.raises(FolderInUseError, match="run is in use: another process. Stop that run first"):
             FolderLock(tmp_path / "run")
     with FolderLock(tmp_path / "run"):  # the first lock has been released
         pass
@@ -178,7 +178,7 @@ def test_a_file_system_without_folder_fsync_causes_one_warning_and_files_stay_co
         write_atomically(tmp_path / "file", content)
     assert (tmp_path / "file").read_text() == "two"
     assert len(caplog.messages) == 1
-    assert "without fsync" in caplog.text
+    assert "has no fsync" in caplog.text
 
 
 def test_a_forked_copy_of_a_lock_does_not_release_the_runs_lock(tmp_path, monkeypatch):

@@ -241,7 +241,7 @@ def test_photographs_are_decoded_without_the_sandbox(name):
         scan = content[content.index(b"\xff\xda") :]
         several = content[: -len(scan)] + (scan[:4] + b"\1" + scan[5:]) * scans
         if scans > image_structure.MOST_SCANS:
-            with pytest.raises(images.UnfitImageError, match="101 scans, more than 100"):
+            with pytest.raises(images.UnfitImageError, match="at most 100 scans, got 101"):
                 is_bounded(several)
         else:
             assert is_bounded(several)
@@ -377,7 +377,7 @@ def test_a_hanging_sandbox_times_out_and_a_killed_sandbox_raises_a_machine_error
     os.kill(own._process.pid, signal.SIGSTOP)
     killing = threading.Timer(0.3, own._process.kill)  # simulates the out-of-memory killer
     killing.start()
-    with pytest.raises(OSError, match="the process that decodes images was killed") as killed:
+    with pytest.raises(OSError, match="the image decoding process was killed") as killed:
         own.decode(gif)
     killing.join()
     assert is_machine_error(killed.value)
@@ -387,7 +387,7 @@ def test_a_hanging_sandbox_times_out_and_a_killed_sandbox_raises_a_machine_error
 def test_a_sandbox_that_does_not_start_raises(monkeypatch):
     sandbox.sandbox_of(os.getpid()).close()
     monkeypatch.setattr(sandbox.sys, "executable", "false")
-    with pytest.raises(OSError, match="the process that decodes images does not start: false "):
+    with pytest.raises(OSError, match="the image decoding process does not start; try to run: false "):
         images.read_image(io.BytesIO(encode(RGB, "GIF")))
 
 
@@ -562,7 +562,10 @@ class Million(Rows):
 def test_among_a_million_broken_files_training_fails_after_fewer_than_200_attempts():
     rows = Million(lambda index: False)
     reader = next(readers(rows))
-    with pytest.raises(ConfigError, match="no image of the training split can be read.*not that of a JPEG, PNG, "):
+    with pytest.raises(
+        ConfigError,
+        match="no image of the training split can be read.*must be an image in one of the formats JPEG, PNG, ",
+    ):
         _ = reader[999_990, 0]
     assert 100 <= len(set(rows.asked)) == len(rows.asked) < 200
     assert max(rows.asked) - min(rows.asked) > 900_000  # tried indices are spread over the whole split
@@ -758,9 +761,9 @@ def test_panoramas_are_accepted_up_to_the_limits_on_pixels_and_aspect_ratio(monk
         monkeypatch.setattr(image_decoding, "MOST_PIXELS", 10_000)
         assert np.asarray(image_decoding.decode(io.BytesIO(panorama))).shape == (*shape, 3)
         monkeypatch.setattr(image_decoding, "MOST_PIXELS", 9_999)
-        with pytest.raises(images.UnfitImageError, match=f"^{shape[1]}x{shape[0]} pixels, more than 9999"):
+        with pytest.raises(images.UnfitImageError, match=f"^image must have at most 9999.*, got {shape[1]}x{shape[0]}"):
             image_decoding.open_image(io.BytesIO(panorama))
-    with pytest.raises(images.UnfitImageError, match="^1000x9 pixels, one side more than 100 times the other"):
+    with pytest.raises(images.UnfitImageError, match="^aspect ratio must be at most 100, got 1000x9 pixels"):
         image_decoding.open_image(io.BytesIO(encode(np.zeros((9, 1000), np.uint8), "PNG")))
     monkeypatch.undo()
     # tiles of 4096 x 2048 pixels fit into the image
@@ -907,7 +910,9 @@ TARS = {  # tar files for which Python's tarfile allocates gigabytes
 @pytest.mark.parametrize("name", TARS)
 def test_tars_with_sparse_members_or_huge_headers_are_rejected(tmp_path, name, pillow, caplog):
     (tmp_path / "train.tar").write_bytes(TARS[name] + bytes(1024))
-    with pytest.raises(ConfigError, match="cannot open the split 'train' of .*: (a sparse member|.* bytes of notes)"):
+    with pytest.raises(
+        ConfigError, match="cannot open the split 'train' of .*: (a sparse member|extended header .* too large)"
+    ):
         open_split(str(tmp_path), "", "train")
     if name == "in a tar file":  # shards do not open nested tar files
         return
@@ -998,7 +1003,7 @@ def test_large_and_broken_samples_are_counted_and_logged(tmp_path, caplog, monke
     assert f"{tmp_path}/validation-0.tar: large" in caplog.text
     assert "local-shards" not in caplog.text
     assert caplog.text.count("behind the broken header of a member") == 2
-    assert caplog.text.count(f"{2**28} bytes of notes on a member") == len(notes)
+    assert caplog.text.count(f"extended header of a member is too large: {2**28} bytes") == len(notes)
     again, _ = open_evaluation_split(str(tmp_path), "wds/x", "validation", 4)  # the call that validate.py makes
     targets = torch.cat([targets for _, targets in evaluation_loader(again, DATA_CONFIG, CPU, 0, 4, 0, 1)])
     assert sorted(targets.tolist()) == [UNREADABLE] * 6 + [2, 2, 3]
@@ -1171,7 +1176,7 @@ def test_large_images_and_jpegs_with_two_frame_sizes_are_decoded_by_workers(monk
         *_, reader = readers(Rows(content, encode(RGB, "PNG")))
         assert isinstance(reader[0, 0][0], EncodedImage) == on_device
     monkeypatch.setattr(image_decoding, "MOST_BYTES", 100)
-    with pytest.raises(images.UnfitImageError, match="bytes, more than 100"):
+    with pytest.raises(images.UnfitImageError, match="at most 100 bytes"):
         reader._content(0)
 
 

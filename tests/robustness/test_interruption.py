@@ -161,7 +161,7 @@ def test_a_run_interrupted_during_its_imports_prints_one_line(image_folder, tmp_
     while signal.SIGUSR1 not in signals(process.pid, "SigCgt"):
         assert process.poll() is None
     time.sleep(waits)
-    assert press(process, number).strip() == "stopped by a signal with nothing to save"
+    assert press(process, number).strip() == "stopped by a signal before training started, with nothing to save"
     assert process.returncode == PREEMPTED
     assert not (tmp_path / "run" / "last.pt").exists()
 
@@ -222,7 +222,7 @@ def test_a_run_interrupted_while_it_waits_for_a_rank_that_never_joins_prints_one
     place = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     run = Session(tmp_path, image_folder, **place)
     errors = run.press_when(lambda: socket.socket().connect_ex(("localhost", port)) == 0, signal.SIGINT)
-    assert errors.strip() == "stopped by a signal with nothing to save"
+    assert errors.strip() == "stopped by a signal before training started, with nothing to save"
     assert not (tmp_path / "run" / "last.pt").exists()
 
 

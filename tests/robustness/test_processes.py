@@ -167,8 +167,8 @@ def die_in_the_middle(rank):
 def test_all_processes_exit_when_one_is_lost():
     first, second, third = in_processes(3, die_in_the_middle)
     assert (first.status, second.status, third.status) == (1, 7, 1)
-    assert "error: the process of rank 1 is gone, and this one waits for it" in first.errors
-    assert "error: the process of rank 0 is gone, and this one waits for it" in third.errors
+    assert "error: the process of rank 1 has died, so this process exits" in first.errors
+    assert "error: the process of rank 0 has died, so this process exits" in third.errors
 
 
 def notice_by_itself(rank):

@@ -141,7 +141,9 @@ def test_a_checkpoint_cannot_choose_the_teacher_without_the_command_line(image_f
     path = weights_of(tmp_path / "a.pth")
     trainer(image_folder, tmp_path, teacher="test_resnet", teacher_checkpoint=path).run()
     last = tmp_path / "run" / "last.pt"
-    with pytest.raises(ConfigError, match="with the teacher 'test_resnet': to use it, set --teacher test_resnet, and"):
+    with pytest.raises(
+        ConfigError, match="with the teacher 'test_resnet': to use this teacher, set --teacher test_resnet, and"
+    ):
         load_config("", ["--resume", str(last), "--lr", "1"], checkpoint.options_to_resume)
     words = ["--resume", str(last), "--teacher", "test_resnet"]
     config = load_config("", words, checkpoint.options_to_resume)

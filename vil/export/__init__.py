@@ -1,18 +1,20 @@
-"""Export a model to a file that runs without this package: ONNX, a torch.export program, or shareable weights.
+"""Export a model as ONNX, as a torch.export program, or as weights to share.
+
+ONNX files and torch.export programs run without this package.
 
     python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.onnx
     python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.pt2
     python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.safetensors
     python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out my_model/
 
-The file's extension selects the format. A .safetensors file stores only weights, in half precision, and the model's
-name and arguments, so that `vil.from_checkpoint` can load it. A path without an extension is a folder with such a file,
-for timm's `local-dir:` and the Hugging Face Hub.
-The input is `images` (B, 3, H, W), fp32, preprocessed as the file's metadata specify. The outputs are `logits` (B,
-classes) and `features_N` (B, C, h, w) for each requested block N. The batch size B is dynamic; H and W are fixed to the
-model's size.
-Before the file is written, its outputs are compared with the model's. docs/export.md lists programs that read the
-files.
+The extension of --out selects the format. A .safetensors file stores weights in half precision, and the model's name
+and arguments, so that `vil.from_checkpoint` can load the file. A path without an extension is written as a folder that
+contains model.safetensors, for timm's `local-dir:` and the Hugging Face Hub.
+The input `images` of an exported model has shape (B, 3, H, W) and dtype fp32, and is preprocessed as specified in the
+file's metadata. The outputs are `logits` (B, classes), and `features_N` (B, C, h, w) for each requested block N. The
+batch size B is dynamic. H and W are fixed to the model's image size.
+Before a file is written, its outputs are compared with the outputs of the model. docs/export.md lists programs that
+can read the files.
 """
 
 from __future__ import annotations
@@ -42,22 +44,25 @@ _logger = logging.getLogger(__name__)
 
 __all__ = ["ExportError", "Report", "export_model"]
 
-WEIGHTS = (".safetensors", "")  # extensions of weights: a file, or a folder that contains one
-TOLERANCE = 1e-4  # relative to the output's largest magnitude; absolute if that is below 1
-TOLERANCE_OF_HALVES = 2e-2  # TOLERANCE for weights in half precision
+WEIGHTS = (
+    ".safetensors",
+    "",
+)  # extensions of weights: a .safetensors file, or a folder that contains model.safetensors
+TOLERANCE = 1e-4  # maximum difference, relative to the output's largest magnitude if the magnitude exceeds 1
+TOLERANCE_OF_HALVES = 2e-2  # tolerance for weights in half precision
 PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
 
 
 @dataclass
 class Report:
-    """Written file and the agreement of its outputs with the model's.
+    """Report on an exported file and the agreement of its outputs with the outputs of the model.
 
     Attributes:
         path: Path of the file.
         size: Size of the file in bytes.
-        difference: Largest absolute difference between the file's outputs and the model's.
-        images: Number of compared images, noise and smooth ones.
-        same_top1: Number of images with the model's top-1 class.
+        difference: Largest absolute difference between the outputs of the file and the outputs of the model.
+        images: Number of images on which outputs were compared.
+        same_top1: Number of images for which the file and the model predict the same top-1 class.
     """
 
     path: Path
@@ -82,24 +87,23 @@ def export_model(
     metadata: dict[str, str] | None = None,
     **preprocessing: Any,
 ) -> Report:
-    """Export a timm model to a file that runs without this package, after comparing the file's outputs with the
-    model's.
+    """Export a timm model to a file, after comparing the outputs of the file with the outputs of the model.
 
     Args:
-        model: A timm model, also in wrappers of PyTorch or timm. The export is in fp32 and eval mode; the model itself
-            stays unchanged.
-        path: Path *.onnx, *.pt2, or *.safetensors (weights in half precision); the file is written atomically. A path
-            without an extension is a folder, which receives model.safetensors, config.json and, unless it exists,
-            README.md.
-        features: Indices of blocks whose feature maps are additional outputs, in ascending order.
+        model: A timm model, which may be wrapped by PyTorch or timm. A copy in fp32 and eval mode is exported, and the
+            model is not changed.
+        path: Path of an .onnx, .pt2 or .safetensors file, which is written atomically. A .safetensors file stores
+            weights in half precision. If the path has no extension, model.safetensors, config.json and README.md are
+            written to a folder; an existing README.md is kept.
+        features: Indices of the blocks whose feature maps are additional outputs. The outputs are in ascending order.
         opset: ONNX opset version.
-        metadata: Additional metadata entries, beside the model's name and preprocessing.
-        **preprocessing: mean, std, crop_pct, crop_mode and interpolation for the metadata, if they differ from timm's
-            data config of the model.
+        metadata: Additional metadata entries for the file.
+        **preprocessing: Values of mean, std, crop_pct, crop_mode or interpolation to store instead of the values in
+            timm's data config of the model.
 
     Raises:
-        ExportError: A package is missing, the format does not support the request, or the exported outputs differ from
-            the model's.
+        ExportError: A package is missing, the format does not support the request, or the outputs of the file differ
+            from the outputs of the model.
     """
     path = Path(path)
     model = unwrapped(model)
@@ -108,7 +112,9 @@ def export_model(
     described = describe(model, preprocessing)
     taken = {*described, "label_names"} & (metadata or {}).keys()
     if taken:
-        raise ExportError(f"metadata must not set {', '.join(sorted(taken))}: set it in the model's pretrained_cfg")
+        raise ExportError(
+            f"metadata must not set {', '.join(sorted(taken))}: set these entries in the model's pretrained_cfg"
+        )
     described |= metadata or {}
 
     file: Serialized
@@ -119,34 +125,34 @@ def export_model(
     else:
         _logger.info("%s, step 1 of 2: tracing and exporting the model", path)
         file = to_onnx(exported, described, opset) if path.suffix == ".onnx" else to_pt2(exported, described)
-        _logger.info("%s, step 2 of 2: comparing its outputs with the model's", path)
+        _logger.info("%s, step 2 of 2: comparing the exported outputs with the outputs of the model", path)
     difference, images, same_top1 = compare(model, exported, file.run, tolerance)
 
     if path.suffix:
         write_atomically(path, file.content)
     else:
         _write_folder(path, file.content, model, described, metadata or {})
-    _logger.info("use it in Python: %s", usage(path, exported.outputs))
+    _logger.info("to use the file in Python: %s", usage(path, exported.outputs))
     return Report(path, len(file.content), difference, images, same_top1)
 
 
 def _write_folder(
     folder: Path, weights: bytes, model: nn.Module, described: dict[str, Any], metadata: dict[str, str]
 ) -> None:
-    """Write model.safetensors, config.json and, unless it exists, README.md."""
+    """Write model.safetensors, config.json and README.md to a folder. An existing README.md is kept."""
     config = config_of(model, described, arguments_of(model))
     folder.mkdir(exist_ok=True)
     write_atomically(folder / "config.json", config)
     card = folder / "README.md"
     if card.exists():
-        _logger.info("%s exists and is not overwritten", card)
+        _logger.info("%s exists and was not overwritten; edit or delete the file to change the model card", card)
     else:
         write_atomically(card, card_of(folder.resolve().name, described, metadata))
     write_atomically(folder / "model.safetensors", weights)
 
 
 def usage(path: Path, outputs: Sequence[str]) -> str:
-    """Return a line of Python that runs the file, or that creates the model from its weights."""
+    """Return a line of Python code that runs the exported file, or that creates a model from exported weights."""
     file = repr(str(path))
     assigned = "(" + ", ".join(outputs) + "," * (len(outputs) == 1) + ")"
     if path.suffix in WEIGHTS:
@@ -164,9 +170,11 @@ def check_options(path: Path, opset: int, features: Sequence[int] = ()) -> None:
         )
     if path.is_dir() if path.suffix else path.is_file():
         found, expected = ("folder", "file") if path.suffix else ("file", "folder")
-        raise ExportError(f"{path} must be a {expected}, but a {found} with this name exists: move it away")
+        raise ExportError(
+            f"{path} must be a {expected}, but a {found} with this name exists: move or remove the {found}"
+        )
     if path.suffix != ".onnx" and opset != OPSET:
-        raise ExportError(f"opset applies only to .onnx files, not to {path}: leave it out")
+        raise ExportError(f"opset applies only to .onnx files, not to {path}: remove the option opset")
     if path.suffix in WEIGHTS and features:
         raise ExportError(f"{path} stores only weights; features need an .onnx or .pt2 file")
     if not path.parent.is_dir():
@@ -176,7 +184,7 @@ def check_options(path: Path, opset: int, features: Sequence[int] = ()) -> None:
 
 
 def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of an exported model: its name, classes, input size and preprocessing."""
+    """Return the metadata of an exported model: name, number and names of classes, input size and preprocessing."""
     if unknown := preprocessing.keys() - set(PREPROCESSING):
         raise ExportError(
             f"preprocessing options must be among {', '.join(PREPROCESSING)}, got {', '.join(sorted(unknown))}"
@@ -186,8 +194,8 @@ def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:
     for name in ("mean", "std"):
         if len(config[name]) not in (1, size[0]):
             remedy = f"pass {name}= to export_model"
-            raise ExportError(f"{name} must have {size[0]} values, one a channel, got {config[name]}: {remedy}")
-    names = model.pretrained_cfg.get("label_names")  # may describe a head that was replaced
+            raise ExportError(f"{name} must have {size[0]} values, one per channel, got {config[name]}: {remedy}")
+    names = model.pretrained_cfg.get("label_names")  # can be the class names of a replaced head
     known = isinstance(names, (list, tuple)) and 0 < len(names) == model.num_classes
     return {
         "model": model.pretrained_cfg.get("architecture", type(model).__name__),
@@ -202,23 +210,23 @@ def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:
 def compare(
     model: nn.Module, exported: Exported, run: Run, tolerance: float = TOLERANCE, count: int = 4
 ) -> tuple[float, int, int]:
-    """Compare the exported outputs with the model's on `count` images.
+    """Compare the exported outputs with the outputs of the model on `count` images.
 
     Returns:
-        The largest absolute difference, the number of images, and the number of images with equal top-1.
+        The largest absolute difference, the number of images, and the number of images with the same top-1 class.
 
     Raises:
         ExportError: An output differs by more than `tolerance`.
     """
     images = pictures(count, exported.input_size)
     expected = outputs_of(as_evaluated(model), exported.features, images)
-    found = [torch.cat(parts) for parts in zip(run(images[:-1]), run(images[-1:]))]  # with two batch sizes
+    found = [torch.cat(parts) for parts in zip(run(images[:-1]), run(images[-1:]))]  # in two batches of different sizes
     largest = 0.0
     for name, truth, value in zip(exported.outputs, expected, found, strict=True):
         difference = (truth - value).abs().max().item()
         if not difference <= tolerance * max(1, truth.abs().max().item()):  # "not <=" also catches NaN
             raise ExportError(
-                f"{name} differs from the model's by {difference:.1e}, which is more than rounding errors"
+                f"{name} differs from the model's by {difference:.1e}, more than rounding: no file was written"
             )
         largest = max(largest, difference)
     has_same_top1 = expected[0].argmax(-1) == found[0].argmax(-1)

@@ -19,33 +19,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m vil.export", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="timm model name (default: the checkpoint's)")
+    parser.add_argument("--model", help="timm model name (default: name stored in the checkpoint)")
     parser.add_argument(
-        "--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="keyword arguments of the model"
+        "--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="keyword arguments that create the model"
     )
-    parser.add_argument("--checkpoint", help="file with the weights (default: random weights)")
-    parser.add_argument("--use-ema", action=argparse.BooleanOptionalAction, help="export the EMA weights")
-    parser.add_argument("--img-size", nargs="+", metavar="SIZE", help="image size in pixels, or height and width")
-    parser.add_argument("--num-classes", type=int, help="number of classes; 0 to export pooled features")
+    parser.add_argument("--checkpoint", help="checkpoint file with the weights (default: random weights)")
+    parser.add_argument("--use-ema", action=argparse.BooleanOptionalAction, help="whether to export the EMA weights")
     parser.add_argument(
-        "--features", nargs="+", type=int, default=[], metavar="BLOCK", help="also output these blocks' feature maps"
+        "--img-size", nargs="+", metavar="SIZE", help="image size in pixels: one number, or height and width"
+    )
+    parser.add_argument(
+        "--num-classes", type=int, help="number of classes; 0 exports pooled features instead of logits"
+    )
+    parser.add_argument(
+        "--features",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="BLOCK",
+        help="indices of blocks whose feature maps are additional outputs",
     )
     parser.add_argument("--opset", type=int, default=OPSET, help=f"ONNX opset version (default: {OPSET})")
     parser.add_argument(
         "--metadata", nargs="+", type=_key_and_text, default=[], metavar="KEY=TEXT",
-        help="additional metadata entries of the file",
+        help="additional metadata entries to store in the file",
     )  # fmt: skip
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE|FOLDER", help="*.onnx, *.pt2, *.safetensors or a folder"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE|FOLDER",
+        help="path to write: *.onnx, *.pt2, *.safetensors, or a folder",
     )
     options = parser.parse_args()
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("vil.export").setLevel(logging.INFO)  # show the steps of an export, which can take minutes
+    logging.getLogger("vil.export").setLevel(logging.INFO)  # log the export steps, because an export can take minutes
     with errors_in_a_line(ExportError, OSError):
         check_options(options.out, options.opset, options.features)
         arguments = dict(features=options.features, opset=options.opset, metadata=dict(options.metadata))
         report = export_model(_model_of(options), options.out, **arguments)
-        # pretrained=True loads timm's weights
+        # pretrained=True in --model-kwargs loads timm's weights
         trained = options.checkpoint or parse_key_values(options.model_kwargs).get("pretrained")
         print(report if trained else f"{report}; weights are random because no --checkpoint was given")
 

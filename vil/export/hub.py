@@ -1,4 +1,4 @@
-"""Folder for timm's `local-dir:` and `hf-hub:`: config.json and a model card beside model.safetensors."""
+"""Content of config.json and README.md in an exported folder, which timm loads by `local-dir:` or `hf-hub:`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, A
     """Return the content of config.json.
 
     Args:
-        model: A timm model.
-        metadata: Metadata of `describe`, with preprocessing and class names.
-        arguments: Keyword arguments that build the model.
+        model: The exported timm model.
+        metadata: Metadata returned by `describe`, such as preprocessing and class names.
+        arguments: Keyword arguments that create the model.
     """
-    # the license is unknown, class names have a key of their own
+    # leave out the license, which is unknown, and label_names, which is a top-level key of config.json
     known = {field.name for field in fields(PretrainedCfg)} - {"label_names", "license"}
-    model = copy.copy(model)  # pretrained_cfg may have entries that timm's PretrainedCfg does not know
+    model = copy.copy(model)  # copy, because entries of pretrained_cfg that timm's PretrainedCfg lacks are removed
     model.pretrained_cfg = _selected(model.pretrained_cfg, known)
 
     config: dict[str, Any] = {"pretrained_cfg": _selected(metadata, known)}
@@ -31,7 +31,7 @@ def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, A
         config["label_names"] = metadata["label_names"]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
-        # older timm versions need a Path, although the annotation says str
+        # older timm versions need a Path, although the type annotation is str
         save_config_for_hf(model, path, config, dict(arguments))  # type: ignore[arg-type]
         return path.read_text()
 
@@ -41,12 +41,12 @@ def _selected(values: Mapping[str, Any], names: Collection[str]) -> dict[str, An
 
 
 def card_of(name: str, metadata: Mapping[str, Any], further: Mapping[str, str]) -> str:
-    """Return the content of README.md, a model card with metadata and an example of use.
+    """Return the content of README.md: a model card with metadata and a usage example.
 
     Args:
         name: Name of the folder.
-        metadata: Metadata of `describe`.
-        further: Metadata that the user has given.
+        metadata: Metadata returned by `describe`.
+        further: Additional metadata entries set by the user.
     """
     size = "x".join(map(str, metadata["input_size"][1:]))
     facts = [

@@ -1,4 +1,4 @@
-"""Forwards of mixers and norms that use only standard PyTorch operators.
+"""Forward functions of mixers and norms with only standard PyTorch operators, for export.
 
 Dimension letters:
 
@@ -25,7 +25,7 @@ def rms_norm(norm: RMSNorm, x_BLC: Tensor) -> Tensor:
 
 
 def mix(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-    """Run a mixer with token-first tensors around the scan, which saves transposes and flips in the exported graph.
+    """Run a mixer. The tensors of the scan have tokens first, which saves transposes and flips in the exported graph.
 
     A pooled mixer runs its recurrence over the rows or columns of the grid (h, w).
     """
@@ -35,7 +35,7 @@ def mix(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None =
 
 
 def _mix_tokens(mixer: BidirectionalMixer, h_BLC: Tensor) -> Tensor:
-    """Run a mixer whose recurrence reads every token."""
+    """Run a mixer without pooling, whose recurrence reads every token."""
     forward, backward = _directions(mixer)
     u_BLD, z_BLD = _project_in(mixer, h_BLC)
     y_LGBD, x_LGBD = scan_of(mixer, forward.convolve(u_BLD), backward.convolve(u_BLD.flip(1)))
@@ -47,7 +47,7 @@ def _mix_tokens(mixer: BidirectionalMixer, h_BLC: Tensor) -> Tensor:
 
 
 def _mix_lines(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None) -> Tensor:
-    """Run a pooled mixer, whose recurrence reads the means of lines, which are rows or columns of patches."""
+    """Run a pooled mixer, whose recurrence reads the mean of each line (row or column) of patches."""
     h, w = grid_of(h_BLC.shape[1], grid)
     lines = Lines.of(h, w, mixer.pool == "columns")
     if lines.columns:
@@ -73,24 +73,24 @@ def _mix_lines(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] |
 
 
 def _directions(mixer: BidirectionalMixer) -> tuple[Any, Any]:
-    """Return the forward and the backward direction."""
+    """Return the modules of the forward and the backward direction."""
     forward, backward = mixer.directions
     return forward, backward
 
 
 def _project_in(mixer: BidirectionalMixer, h_BLC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the inputs u_BLD of the convolutions and z_BLD of the output gate."""
+    """Return the convolution input u_BLD and the output-gate input z_BLD."""
     u_weight, z_weight = mixer.in_proj.weight.chunk(2)
     return F.linear(h_BLC, u_weight), F.linear(h_BLC, z_weight)
 
 
 def scan_of(mixer: BidirectionalMixer, forward_v_BLD: Tensor, backward_v_BLD: Tensor) -> tuple[Tensor, Tensor]:
-    """Run both scans and return y_LGBD without the skip connection, and their inputs x_LGBD.
+    """Run the scans of both directions; return their outputs y_LGBD without skip connections and their inputs x_LGBD.
 
     Args:
         mixer: The mixer.
         forward_v_BLD: Input of the forward direction.
-        backward_v_BLD: Input of the backward direction, which reads the last token first.
+        backward_v_BLD: Input of the backward direction in scan order, that is, with the last token first.
     """
     forward, backward = _directions(mixer)
     forward_parts = (forward_v_BLD, *forward.project(forward_v_BLD))
@@ -116,7 +116,7 @@ def scan_by_steps(
     """Run the recurrence with PyTorch's scan operator, which becomes `Scan` in ONNX, and return y_LGBD.
 
     Args:
-        x_LGBD: Input tokens of each direction, in the order in which the direction reads the tokens.
+        x_LGBD: Input tokens of each direction in scan order.
         step_LGBD: Longhorn's step size or Mamba's time step.
         k_LGBN: Keys.
         q_LGBN: Queries.
@@ -134,7 +134,7 @@ def scan_by_steps(
         constants = [A_GND.unsqueeze(1)]
 
     tokens = [drive_LGBD.unsqueeze(-2), step_LGBD.unsqueeze(-2), k_LGBN.unsqueeze(-1), q_LGBN.unsqueeze(-2)]
-    # scan_op directly, because its wrapper `scan` compiles, which depends on the state of earlier compilations
+    # call scan_op, because its wrapper `scan` compiles, and the result depends on earlier compilations
     _, y_LGB1D = scan_op(step, [S_GBND], tokens, tuple(constants))
     return y_LGB1D.squeeze(-2)
 

@@ -1,4 +1,4 @@
-"""Serialization of a model as an ONNX file."""
+"""Serialization of a model in the ONNX format."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .onnx_graph import onnx_model
 from .serialized import Serialized, quiet_exporters, text_of
 from .traced import Exported, ExportError
 
-OPSET = 18  # the oldest opset that PyTorch's exporter writes; onnxruntime, TensorRT and OpenVINO read it
-MAX_REASON = 400  # maximum length of another library's error in a message, in characters
+OPSET = 18  # oldest opset that PyTorch's exporter writes; supported by onnxruntime, TensorRT and OpenVINO
+MAX_REASON = 400  # maximum length of a quoted error message, in characters
 
 
 def onnx_packages() -> tuple[Any, Any]:
@@ -24,13 +24,13 @@ def onnx_packages() -> tuple[Any, Any]:
         import onnxscript  # noqa: F401  required by torch.onnx
     except ImportError as error:
         raise ExportError(
-            f"an ONNX export needs more packages ({error}): pip install onnx onnxruntime onnxscript"
+            f"ONNX export needs additional packages ({error}): pip install onnx onnxruntime onnxscript"
         ) from error
     return onnx, onnxruntime
 
 
 def to_onnx(exported: Exported, metadata: dict[str, Any], opset: int) -> Serialized:
-    """Serialize a model; the result runs in onnxruntime.
+    """Serialize a model as ONNX. `run` of the result runs the ONNX model in onnxruntime.
 
     Raises:
         ExportError: ONNX or onnxruntime does not support an operator; the message names the operator and the opset.
@@ -65,7 +65,7 @@ def to_onnx(exported: Exported, metadata: dict[str, Any], opset: int) -> Seriali
 
 
 def _check_operators(onnx: Any, proto: Any, opset: int) -> None:
-    """Raise an ExportError that names the operators that the opset does not support."""
+    """Raise an ExportError if the opset does not support an operator of the model, or is too new for PyTorch."""
     written = next(entry.version for entry in proto.opset_import if not entry.domain)
     too_new = []
     for name in sorted({node.op_type for node in _nodes(proto.graph) if not node.domain}):
@@ -78,13 +78,13 @@ def _check_operators(onnx: Any, proto: Any, opset: int) -> None:
             f"opset must be at least {OPSET} for this model, got {opset}: PyTorch's exporter uses {', '.join(too_new)}"
         )
     if written != max(opset, OPSET):
-        raise ExportError(f"opset must be at most {written}, PyTorch's newest, got {opset}")
+        raise ExportError(f"opset must be at most {written}, the newest that this PyTorch version writes, got {opset}")
 
 
 def _version_of(onnx: Any, name: str, opset: int) -> int | None:
-    """Return the opset that introduced an operator in its form of `opset`, or None if ONNX does not have the operator.
+    """Return the opset that introduced an operator in its version for `opset`, or None if ONNX lacks the operator.
 
-    For an operator that is newer than `opset`, the newest form counts.
+    If the operator is newer than `opset`, return the opset of its newest version.
     """
     if not onnx.defs.has(name):
         return None

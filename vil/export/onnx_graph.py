@@ -1,4 +1,4 @@
-"""ONNX graph of a model that exports each kind of block only once, because blocks differ only in their weights."""
+"""ONNX graph of a model. Blocks that differ only in their weights are translated once, as one ONNX function."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.export import ExportedProgram
 from ..models.block import KNOWN_MIXERS, Block
 from .traced import Exported, program_of
 
-DOMAIN = "vil.block"  # domain of the block functions, which are inlined at the end
+DOMAIN = "vil.block"  # ONNX domain of the block functions, which are inlined after translation
 
 
 class Kind(NamedTuple):
-    """Key of blocks that differ only in their weights."""
+    """Key that is equal for blocks that differ only in their weights."""
 
     modules: str
     pool: str | None
@@ -25,7 +25,7 @@ class Kind(NamedTuple):
 
 
 class BlockFunction(NamedTuple):
-    """ONNX function of a kind of block."""
+    """Name of the ONNX function for a kind of block, and an example block."""
 
     name: str
     block: Block  # any block of this kind
@@ -35,7 +35,7 @@ Functions = dict[Kind, BlockFunction]
 
 
 def onnx_model(exported: Exported, opset: int) -> Any:
-    """Return the onnx.ModelProto of the model, with only standard operators."""
+    """Return a model as an onnx.ModelProto with only standard ONNX operators."""
     functions: Functions = {}
     blocks: list[Any] = [module for module in exported.modules() if is_known(module)]
     for block in blocks:
@@ -57,7 +57,7 @@ def is_known(module: nn.Module) -> bool:
 
 
 def call(functions: Functions, block: Block, x_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-    """Forward of a block that calls the ONNX function of its kind. A new kind is added to `functions`."""
+    """Replace a block's forward by a call of the ONNX function for its kind. Add new kinds to `functions`."""
     kind = Kind(str(block), block.pool, grid, tuple(x_BLC.shape[1:]))
     if kind not in functions:
         functions[kind] = BlockFunction(f"Block{len(functions)}", block)
@@ -67,7 +67,7 @@ def call(functions: Functions, block: Block, x_BLC: Tensor, grid: tuple[int, int
 
 
 class WithWeights(nn.Module):
-    """Block with its weights as inputs."""
+    """Module that runs a block with weights that are inputs instead of parameters."""
 
     def __init__(self, block: Block, grid: tuple[int, int] | None):
         super().__init__()
@@ -81,7 +81,7 @@ class WithWeights(nn.Module):
 def translate(
     program: ExportedProgram, opset: int, inputs: list[str] | None = None, outputs: list[str] | None = None
 ) -> Any:  # fmt: skip
-    """Return PyTorch's ONNX export of a program, with the functions of loop bodies inlined."""
+    """Translate a torch.export program to ONNX with PyTorch's exporter, and inline the functions of loop bodies."""
     from onnxscript import optimizer
 
     translated: Any = torch.onnx.export(
@@ -99,7 +99,7 @@ def translate(
 
 
 def add_function(model: Any, name: str, body: Any) -> None:
-    """Add the graph of the model `body` to another model as a function."""
+    """Add the graph of the ONNX model `body` to `model` as a function."""
     from onnxscript import ir
 
     function = ir.Function(DOMAIN, name, graph=body.graph, attributes=())
@@ -107,7 +107,7 @@ def add_function(model: Any, name: str, body: Any) -> None:
 
 
 def inline_functions(model: Any) -> None:
-    """Optimize the functions of a model, each only once, then inline them and merge equal constants."""
+    """Optimize each function of an ONNX model once, then inline the functions and merge equal constants."""
     from onnxscript import ir, optimizer
 
     optimizer.optimize(model, inline=False)

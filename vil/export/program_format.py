@@ -13,7 +13,7 @@ from .traced import Exported
 
 
 def to_pt2(exported: Exported, metadata: dict[str, Any]) -> Serialized:
-    """Serialize a model for torch.export.load, with its metadata in the extra file metadata.json."""
+    """Serialize a model for torch.export.load. The metadata is stored in the extra file metadata.json."""
     buffer = io.BytesIO()
     with quiet_exporters():
         torch.export.save(exported.program(), buffer, extra_files={"metadata.json": json.dumps(metadata)})

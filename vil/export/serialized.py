@@ -1,4 +1,4 @@
-"""Serialized model: the content of an exported file and a function that runs the content."""
+"""Content of an exported file, with a function that runs the serialized model."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from torch import Tensor
 
-# loggers of the exporters' internals
+# loggers of PyTorch's exporters that report internal details
 NOISY_LOGGERS = ("onnxscript", "torch._export.serde.serialize", "torch.onnx._internal.exporter._schemas")
 
-Run = Callable[[Tensor], Sequence[Tensor]]  # from images (B, 3, H, W) to outputs
+Run = Callable[[Tensor], Sequence[Tensor]]  # function from images (B, 3, H, W) to model outputs
 
 
 @dataclass
 class Serialized:
-    """Content of an exported file, before it is written.
+    """Serialized model, before the file is written.
 
     Attributes:
         content: Bytes of the file.
-        run: Function from images (B, 3, H, W) to the outputs of the file.
+        run: Function that runs the serialized model on images (B, 3, H, W).
     """
 
     content: bytes
@@ -32,7 +32,7 @@ class Serialized:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as a metadata entry: text unchanged, other values as JSON."""
+    """Convert a metadata value to text: return strings unchanged and other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -1,4 +1,4 @@
-"""Exportable copy of a model, whose mixers use only standard PyTorch operators."""
+"""Exportable copy of a model, in which mixers use only standard PyTorch operators."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ class ExportError(RuntimeError):
 
 
 class Exported(nn.Module):
-    """Copy of a model for export: fp32, on the CPU, in eval mode, with `mix` as the mixers' forward.
+    """Copy of a model for export: in fp32, on the CPU and in eval mode.
 
-    Mixers of other classes are exported with their own forward.
+    Mixers of this package run `vil.export.mixers.mix` instead of fused kernels. Mixers of unknown classes keep their
+    own forward method.
 
     Args:
         model: A timm model.
-        features: Indices of blocks whose feature maps are additional outputs.
+        features: Indices of the blocks whose feature maps are additional outputs.
 
     Raises:
-        ExportError: The model has no such blocks.
+        ExportError: The model has no num_classes, or an index in `features` is out of range.
     """
 
     def __init__(self, model: nn.Module, features: Sequence[int] = ()):
@@ -57,7 +58,7 @@ class Exported(nn.Module):
             raise ExportError(f"features must be block indices from 0 to {num_blocks - 1}, got {unknown}")
 
     def _replace_forwards(self) -> None:
-        """Give mixers and norms a forward that uses only standard PyTorch operators."""
+        """Replace the forward methods of mixers and norms by functions with only standard PyTorch operators."""
         for module in self.model.modules():
             replaced: Any = module
             if isinstance(module, RMSNorm):
@@ -71,16 +72,18 @@ class Exported(nn.Module):
         return outputs_of(self.model, self.features, images)
 
     def program(self) -> ExportedProgram:
-        """Return the torch.export program for a dynamic batch size."""
-        return program_of(self, pictures(2, self.input_size))  # torch.export specializes on a batch size of 1
+        """Return the model as a torch.export program with a dynamic batch size."""
+        return program_of(
+            self, pictures(2, self.input_size)
+        )  # 2 images, because torch.export would specialize on a batch size of 1
 
 
 @torch.no_grad()
 def program_of(module: nn.Module, batch: Tensor, *weights: list[Tensor]) -> ExportedProgram:
-    """Return the torch.export program of a module for a dynamic batch size.
+    """Return a module as a torch.export program with a dynamic batch size.
 
     Raises:
-        ExportError: The graph contains an operator of this package.
+        ExportError: The graph contains a custom operator of this package.
     """
     shapes_of_weights = [[None] * len(tensors) for tensors in weights]
     dynamic_shapes = ({0: Dim("batch")}, *shapes_of_weights)
@@ -90,19 +93,19 @@ def program_of(module: nn.Module, batch: Tensor, *weights: list[Tensor]) -> Expo
             node.meta.pop("stack_trace", None)  # stack traces contain paths of this machine
             if str(node.target).startswith("vil."):
                 raise ExportError(
-                    f"graph must contain only PyTorch operators, got {node.target}: write the mixer's recurrence with "
+                    f"exported graph must contain only PyTorch operators, got {node.target}: write the recurrence with "
                     "PyTorch operators or add it to vil/export/mixers.py"
                 )
     return program
 
 
 def as_evaluated(model: nn.Module) -> Any:
-    """Return a copy of the model in fp32, on the CPU, in eval mode."""
+    """Return a copy of the model in fp32, on the CPU and in eval mode."""
     return copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
 
 
 def outputs_of(model: Any, features: Sequence[int], images: Tensor) -> tuple[Tensor, ...]:
-    """Return the logits and the feature maps of the blocks with these indices."""
+    """Return the logits, and the feature maps of the blocks with indices `features`."""
     if not features:
         return (model(images),)
     tokens, maps = model.forward_intermediates(images, indices=list(features))
@@ -110,7 +113,7 @@ def outputs_of(model: Any, features: Sequence[int], images: Tensor) -> tuple[Ten
 
 
 def pictures(count: int, size: tuple[int, int, int]) -> Tensor:
-    """Return normalized images (count, C, H, W): noise, and smooth images that resemble photographs, in turn."""
+    """Return random normalized images (count, C, H, W), alternately white noise and smooth images."""
     channels, height, width = size
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(count, channels, height, width, generator=generator)

@@ -1,4 +1,4 @@
-"""Serialization of a model's weights in half precision, for `vil.from_checkpoint`."""
+"""Serialization of a model's weights in half precision as .safetensors, for `vil.from_checkpoint`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .traced import ExportError, as_evaluated, outputs_of
 
 
 def to_safetensors(model: Any, metadata: dict[str, Any]) -> Serialized:
-    """Serialize the weights; the result runs the model that `vil.from_checkpoint` loads from the content.
+    """Serialize the weights of a model. `run` of the result runs the model that `vil.from_checkpoint` loads from them.
 
     Raises:
-        ExportError: A weight exceeds fp16, the model has no head, or the model does not record its arguments.
+        ExportError: A weight exceeds the range of fp16, the model has no head, or the model's arguments are unknown.
     """
     if not model.num_classes:
         raise ExportError(
-            "num_classes must be positive for .safetensors files, got 0: export the model with its head and load it "
-            "with vil.from_checkpoint(num_classes=0)"
+            "num_classes must be positive for .safetensors files, got 0: export the model with its head, and load the "
+            "file with vil.from_checkpoint(num_classes=0)"
         )
     texts = {name: text_of(value) for name, value in metadata.items()}
     content = pack_weights(_weights_in_half_precision(model), _options_of(model, metadata), texts)
@@ -44,13 +44,14 @@ def _weights_in_half_precision(model: Any) -> dict[str, Tensor]:
     too_large = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
     if too_large:
         raise ExportError(
-            f"weights must be below 65504 in magnitude, the range of half precision, in {', '.join(too_large[:3])}"
+            f"weights must be at most 65504 in magnitude, the range of half precision: {', '.join(too_large[:3])} "
+            "exceed this range"
         )
     return weights
 
 
 def _options_of(model: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of `Config` by which `vil.from_checkpoint` creates the model."""
+    """Return the training options from which `vil.from_checkpoint` creates the model."""
     options = {name: metadata[name] for name in ("model", "num_classes", "crop_pct", "interpolation")}
     height, width = metadata["input_size"][1:]
     options["img_size"] = height if height == width else [height, width]
@@ -59,9 +60,9 @@ def _options_of(model: Any, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def arguments_of(model: Any) -> dict[str, Any]:
-    """Return the arguments that build the model with its current image and patch size.
+    """Return the keyword arguments that create the model with its current image size and patch size.
 
-    Only models of `vil.from_checkpoint` or of this package's commands record their arguments.
+    The arguments are recorded by `vil.from_checkpoint` and by the commands of this package. Other models record none.
     """
     recorded = getattr(model, "model_args", {})
     arguments = {name: value for name, value in recorded.items() if name in MODEL_KWARGS}
@@ -74,7 +75,7 @@ def arguments_of(model: Any) -> dict[str, Any]:
 
 
 def _reload(content: bytes) -> Any:
-    """Return the model that `vil.from_checkpoint` loads from the content of a file."""
+    """Load a model from the content of a .safetensors file with `vil.from_checkpoint`."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "weights.safetensors"
         path.write_bytes(content)
@@ -82,6 +83,6 @@ def _reload(content: bytes) -> Any:
             return from_checkpoint(path)
         except (ConfigError, CheckpointError) as error:
             raise ExportError(
-                "the model must record the arguments that it was built with: create it with vil.from_checkpoint "
+                "the model must record the arguments that created it: load the model with vil.from_checkpoint "
                 f"({error})"
             ) from error

@@ -1,1 +1,1 @@
-"""Survival of a process: lost output, signals, failing disks, and the end of other processes."""
+"""Fault tolerance: keep a process alive through lost output, signals, failing disks and dead processes."""

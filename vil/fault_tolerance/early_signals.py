@@ -1,4 +1,7 @@
-"""Signals that end a run before it trains. Only the standard library is imported, so that this takes no time."""
+"""Handlers for signals that arrive before training starts.
+
+This module imports only the standard library, so that the handlers are installed before slow imports.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ PREEMPTED = 75  # exit status EX_TEMPFAIL: "try again later"
 
 
 def exit_on_signals() -> None:
-    """Let SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) exit with status 75 and one line, because there is nothing to save yet.
+    """Exit with status 75 and a one-line message on SIGTERM, SIGUSR1 and SIGINT (Ctrl-C).
 
-    When its terminal closes, a process of torchrun exits in the same way; a single process continues.
+    No checkpoint is written, because the run has nothing to save yet. When the terminal closes (SIGHUP), a process
+    started by torchrun exits in the same way, but a single process continues.
     """
     for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
         if hasattr(signal, name):  # Windows lacks SIGUSR1
@@ -25,6 +29,6 @@ def exit_on_signals() -> None:
 def _exit(*_) -> None:
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
-            if os.name == "nt" or select.select([], [2], [], 0)[1]:  # a full pipe without a reader would block
-                os.write(2, b"\nstopped by a signal with nothing to save\n")
+            if os.name == "nt" or select.select([], [2], [], 0)[1]:  # writing to a full pipe would block
+                os.write(2, b"\nstopped by a signal before training started, with nothing to save\n")
     os._exit(PREEMPTED)

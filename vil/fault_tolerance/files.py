@@ -1,4 +1,4 @@
-"""Atomically written files."""
+"""Atomic writing of files."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from .machine_errors import cause_of
 
 _logger = logging.getLogger(__name__)
 
-UNFINISHED = r"\..+\.[0-9a-f]{16}\.vil\.tmp"  # names of unfinished files, which no other program uses
-# error codes of unsupported fsync
+# names of unfinished files, which no other program uses
+UNFINISHED = r"\..+\.[0-9a-f]{16}\.vil\.tmp"
+# error codes of fsync on file systems that do not support fsync
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 
 
 def write_atomically(
     path: Path, content: str | bytes | Callable[[BinaryIO], object], previous: Path | None = None
 ) -> None:
-    """Write a file so that readers see the old content or the whole new content, also after a loss of power.
+    """Write a file atomically: readers see either the old content or the complete new content, even after power loss.
 
-    The new content is written to a new file of an unpredictable name, so that a link left by another user has no
-    effect. The new file replaces `path`, also if `path` is a link.
+    The new content is written to a temporary file, which then replaces `path`, even if `path` is a link. The name of
+    the temporary file is unpredictable, so that another user cannot prepare a link with this name.
 
     Args:
-        path: The file.
-        content: The content, or a function that writes it.
-        previous: Name that the old file gets once the new one is complete on the disk.
+        path: Path of the file to write.
+        content: The new content, or a function that writes the new content to an open file.
+        previous: Path that the old file is renamed to once the new file is complete on the disk.
 
     Raises:
-        OSError: Writing failed. `path` has the old content or the whole new one, and `previous` is complete if it was.
+        OSError: Writing failed. `path` has the old or the complete new content. If `previous` existed, `previous` is
+            still a complete file.
     """
     temporary = _unfinished(path)
     kept = _unfinished(previous) if previous else None
@@ -57,7 +59,7 @@ def write_atomically(
             with suppress(OSError):
                 unfinished.unlink()
         if isinstance(error, OSError) and error.errno:
-            raise OSError(error.errno, error.strerror, str(path)) from error  # the error of a full disk names no file
+            raise OSError(error.errno, error.strerror, str(path)) from error  # "disk full" errors do not name a file
         raise
     _sync_folder(path.parent)
 
@@ -67,7 +69,7 @@ def _unfinished(path: Path) -> Path:
 
 
 def _replace_keeping(temporary: Path, path: Path, previous: Path, kept: Path) -> None:
-    """Rename `temporary` to `path`, whose old file becomes `previous`. `kept` is a free name."""
+    """Rename the old file at `path` to `previous`, and `temporary` to `path`. `kept` is an unused temporary path."""
     try:
         os.link(path, kept)
     except OSError:  # the file system has no hard links
@@ -78,7 +80,7 @@ def _replace_keeping(temporary: Path, path: Path, previous: Path, kept: Path) ->
 
 
 def _replace_without_links(temporary: Path, path: Path, previous: Path) -> None:
-    """Rename `path` to `previous` and `temporary` to `path`. If the second step fails, `path` gets its name back."""
+    """Rename `path` to `previous`, then `temporary` to `path`. If the second rename fails, undo the first one."""
     os.replace(path, previous)
     try:
         os.replace(temporary, path)
@@ -94,16 +96,16 @@ def _sync(descriptor: int, folder: Path) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        warn_once(f"{folder} is on a file system without fsync ({cause_of(error)}): a loss of power may lose files")
+        warn_once(f"the file system of {folder} has no fsync ({cause_of(error)}): files may be lost on power loss")
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make renamed files last through a loss of power."""
-    if not hasattr(os, "O_DIRECTORY"):  # Windows does not open folders
+    """Flush a folder to the disk, so that renamed files keep their new names after power loss."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows cannot open folders
         return
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # a writable folder need not be readable
+    except PermissionError:  # a folder can be writable without being readable
         return
     try:
         _sync(descriptor, folder)

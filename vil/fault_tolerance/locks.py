@@ -1,4 +1,4 @@
-"""Lock of a run's folder."""
+"""Lock that lets only one run at a time write to a run folder."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-PATIENCE = 10  # seconds to wait for a folder's lock, because the workers of a killed run outlive it for some seconds
+PATIENCE = 10  # seconds; maximum wait for a lock, because the workers of a killed run keep its lock for some seconds
 IN_USE = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)  # error codes of a lock that another process holds
-MOST_HOLDER = 1000  # maximum bytes of .holder to show
+MOST_HOLDER = 1000  # maximum number of bytes of the file .holder that a message quotes
 
 
 class FolderInUseError(RuntimeError):
@@ -33,15 +33,15 @@ class FolderInUseError(RuntimeError):
 
 
 class FolderLock:
-    """A run's lock on its folder, held until the end of `with` or of the process, however the process ends.
+    """Exclusive lock of a run on its folder, released at the end of `with` or when the process exits or dies.
 
-    On a file system without locks a warning says so, and the run trains on.
+    If the file system does not support locks, a warning is logged and the run continues without a lock.
 
     Args:
-        folder: The folder, which is created if it is missing. Unfinished files of killed processes are removed.
+        folder: The run folder, created if it is missing. Unfinished files of killed processes are deleted.
 
     Raises:
-        FolderInUseError: Another run holds the folder. The message says which one, since when, and what to do.
+        FolderInUseError: Another run holds the lock. The message names that run, its start time and a remedy.
         OSError: The folder cannot be written to.
     """
 
@@ -54,8 +54,8 @@ class FolderLock:
             if time.monotonic() > end:
                 self.release()
                 raise FolderInUseError(
-                    f"{folder} is in use: {_read_holder(holder)}. End that run first, or start this one in a folder of "
-                    "its own with --experiment NAME"
+                    f"{folder} is in use: {_read_holder(holder)}. Stop that run first, or start this run in another "
+                    "folder with --experiment NAME"
                 )
             time.sleep(0.05)
         for left in folder.glob(".*.vil.tmp"):
@@ -82,22 +82,22 @@ def _lock(file: int, folder: Path) -> bool:
     except OSError as error:
         if error.errno in IN_USE:
             return False
-        warn_once(f"{folder} cannot be locked ({cause_of(error)}): start no second run in this folder")
+        warn_once(f"{folder} cannot be locked ({cause_of(error)}): do not start a second run in this folder")
     return True
 
 
 def _unlock(file: int, process: int) -> None:
-    """Unlock and close a file. Workers forked from the process only close their copy."""
-    if fcntl is not None and os.getpid() == process:  # Windows unlocks a file when it is closed
+    """Unlock and close a file. A forked worker only closes its file descriptor, so that the run keeps the lock."""
+    if fcntl is not None and os.getpid() == process:  # Windows unlocks a file when the file is closed
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
 
 
 def _read_holder(holder: Path) -> str:
-    """Return what .holder says, in one printable line; the file may be anything."""
+    """Return the content of the file .holder as one printable line, or "another process" if it cannot be read."""
     try:
-        if holder.is_file():  # opening a pipe would wait for its writer
+        if holder.is_file():  # opening a named pipe would block until a writer opens the pipe
             with open(holder, "rb") as file:
                 return printable(one_line(file.read(MOST_HOLDER).decode(errors="replace"), MOST_HOLDER))
     except OSError:

@@ -1,4 +1,4 @@
-"""Output of commands: results and one-line errors."""
+"""Output of command-line programs: results on stdout and one-line errors on stderr."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .files import write_atomically
 
 
 def check_outputs(paths: Iterable[Path]) -> None:
-    """Raise a ConfigError if a requested output file could not be written at the end."""
+    """Raise a ConfigError before a long computation if one of its output files cannot be written."""
     for path in paths:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and not path.is_file():
-                raise FileExistsError("it exists but is not a regular file")
+                raise FileExistsError("the path exists but is not a regular file; move or remove it")
             write_atomically(probe := path.with_name(f".{path.name}.{os.getpid()}"), b"")
             probe.unlink()
         except OSError as error:
@@ -32,10 +32,10 @@ class LostResultError(RuntimeError):
 
 @contextmanager
 def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
-    """Exit with a one-line message for errors of the input or options, or for Ctrl-C.
+    """Exit with a one-line message instead of a traceback on Ctrl-C or on errors in input files or options.
 
     Args:
-        others: Additional exception types to handle.
+        others: Additional exception types to report in one line.
     """
     foreseen: tuple[type[Exception], ...] = (ConfigError, CheckpointError, LostResultError, *others)
     try:
@@ -44,7 +44,7 @@ def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)  # the exit status that shells expect
+        sys.exit(128 + signal.SIGINT)  # exit status that shells expect after Ctrl-C
 
 
 def print_result(text: str) -> None:
@@ -56,6 +56,6 @@ def print_result(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        # otherwise the interpreter would flush again at exit
+        # without this redirection, the interpreter would flush stdout at exit and fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise LostResultError(f"failed to write the result to stdout: {error}") from error

@@ -1,4 +1,4 @@
-"""Signal handling of a run: which signals schedulers send, and in which thread they are handled."""
+"""Signals that cluster schedulers send to a run, and the thread that handles these signals."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-# signals of cluster schedulers, and SIGHUP, which torchrun forwards when its terminal closes; Windows has only SIGTERM
+# Schedulers send SIGTERM or SIGUSR1. torchrun forwards SIGHUP when its terminal closes. Windows has only SIGTERM.
 NAMES = ("SIGTERM", "SIGUSR1", *(["SIGHUP"] if "TORCHELASTIC_RUN_ID" in os.environ else []))
 SCHEDULER_SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
 
 
 @contextmanager
 def signals_handled_in_thread() -> Iterator[None]:
-    """Run signal handlers in another thread, because the main thread cannot run them while it waits in PyTorch."""
-    # signal.set_wakeup_fd is not available here
+    """Run signal handlers in a separate thread, because PyTorch calls block handlers in the main thread."""
+    # signal.set_wakeup_fd needs the main thread, and on Windows a socket instead of a pipe
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -46,7 +46,7 @@ def signals_handled_in_thread() -> Iterator[None]:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block the signals of schedulers and Ctrl-C for threads and processes that start inside."""
+    """Block schedulers' signals and Ctrl-C for threads and processes that start inside the `with` block."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -59,7 +59,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def write_now(text: str) -> None:
-    """Write to stderr from a signal handler, unless that would block."""
+    """Write a text to stderr from a signal handler, or drop the text if writing would block."""
     with suppress(OSError, ValueError):
         if os.name == "nt" or select.select([], [2], [], 0)[1]:
             os.write(2, text.encode())

@@ -1,4 +1,4 @@
-"""stdout and stderr that never block the program: text that nobody reads is dropped."""
+"""Replacements for stdout and stderr that never block the program. Text that cannot be written is dropped."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import weakref
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
-PIECE = 2**12  # maximum characters that are queued as one piece
-MOST_PENDING = 2**10  # maximum pieces in the queue; the oldest are dropped
-MOST_WAIT = 0.5  # seconds; maximum wait of one flush
-WAIT_SHARE = 0.01  # maximum share of the time that flushes may wait
-EXIT_WAIT = 1.0  # seconds that pending text gets when the process exits
+PIECE = 2**12  # maximum number of characters per piece of text in the queue
+MOST_PENDING = 2**10  # maximum number of pieces in the queue; the oldest pieces are dropped
+MOST_WAIT = 0.5  # seconds; maximum wait per flush
+WAIT_SHARE = 0.01  # maximum share of the run time that the program waits in flushes
+EXIT_WAIT = 1.0  # seconds; maximum wait for pending text when the process exits
 
 
 class Piece(NamedTuple):
-    """A text in the queue of the writer thread, and the event that is set once the text is written or dropped."""
+    """Text in the queue of the writer thread. The event `done` is set once the text is written or dropped."""
 
     text: str
     done: threading.Event
 
 
 class BackgroundStream:
-    """A text stream that is written by a thread, so that a full disk, a closed terminal or a stuck reader is harmless.
+    """Text stream with a writer thread, so that a full disk or a stuck reader cannot block the program.
 
-    A flush normally waits until its text is written, which keeps the order of the lines of several streams. If the
-    reader is stuck, flushes wait for at most `WAIT_SHARE` of the time, and the queue is bounded.
+    A flush normally waits until the text is written, which keeps lines of stdout and stderr in order. If the reader of
+    the stream is stuck, flushes wait for at most `WAIT_SHARE` of the run time, and the queue drops its oldest text.
 
     Args:
         stream: sys.stdout or sys.stderr.
@@ -43,8 +43,8 @@ class BackgroundStream:
         _streams.add(self)
 
     def reset(self) -> None:
-        """Drop pending text. A forked process must call this, because the process has no writer thread."""
-        self._lock = threading.RLock()  # reentrant, because a signal handler may print while its thread prints
+        """Drop pending text. A forked process must call `reset`, because threads do not survive a fork."""
+        self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a print and print
         self._line: list[str] = []
         self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
@@ -63,7 +63,7 @@ class BackgroundStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Queue the text, and wait until the text is written or the budget of waiting is spent."""
+        """Queue the buffered text, and wait until the text is written or the wait budget is spent."""
         with self._lock:
             text = "".join(self._line)
             self._line.clear()
@@ -78,13 +78,13 @@ class BackgroundStream:
         self._wait_budget = max(0.0, self._wait_budget - (time.monotonic() - now))
 
     def finish(self, timeout: float) -> None:
-        """Wait until all text is written, or until the timeout in seconds."""
+        """Wait until all text is written, for at most `timeout` seconds."""
         self.flush()
         if self._writer is not None:
             self._enqueue("").wait(timeout)
 
     def _enqueue(self, text: str) -> threading.Event:
-        """Queue a text for the writer thread, and return the event of its last piece."""
+        """Queue a text for the writer thread, and return the event that is set once the whole text is written."""
         if not self._start_writer():
             self._write_now(text)
             done = threading.Event()
@@ -100,11 +100,11 @@ class BackgroundStream:
         return done
 
     def _start_writer(self) -> bool:
-        """Start the writer thread unless it runs. Return False if the interpreter exits and starts no more threads."""
+        """Start the writer thread if needed. Return False if no thread can start because the interpreter is exiting."""
         if self._writer is not None:
             return True
         writer = threading.Thread(target=self._write_pieces, args=(self._pieces,), daemon=True)
-        self._writer = writer  # before `start`, which a signal handler that prints may interrupt
+        self._writer = writer  # set before `start`, because a signal handler may print during `start`
         try:
             writer.start()
         except RuntimeError:
@@ -119,7 +119,7 @@ class BackgroundStream:
             piece.done.set()
 
     def _write_now(self, text: str) -> None:
-        """Write a text without Python's buffers, because the interpreter waits for the buffers' locks at exit."""
+        """Write a text to the unbuffered file, because the interpreter waits for the buffers' locks at exit."""
         with suppress(OSError, ValueError):  # a full disk, or a closed terminal or file
             buffer = getattr(self.stream, "buffer", None)
             if buffer is None:
@@ -136,7 +136,7 @@ _streams: weakref.WeakSet[BackgroundStream] = weakref.WeakSet()
 
 
 def _write_all(file: Any, data: bytes) -> None:
-    """Write data to an unbuffered file, also if the file is a pipe that another program made non-blocking."""
+    """Write all data to an unbuffered file, even if the file is a non-blocking pipe."""
     left = memoryview(data)
     while left:
         written = file.write(left)
@@ -147,15 +147,15 @@ def _write_all(file: Any, data: bytes) -> None:
 
 
 def outlive_output(*names: str) -> None:
-    """Let the process continue when nobody reads its output.
+    """Let the process continue when its output cannot be written, for example after the terminal closes.
 
     Args:
-        names: Streams to replace by a BackgroundStream, by default "stdout" and "stderr".
+        names: Names of the streams to replace by a BackgroundStream; "stdout" and "stderr" if no names are given.
     """
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # file names need not be UTF-8
+            stream.reconfigure(errors="backslashreplace")  # file names can contain bytes that are not UTF-8
 
     for name in names or ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -169,7 +169,8 @@ def outlive_output(*names: str) -> None:
 def _open_closed_streams() -> None:
     """Open stdin, stdout and stderr on the null device if the process was started without them.
 
-    Otherwise the next file that is opened gets the free descriptor, and C libraries print into that file.
+    Otherwise the next opened file would get the descriptor of stdout or stderr, and C libraries would print into that
+    file.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -181,14 +182,14 @@ def _open_closed_streams() -> None:
 
 
 def finish_output() -> None:
-    """Give pending text of all streams a short time to be written."""
+    """Wait at most `EXIT_WAIT` seconds until the pending text of all streams is written."""
     end = time.monotonic() + EXIT_WAIT
     for stream in list(_streams):
         stream.finish(max(0.0, end - time.monotonic()))
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """Exit without cleaning up, because the cleanup might wait for other processes."""
+    """Write pending output and exit without cleanup, because cleanup might wait for other processes."""
     finish_output()
     for stream in (sys.stdout, sys.stderr):
         if not isinstance(stream, BackgroundStream):

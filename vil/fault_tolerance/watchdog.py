@@ -1,4 +1,4 @@
-"""Watchdog of another rank's process."""
+"""Watchdog thread that detects when the process of another rank dies."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ import torch.distributed as dist
 
 from .streams import exit_at_once
 
-GRACE = 20  # seconds in which a process can notice by itself that another process is gone, and report why
+GRACE = 20  # seconds; delay before termination, so that the main thread can first report the reason itself
 
 
 class RankWatchdog(threading.Thread):
     """Thread that terminates this process if the next rank exits before `finish`, so that a failure reaches all ranks.
 
-    Otherwise a process that waits for its GPU would not notice the failure, because NCCL waits forever for missing
-    data.
+    Without the watchdog, the remaining ranks would hang, because NCCL waits forever for data from a dead rank.
     """
 
     def __init__(self, rank: int, world_size: int):
         super().__init__(daemon=True)
         self.next_rank = (rank + 1) % world_size
         self.previous_rank = (rank - 1) % world_size
-        # the group outlasts any run, because its only message is sent at the end
+        # The timeout exceeds any run time, because the only message is sent at the end of the run.
         self.group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1000))
 
     def run(self) -> None:
@@ -36,13 +35,13 @@ class RankWatchdog(threading.Thread):
         except RuntimeError as error:
             time.sleep(GRACE)
             print(
-                f"error: the process of rank {self.next_rank} is gone, and this one waits for it: {error}",
+                f"error: the process of rank {self.next_rank} has died, so this process exits: {error}",
                 file=sys.stderr,
                 flush=True,
             )
             exit_at_once(1)
 
     def finish(self) -> None:
-        """Stop watching. All ranks must call this."""
+        """Stop the watchdog. All ranks must call `finish`."""
         dist.send(torch.zeros(()), self.previous_rank, self.group)
         self.join()

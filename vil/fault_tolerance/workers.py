@@ -1,4 +1,4 @@
-"""Errors about loader workers that have died."""
+"""Errors with a remedy for data-loader workers that have died."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .machine_errors import MachineError, is_machine_error, remedy_for
 
 
 class LostWorkerError(ConfigError):
-    """A worker of a loader has died."""
+    """A data-loader worker has died. The message has a remedy."""
 
     def __init__(self, error: RuntimeError):
         reason = str(error).split(". ")[0].strip()
-        remedy = "it may have run out of memory, of which fewer --workers need less"
+        remedy = "the worker may have run out of memory; reduce --workers"
         if "Bus error" in reason:
-            remedy = "/dev/shm is full: a container gets more with --shm-size=8g; --workers 0 needs none"
+            remedy = "/dev/shm is full; start the container with --shm-size=8g, or set --workers 0"
         super().__init__(f"{reason}: {remedy}")
 
 
 @contextmanager
 def worker_errors_explained() -> Iterator[None]:
-    """Replace PyTorch's error about a worker by one with a remedy."""
+    """Replace PyTorch's errors about data-loader workers by one-line errors with a remedy."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -35,26 +35,26 @@ def worker_errors_explained() -> Iterator[None]:
 
 
 def _explain(error: OSError | RuntimeError) -> ConfigError | None:
-    """Return an error with a remedy, or None for errors that are not about a worker."""
+    """Return the one-line error with a remedy for `error`, or None if `error` is not about a worker."""
     if isinstance(error, OSError):
-        # PyTorch raises an error of a worker again, without its number
+        # PyTorch re-raises a worker's OSError without its errno
         is_machines = is_machine_error(error) or "[Errno " in str(error)
         reason = str(error).rpartition("Error: ")[2].strip()
         return MachineError(f"cannot read the data set: {reason}") if is_machines else None
-    if isinstance(error.__cause__, LostWorkerError):  # PyTorch has wrapped the error of `explain_lost_workers`
+    if isinstance(error.__cause__, LostWorkerError):  # raised by `explain_lost_workers` and wrapped by PyTorch
         return error.__cause__
     if "DataLoader worker" in str(error):
         return LostWorkerError(error)
-    if "DataLoader timed out" in str(error):  # workers wait for a disk or a mount that does not answer
+    if "DataLoader timed out" in str(error):  # a worker waits for a disk or a mount that does not respond
         return MachineError(f"cannot read the data set: {error}. To continue, {remedy_for(error)}")
     return None
 
 
 def explain_lost_workers() -> None:
-    """Make PyTorch's SIGCHLD handler, which may run anywhere in the training loop, raise a LostWorkerError."""
-    if not hasattr(signal, "SIGCHLD"):  # on Windows, PyTorch polls its workers
+    """Wrap PyTorch's SIGCHLD handler so that it raises a LostWorkerError when a worker has died."""
+    if not hasattr(signal, "SIGCHLD"):  # Windows has no SIGCHLD, so PyTorch polls its workers
         return
-    if threading.current_thread() is not threading.main_thread():  # Python sets signal handlers only there
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set signal handlers
         return
     handler = signal.getsignal(signal.SIGCHLD)
     if not callable(handler) or getattr(handler, "explains_lost_workers", False):

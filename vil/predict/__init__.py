@@ -3,7 +3,7 @@
     python -m vil.predict --checkpoint output/pets/best.pt photo.jpg
     python -m vil.predict --checkpoint output/pets/best.pt photos --csv photos.csv
 
-A checkpoint is a file of train_imagenet.py, a .safetensors or .onnx file of vil.export, or a folder of vil.export.
+A checkpoint is a file written by train_imagenet.py, or a .safetensors file, .onnx file or folder written by vil.export.
 Images are decoded and preprocessed as in validate.py.
 """
 
@@ -29,18 +29,20 @@ _logger = logging.getLogger(__name__)
 def predict(
     model: nn.Module | str | os.PathLike, images: Picture | Iterable[Picture], topk: int = 5, *, batch_size: int = 32
 ) -> list[Prediction] | list[list[Prediction]]:
-    """Return the most probable classes of an image, the best first; a list of such lists for several images.
+    """Return the most probable classes of an image in descending order, or one such list per image for several images.
 
     Args:
-        model: A timm model, which runs on its current device, or the path of a checkpoint: a file of train_imagenet.py,
-            a .safetensors or .onnx file of vil.export, or a folder of vil.export.
-        images: File path, Pillow image, or array (H, W) or (H, W, 3) of uint8 or uint16; or several of these.
-        topk: Number of classes for each image.
-        batch_size: Batch size of the model.
+        model: A timm model, which runs on its current device, or the path of a checkpoint: a file written by
+            train_imagenet.py, or a .safetensors file, .onnx file or folder written by vil.export.
+        images: A file path, a Pillow image, or an array (H, W) or (H, W, 3) of uint8 or uint16. An iterable of these
+            for several images.
+        topk: Number of classes per image.
+        batch_size: Number of images per forward pass of the model.
 
     Raises:
-        ConfigError: The checkpoint does not specify its preprocessing, the image cannot be read, or a number is below
-            1. If one of several images cannot be read, a warning names it and its predictions are [].
+        ConfigError: The checkpoint does not store its preprocessing, a single image cannot be read, or `topk` or
+            `batch_size` is below 1. If one of several images cannot be read, a warning names the image, and the list
+            of its predictions is empty.
         CheckpointError: The checkpoint is missing or corrupt.
     """
     if min(topk, batch_size) < 1:
@@ -55,7 +57,9 @@ def predict(
     several: list[list[Prediction]] = []
     for image, found in predictions(classifier, images, topk, batch_size):
         if isinstance(found, Exception):
-            _logger.warning("%s has no predictions, as it cannot be read: %s", _name(image), reason_of(found))
+            _logger.warning(
+                "%s has no predictions, because the image cannot be read: %s", _name(image), reason_of(found)
+            )
             several.append([])
         else:
             several.append(found)

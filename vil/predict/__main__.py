@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 def main() -> None:
     logging.basicConfig(format="%(message)s")
-    with errors_in_a_line(OSError):  # such as a full disk
+    with errors_in_a_line(OSError):  # for example a full disk
         unreadable, count = predict_files(parse_options())
     if unreadable:
         sys.exit(f"{unreadable} of {count} images cannot be read")
@@ -41,13 +41,24 @@ def parse_options() -> argparse.Namespace:
     parser = Parser(
         prog="python -m vil.predict", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--checkpoint", required=True, metavar="FILE|FOLDER", help=".pt, .safetensors, .onnx or folder")
-    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE|FOLDER", help="files, or folders of them")
-    parser.add_argument("--topk", type=int, default=5, help="classes of each image (default: 5)")
-    parser.add_argument("--batch-size", type=int, default=32, help="images at once (default: 32)")
-    parser.add_argument("--device", help="a GPU if there is one")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a table there, an image a line")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list there, an image an entry")
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        metavar="FILE|FOLDER",
+        help="path of the trained model: .pt, .safetensors or .onnx file, or folder written by vil.export",
+    )
+    parser.add_argument(
+        "images", nargs="+", type=Path, metavar="IMAGE|FOLDER", help="image files, or folders with images"
+    )
+    parser.add_argument("--topk", type=int, default=5, help="number of classes per image (default: 5)")
+    parser.add_argument("--batch-size", type=int, default=32, help="number of images per forward pass (default: 32)")
+    parser.add_argument("--device", help="device to run on, such as cuda or cpu (default: a GPU if available)")
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="also write the predictions to a CSV file, one image per row"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the predictions to a JSON file, one image per entry"
+    )
     options = parser.parse_args()
     for name in ("topk", "batch_size"):
         if getattr(options, name) < 1:
@@ -57,7 +68,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def predict_files(options: argparse.Namespace) -> tuple[int, int]:
-    """Print a line for each image and write the tables; return the numbers of unreadable images and of all images."""
+    """Print predictions, write the requested files, and return the numbers of unreadable images and of all images."""
     files = image_files(options.images)
     classifier = classifier_of(options.checkpoint, known_device(options.device))
     found = print_predictions(classifier, files, options.topk, options.batch_size)
@@ -71,7 +82,7 @@ def predict_files(options: argparse.Namespace) -> tuple[int, int]:
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files among `paths`, and the images in the folders among them."""
+    """Return the image files in `paths`, where each folder is replaced by the images in the folder."""
     files: list[Path] = []
     left_out: Counter[str] = Counter()
     for path in paths:
@@ -87,7 +98,7 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
 def print_predictions(
     classifier: Classifier, files: Sequence[Path], topk: int, batch_size: int
 ) -> list[tuple[Path, list[Prediction]]]:
-    """Print a line for each image, and return the predictions of those that can be read."""
+    """Print one line of predictions per image, and return the predictions of all readable images."""
     read = []
     with tqdm(total=len(files), unit="img", disable=None if len(files) > batch_size else True) as bar:
         for file, found in predictions(classifier, files, topk, batch_size):
@@ -103,7 +114,7 @@ def print_predictions(
 
 
 def _row(file: Path, found: list[Prediction]) -> dict[str, Any]:
-    """Return a row of the CSV table."""
+    """Return the row of an image in the CSV table."""
     row: dict[str, Any] = {"file": str(file)}
     for rank, prediction in enumerate(found, start=1):
         suffix = f"_{rank}" if rank > 1 else ""
@@ -113,7 +124,7 @@ def _row(file: Path, found: list[Prediction]) -> dict[str, Any]:
 
 
 def _entry(file: Path, found: list[Prediction]) -> dict[str, Any]:
-    """Return an entry of the JSON list."""
+    """Return the entry of an image in the JSON list."""
     classes = [{"class": p.label, "probability": p.probability, "number": p.number} for p in found]
     return {"file": str(file), "predictions": classes}
 

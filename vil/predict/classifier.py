@@ -18,11 +18,11 @@ from ..text import one_line, printable
 from .images import open_picture
 
 Pictures = TypeVar("Pictures")
-MAX_REASON = 200  # maximum length of an error in a message, in characters
+MAX_REASON = 200  # maximum length of a quoted error message, in characters
 
 
 class Prediction(NamedTuple):
-    """Predicted class: name, probability and class index."""
+    """Predicted class: name, probability and class index (`number`)."""
 
     label: str
     probability: float
@@ -35,9 +35,9 @@ class Classifier:
 
     Attributes:
         run: Function from normalized images (B, 3, H, W) to logits (B, classes).
-        device: Device of the inputs of `run`.
-        data_config: timm's data config of the images.
-        label_names: Class names by index; empty if unknown. ImageNet's WordNet ids are replaced by descriptions.
+        device: Device that the inputs of `run` must be on.
+        data_config: Preprocessing of the images as a timm data config.
+        label_names: Class names by class index; empty if unknown. WordNet ids of ImageNet are replaced by descriptions.
     """
 
     run: Callable[[Tensor], Tensor]
@@ -46,34 +46,34 @@ class Classifier:
     label_names: Sequence[str]
 
     def __post_init__(self) -> None:
-        from ..data.loaders import evaluation_transform  # slow import, takes a second
+        from ..data.loaders import evaluation_transform  # imported late, because this import takes a second
 
         self.transform = evaluation_transform(self.data_config)
         self.label_names = _readable(self.label_names)
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Any], topk: int) -> list[list[Prediction] | Exception]:
-        """Return the predictions of each image, or the error of an image that cannot be read."""
+        """Return a list of predictions per image, or the exception for an image that cannot be read."""
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            prepared = list(pool.map(self._prepare, images))  # decoders release the GIL
+            prepared = list(pool.map(self._prepare, images))  # threads help because decoders release the GIL
 
         readable = [image for image in prepared if isinstance(image, Tensor)]
         predicted = iter(self._classify(torch.stack(readable), topk) if readable else ())
         return [next(predicted) if isinstance(image, Tensor) else image for image in prepared]
 
     def _prepare(self, image: Any) -> Tensor | Exception:
-        """Return the image as a tensor (3, H, W) uint8, or the error of an image that cannot be read."""
+        """Return the image as a uint8 tensor (3, H, W), or the exception for an image that cannot be read."""
         from ..fault_tolerance.machine_errors import MachineError
 
         try:
             return self.transform(open_picture(image))
         except MachineError:
             raise
-        except Exception as error:  # decoders raise various types
+        except Exception as error:  # decoders have no common exception type
             return error
 
     def _classify(self, images: Tensor, topk: int) -> list[list[Prediction]]:
-        """Return the predictions of images (B, 3, H, W) uint8."""
+        """Return the predictions for a batch of uint8 images (B, 3, H, W)."""
         logits = self.run(self._normalize(images))
         self._check_logits(logits, len(images))
 
@@ -94,32 +94,36 @@ class Classifier:
             raise ConfigError(f"the model must return a tensor of logits, got {type(logits).__name__}")
         if logits.dim() != 2 or len(logits) != num_images or not logits.shape[1]:
             raise ConfigError(
-                f"the model must return logits (images, classes), got {tuple(logits.shape)} for {num_images} images"
+                f"the model must return logits ({num_images} images, classes), got shape {tuple(logits.shape)}"
             )
         if self.label_names and len(self.label_names) != logits.shape[1]:
-            raise ConfigError(f"the model has {logits.shape[1]} classes but {len(self.label_names)} label_names")
+            raise ConfigError(
+                f"the model has {logits.shape[1]} classes but {len(self.label_names)} label_names; set one per class"
+            )
 
     def _label(self, index: int) -> str:
         return self.label_names[index] if self.label_names else str(index)
 
 
 def _readable(names: Sequence[str]) -> Sequence[str]:
-    """Return class names, with ImageNet's WordNet ids replaced by descriptions."""
+    """Return class names, with WordNet ids of ImageNet replaced by descriptions."""
     if not names:
         return ()
-    descriptions: Any = ImageNetInfo().label_descriptions(as_dict=True)  # a dictionary, whatever the annotation says
+    descriptions: Any = ImageNetInfo().label_descriptions(
+        as_dict=True
+    )  # timm returns a dict, although its annotation differs
     return [descriptions.get(name, name) for name in names]
 
 
 def predictions(
     classifier: Classifier, images: Iterable[Pictures], topk: int, batch_size: int
 ) -> Iterator[tuple[Pictures, list[Prediction] | Exception]]:
-    """Iterate over images with their predictions, or with the error of an image that cannot be read."""
+    """Yield each image with its predictions, or with the exception if the image cannot be read."""
     rest = iter(images)
     while batch := list(islice(rest, batch_size)):
         yield from zip(batch, classifier(batch, topk))
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error as a line for a message."""
+    """Return an exception as one printable line for a message."""
     return printable(one_line(error, MAX_REASON)) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Conversion of the images that `predict` supports to 8-bit RGB."""
+"""Conversion of image files, Pillow images and arrays to 8-bit RGB for `predict`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Picture: TypeAlias = str | os.PathLike | Image.Image | np.ndarray
 
 
 def open_picture(image: Any) -> Image.Image:
-    """Convert an image of any supported kind to 8-bit RGB, with the same colours as in training."""
+    """Convert an image file, Pillow image or array to 8-bit RGB, with the same colour conversion as in training."""
     from ..data.sources.images import read_image
     from ..security.image_decoding import to_rgb
 
@@ -32,6 +32,6 @@ def _from_array(array: np.ndarray) -> Image.Image:
     has_known_shape = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
     if array.dtype != np.uint8 or not has_known_shape:
         raise ConfigError(
-            f"an image array must be (H, W) or (H, W, 3) of uint8 or uint16, got {array.shape} of {array.dtype}"
+            f"image arrays must be (H, W) or (H, W, 3) of dtype uint8 or uint16, got {array.shape} of {array.dtype}"
         )
     return Image.fromarray(array)

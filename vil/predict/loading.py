@@ -1,4 +1,4 @@
-"""Loading of classifiers from models and checkpoints."""
+"""Creation of classifiers from models and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _logger = logging.getLogger(__name__)
 
 
 def classifier_of(model: nn.Module | str | os.PathLike, device: str | None = None) -> Classifier:
-    """Return the classifier of a model or of a checkpoint.
+    """Return a Classifier for a timm model or for the path of a checkpoint.
 
     Raises:
-        ConfigError: The model has no classes, or the checkpoint does not specify its preprocessing.
+        ConfigError: The model has no classifier head, or the checkpoint does not store its preprocessing.
         CheckpointError: The checkpoint is missing or corrupt.
     """
     if not isinstance(model, (str, os.PathLike)):
@@ -39,11 +39,13 @@ def classifier_of(model: nn.Module | str | os.PathLike, device: str | None = Non
 def _classifier_of_model(model: Any) -> Classifier:
     inner = unwrapped(model)
     if not getattr(inner, "num_classes", 1):
-        raise ConfigError("num_classes of the model must be at least 1 to predict classes, got 0: keep its head")
+        raise ConfigError(
+            "num_classes of the model must be at least 1 to predict classes, got 0: create the model with its head"
+        )
     if not getattr(inner, "pretrained_cfg", None):
         _logger.warning(
-            "%s has no pretrained_cfg: images are preprocessed with timm's defaults, and class names are indices. "
-            "Set model.pretrained_cfg, or use a timm model",
+            "%s has no pretrained_cfg: images are preprocessed with timm's defaults, and classes are shown as indices. "
+            "To change this, set model.pretrained_cfg or use a timm model",
             type(inner).__name__,
         )
     module: nn.Module = model if isinstance(model, nn.Module) else inner  # timm's ModelEma is not a module

@@ -1,4 +1,4 @@
-"""Validation of what an untrusted checkpoint specifies beside its weights: options of a run and preprocessing."""
+"""Validation of the training options and preprocessing stored in an untrusted checkpoint."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ from ..config.values import convert
 from ..errors import CheckpointError, ConfigError
 from ..text import nearest, shown
 
-# options that an untrusted checkpoint must not set: where files are read and written, and with which programs
+# options that an untrusted checkpoint must not set, because they select paths to read or write, or programs to use
 NOT_FROM_CHECKPOINTS = {
     "output", "experiment", "resume", "pretrained_path", "teacher_checkpoint", "device", "log_tensorboard", "log_wandb",
 }  # fmt: skip
-# model arguments that a checkpoint may set, with their maximum or their valid words
+# model arguments that a checkpoint may set, with the maximum or the valid strings of each argument
 MODEL_KWARGS: dict[str, int | tuple[str, ...]] = {
     "embed_dim": 8192, "depth": 512, "patch_size": 512, "stride": 512, "in_chans": 1024, "dynamic_img_size": 1,
     "drop_rate": 1, "drop_path_rate": 1, "img_size": 8192, "global_pool": ("", "token", "avg"),
-    "num_heads": 512, "mlp_ratio": 64, "qkv_bias": 1,  # arguments of DeiT and similar models
+    "num_heads": 512, "mlp_ratio": 64, "qkv_bias": 1,  # arguments of ViT-like models such as DeiT
 }  # fmt: skip
 MOST_CLASSES = 10**6
-MOST_PIXELS = 8192  # of an image's side
-MOST_RESIZED = 2**14  # pixels of an image's side before the crop to img_size
+MOST_PIXELS = 8192  # maximum image height or width, in pixels
+MOST_RESIZED = 2**14  # maximum height or width of the resized image before the crop, in pixels
 MOST_PHASES = 100
-LARGEST = 1e6  # mean or standard deviation of pixels in 0..1
+LARGEST = 1e6  # maximum magnitude of the mean and std for pixel values between 0 and 1
 CROP_MODES = "center", "squash", "border"
 
 
 def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
-    """Return the options of a checkpoint that apply to whoever loads it, all of them plain names and numbers.
+    """Return the validated options of a checkpoint, without the options in `NOT_FROM_CHECKPOINTS`.
+
+    The returned options contain only numbers and plain names, so that an untrusted checkpoint cannot select files or
+    programs of the user who loads the checkpoint.
 
     Raises:
-        ConfigError: An option has a wrong type, is out of range, or is a model, argument, path or split that a
+        ConfigError: An option has a wrong type or is out of range, or names a model, argument, path or split that a
             checkpoint must not name.
     """
     source = f"the checkpoint {path}"
     if not isinstance(values, dict):
-        raise ConfigError(f"{source} holds {type(values).__name__} instead of options")
+        raise ConfigError(f"the options in {source} must be a dict, got {type(values).__name__}")
     options = {
         name: convert(name, value, source)
         for name, value in values.items()
@@ -55,11 +58,11 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
 
     phases = options.get("phases") or []
     if len(phases) > MOST_PHASES:
-        raise ConfigError(f"{source} has {len(phases)} phases, but must have at most {MOST_PHASES}")
+        raise ConfigError(f"{source} must have at most {MOST_PHASES} phases, got {len(phases)}")
     for phase in phases:
         options_of_checkpoint({**values, "phases": None, **phase}, path)
 
-    if options.get("dataset"):  # data of a hub: whoever loads the checkpoint must specify where they are stored
+    if options.get("dataset"):  # the user must specify the storage folder of a hub dataset
         options.pop("data_dir", None)
     return options
 
@@ -83,17 +86,17 @@ def _check_model_kwargs(arguments: dict[str, Any], source: str) -> None:
         if isinstance(allowed, tuple):
             if value not in allowed:
                 words = ", ".join(map(repr, allowed))
-                raise ConfigError(f"{source} has {name} {shown(value)}, but it must be one of {words}")
+                raise ConfigError(f"{source} has {name} {shown(value)}, but {name} must be one of {words}")
             continue
         numbers = value if isinstance(value, (list, tuple)) else [value]
         if len(numbers) > 2 or not all(isinstance(n, (int, float)) and 0 <= n <= allowed for n in numbers):
-            raise ConfigError(f"{source} has {name} {shown(value)}, but it must be at most {allowed}")
+            raise ConfigError(f"{source} has {name} {shown(value)}, but {name} must be between 0 and {allowed}")
 
 
 def _check_choices(options: dict[str, Any], source: str) -> None:
     for name, choices in choices_of_options().items():
         if options.get(name) is not None and options[name] not in choices:
-            raise ConfigError(f"{source} has {name} {shown(options[name])}, which is unknown")
+            raise ConfigError(f"{source} has {name} {shown(options[name])}, which this option does not support")
 
 
 def _check_sizes(options: dict[str, Any], source: str) -> None:
@@ -101,7 +104,7 @@ def _check_sizes(options: dict[str, Any], source: str) -> None:
     num_classes = options.get("num_classes") or 0
     for name, value, most in (("num_classes", num_classes, MOST_CLASSES), ("img_size", side, MOST_PIXELS)):
         if value > most:
-            raise ConfigError(f"{source} has {name} {options[name]}, but it must be at most {most}")
+            raise ConfigError(f"{source} has {name} {options[name]}, but {name} must be at most {most}")
     if side > MOST_RESIZED * (options.get("crop_pct") or 1):
         raise ConfigError(
             f"{source} has crop_pct {options['crop_pct']}, which would resize images to more than {MOST_RESIZED} pixels"
@@ -111,64 +114,68 @@ def _check_sizes(options: dict[str, Any], source: str) -> None:
 def _check_data(options: dict[str, Any], source: str) -> None:
     dataset = options.get("dataset", "")
     if not re.fullmatch(rf"|({'|'.join(DATASETS)})/[\w./-]+(:[\w.*-]+)?", dataset, re.IGNORECASE):
-        raise ConfigError(f"{source} has dataset {shown(dataset)}, which is not a plain dataset name")
+        raise ConfigError(
+            f"{source} has dataset {shown(dataset)}, but a checkpoint may only name a dataset as READER/NAME"
+        )
     for name in ("train_split", "val_split"):
         if not _is_plain_split(options.get(name, "x"), dataset):
             raise ConfigError(
-                f"{source} has {name} {shown(options[name])}, which is not a plain name: letters, digits, spaces and "
-                ". _ + - in names, which / joins"
+                f"{source} has {name} {shown(options[name])}, which is not a plain name: use only letters, digits, "
+                "spaces and the characters . _ + - /"
             )
     data_dir = options.get("data_dir") or ""
     if not dataset and re.search(r"^pipe:|://|[\0-\x1f]", data_dir):
-        raise ConfigError(f"{source} has data_dir {shown(data_dir)}, which is not the path of a folder")
+        raise ConfigError(f"{source} has data_dir {shown(data_dir)}, but data_dir must be the path of a local folder")
 
 
 def _is_plain_split(split: str, dataset: str) -> bool:
-    """Return whether a split consists of plain names joined by /, or has a suffix that its kind of dataset supports."""
+    """Return whether a split is a plain path such as a/b, with no suffix except those of its dataset reader."""
     if len(split) > 200:
         return False
-    if dataset.lower().startswith("wds/"):  # numbered shards and a number of images: x-{0000..0099}.tar|50000
+    if dataset.lower().startswith("wds/"):  # shard range and number of images, such as x-{0000..0099}.tar|50000
         split = re.sub(r"\|\d{1,12}$", "", split)
         split = re.sub(r"\{0*\d{1,5}\.\.0*\d{1,5}\}", "0", split, count=1)
-    elif dataset:  # a part of a split: train[:10%]
+    elif dataset:  # slice of a split, such as train[:10%]
         split = re.sub(r"\[[\d:%]*\]", "", split)
     return all(re.fullmatch(r"[\w .+-]+", name) and name.strip(".") for name in split.split("/"))
 
 
 def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
-    """Raise a ConfigError if only a checkpoint specifies that data are read from another source than a folder."""
+    """Raise a ConfigError if a checkpoint selects a dataset other than a folder and the user has not confirmed it."""
     dataset = saved.get("dataset")
     if not dataset or given.get("dataset") is not None or (dataset.startswith("wds/") and given.get("data_dir")):
         return
     confirmation = "--data-dir" if dataset.startswith("wds/") else f"--dataset {dataset}, and its --data-dir if any"
-    raise ConfigError(f"the checkpoint {path} was trained on the dataset {dataset!r}: to read it, set {confirmation}")
+    raise ConfigError(
+        f"the checkpoint {path} was trained on the dataset {dataset!r}: to read this dataset, set {confirmation}"
+    )
 
 
 def confirm_teacher(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
-    """Raise a ConfigError if only a checkpoint specifies that a teacher's weights are downloaded."""
+    """Raise a ConfigError if a checkpoint names a teacher to download and the user has not set `teacher`."""
     teacher = saved.get("teacher")
     if teacher and "teacher" not in given:
         confirmation = f"--teacher {teacher}, and its --teacher-checkpoint if any"
         raise ConfigError(
-            f"the checkpoint {path} was trained with the teacher {teacher!r}: to use it, set {confirmation}"
+            f"the checkpoint {path} was trained with the teacher {teacher!r}: to use this teacher, set {confirmation}"
         )
 
 
 def check_preprocessing(values: dict[str, Any], path: str | Path, channels: int = 3) -> None:
-    """Check the mean, std, crop_mode, crop_pct and interpolation that a file specifies, as far as it does.
+    """Validate the mean, std, crop_mode, crop_pct and interpolation stored in a file. Missing values are skipped.
 
     Raises:
-        CheckpointError: mean or std is not one number for each channel, or the crop mode is unknown.
-        ConfigError: crop_pct or interpolation is not allowed in a checkpoint (see `options_of_checkpoint`).
+        CheckpointError: The mean or std is not one number per channel, or the crop mode is unknown.
+        ConfigError: The crop_pct or interpolation is invalid (see `options_of_checkpoint`).
     """
     for name in ("mean", "std"):
         numbers = values.get(name, [0.5])
         is_valid = isinstance(numbers, list) and len(numbers) in (1, channels) and all(map(_is_moderate, numbers))
         if not is_valid or (name == "std" and min(numbers) < 1 / LARGEST):
-            raise CheckpointError(f"{path} has {name} {str(numbers)[:100]}, which is not one number per channel")
+            raise CheckpointError(f"{name} in {path} must be one number per channel, got {str(numbers)[:100]}")
     if values.get("crop_mode", "center") not in CROP_MODES:
         raise CheckpointError(
-            f"{path} has crop_mode {str(values['crop_mode'])[:100]}, but it must be center, squash or border"
+            f"crop_mode in {path} must be center, squash or border, got {str(values['crop_mode'])[:100]}"
         )
     options_of_checkpoint({name: values[name] for name in ("crop_pct", "interpolation") if name in values}, path)
 

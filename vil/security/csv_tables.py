@@ -1,4 +1,4 @@
-"""CSV tables that no spreadsheet runs."""
+"""CSV tables whose cells no spreadsheet program executes as formulas."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from ..text import label_of
 
-FORMULAS = "=+-@＝＋－＠"  # characters that start a formula in a spreadsheet
+FORMULAS = "=+-@＝＋－＠"  # leading characters that make a spreadsheet program treat a cell as a formula
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Return a table as CSV with printable, quoted text that no spreadsheet interprets as a formula."""
+    """Return a table as CSV text. Text cells are quoted and printable, and cannot act as spreadsheet formulas."""
     text = io.StringIO()
     writer = csv.writer(text, quoting=csv.QUOTE_NONNUMERIC)
     writer.writerow(columns)

@@ -1,5 +1,5 @@
-"""Error of an untrusted file of tensors."""
+"""Exception for untrusted weight files that are rejected."""
 
 
 class TorchFileError(ValueError):
-    """A file is damaged, or contains values that weights do not need. The message gives the reason."""
+    """A weight file is damaged, or contains values that a state dict does not need. The message gives the reason."""

@@ -1,7 +1,7 @@
-"""Bound of the memory that nested values take.
+"""Limit on the memory that the nested values of a pickle may take.
 
-A pickle can refer to one value many times, so a small file can hold values that take gigabytes when they are copied or
-written out.
+A pickle can reference one value many times. So the values of a small file can take gigabytes when they are copied or
+printed.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from .errors import TorchFileError
 
-TOO_DEEP = 20  # levels of nested values that are refused; checkpoints have about five
-REFERENCE = 8  # bytes of a reference to a value
+TOO_DEEP = 20  # nesting depth at which values are rejected; checkpoints have about five levels
+REFERENCE = 8  # bytes per reference to a value
 
 
 def check_expansion(content: Any, most_bytes: int) -> None:
-    """Check how much memory nested values would take if each reference had a copy of its value.
+    """Check the memory that nested values would take if each reference were replaced by a copy of its value.
 
-    The values are visited level by level, which stops at the limit.
+    The values are visited level by level, and the visit stops at the limit.
 
     Args:
-        content: Nested values.
-        most_bytes: Bytes allowed for tensors, text and references to values.
+        content: Nested values, such as a checkpoint.
+        most_bytes: Maximum number of bytes for tensors, text and references.
 
     Raises:
         TorchFileError: The values would take more than `most_bytes`, or are nested too deeply.
@@ -36,12 +36,12 @@ def check_expansion(content: Any, most_bytes: int) -> None:
     for _ in range(1, TOO_DEEP):
         total += sum(map(_size_of, level))
         if total > most_bytes:
-            raise TorchFileError(f"its values take at least {total} bytes, of which the file can have {most_bytes}")
+            raise TorchFileError(f"its values must take at most {most_bytes} bytes, got at least {total}")
         children = chain.from_iterable(map(_children_of, level))
-        level = list(islice(children, most_bytes // REFERENCE + 1))  # more references exceed the limit
+        level = list(islice(children, most_bytes // REFERENCE + 1))  # one reference more exceeds the limit
         if not level:
             return
-    raise TorchFileError(f"its values are nested {TOO_DEEP} levels deep or deeper")
+    raise TorchFileError(f"its values must be nested less than {TOO_DEEP} levels deep")
 
 
 def _children_of(value: Any) -> Iterable[Any]:
@@ -53,7 +53,7 @@ def _children_of(value: Any) -> Iterable[Any]:
 
 
 def _size_of(value: Any) -> int:
-    """Return the bytes of a value and a reference to it, without nested values."""
+    """Return the number of bytes of a reference and its value, excluding nested values."""
     if isinstance(value, Tensor):
         return REFERENCE + value.numel() * value.element_size()
     if isinstance(value, str):

@@ -1,6 +1,6 @@
-"""Decoding of untrusted image files to 8-bit RGB: the formats, the limits and the colours.
+"""Decoding of untrusted image files to 8-bit RGB, with limits on formats and sizes.
 
-The module imports nothing of this package, because the process of `sandbox_server` imports the module without PyTorch.
+This module must not import other modules of this package, because the sandbox process runs without PyTorch.
 """
 
 from __future__ import annotations
@@ -11,84 +11,89 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-# Pillow reads some forty formats whatever the file's name; for EPS, Pillow would start Ghostscript
+# Pillow supports about forty formats, and detects a format by content; an EPS file would start Ghostscript.
 Image.init()
 FORMATS = tuple(f for f in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF") if f in Image.OPEN)
 
-MOST_BYTES = 2**29  # bytes of a file, because some formats are read as a whole
-MOST_PIXELS = 89_478_485  # Pillow's limit for warnings; RGB images of this size take 0.36 GB
-MOST_ELONGATED = 100  # ratio of the sides, because resizing the shorter side to a fixed length scales the longer side
-LEAST_TILE = 2**22  # pixels of a TIFF tile that may be larger than its image
+MOST_BYTES = 2**29  # maximum file size in bytes, because some decoders read the whole file into memory
+MOST_PIXELS = 89_478_485  # maximum number of pixels, above which Pillow would warn; Pillow's RGB image takes 0.36 GB
+MOST_ELONGATED = 100  # maximum aspect ratio, because resizing the shorter side also scales the longer side
+LEAST_TILE = 2**22  # pixels; smaller TIFF tiles are allowed even if they are larger than the image
 
-# tags of a TIFF file
+# numbers of TIFF tags
 BITS_PER_SAMPLE = 258
 PHOTOMETRIC_INTERPRETATION = 262
 TILE_WIDTH = 322
 TILE_LENGTH = 323
-WHITE_IS_ZERO = 0  # a photometric interpretation
+WHITE_IS_ZERO = 0  # value of the tag PHOTOMETRIC_INTERPRETATION
 
 
 class UnfitImageError(ValueError):
-    """An image is damaged, beyond the limits, or without a range of pixel values, or its decoder has failed."""
+    """An image is damaged, exceeds a limit, has no defined range of pixel values, or makes its decoder fail."""
 
 
 def length_of(file: BinaryIO) -> int:
-    """Return the number of bytes of a file, or raise an UnfitImageError if they are too many."""
+    """Return the size of a file in bytes. Raise an UnfitImageError if the file is larger than `MOST_BYTES`."""
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
     if length > MOST_BYTES:
-        raise UnfitImageError(f"{length} bytes, more than {MOST_BYTES}")
+        raise UnfitImageError(f"file size must be at most {MOST_BYTES} bytes, got {length}")
     return length
 
 
 def decode(file: BinaryIO) -> Image.Image:
-    """Return the first image of a file as 8-bit RGB. A file that is not an image may raise any exception."""
+    """Return the first image of a file as 8-bit RGB. Decoders can raise any exception for a damaged file."""
     return to_rgb(open_image(file))
 
 
 def open_image(file: BinaryIO) -> Any:
-    """Return Pillow's image of a file, whose pixels are not decoded yet.
+    """Open a file as a Pillow image without decoding the pixels.
 
     Raises:
-        UnfitImageError: The file is not an image of `FORMATS`, or its header is beyond the limits.
+        UnfitImageError: The file is not an image in one of `FORMATS`, or its header exceeds a limit.
     """
     try:
         image: Any = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError as error:  # Pillow's message contains only a memory address
-        raise UnfitImageError(f"its content is not that of a {', '.join(FORMATS)} file") from error
+        raise UnfitImageError(f"file must be an image in one of the formats {', '.join(FORMATS)}") from error
 
     width, height = image.size
     if width * height > MOST_PIXELS:
-        raise UnfitImageError(f"{width}x{height} pixels, more than {MOST_PIXELS}")
+        raise UnfitImageError(f"image must have at most {MOST_PIXELS} pixels, got {width}x{height}")
     if max(width, height) > MOST_ELONGATED * min(width, height):
-        raise UnfitImageError(f"{width}x{height} pixels, one side more than {MOST_ELONGATED} times the other")
+        raise UnfitImageError(f"aspect ratio must be at most {MOST_ELONGATED}, got {width}x{height} pixels")
     if image.format == "TIFF":
-        # libtiff decompresses whole tiles, even if the image needs little of them
+        # libtiff decompresses a whole tile, even if the image covers only a small part of the tile
         tile = image.tag_v2.get(TILE_WIDTH, 0) * image.tag_v2.get(TILE_LENGTH, 0)
-        if tile > max(width * height, LEAST_TILE):
-            raise UnfitImageError(f"a TIFF tile of {tile} pixels in an image of {width}x{height}")
+        limit = max(width * height, LEAST_TILE)
+        if tile > limit:
+            raise UnfitImageError(
+                f"TIFF tiles of a {width}x{height} image must have at most {limit} pixels, got {tile}"
+            )
     return image
 
 
 def to_rgb(image: Any) -> Image.Image:
-    """Convert Pillow's image of any mode to 8-bit RGB.
+    """Convert a Pillow image of any mode to 8-bit RGB.
 
     Raises:
-        UnfitImageError: The format does not specify which value is white, as for floats.
+        UnfitImageError: The range of pixel values is undefined, for example for floating-point pixels.
     """
     if image.mode.startswith(("I", "F")):
         return _grey_to_rgb(image)
     if image.mode == "RGB" and image.format == "JPEG":
         image.load()
-        return image  # `convert` would copy, which takes a tenth of the decoding time
+        return image  # `convert` would copy the image, which takes 10% of the decoding time
     return image.convert("RGB")
 
 
 def _grey_to_rgb(image: Any) -> Image.Image:
-    """Convert a grey image of more than 8 bits. The highest 8 bits are kept, because Pillow would clip at 255."""
+    """Convert a greyscale image of more than 8 bits to RGB by its highest 8 bits, because Pillow would clip at 255."""
     has_range = image.mode != "F" and (image.mode != "I" or image.format in ("PNG", "PPM"))
     if not has_range:
-        raise UnfitImageError(f"pixels of mode {image.mode!r} in {image.format} have no range from black to white")
+        raise UnfitImageError(
+            f"{image.format} pixels of mode {image.mode!r} have no defined white; convert the image to 8 bits"
+        )
 
     tags = image.tag_v2 if image.format == "TIFF" else {}
     bits = tags.get(BITS_PER_SAMPLE, (16,))[0]

@@ -1,4 +1,4 @@
-"""Structure of JPEG and PNG files: whether it bounds the cost of decoding, and the parts that pixels depend on."""
+"""Removal of metadata from JPEG and PNG files, and a check that their structure bounds the cost of decoding."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import struct
 
 from .image_decoding import MOST_PIXELS, UnfitImageError
 
-MOST_SCANS = 100  # scans of a JPEG, each of which may cover all pixels; encoders write about ten
-MOST_SCANNED = 2**28  # pixels that all scans of a JPEG go over: ten scans of 26 megapixels
-MOST_PARTS = 1000  # segments of a JPEG before its scans, or small chunks of a PNG
-CHUNK_BYTES = 2**10  # minimum bytes of a PNG for each further chunk; most encoders write 8,192
-# markers of a JPEG
+MOST_SCANS = 100  # maximum scans per JPEG, because each scan may cover all pixels; encoders write about ten
+MOST_SCANNED = 2**28  # maximum pixels times scans per JPEG: ten scans of 26 megapixels
+MOST_PARTS = 1000  # maximum JPEG segments before the first scan, or small chunks per PNG
+CHUNK_BYTES = 2**10  # minimum PNG file size in bytes per additional chunk; most encoders write 8,192
+# JPEG markers
 FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 BASELINE_FRAMES = {0xC0, 0xC1}
 TABLES = {0xC4, 0xCC, 0xDB, 0xDD}  # Huffman, arithmetic-coding and quantization tables, and the restart interval
-COLOURS = {0xE0: b"JFIF", 0xEE: b"Adobe"}  # segments that specify the colour encoding
+COLOURS = {0xE0: b"JFIF", 0xEE: b"Adobe"}  # JPEG segments that specify the colour encoding
 METADATA = {*range(0xE0, 0xF0), 0xFE}
 SCAN = 0xDA
 PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"IDAT", b"IEND")
 
 
 def strip_metadata(data: bytes) -> bytes | None:
-    """Return a JPEG or PNG without metadata, or None if the structure of the file does not bound its cost.
+    """Return a JPEG or PNG without metadata, or None if the file's structure does not bound the cost of decoding.
 
-    Only the parts that pixels depend on are kept, by an allow-list. So metadata cost nothing, whatever their kind.
+    An allow-list keeps only the parts that the pixels depend on, so that no kind of metadata is decoded.
 
     Raises:
-        UnfitImageError: The file is a JPEG of too many scans.
+        UnfitImageError: The file is a JPEG with more than `MOST_SCANS` scans.
     """
     if data[:3] == b"\xff\xd8\xff":
         return _strip_jpeg(data)
@@ -36,12 +36,12 @@ def strip_metadata(data: bytes) -> bytes | None:
 
 
 def _is_in_proportion(length: int, width: int, height: int) -> bool:
-    """Return whether an image of this size is within the limit, and the file not much longer than its pixels."""
+    """Return whether the image size is within the limit and the file length is in proportion to the image size."""
     return length <= 2**20 + 8 * width * height <= 8 * MOST_PIXELS
 
 
 def _strip_jpeg(data: bytes) -> bytes | None:
-    """Read the segments before the first scan sequentially, because a decoder searches what lies between segments."""
+    """Return a JPEG without metadata, or None if the segments are not contiguous, which makes decoders search."""
     view = memoryview(data)
     kept: list[bytes | memoryview] = [view[:2]]
     position, frame = 2, None
@@ -75,7 +75,7 @@ def _strip_jpeg(data: bytes) -> bytes | None:
     if not has_one_scan:
         scans = data.count(b"\xff\xda")
         if scans > MOST_SCANS:
-            raise UnfitImageError(f"{scans} scans, more than {MOST_SCANS}")
+            raise UnfitImageError(f"JPEG must have at most {MOST_SCANS} scans, got {scans}")
         if scans * width * height > MOST_SCANNED:
             return None
     return b"".join([*kept, view[position:]])

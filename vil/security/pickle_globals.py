@@ -1,6 +1,6 @@
-"""Functions that the pickles of untrusted .pt files may name, and what is called instead.
+"""Functions that the pickles of untrusted .pt files may call, and the safe replacements that run instead.
 
-No function accepts any number of arguments, because a pickle could have each of many calls copy the same arguments.
+No replacement accepts `*args`, because each of many calls in a pickle could then copy the same long tuple.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MOST_DIMENSIONS = 64
 
 
 def call(function: Any, arguments: Any) -> Any:
-    """Call a function of `GLOBALS`, which are the only functions that a pickle can name."""
-    if not isinstance(function, FunctionType) or type(arguments) is not tuple:  # a tensor would be iterated over
+    """Call one of the functions in `GLOBALS`, the only functions that a pickle can name."""
+    if not isinstance(function, FunctionType) or type(arguments) is not tuple:  # `*` would iterate over a tensor
         raise TorchFileError(f"it calls {type(function).__name__} with arguments that weights do not need")
     return function(*arguments)
 
@@ -34,7 +34,7 @@ def _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, meta
 
 
 def _rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype, metadata=None) -> Tensor:
-    return _rebuild_tensor(storage.view(dtype), offset, size, stride)  # the storage has bytes
+    return _rebuild_tensor(storage.view(dtype), offset, size, stride)  # the storage is untyped
 
 
 def _rebuild_parameter(data, requires_grad, hooks, state=None) -> Tensor:
@@ -42,14 +42,14 @@ def _rebuild_parameter(data, requires_grad, hooks, state=None) -> Tensor:
 
 
 def _rebuild_from_type(function, tensor_type, arguments, state) -> Tensor:
-    """Return a tensor without its attributes, such as those of a buffer."""
+    """Return a tensor of a subclass such as nn.Buffer as a plain tensor, without attributes."""
     return call(function, arguments)
 
 
 def _size(values: Any) -> torch.Size:
     is_tuple = isinstance(values, tuple) and len(values) <= MOST_DIMENSIONS
     if not is_tuple or any(type(value) is not int for value in values):
-        raise TorchFileError(f"a size is not a tuple of at most {MOST_DIMENSIONS} integers")
+        raise TorchFileError(f"tensor sizes and strides must be tuples of at most {MOST_DIMENSIONS} integers")
     return torch.Size(values)
 
 
@@ -74,7 +74,7 @@ GLOBALS: dict[str, Any] = {
     **{f"{module} {name}Storage": dtype for name, dtype in STORAGES.items() for module in ("torch", "torch.cuda")},
     **{f"torch {name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "torch.storage UntypedStorage": torch.uint8,
-    "torch._tensor Tensor": None,  # argument of `_rebuild_from_type`
+    "torch._tensor Tensor": None,  # class argument of `_rebuild_from_type`, which is ignored
     "torch Tensor": None,
     "torch Size": _size,
     "torch device": _device,
@@ -85,5 +85,5 @@ GLOBALS: dict[str, Any] = {
     "torch._utils _rebuild_parameter_with_state": _rebuild_parameter,
     "torch._tensor _rebuild_from_type_v2": _rebuild_from_type,
     "collections OrderedDict": _ordered_dict,
-    "argparse Namespace": _namespace,  # ViM's checkpoints store their options in one
+    "argparse Namespace": _namespace,  # ViM's checkpoints store their options in an argparse.Namespace
 }

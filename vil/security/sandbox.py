@@ -1,4 +1,4 @@
-"""Sandbox: a process with limits of time and memory that decodes images whose structure does not bound their cost."""
+"""Sandbox: a process with time and memory limits that decodes images of unbounded decoding cost."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ SIGKILL = getattr(signal, "SIGKILL", 0)  # Windows has no signals
 
 
 class LateImageError(UnfitImageError):
-    """An image was not decoded in time."""
+    """Decoding an image exceeded the timeout."""
 
 
 def decode_in_sandbox(data: bytes) -> Image.Image:
-    """Decode a file in this process's sandbox (see `Sandbox.decode`)."""
+    """Decode an image file in the sandbox of this process (see `Sandbox.decode`)."""
     return sandbox_of(os.getpid()).decode(data)
 
 
 @functools.cache
 def sandbox_of(process_id: int) -> Sandbox:
-    """Return the sandbox of a process. A forked process gets another sandbox than its parent."""
+    """Return the sandbox of the process with this id. A forked process does not share the sandbox of its parent."""
     sandbox = Sandbox()
     atexit.register(sandbox.close)
     return sandbox
 
 
 class Sandbox:
-    """A process that decodes one file at a time.
+    """Process that decodes one image file at a time.
 
-    The process starts with the first file, and is restarted after a file that ended the process.
+    The process is started for the first file, and restarted after a file that crashed or exceeded a limit.
     """
 
     def __init__(self) -> None:
@@ -56,9 +56,10 @@ class Sandbox:
         """Return the first image of a file as 8-bit RGB.
 
         Raises:
-            LateImageError: Decoding took too long.
-            UnfitImageError: There is no image within the limits; the message has the decoder's error.
-            OSError: The process does not start, or the machine has killed it.
+            LateImageError: Decoding exceeded the timeout.
+            UnfitImageError: The file is not an image, is damaged or exceeds a limit. The message contains the error of
+                the decoder.
+            OSError: The sandbox process does not start, or was killed because the machine ran out of memory.
         """
         with self._lock:
             try:
@@ -71,7 +72,7 @@ class Sandbox:
         return Image.frombytes("RGB", size, content)
 
     def _request(self, data: bytes) -> tuple[tuple[int, int], bytes]:
-        """Return the reply of the process: the image's size and pixels, or a size of 0 and the decoder's error."""
+        """Return the size and pixels of the image in `data`, or the size (0, 0) and the decoder's error message."""
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = _start()
@@ -89,33 +90,33 @@ class Sandbox:
         if reply is not None:
             return reply
         if time.monotonic() - start >= sandbox_server.SECONDS:
-            raise LateImageError(f"not decoded in {sandbox_server.SECONDS} s")
+            raise LateImageError(f"image was not decoded in {sandbox_server.SECONDS} s")
         status = process.wait()
-        if status == -SIGKILL:  # not by the sandbox's own limit of memory, which makes allocations fail
-            raise OSError(errno.ENOMEM, "the process that decodes images was killed, probably for lack of memory")
-        raise UnfitImageError(f"its decoder ended with status {status}")
+        if status == -SIGKILL:  # the sandbox's memory limit makes allocations fail but does not kill
+            raise OSError(errno.ENOMEM, "the image decoding process was killed, probably because memory ran out")
+        raise UnfitImageError(f"image decoder crashed with exit status {status}; the file may be damaged")
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the sandbox process if it is running."""
         if self._process is None:
             return
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):  # ignore data that the process has not read
+            with contextlib.suppress(OSError):  # unsent data in the pipe cannot be written anymore
                 if pipe:
                     pipe.close()
         self._process = None
 
 
 def _exchange(process: subprocess.Popen, data: bytes) -> tuple[tuple[int, int], bytes] | None:
-    """Send a file to the process and return the reply, or None if the process ended before its reply was complete."""
+    """Send a file to the process and return its reply, or None if the process exits before sending a complete reply."""
     assert process.stdin
     assert process.stdout
     try:
         process.stdin.write(len(data).to_bytes(8, "little") + data)
         process.stdin.flush()
-    except BrokenPipeError:  # the file can be too large for the memory of the process
+    except BrokenPipeError:  # the process exited, for example because the file exceeds its memory limit
         return None
 
     header = process.stdout.read(REPLY.size)
@@ -127,13 +128,13 @@ def _exchange(process: subprocess.Popen, data: bytes) -> tuple[tuple[int, int], 
 
 
 def _start() -> subprocess.Popen:
-    """Start the process with this process's Pillow and NumPy.
+    """Start the sandbox process with the Pillow and NumPy installations of this process.
 
-    The interpreter is isolated (-I, -S) and runs in the root folder. Otherwise the interpreter would import modules
-    from the current folder, which may hold untrusted files. `security` is a top-level package of the process, because
-    importing `vil` would import PyTorch.
+    The interpreter runs isolated (-I, -S) and in the root folder, so that it imports no modules from the current
+    folder, which may contain untrusted files. The process imports `security` as a top-level package, because importing
+    `vil` would import PyTorch.
     """
-    # folders that hold the packages, after those of the standard library
+    # folders of the packages, searched after the standard library
     folders = [str(Path(str(file)).absolute().parents[1]) for file in (__file__, PIL.__file__, np.__file__)]
     code = (
         f"import sys; sys.path += {folders!r}; from security.sandbox_server import serve; "
@@ -150,5 +151,5 @@ def _start() -> subprocess.Popen:
     assert process.stdout
     if not process.stdout.read(1):
         program = f"{sys.executable} {sandbox_server.__file__}"
-        raise OSError(errno.ENOEXEC, f"the process that decodes images does not start: {program}")
+        raise OSError(errno.ENOEXEC, f"the image decoding process does not start; try to run: {program}")
     return process

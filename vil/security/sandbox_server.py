@@ -1,7 +1,8 @@
-"""Server of the sandbox: a process that decodes image files within limits of time and memory.
+"""Main loop of the sandbox process, which decodes image files within time and memory limits.
 
-A request is the length of a file in 8 bytes and the file. A reply is `REPLY` and the pixels or the decoder's error.
-`sandbox` starts the process with the packages Pillow and NumPy only, so the module imports nothing else.
+A request is the length of an image file (8 bytes), followed by the file. A reply is the header `REPLY`, followed by the
+pixels or by the decoder's error message. Only Pillow, NumPy and the standard library can be imported in this module,
+because `sandbox` starts the process without other packages.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from typing import BinaryIO
 
 from .image_decoding import FORMATS, UnfitImageError, decode
 
-SECONDS = 10  # timeout for decoding a file
-MEMORY = 5 * 2**28  # bytes of address space for decoding a file; files within the limits need less
-REPLY = struct.Struct("<QII")  # number of bytes that follow, width, height (0 for errors)
-MOST_ERROR = 1000  # characters of an error
+SECONDS = 10  # timeout per image file
+MEMORY = 5 * 2**28  # maximum address space for decoding, in bytes; images within the size limits need less
+REPLY = struct.Struct("<QII")  # header: number of bytes that follow, width, height (both 0 for errors)
+MOST_ERROR = 1000  # maximum length of an error message, in characters
 
 
 def serve(requests: BinaryIO, replies: BinaryIO, seconds: int = SECONDS) -> None:
-    """Decode files until there are no more requests."""
+    """Decode image files until the stream of requests ends."""
     _ignore_scheduler_signals()
     _limit_threads()
     _limit_memory()
-    replies.write(b"\n")  # the process has started
+    replies.write(b"\n")  # signal that the process has started
     replies.flush()
 
     while length := requests.read(8):
         data = requests.read(int.from_bytes(length, "little"))
-        _set_alarm(2 * seconds)  # `sandbox` kills the process earlier, unless its own process is gone
+        _set_alarm(2 * seconds)  # a fallback if the parent, which kills this process after `seconds`, has died
         size, content = _decode_or_explain(data)
         _set_alarm(0)
         replies.write(REPLY.pack(len(content), *size))
@@ -40,24 +41,24 @@ def serve(requests: BinaryIO, replies: BinaryIO, seconds: int = SECONDS) -> None
 
 
 def _decode_or_explain(data: bytes) -> tuple[tuple[int, int], bytes]:
-    """Return the size and the pixels of an image, or size (0, 0) and the decoder's error."""
+    """Return the size and pixels of the image in `data`, or the size (0, 0) and the error message of the decoder."""
     try:
         image = decode(io.BytesIO(data))
         return image.size, image.tobytes()
-    except Exception as error:  # decoders raise various types
+    except Exception as error:  # decoders have no common exception type
         reason = str(error) if isinstance(error, UnfitImageError) else repr(error)
         return (0, 0), reason[:MOST_ERROR].encode()
 
 
 def _ignore_scheduler_signals() -> None:
-    """Ignore signals that a scheduler may send to every process of a job."""
+    """Ignore signals that a cluster scheduler may send to every process of a job."""
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def _limit_threads() -> None:
-    """Decode AVIF images in one thread, because each thread's stack uses address space."""
+    """Decode AVIF images in one thread, because the stack of each additional thread counts toward the memory limit."""
     if "AVIF" in FORMATS:
         from PIL import AvifImagePlugin
 
@@ -65,7 +66,7 @@ def _limit_threads() -> None:
 
 
 def _limit_memory() -> None:
-    """Limit the address space to `MEMORY` more than the process uses now."""
+    """Limit the address space of the process to its current size plus `MEMORY`."""
     if sys.platform != "linux":  # macOS accepts the limit but does not enforce it
         return
     import resource
@@ -80,6 +81,6 @@ def _limit_memory() -> None:
 
 
 def _set_alarm(seconds: int) -> None:
-    """End this process after some seconds. 0 cancels the alarm."""
-    if hasattr(signal, "alarm"):  # Windows has no alarms
+    """Terminate this process after `seconds`. 0 cancels the alarm."""
+    if hasattr(signal, "alarm"):  # Windows has no signal.alarm
         signal.alarm(seconds)

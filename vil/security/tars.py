@@ -1,4 +1,4 @@
-"""Reader of untrusted tar files in bounded memory: no size that a header claims is allocated."""
+"""Reader of untrusted tar files in bounded memory. Sizes claimed by headers are never allocated unchecked."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 BLOCK = 512
-PIECE = 2**20  # bytes that are read at once
-MOST_NOTES = {tarfile.XGLTYPE: 2**10, None: 2**16}  # bytes of a member's extended header; global ones hold for all
-GZIP, MOST_RATIO = b"\x1f\x8b", 1032  # the first bytes of a gzip file, and the most by which gzip compresses
+PIECE = 2**20  # maximum number of bytes per read
+MOST_NOTES = {
+    tarfile.XGLTYPE: 2**10,
+    None: 2**16,
+}  # maximum bytes per extended header; global headers (XGLTYPE) apply to all members
+GZIP, MOST_RATIO = b"\x1f\x8b", 1032  # leading bytes of a gzip file, and maximum compression ratio of gzip
 NOTES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-DEEPEST = 3  # tar files inside of tar files
+DEEPEST = 3  # maximum nesting depth of tar files in tar files
 
 
 class _Rejoined:
-    """A file whose start has been read."""
+    """File whose first bytes were already read; `read` returns these bytes first."""
 
     def __init__(self, start: bytes, file: Any):
         self.start, self.file = start, file
@@ -30,7 +33,7 @@ class _Rejoined:
 
 
 def decompressed(file: Any) -> Any:
-    """Return the stream of a tar file, decompressed if the file is one of gzip. The file needs only `read`."""
+    """Return a tar file as a stream, decompressed if the file is gzip-compressed. `file` needs only a `read` method."""
     start = file.read(len(GZIP))
     stream: Any = _Rejoined(start, file)
     return gzip.GzipFile(fileobj=stream) if start == GZIP else stream
@@ -38,21 +41,21 @@ def decompressed(file: Any) -> Any:
 
 @dataclass
 class Member:
-    """A file in a tar file."""
+    """Member of a tar file."""
 
     name: str
-    size: int  # as its header says
+    size: int  # bytes, as claimed by the member's header
     is_file: bool
 
 
 def members(stream: Any) -> Iterator[Member]:
-    """Yield the members of a tar file. The caller leaves the stream at the start of a member's data or after the data.
+    """Yield the members of a tar file. The caller must read or skip the data of each member before the next one.
 
     Raises:
-        tarfile.HeaderError: A header is broken.
+        tarfile.HeaderError: A header is invalid.
         tarfile.ReadError: A member is sparse, or its extended header is too large.
     """
-    name, size = "", None  # of the next member, by its extended headers
+    name, size = "", None  # name and size of the next member, as given by its extended headers
     while header := stream.read(BLOCK):
         if not header.strip(b"\0"):
             return
@@ -78,9 +81,9 @@ def members(stream: Any) -> Iterator[Member]:
 
 
 def _read_notes(stream: Any, found: tarfile.TarInfo) -> bytes:
-    """Return the content of an extended header."""
+    """Return the content of a member's extended header."""
     if found.size > MOST_NOTES.get(found.type, MOST_NOTES[None]):
-        raise tarfile.ReadError(f"{found.size} bytes of notes on a member")
+        raise tarfile.ReadError(f"extended header of a member is too large: {found.size} bytes")
     notes = stream.read(_blocks(found.size))[: found.size]
     if b"GNU.sparse." in notes:
         raise tarfile.ReadError("a sparse member, which can claim any size")
@@ -88,10 +91,10 @@ def _read_notes(stream: Any, found: tarfile.TarInfo) -> bytes:
 
 
 def read_member(stream: Any, member: Member, most: int) -> bytes:
-    """Return the data of a member, or no data if the member has more than `most` bytes."""
+    """Read past a member and return its data, or b"" if the member has more than `most` bytes."""
     data = stream.read(member.size if member.size <= most else 0)
     if len(data) < member.size <= most:
-        raise tarfile.ReadError("unexpected end of data")
+        raise tarfile.ReadError("unexpected end of the tar file within a member")
     left = _blocks(member.size) - len(data)
     while left > 0 and (piece := stream.read(min(left, PIECE))):
         left -= len(piece)
@@ -99,20 +102,20 @@ def read_member(stream: Any, member: Member, most: int) -> bytes:
 
 
 def check_tar(file: BinaryIO, depth: int = 0) -> None:
-    """Raise a tarfile.ReadError if Python's tarfile would take more memory for a file's headers than they have bytes.
+    """Raise a tarfile.ReadError if Python's tarfile would use much more memory than the headers of a file have bytes.
 
-    Such headers are sparse members, and global headers that all members copy. Tar files inside the file are checked,
-    too.
+    This happens for sparse members, and for large global headers, which tarfile copies to all members. Nested tar files
+    are checked recursively.
     """
     if depth > DEEPEST:
-        raise tarfile.ReadError(f"tar files nested {depth} levels deep")
+        raise tarfile.ReadError(f"tar files must be nested at most {DEEPEST} levels deep, got {depth}")
     try:
         for member in members(file):
             start = file.tell()
             if member.is_file and member.name.lower().endswith(".tar"):
                 check_tar(file, depth + 1)
             file.seek(start + _blocks(member.size))
-    except (tarfile.HeaderError, OverflowError):  # here tarfile stops as well
+    except (tarfile.HeaderError, OverflowError):  # tarfile stops reading at an invalid header, too
         return
 
 

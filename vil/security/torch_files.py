@@ -1,4 +1,4 @@
-"""Reader of untrusted .pt and .pth files, both zip archives and PyTorch's legacy format."""
+"""Loader of untrusted .pt and .pth files, which are zip archives or in PyTorch's legacy format."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from .errors import TorchFileError
 from .expansion import check_expansion
 from .unpickler import Unpickler
 
-MAGIC = 0x1950A86A20F9469CFC6C  # first pickle of a legacy file
-PROTOCOL = 1001  # second pickle of a legacy file
-SLACK = 2**24  # bytes that the values of a small file may take
-PIECE = 2**20  # bytes that are read at once
+MAGIC = 0x1950A86A20F9469CFC6C  # value of the first pickle in a legacy file
+PROTOCOL = 1001  # value of the second pickle in a legacy file
+SLACK = 2**24  # bytes that the values of a file may take in addition to twice the file size
+PIECE = 2**20  # maximum number of bytes per read
 
 
 def load(file: BinaryIO, whole: bool = True) -> Any:
-    """Return the value in a file of `torch.save`. The file cannot run code, and takes memory in proportion to its size.
+    """Load an untrusted file written by `torch.save`.
+
+    The file cannot run code, and the memory use is proportional to the file size.
 
     Args:
-        file: A file that is open for reading.
-        whole: Read the tensors' values. Otherwise tensors are on the meta device.
+        file: File opened in binary mode.
+        whole: Whether to load the values of tensors. If False, all tensors are on the meta device.
 
     Raises:
-        TorchFileError: The file is damaged, or holds more than tensors and plain values.
+        TorchFileError: The file is damaged, or contains anything except tensors and plain values.
         OSError: The file cannot be read.
-        Exception: `torch.save` did not write the file; the error is of any kind.
+        Exception: The file was not written by `torch.save`. Damaged pickles and archives raise various exceptions.
     """
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
@@ -38,7 +40,7 @@ def load(file: BinaryIO, whole: bool = True) -> Any:
 
     unpickler = Unpickler(size, whole)
     content = _load_archive(file, unpickler) if is_archive else _load_legacy(file, unpickler)
-    check_expansion(content, 2 * size + SLACK)  # twice the size, because two names may share a tensor
+    check_expansion(content, 2 * size + SLACK)  # twice the file size, because two names may share a tensor
     return content
 
 
@@ -47,12 +49,14 @@ def _load_archive(file: BinaryIO, unpickler: Unpickler) -> Any:
         parts = {part.filename: part for part in archive.infolist()}
         folder = next(iter(parts)).partition("/")[0]
         if f"{folder}/constants.pkl" in parts:
-            raise TorchFileError("it is a TorchScript program, which is code; save its state_dict() instead")
+            raise TorchFileError("it is a TorchScript program, which can run code; save only its state_dict()")
         if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
-            # a compressed part may have any size
-            raise TorchFileError("its parts are compressed, which torch.save never does")
+            # a compressed part can be a decompression bomb
+            raise TorchFileError(
+                "its parts are compressed, which torch.save never does; save the file again with torch.save"
+            )
         for part in parts.values():
-            if not part.CRC:  # torch.serialization.set_crc32_options(False) writes no checksums
+            if not part.CRC:  # with torch.serialization.set_crc32_options(False), torch.save stores no checksums
                 del part.CRC
 
         byte_order = f"{folder}/byteorder"
@@ -64,44 +68,48 @@ def _load_archive(file: BinaryIO, unpickler: Unpickler) -> Any:
         for key, storage in unpickler.storages.items():
             with archive.open(f"{folder}/data/{key}") as values:
                 _read_values(storage, values)
-                if values.read(1):  # reading the end of a part compares its checksum
-                    raise TorchFileError("a tensor's storage is longer than its pickle says")
+                if values.read(1):  # reading to the end of a part verifies the part's checksum
+                    raise TorchFileError(
+                        "a tensor's storage has more bytes than its pickle specifies; the file is damaged"
+                    )
         return content
 
 
 def _load_legacy(file: BinaryIO, unpickler: Unpickler) -> Any:
-    """Read the format of PyTorch before 1.6: pickles, and then the values of each storage."""
+    """Load a file in the format of PyTorch before 1.6: five pickles, followed by the values of each storage."""
     try:
         magic = unpickler.run(file)
         protocol = unpickler.run(file)
         system = unpickler.run(file)
         if (magic, protocol) != (MAGIC, PROTOCOL):
-            raise ValueError("not a file of torch.save")
+            raise ValueError("file must be written by torch.save")
         _check_byte_order(system["little_endian"])
         content = unpickler.run(file)
         if not unpickler.whole:
             return content
         keys = unpickler.run(file)
-    except MemoryError:  # a text claims more bytes than any file has
-        raise TorchFileError("it ends within a pickle") from None
+    except MemoryError:  # a string claims more bytes than any file can have
+        raise TorchFileError("the file is truncated within a pickle") from None
 
     if set(keys) != unpickler.storages.keys():
-        raise TorchFileError("its list of storages is not that of its tensors")
+        raise TorchFileError("its list of storages does not match the storages of its tensors; the file is damaged")
     for key in keys:
-        file.read(8)  # number of elements, which the pickle has, too
+        file.read(8)  # skip the number of elements, which the pickle contains as well
         _read_values(unpickler.storages[key], file)
     return content
 
 
 def _check_byte_order(is_little: bool) -> None:
     if is_little != (sys.byteorder == "little"):
-        raise TorchFileError("its byte order is not that of this machine")
+        raise TorchFileError(
+            "its byte order differs from the byte order of this machine; save the file again on a machine like this one"
+        )
 
 
 def _read_values(storage: Tensor, file: Any) -> None:
-    """Read the values of a storage into its memory."""
+    """Read the values of a storage from the file into the memory of `storage`."""
     memory = storage.numpy().data
     for start in range(0, len(memory), PIECE):
         piece = memory[start : start + PIECE]
         if file.readinto(piece) != len(piece):
-            raise TorchFileError("it ends within a tensor")
+            raise TorchFileError("the file is truncated within a tensor")

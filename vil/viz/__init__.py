@@ -1,14 +1,14 @@
-"""Visualize what a ViL or ViM looks at: evidence for a class, scan traces and receptive fields.
+"""Plot which parts of an image a ViL or ViM uses: evidence for a class, scan traces and receptive fields.
 
     python -m vil.viz --checkpoint output/digits/last.pt --images data/digits/validation/3 --out output/viz
 
-The plots need matplotlib (`pip install -e ".[viz]"`); the numbers do not. docs/seeing-inside.md explains how to read
+Only the plots need matplotlib (`pip install -e ".[viz]"`). docs/seeing-inside.md explains how to read
 the plots.
 
 Dimension letters in the suffixes of tensor names:
 
-    B images    G = 2 directions, first token to last and last to first    L tokens    D channels    N states
-    T tokens in the order in which a direction reads them    H, W image    h, w grid of patches
+    B images    G = 2 scan directions (forward, backward)    L tokens    D channels    N states
+    T tokens in scan order    H, W image size    h, w patch grid
 """
 
 from .evidence import class_evidence, deletion_curve, effective_receptive_field, patch_sums

@@ -35,14 +35,14 @@ from .traces import reading
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_READ = 64  # maximum number of images that receptive fields are averaged over
-SHOWN = 8  # maximum number of images in a plot; Matplotlib lays them out in seconds
+MOST_READ = 64  # maximum number of images over which receptive fields are averaged
+SHOWN = 8  # maximum number of images per plot, so that Matplotlib needs only seconds
 
 
 def main() -> None:
     options = parse_options()
     try:
-        import matplotlib.figure  # noqa: F401  fail before the slow loading of the model
+        import matplotlib.figure  # noqa: F401  fail before the model is loaded, which is slow
     except ImportError as error:
         sys.exit(f"error: vil.viz needs matplotlib: pip install matplotlib ({error})")
     with errors_in_a_line(OSError):
@@ -53,13 +53,16 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m vil.viz", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--checkpoint", required=True, help="checkpoint of train_imagenet.py")
-    parser.add_argument("--images", required=True, type=Path, nargs="+", help="image files, or folders of them")
+    parser.add_argument("--checkpoint", required=True, help="checkpoint written by train_imagenet.py")
+    parser.add_argument("--images", required=True, type=Path, nargs="+", help="image files, or folders with images")
     parser.add_argument(
         "--count", type=int, default=3, help=f"number of images to analyse (default: 3); at most {SHOWN} are plotted"
     )
     parser.add_argument(
-        "--blocks", type=int, nargs="+", help="indices of the blocks in scans.png (default: first, middle and last)"
+        "--blocks",
+        type=int,
+        nargs="+",
+        help="indices of the blocks to plot in scans.png (default: first, middle and last block)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("output/viz"), help="output folder for why.png, scans.png and fields.png"
@@ -68,11 +71,11 @@ def parse_options() -> argparse.Namespace:
 
 
 def draw(options: argparse.Namespace) -> None:
-    """Write the plots that the command line requests.
+    """Write the plots why.png, scans.png and fields.png to the output folder.
 
     Raises:
-        ConfigError, CheckpointError: The checkpoint is broken or was not written by train_imagenet.py, a block does not
-            exist, or no image can be read.
+        ConfigError, CheckpointError: The checkpoint is corrupt or was not written by train_imagenet.py, a requested
+            block does not exist, or no image can be read.
     """
     if options.count < 1:
         raise ConfigError(f"--count must be at least 1, got {options.count}")
@@ -99,19 +102,19 @@ def draw(options: argparse.Namespace) -> None:
 
 
 def load_models(checkpoint: str) -> tuple[VisionLonghorn, VisionLonghorn]:
-    """Return the model of a checkpoint, and an untrained model of the same kind.
+    """Load the model of a checkpoint, and create an untrained model with the same arguments.
 
     Raises:
-        ConfigError: The checkpoint does not store its model's name, or the model is not a ViL or ViM.
+        ConfigError: The checkpoint does not store the model's name, or the model is not a ViL or ViM.
         CheckpointError: The checkpoint is missing or corrupt.
     """
     source = Checkpoint(checkpoint)
     name = source.options.get("model")
     if not name:
         raise ConfigError(
-            f"{checkpoint} must be a checkpoint of train_imagenet.py, but does not store its model's name"
+            f"{checkpoint} must be a checkpoint of train_imagenet.py, but the file does not store a model name"
         )
-    # create this model first, because the checkpoint may have another size than its config says
+    # load this model first, because loading can correct the image size in the options
     model = from_checkpoint(source)
     torch.manual_seed(0)
     untrained = create_model(name, **saved_arguments(source.options)).eval()
@@ -121,10 +124,10 @@ def load_models(checkpoint: str) -> tuple[VisionLonghorn, VisionLonghorn]:
 
 
 def checked_blocks(blocks: list[int] | None, depth: int) -> list[int]:
-    """Return the requested blocks, by default the first, middle and last one.
+    """Return the requested block indices, or by default the indices of the first, middle and last block.
 
     Raises:
-        ConfigError: The model does not have a block.
+        ConfigError: A block index is out of range.
     """
     blocks = blocks or sorted({0, depth // 2, depth - 1})
     for block in blocks:
@@ -134,8 +137,8 @@ def checked_blocks(blocks: list[int] | None, depth: int) -> list[int]:
 
 
 def titles_of(model: VisionLonghorn, files: Sequence[Path], pictures: Sequence[Image.Image]) -> list[str]:
-    """Return the file and the predicted class of each image, short enough for adjacent images."""
-    predicted = cast("list[list[Prediction]]", predict(model, pictures, topk=1))  # of several images
+    """Return a title per image with the file name and the predicted class, short enough for adjacent plots."""
+    predicted = cast("list[list[Prediction]]", predict(model, pictures, topk=1))  # a list per image
     titles = []
     for path, (best,) in zip(files, predicted):
         name = label_of("/".join(path.parts[-2:]))[-30:]
@@ -144,7 +147,7 @@ def titles_of(model: VisionLonghorn, files: Sequence[Path], pictures: Sequence[I
 
 
 def receptive_fields(model: VisionLonghorn, untrained: VisionLonghorn, images: Tensor) -> dict[str, Tensor]:
-    """Return the receptive fields of the central patch and of the class token by title."""
+    """Return the receptive fields of the central patch and the class token, with plot titles as keys."""
     return {
         f"{name}, {token}": effective_receptive_field(of, images, token)
         for name, of in (("untrained", untrained), ("trained", model))
@@ -157,7 +160,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def why(model: VisionLonghorn, images: Tensor, shown: Tensor, titles: list[str]) -> tuple[Figure, str]:
-    """Return the plot why.png and a line with the mean probability of the class after deletion by each map."""
+    """Return the figure why.png, and a line with mean class probabilities before and after patches are hidden."""
     evidence = patch_sums(model, class_evidence(model, images))
     read = reading(model, images)
     random_maps = torch.rand(4, *read.shape, generator=torch.Generator().manual_seed(0))
@@ -174,8 +177,7 @@ def why(model: VisionLonghorn, images: Tensor, shown: Tensor, titles: list[str])
 
 
 def image_files(paths: list[Path]) -> list[Path]:
-    """Return the image files among `paths`, taking the folders' files in turn: the first of each folder, then the
-    second.
+    """Return the image files in files and folders. Folders alternate: the first file of each, then the second of each.
 
     Raises:
         ConfigError: A path does not exist, or the paths contain no image files.
@@ -191,7 +193,7 @@ def image_files(paths: list[Path]) -> list[Path]:
 
 
 def read_pictures(files: list[Path]) -> list[tuple[Path, Image.Image]]:
-    """Read the first `MOST_READ` readable files. Unreadable files are reported to stderr.
+    """Read the first `MOST_READ` readable image files, and report unreadable files on stderr.
 
     Raises:
         ConfigError: No file can be read.
@@ -202,7 +204,7 @@ def read_pictures(files: list[Path]) -> list[tuple[Path, Image.Image]]:
             found.append((path, read_image(path)))
         except MachineError:
             raise
-        except Exception as error:  # PIL's decoders have no common exception type
+        except Exception as error:  # decoders have no common exception type
             print(f"{str(path)!r} cannot be read as an image: {error}", file=sys.stderr)
         if len(found) == MOST_READ:
             break

@@ -1,6 +1,6 @@
 """Gradient attribution and occlusion sensitivity of a model's outputs.
 
-`vil.viz` lists the dimension letters.
+The docstring of `vil.viz` lists the dimension letters.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .traces import check_model
 
 @torch.no_grad()
 def class_evidence(model: nn.Module, images: Tensor, classes: Tensor | None = None, steps: int = 16) -> Tensor:
-    """Return how much each pixel adds to the probability of a class, (B, H, W), by integrated gradients.
+    """Return the contribution (B, H, W) of each pixel to the probability of a class, by integrated gradients.
 
-    The path of the integrated gradients (Sundararajan et al., 2017) starts at a baseline image of the image's mean
-    colour. The values of an image sum to the difference between the class's probabilities of the image and of the
-    baseline, up to the discretization error.
+    The integration path (Sundararajan et al., 2017) starts at a baseline image, which has the mean colour of the image
+    everywhere. The contributions in an image sum to the class probability of the image minus the class probability of
+    the baseline, up to the discretization error.
 
     Args:
         model: Any classifier.
         images: The model's input, (B, 3, H, W).
         classes: Class indices (B,); the predicted classes if None.
-        steps: Number of gradients for each image.
+        steps: Number of gradient evaluations per image.
     """
     if classes is None:
         classes = model(images).argmax(-1)
@@ -61,25 +61,25 @@ def patch_sums(model: VisionLonghorn, values_BHW: Tensor) -> Tensor:
 def deletion_curve(
     model: nn.Module, images: Tensor, maps_Bhw: Tensor, classes: Tensor | None = None, steps: int = 10
 ) -> Tensor:
-    """Return the probability of a class while image cells are hidden step by step, (B, steps + 1) (Samek et al., 2017).
+    """Return class probabilities (B, steps + 1) while more and more image cells are hidden (Samek et al., 2017).
 
-    Cells are replaced by the image's mean colour, in descending order of their map values and in steps of equal size:
-    none in the first column, all in the last. The faster the curve falls, the better the map shows what the model looks
-    at.
+    Cells are replaced by the image's mean colour in descending order of their map values. Each step hides equally many
+    cells: none are hidden in the first column, and all in the last column. The faster the probability falls, the better
+    the map ranks the parts of the image that the model uses.
 
     Args:
         model: Any classifier.
         images: The model's input, (B, 3, H, W).
-        maps_Bhw: Map of the image cells' values, (B, h, w).
+        maps_Bhw: Values (B, h, w) that rank the cells of an h x w grid over each image.
         classes: Class indices (B,); the predicted classes if None.
-        steps: Number of steps.
+        steps: Number of steps in which all cells are hidden.
     """
     if classes is None:
         classes = model(images).argmax(-1)
     baseline = _mean_colour(images)
     cells = maps_Bhw[0].numel()
     order_Bn = maps_Bhw.flatten(1).argsort(1, descending=True)
-    rank_Bhw = order_Bn.argsort(1).view(maps_Bhw.shape)  # 0 for the largest value
+    rank_Bhw = order_Bn.argsort(1).view(maps_Bhw.shape)  # rank 0 for the largest value
 
     curve = []
     for step in range(steps + 1):
@@ -90,19 +90,19 @@ def deletion_curve(
 
 
 def effective_receptive_field(model: VisionLonghorn, images: Tensor, token: str = "centre") -> Tensor:
-    """Return how much each pixel influences the final features of a token, (H, W), summing to 1 (Luo et al., 2016).
+    """Return the influence (H, W) of each pixel on the final features of a token (Luo et al., 2016).
 
-    The influence is the absolute gradient of the sum of the token's features with respect to the image, averaged over
-    colour channels and images.
+    The influence is the absolute gradient of the sum of the token's features with respect to the pixel, averaged over
+    colour channels and images, and normalized to a sum of 1.
 
     Args:
         model: Any VisionLonghorn.
         images: The model's input, (B, 3, H, W).
-        token: "centre" for the patch in the centre, "class" for the class token.
+        token: "centre" for the patch at the image centre, or "class" for the class token.
 
     Raises:
         TypeError: The model is not a VisionLonghorn.
-        ValueError: `token` is unknown.
+        ValueError: `token` is neither "centre" nor "class".
     """
     model = check_model(model)
     if token not in ("centre", "class"):

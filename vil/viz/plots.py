@@ -1,4 +1,7 @@
-"""Matplotlib plots of attributions, scan traces and receptive fields. `vil.viz` lists the dimension letters."""
+"""Matplotlib plots of attributions, scan traces and receptive fields.
+
+The docstring of `vil.viz` lists the dimension letters.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DIRECTIONS = ("first to last", "last to first")
-STEP_NAMES = {"longhorn": "beta", "selective": "dt"}  # names of `Trace.step`
-SMALLEST = 1e-4  # smallest visible value of a receptive field, as a share of the maximum
+STEP_NAMES = {"longhorn": "beta", "selective": "dt"}  # symbol of `Trace.step` per recurrence
+SMALLEST = 1e-4  # smallest plotted value of a receptive field, relative to its maximum
 
 
 def plot_why(shown: Tensor, titles: Sequence[str], maps: dict[str, Tensor], curves: dict[str, Tensor]) -> Figure:
-    """Plot a row for each image: the image, overlaid maps, and the class's probability while patches are hidden.
+    """Plot one row per image: the image, overlaid maps, and the class probability while patches are hidden.
 
     Args:
-        shown: Images (B, 3, H, W) with values from 0 to 1.
-        titles: Titles of the images.
-        maps: Maps (B, h, w) by name. Maps with negative values use a red-to-blue scale, red for negative values.
-        curves: Deletion curves (B, steps + 1) by the name of the map that ordered the patches.
+        shown: Images to plot, (B, 3, H, W) with values from 0 to 1.
+        titles: One title per image.
+        maps: Maps (B, h, w) with their names as keys. If a map has negative values, red is negative and blue positive.
+        curves: Deletion curves (B, steps + 1), with the name of the map that ranks the patches as keys.
     """
     from matplotlib.figure import Figure
 
@@ -53,7 +56,7 @@ def plot_why(shown: Tensor, titles: Sequence[str], maps: dict[str, Tensor], curv
 
 
 def _overlay(axis: Any, values_hw: np.ndarray, shape: Sequence[int]) -> Any:
-    """Plot a semi-transparent map over the image of an axis."""
+    """Plot a semi-transparent map over the image in `axis`."""
     height, width = shape[:2]
     is_signed = values_hw.min() < 0
     largest = abs(values_hw).max()
@@ -68,7 +71,7 @@ def _overlay(axis: Any, values_hw: np.ndarray, shape: Sequence[int]) -> Any:
 
 
 def _plot_curves(axis: Any, curves: dict[str, Tensor]) -> None:
-    """Plot the deletion curves of an image."""
+    """Plot the deletion curves of one image."""
     for name, curve in curves.items():
         axis.plot(np.linspace(0, 100, len(curve)), curve.numpy(force=True), label=name)
     axis.set(ylim=(-0.03, 1.03), ylabel="probability")
@@ -78,14 +81,16 @@ def _plot_curves(axis: Any, curves: dict[str, Tensor]) -> None:
 def plot_scans(
     model: VisionLonghorn, images: Tensor, shown: Tensor, titles: Sequence[str], blocks: Sequence[int] | None = None
 ) -> Figure:
-    """Plot relevance, step and state norm of both directions for each image and block; each pair shares a colour scale.
+    """Plot relevance, step and state norm of both scan directions for each image and block.
+
+    The two maps of a value, one per direction, share a colour scale.
 
     Args:
         model: Any VisionLonghorn.
         images: The model's input, (B, 3, H, W).
         shown: Images to plot beside the maps, (B, 3, H, W) with values from 0 to 1.
-        titles: Titles of the images.
-        blocks: Block indices; all blocks if None.
+        titles: One title per image.
+        blocks: Indices of the blocks to plot; all blocks if None.
     """
     from matplotlib.figure import Figure
 
@@ -116,13 +121,13 @@ def plot_scans(
 
 
 def _maps_of(model: VisionLonghorn, trace: Trace, i: int, image_size: Sequence[int]) -> list[np.ndarray]:
-    """Return the patch maps (G, h, w) of an image's relevance, step and state norm."""
+    """Return three patch maps (G, h, w) for image `i`: relevance, step and state norm."""
     values_BGL = (trace.relevance, trace.step, trace.state_norm)
     return [patch_maps(model, values[i : i + 1], image_size)[0].numpy(force=True) for values in values_BGL]
 
 
 def _plot_trace(figure: Figure, axes: Sequence[Any], maps: Sequence[np.ndarray]) -> None:
-    """Plot maps (G, h, w) in consecutive axes, with a colour bar for each pair of directions."""
+    """Plot maps (G, h, w) in consecutive axes, with one colour bar per pair of directions."""
     for field, maps_Ghw in enumerate(maps):
         pair = axes[2 * field : 2 * field + 2]
         for axis, map_hw in zip(pair, maps_Ghw):
@@ -131,7 +136,7 @@ def _plot_trace(figure: Figure, axes: Sequence[Any], maps: Sequence[np.ndarray])
 
 
 def plot_receptive_fields(fields: dict[str, Tensor]) -> Figure:
-    """Plot receptive fields (H, W) by title, each on a logarithmic scale of four decades below its maximum."""
+    """Plot receptive fields (H, W) with their titles as keys, each on a logarithmic scale of four decades."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -149,7 +154,7 @@ def plot_receptive_fields(fields: dict[str, Tensor]) -> Figure:
 
 
 def _as_array(image_3HW: Tensor) -> np.ndarray:
-    """Return an image (H, W, 3) for Matplotlib."""
+    """Convert an image (3, H, W) to an array (H, W, 3) for Matplotlib."""
     return image_3HW.permute(1, 2, 0).numpy(force=True)
 
 

@@ -1,6 +1,6 @@
-"""Traces of the scans of each block: relevance for the class token, steps and state norms.
+"""Traces of the scans in each block: relevance for the class token, step sizes and state norms.
 
-`vil.viz` lists the dimension letters.
+The docstring of `vil.viz` lists the dimension letters.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..wrappers import unwrapped
 
 @dataclass
 class Trace:
-    """Per-token values of the recurrences of one block, each (B, G, L) with tokens in the order of the image.
+    """Per-token values (B, G, L) of the two recurrences in one block, with tokens in image order.
 
-    The recurrences of a pooled block read rows or columns of patches, so each patch has the value of its row or column.
+    The recurrences of a pooled block read rows or columns of patches. Each patch gets the value of its row or column.
 
     Attributes:
-        relevance: Norm over channels of the token's contribution to the scan's output at the class token. A direction
-            reads only tokens that precede the class token in its order.
-        step: How much of the token is written to the state, as the mean over channels: beta in ViL, the time step dt in
-            ViM.
-        state_norm: Frobenius norm of the state (D, N) after the token.
+        relevance: Norm over channels of the token's contribution to the scan output at the class token. The value is 0
+            for tokens after the class token in scan order.
+        step: Step size with which the token is written to the state, averaged over channels: beta in ViL, the time step
+            dt in ViM.
+        state_norm: Frobenius norm of the state (D, N) after the token is read.
     """
 
     relevance: Tensor
@@ -42,10 +42,10 @@ class Trace:
 
 @torch.no_grad()
 def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
-    """Trace the scans of every block on images (B, 3, H, W).
+    """Return a trace of the scans in every block for images (B, 3, H, W).
 
     Raises:
-        TypeError: The model is not a VisionLonghorn, or a mixer's class is unknown.
+        TypeError: The model is not a VisionLonghorn, or the class of a mixer is unknown.
     """
     model = check_model(model)
     for block in blocks_of(model):
@@ -61,7 +61,7 @@ def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
 
 
 def check_model(model: nn.Module) -> VisionLonghorn:
-    """Return the VisionLonghorn inside of wrappers of PyTorch and timm; raise a TypeError for other models."""
+    """Remove the wrappers of PyTorch and timm around a VisionLonghorn; raise a TypeError for other models."""
     model = unwrapped(model)
     if not isinstance(model, VisionLonghorn):
         raise TypeError(f"model must be a VisionLonghorn, got {type(model).__name__}")
@@ -74,7 +74,7 @@ def blocks_of(model: VisionLonghorn) -> list[Block]:
 
 @contextmanager
 def _recorded_tokens(model: VisionLonghorn):
-    """Record the tokens that each direction reads, by hooks, which make the blocks run unfused."""
+    """Record the tokens that each direction reads. The recording uses hooks, which make the blocks run unfused."""
     recorded: dict[LonghornDirection, Tensor] = {}
 
     def record(direction: LonghornDirection):
@@ -101,7 +101,7 @@ def _trace_block(block: Block, recorded: dict[LonghornDirection, Tensor], grid: 
 
 
 def _of_tokens(values_BGS: Tensor, pool: str | None, grid: tuple[int, int]) -> Tensor:
-    """Expand values of the scanned tokens (B, G, S) to values of the block's tokens (B, G, L)."""
+    """Expand values (B, G, S) of scanned rows, columns or tokens to values (B, G, L) of the block's tokens."""
     if pool is None:
         return values_BGS
     h, w = grid
@@ -114,9 +114,9 @@ def _of_tokens(values_BGS: Tensor, pool: str | None, grid: tuple[int, int]) -> T
 
 @dataclass
 class Coefficients:
-    """Linear recurrence S_t = decay_t S_{t-1} + drive_t of one direction.
+    """Coefficients of the linear recurrence S_t = decay_t S_{t-1} + drive_t of one direction.
 
-    Both tensors have the shape (T, B, N, D).
+    `decay` and `drive` have the shape (T, B, N, D).
     """
 
     decay: Tensor
@@ -124,13 +124,13 @@ class Coefficients:
 
 
 def _trace_direction(recurrence: str, direction: LonghornDirection, v_BLD: Tensor, reverse: bool) -> Trace:
-    """Return the trace of one direction, whose values have the shape (B, L).
+    """Return the trace of one direction, with values of shape (B, L).
 
     Args:
-        recurrence: Name of the recurrence.
-        direction: The direction.
+        recurrence: Name of the recurrence, "longhorn" or "selective".
+        direction: Module of the direction.
         v_BLD: Tokens that the direction reads.
-        reverse: Whether the direction reads the last token first.
+        reverse: Whether the direction scans from the last token to the first.
     """
     step_logits_BLD, k_BLN, q_BLN = direction.project(v_BLD)
     step_logits_BLD = at_least_fp32(step_logits_BLD) + direction.step_bias()
@@ -155,7 +155,7 @@ def _coefficients(
     k_BLN: Tensor,
     reverse: bool,
 ) -> Coefficients:
-    """Return the coefficients by which the recurrence's reference implementation updates the state."""
+    """Return the coefficients of the state update, computed by the recurrence's reference implementation."""
     selective = recurrence == "selective"
     inputs_BLX = [v_BLD, F.softplus(step_logits_BLD) if selective else step_logits_BLD, k_BLN]
     if reverse:
@@ -183,9 +183,10 @@ def _state_norms(coefficients: Coefficients) -> Tensor:
 
 
 def _relevance(coefficients: Coefficients, class_token: int, q_BN: Tensor, reverse: bool) -> Tensor:
-    """Return the norm (T, B) of each token's contribution to the scan's output at the class token.
+    """Return the norm (T, B) of each token's contribution to the scan output at the class token.
 
-    The class token reads a token's drive multiplied by the product of all later decays.
+    The contribution is the token's drive, multiplied by the decays of all later tokens up to the class token, and then
+    by the query of the class token.
     """
     T = len(coefficients.drive)
     position = T - 1 - class_token if reverse else class_token
@@ -203,7 +204,7 @@ def _in_image_order(values_TB: Tensor, reverse: bool) -> Tensor:
 
 
 def patch_maps(model: VisionLonghorn, values_BGL: Tensor, image_size: Sequence[int]) -> Tensor:
-    """Reshape token values (B, G, L) to patch maps (B, G, h, w), dropping the class token."""
+    """Reshape token values (B, G, L) to patch maps (B, G, h, w), without the class token."""
     height, width = image_size[-2:]
     h, w = check_model(model).patch_embed.dynamic_feat_size((height, width))
     B, G, _ = values_BGL.shape
@@ -212,10 +213,10 @@ def patch_maps(model: VisionLonghorn, values_BGL: Tensor, image_size: Sequence[i
 
 
 def reading(model: VisionLonghorn, images: Tensor) -> Tensor:
-    """Return how much of each patch the class token reads, (B, h, w): the mean relevance over all blocks, summing to 1.
+    """Return maps (B, h, w) of how much the class token reads from each patch, which sum to 1 per image.
 
-    The map does not depend on a class: what the class token reads may be evidence for or against a class. In all blocks
-    except the first, each token is already a mixture of patches.
+    A map is the mean relevance over all blocks and does not depend on a class: a patch that is read can be evidence for
+    or against a class. In all blocks except the first, each token is already a mixture of patches.
     """
     shares = []
     for trace in trace_scans(model, images):

@@ -230,7 +230,7 @@ def test_a_worker_reports_full_shared_memory_in_one_line(started, monkeypatch, o
         list(started(on_device=on_device)[0])
     message = str(caught.value)
     assert message.startswith(f"{workers.SHARED_MEMORY} is full: 0 MiB free")
-    assert "--shm-size=8g; --workers 0 needs none" in message
+    assert "--shm-size=8g, or set --workers 0" in message
     assert "\n" not in message
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * MIB))
     workers.into_shared_memory(image := torch.zeros(3 * MIB, dtype=torch.uint8))
@@ -241,7 +241,7 @@ def test_a_worker_reports_full_shared_memory_in_one_line(started, monkeypatch, o
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(signal.SIGBUS, "/dev/shm is full: .*--shm-size"), (signal.SIGKILL, "fewer --workers")]
+    ("number", "remedy"), [(signal.SIGBUS, "/dev/shm is full; .*--shm-size"), (signal.SIGKILL, "reduce --workers")]
 )
 def test_a_killed_worker_is_reported_in_one_line(started, monkeypatch, number, remedy):
     monkeypatch.setattr(ImageReader, "__getitem__", lambda *_: os.kill(os.getpid(), number))
@@ -261,7 +261,7 @@ def test_a_worker_killed_while_idle_is_reported_in_one_line(started, streams):
     """PyTorch raises the error wherever the main thread is, and the run still reports it in one line."""
     loader, (worker,) = started(streams=streams)
     next(iter(loader))
-    with pytest.raises(ConfigError, match="fewer --workers"):
+    with pytest.raises(ConfigError, match="reduce --workers"):
         outlive(worker)
 
 
