@@ -217,7 +217,7 @@ def test_workers_augment_a_split_of_other_formats_with_one_log_message(tmp_path,
             (tmp_path / split / "a" / f"{i}.jpg").write_bytes(file)
     assert type(loader_for_training(tmp_path, CUDA)) is HostLoader
     assert type(loader_for_evaluation(tmp_path, CUDA)) is HostLoader
-    assert said() == ["the workers decode and augment images, not the GPU: most files are no JPEGs"]
+    assert said() == ["images are decoded and augmented by the workers instead of the GPU: most files are not JPEGs"]
     assert type(loader_for_training(tmp_path, CPU, augment_on_device=True)) is DeviceLoader
     for path in (tmp_path / "train" / "a").iterdir():  # workers decode small images of any format
         path.write_bytes(encode(PHOTO, format="PNG"))
@@ -237,12 +237,12 @@ def test_jpegs_in_a_tar_are_recognized_by_name(photo_folder, said, tmp_path):
 
 def test_workers_augment_iterable_datasets(photo_folder, said):
     streaming = IterableImageDataset("", reader=UserList())
-    reason = "a dataset that streams has no images by index"
-    with pytest.raises(ConfigError, match=f"augment_on_device: {reason}"):
+    reason = "an iterable dataset has no access to images by index"
+    with pytest.raises(ConfigError, match=f"augment_on_device cannot be used: {reason}"):
         loader_for_training(photo_folder, CUDA, streaming, augment_on_device=True)
     streaming.set_loader_cfg = lambda num_workers: None
     assert type(loader_for_training(photo_folder, CUDA, streaming)) is HostLoader
-    assert said() == [f"the workers decode and augment images, not the GPU: {reason}"]
+    assert said() == [f"images are decoded and augmented by the workers instead of the GPU: {reason}"]
 
 
 @pytest.mark.parametrize("error", [ImportError("no decode_jpeg"), AttributeError("gone"), RuntimeError("a\nb" * 99)])

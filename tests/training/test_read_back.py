@@ -99,7 +99,7 @@ def test_arguments_of_timms_vision_transformers_are_restored(tmp_path):
         (dict(model_kwargs=dict(dpth=3)), "the model argument 'dpth', .*; did you mean 'depth'"),
         (dict(train_split="../train"), r"has train_split '\.\./train', which is not a plain name"),
         (dict(val_split="train[:10%]"), r"has val_split 'train\[:10%\]', which is not a plain name"),
-        (dict(dataset="https://x/y"), "has dataset 'https://x/y', but a checkpoint may only name a dataset as READER/NAME"),
+        (dict(dataset="https://x/y"), "has dataset 'https://x/y', but a checkpoint may only name a dataset"),
     ],
 )  # fmt: skip
 def test_a_run_whose_checkpoints_could_not_be_read_does_not_start(tmp_path, options, message):

@@ -19,20 +19,20 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-REHEARSED = 45  # validation images of each class with `rehearse`, about as many as in the held-out quarter
+REHEARSED = 45  # number of validation images per class with `rehearse`, about as many as in the held-out quarter
 
 
 def split_digits(
     classes: np.ndarray, train_per_class: int | None = None, seed: int | None = None, rehearse: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the training and of the validation images.
+    """Return the indices of the training images and the indices of the validation images.
 
     Args:
-        classes: Classes (N,) of all digits, in scikit-learn's order.
+        classes: Class (N,) of each image, in scikit-learn's order.
         train_per_class: Number of training images of each class; all if None.
-        seed: Seed to sample the training images; a fixed order if None.
-        rehearse: Validate on `REHEARSED` training images of each class, which are then not trained on, instead of on
-            the held-out images.
+        seed: Seed for sampling the training images. If None, a fixed order is used.
+        rehearse: Use `REHEARSED` training images per class as the validation split instead of the held-out images.
+            These images are removed from the training split.
 
     Raises:
         ValueError: A class has too few training images.
@@ -75,10 +75,10 @@ def write_digits(
     Args:
         root: Output folder.
         train_per_class: Number of training images of each class; all if None.
-        wanted: Digits to write.
-        seed: Seed to sample the training images.
-        rehearse: Validate on other training images instead of on the held-out images.
-        copies: Number of files of each training image, so that an epoch sees the image as often.
+        wanted: Classes (digits from 0 to 9) to write.
+        seed: Seed for sampling the training images.
+        rehearse: Use training images as the validation split instead of the held-out images (see `split_digits`).
+        copies: Number of files per training image, so that an epoch contains each image that many times.
 
     Raises:
         ValueError: A class has too few training images.
@@ -103,14 +103,16 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         prog="python -m vil.data.digits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("root", type=Path)
-    parser.add_argument("--train-per-class", type=int, help="number of training images of each digit (default: all)")
+    parser.add_argument("root", type=Path, help="output folder")
+    parser.add_argument("--train-per-class", type=int, help="number of training images per digit (default: all)")
     parser.add_argument("--digits", type=int, nargs="+", choices=range(10), default=range(10), metavar="DIGIT")
-    parser.add_argument("--seed", type=int, help="seed to sample the training images (default: a fixed order)")
+    parser.add_argument("--seed", type=int, help="seed for sampling the training images (default: a fixed order)")
     parser.add_argument(
-        "--rehearse", action="store_true", help="validate on other training images, not on held-out ones"
+        "--rehearse",
+        action="store_true",
+        help="use other training images as the validation split instead of the held-out images",
     )
-    parser.add_argument("--copies", type=int, default=1, help="number of files of each training image (default: 1)")
+    parser.add_argument("--copies", type=int, default=1, help="number of files per training image (default: 1)")
     options = parser.parse_args()
     try:
         write_digits(

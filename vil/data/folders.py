@@ -1,4 +1,4 @@
-"""Split a folder of class folders into train and validation, with a fifth of each class for validation.
+"""Split a folder of class folders into a training and a validation split, with 20% of each class for validation.
 
 python -m vil.data.folders pets data/pets
 """
@@ -22,52 +22,54 @@ from .sources.split_paths import SPLIT_NAMES
 
 
 def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[str, int]:
-    """Create `target`/{train,validation}/CLASS from `source`/CLASS; the same files give the same splits.
+    """Create `target`/{train,validation}/CLASS from `source`/CLASS. The same files always give the same splits.
 
-    Classes are those that training on `source` would have (see `ClassFolders`), and keep the paths of their folders.
-    The new files are hard links, or copies where the file system does not support hard links.
+    The classes are found as in training (see `ClassFolders`), and class folders keep their paths. New files are hard
+    links, or copies if the file system does not support hard links.
 
     Returns:
-        Number of images in each split.
+        Number of images per split.
 
     Raises:
         ConfigError: `source` has no class folders.
-        ValueError: `source` is split already, a class has fewer than two images, `target` is not empty or lies inside
-            of `source`.
-        OSError: A file cannot be read or written; then `target` does not exist.
+        ValueError: `source` is already split, a class has fewer than two images, or `target` is not empty or lies
+            inside `source`.
+        OSError: A file cannot be read or written. `target` is not created in this case.
     """
     if not 0 < validation < 1:
         raise ValueError(f"the share of validation must be between 0 and 1, got {validation}")
     target = target.resolve()
     if target.is_relative_to(source.resolve()):
-        raise ValueError(f"target must be outside {source}, got {target}: choose a folder beside it")
+        raise ValueError(f"target must be outside {source}, got {target}: choose a folder beside the source folder")
     if not source.is_dir():
-        raise ValueError(f"there is no folder {source}")
+        raise ValueError(f"folder {source} does not exist: set the folder that contains the class folders")
     files_of_class = _files_of_classes(source)
     if target.exists() and any(target.iterdir()):
-        raise ValueError(f"there is something in {target}: name a folder that is new")
+        raise ValueError(f"folder {target} must be empty or new: choose another target folder")
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as unfinished:
         whole = Path(unfinished) / target.name
-        whole.mkdir()  # with the user's usual permissions
+        whole.mkdir()  # a new folder, because a temporary folder has restricted permissions
         counts = _fill(whole, files_of_class, validation)
         if target.exists():
-            target.rmdir()  # Windows would not replace it
+            target.rmdir()  # on Windows, rename cannot replace an empty folder
         whole.rename(target)
     return counts
 
 
 def _files_of_classes(source: Path) -> dict[str, list[Path]]:
-    """Return the images of each class by the path of the class folder.
+    """Return the images of each class, with the paths of class folders as keys.
 
     Raises:
         ConfigError: `source` has no class folders.
-        ValueError: `source` is split already, has one class, or a class has one image.
+        ValueError: `source` is already split or has fewer than two classes, or a class has only one image.
     """
     files = list_images(str(source), str(source))
     if not files:
-        raise ValueError(f"{source} has 0 folders of images: it needs one for each class")
+        raise ValueError(
+            f"{source} must have at least two class folders with images, got 0: create one folder per class"
+        )
     folders = folders_in(str(source), files)
     classes = ClassFolders(files, folders, str(source))
     files_of_class: dict[str, list[Path]] = {path: [] for path in classes.names}
@@ -78,23 +80,25 @@ def _files_of_classes(source: Path) -> dict[str, list[Path]]:
     top_folders = {path.split("/")[0] for path in files_of_class}
     if all(name.lower() in {"test", *chain(*SPLIT_NAMES.values())} for name in top_folders):
         raise ValueError(
-            f"{source} is split already, into {', '.join(sorted(top_folders))}: train on it as it is, or split one of "
-            "these folders"
+            f"{source} is already split into {', '.join(sorted(top_folders))}: train on this folder directly, or split "
+            "one of its subfolders"
         )
     if len(files_of_class) < 2:
-        raise ValueError(f"{source} has {len(files_of_class)} folders of images: it needs one for each class")
+        raise ValueError(
+            f"{source} must have at least two class folders with images, got {len(files_of_class)}: add folders"
+        )
     for note in classes.notes():
         warn_on_rank0(__name__, "%s: %s", source, note)
     if few := [path for path, images in files_of_class.items() if len(images) < 2]:
         raise ValueError(
-            f"the class folder {few[0]!r} has one image, and each split needs one: add images, or move this image to "
-            "another class folder"
+            f"class folder {few[0]!r} must have at least two images, one per split, but has one: add images, or move "
+            "this image to another class folder"
         )
     return files_of_class
 
 
 def _fill(target: Path, files_of_class: dict[str, list[Path]], validation: float) -> dict[str, int]:
-    """Create the files of both splits, and return the number of images in each split."""
+    """Create the files of both splits, and return the number of images per split."""
     counts: Counter[str] = Counter()
     for folder, files in files_of_class.items():
         random.Random(0).shuffle(files)
@@ -110,10 +114,10 @@ def _link_or_copy(file: Path, folder: Path) -> None:
     """Create a hard link to a file in a folder, or a copy if the file system does not support hard links."""
     folder.mkdir(parents=True, exist_ok=True)
     new = folder / file.name
-    while os.path.lexists(new):  # a case-insensitive file system does not distinguish A.png and a.png
+    while os.path.lexists(new):  # case-insensitive file systems do not distinguish A.png from a.png
         new = new.with_name(f"_{new.name}")
     try:
-        os.link(file.resolve(), new)  # of a symbolic link's target, because a link may be relative
+        os.link(file.resolve(), new)  # resolve symbolic links, because they may be relative
     except OSError:
         shutil.copyfile(file, new)
 
@@ -122,9 +126,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m vil.data.folders", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, help="folder with a folder of images for each class")
-    parser.add_argument("target", type=Path, help="the new folder")
-    parser.add_argument("--validation", type=float, default=0.2, help="share of each class (default: 0.2)")
+    parser.add_argument("source", type=Path, help="folder that contains one folder of images per class")
+    parser.add_argument("target", type=Path, help="new folder to create, with the subfolders train and validation")
+    parser.add_argument(
+        "--validation",
+        type=float,
+        default=0.2,
+        help="share of each class to hold out for validation, between 0 and 1 (default: 0.2)",
+    )
     options = parser.parse_args()
     try:
         counts = split_folder(options.source, options.target, options.validation)

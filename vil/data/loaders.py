@@ -1,7 +1,7 @@
-"""Loaders of a split: images pass once from their source through decoding and augmentation to a batch on the device.
+"""Loaders of training and evaluation splits, which yield batches on the device.
 
-Workers or the device decode and augment single images (see `plan`). At the end, whole batches are normalized on the
-device and, in training, erased and mixed.
+Workers or the device decode and augment single images (see `plan`). The device then normalizes whole batches. In
+training, random erasing and mixup or cutmix follow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .sources.images import UnreadableSplitError
 from .sources.splits import streams
 from .sources.synthetic import SyntheticImages
 
-STALLED = 2 * PIECE * SECONDS  # seconds without a batch after which the workers are assumed to hang
+STALLED = 2 * PIECE * SECONDS  # seconds; timeout of one batch, after which the workers are assumed to hang
 
 
 class Batch(NamedTuple):
@@ -201,7 +201,7 @@ def _open_images(
         return SyntheticLoader(dataset, batches, image_shape, options.device)
     plan = plan_loading(dataset, transform, batches, image_shape, options)
     if plan.obstacle:
-        _say_once(f"the workers decode and augment images, not the GPU: {plan.obstacle}")
+        _say_once(f"images are decoded and augmented by the workers instead of the GPU: {plan.obstacle}")
     if streams(dataset):
         return _open_stream(dataset, transform, plan)
     if plan.sampler:
@@ -210,17 +210,17 @@ def _open_images(
 
 
 def _open_stream(dataset, transform, plan: LoadingPlan) -> HostLoader:
-    """Return a loader of an iterable dataset, whose workers load whole batches."""
+    """Return a loader of an iterable dataset. Each worker loads whole batches."""
     dataset.transform = transform
-    # otherwise timm 1.0.30 treats the dataset as empty
+    # without this call, timm 1.0.30 treats the dataset as empty
     dataset.set_loader_cfg(num_workers=max(1, plan.workers))
-    dataset.reader.batch_size = plan.batch_size  # in training, the reader gives whole batches to each worker
+    dataset.reader.batch_size = plan.batch_size  # in training, the reader gives each worker a whole number of batches
     loader = _piece_loader(dataset, plan, collate_fn=_collate, batch_size=plan.batch_size)
     return HostLoader(loader, None, plan)
 
 
 def _open_on_host(dataset, transform, batches, plan: LoadingPlan) -> HostLoader:
-    """Return a loader whose workers decode and augment."""
+    """Return a loader whose workers decode and augment images."""
     reader = ImageReader(dataset, transform, isinstance(batches, TrainingBatches))
     pieces = Pieces(batches, plan.piece_size)
     loader = _piece_loader(reader, plan, collate_fn=_collate, batch_sampler=pieces)
@@ -228,7 +228,7 @@ def _open_on_host(dataset, transform, batches, plan: LoadingPlan) -> HostLoader:
 
 
 def _open_on_device(dataset, transform, batches, plan: LoadingPlan) -> DeviceLoader:
-    """Return a loader whose workers read files, which the device decodes and augments."""
+    """Return a loader whose workers only read files. The device decodes and augments the images."""
     assert plan.sampler
     reader = EncodedReader(dataset, transform, isinstance(batches, TrainingBatches), plan.sampler)
     cache = DecodedCache(len(dataset), plan.device, room=None if plan.keeps_decoded else 0)
@@ -239,12 +239,12 @@ def _open_on_device(dataset, transform, batches, plan: LoadingPlan) -> DeviceLoa
 
 
 def _piece_loader(dataset, plan: LoadingPlan, **arguments) -> DataLoader:
-    """Return PyTorch's loader of pieces."""
+    """Return a PyTorch DataLoader of pieces, which are parts of batches."""
     return DataLoader(
         dataset,
         num_workers=plan.workers,
         prefetch_factor=plan.prefetch,
-        # file contents go to the decoder, not to the device
+        # encoded files are not copied to the device by PyTorch, so pinning does not help
         pin_memory=plan.device.type == "cuda" and plan.sampler is None,
         persistent_workers=plan.workers > 0,
         timeout=STALLED if plan.workers else 0,
@@ -254,7 +254,7 @@ def _piece_loader(dataset, plan: LoadingPlan, **arguments) -> DataLoader:
 
 
 def _started(loader, pieces: Pieces):
-    """Start the workers before autograd creates threads, without any pieces to load."""
+    """Start the workers before autograd creates threads. Loading begins with the first pass."""
     start_workers(loader.loader)
     pieces.ready = True
     return loader
@@ -267,11 +267,13 @@ def _collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
 
 
 def _take_unreadable(dataset) -> int:
-    unreadable = getattr(dataset, "unreadable", None)  # synthetic data and other decoders have no count
+    unreadable = getattr(
+        dataset, "unreadable", None
+    )  # other datasets, such as synthetic data, do not count unreadable images
     return unreadable.take() if unreadable else 0
 
 
 @functools.cache
 def _say_once(message: str) -> None:
-    """Log a message once, because training and evaluation have the same reasons."""
+    """Log a message only once, because training and evaluation loaders often log the same message."""
     warn_on_rank0(__name__, "%s", message)

@@ -1,4 +1,4 @@
-"""Plan of loading a split: who decodes and augments its images, how far ahead, and what stays on the device."""
+"""Loading plan of a split: where images are decoded and augmented, how much is prefetched, and what is cached."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .samplers import EvaluationBatches, TrainingBatches
 from .sources.readers import has_jpegs, typical_file_bytes, typical_pixels
 from .sources.splits import streams
 
-# pixels of small-image batches prepared at a time, because launching kernels takes longer than running them
+# minimum number of pixels prepared together if images are small, because kernel launches dominate for small images
 PIXELS_TOGETHER = 2**20
-MARGIN = 1.5  # shared memory of an image in units of the typical size
+MARGIN = 1.5  # shared memory reserved per image, relative to the typical image size
 
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """What a run requests of a loader.
+    """Options of a run for loading images.
 
     Args:
         device: Device of the batches.
-        workers: Number of workers; None chooses it.
-        augment_on_device: Whether the device decodes and augments; None uses a GPU that supports it.
+        workers: Number of workers, or None to choose the number automatically.
+        augment_on_device: Whether the device decodes and augments images. None uses a GPU if possible.
         is_reused: Whether the loader will be used for more than one pass.
     """
 
@@ -41,27 +41,29 @@ class LoadingOptions:
 
 @dataclass(frozen=True)
 class LoadingPlan:
-    """How a split's images are loaded. The text of a plan is the line that a run prints."""
+    """Plan for loading the images of a split. `str(plan)` is the line that a run prints."""
 
     device: torch.device
     batch_size: int
-    piece_size: int  # images that a worker loads at a time
-    piece_bytes: int  # shared memory of a piece
+    piece_size: int  # number of images that a worker loads at a time
+    piece_bytes: int  # shared memory per piece, in bytes
     workers: int
-    prefetch: int | None  # pieces that each worker prefetches; None without workers
+    prefetch: int | None  # number of pieces that each worker prefetches; None without workers
     sampler: TransformSampler | None  # samples transforms that run on the device; None if the workers augment
     decodes_in_workers: bool
-    batches_together: int  # batches that the device decodes and augments at a time
-    keeps_decoded: bool  # whether decoded images may stay on the device
-    fill_bytes: float | None  # typical bytes of a decoded image if the cache is filled before the first batch
-    obstacle: str | None  # why a GPU does not decode and augment
+    batches_together: int  # number of batches that the device decodes and augments at a time
+    keeps_decoded: bool  # whether decoded images may be cached on the device
+    fill_bytes: (
+        float | None
+    )  # typical size of a decoded image in bytes; None if the cache is not filled before the first batch
+    obstacle: str | None  # reason why a GPU does not decode and augment images, if any
 
     @property
     def in_thread(self) -> bool:
-        """Whether a thread prepares batches on the device.
+        """Whether a separate thread prepares batches on the device.
 
-        A thread can wait for a decoder. For small images, whose kernels take longer to launch than to run, a thread
-        would only compete with the caller for the GIL.
+        The thread waits for the decoder. If workers decode small images, no thread is used, because the thread would
+        compete with the caller for the GIL.
         """
         return not self.decodes_in_workers
 
@@ -92,7 +94,8 @@ def plan_loading(
         options: Requests of the run.
 
     Raises:
-        ConfigError: The device is requested but does not support the images, or shared memory is too small.
+        ConfigError: `augment_on_device` is True but the device does not support the images, or shared memory is too
+            small.
     """
     is_stream = streams(dataset)
     sampler, obstacle = _device_sampler(dataset, transform, options)
@@ -118,12 +121,12 @@ def plan_loading(
         most=MOST_READERS if on_device and not small else MOST_WORKERS,
         pieces=math.ceil(batch_size / PIECE) * len(batches),
         ahead=pieces_ahead,
-        # encoded files stay in shared memory until the device has read them
+        # encoded files occupy shared memory until the device has decoded them
         in_use=pieces_ahead if on_device else 2,
         piece_size=piece_size,
         piece_bytes=piece_bytes,
     )
-    # with repeated augmentation, one epoch does not see all images
+    # fill the cache first if augmentation is repeated, because one epoch does not contain all images
     fills_cache = on_device and batches.repeats > 1 and math.isfinite(pixels)
     return LoadingPlan(
         device=options.device,
@@ -142,10 +145,10 @@ def plan_loading(
 
 
 def _device_sampler(dataset, transform, options: LoadingOptions) -> tuple[TransformSampler | None, str | None]:
-    """Return the sampler of transforms that run on the device, or None and the obstacle that a log line names.
+    """Return the sampler of transforms for the device, or None and the reason why the device is not used.
 
     Raises:
-        ConfigError: The device is requested but does not support the images.
+        ConfigError: `augment_on_device` is True but the device does not support the images.
     """
     requested, device = options.augment_on_device, options.device
     if requested is False or (requested is None and device.type != "cuda"):
@@ -159,10 +162,10 @@ def _device_sampler(dataset, transform, options: LoadingOptions) -> tuple[Transf
     else:
         obstacle = decoder_is_missing(device)
     if streams(dataset):
-        obstacle = "a dataset that streams has no images by index"
+        obstacle = "an iterable dataset has no access to images by index"
     if obstacle and requested:
-        raise ConfigError(f"augment_on_device: {obstacle}")
+        raise ConfigError(f"augment_on_device cannot be used: {obstacle}")
 
     if not obstacle and not requested and not has_jpegs(dataset) and not is_small(typical_pixels(dataset)):
-        obstacle = "most files are no JPEGs"
+        obstacle = "most files are not JPEGs"
     return (None, obstacle) if obstacle else (sampler, None)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..config import Config, ConfigError
 
-FEW = 8  # epochs of fewer steps are short; a run of fewer than FEW**3 steps learns little
+FEW = 8  # minimum steps per epoch, or FEW**3 steps per run, below which a log line recommends more steps
 
 
 def split_global_batch(config: Config, world_size: int) -> tuple[int, int]:
@@ -35,8 +35,8 @@ def split_global_batch(config: Config, world_size: int) -> tuple[int, int]:
     micro_batch = share // accumulation
     if config.mixing and micro_batch % 2:
         raise ConfigError(
-            f"micro-batch size must be even because mixup pairs images, got {micro_batch}: choose another batch_size "
-            f"or global_batch_size ({config.global_batch_size}, {share} images a rank)"
+            f"micro-batch size must be even because mixup pairs images, got {micro_batch}: change batch_size or "
+            f"global_batch_size ({config.global_batch_size}, or {share} images per rank)"
         )
     return micro_batch, accumulation
 
@@ -49,14 +49,14 @@ class TrainingBatches:
     dropped if it is incomplete.
 
     Args:
-        num_images: Number of images of the split.
-        config: Options of the run: global batch size, repeated augmentation and seed.
-        micro_batch: Images in a micro-batch of a rank.
+        num_images: Number of images in the split.
+        config: Options of the run, with the global batch size, repeated augmentation and seed.
+        micro_batch: Number of images per micro-batch of a rank.
         rank: Rank of this process.
         world_size: Number of processes.
 
     Raises:
-        ConfigError: A global batch exceeds the split.
+        ConfigError: The global batch size exceeds the number of images.
     """
 
     def __init__(self, num_images: int, config: Config, micro_batch: int, rank: int, world_size: int):
@@ -70,12 +70,12 @@ class TrainingBatches:
         self.set_epoch(0)
         if num_images < self.global_batch:
             raise ConfigError(
-                f"global_batch_size must be at most {num_images}, the images of the training split, got "
+                f"global_batch_size must be at most {num_images}, the number of training images, got "
                 f"{self.global_batch}"
             )
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Set the epoch and the first step, because a resumed run skips the steps that are done."""
+        """Set the epoch and its first step. A resumed run starts after the completed steps of an epoch."""
         self.epoch = epoch
         self.first_step = first_step
 
@@ -85,15 +85,15 @@ class TrainingBatches:
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps of an epoch."""
+        """Number of optimizer steps per epoch."""
         return self.num_images // self.global_batch
 
     def described(self, epochs: int, whole: str = "the run") -> str:
-        """Return a line with the number of steps, and with advice if there are few steps.
+        """Return a log line with the number of steps, and with advice if the run has few steps.
 
         Args:
             epochs: Number of epochs.
-            whole: Name of these epochs in the line.
+            whole: Name of these epochs in the log line.
         """
         left_out = self.num_images - self.steps * math.ceil(self.global_batch / self.repeats)
         line = f"an epoch has {self.steps} steps of {self.global_batch} images, {whole} has {self.steps * epochs} steps"
@@ -109,14 +109,14 @@ class TrainingBatches:
 
     @property
     def accumulation(self) -> int:
-        """Number of micro-batches that a rank accumulates in a step."""
+        """Number of micro-batches that a rank accumulates per optimizer step."""
         return self.global_batch // self.world_size // self.micro_batch
 
     def sizes(self) -> Iterator[int]:
         return repeat(self.micro_batch, len(self))
 
     def first_positions(self) -> Iterator[int]:
-        """Iterate over the position in the epoch of the first image of each micro-batch."""
+        """Yield, for each micro-batch, the position of its first image in the epoch."""
         share = self.global_batch // self.world_size
         for step in range(self.first_step, self.steps):
             start = step * self.global_batch + self.rank * share
@@ -136,7 +136,7 @@ class TrainingBatches:
 
 
 class EvaluationBatches:
-    """Batch sampler that yields every image exactly once over all ranks, in order."""
+    """Batch sampler for evaluation: yield every image in order, exactly once over all ranks."""
 
     repeats = 1
 
@@ -156,14 +156,14 @@ class EvaluationBatches:
 
 
 class Pieces:
-    """Batch sampler that splits each batch into pieces, which a worker loads one at a time.
+    """Batch sampler that splits each batch into pieces. A worker loads one piece at a time.
 
     The sampler yields nothing until `ready` is set, so that workers can start before the first batch.
 
     Args:
         batches: Batch sampler of (index, seed) pairs.
-        size: Maximum number of images in a piece.
-        task: Function from index and seed to a worker's task; by default, the task is the pair.
+        size: Maximum number of images per piece.
+        task: Function from index and seed to the task of a worker. By default, the pair itself is the task.
     """
 
     def __init__(

@@ -9,15 +9,15 @@ import torch
 
 
 def derive_seed(*key: int) -> int:
-    """Return a 32-bit seed for the key, such as (seed, epoch, position)."""
+    """Return a 32-bit seed derived from a key such as (seed, epoch, position)."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and PyTorch, on the CPU and on initialized devices.
+    """Seed the generators of Python, NumPy and PyTorch, on the CPU and on initialized devices.
 
-    `torch.manual_seed` would also record the seed for uninitialized backends with a stack trace, which takes ten times
-    as long as the rest and is too slow for every image.
+    `torch.manual_seed` is not used, because it also records a stack trace per uninitialized backend. Recording takes
+    ten times as long as all other seeding, which is too slow to do for each image.
     """
     random.seed(seed)
     np.random.seed(seed)

@@ -169,14 +169,14 @@ def test_little_shared_memory_reduces_pieces_and_workers_with_a_log_message(
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (expected != (14, 2))
     for line in lines:
-        assert f"{free} MiB free: {count} workers with {prefetch} x 64 images prefetched in place of 14 with 2" in line
+        assert f"{free} MiB free: {count} workers prefetch {prefetch} x 64 images, instead of 14 workers with 2" in line
         assert "--shm-size" in line
 
 
 def test_too_little_shared_memory_for_one_worker_is_rejected_with_the_remedy(machine, shared_memory):
     machine(16)
     shared_memory(29)
-    with pytest.raises(ConfigError, match="29 MiB free, and loading .* least 30: .*--shm-size=8g, or .*--workers 0"):
+    with pytest.raises(ConfigError, match="29 MiB free, and loading .* least 30 MiB: .*--shm-size=8g, or .*--workers 0"):
         chosen()
     with pytest.raises(ConfigError, match="at least 130:"):
         chosen(in_use=12)
@@ -236,7 +236,7 @@ def test_a_worker_reports_full_shared_memory_in_one_line(started, monkeypatch, o
     workers.into_shared_memory(image := torch.zeros(3 * MIB, dtype=torch.uint8))
     assert not image.is_shared()  # only workers use shared memory
     monkeypatch.setattr(workers, "get_worker_info", lambda: "one")
-    with pytest.raises(ConfigError, match="2 MiB free, 3 needed for images"):
+    with pytest.raises(ConfigError, match="2 MiB free, 3 MiB needed for images"):
         workers.into_shared_memory(*image.split([MIB, 2 * MIB]))  # each of the two tensors would fit, but not both
 
 

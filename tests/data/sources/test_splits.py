@@ -103,7 +103,7 @@ def test_a_folder_is_split_by_the_command_that_the_error_names(tmp_path, monkeyp
     assert endings(kinds - Counter({".5": 4})) == five
     with pytest.raises(SystemExit, match="^1$"):
         call(split_command.main, *words[3:])
-    assert "is split already, into train: train on it as it is, or split one of" in capsys.readouterr().err
+    assert "is already split into train: train on this folder directly, or split one of" in capsys.readouterr().err
     monkeypatch.chdir("train/cat")
     with pytest.raises(SystemExit, match="^1$"):
         call(split_command.main, *words[3:])
@@ -112,7 +112,7 @@ def test_a_folder_is_split_by_the_command_that_the_error_names(tmp_path, monkeyp
     shutil.rmtree("dog")
     with pytest.raises(SystemExit, match="^1$"):
         call(split_command.main, *words[3:])
-    assert capsys.readouterr().err == "error: . has 1 folders of images: it needs one for each class\n"
+    assert capsys.readouterr().err == "error: . must have at least two class folders with images, got 1: add folders\n"
 
 
 def pets(folder, count):
@@ -154,12 +154,12 @@ def test_splitting_holds_out_images_of_every_class_and_leaves_the_source_unchang
         assert split_command.split_folder(source, tmp_path / f"{share}", share) == counts
     (source / "fox").mkdir()
     Image.new("RGB", (1, 1)).save(source / "fox" / "0.png")
-    with pytest.raises(ValueError, match="the class folder 'fox' has one image, and each split needs one"):
+    with pytest.raises(ValueError, match="class folder 'fox' must have at least two images, .* but has one"):
         split_command.split_folder(source, tmp_path / "three")
-    with pytest.raises(ValueError, match="there is no folder .*none"):
+    with pytest.raises(ValueError, match="folder .*none does not exist"):
         split_command.split_folder(tmp_path / "none", tmp_path / "four")
     (tmp_path / "one" / "validation").rename(tmp_path / "one" / "Test")
-    with pytest.raises(ValueError, match="one is split already, into Test, train: train on it as it is"):
+    with pytest.raises(ValueError, match="one is already split into Test, train: train on this folder"):
         split_command.split_folder(tmp_path / "one", tmp_path / "five")
 
 
@@ -185,7 +185,7 @@ def test_interrupted_splitting_leaves_no_files(tmp_path, monkeypatch, error):
         *(("split", share, "between 0 and 1, got ") for share in ("nan", "inf", "0", "1", "-1")),
         ("pets", "0.2", "must be outside pets, got .*cats"), ("pets/split", "0.2", "must be outside pets, got .*split"),
         ("cats/split", "0.2", "must be outside pets, got .*split"),
-        ("full", "0.2", "there is something in .*full"), ("file/new", "0.2", r"\[Errno"),
+        ("full", "0.2", "folder .*full must be empty or new"), ("file/new", "0.2", r"\[Errno"),
     ],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_split_is_reported_in_one_line(tmp_path, monkeypatch, capsys, target, share, error):

@@ -1,4 +1,4 @@
-"""Workers that load images: their number, their shared memory, and their start and end."""
+"""Data-loader workers: the number of workers, their shared memory and their start."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from ..sources.images import restrict_pillow
 
 _logger = logging.getLogger(__name__)
 
-MOST_WORKERS = 16  # default maximum for a training process
-MOST_READERS = 8  # maximum of workers that read files for decoding on a GPU, each about 2,000 files a second
-PIECE = 64  # images that a worker loads at a time; pieces let all workers load the first batch together
-BATCHES_AHEAD = 3  # batches that the workers prefetch
+MOST_WORKERS = 16  # maximum default number of workers per training process
+MOST_READERS = 8  # maximum default number if workers only read files (each about 2,000 files per second)
+PIECE = 64  # number of images that a worker loads at a time, so that all workers share the first batch
+BATCHES_AHEAD = 3  # number of batches that the workers prefetch
 SHARED_MEMORY = Path("/dev/shm")
 CGROUPS = Path("/sys/fs/cgroup")
 GROUPS_OF_PROCESS = Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use, by its CPU affinity and a container's quota."""
+    """Return the number of CPU cores that this process may use, from its CPU affinity and container quota."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([bound, *map(math.floor, _quotas())]))
 
 
 def _quotas() -> Iterator[float]:
-    """Return the CPU quotas of this process's control groups (versions 2 and 1), in cores."""
+    """Yield the CPU quotas of this process's control groups (cgroup v1 and v2), as numbers of cores."""
     try:
         lines = GROUPS_OF_PROCESS.read_text().splitlines()
     except OSError:  # not on Linux
@@ -47,7 +47,7 @@ def _quotas() -> Iterator[float]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         group = CGROUPS / controllers / path.lstrip("/")
-        # inside a container, its own group is the root, whatever its outside name
+        # inside a container, the root is the container's group, although the path names the group outside
         for folder in (group, *group.parents):
             try:
                 if controllers:
@@ -56,26 +56,29 @@ def _quotas() -> Iterator[float]:
                     quota, period = (folder / "cpu.max").read_text().split()
                 if int(quota) > 0:
                     yield int(quota) / int(period)
-            except (OSError, ValueError):  # another controller, or "max"
+            except (OSError, ValueError):  # no CPU quota in this group, or the quota is "max"
                 continue
 
 
 def _local_processes() -> int:
-    """Return the number of training processes on this machine, which share its cores and memory."""
+    """Return the number of training processes that share the cores and memory of this machine."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def default_workers(device: torch.device) -> int:
-    """Return the number of workers for one training process."""
+    """Return the default number of workers per training process."""
     cores = usable_cores() // _local_processes()
-    if device.type == "cpu":  # on a CPU, the model is slower than loading
+    if device.type == "cpu":  # on a CPU, training is slower than loading
         return min(MOST_WORKERS, max(1, cores // 4))
-    # the process of a GPU also prepares batches in a thread
+    # the training process also needs a core for the thread that prepares batches on the GPU
     return min(MOST_WORKERS, max(1, cores - (2 if cores > 4 else 1)))
 
 
 def share_cores(device: torch.device, workers: int | None) -> None:
-    """Reserve a core for each worker if a CPU also trains, because PyTorch's threads wait long for a busy core."""
+    """If the model trains on a CPU, limit PyTorch's threads so that each worker has a core.
+
+    Otherwise PyTorch's threads would wait long for cores that the workers use.
+    """
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         workers = default_workers(device) if workers is None else workers
         torch.set_num_threads(max(1, usable_cores() // _local_processes() - workers))
@@ -92,20 +95,20 @@ def choose_workers(
     piece_size: int,
     piece_bytes: int,
 ) -> tuple[int, int | None]:
-    """Choose as many workers as the machine supports and the split needs, and as much prefetching as fits in memory.
+    """Choose the number of workers and of prefetched pieces, limited by CPU cores, split size and shared memory.
 
     Args:
-        requested: Requested number of workers, or None.
+        requested: Number of workers requested by the user, or None for the default.
         device: Device of the batches.
-        most: Maximum number of workers that are not requested.
+        most: Maximum number of workers if `requested` is None.
         pieces: Number of pieces in a pass over the split.
         ahead: Number of pieces that all workers together should prefetch.
-        in_use: Number of pieces that occupy shared memory besides the prefetched ones.
-        piece_size: Images in a piece.
-        piece_bytes: Shared memory of a piece in bytes.
+        in_use: Number of pieces that occupy shared memory in addition to prefetched pieces.
+        piece_size: Number of images per piece.
+        piece_bytes: Shared memory per piece, in bytes.
 
     Returns:
-        The number of workers, and the number of pieces that each one prefetches (None without workers).
+        The number of workers, and the number of pieces that each worker prefetches (None without workers).
 
     Raises:
         ConfigError: The pieces of a single worker exceed the shared memory.
@@ -122,49 +125,49 @@ def choose_workers(
 def _fit_shared_memory(
     workers: int, prefetch: int, *, in_use: int, piece_size: int, piece_bytes: int
 ) -> tuple[int, int]:
-    """Reduce workers and prefetched pieces to what fits in shared memory, with a log line.
+    """Reduce the numbers of workers and of prefetched pieces to fit in shared memory, and log a warning if needed.
 
     Raises:
         ConfigError: The pieces of a single worker exceed the shared memory.
     """
-    # only the workers of the split that is being read prefetch
+    # training and validation workers do not prefetch at the same time
     free = shutil.disk_usage(SHARED_MEMORY).free
     room = free // _local_processes() // max(1, piece_bytes) - in_use
     if room < 1:
         raise ConfigError(
             f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and loading images takes at least "
-            f"{_local_processes() * (in_use + 1) * piece_bytes / 2**20:.0f}: start the container with --shm-size=8g, "
-            "or give --workers 0"
+            f"{_local_processes() * (in_use + 1) * piece_bytes / 2**20:.0f} MiB: start the container with "
+            "--shm-size=8g, or set --workers 0"
         )
     fitting_workers = min(workers, room)
     fitting_prefetch = min(prefetch, max(1, room // workers))
     if (fitting_workers, fitting_prefetch) != (workers, prefetch):
         _logger.warning(
-            "%s has %.0f MiB free: %d workers with %d x %d images prefetched in place of %d with %d x %d; a container "
-            "gets more with --shm-size",
+            "%s has %.0f MiB free: %d workers prefetch %d x %d images, instead of %d workers with %d x %d; to "
+            "increase the space of a container, set --shm-size",
             SHARED_MEMORY, free / 2**20, fitting_workers, fitting_prefetch, piece_size, workers, prefetch, piece_size,
         )  # fmt: skip
     return fitting_workers, fitting_prefetch
 
 
 class SharedMemoryError(WorkersError):
-    """The shared memory in which workers hand over batches is full."""
+    """The shared memory that transfers batches from workers to the training process is full."""
 
 
 def into_shared_memory(*tensors: torch.Tensor) -> None:
-    """Move a worker's result to shared memory here, where a lack of space can be reported.
+    """Move a worker's tensors to shared memory, and report an error if the space is insufficient.
 
     Raises:
         SharedMemoryError: The shared memory is full.
     """
     if get_worker_info() is None:
         return
-    if SHARED_MEMORY.is_dir():  # writing to missing shared memory would crash the process
+    if SHARED_MEMORY.is_dir():  # writing beyond the free space would kill the worker with SIGBUS
         needed = sum(tensor.nbytes for tensor in tensors)
         if (free := shutil.disk_usage(SHARED_MEMORY).free) < needed:
             raise SharedMemoryError(
-                f"{SHARED_MEMORY} is full: {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} needed for images. A "
-                "container gets more with --shm-size=8g; --workers 0 needs none"
+                f"{SHARED_MEMORY} is full: {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB needed for images; "
+                "start the container with --shm-size=8g, or set --workers 0"
             )
     for tensor in tensors:
         tensor.share_memory_()
@@ -173,21 +176,21 @@ def into_shared_memory(*tensors: torch.Tensor) -> None:
 def start_workers(loader: DataLoader) -> Iterator:
     """Start a pass over a loader. The workers start with the first pass and stay alive.
 
-    Before Python 3.12, a fork can deadlock while another thread enters the interpreter, so this is first called before
-    autograd creates threads. Workers of an iterable dataset start when it is first read.
+    The first call must precede autograd's creation of threads, because before Python 3.12, a fork can deadlock while
+    another thread enters the interpreter. Workers of an iterable dataset start when the dataset is first read.
     """
-    with signals_blocked():  # threads of PyTorch inherit the mask before `prepare_worker` runs
+    with signals_blocked():  # threads that PyTorch starts before `prepare_worker` inherit the mask
         loaded = iter(loader)
     if loader.num_workers:
         explain_lost_workers()
-        # break the cycle, or the garbage collector would close the queues before the pass ends its workers through them
+        # Break the reference cycle. Otherwise garbage collection could close the queues before they stop the workers.
         queues = [*loaded._index_queues, loaded._worker_result_queue]  # type: ignore[attr-defined]
         weakref.finalize(loaded, queues.clear).atexit = False
     return loaded
 
 
 def prepare_worker(worker: int) -> None:
-    """Prepare a worker's process before it reads images."""
-    outlive_output()  # a spawned worker has its own streams
+    """Initialize the process of a worker: output streams, Pillow's limits and signal handling."""
+    outlive_output()  # a spawned worker does not inherit replaced streams
     restrict_pillow()
     obey_only_parent()
