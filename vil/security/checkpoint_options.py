@@ -172,7 +172,10 @@ def check_preprocessing(values: dict[str, Any], path: str | Path, channels: int 
         numbers = values.get(name, [0.5])
         is_valid = isinstance(numbers, list) and len(numbers) in (1, channels) and all(map(_is_moderate, numbers))
         if not is_valid or (name == "std" and min(numbers) < 1 / LARGEST):
-            raise CheckpointError(f"{name} in {path} must be one number per channel, got {str(numbers)[:100]}")
+            raise CheckpointError(
+                f"{name} in {path} must be one number per channel, at most 1e6 in magnitude (std at least 1e-6), "
+                f"got {str(numbers)[:100]}"
+            )
     if values.get("crop_mode", "center") not in CROP_MODES:
         raise CheckpointError(
             f"crop_mode in {path} must be center, squash or border, got {str(values['crop_mode'])[:100]}"

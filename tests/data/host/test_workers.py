@@ -176,7 +176,9 @@ def test_little_shared_memory_reduces_pieces_and_workers_with_a_log_message(
 def test_too_little_shared_memory_for_one_worker_is_rejected_with_the_remedy(machine, shared_memory):
     machine(16)
     shared_memory(29)
-    with pytest.raises(ConfigError, match="29 MiB free, and loading .* least 30 MiB: .*--shm-size=8g, or .*--workers 0"):
+    with pytest.raises(
+        ConfigError, match="29 MiB free, and loading .* least 30 MiB: .*--shm-size=8g, or .*--workers 0"
+    ):
         chosen()
     with pytest.raises(ConfigError, match="at least 130:"):
         chosen(in_use=12)
