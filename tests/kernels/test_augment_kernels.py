@@ -74,7 +74,7 @@ def assert_levels(images, expected, most, share):
 
 
 @pytest.mark.parametrize("interpolation", METHODS)
-def test_crops_of_any_size_are_pils(where, interpolation):
+def test_resized_crops_of_any_size_equal_pils(where, interpolation):
     numbers = random.Random(0)
     for size in (where.size, (33, 260), (1, 1)):
         images, boxes, flips, expected = [], [], [], []
@@ -97,7 +97,7 @@ def test_crops_of_any_size_are_pils(where, interpolation):
 
 @of_kernels
 @pytest.mark.parametrize("shape", [(1, 3000), (3000, 1), (1500, 700)])
-def test_images_of_extreme_shapes_are_resized_as_by_pil(where, shape):
+def test_images_of_extreme_shapes_are_resized_like_pil(where, shape):
     if where.device.type == "cuda":
         shape = tuple(n if n == 1 else 3 * n if min(shape) > 1 else 32 * n for n in shape)
     image, box = noise(*shape), np.array([[0, 0, *shape]])
@@ -135,7 +135,7 @@ def test_crops_of_like_size_are_padded_together_as_many_as_memory_holds():
     assert groups == [[0, 1, *range(7, 1029)], [1029], [2, 4], [3], [5], [6]]
 
 
-def test_a_crop_that_is_not_in_its_image_is_refused(where):
+def test_a_crop_outside_its_image_is_rejected(where):
     images, flips = [torch.zeros(3, 8, 9, dtype=torch.uint8, device=where.device)] * 2, np.zeros(2, bool)
     for box in ((0, 0, 9, 9), (0, 1, 8, 9), (-1, 0, 2, 2), (0, -1, 2, 2), (3, 3, 0, 2), (3, 3, 2, 0)):
         (top, left, height, width) = box
@@ -184,7 +184,7 @@ def encoded(operations, size):
 
 @pytest.mark.parametrize("interpolation", METHODS)
 @pytest.mark.parametrize("name", [*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
-def test_every_operation_is_timms(where, name, interpolation):
+def test_every_augmentation_operation_equals_timms(where, name, interpolation):
     numbers = random.Random(0)
     for height, width in (where.size, (2, 40), (3, 3), (1, 1)):
         images = [smooth(height, width, i) if i % 2 else noise(height, width, i) for i in range(where.count)]
@@ -204,7 +204,7 @@ def test_every_operation_is_timms(where, name, interpolation):
 
 @of_kernels
 @pytest.mark.parametrize("interpolation", METHODS)
-def test_every_image_of_a_batch_has_its_own_operations_turn_by_turn(where, interpolation):
+def test_each_image_of_a_batch_gets_its_own_operations_in_each_turn(where, interpolation):
     numbers, (height, width) = random.Random(1), (41, 34) if where.device.type == "cpu" else (224, 224)
     images = [smooth(height, width, i) for i in range(30)]
     operations = [[random_operation(numbers) for _ in range(3)] for _ in images]
@@ -219,7 +219,7 @@ def test_every_image_of_a_batch_has_its_own_operations_turn_by_turn(where, inter
     assert_levels(apply_operations(strided, codes, arguments, FILL, interpolation), expected, 0, 0)
 
 
-def test_every_image_goes_through_its_own_operations_in_order(where):
+def test_operations_of_an_image_are_applied_in_order(where):
     names = [["Invert", "Brightness"], ["Brightness", "Invert"], ["", "Brightness"], ["", ""]]
     operations = np.array([[CODES[name] for name in turns] for turns in names], np.uint8)
     arguments = np.zeros((4, 2, batched_transforms.ARGUMENTS), np.float32)
@@ -231,7 +231,7 @@ def test_every_image_goes_through_its_own_operations_in_order(where):
 
 
 @pytest.mark.parametrize("interpolation", METHODS)
-def test_a_batch_is_transformed_where_it_is(interpolation):
+def test_a_batch_is_transformed_on_its_device(interpolation):
     """Results stay on the images' device: PyTorch raises if "meta" images are combined with tensors on a CPU."""
     images = [torch.empty(3, 20, 30 + i, dtype=torch.uint8, device="meta") for i in range(3)]
     boxes, flips = np.array([[0, 0, 20, 30]] * 3), np.array([True, False, True])
@@ -243,7 +243,7 @@ def test_a_batch_is_transformed_where_it_is(interpolation):
     assert (result.device.type, result.shape) == ("meta", (3, 3, 8, 12))
 
 
-def test_turns_without_operations_leave_batches_as_they_are(where):
+def test_turns_without_operations_leave_batches_unchanged(where):
     images = batch([noise(5, 7)] * 2, where.device).to(memory_format=torch.channels_last)
     for turns in (0, 2):
         codes, arguments = np.zeros((2, turns), np.uint8), np.zeros((2, turns, 6), np.float32)
@@ -252,7 +252,7 @@ def test_turns_without_operations_leave_batches_as_they_are(where):
     assert torch.equal(apply_operations(images, codes, arguments, FILL, "bicubic"), 255 - images)
 
 
-def test_a_blur_of_any_radius_is_pils(where):
+def test_a_blur_of_any_radius_equals_pils(where):
     for height, width in ((40, 70), (3, 2), (1, 1)):
         for radius in (0, 0.1, 0.5, 1, 1.37, 2, 5.5, 30, 200):
             image, blur = noise(height, width), encoded([[("GaussianBlur", radius)]], (height, width))
@@ -322,7 +322,7 @@ def test_erased_pixels_are_standard_normal_and_independent(where):
             assert abs(product.mean()) < 5 / product.numel() ** 0.5, (power, axis, distance)
 
 
-def test_noise_depends_on_the_key_and_the_place_alone(where):
+def test_noise_depends_only_on_the_key_and_the_pixel_position(where):
     keys, size = [7, 2**32 - 1, 7, 0], (12, 10)
     values = erased(where.device, keys, "pixel", size)
     assert torch.equal(values, erased(where.device, keys, "pixel", size))
@@ -418,7 +418,7 @@ def test_the_last_image_of_more_than_2_to_the_31_pixels_emulated(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_batch_is_the_same_bit_for_bit_each_time_and_without_the_others():
+def test_augmented_images_are_bitwise_reproducible_in_any_batch():
     device, numbers = torch.device("cuda"), random.Random(0)
     images = [tensor(smooth(375, 500, i)).to(device) for i in range(64)]
     boxes, flips = np.array([(i, 2 * i, 300 - 2 * i, 350 - 3 * i) for i in range(64)]), np.arange(64) % 2 == 0

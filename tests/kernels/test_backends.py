@@ -23,9 +23,7 @@ def stand_in(monkeypatch):
 
 @SCANS
 @pytest.mark.parametrize(("N", "padded"), [(1, 4), (4, 4), (5, 8), (16, 16), (17, 32), (64, 64)])
-def test_any_number_of_states_is_padded_to_one_that_kernels_have(
-    scan, reference_scan, make_inputs, N, padded, stand_in
-):
+def test_any_number_of_states_is_padded_to_a_supported_number(scan, reference_scan, make_inputs, N, padded, stand_in):
     inputs = make_inputs(2, 5, 3, N, torch.float32)
     expected = outputs_and_gradients(reference_scan, exact(inputs), torch.float32)
     actual = outputs_and_gradients(lambda *t: scan(*t, backend="triton"), inputs)
@@ -58,7 +56,7 @@ def test_inputs_of_several_dtypes_lose_only_the_rounding_of_the_output(
 
 @SCANS
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_states_are_kept_only_for_a_backward_that_can_come(
+def test_states_are_kept_only_if_an_input_requires_gradients(
     scan, reference_scan, make_inputs, backend, stand_in, monkeypatch
 ):
     kept, reference = stand_in.kept, torch_scan._scan_forward
@@ -99,7 +97,7 @@ def inputs_on_a_gpu(dtype=torch.float32, N=16, L=5, D=3, G=1):
     ],
     ids=str,
 )
-def test_auto_takes_the_gpu_for_what_its_kernels_take_and_else_the_reference(inputs, reason):
+def test_auto_selects_the_gpu_for_supported_inputs_and_the_reference_otherwise(inputs, reason):
     with FakeTensorMode():
         x, _, k, _ = tensors = inputs_on_a_gpu(**inputs)
         assert backends.choose("auto", x, k.shape[-1], len(x)) == ("auto" if reason is None else "reference")
@@ -112,7 +110,7 @@ def test_auto_takes_the_gpu_for_what_its_kernels_take_and_else_the_reference(inp
         assert backends.choose("reference", x, k.shape[-1], len(x)) == "reference"
 
 
-def test_only_interpreted_triton_takes_tensors_on_a_cpu(monkeypatch):
+def test_only_triton_in_interpreter_mode_accepts_cpu_tensors(monkeypatch):
     x, k = torch.zeros(1, 2, 3), torch.zeros(1, 2, 4)
     A = torch.zeros(3, 4)
     for interpret, names in (("0", ("cuda", "triton")), ("1", ("cuda",))):
@@ -145,7 +143,7 @@ def machine(monkeypatch):
     backends._backend_for.cache_clear()
 
 
-def test_the_first_backend_that_the_machine_can_run_is_taken(machine):
+def test_the_first_backend_that_the_machine_supports_is_selected(machine):
     device = torch.device("cuda", 0)
     machine()
     with warnings.catch_warnings():

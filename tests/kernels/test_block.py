@@ -65,7 +65,7 @@ def plain():
 
 @pytest.mark.parametrize("size", [(16, 80), (32, 48)])
 @pytest.mark.parametrize("mixer", ["vil_tiny", "vim_tiny"])
-def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, reference_kernels):
+def test_a_model_of_fused_blocks_equals_the_independent_implementation(mixer, size, reference_kernels):
     """Models in train mode with stochastic depth, and in eval mode, equal the independent implementation, whether or
     not blocks pass their norm to the next block.
     """
@@ -91,7 +91,7 @@ def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, referen
 
 
 @pytest.mark.parametrize("between", ["hook", "eps", "dtype", "unfused"])
-def test_what_comes_between_fused_blocks_is_not_passed_over(between, reference_kernels, plain):
+def test_a_norm_is_not_passed_on_if_a_change_intervenes_between_fused_blocks(between, reference_kernels, plain):
     """A block ignores the previous block's norm if a hook, another eps or dtype, or an unfused block intervenes."""
     model = randomised(small(depth=3, img_size=32)).eval()
     if between == "hook":
@@ -111,7 +111,7 @@ def test_what_comes_between_fused_blocks_is_not_passed_over(between, reference_k
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_second_derivative_is_refused_and_not_taken_for_none(at_once, reference_kernels, monkeypatch):
+def test_second_derivatives_raise_instead_of_being_zero(at_once, reference_kernels, monkeypatch):
     """Second derivatives raise an error, because the gradient of a gradient penalty would otherwise silently be
     incomplete.
     """
@@ -159,7 +159,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(change, reference_kernels, plain):
+def test_a_fused_model_is_correct_after_its_modules_or_weights_change(change, reference_kernels, plain):
     """Outputs and gradients are correct after the first block of a model that has already run is changed, and after
     the last block is changed as well, so nothing may be cached.
     """
@@ -309,7 +309,7 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("shape", [(64, 197, 384), (64, 197, 192), (2, 70, 64)])
-def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
+def test_passing_norms_between_blocks_is_bitwise_identical(shape, middle):
     """Results are bitwise identical if blocks pass norms on. On Hopper, they do for the first two shapes."""
     chain = Blocks(*[make_block(LonghornMixer, shape[2], seed=i) for i in range(3)]).cuda()
     x, dy = torch.randn(2, *shape, device="cuda")
@@ -448,7 +448,7 @@ def autocast_on_gpus():
 
 
 @pytest.mark.gpu
-def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most():
+def test_backward_of_a_block_needs_at_most_the_memory_of_five_scan_inputs():
     block, (B, L, C) = make_block(LonghornMixer, 384, device="cuda"), (4, 2048, 384)
     x = torch.randn(B, L, C, device="cuda", requires_grad=True)
     torch.cuda.empty_cache()  # cached memory blocks could be up to 1 MiB larger than requested
@@ -464,7 +464,7 @@ def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("mixer", "middle"), [(LonghornMixer, True), (MambaMixer, False)])
-def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle, device, monkeypatch):
+def test_the_block_operator_passes_opcheck(mixer, middle, device, monkeypatch):
     """torch.library.opcheck accepts the operator's schema, autograd and fake results, also with dynamic shapes."""
     if device == "cpu":
         blocks.on_an_emulated_gpu(monkeypatch)
@@ -503,7 +503,7 @@ def test_compiled_and_checkpointed_and_captured_blocks_equal_the_eager_one(autoc
 
 
 @pytest.mark.gpu
-def test_models_in_several_threads_and_streams_do_what_they_do_alone():
+def test_models_in_concurrent_threads_and_streams_equal_sequential_runs():
     """Models that run concurrently in several threads and streams return the results of sequential runs."""
     torch.manual_seed(0)
     model = timm.create_model("vil_tiny", img_size=64, depth=3, num_classes=5).cuda()

@@ -171,7 +171,7 @@ def test_products_over_tokens_are_cut_into_equal_parts(T, parts):
     torch.testing.assert_close(found, torch.einsum("gptm,gptn->gpmn", *by_part))
 
 
-def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(launched, monkeypatch):
+def test_convolution_and_projection_are_fused_for_supported_shapes(launched, monkeypatch):
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2)
 
     def run(B=2, L=96, D=64, R=16, N=16, taps=4, dtype=BF16, stride=None, start=0, u=None):
@@ -206,9 +206,7 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
         (896, 24, BF16, False), (192, 16, BF16, False), (128, 12, BF16, False), (128, 8, torch.float32, False),
     ],
 )  # fmt: skip
-def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
-    D, R, dtype, one_kernel, launched, monkeypatch
-):
+def test_gradients_of_the_step_are_fused_if_registers_hold_the_weights(D, R, dtype, one_kernel, launched, monkeypatch):
     product = torch.bmm
     # Emulate `out_dtype` of torch.bmm, which only GPUs support.
     monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))

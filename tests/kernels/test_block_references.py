@@ -176,7 +176,7 @@ def test_gate_outproj_backward_equals_the_plain_one(dtype, device, shape, hopper
             close(value, expected, dtype, "duz", roundings)
 
 
-def test_gate_outproj_backward_is_one_kernel_where_its_copies_can_be(monkeypatch):
+def test_gate_outproj_backward_is_fused_for_supported_shapes(monkeypatch):
     emulator.as_if_on_a_gpu(monkeypatch, hopper=True)
     launched = []
     monkeypatch.setattr(launches, "launch", lambda source, entry, *args: launched.append(entry))

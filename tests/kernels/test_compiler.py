@@ -106,14 +106,14 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("differs", DIFFERENCES)
-def test_the_cache_returns_only_what_was_compiled_from_the_same(differs, tiny, compiled, monkeypatch):
+def test_the_cache_returns_only_code_compiled_from_identical_inputs(differs, tiny, compiled, monkeypatch):
     first, arguments = code(), DIFFERENCES[differs](tiny, monkeypatch)
     found = [code(**arguments), code(**arguments)]
     assert found == [first if differs == "nothing" else b"code 2"] * 2
     assert len(compiled) == (1 if differs == "nothing" else 2)
 
 
-def test_the_cache_is_where_the_environment_says(tiny, compiled, tmp_path, monkeypatch):
+def test_the_environment_selects_the_cache_folder(tiny, compiled, tmp_path, monkeypatch):
     def files():
         code()
         found = list(tmp_path.rglob("*.sealed"))
@@ -246,13 +246,13 @@ def test_a_launch_passes_tensors_as_pointers_and_numbers_in_64_bits_as_the_kerne
         (dict(w=torch.zeros(1).half()), "w of entry .*must be torch.bfloat16, got torch.float16"),
     ],
 )
-def test_a_launch_with_other_arguments_than_the_kernel_has_is_refused_by_name(changed, named, gpu):
+def test_a_launch_with_an_unknown_or_invalid_argument_is_rejected_by_name(changed, named, gpu):
     with pytest.raises(TypeError, match=named):
         launch(**changed)
     assert gpu.launches == []
 
 
-def test_a_launch_that_lacks_an_argument_is_refused_by_name(gpu):
+def test_a_launch_without_a_required_argument_is_rejected_by_name(gpu):
     with pytest.raises(TypeError, match=r"entry in scan/forward_simt.cu .*missing \['z', .*'w'\], unknown \['u'\]"):
         launches.launch(DECLARED, "entry", {}, 1, 32, dict(x=None, u=None))
 
@@ -282,7 +282,7 @@ def test_kernels_are_compiled_for_the_gpu_that_has_the_tensors(only_hopper, capa
     assert gate_outproj_sm90.SOURCE.only_hopper  # the kernel uses instructions of sm_90a, which sm_90 lacks
 
 
-def test_much_shared_memory_is_asked_for_and_too_much_named(gpu):
+def test_large_shared_memory_is_requested_and_too_much_is_rejected(gpu):
     launch(shared_bytes=48 * 1024)
     assert gpu.asked == []
     launch(shared_bytes=48 * 1024 + 1)
@@ -296,7 +296,7 @@ def test_much_shared_memory_is_asked_for_and_too_much_named(gpu):
 
 @pytest.mark.parametrize("other", [None, torch.zeros(3).as_subclass(OnGpu), torch.zeros(3, device="meta")])
 @pytest.mark.parametrize("first", [True, False])
-def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(other, first):
+def test_tensors_of_a_launch_must_be_on_one_gpu(other, first):
     y, z = (torch.zeros(2), other) if first else (other, torch.zeros(2))
     arguments = dict(dgated=y, means=z, z_stride=1, dy_stride=1, dz_stride=1, tokens=1, L=1, D=1)
     arguments |= dict.fromkeys(("z", "scales", "dy", "dz", "gated"))
@@ -308,7 +308,7 @@ def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(other, first):
 
 
 @NVRTC
-def test_what_is_missing_is_named_with_the_remedy(monkeypatch):
+def test_missing_packages_for_cuda_kernels_are_named_with_the_remedy(monkeypatch):
     unavailable = compiler.unavailable.__wrapped__
     assert unavailable() is None
     from cuda.bindings import nvrtc
@@ -336,7 +336,7 @@ def test_what_is_missing_is_named_with_the_remedy(monkeypatch):
         ((12, 0), None),
     ],
 )
-def test_gpus_from_sm_80_on_are_taken(capability, reason, monkeypatch):
+def test_gpus_from_sm_80_are_supported(capability, reason, monkeypatch):
     of_devices = {torch.device("cuda", 1): capability, None: (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", of_devices.get)
     monkeypatch.setattr(compiler, "unavailable", lambda: None)

@@ -75,7 +75,7 @@ def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, referen
             assert a[torch.isnan(e)].isfinite().logical_not().all() or poison == poison
 
 
-def test_rows_that_lie_apart_are_read_where_they_lie():
+def test_strided_rows_are_read_without_a_copy():
     keys, channels_apart = torch.randn(2, 3, 5, 9)[..., 1:5], torch.randn(2, 3, 4, 5).mT
     assert cpu_scan._readable(keys) is keys
     assert cpu_scan._readable(channels_apart).is_contiguous()
@@ -92,7 +92,9 @@ def threads():
 
 
 @SCANS
-def test_any_number_of_threads_gives_the_same_bits(scan, reference_scan, make_inputs, threads, monkeypatch):
+def test_results_are_bitwise_identical_for_any_number_of_threads(
+    scan, reference_scan, make_inputs, threads, monkeypatch
+):
     inputs = make_inputs(3, 70, 150, 4, torch.float32)
     threads(1)
     expected = outputs_and_gradients(on_cpu(scan), inputs)
@@ -173,7 +175,7 @@ def start_without_numba(script):
     return (anew if UNDER_TEST else run)([sys.executable, str(script)])
 
 
-def test_later_processes_load_what_the_first_has_compiled_without_numba(tmp_path, monkeypatch):
+def test_later_processes_load_cached_kernels_without_importing_numba(tmp_path, monkeypatch):
     folder, script = tmp_path / "cache", tmp_path / "script.py"
     monkeypatch.setenv("VIL_CACHE_DIR", str(folder))
     script.write_text(SCRIPT)
@@ -209,7 +211,7 @@ def without_numba(monkeypatch):
         function.cache_clear()
 
 
-def test_without_numba_the_reference_runs_and_says_so_once(without_numba):
+def test_without_numba_the_reference_runs_and_warns_once(without_numba):
     x, k = torch.randn(1, 3, 5), torch.randn(1, 3, 4)
     with pytest.warns(UserWarning, match="numba is missing.*Using the reference instead"):
         y = longhorn_scan(x, x, k, k)
@@ -221,14 +223,14 @@ def test_without_numba_the_reference_runs_and_says_so_once(without_numba):
         longhorn_scan(x, x, k, k, backend="cpu")
 
 
-def test_a_library_that_does_not_load_is_no_backend(monkeypatch):
+def test_a_backend_whose_library_does_not_load_is_unavailable(monkeypatch):
     monkeypatch.setattr(compiler, "load", lambda *_: 1 / 0)
     compiler.unavailable.cache_clear()
     assert "numba does not work (ZeroDivisionError" in compiler.unavailable()
     compiler.unavailable.cache_clear()
 
 
-def test_what_the_kernels_do_not_take_is_of_the_reference():
+def test_inputs_that_cpu_kernels_do_not_support_run_on_the_reference():
     x, k = torch.zeros(1, 2, 3), torch.zeros(1, 2, 65)
     assert backends.choose("auto", x, 64, 1) == "cpu"
     assert backends.choose("auto", x, 65, 1) == backends.choose("auto", x.double(), 4, 1) == "reference"
@@ -273,7 +275,7 @@ def test_machine_code_of_other_sources_versions_or_processors_is_not_loaded(owne
     assert all(a != b for a, b in zip(once, other))
 
 
-def test_a_kernel_that_needs_python_is_refused_before_it_is_loaded(monkeypatch):
+def test_a_kernel_that_calls_python_is_rejected_before_loading(monkeypatch):
     def needs_python(*constants):
         def kernel(arguments):
             raise ValueError

@@ -103,7 +103,7 @@ def test_layouts_inference_and_the_class_token(mixer, calls):
 
 
 @MIXERS
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other(mixer, calls):
+def test_frozen_tensors_get_no_gradient_and_change_no_other_gradient(mixer, calls):
     """No gradient is computed for frozen tensors, and other gradients do not change.
 
     Frozen are the input and some weights, or all weights, as for the gradient of an image.
@@ -124,7 +124,7 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(mixer, calls):
 
 
 @MIXERS
-def test_any_number_of_threads_gives_what_one_gives(mixer):
+def test_results_do_not_depend_on_the_number_of_threads(mixer):
     """Results with several threads equal those with one thread, up to rounding of PyTorch's matrix products.
 
     Two runs with the same number of threads are bitwise identical.
@@ -170,7 +170,7 @@ def test_a_pooled_block_equals_its_parts_in_fp64(mixer, pool, grid, poison, call
 
 @MIXERS
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_the_output_of_its_image_alone(mixer, poison):
+def test_nan_and_infinity_reach_only_the_output_of_their_image(mixer, poison):
     block, x = a_block(mixer, 24), torch.randn(3, 9, 24)
     x[1, 4, 3] = poison
     with torch.no_grad():
@@ -199,7 +199,7 @@ def test_a_second_derivative_is_refused():
 
 
 @torch.no_grad()
-def test_a_block_behind_somebody_elses_of_another_dtype_runs_by_its_parts(calls):
+def test_a_block_after_a_custom_module_with_another_dtype_runs_unfused(calls):
     class Rounding(torch.nn.Identity):
         def forward(self, x):
             return x.bfloat16()
@@ -210,7 +210,7 @@ def test_a_block_behind_somebody_elses_of_another_dtype_runs_by_its_parts(calls)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_others_see_the_parts_of_a_block(calls):
+def test_compilers_tracers_and_flop_counters_see_the_unfused_block(calls):
     block, x = a_block(LonghornMixer, 16), torch.randn(1, 4, 16)
     with torch.no_grad():
         expected = block(x)

@@ -91,7 +91,7 @@ def test_every_variant_fits_a_multiprocessor(recurrence):
 
 
 @pytest.mark.parametrize("L", [1, 64, 65, 127, 128, 197, 6085])
-def test_memory_kept_for_backward_is_at_most_a_byte_for_each_element(L):
+def test_memory_kept_for_backward_is_at_most_one_byte_per_element(L):
     x, k = (torch.empty(1, 2, L, n, device="meta") for n in (96, 16))
     _, states = scan_op._fake_scan("cuda", "longhorn", x, x, k, k, None, None, None, [False], True)
     assert states.shape == (1, 2, (L - 1) // 64, 16, 96)
@@ -349,7 +349,7 @@ def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, mo
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @RECURRENCES
-def test_what_is_no_number_stays_in_its_channel(recurrence, value, device):
+def test_nan_and_infinity_stay_in_their_channel(recurrence, value, device):
     make, _ = of_recurrence(recurrence)
     x, *rest = in_order(recurrence, [t.detach()[None] for t in make(1, 50, 40, 16, torch.bfloat16)][:-2])
     rest = [t if t is None else (t.float() if t.dim() == 3 else t).to(device) for t in rest]
@@ -460,7 +460,7 @@ def test_extreme_shapes(scan, reference_scan, make_inputs, shape, dtype, poison)
 @SCANS
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("shape", [(64, 197, 384, 16), (1, 1500, 768, 16), (8, 1025, 768, 16)])
-def test_two_runs_are_equal_bit_for_bit(scan, reference_scan, make_inputs, shape, backend):
+def test_two_runs_are_bitwise_identical(scan, reference_scan, make_inputs, shape, backend):
     inputs = with_gradients(make_inputs(*shape, torch.bfloat16))
     dy = torch.randn(shape[:3], device="cuda", dtype=torch.bfloat16)
     runs = [results_of(scan, inputs, dy, reverse=True, backend=backend) for _ in range(2)]

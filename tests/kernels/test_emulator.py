@@ -79,7 +79,7 @@ def test_threads_that_do_not_wait_for_each_other_read_something_else(launch):
         assert not torch.equal(y, x)
 
 
-def test_copies_are_there_only_when_they_were_waited_for(launch):
+def test_asynchronous_copies_arrive_only_after_a_wait(launch):
     x, y = torch.randn(256), torch.empty(256)
     launch("copies", x, y, 1, shared_bytes=1024)
     assert torch.equal(y, torch.where(torch.arange(256) < 240, x, 0))
@@ -87,7 +87,7 @@ def test_copies_are_there_only_when_they_were_waited_for(launch):
     assert y.isnan().all()
 
 
-def test_what_is_outside_of_tensors_is_nan_and_must_not_be_written(launch):
+def test_memory_outside_tensors_is_nan_and_must_not_be_written(launch):
     x, y = torch.randn(64), torch.zeros(64)
     launch("moves", x[8:], y, -3, 63, threads=32)
     assert y[63] == x[5]  # outside the view but inside the tensor's storage, reads are valid
@@ -99,7 +99,7 @@ def test_what_is_outside_of_tensors_is_nan_and_must_not_be_written(launch):
         assert not y[:63].any()
 
 
-def test_vectors_must_lie_at_their_multiples(launch):
+def test_vector_accesses_must_be_aligned(launch):
     x, y = torch.randn(64), torch.zeros(64)
     launch("moves_vector", x, y, 4, 8, threads=32)
     assert torch.equal(y[8:12], x[4:8])

@@ -84,14 +84,14 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("change", FITTING)
-def test_a_block_as_it_was_built_runs_fused(change, backend):
+def test_an_unmodified_block_runs_fused(change, backend):
     block = Block(16, LonghornMixer, drop_path=0.1)
     FITTING[change](block)
     assert found(block, torch.randn(2, 5, 16)) is OPERATORS[backend]
 
 
 @pytest.mark.parametrize("change", OTHERS)
-def test_what_users_attach_or_put_in_the_place_of_a_part_has_to_run(change, backend):
+def test_blocks_with_hooks_or_replaced_modules_run_unfused(change, backend):
     block = Block(16, LonghornMixer, drop_path=0.1)
     OTHERS[change](block)
     assert found(block, torch.randn(2, 5, 16)) is None

@@ -100,7 +100,7 @@ calls = pytest.mark.parametrize("call", CALLS)
 
 @calls
 @recurrences
-def test_what_does_not_fit_is_refused_by_name_before_anything_is_launched(call, recurrence, launched):
+def test_invalid_tensors_are_rejected_by_name_before_any_launch(call, recurrence, launched):
     # Start with a valid call, because its cached check must not accept later invalid calls.
     if "Numba" in call or "reference" in call:
         run(call, CALLS[call](recurrence))
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_launched(call, 
 
 @calls
 @recurrences
-def test_compilers_refuse_the_same(call, recurrence):
+def test_fake_implementations_reject_the_same_arguments(call, recurrence):
     """Fake implementations for torch.compile reject the same arguments, on the meta device."""
     named = tree_map_only(torch.Tensor, lambda t: t.to("meta"), CALLS[call](recurrence))
     run(call, named)
@@ -185,7 +185,7 @@ OTHERS = [
 
 @recurrences
 @pytest.mark.parametrize(("call", "others"), OTHERS)
-def test_what_is_no_tensor_and_lists_of_other_lengths_are_refused_by_name(call, others, recurrence, launched):
+def test_missing_tensors_and_lists_of_wrong_length_are_rejected_by_name(call, others, recurrence, launched):
     named = CALLS[call](recurrence)
     others = {name: value(named[name]) if callable(value) else value for name, value in others.items()}
     with pytest.raises((ValueError, RuntimeError), match=rf"\b{next(iter(others))}\b"):
@@ -194,7 +194,7 @@ def test_what_is_no_tensor_and_lists_of_other_lengths_are_refused_by_name(call, 
 
 
 @pytest.mark.parametrize("N", [1, 5, 12, 128])
-def test_numbers_of_states_that_there_are_no_kernels_for_are_refused(N, launched):
+def test_unsupported_numbers_of_states_are_rejected(N, launched):
     k = torch.zeros(2, 3, 66, N)
     with pytest.raises(ValueError, match=rf"states in k_GBLN must be .*got {N}|up to 64 states .* got {N}"):
         run("scan", scan_call("longhorn", "cuda", 66) | dict(k_GBLN=k, q_GBLN=k))
@@ -211,7 +211,7 @@ def test_numbers_of_states_that_there_are_no_kernels_for_are_refused(N, launched
         ("step_proj", (24, 0), "step_proj must not be empty"),
     ],
 )
-def test_weights_of_both_directions_that_there_are_no_kernels_for_are_refused(name, size, reason, launched):
+def test_unsupported_weight_sizes_of_both_directions_are_rejected(name, size, reason, launched):
     """Numbers of states without kernels are rejected, also for Longhorn, where only x_proj's shape gives the number."""
     named = block_call("longhorn" if "states" in reason else "selective")
     half, place = len(named["directions"]) // 2, DirectionWeights._fields.index(name)
@@ -238,7 +238,7 @@ def results(call, named):
 @calls
 @recurrences
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_gives_what_a_plain_copy_gives(layout, call, recurrence, launched):
+def test_any_memory_layout_gives_the_result_of_a_contiguous_copy(layout, call, recurrence, launched):
     laid_out = tree_map_only(torch.Tensor, LAYOUTS[layout], CALLS[call](recurrence))
     assert_same(results(call, laid_out), results(call, tree_map_only(torch.Tensor, plain, laid_out)))
 
@@ -271,7 +271,7 @@ def test_a_skip_and_bias_at_an_odd_address_are_read_by_any_variant(call, variant
 
 
 @pytest.mark.parametrize("elements", [1, 2, 4])
-def test_what_is_8_bytes_off_is_copied_to_where_16_can_be_read_at_once(elements):
+def test_tensors_that_are_not_16_byte_aligned_are_copied(elements):
     """A tensor at 4 or 8 bytes after a multiple of 16 is copied, because the widest loads need 16-byte alignment.
 
     Tensors aligned to 16 bytes are not copied.
@@ -314,7 +314,7 @@ OPTIONS = [
 @EMULATED
 @pytest.mark.parametrize(("call", "options"), OPTIONS)
 @recurrences
-def test_compilers_are_told_what_comes_out(call, options, recurrence, launched):
+def test_fake_results_have_the_metadata_of_real_results(call, options, recurrence, launched):
     """Fake implementations return results with the shapes, dtypes and strides of the real results."""
     named = CALLS[call](recurrence) | options
     with FakeTensorMode() as mode:
@@ -331,7 +331,7 @@ def test_compilers_are_told_what_comes_out(call, options, recurrence, launched):
 
 
 @EMULATED
-def test_backward_of_a_scan_that_kept_no_states_says_so(launched):
+def test_backward_of_a_scan_without_saved_states_is_rejected(launched):
     named = scan_call("longhorn", "cuda", 66) | dict(keep=False)
     named["x_GBLD"].requires_grad_()
     y, _ = run("scan", named)
@@ -402,7 +402,7 @@ def test_scans_of_no_directions_and_of_no_channels_are_empty(G, D, launched):
 @pytest.mark.gpu
 @pytest.mark.parametrize("call", [call for call in CALLS if " by " not in call])
 @recurrences
-def test_what_does_not_fit_is_refused_on_a_gpu_which_goes_on(call, recurrence):
+def test_invalid_tensors_are_rejected_on_a_gpu_which_stays_usable(call, recurrence):
     named = on_this_machine(CALLS[call](recurrence))
     hostile.assert_each_wrong_tensor_is_refused(call, named)
     torch.cuda.synchronize()
@@ -415,7 +415,7 @@ def test_what_does_not_fit_is_refused_on_a_gpu_which_goes_on(call, recurrence):
 @recurrences
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_layout_gives_what_a_plain_copy_gives_on_a_gpu(dtype, layout, call, recurrence, poison):
+def test_any_memory_layout_gives_the_result_of_a_contiguous_copy_on_a_gpu(dtype, layout, call, recurrence, poison):
     """Tensors in any layout give the results of contiguous copies, whether all tensors or only one have the layout."""
     named = in_dtype(call, on_this_machine(CALLS[call](recurrence)), dtype)
     change = LAYOUTS[layout]

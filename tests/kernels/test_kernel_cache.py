@@ -67,7 +67,7 @@ def given_to_another(monkeypatch):
 
 
 @pytest.mark.parametrize("umask", [0, 0o002, 0o077])
-def test_nobody_else_can_write_to_the_cache_or_the_folders_made_for_it(umask, folder, monkeypatch):
+def test_no_other_user_can_write_to_the_cache_or_its_created_folders(umask, folder, monkeypatch):
     monkeypatch.setenv("VIL_CACHE_DIR", str(folder / "below" / "it"))
     before = os.umask(umask)
     try:
@@ -91,7 +91,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_entry_is_compiled_anew_and_replaced(damage, folder, compiled):
+def test_a_damaged_cache_entry_is_recompiled_and_replaced(damage, folder, compiled):
     code()
     entry = entry_of(folder)
     entry.write_bytes(DAMAGES[damage](entry.read_bytes()))
@@ -99,7 +99,7 @@ def test_a_damaged_entry_is_compiled_anew_and_replaced(damage, folder, compiled)
     assert len(compiled) == 2
 
 
-def test_an_entry_under_the_name_of_another_is_compiled_anew(folder, compiled):
+def test_a_cache_entry_renamed_to_another_key_is_recompiled(folder, compiled):
     code(8)
     eight = entry_of(folder)
     content = eight.read_bytes()
@@ -123,7 +123,7 @@ def planted(folder):
     return entry
 
 
-def test_whoever_can_write_an_entry_decides_what_runs(folder, monkeypatch):
+def test_whoever_can_write_a_cache_entry_controls_the_code_that_runs(folder, monkeypatch):
     """Whoever can write a cache entry controls the code that runs, so the tests below check who can write.
 
     Entries of root are trusted, because root can write everything.
@@ -139,7 +139,7 @@ def test_whoever_can_write_an_entry_decides_what_runs(folder, monkeypatch):
 
 @pytest.mark.parametrize("which", ["folder", "entry"])
 @pytest.mark.parametrize("how", ["owner", 0o020, 0o002], ids=["another's", "for the group", "for all"])
-def test_what_others_could_have_written_is_not_run_and_that_is_said_once(
+def test_cache_entries_writable_by_others_are_not_run_and_warned_about_once(
     which, how, folder, compiled, given_to_another
 ):
     folder.mkdir(mode=0o755)
@@ -200,7 +200,7 @@ def test_links_are_not_followed(folder, tmp_path, compiled):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_no_entry(make, folder, compiled):
+def test_cache_entries_that_are_not_regular_files_are_ignored(make, folder, compiled):
     folder.mkdir(mode=0o700)
     entry = planted(folder)
     entry.unlink()
@@ -225,7 +225,7 @@ def _write_and_die():
     code()
 
 
-def test_what_a_killed_process_leaves_is_removed_once_it_is_old(folder, compiled):
+def test_old_temporary_files_of_killed_processes_are_removed(folder, compiled):
     process = multiprocessing.get_context("fork").Process(target=_write_and_die)
     process.start()
     process.join()
@@ -241,7 +241,7 @@ def test_what_a_killed_process_leaves_is_removed_once_it_is_old(folder, compiled
     assert sorted(f.name for f in folder.iterdir() if f.suffix != ".sealed") == [".notes.tmp", "notes.txt", "tmpnotes"]
 
 
-def test_what_another_process_has_removed_before_stands_in_nobodys_way(folder, compiled, monkeypatch):
+def test_files_removed_concurrently_by_another_process_are_no_error(folder, compiled, monkeypatch):
     folder.mkdir(mode=0o700)
     left, unlink = folder / ".scan.sealed.0123456789abcdef.tmp", os.unlink
     left.touch()
@@ -264,7 +264,7 @@ def test_nothing_is_left_open(folder):
     assert len(os.listdir("/dev/fd")) == before
 
 
-def test_a_place_for_no_cache_costs_only_time(folder, compiled, monkeypatch):
+def test_an_unusable_cache_folder_costs_only_time(folder, compiled, monkeypatch):
     for place in ("/dev/null", "/dev/null/below", "/proc/nothing/below"):
         monkeypatch.setenv("VIL_CACHE_DIR", place)
         compiled.clear()

@@ -285,7 +285,7 @@ def test_a_second_derivative_is_refused(scan, reference_scan, make_inputs, backe
 # Rejected inputs
 
 
-def test_refuses_what_does_not_fit():
+def test_inputs_with_inconsistent_shapes_are_rejected():
     x, logits, k, q, skip, _ = (t.detach() for t in longhorn_inputs(2, 6, 4, 3))
     with pytest.raises(ValueError, match=r"k must have shape \(B, L, N\).*L = 6.*k \(2, 5, 3\)"):
         longhorn_scan(x, logits, k[:, :5], q)

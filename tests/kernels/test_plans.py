@@ -31,7 +31,7 @@ def composition(x, weights, factor):
     return [stacked[1:3], None, memory[1], out, torch.nn.functional.pad(z, (1, 2)).to(torch.float64), x[1:]]
 
 
-def test_a_replayed_plan_does_what_the_function_does(poison):
+def test_a_replayed_plan_equals_the_recorded_function(poison):
     def tensors():
         return torch.randn(4, 6), [torch.randn(8, 6), torch.randn(4)]
 
@@ -72,7 +72,7 @@ def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
-def test_tensors_that_lie_elsewhere_behind_a_multiple_of_16_bytes_have_a_plan_of_their_own(offset, monkeypatch):
+def test_each_alignment_modulo_16_bytes_has_its_own_plan(offset, monkeypatch):
     """Tensors with another alignment modulo 16 bytes get a separate plan, and kernels receive the tensors' own
     addresses.
     """
@@ -137,7 +137,7 @@ def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypa
     assert run(*calls[0])[0] == len(calls) + 2  # the oldest plan has been evicted
 
 
-def test_a_view_as_another_dtype_is_for_kernels_alone():
+def test_views_as_another_dtype_may_only_be_passed_to_kernels():
     with pytest.raises(AssertionError, match="only kernels see"):
         Plan(lambda x: [x.view(torch.int32) + 1], (torch.randn(4),), CPU)
 

@@ -35,7 +35,7 @@ def test_outputs_states_and_gradients_equal_the_reference(scan, reference_scan, 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("cuts", [[(0, 1), (1, 65), (65, 100)], [(0, 1)]], ids=["three", "one"])
-def test_parts_of_a_sequence_one_behind_the_other_are_the_whole(
+def test_scanning_a_sequence_in_parts_equals_scanning_it_whole(
     scan, reference_scan, make_inputs, cuts, dtype, tolerance, backend
 ):
     """Scanning a sequence in parts of 1, 64 and 35 tokens equals one scan, in both directions.
@@ -85,7 +85,7 @@ def test_only_in_and_only_out(scan, reference_scan, make_inputs, reverse):
     assert relative_error(same, initial) < 1e-12
 
 
-def test_a_state_that_does_not_fit_is_refused():
+def test_an_initial_state_of_a_wrong_shape_is_rejected():
     x, k = torch.zeros(2, 5, 3), torch.zeros(2, 5, 4)
     for scan, inputs in ((longhorn_scan, (x, x, k, k)), (selective_scan, (x, x, torch.zeros(3, 4), k, k))):
         with pytest.raises(ValueError, match=r"initial_state must have shape \(B, D, N\)"):

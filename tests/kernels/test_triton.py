@@ -46,7 +46,7 @@ def test_a_sequence_of_two_chunks_as_long_as_on_a_gpu():
 
 @pytest.mark.parametrize("L", [1, 64, 65, 1000, 6085])
 @pytest.mark.parametrize("channels", [(1, 1, 5), (2, 1, 384), (2, 8, 768), (2, 64, 384), (2, 128, 768)])
-def test_sequences_are_cut_only_where_channels_do_not_fill_a_large_gpu(channels, L):
+def test_sequences_are_divided_only_if_channels_do_not_fill_a_large_gpu(channels, L):
     G, B, D = channels
     segment_chunks, segments, block = triton_scan._schedule(torch.empty(G, B, L, D, device="meta"), 32)
     chunk_count, sequences = -(-L // 64), G * B * D

@@ -53,7 +53,7 @@ def test_ctas_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
             assert resident == most or (resident + 1) * (shared_bytes + 1024) > 228 * 1024
 
 
-def test_a_large_batch_is_not_cut_and_one_long_image_is(monkeypatch):
+def test_large_batches_are_not_divided_into_segments_but_one_long_sequence_is(monkeypatch):
     emulator.as_if_on_a_gpu(monkeypatch, H200)
     for recurrence in ("longhorn", "selective"):
         for kind in ("forward", "backward"):
