@@ -141,11 +141,11 @@ def test_position_embeddings_are_resampled_without_the_class_tokens_row(grid, ta
 def test_a_patch_grid_that_is_not_square_is_rejected_unless_it_fits(tmp_path):
     path = save(tmp_path, {"model": published(grid=(3, 4))})
     assert timm.create_model("vim_tiny", checkpoint_path=path, **{**SMALL, "img_size": (48, 64)})
-    with pytest.raises(RuntimeError, match="square grid.*got 13 tokens"):
+    with pytest.raises(RuntimeError, match="square patch grid.*got 13 tokens"):
         timm.create_model("vim_tiny", checkpoint_path=path, **SMALL)
-    with pytest.raises(RuntimeError, match="square grid.*got 13 tokens"):
+    with pytest.raises(RuntimeError, match="square patch grid.*got 13 tokens"):
         pretrained(path, **SMALL)
-    with pytest.raises(RuntimeError, match="square grid.*got 11 tokens"):
+    with pytest.raises(RuntimeError, match="square patch grid.*got 11 tokens"):
         timm.create_model("vim_tiny", **SMALL).load_state_dict(published(grid=(2, 5)))
 
 
