@@ -65,7 +65,7 @@ class StandIn:
         self.total = torch.zeros(())
         step = partial(self.step, draw)
         replayed = Replayed(step, [torch.ones(3)], "the test", **options)
-        self.replay = lambda: replayed.outputs.copy_(step(*replayed.inputs))
+        self.replay = lambda: replayed.outputs.copy_(step(*replayed.buffers))
         return replayed
 
 
