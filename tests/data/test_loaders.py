@@ -198,7 +198,7 @@ def test_workers_augment_with_one_log_message_if_the_gpu_cannot(
     assert type(loader_for_training(photo_folder, CUDA, **options)) is HostLoader
     assert type(loader_for_evaluation(photo_folder, CUDA)) is (HostLoader if missing else DeviceLoader)
     (line,) = said()
-    assert "not the GPU" in line
+    assert "instead of the GPU" in line
     assert reason in line
     with pytest.raises(ConfigError, match=f"augment_on_device.*{reason}"):
         loader_for_training(photo_folder, CUDA, augment_on_device=True, **options)

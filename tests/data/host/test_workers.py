@@ -180,10 +180,10 @@ def test_too_little_shared_memory_for_one_worker_is_rejected_with_the_remedy(mac
         ConfigError, match="29 MiB free, and loading .* least 30 MiB: .*--shm-size=8g, or .*--workers 0"
     ):
         chosen()
-    with pytest.raises(ConfigError, match="at least 130:"):
+    with pytest.raises(ConfigError, match="at least 130 MiB:"):
         chosen(in_use=12)
     machine(16, processes=8)
-    with pytest.raises(ConfigError, match="at least 240:"):  # 240 bytes are the total for all local ranks
+    with pytest.raises(ConfigError, match="at least 240 MiB:"):  # 240 bytes are the total for all local ranks
         chosen()
     assert chosen(requested=0) == (0, None)
 
