@@ -94,13 +94,13 @@ def parse_options() -> argparse.Namespace:
 def _parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", help="timm model name (default: stored in the checkpoint)")
+    add("--model", help="timm model name; by default the one that the checkpoint stores")
     add("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="keyword arguments of the model")
-    add("--checkpoint", help="weights file (default: timm's pretrained weights)")
+    add("--checkpoint", help="weights file; by default the pretrained weights of timm")
     add(
         "--use-ema",
         action=argparse.BooleanOptionalAction,
-        help="evaluate the EMA weights (default: the better weights if best.pt stores which)",
+        help="evaluate the EMA weights; by default the better weights if the file is a best.pt",
     )
     add("--data-dir", help="folder that contains the split")
     add("--dataset", help="timm dataset name, such as hfds/NAME; '' for folders and tar files")
@@ -110,8 +110,8 @@ def _parser() -> Parser:
     add("--crop-pct", help="share of the image inside the centre crop")
     add("--interpolation", help="interpolation of the resize")
     add("--batch-size", default=128, help="batch size of each process (default: 128)")
-    add("--workers", help="data loading workers of each process (default: depends on the number of cores)")
-    add("--device", help="device (default: cuda if available)")
+    add("--workers", help="data loading workers of each process; by default chosen by the number of cores")
+    add("--device", help="device; by default a GPU if available")
     add("--amp", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast on GPUs")
     add("--json", metavar="FILE", help="also write the results to a JSON file; - for stdout")
     add("--report", type=Path, metavar="FOLDER", help="write an HTML report, index.html, to this folder")
@@ -130,7 +130,11 @@ def _parser() -> Parser:
 def _add_comparison(parser: Parser) -> None:
     add = parser.add_argument_group("comparison with a second model").add_argument
     add("--against", metavar="FILE|MODEL", help="weights of the second model, or a timm model with pretrained weights")
-    add("--against-model", metavar="MODEL", help="timm model name for --against (default: stored in the checkpoint)")
+    add(
+        "--against-model",
+        metavar="MODEL",
+        help="timm model name for --against; by default the one that its checkpoint stores",
+    )
     add(
         "--against-model-kwargs",
         nargs="+",
