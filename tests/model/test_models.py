@@ -654,7 +654,7 @@ def test_a_model_name_registered_by_another_package_is_not_overwritten(monkeypat
     vil_tiny.__module__ = "vision_lstm.models"
     with monkeypatch.context() as patch:
         patch.setitem(_registry._model_entrypoints, "vil_tiny", vil_tiny)
-        with pytest.raises(RuntimeError, match="vision_lstm.models has registered it"):
+        with pytest.raises(RuntimeError, match="vision_lstm.models has already registered this name"):
             vision_longhorn.register(vision_longhorn.vil_tiny)
         assert timm.models.model_entrypoint("vil_tiny") is vil_tiny
     assert timm.models.model_entrypoint("vil_tiny") is vision_longhorn.vil_tiny

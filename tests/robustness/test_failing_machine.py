@@ -422,8 +422,7 @@ def test_a_lost_best_checkpoint_is_reported_and_rewritten(image_folder, tmp_path
     best = tmp_path / "run" / "best.pt"
     damage(best)
     ended = run(train_command(tmp_path, image_folder, epochs=3, resume="auto"))
-    assert ended.stderr.count(f"{best} is ") == 1
-    assert "It will be rewritten with the best epoch from now on" in ended.stderr
+    assert ended.stderr.count("It will be rewritten with the best epoch from now on") == 1
     history = checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()["history"]
     held = checkpoint.Checkpoint(best).content["history"]
     assert len(held) in (2, 3)
