@@ -27,7 +27,7 @@ def test_a_global_batch_that_ranks_cannot_share_is_rejected(image_folder):
     odd = dict(global_batch_size=18)  # 9 images per rank
     with pytest.raises(ConfigError, match="mixup pairs images, got 9: .*9 images per rank"):
         split_global_batch(small_config(image_folder, **odd), 2)
-    with pytest.raises(ConfigError, match="mixup pairs images, got 9: .*18 images a rank"):
+    with pytest.raises(ConfigError, match="mixup pairs images, got 9: .*18 images per rank"):
         split_global_batch(small_config(image_folder, **odd, batch_size=9, mixup=0.0), 1)
     for unmixed in (dict(mixup_prob=0.0), dict(mixup=0.0, cutmix=0.0)):
         assert split_global_batch(small_config(image_folder, **odd, **unmixed), 2) == (9, 1)
