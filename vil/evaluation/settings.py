@@ -151,7 +151,7 @@ def resolve_model(given: ModelOptions, source: Checkpoint | None, option: str = 
 
 
 def with_sizes_of(settings: ModelSettings, first: ModelSettings) -> ModelSettings:
-    """Fill in an unknown number of classes and image size from the first model."""
+    """Return the settings with a missing number of classes or image size taken from the first model."""
     return replace(
         settings,
         num_classes=settings.num_classes or first.num_classes,

@@ -54,7 +54,7 @@ class PieceLoader:
         return self.loader.dataset
 
     def gathered(self) -> Iterator[Iterator]:
-        """Iterate over the pieces of each batch."""
+        """Yield an iterator over the pieces of each batch."""
         pieces = self._loaded()
         if self.batches is None:
             yield from (iter([piece]) for piece in pieces)

@@ -22,8 +22,9 @@ from ..sources.images import (
 )
 from ..sources.readers import open_indexed
 
-NEAR = 10  # neighbours of an unreadable image that training tries before images from the whole split
-FAR = 100  # further images from the whole split that training tries
+# Training replaces an unreadable image by one of the images after it, or else by an image from the whole split.
+NEIGHBORS_TRIED = 10
+DISTANT_IMAGES_TRIED = 100
 
 
 class ImageReader(Dataset):
@@ -84,4 +85,6 @@ class ImageReader(Dataset):
         if not self.is_training:
             return (0,)
         offsets = range(len(self))
-        return chain(offsets[:NEAR], offsets[NEAR :: max(1, len(self) // FAR)])
+        neighbors = offsets[:NEIGHBORS_TRIED]
+        distant = offsets[NEIGHBORS_TRIED :: max(1, len(self) // DISTANT_IMAGES_TRIED)]
+        return chain(neighbors, distant)
