@@ -21,9 +21,9 @@ from vil.fault_tolerance.files import write_atomically
 from vil.published import published
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/benchmarks.md", "weights/README.md")
+PAGES = ("README.md", "docs/benchmarks.md", "vil/weights/README.md")
 FAMILIES = {"ViL": "vil_{}", "ViM": "vim_{}", "DeiT": "deit_{}_patch16_224"}
-WEIGHTS = {"vil_tiny": "[Tiny ImageNet](weights/README.md)"}
+WEIGHTS = {"vil_tiny": "[Tiny ImageNet](vil/weights/README.md)"}
 PAPERS = {
     "vil": "[Liu et al.](https://arxiv.org/abs/2407.14207)",
     "vim": "[Zhu et al.](https://arxiv.org/abs/2401.09417)",

@@ -8,7 +8,7 @@
 #     research/sitting.sh wait SECONDS     # wait for the command; results are copied to $OUT every half minute
 #
 # If a start fails, nothing runs, and each later wait fails at once, so that no machine time is wasted. Make the calls
-# without a pause, because an idle machine is released. The files in weights/ need not be transferred.
+# without a pause, because an idle machine is released. The files in vil/weights/ need not be transferred.
 set -euo pipefail
 place=$HOME/sitting  # the study runs in a copy, because each call transfers the checkout again
 
@@ -30,7 +30,7 @@ start)
     tar c --exclude ./data --exclude ./output . | tar x -C "$place"
     cd "$place"
     # with git: missing weights would mark the commit as dirty
-    [ ! -e .git ] || git ls-files -z 'weights/*.safetensors' | xargs -0 git update-index --skip-worktree
+    [ ! -e .git ] || git ls-files -z 'vil/weights/*.safetensors' | xargs -0 git update-index --skip-worktree
     python3 -m pip install --quiet --no-build-isolation --no-deps --editable .  # not in a venv, which would not have PyTorch
     python3 - <<'PROGRAM'
 import torch

@@ -25,7 +25,7 @@ from pathlib import Path
 
 SEED = 0
 CHOSEN = 50  # number of images per class in choose/
-PART_MEGABYTES = 53  # a part and the repository without weights/ stay below 64 MiB, the limit of sitting.sh
+PART_MEGABYTES = 53  # a part and the repository without vil/weights/ stay below 64 MiB, the limit of sitting.sh
 
 
 def git(repository: Path, *words: str, given: bytes = b"") -> bytes:

@@ -6,7 +6,7 @@ import pytest
 import tables
 from processes import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("weights/*.md")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("vil/weights/*.md")]
 PAGES += [page for folder in ("docs", "research") for page in ROOT.glob(f"{folder}/**/*.md")]
 DOCUMENTS = sorted({str(page.relative_to(ROOT)) for page in PAGES})
 FOLDERS = "kernels|vil|tests|benchmarks|configs|docs|research|scripts|weights"
