@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def make_data(folder: Path, images: int, validation_images: int, distinct: int) -> Path:
-    """Create a data set with ImageNet's layout from hard links to `distinct` files."""
+    """Create a data set with ImageNet's layout. Write `distinct` files, and hard-link each file several times."""
     files = [folder / "files" / f"{i}.jpg" for i in range(distinct)]
     files[0].parent.mkdir(parents=True)
     with Pool() as pool:

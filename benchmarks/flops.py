@@ -33,7 +33,7 @@ PRODUCTS = (
 
 
 class CountOutputs(TorchDispatchMode):
-    """Dispatch mode that sums the output elements of `PRODUCTS`."""
+    """Dispatch mode that sums the number of output elements of matrix products and convolutions."""
 
     total = 0
 
@@ -45,12 +45,12 @@ class CountOutputs(TorchDispatchMode):
 
 
 def measure(name: str, img_size: int) -> tuple[float, float, float, float]:
-    """Return millions of parameters, GFLOPs, GFLOPs with 9 for each element of state, and millions of activations."""
+    """Return millions of parameters, GFLOPs, GFLOPs at 9 FLOPs per state element, and millions of activations."""
     with torch.device("meta"):
         model, image = create_model(name, img_size=img_size).eval(), torch.empty(1, 3, img_size, img_size)
     for module in model.modules():
         if hasattr(module, "fused_attn"):
-            module.fused_attn = False  # count attention as its products instead
+            module.fused_attn = False  # FlopCounterMode then counts the matrix products of attention
     with torch.no_grad(), FlopCounterMode(display=False) as counter, CountOutputs() as outputs:
         model(image)
     total, by_operator = counter.get_total_flops(), counter.get_flop_counts()["Global"]

@@ -1,4 +1,4 @@
-"""Measure CPU latency of inference and training steps, compared with timm's models of the same size, and of the scan.
+"""Measure the CPU latency of the scan, and of models beside timm's models of the same size.
 
     python benchmarks/latency.py [--models vil_small deit_small_patch16_224] [--threads 2] [--rounds 20]
 
@@ -26,7 +26,7 @@ from vil.kernels.scan import interface
 from vil.models.dispatch import set_fused
 
 MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224", "vil_small", "vim_small", "deit_small_patch16_224"]
-SHAPES = [(1, 384, 197), (1, 768, 197), (64, 128, 17)]  # images, channels, tokens
+SHAPES = [(1, 384, 197), (1, 768, 197), (64, 128, 17)]  # shapes (B, D, L) of the scan
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
 
 
 def report(times: dict[str, list[float]], other: str | None = None) -> None:
-    """Print minimum and median time, and the ratio of the minimum to that of `other` or of the last entry."""
+    """Print minimum and median times, and each minimum over the minimum of `other` (default: the last entry)."""
     other = other or [*times][-1]
     for name, t in times.items():
         ratio = min(t) / min(times[other])

@@ -25,14 +25,14 @@ from vil.kernels.block import block_op
 
 CASES = ["infer,224,1", "train,224,1", "train,224,128"]
 MODELS = ["vil_tiny", "vil_small_pooled"]
-ROUNDS, STEPS = 7, 4  # rounds per side; steps per round (the GPU's launch queue is limited)
+ROUNDS, STEPS = 7, 4  # few steps per round, because the GPU's launch queue is limited
 
 
 def public_views(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in like]), like)]
 
 
-# private function: its public equivalent, and the context that replaces the function
+# For each private function: the name of its public equivalent, and a context that switches to this equivalent.
 PRIVATE: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager]]] = {
     "unflatten": ("split and view", lambda: mock.patch.object(torch_private, "unflatten", public_views)),
     "observed": ("the dispatcher", lambda: mock.patch.object(block_op, "is_eager", return_value=False)),
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def in_turn(step: Callable, without: Callable) -> tuple[list[float], list[float]]:
-    """Return the median microseconds (host, step) per step with all private functions, and without one of them."""
+    """Return median microseconds (host, total) per step, first with and then without the private function."""
     times: dict[str, list[tuple[float, float]]] = {"private": [], "public": []}
     for _ in range(ROUNDS):
         times["private"].append(round_of(step))
@@ -73,7 +73,7 @@ def in_turn(step: Callable, without: Callable) -> tuple[list[float], list[float]
 
 
 def round_of(step: Callable) -> tuple[float, float]:
-    """Return the microseconds per step until the step has been queued, and until the GPU has finished."""
+    """Return the host's and the total microseconds per step. The host's time ends when the last step is queued."""
     step()
     torch.cuda.synchronize()
     start = time.perf_counter()

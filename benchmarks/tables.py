@@ -75,7 +75,7 @@ def scan() -> str:
         by_backend.setdefault((row["recurrence"], *row["shape"]), {})[row["backend"]] = row
     rows = []
     for (recurrence, *shape), of in by_backend.items():
-        if shape == [4, 768, 6085]:  # half of the previous row's batch
+        if shape == [4, 768, 6085]:  # this shape differs from (8, 768, 6085) only in the batch
             continue
         floors = [f"{floor:.2f}" for floor in of["cuda"]["of_fp32_floor"]]
         us = {backend: [number(of[backend][f"{p}_us"]) for p in ("forward", "backward")] for backend in of}
@@ -208,7 +208,7 @@ TABLES = {
 
 
 def renewed(page: str) -> str:
-    """Return the page with regenerated tables."""
+    """Regenerate all tables of a Markdown page that follow a comment `<!-- table: NAME -->`."""
     pattern = r"(<!-- table: ([\w ]+) -->\n)(?:\|.*\n)*"
     return re.sub(pattern, lambda found: found[1] + TABLES[found[2]](), page)
 

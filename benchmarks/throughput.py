@@ -157,7 +157,7 @@ def save(path: Path, results: list[list[Result]], device: torch.device) -> None:
 
 
 def measure(model: str, case: Case, modes: list[str], device: torch.device) -> list[Result]:
-    """Measure a model in a case and return the result of each mode."""
+    """Measure a model for one task, image size and batch size in each of `modes`, such as eager or compiled."""
     results = []
     for compiled in (False, True):
         step = None
@@ -178,7 +178,7 @@ def measure(model: str, case: Case, modes: list[str], device: torch.device) -> l
 
 
 def note_kernels(results: list[Result], device: torch.device) -> None:
-    """Profile a step in the best mode and store the time by kernel."""
+    """Profile a step in the fastest mode, and store the milliseconds of each kernel in its result."""
     if (best := best_of(results)) and device.type == "cuda":
         step = build_step(best.model, best.case, best.mode.startswith("compiled"), device)
         best.kernel_ms = kernel_milliseconds(step)
@@ -190,9 +190,7 @@ def note_kernels(results: list[Result], device: torch.device) -> None:
 def build_step(
     model_name: str, case: Case, compiled: bool, device: torch.device, amp: bool = True
 ) -> Callable[[], object]:
-    """Return a training or inference step that has run a few times, so that it is compiled and its memory is
-    allocated. `amp` is whether the step runs under bf16 autocast.
-    """
+    """Return a training or inference step after a few warm-up calls. If `amp` is true, use bf16 autocast."""
     torch.manual_seed(0)
     model = timm.create_model(model_name, img_size=case.img_size).to(device)
     images = torch.randn(case.batch, 3, case.img_size, case.img_size, device=device)

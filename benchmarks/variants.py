@@ -1,4 +1,4 @@
-"""Measure the speedup of whole models by each kernel variant over the next simpler variant, on one device.
+"""Measure how much each kernel variant speeds up whole models, compared with the next simpler variant.
 
     python benchmarks/variants.py                                     # about two minutes on an H200
     python benchmarks/variants.py --variants gate_outproj_bwd_sm90 --cases vil_small,train,224,128
@@ -46,7 +46,7 @@ from vil.kernels.cuda import launches
 from vil.kernels.scan import cuda_scan, heuristics, scan_op
 from vil.models.dispatch import set_fused
 
-ROUNDS, LEAST = 3, 0.06  # number of rounds per graph; minimum seconds per round
+ROUNDS, LEAST = 3, 0.06  # timed rounds per CUDA graph, and minimum seconds per round
 TRAIN, BATCH, SINGLE = "train,224,128", "infer,224,256", "infer,224,1"
 MIDDLE_TRAIN, SMALL_TRAIN = "train,224,64", "train,224,8"
 LARGE_TRAIN, LARGE = "train,1248,4", "infer,1248,8"
@@ -58,7 +58,7 @@ CPU_CASES = [
 
 
 class Variant(NamedTuple):
-    """Kernel variant, the next simpler variant, a context that selects the simpler variant, and cases by model."""
+    """Simpler alternative to a kernel variant, a context that selects the alternative, and benchmark cases by model."""
 
     simpler: str
     without: Callable[[], contextlib.AbstractContextManager]
@@ -160,7 +160,7 @@ def main() -> None:
 
 
 def compare(model: str, case: Case, names: list[str], device: torch.device, amp: bool) -> None:
-    """Print a row for each variant of the case."""
+    """Print the speedup by each of the kernel variants `names` for one model and one benchmark case."""
     with forgotten_plans(), launched() as used:
         step = build_step(model, case, False, device, amp)
         with_all = capture(step)
@@ -177,7 +177,7 @@ def compare(model: str, case: Case, names: list[str], device: torch.device, amp:
 
 
 def scan_backends(device: torch.device) -> None:
-    """Print a row for the Triton scan in unfused blocks, instead of the scan in plain PyTorch."""
+    """Print the speedup of unfused blocks by the Triton scan over the scan in plain PyTorch."""
     case, graphs = Case("infer", 224, 8), []
     for backend in ("triton", "reference"):
         with scans_by(backend):
@@ -187,7 +187,7 @@ def scan_backends(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def scans_by(backend: str) -> Iterator[None]:
-    """Context in which models use this scan backend."""
+    """Make all models use this scan backend within the context."""
     with mock.patch.object(backends, "_backend_for", return_value=backend):
         scan_op._module.cache_clear()
         yield
@@ -195,7 +195,7 @@ def scans_by(backend: str) -> Iterator[None]:
 
 
 def cpu_variants(device: torch.device) -> None:
-    """Print a row for each case on a CPU."""
+    """Print the speedup of the fused block and of the scan over plain PyTorch for each model and task, on a CPU."""
     torch.set_num_threads(1)
     print(f"{described(device)}, fp32, one thread\n")
     print("| model | case | fused block | scan in unfused blocks | plain PyTorch, CPU ms |")

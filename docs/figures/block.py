@@ -22,7 +22,7 @@ THEMES = {
     "dark": dict(ink="#e6edf3", soft="#9aa6b2", line="#78848f", box="#1c232c", edge="#46515d", panel="#12171e",
                  accent="#ff922b", tint="#33241a", forward="#74c0fc", backward="#b197fc"),
 }  # fmt: skip
-TOKENS, SIDE, STEP, LEFT = 17, 20, 24.5, 24  # 16 patches with the class token in the middle
+TOKENS, SIDE, STEP, LEFT = 17, 20, 24.5, 24  # TOKENS: 16 patches and the class token
 
 
 class Canvas:
@@ -150,7 +150,7 @@ def draw_block(canvas: Canvas) -> None:
     """
     ahead, back, gate, residual = 560, 672, 768, 852
     middle = (ahead + back) / 2
-    for y, corner in ((266, 34), (342, 466)):  # lines from the corners of the stack to the corners of the panel
+    for y, corner in ((266, 34), (342, 466)):  # connect the stack of blocks to the panel of one block
         canvas.line((token_x(16) + SIDE + 10, y), (482, corner), colour="edge", width=0.8)
     canvas.box(684, 250, 404, 452, fill="panel", radius=12)
     canvas.words(500, 46, "One block", weight="bold", size=10, align="left")
