@@ -1,6 +1,7 @@
 # make demo    set up .venv, train a small ViL on handwritten digits and validate it
 # make test [PATHS=research/tests]    set up .venv and run the tests of the package, or of PATHS, in random order on all
 #              cores
+# make wheel-test    build the wheel, install it into a new environment and run the README's quick start
 # make lint    check style and types
 # make mutants [PATHS="vil/data vil/kernels"] [TESTS=tests/data] [SAMPLE=200] [JOBS=2]
 #              mutation tests: print the changes of the code that no test notices
@@ -17,7 +18,7 @@ export OMP_NUM_THREADS := 1
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test lint timm-tests slurm-test mutants cuda-mutants
+.PHONY: demo test wheel-test lint timm-tests slurm-test mutants cuda-mutants
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -37,6 +38,9 @@ demo: .venv/installed data/digits
 
 test: .venv/installed
 	$(PYTEST) $(PATHS)
+
+wheel-test:
+	$(PYTHON) tools/wheel_test.py
 
 timm-tests: .venv/installed
 	$(BIN)/python tools/timm_suite.py -k "not contract"  # the contract test prunes at every depth, for minutes

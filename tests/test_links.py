@@ -4,9 +4,10 @@ import re
 
 import pytest
 import tables
+import yaml
 from processes import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("vil/weights/*.md")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *ROOT.glob("vil/weights/*.md")]
 PAGES += [page for folder in ("docs", "research") for page in ROOT.glob(f"{folder}/**/*.md")]
 DOCUMENTS = sorted({str(page.relative_to(ROOT)) for page in PAGES})
 FOLDERS = "kernels|vil|tests|benchmarks|configs|docs|research|scripts|weights"
@@ -38,3 +39,22 @@ def test_throughput_tables_equal_the_result_files(page):
     text = (ROOT / page).read_text()
     assert "<!-- table: " in text
     assert tables.renewed(text) == text
+
+
+def test_continuous_integration_tests_the_oldest_supported_versions():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    oldest, _ = jobs["test"]["strategy"]["matrix"]["include"]
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'requires-python = ">={oldest["python"]}"' in project
+    for package in oldest["packages"].split():
+        assert f'"{package.replace("==", ">=").removesuffix(".*")}"' in project
+
+
+def test_workflows_run_existing_targets_and_tests_and_pin_actions_to_commits():
+    for workflow in (ROOT / ".github/workflows").glob("*.yml"):
+        text = workflow.read_text()
+        targets = {word for line in re.findall(r"run: make ([a-z -]+)", text) for word in line.split()}
+        assert targets <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+        assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action) for action in re.findall(r"uses: (\S+)", text))
+        for folder, names in re.findall(r"(tests/\w+/test_){([a-z_,]+)}\.py", text):
+            assert all((ROOT / f"{folder}{name}.py").exists() for name in names.split(","))

@@ -36,7 +36,8 @@ def fork_server() -> None:
     multiprocessing's own server would be a new interpreter, which would have to import all modules again.
     """
     for name in PRELOADED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # matplotlib is optional
+            importlib.import_module(name)
     server = forkserver._forkserver
     address = connection.arbitrary_address("AF_UNIX")
     alive, held = os.pipe()  # the server exits when no process holds the other end of this pipe
