@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-REHEARSED = 45  # number of validation images per class with `rehearse`, about as many as in the held-out quarter
+REHEARSED = 45  # validation images per class with --rehearse, about as many as in the held-out quarter of the dataset
 
 
 def split_digits(
@@ -58,7 +58,7 @@ def split_digits(
 
 
 def picture(pixels: np.ndarray) -> Image.Image:
-    """Convert a digit of scikit-learn, (8, 8) with values from 0 to 16, to an 8-bit greyscale image."""
+    """Convert scikit-learn's digit (8, 8), with values from 0 to 16, to an 8-bit greyscale image."""
     return Image.fromarray(np.round(pixels * (255 / 16)).astype(np.uint8))
 
 

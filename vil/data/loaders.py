@@ -36,7 +36,7 @@ from .sources.images import UnreadableSplitError
 from .sources.splits import streams
 from .sources.synthetic import SyntheticImages
 
-STALLED = 2 * PIECE * SECONDS  # seconds; timeout of one batch, after which the workers are assumed to hang
+STALLED = 2 * PIECE * SECONDS  # timeout of one batch in seconds, after which the workers are assumed to hang
 
 
 class Batch(NamedTuple):
@@ -62,7 +62,7 @@ class TrainingLoader:
         self.augment = augment
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """Iterate over the micro-batches of an epoch from a step on."""
+        """Iterate over the micro-batches of an epoch, starting at `first_step`."""
         self.batches.set_epoch(epoch, first_step)
         for (images, targets), position in zip(self._uint8_batches(epoch), self.batches.first_positions()):
             yield Batch(*self.augment(images, targets, epoch, position), position)
@@ -72,7 +72,7 @@ class TrainingLoader:
         if not hasattr(dataset, "set_epoch"):
             yield from self.images
             return
-        # an iterable dataset shuffles itself, and batches before the first step are read again and dropped
+        # an iterable dataset has no access by index, so a resumed epoch reads and drops batches before `first_step`
         dataset.set_epoch(epoch)
         batch = None
         for batch in islice(self.images, self.batches.first_step * self.batches.accumulation, None):
@@ -82,12 +82,12 @@ class TrainingLoader:
 
     @property
     def description(self) -> str:
-        """Line about how images are loaded."""
+        """Log line that says where images are decoded and augmented, and by how many workers."""
         return self.images.description
 
     @property
     def waits(self) -> Waits:
-        """Seconds for which the next batch waited, in all epochs."""
+        """Total seconds in all epochs that the run waited for the model to free memory, and for batches."""
         return self.images.waits
 
     def take_unreadable(self) -> int:
@@ -96,7 +96,7 @@ class TrainingLoader:
 
 
 class EvaluationLoader:
-    """Normalized images (B, 3, H, W) float32 and targets (B,) on the model's device.
+    """Loader of normalized images (B, 3, H, W) float32 and targets (B,) on the model's device.
 
     Args:
         images: Loader of images (B, 3, H, W) uint8 and targets (B,).
@@ -173,7 +173,7 @@ def evaluation_loader(
         dataset: timm's dataset of the split.
         data_config: timm's data config of the images.
         device: Device of the batches.
-        workers: Number of workers; None chooses it.
+        workers: Number of workers; None chooses the number automatically.
         batch_size: Images in a batch.
         rank: Rank of this process.
         world_size: Number of processes.
@@ -196,7 +196,7 @@ def evaluation_transform(data_config: dict[str, Any]):
 def _open_images(
     dataset, transform, batches: TrainingBatches | EvaluationBatches, image_shape, options: LoadingOptions
 ) -> PieceLoader | SyntheticLoader:
-    """Return a loader of uint8 batches."""
+    """Return a loader of uint8 batches of the split, augmented by the workers or the device as `plan_loading` chose."""
     if isinstance(dataset, SyntheticImages):
         return SyntheticLoader(dataset, batches, image_shape, options.device)
     plan = plan_loading(dataset, transform, batches, image_shape, options)
@@ -239,7 +239,7 @@ def _open_on_device(dataset, transform, batches, plan: LoadingPlan) -> DeviceLoa
 
 
 def _piece_loader(dataset, plan: LoadingPlan, **arguments) -> DataLoader:
-    """Return a PyTorch DataLoader of pieces, which are parts of batches."""
+    """Return a PyTorch DataLoader whose items are parts of a batch (pieces), each loaded by one worker."""
     return DataLoader(
         dataset,
         num_workers=plan.workers,
@@ -254,7 +254,7 @@ def _piece_loader(dataset, plan: LoadingPlan, **arguments) -> DataLoader:
 
 
 def _started(loader, pieces: Pieces):
-    """Start the workers before autograd creates threads. Loading begins with the first pass."""
+    """Start a loader's workers, which load nothing until the first pass, before autograd creates threads."""
     start_workers(loader.loader)
     pieces.ready = True
     return loader
@@ -267,9 +267,8 @@ def _collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
 
 
 def _take_unreadable(dataset) -> int:
-    unreadable = getattr(
-        dataset, "unreadable", None
-    )  # other datasets, such as synthetic data, do not count unreadable images
+    # synthetic datasets do not count unreadable images
+    unreadable = getattr(dataset, "unreadable", None)
     return unreadable.take() if unreadable else 0
 
 

@@ -17,7 +17,7 @@ from .samplers import EvaluationBatches, TrainingBatches
 from .sources.readers import has_jpegs, typical_file_bytes, typical_pixels
 from .sources.splits import streams
 
-# minimum number of pixels prepared together if images are small, because kernel launches dominate for small images
+# target number of pixels that the device augments at a time, because kernel launches dominate for fewer pixels
 PIXELS_TOGETHER = 2**20
 MARGIN = 1.5  # shared memory reserved per image, relative to the typical image size
 
@@ -45,18 +45,17 @@ class LoadingPlan:
 
     device: torch.device
     batch_size: int
-    piece_size: int  # number of images that a worker loads at a time
-    piece_bytes: int  # shared memory per piece, in bytes
+    piece_size: int  # maximum number of images that a worker loads at a time (a piece of a batch)
+    piece_bytes: int  # bytes of shared memory that the images of one worker's piece of a batch need
     workers: int
-    prefetch: int | None  # number of pieces that each worker prefetches; None without workers
-    sampler: TransformSampler | None  # samples transforms that run on the device; None if the workers augment
+    prefetch: int | None  # number of pieces of a batch that each worker prefetches; None without workers
+    sampler: TransformSampler | None  # sampler of the device's transforms; None if the workers augment
     decodes_in_workers: bool
     batches_together: int  # number of batches that the device decodes and augments at a time
     keeps_decoded: bool  # whether decoded images may be cached on the device
-    fill_bytes: (
-        float | None
-    )  # typical size of a decoded image in bytes; None if the cache is not filled before the first batch
-    obstacle: str | None  # reason why a GPU does not decode and augment images, if any
+    # typical bytes of a decoded image if the cache is filled before the first batch, otherwise None
+    fill_bytes: float | None
+    obstacle: str | None  # reason why the GPU cannot decode and augment images, or None
 
     @property
     def in_thread(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..config import Config, ConfigError
 
-FEW = 8  # minimum steps per epoch, or FEW**3 steps per run, below which a log line recommends more steps
+FEW = 8  # the log recommends more steps if an epoch has fewer steps and the run has fewer than FEW**3 steps
 
 
 def split_global_batch(config: Config, world_size: int) -> tuple[int, int]:
@@ -156,7 +156,7 @@ class EvaluationBatches:
 
 
 class Pieces:
-    """Batch sampler that splits each batch into pieces. A worker loads one piece at a time.
+    """Batch sampler that splits each batch into pieces of at most `size` images, which one worker loads at a time.
 
     The sampler yields nothing until `ready` is set, so that workers can start before the first batch.
 

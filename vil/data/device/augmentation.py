@@ -20,8 +20,8 @@ from torch import Tensor
 from ...config import Config
 from .batched_transforms import finish, to_device
 
-# Number of images that share mixup parameters and are mixed with each other. No group is split across ranks, so the
-# samples do not depend on the world size if each rank holds a multiple of this number.
+# Number of consecutive images that share mixup parameters and are mixed with each other.
+# Mixup does not depend on the world size if each rank's micro-batch is a multiple of `MIXUP_GROUP`.
 MIXUP_GROUP = 8
 
 
@@ -37,24 +37,24 @@ class Normalization:
         self.std = tuple(data_config["std"])
 
     def __call__(self, images_B3HW: Tensor) -> Tensor:
-        """Return float32 images."""
+        """Normalize uint8 images to float32."""
         device = images_B3HW.device
         return (images_B3HW - _of_channels(self.mean, device)) / _of_channels(self.std, device)
 
 
 @functools.cache
 def _of_channels(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return values for pixels in 0..1 as a tensor (3, 1, 1) for pixels in 0..255."""
+    """Scale channel values from the pixel range 0..1 to the range 0..255, and return a tensor (3, 1, 1)."""
     return torch.tensor([255 * value for value in values], device=device).view(-1, 1, 1)
 
 
 @dataclass
 class BatchParameters:
-    """Sampled parameters of a batch, as `finish` accepts them; None for disabled parts."""
+    """Sampled parameters of erasing and mixing for a batch. The fields of a disabled augmentation are None."""
 
-    boxes: np.ndarray | None  # (B, 4) int32: erased boxes
-    keys: np.ndarray | None  # (B,) uint32: keys of the noise in erased boxes
-    mixing: np.ndarray | None  # (B, 6) float32: mixed boxes, and shares in the image and in the target
+    boxes: np.ndarray | None  # (B, 4) int32: box to erase in each image
+    keys: np.ndarray | None  # (B,) uint32: RNG seeds of the noise in erased boxes
+    mixing: np.ndarray | None  # (B, 6) float32: mixed box, mixing ratio inside the box, mixing ratio of the target
 
 
 class BatchAugmentation:
@@ -73,7 +73,7 @@ class BatchAugmentation:
         self.smoothing = config.smoothing
         self.mean = data_config["mean"]
         self.std = data_config["std"]
-        # only samples the boxes, which do not depend on the mode; `finish` fills them
+        # RandomErasing only samples boxes (independently of its mode), and `finish` fills the boxes
         self.erase = RandomErasing(config.reprob, mode="const", device="cpu") if config.reprob > 0 else None
         self.mix: Any = None
         if config.mixing:
@@ -85,7 +85,7 @@ class BatchAugmentation:
             )
 
     def __call__(self, images_B3HW: Tensor, targets_B: Tensor, epoch: int, position: int) -> tuple[Tensor, Tensor]:
-        """Return augmented float32 images and targets, soft (B, num_classes) if images are mixed.
+        """Augment images and return float32 images and targets. Mixing returns soft targets (B, num_classes).
 
         Args:
             images_B3HW: uint8 images.
@@ -107,7 +107,7 @@ class BatchAugmentation:
         return images, soft * shares + soft[_partners_on(count, targets_B.device)] * (1 - shares)
 
     def sample(self, count: int, height: int, width: int, epoch: int, position: int) -> BatchParameters:
-        """Sample the parameters of `count` images from a position on. The global random number generators are seeded.
+        """Seed the global RNGs from the position in the run, and sample the augmentation of `count` images.
 
         Args:
             count: Number of images.
@@ -121,7 +121,7 @@ class BatchAugmentation:
         mixing = np.zeros((count, 6), dtype=np.float32)
         for start in range(0, count, MIXUP_GROUP):
             group = slice(start, min(start + MIXUP_GROUP, count))
-            # the first word equals `derive_seed`'s, the others are the noise keys of the images
+            # the first word is the result of `derive_seed`, the other words seed the noise of one image each
             words = np.random.SeedSequence((self.seed, epoch, position + start, 1)).generate_state(1 + MIXUP_GROUP)
             random.seed(int(words[0]))
             np.random.seed(words[0])
@@ -137,7 +137,10 @@ class BatchAugmentation:
         )
 
     def _sample_mixing(self, height: int, width: int) -> tuple[float, ...]:
-        """Return top, bottom, left and right of a box, and the image's share inside the box and in the target."""
+        """Sample the box of mixup or cutmix, the image's mixing ratio inside the box, and that of its target.
+
+        The box is top, bottom, left, right.
+        """
         share, use_cutmix = self.mix._params_per_batch()
         if not use_cutmix or share == 1:
             return 0, height, 0, width, share, share
@@ -146,7 +149,7 @@ class BatchAugmentation:
 
 
 class _Boxes:
-    """Stand-in for a group of images that records the boxes of timm's random erasing: top, left, height, width."""
+    """Fake image batch that records the boxes (top, left, height, width) that timm's RandomErasing erases."""
 
     dtype = torch.float32
 
@@ -171,7 +174,7 @@ def _partners_on(count: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _partners(count: int) -> np.ndarray:
-    """Return each image's mixing partner (the groups in reverse order)."""
+    """Return the index of each image's mixing partner, which is the mirrored position in its `MIXUP_GROUP`."""
     rows = np.arange(count)
     starts = rows - rows % MIXUP_GROUP
     return starts + np.minimum(starts + MIXUP_GROUP, count) - 1 - rows

@@ -18,12 +18,12 @@ from torchvision.transforms.v2 import functional as TF
 from ...kernels import augment, cuda
 from ...kernels.augment import CODES, OPERATIONS
 
-ARGUMENTS = 6  # values of an operation's argument: affine operations need a matrix, others at most one number
+ARGUMENTS = 6  # maximum number of arguments of an operation; an affine transform has a matrix of 6 numbers
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to a device."""
-    # CUDA copies pageable memory before this returns; other devices may read it after it is freed
+    # only CUDA reads pageable memory before `to` returns, so only CUDA copies may be non-blocking
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
@@ -76,7 +76,7 @@ def crop_resize_flip(
         flipped = to_device(flips[rows], device)[:, None, None]
         horizontal = torch.where(flipped, horizontal.flip(1), horizontal)
 
-        narrow = _round(crops.float() @ horizontal.mT[:, None])  # PIL also rounds between the two directions
+        narrow = _round(crops.float() @ horizontal.mT[:, None])  # PIL rounds between the two passes of resizing
         resized_crops[rows] = _round(vertical[:, None] @ narrow).to(torch.uint8)
     return resized_crops
 
@@ -96,7 +96,7 @@ def _check_boxes(boxes: np.ndarray, sizes: np.ndarray) -> None:
 
 
 def _padded_crops(images: Sequence[Tensor], boxes: np.ndarray) -> Tensor:
-    """Return the box of each image, padded to the largest height and width; the padding is uninitialized."""
+    """Crop each image to its box, and pad all crops to the largest crop. The padding is uninitialized."""
     height, width = boxes[:, 2:].max(axis=0)
     crops = torch.empty(len(images), 3, height, width, dtype=torch.uint8, device=images[0].device)
     for crop, image, (top, left, h, w) in zip(crops, images, boxes.tolist()):
@@ -105,7 +105,7 @@ def _padded_crops(images: Sequence[Tensor], boxes: np.ndarray) -> Tensor:
 
 
 def _rows_of_similar_size(sides: np.ndarray, step: int = 256, most_pixels: int = 2**26) -> Iterator[np.ndarray]:
-    """Group rows to pad to one size, so that padding is small and one huge image does not enlarge the whole batch."""
+    """Group the indices of crops of similar size, so that one huge crop does not enlarge the padding of all crops."""
     classes = -(-sides // step)
     for size_class in np.unique(classes):
         rows = np.flatnonzero(classes == size_class)
@@ -114,9 +114,9 @@ def _rows_of_similar_size(sides: np.ndarray, step: int = 256, most_pixels: int =
 
 
 def _resize_weights(axis_3B: Tensor, size: int, longest: int, interpolation: str) -> Tensor:
-    """Return the weight of each input pixel in each output pixel, (B, size, longest).
+    """Return the matrix (B, size, longest) of weights that resizes one axis from input pixels to output pixels.
 
-    Pixels beyond an image's own length have weight 0. `axis_3B` contains lengths, resized lengths and offsets.
+    Input pixels beyond an image's own length have weight 0. `axis_3B` contains lengths, resized lengths and offsets.
     """
     lengths, resized, offsets = axis_3B[:, :, None, None]
     position = torch.arange(size, device=axis_3B.device)[:, None] + offsets
@@ -125,12 +125,12 @@ def _resize_weights(axis_3B: Tensor, size: int, longest: int, interpolation: str
     x = ((pixel - (position + 0.5) * scale) / scale.clamp(min=1)).abs()
     weights = _kernel(x, interpolation, a=-0.5) * (pixel < lengths)
 
-    # pixels outside the resized crop are 0
+    # zero weights make output pixels outside the resized crop black
     return torch.where((position >= 0) & (position < resized), weights / weights.sum(-1, keepdim=True), 0)
 
 
 def _round(pixels: Tensor) -> Tensor:
-    """Round to the levels of uint8, in place."""
+    """Round to integers from 0 to 255, in place."""
     return pixels.add_(0.5).clamp_(0, 255).floor_()
 
 
@@ -141,7 +141,7 @@ def apply_operations(
 
     Args:
         images: (B, 3, H, W) uint8, not modified.
-        operations: (B, T) opcodes, which are indices of `OPERATIONS`: the image's operation in each turn; 0 for none.
+        operations: (B, T) opcodes of up to T operations per image, which are indices of `OPERATIONS`; 0 for none.
         arguments: (B, T, ARGUMENTS): one number for operations of `POINTWISE`; for 'Affine', PIL's matrix from output
             to input coordinates; for 'GaussianBlur', PIL's radius.
         fill: Colour of pixels that an affine operation reads outside the image.
@@ -153,7 +153,7 @@ def apply_operations(
     if cuda.runs_on(images.device):
         return augment.apply_operations(images, operations, arguments, fill, interpolation)
 
-    # indices of the images in the input batch; sorting groups images with the same operation
+    # images are sorted by operation in each turn, so `indices` stores each image's index in the input batch
     indices = np.arange(len(images))
     for turn in range(operations.shape[1]):
         order = np.argsort(operations[indices, turn])
@@ -182,7 +182,7 @@ def _apply_operation(
 
 
 def affine_matrix(name: str, argument: float, width: int, height: int) -> tuple[float, ...]:
-    """Return PIL's matrix (a, b, c, d, e, f) of a timm operation.
+    """Return PIL's affine matrix (a, b, c, d, e, f) for an operation of timm's augmentation policies.
 
     The output pixel (x, y) reads the input at (ax + by + c, dx + ey + f).
     """
@@ -205,7 +205,7 @@ GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY", "Translat
 
 
 def affine(images: Tensor, matrices_B6: Tensor, fill: Sequence[int], interpolation: str) -> Tensor:
-    """Apply PIL's affine transform of pixel centres. Return float32 images with values from 0 to 255."""
+    """Apply PIL's affine transform, and return float32 images with values from 0 to 255."""
     height, width = images.shape[-2:]
     a, b, c, d, e, f = matrices_B6[:, :, None, None].unbind(1)
     output_x = torch.arange(width, device=images.device) + 0.5
@@ -224,14 +224,14 @@ def affine(images: Tensor, matrices_B6: Tensor, fill: Sequence[int], interpolati
         moved = moved + (taps * (row_weight * column_weights)[:, None]).sum(2)
 
     outside = torch.tensor(fill, dtype=torch.float32, device=images.device).view(3, 1, 1)
-    # PIL truncates here; 1e-3 compensates rounding errors just below an integer
+    # PIL truncates to integers, so 1e-3 compensates rounding errors just below an integer
     return torch.where(inside[:, None], (moved + 1e-3).clamp_(0, 255), outside)
 
 
 def _taps(position_BHW: Tensor, length: int, interpolation: str) -> tuple[Tensor, Tensor]:
-    """Return pixel indices (B, taps, H, W) around each position along one axis, clamped to the edge, and their weights.
+    """Return the pixel indices and weights (B, taps, H, W) that interpolate each position along one axis.
 
-    PIL's bicubic kernel for affine transforms differs from the kernel for resizing.
+    Indices are clamped to the edge. PIL's bicubic kernel for affine transforms differs from the kernel for resizing.
     """
     first = position_BHW.floor()[:, None]
     offsets = torch.arange(2) if interpolation == "bilinear" else torch.arange(-1, 3)
@@ -241,7 +241,7 @@ def _taps(position_BHW: Tensor, length: int, interpolation: str) -> tuple[Tensor
 
 
 def _kernel(x: Tensor, interpolation: str, a: float) -> Tensor:
-    """Return the weight of a pixel at distance x >= 0; `a` is the parameter of Keys' cubic (1981)."""
+    """Return the interpolation weight of a pixel at distance x >= 0. The bicubic kernel has a parameter a."""
     if interpolation == "bilinear":
         return (1 - x).clamp(min=0)
     return torch.where(x < 1, ((a + 2) * x - (a + 3)) * x * x + 1, (((x - 5) * x + 8) * x - 4) * a) * (x < 2)
@@ -264,7 +264,7 @@ def _boxes_of_gaussians(radii_N: np.ndarray) -> np.ndarray:
 
 
 def _blur(image_CHW: Tensor, radius: int, weight: int, end_weight: int) -> Tensor:
-    """Apply a row of `_boxes_of_gaussians` three times in each direction."""
+    """Approximate a Gaussian blur as PIL does, with a box filter that is applied three times in each direction."""
     for axis in (2, 1):
         length = image_CHW.shape[axis]
         pixels = torch.arange(-radius - 1, length + radius + 1, device=image_CHW.device).clamp(0, length - 1)
@@ -277,13 +277,13 @@ def _blur(image_CHW: Tensor, radius: int, weight: int, end_weight: int) -> Tenso
 
 
 def _grey(images: Tensor) -> Tensor:
-    """Convert to luma with PIL's weights."""
+    """Convert RGB images to luma with PIL's weights."""
     red, green, blue = images.to(torch.int32).unbind(1)
     return (19595 * red + 38470 * green + 7471 * blue + 2**15).unsqueeze(1) >> 16
 
 
 def _enhance(images: Tensor, plain: Tensor, factor: Tensor) -> Tensor:
-    """Interpolate as PIL's ImageEnhance: factor 0 gives the plain image, 1 the image, and 2 extrapolates."""
+    """Interpolate like PIL's ImageEnhance from a plain image (factor 0) to the image (factor 1) and beyond."""
     plain = plain.float()
     return (plain + factor * (images - plain)).clamp_(0, 255)
 
@@ -294,7 +294,7 @@ def _contrast(images: Tensor, factor: Tensor) -> Tensor:
     return _enhance(images, (mean + 0.5).floor(), factor)
 
 
-# timm's operations that do not move pixels, as functions of batch and argument (B, 1, 1, 1)
+# timm's operations that do not move pixels, as functions of an image batch and one argument (B, 1, 1, 1) per image
 POINTWISE = {
     "AutoContrast": lambda images, _: TF.autocontrast(images),
     "Equalize": lambda images, _: TF.equalize(images),
@@ -319,7 +319,7 @@ def finish(
     mixing: np.ndarray | None = None,
     partners: np.ndarray | None = None,
 ) -> Tensor:
-    """Normalize images, then erase boxes, then mix partners.
+    """Normalize images, erase a box of each image, and mix each image with its partner, in this order.
 
     Erasing noise is a function of the image's key and the position in the image; a GPU generates different noise.
 
@@ -374,7 +374,7 @@ def _mix(images: Tensor, mixing: np.ndarray, partners: np.ndarray) -> None:
 
 
 def _noise(key: int, mode: str, height: int, width: int, device: torch.device) -> Tensor:
-    """Return the values of an erased box."""
+    """Return the values that fill an erased box."""
     if mode == "const":
         return torch.zeros(3, 1, 1, device=device)
     shape = (3, height, width) if mode == "pixel" else (3, 1, 1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...distributed import warn_on_rank0
 
 SHARE = 8  # one split's images may use 1 / SHARE of a GPU's free memory
-HOST_BYTES = 2**30  # bytes that the images may use on a CPU
+HOST_BYTES = 2**30  # maximum bytes of a split's cached images in CPU memory
 
 
 class CachedImage(NamedTuple):
@@ -18,11 +18,11 @@ class CachedImage(NamedTuple):
 
     pixels: Tensor  # (3, h, w) uint8
     target: int
-    version: tuple[int, int]  # version of the file
+    version: tuple[int, int]  # size and modification time of the file
 
 
 class CachedHeader(NamedTuple):
-    """What a worker has to know about a cached image."""
+    """Metadata of a cached image, with which a worker need not read the file."""
 
     target: int
     size: tuple[int, int]  # height and width
@@ -30,7 +30,7 @@ class CachedHeader(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Image that a worker reads: index and seed of the sampler, and the header if the device has cached the image."""
+    """Dataset index and augmentation seed of an image for a worker, with metadata if the image is cached."""
 
     image_index: int
     seed: int
@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
 
 class DecodedCache:
-    """Decoded images by index, if the whole split fits into a share of the device's memory.
+    """Cache of decoded images on the device. The cache stays empty unless the whole split fits into a share of memory.
 
     Each rank caches the images that it has decoded. A file that has changed is read again.
 
@@ -55,7 +55,7 @@ class DecodedCache:
         self.room = room
 
     def task(self, index: int, seed: int) -> Task:
-        """Return a worker's task for an image."""
+        """Return the task that makes a worker load an image."""
         cached = self.images.get(index)
         if cached is None:
             return Task(index, seed)
@@ -67,7 +67,7 @@ class DecodedCache:
         return cached.pixels if cached and cached.version == version else None
 
     def add(self, decoded: dict[int, CachedImage]) -> None:
-        """Cache images by index while there is room."""
+        """Add images to the cache until the memory limit is reached."""
         if not decoded:
             return
         self.reserve(sum(image.pixels.nbytes for image in decoded.values()) / len(decoded))
@@ -82,7 +82,7 @@ class DecodedCache:
         self.room = room
 
     def reserve(self, typical_bytes: float) -> bool:
-        """Return whether images of this size fit; the first call decides."""
+        """Return whether the cache is enabled. The first call enables the cache if images of this size would fit."""
         if self.room is None:
             on_gpu = self.device.type == "cuda"
             limit = torch.cuda.mem_get_info(self.device)[0] // SHARE if on_gpu else HOST_BYTES

@@ -17,18 +17,18 @@ from .nvjpeg import jpeg_decoder_of
 
 
 def unpack(contents: Sequence[Tensor], sizes: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Convert the bytes of pixels to images (3, h, w) uint8 of these sizes (h, w)."""
+    """Convert raw pixel bytes to images (3, h, w) uint8, given the sizes (h, w)."""
     parts = torch.cat(list(contents)).to(device).split([len(content) for content in contents])
     return [part.view(3, *size) for part, size in zip(parts, sizes)]
 
 
 def decode(files: Sequence[Tensor], device: torch.device) -> list[Tensor | None]:
-    """Decode JPEG files to images (3, h, w) uint8, on a GPU by nvJPEG; None for a rejected file."""
+    """Decode JPEG files to images (3, h, w) uint8, with nvJPEG on a GPU. A file that cannot be decoded gives None."""
     try:
         return [*_decode_all(files, device)]
     except MachineError:
         raise
-    except Exception:  # the error does not name the file
+    except Exception:  # decode each file separately, because the error does not name the file
         return [None] if len(files) == 1 else [image for file in files for image in decode([file], device)]
 
 
@@ -41,11 +41,11 @@ def _decode_all(files: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 @functools.cache
 def decoder_is_missing(device: torch.device) -> str | None:
-    """Return why JPEG files cannot be decoded on a device, found by trying; None if they can."""
+    """Decode a small JPEG file on a device to test the decoder. Return the error message, or None on success."""
     file = io.BytesIO()
     Image.new("RGB", (16, 16)).save(file, format="JPEG")
     try:
         _decode_all([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)], device)
-    except Exception as error:  # missing libraries raise various types
+    except Exception as error:  # a missing library can raise any type of exception
         return f"{device} decodes no JPEG: {repr(error)[:200]}"
     return None

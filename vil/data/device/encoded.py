@@ -1,4 +1,4 @@
-"""Encoded images on the way from workers that read files to the device that decodes and transforms them."""
+"""Encoded images, which workers read and the device decodes and transforms."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .batched_transforms import ARGUMENTS, CODES, GEOMETRIC, affine_matrix
 from .nvjpeg import MOST_PIXELS
 from .transform_parameters import Operation, TransformParameters
 
-SMALL = 2**14  # pixels; workers decode smaller images, because nvJPEG takes as long for them as for larger ones
+SMALL = 2**14  # workers decode images of up to `SMALL` pixels, because nvJPEG is not faster for such images
 
 NO_CONTENT = torch.empty(0, dtype=torch.uint8)
 
 FILE = np.dtype(
     [
-        ("row", "i8"),  # row of the image in the batch
-        ("index", "i8"),  # index and seed of the sampler
-        ("seed", "i8"),
-        ("bytes", "i8"),  # length of the content; 0 if the device has cached the image
+        ("row", "i8"),  # index of the image in the batch
+        ("index", "i8"),  # index of the image in the dataset
+        ("seed", "i8"),  # seed of the image's augmentation
+        ("bytes", "i8"),  # number of content bytes; 0 if the device has cached the image
         ("size", "i8", 2),  # height and width
-        ("version", "i8", 2),  # version of the file
-        ("box", "i8", 4),  # `TransformParameters`
+        ("version", "i8", 2),  # size and modification time of the file
+        ("box", "i8", 4),  # box, resized, offset and flip are fields of `TransformParameters`
         ("resized", "i8", 2),
         ("offset", "i8", 2),
         ("flip", "i8"),
@@ -38,18 +38,18 @@ FILE = np.dtype(
 
 @dataclass
 class EncodedImage:
-    """File for decoding on the device, with its sampled transform."""
+    """Encoded image for the device to decode, with the sampled parameters of its transform."""
 
-    index: int  # index and seed of the sampler
-    seed: int
-    # the file, or the pixels (3, h, w) if there are at most `SMALL`; empty if the device has cached the image
+    index: int  # index of the image in the dataset
+    seed: int  # seed of the image's augmentation
+    # content of the file, or raw pixels (3, h, w) of a small image; empty if the device has cached the image
     data: bytes
-    size: tuple[int, int]  # height and width of the header
-    version: tuple[int, int]  # version of the file, which changes with the file
+    size: tuple[int, int]  # height and width in the file's header
+    version: tuple[int, int]  # size and modification time of the file
     parameters: TransformParameters
 
     def record(self, row: int) -> tuple:
-        """Return the fields of `FILE` of the image in this row of a batch."""
+        """Return the image's record of dtype `FILE`, given the image's index in the batch."""
         transform = self.parameters
         source = row, self.index, self.seed, len(self.data), self.size, self.version
         return *source, transform.box, transform.resized, transform.offset, transform.flip
@@ -57,37 +57,37 @@ class EncodedImage:
 
 @dataclass
 class EncodedBatch:
-    """Files to decode and transform, and the images that the workers have finished instead."""
+    """Batch of encoded images for the device to decode, and of images that workers have already augmented."""
 
     targets: np.ndarray  # (B,)
     files: np.ndarray  # (N,) of FILE
-    operations: np.ndarray  # (N, turns): opcodes of each file's operations; 0 for none
-    arguments: np.ndarray  # (N, turns, ARGUMENTS)
-    contents: list[Tensor]  # content of each file; a worker returns all contents concatenated in one tensor
-    finished_rows: np.ndarray  # rows of the other images in the batch
-    finished: list[Tensor]  # images (n, 3, H, W) uint8
+    operations: np.ndarray  # (N, T) opcodes of up to T operations per file; 0 means no operation
+    arguments: np.ndarray  # (N, T, ARGUMENTS)
+    contents: list[Tensor]  # one tensor per file, or one tensor of all files' content if a worker returns the batch
+    finished_rows: np.ndarray  # indices in the batch of images that workers have augmented
+    finished: list[Tensor]  # augmented images (n, 3, H, W) uint8
 
 
 def is_small(pixels: Any) -> Any:
-    """Return whether a worker decodes images with this number of pixels (a number or an array)."""
+    """Return whether workers decode images with this number of pixels, which may be an array."""
     return pixels <= SMALL
 
 
 def is_plain_jpeg(data: bytes, header: Any) -> bool:
-    """Return whether the hardware decodes the JPEG to PIL's pixels: complete, baseline, in colour or grey."""
+    """Return whether GPU hardware decodes a JPEG to Pillow's pixels. The JPEG must be a complete baseline file."""
     if header.format != "JPEG" or math.prod(header.size) > MOST_PIXELS:
         return False
-    has_one_frame = len(header.layer) == header.layers  # decoders may differ if there are two frames
+    has_one_frame = len(header.layer) == header.layers  # decoders may disagree about a JPEG with two frames
     is_ycc = header.info.get("adobe_transform", 1) == 1
     is_baseline = header.mode in ("RGB", "L") and not header.info.get("progressive")
-    # the hardware does not support 4:1:1
+    # GPU hardware does not support 4:1:1 chroma subsampling
     is_sampled = all(across <= 2 and down <= 2 for _, across, down, _ in header.layer)
     is_complete = data.endswith(b"\xff\xd9")
     return has_one_frame and is_ycc and is_baseline and is_sampled and is_complete
 
 
 def collate_encoded(samples: Sequence[tuple[EncodedImage | Tensor, int]], size: tuple[int, int]) -> EncodedBatch:
-    """Collate samples, each an `EncodedImage` or an augmented image (3, H, W) uint8, with its target.
+    """Collate encoded images, augmented images (3, H, W) uint8 and their targets to a batch.
 
     Args:
         samples: Images and targets.
@@ -113,7 +113,7 @@ def collate_encoded(samples: Sequence[tuple[EncodedImage | Tensor, int]], size: 
 def _encode_operations(
     operations: Sequence[Sequence[Operation]], size: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the opcodes (N, turns) and arguments (N, turns, ARGUMENTS) of each image's operations."""
+    """Return opcodes (N, T) and arguments (N, T, ARGUMENTS) of N images with at most T operations each."""
     turns = max(map(len, operations), default=0)
     codes = np.zeros((len(operations), turns), dtype=np.uint8)
     arguments = np.zeros((len(operations), turns, ARGUMENTS), dtype=np.float32)
@@ -127,7 +127,7 @@ def _encode_operations(
 
 
 def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
-    """Join the pieces of several workers to one batch in this order, with one tensor for each file."""
+    """Concatenate parts of a batch that several workers have loaded, with one content tensor per file."""
     first_rows = np.cumsum([0, *(len(piece.targets) for piece in pieces[:-1])])
     files = np.concatenate([piece.files for piece in pieces])
     files["row"] += np.repeat(first_rows, [len(piece.files) for piece in pieces])
@@ -144,14 +144,14 @@ def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
 
 
 def _pad_turns(array: np.ndarray, turns: int) -> np.ndarray:
-    """Pad the second axis with zeros, which mean no operation."""
+    """Pad the axis of operations with zeros. Opcode 0 means no operation."""
     padded = np.zeros((len(array), turns, *array.shape[2:]), array.dtype)
     padded[:, : array.shape[1]] = array
     return padded
 
 
 def _split_contents(piece: EncodedBatch) -> list[Tensor]:
-    """Split the content of a piece by file; files without content share one empty tensor.
+    """Split a worker's concatenated content into one tensor per file. Files without content share one empty tensor.
 
     Creating or freeing a tensor passes the GIL to another thread, and one tensor for each image took a quarter of the
     host's time.

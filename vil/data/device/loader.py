@@ -27,22 +27,22 @@ from .cache import DecodedCache
 from .encoded import EncodedBatch, join_pieces
 from .preparation import Preparation
 
-FILL_SECONDS = 10  # maximum seconds of filling the cache before the first batch
+FILL_SECONDS = 10  # maximum seconds for filling the cache before the first batch
 
 
 @dataclass
 class PreparedGroup:
-    """Group of batches that the device has decoded and transformed."""
+    """Consecutive batches that the device has decoded and transformed together."""
 
     images: Tensor  # (B, 3, H, W) uint8
     targets: Tensor  # (B,)
-    rejected: np.ndarray  # files (F,) of FILE that the device could not decode
-    start: float  # time at which the model no longer used the memory
+    rejected: np.ndarray  # (F,) records of the files that the device could not decode
+    start: float  # time in seconds at which the preparation started, after waiting for the model
 
 
 @dataclass
 class PendingGroup:
-    """Group of batches whose preparation is under way, or is done when the result is requested."""
+    """Consecutive batches that a thread is preparing, or that calling `result` prepares."""
 
     result: Callable[[], PreparedGroup]
     sizes: list[int]  # images in each batch
@@ -76,9 +76,9 @@ class DeviceLoader(PieceLoader):
         self.fill_bytes = None
 
         pending: deque[PendingGroup] = deque()
-        # events after the model's use of the last two groups
+        # CUDA events that complete when the model has used the last two groups of batches
         uses: deque[torch.cuda.Event | None] = deque([None, None], maxlen=2)
-        thread = ThreadPoolExecutor(max_workers=1)  # the thread starts with the first task
+        thread = ThreadPoolExecutor(max_workers=1)  # the thread is created when the first task is submitted
         try:
             batches = map(list, self.gathered())
             while group := [*islice(batches, self.plan.batches_together)]:
@@ -88,19 +88,19 @@ class DeviceLoader(PieceLoader):
                     uses.append(self._record_use())
             while pending:
                 yield from self._batches(pending.popleft())
-        finally:  # also if a run is interrupted
+        finally:  # stop the thread even if the run is interrupted
             thread.shutdown(cancel_futures=True)
 
     def _start(
         self, group: list[list[EncodedBatch]], use: torch.cuda.Event | None, thread: ThreadPoolExecutor
     ) -> PendingGroup:
-        """Start to prepare a group of batches, each a list of pieces."""
+        """Schedule the preparation of consecutive batches, each of which is a list of parts loaded by workers."""
         sizes = [sum(len(piece.targets) for piece in pieces) for pieces in group]
         prepare = functools.partial(self._prepare, [*chain(*group)], use)
         return PendingGroup(thread.submit(prepare).result if self.plan.in_thread else prepare, sizes)
 
     def _prepare(self, pieces: list[EncodedBatch], use: torch.cuda.Event | None) -> PreparedGroup:
-        """Decode and transform pieces after the model's `use` of an earlier group."""
+        """Decode and transform batches after the CUDA event `use`, which limits the memory of batches in flight."""
         if use:
             use.synchronize()
         start = time.perf_counter()
@@ -108,16 +108,16 @@ class DeviceLoader(PieceLoader):
         with self._on_stream():
             images, targets, rejected = self.prepare(batch)
         if self.stream:
-            self.stream.synchronize()  # the decoder reads the files until then
+            self.stream.synchronize()  # the files must stay alive until the decoder has read them
         return PreparedGroup(images, targets, rejected, start)
 
     def _batches(self, pending: PendingGroup) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return the batches of a group."""
+        """Wait until batches are prepared, and return an iterator over their images and targets."""
         group = self._wait_for(pending)
         if self.stream:
             for tensor in (group.images, group.targets):
                 tensor.record_stream(torch.cuda.current_stream(self.device))
-        for file in group.rejected:  # not in the thread, because this uses the process's random number generators
+        for file in group.rejected:  # timm's transform uses the global RNGs, so it must not run in the thread
             image, target = self.dataset.finish(int(file["index"]), int(file["seed"]))
             row = int(file["row"])
             group.images[row] = image.to(self.device)
@@ -125,7 +125,7 @@ class DeviceLoader(PieceLoader):
         return zip(group.images.split(pending.sizes), group.targets.split(pending.sizes))
 
     def _wait_for(self, pending: PendingGroup) -> PreparedGroup:
-        """Return a prepared group, and add the time to `waits`."""
+        """Wait for prepared batches, and add the waiting time to `waits`."""
         begin = time.perf_counter()
         group = pending.result()
         end = time.perf_counter()
@@ -136,12 +136,10 @@ class DeviceLoader(PieceLoader):
         return group
 
     def _record_use(self) -> torch.cuda.Event | None:
-        """Record an event that is done when the device has finished all queued work, including the use of the last
-        batch.
-        """
+        """Record a CUDA event after all queued work, which includes the model's use of the last batch."""
         if not self.stream:
             return None
-        event = torch.cuda.Event(blocking=True)  # a waiting thread uses no core
+        event = torch.cuda.Event(blocking=True)  # with `blocking`, a waiting thread does not occupy a CPU core
         event.record(torch.cuda.current_stream(self.device))
         return event
 

@@ -56,11 +56,11 @@ class JpegDecoder:
                 status = self._create(GPU_HYBRID)
             _check(status)
             _check(self.library.nvjpegJpegStateCreate(self.handle, ctypes.byref(self.state)))
-        self.batch_size = 0  # files for which the state is initialized
+        self.batch_size = 0  # batch size for which nvJPEG's state is initialized
         self.decoded = torch.cuda.Event(blocking=True)
 
     def _create(self, backend: int) -> int:
-        """Create the handle of a backend, and return the status."""
+        """Create an nvJPEG handle for a backend, and return nvJPEG's status code."""
         return self.library.nvjpegCreateEx(backend, None, None, sum(FLAGS.values()), ctypes.byref(self.handle))
 
     def __call__(self, files: Sequence[Tensor]) -> list[Tensor]:
@@ -87,7 +87,7 @@ class JpegDecoder:
             destinations["channels"][:, :3] = starts_B[:, None] + np.arange(3) * planes_B[:, None]
             destinations["pitches"][:, :3] = sizes_B2[:, 1:]
 
-            self.decoded.synchronize()  # the last decoding still uses the state
+            self.decoded.synchronize()  # wait until the previous call no longer uses nvJPEG's state
             # Hardware decoders ignore the stream's order (pytorch/vision#9606) and could overwrite memory still in use.
             torch.cuda.current_stream().synchronize()
             self._initialize(len(files))
@@ -101,15 +101,15 @@ class JpegDecoder:
         return [image.view(3, *size) for image, size in zip(images, sizes_B2.tolist())]
 
     def _initialize(self, batch_size: int) -> None:
-        """Initialize the state for a number of files, unless the state is initialized already."""
+        """Initialize nvJPEG's state for a batch size, unless the state already has this batch size."""
         if batch_size == self.batch_size:
             return
-        self.batch_size = 0  # if the initialization fails
+        self.batch_size = 0  # stays 0 if the initialization fails
         _check(self.library.nvjpegDecodeBatchedInitialize(self.handle, self.state, batch_size, 1, PLANAR_RGB))
         self.batch_size = batch_size
 
     def _sizes(self, pointers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return heights and widths (B, 2) according to nvJPEG, which writes images of these sizes.
+        """Return the heights and widths (B, 2) of the images that nvJPEG will write, from the file headers.
 
         Raises:
             DecodingError: A file is not a JPEG, or its number of pixels is 0 or above `MOST_PIXELS`.
@@ -130,7 +130,7 @@ class JpegDecoder:
 
 
 def _check(status: int) -> None:
-    """Raise a DecodingError unless a call was successful."""
+    """Raise a DecodingError if nvJPEG returned an error status."""
     if status:
         reason = STATUS[status] if status < len(STATUS) else f"status {status}"
         raise DecodingError(f"nvJPEG failed: {reason}")
@@ -138,25 +138,25 @@ def _check(status: int) -> None:
 
 @functools.cache
 def _path() -> str:
-    """Return the path of the library."""
+    """Return the path of the nvJPEG library."""
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
         return load_nvidia_dynamic_lib("nvjpeg").abs_path
-    except Exception as error:  # a missing package or library raises various types
+    except Exception as error:  # a missing package or library can raise any type of exception
         reason = one_line(error, 100)
         raise DecodingError(f"nvJPEG is missing ({reason}): pip install 'cuda-toolkit[nvjpeg]'") from error
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Return the library with calls that release the GIL."""
+    """Load nvJPEG for calls that release the GIL."""
     return ctypes.CDLL(_path())
 
 
 @functools.cache
 def _quick_library() -> ctypes.PyDLL:
-    """Return the library with calls that keep the GIL.
+    """Load nvJPEG for short calls that keep the GIL.
 
     For microsecond calls, releasing and reacquiring the GIL costs more than the call.
     """
@@ -170,5 +170,5 @@ def _quick_library() -> ctypes.PyDLL:
 
 @functools.cache
 def jpeg_decoder_of(device: torch.device) -> JpegDecoder:
-    """Return the decoder of a GPU, created on first use."""
+    """Return the nvJPEG decoder of a GPU, which is created on first use."""
     return JpegDecoder(device)

@@ -14,7 +14,7 @@ from .decoding import decode, unpack
 from .encoded import EncodedBatch, is_small
 from .transform_parameters import TransformSampler
 
-PIXELS_AT_ONCE = 2**28  # pixels decoded at a time: 0.8 GB, more than a batch of photos
+PIXELS_AT_ONCE = 2**28  # approximate number of pixels that are decoded at a time, which take 0.8 GB
 
 
 class Preparation:
@@ -32,7 +32,7 @@ class Preparation:
         self.cache = cache
 
     def __call__(self, batch: EncodedBatch) -> tuple[Tensor, Tensor, np.ndarray]:
-        """Return images (B, 3, H, W) uint8, targets (B,), and the files (F,) of FILE that the device rejected."""
+        """Return images (B, 3, H, W) uint8, targets (B,), and the records (F,) of files that the device rejected."""
         images = torch.empty(len(batch.targets), 3, *self.sampler.size, dtype=torch.uint8, device=self.device)
         rejected = self._decode_and_transform(batch, images)
         if batch.finished:
@@ -41,21 +41,21 @@ class Preparation:
         return images, targets, batch.files[rejected]
 
     def fill_cache(self, batch: EncodedBatch) -> None:
-        """Decode the files of a batch, so that they stay in the cache."""
+        """Decode the files of a batch into the cache."""
         for group in _groups(batch.files):
             self._originals(batch, group)
 
     def _decode_and_transform(self, batch: EncodedBatch, images: Tensor) -> list[int]:
         """Write the images of a batch's files to `images`, and return the indices of rejected files."""
-        # Repeated augmentation may repeat a file, which is decoded once. `first` has one file for each original image,
-        # and `original_of` the original image of each file.
+        # A file that repeated augmentation has repeated in the batch is decoded only once.
+        # `first` has the first occurrence of each image, and `original_of` maps each occurrence to its image.
         _, first, original_of = np.unique(batch.files["index"], return_index=True, return_inverse=True)
         rejected = []
         for group in _groups(batch.files[first]):
             originals = self._originals(batch, first[group])
             is_decoded = np.array([original is not None for original in originals])
             files = np.flatnonzero((original_of >= group[0]) & (original_of <= group[-1]))
-            sources = original_of[files] - group[0]  # index of each file's image among `originals`
+            sources = original_of[files] - group[0]  # index in `originals` of each file's image
 
             rejected += files[~is_decoded[sources]].tolist()
             files, sources = files[is_decoded[sources]], sources[is_decoded[sources]]
@@ -67,7 +67,7 @@ class Preparation:
         return rejected
 
     def _originals(self, batch: EncodedBatch, files: np.ndarray) -> list[Tensor | None]:
-        """Return images (3, h, w) of files by index, cached or decoded now; None for a rejected file."""
+        """Return the images (3, h, w) of files from the cache or the decoder. A rejected file gives None."""
         records = batch.files[files]
         indices = records["index"].tolist()
         versions = list(map(tuple, records["version"].tolist()))
@@ -100,7 +100,7 @@ class Preparation:
     def _transform(
         self, batch: EncodedBatch, files: np.ndarray, originals: Sequence[Tensor], sources: np.ndarray
     ) -> Tensor:
-        """Return transformed images of files by index; `sources` has the index of each file's original image."""
+        """Transform the images of files. `sources` has the index in `originals` of each file's image."""
         records, sampler = batch.files[files], self.sampler
         crops = crop_resize_flip(
             originals,
@@ -119,7 +119,7 @@ class Preparation:
 
 
 def _groups(files: np.ndarray) -> list[np.ndarray]:
-    """Return the indices of files (N,) of FILE in groups that are decoded at a time."""
+    """Split file indices into groups of bounded pixel count, each of which is decoded in one call."""
     if not len(files):
         return []
     pixels = files["size"].prod(axis=1)

@@ -22,16 +22,16 @@ from torchvision.transforms import CenterCrop, ColorJitter, Compose, RandomHoriz
 from ...config import ConfigError
 from .batched_transforms import CODES, GEOMETRIC
 
-Operation: TypeAlias = tuple[str, tuple[float, ...]]  # timm's name and arguments
+Operation: TypeAlias = tuple[str, tuple[float, ...]]  # name and arguments of a timm operation
 
 
 @dataclass
 class TransformParameters:
     """Sampled transform of an image: crop a box, resize it, take a window, and optionally flip it."""
 
-    box: tuple[int, int, int, int]  # top, left, height, width
+    box: tuple[int, int, int, int]  # top, left, height and width of the crop
     resized: tuple[int, int] = (0, 0)  # height, width
-    offset: tuple[int, int] = (0, 0)  # top, left of the window, which may extend beyond the edges
+    offset: tuple[int, int] = (0, 0)  # top and left of the output in the resized crop; negative if the output is larger
     flip: bool = False
     operations: list[Operation] = field(default_factory=list)
 
@@ -69,7 +69,7 @@ class TransformSampler:
         _check_supported(self.interpolation, ("bilinear", "bicubic"), "interpolation")
 
     def __call__(self, image: Image.Image) -> TransformParameters:
-        """Sample a transform. Only the image's size is used."""
+        """Sample the transform of an image. Only the image's size is used."""
         parameters = TransformParameters(box=(0, 0, image.height, image.width))
         for step in self.steps:
             _SAMPLE[type(step)](step, image, parameters)
@@ -130,7 +130,7 @@ def _sample_flip(step: RandomHorizontalFlip, image: Image.Image, parameters: Tra
 
 
 def _sample_policy(step: RandAugment | AutoAugment, image: Image.Image, parameters: TransformParameters) -> None:
-    parameters.operations += step([])  # stand-ins of the operations extend this list by their calls
+    parameters.operations += step([])  # `_recorder` makes each operation append itself to the list
 
 
 def _sample_jitter(step: ColorJitter, image: Image.Image, parameters: TransformParameters) -> None:
@@ -139,7 +139,7 @@ def _sample_jitter(step: ColorJitter, image: Image.Image, parameters: TransformP
     )
     factors = [("Brightness", brightness), ("Contrast", contrast), ("Color", saturation)]
     for i in order:
-        if i == len(factors):  # hue, which timm does not change
+        if i == len(factors):  # timm's color jitter does not change the hue by default
             continue
         name, factor = factors[i]
         if factor is not None:
@@ -159,15 +159,15 @@ _SAMPLE = {
 
 
 def _recorder(name: str):
-    """Return a stand-in for the function of a timm operation.
+    """Return a function that records a timm operation and its argument instead of changing an image.
 
-    The stand-in receives a list of operations instead of an image, and returns the list with this operation added.
+    The function receives a list of operations instead of an image, and returns the list with this operation added.
     """
     if name == "Desaturate":
         return lambda operations, factor, **_: [*operations, ("Color", (1.0 - factor,))]
     if name == "GaussianBlurRand":
         return lambda operations, factor, **_: [*operations, ("GaussianBlur", (random.uniform(0.1, 2.0 * factor),))]
-    name = name.removesuffix("Increasing").removesuffix("Original")  # the argument has the suffix's meaning already
+    name = name.removesuffix("Increasing").removesuffix("Original")  # timm's argument already accounts for the suffix
     _check_supported(name, (*CODES, *GEOMETRIC), "operation of aa")
     return partial(_record, name)
 

@@ -1,4 +1,4 @@
-"""Batches on the model's device from pieces that workers have decoded and augmented."""
+"""Loaders that concatenate the workers' parts of a batch on the model's device."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .workers import start_workers
 
 
 class Waits(NamedTuple):
-    """Total seconds for which the next batch waited for the model, and for its preparation in this process."""
+    """Total seconds that a run waited for the model to free memory for a batch, and for the batch's preparation."""
 
     for_model: float = 0.0
     for_preparation: float = 0.0
 
 
 class PieceLoader:
-    """Batches of images (B, 3, H, W) uint8 and targets (B,) on the plan's device, joined from the pieces of workers.
+    """Loader of images (B, 3, H, W) uint8 and targets (B,), which concatenates the parts that workers have loaded.
 
     Args:
-        loader: Loader of pieces.
+        loader: Loader of pieces, which are parts of a batch that one worker loads.
         batches: Batch sampler that knows the `sizes()` of its batches; None if a piece is a batch.
         plan: Plan of the loader.
     """
@@ -54,7 +54,7 @@ class PieceLoader:
         return self.loader.dataset
 
     def gathered(self) -> Iterator[Iterator]:
-        """Yield an iterator over the pieces of each batch."""
+        """Yield an iterator over the parts (pieces) of each batch that workers have loaded."""
         pieces = self._loaded()
         if self.batches is None:
             yield from (iter([piece]) for piece in pieces)
@@ -64,7 +64,7 @@ class PieceLoader:
 
     def _loaded(self) -> Iterator:
         with worker_errors_explained():
-            # workers of an iterable dataset start with its first pass; other workers have started
+            # workers of an iterable dataset start now; workers of other datasets have started already
             yield from start_workers(self.loader) if self.batches is None else self.loader
 
 
@@ -77,7 +77,7 @@ class HostLoader(PieceLoader):
             yield _joined(images), _joined(targets)
 
     def _move(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy even on CPU, because workers reuse the limited shared memory."""
+        """Copy tensors to the device. A CPU also copies, because workers need their limited shared memory again."""
         pinned = self.device.type == "cuda"
         return (
             images.to(self.device, non_blocking=pinned, copy=True),

@@ -22,17 +22,16 @@ from ..sources.images import (
 )
 from ..sources.readers import open_indexed
 
-# Training replaces an unreadable image by one of the images after it, or else by an image from the whole split.
+# Training replaces an unreadable image by one of the next images in the dataset, otherwise by a distant image.
 NEIGHBORS_TRIED = 10
 DISTANT_IMAGES_TRIED = 100
 
 
 class ImageReader(Dataset):
-    """Images (C, H, W) uint8 and targets of a timm dataset, by (index, seed), where the seed determines the
-    augmentation.
+    """Dataset of images (C, H, W) uint8 and targets, indexed by pairs of an image index and an augmentation seed.
 
-    If a file cannot be read for any reason, a warning names it and `unreadable` counts it. Training uses the next image
-    instead; evaluation uses a blank image with the target `UNREADABLE`.
+    If a file cannot be read for any reason, a warning names the file and `unreadable` counts the image. Training uses
+    the next image instead; evaluation uses a blank image with the target `UNREADABLE`.
     """
 
     def __init__(self, dataset, transform, is_training: bool):
@@ -51,7 +50,7 @@ class ImageReader(Dataset):
         return self.transform(image), target
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """Return the image of a file before it is transformed."""
+        """Return the untransformed image and the target at an index, or those of a replacement if it is unreadable."""
         for offset in self._offsets():
             i = (index + offset) % len(self)
             name = self.dataset.reader.filename(i)
@@ -62,9 +61,9 @@ class ImageReader(Dataset):
                 return retry_reading(path, functools.partial(image_of, data)), target
             except MachineError:
                 raise
-            except Exception as error:  # decoders raise various types
-                # Keep only the message: the error's traceback would hold this frame, and through it the loader, in a
-                # reference cycle, whose collection can make workers wait forever for a queue that no longer exists.
+            except Exception as error:  # decoders can raise any type of exception
+                # The error's traceback would keep the loader alive in a reference cycle, so only the message is kept.
+                # Garbage collection of a loader can make workers wait forever for a queue that no longer exists.
                 last = reason(error)
                 self.unreadable.add(i, name, error)
         if self.is_training:
@@ -81,7 +80,7 @@ class ImageReader(Dataset):
             return read_bytes(file), target
 
     def _offsets(self) -> Iterable[int]:
-        """Return offsets to an image and, in training, to its possible replacements, at most some hundred."""
+        """Return the index offset 0 and, in training, the offsets of images that may replace an unreadable image."""
         if not self.is_training:
             return (0,)
         offsets = range(len(self))

@@ -24,7 +24,7 @@ from ..sources.images import restrict_pillow
 _logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16  # maximum default number of workers per training process
-MOST_READERS = 8  # maximum default number if workers only read files (each about 2,000 files per second)
+MOST_READERS = 8  # maximum default number of workers if they only read files (about 2,000 files per second each)
 PIECE = 64  # number of images that a worker loads at a time, so that all workers share the first batch
 BATCHES_AHEAD = 3  # number of batches that the workers prefetch
 SHARED_MEMORY = Path("/dev/shm")
@@ -47,7 +47,7 @@ def _quotas() -> Iterator[float]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         group = CGROUPS / controllers / path.lstrip("/")
-        # inside a container, the root is the container's group, although the path names the group outside
+        # inside a container, only the mounted root has the container's quota, so parent folders are also read
         for folder in (group, *group.parents):
             try:
                 if controllers:
@@ -179,7 +179,7 @@ def start_workers(loader: DataLoader) -> Iterator:
     The first call must precede autograd's creation of threads, because before Python 3.12, a fork can deadlock while
     another thread enters the interpreter. Workers of an iterable dataset start when the dataset is first read.
     """
-    with signals_blocked():  # threads that PyTorch starts before `prepare_worker` inherit the mask
+    with signals_blocked():  # PyTorch's threads in a worker inherit the mask of blocked signals
         loaded = iter(loader)
     if loader.num_workers:
         explain_lost_workers()

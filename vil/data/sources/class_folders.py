@@ -16,7 +16,7 @@ from ...distributed import warn_on_rank0
 
 
 class ClassFolders:
-    """Classes of a split, by the folders of its images.
+    """Class names and indices of a split, derived from the folders that contain its images.
 
     As in timm, the folder that directly contains an image is the image's class. The name of a class is the name of the
     folder. If several class folders have the same name, the names of their classes are the paths inside `root`. Images
@@ -63,7 +63,7 @@ class ClassFolders:
         return path[len(self.root) :].strip("/")
 
     def candidates(self) -> dict[str, list[str]]:
-        """Return the names that each class may have in another split: the ends of the path, the whole path first."""
+        """Return, for each class, the names that the class may have in another split, with the longest path first."""
         return {name: ends_of(path)[name.count("/") :][::-1] for path, name in self.names.items()}
 
     def notes(self) -> list[str]:
@@ -134,7 +134,7 @@ class ClassReader(Reader):
         return {i: self.class_to_idx[names[folder]] for i, folder in enumerate(folders) if folder in names}
 
     def renumber(self, indices: Mapping[str, int], known: Mapping[str, int]) -> None:
-        """Replace the class indices by those of the `known` classes; `indices` has those of the present classes."""
+        """Replace each target by the new index of its class in `indices`, and use `known` as `class_to_idx`."""
         new = {index: indices[name] for name, index in self.class_to_idx.items()}
         self.targets = [new[target] for target in self.targets]
         self.class_to_idx = dict(known)

@@ -1,4 +1,4 @@
-"""Image files of a folder. Links that leave the data set or lead to files that are found already are skipped."""
+"""Search for image files in a folder, skipping links that leave the data set or lead to files found before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from timm.utils.misc import natural_key
 from ...distributed import warn_on_rank0
 from ...fault_tolerance.machine_errors import retry
 
-# extensions of the other formats that `vil.security` decodes; timm's own are those of JPEG and PNG
+# timm only knows the extensions of JPEG and PNG, but `vil.security` also decodes other formats
 add_img_extensions((".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif"))
 
 
@@ -52,7 +52,7 @@ def list_images(
 
 
 class _Found:
-    """Result of walking through folders."""
+    """Image files, links and other files that a search through folders has found."""
 
     def __init__(self, folder: str):
         self.root = os.path.realpath(folder)
@@ -61,7 +61,7 @@ class _Found:
         self.dangling: list[str] = []
         self.others: Counter[str] = Counter()  # extensions of files that are not images
         self.links: list[str] = []
-        self.targets: set[str] = set()  # targets of links, and folders below them
+        self.targets: set[str] = set()  # resolved paths of followed links and of folders inside linked folders
 
     def walk(self, folder: str, is_linked: bool = False) -> None:
         """Add the files and links of a folder, at any depth, without following links.
@@ -124,7 +124,7 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def folders_in(root: str, files: Iterable[str]) -> list[str]:
-    """Return the path of each file's folder inside of `root`, with "/"."""
+    """Return the path of each file's folder relative to `root`, with "/" as the separator."""
     known: dict[str, str] = {}
     return [
         known.get(folder) or known.setdefault(folder, folder[len(root) :].replace(os.sep, "/").strip("/"))

@@ -20,8 +20,8 @@ from ...security.sandbox import LateImageError, decode_in_sandbox
 
 _logger = logging.getLogger(__name__)
 
-NAMED = 1  # state of an unreadable image that a warning has named
-LATE = 2  # state of a named image that has reached the decoding timeout
+NAMED = 1  # state of an image that is unreadable and has been logged
+LATE = 2  # state of an image that was logged because decoding exceeded the timeout
 UNREADABLE = -1  # target of an unreadable image, which evaluation must not count
 
 
@@ -68,7 +68,7 @@ def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
     if not isinstance(file, (str, os.PathLike)):
         return image_of(read_bytes(file))
     path = os.fspath(file)
-    if not os.path.lexists(path):  # most likely a typing error, which is not worth ten seconds
+    if not os.path.lexists(path):  # a missing path is most likely misspelled, so do not retry for ten seconds
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     data = retry_reading(path, lambda: read_bytes(path))
     return retry_reading(path, lambda: image_of(data))
@@ -80,7 +80,7 @@ def image_of(data: bytes) -> Image.Image:
         return decode_in_sandbox(data)
     try:
         return decode(io.BytesIO(plain))
-    except Exception as error:  # decoders raise various types, including OSError
+    except Exception as error:  # decoders can raise any type of exception, including OSError
         raise UnfitImageError(reason(error)) from error
 
 
@@ -90,7 +90,7 @@ def reason(error: Exception) -> str:
 
 
 def restrict_pillow() -> None:
-    """Restrict formats and pixels also for other users of Pillow in this process."""
+    """Restrict the formats and pixel counts that Pillow decodes, for all users of Pillow in this process."""
     Image.ID[:] = FORMATS
     warnings.simplefilter("error", Image.DecompressionBombWarning)
 
@@ -111,7 +111,7 @@ class Unreadable:
         return self._count.value
 
     def add(self, number: int, name: str, error: Exception) -> None:
-        """Count an image by its number, and log the name and the reason the first time."""
+        """Count an unreadable image, and log its name and the reason unless its `number` has been logged before."""
         with self._count.get_lock():
             self._count.value += 1
             is_known = self._states[number]
@@ -125,7 +125,7 @@ class Unreadable:
             raise LateImageError("not decoded in time before")
 
     def take(self) -> int:
-        """Return the count and reset it to 0."""
+        """Return the number of unreadable images since the last call, and reset the number to 0."""
         with self._count.get_lock():
             count = self._count.value
             self._count.value = 0

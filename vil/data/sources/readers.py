@@ -18,7 +18,7 @@ from .images import open_file, read_bytes
 
 TAR_READERS = (ReaderImageTar, ReaderImageInTar)
 SAMPLE = 32  # files that are inspected before a split is loaded
-LARGE_FILE = 2**18  # bytes; assumed if file sizes are unknown
+LARGE_FILE = 2**18  # file size in bytes that is assumed if the sizes are unknown
 
 
 def open_indexed(reader, index: int) -> tuple[BinaryIO, int]:
@@ -30,7 +30,7 @@ def open_indexed(reader, index: int) -> tuple[BinaryIO, int]:
 
 
 def file_version(reader, index: int) -> tuple[int, int]:
-    """Return size and modification time of an image's file, or zeros if the image does not have its own file."""
+    """Return the size and modification time of an image's file, or zeros if the image is in a tar file."""
     if not isinstance(reader, ReaderImageFolder):
         return 0, 0
     status = os.stat(reader.samples[index][0])
@@ -38,14 +38,14 @@ def file_version(reader, index: int) -> tuple[int, int]:
 
 
 def has_jpegs(dataset) -> bool:
-    """Return whether most files are JPEGs, by the first bytes of a sample."""
+    """Return whether most files are JPEGs, estimated from a sample of the files."""
     reader = dataset.reader
     are_jpegs = []
     for i in _sample(dataset):
-        if isinstance(reader, TAR_READERS):  # workers would share the position of a file that was opened here
+        if isinstance(reader, TAR_READERS):  # workers would share the read position of an open tar file
             are_jpegs.append(reader.filename(i).lower().endswith((".jpg", ".jpeg")))
             continue
-        with contextlib.suppress(Exception):  # loading the image reports the error
+        with contextlib.suppress(Exception):  # an unreadable image is reported when a batch contains it
             file, _ = open_indexed(reader, i)
             with file:
                 are_jpegs.append(file.read(3) == b"\xff\xd8\xff")
@@ -53,12 +53,12 @@ def has_jpegs(dataset) -> bool:
 
 
 def typical_pixels(dataset) -> float:
-    """Return the mean number of pixels of a folder's images, by the headers of a sample; infinity if unknown."""
+    """Return the mean number of pixels of a folder's images, estimated from sampled headers; infinity if unknown."""
     if not isinstance(dataset.reader, ReaderImageFolder):
         return math.inf
     pixels = []
     for i in _sample(dataset):
-        with contextlib.suppress(Exception):  # loading the image reports the error
+        with contextlib.suppress(Exception):  # an unreadable image is reported when a batch contains it
             file, _ = open_indexed(dataset.reader, i)
             with file:
                 plain = strip_metadata(read_bytes(file))
@@ -68,7 +68,7 @@ def typical_pixels(dataset) -> float:
 
 
 def typical_file_bytes(dataset) -> float:
-    """Return the mean size of a folder's files in bytes, by a sample; `LARGE_FILE` if unknown."""
+    """Return the mean size of a folder's files in bytes, estimated from sampled files; `LARGE_FILE` if unknown."""
     if not isinstance(dataset.reader, ReaderImageFolder):
         return LARGE_FILE
     sizes = []

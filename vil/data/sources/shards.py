@@ -30,11 +30,11 @@ from .images import UNREADABLE, Unreadable, image_of, open_file
 
 LOCAL = "local-shards"  # URL scheme of the files that webdataset may open
 LABELS = "cls", "json"  # file name extensions of labels
-NUMBERS = 2**20  # samples that `Unreadable` distinguishes, by a hash of the name
-MOST_LABEL = 2**20  # bytes of a label
-MOST_IMAGE = 2**28  # bytes of an image, because a compressed shard can expand
-MOST_INFO = 2**24  # bytes of _info.json
-MOST_SHUFFLED = 2**31  # bytes of samples in the shuffle buffer
+NUMBERS = 2**20  # number of hash values of sample names, by which unreadable samples are distinguished
+MOST_LABEL = 2**20  # maximum bytes of a label
+MOST_IMAGE = 2**28  # maximum bytes of an image, because a small compressed shard can contain huge members
+MOST_INFO = 2**24  # maximum bytes of _info.json
+MOST_SHUFFLED = 2**31  # maximum bytes of samples in the shuffle buffer
 FEWEST_BYTES = 1024  # minimum bytes of a sample: the tar headers of an image and its label
 
 
@@ -43,7 +43,7 @@ class LabelError(WorkersError):
 
 
 class Shards(ReaderWds):
-    """timm's reader of shards with the protection that other untrusted files have.
+    """timm's reader of WebDataset shards, with limits for untrusted shards and a count of unreadable samples.
 
     Images are decoded like those of other sources, and a local folder can only open its own shards.
 
@@ -104,7 +104,7 @@ class Shards(ReaderWds):
         enter_secure_mode()  # in a worker
         super()._lazy_init()
         shards: Any = self.ds
-        # replaces timm's reading of shards, shuffling, decoding and naming
+        # replace the last stages of timm's pipeline, which read, shuffle and decode samples
         shards.pipeline[-4 if self.is_training else -3 :] = [
             self._samples,
             *([self._shuffled] if self.is_training else []),
@@ -164,7 +164,7 @@ class Shards(ReaderWds):
             _close(shard)
             if problem:
                 log_and_continue(tarfile.ReadError(f"{_path_of(shard['url'])}: {problem}"))
-            yield {}  # ends a shard's last sample, complete or not
+            yield {}  # an empty member makes `group_by_keys` finish the last sample of a shard
 
     def _members_of(self, shard: dict) -> Iterator[dict]:
         """Iterate over the images and labels of a shard."""
@@ -175,7 +175,7 @@ class Shards(ReaderWds):
             is_read = member.is_file and suffix in suffixes and not re.match(r"__[^/]*__($|/)", member.name)
             most = MOST_LABEL if suffix in LABELS else MOST_IMAGE
             data = read_member(stream, member, most if is_read else 0)
-            if is_read:  # too large entries have no data and are unreadable
+            if is_read:  # `read_member` returns no data for oversized members, which are then reported as unreadable
                 yield dict(fname=member.name, data=data, __url__=shard["url"])
 
     def _shuffled(self, samples: Iterator[dict]) -> Iterator[dict]:
@@ -185,7 +185,7 @@ class Shards(ReaderWds):
         buffer = _ShuffleBuffer(seed=self.worker_seed + self.epoch_count.value)
         for sample in samples:
             buffer.add(sample)
-            if len(buffer) < self.sample_shuffle_size:  # otherwise the buffer is full
+            if len(buffer) < self.sample_shuffle_size:  # add two samples for each one taken until the buffer is full
                 for second in islice(samples, 1):
                     buffer.add(second)
             if len(buffer) >= min(self.sample_initial_size, self.sample_shuffle_size):
@@ -200,7 +200,7 @@ class Shards(ReaderWds):
         label = self.split_info.alt_label
         try:
             target = int(json.loads(sample["json"])[label] if label else sample["cls"])
-            if target < 0:  # timm's value for a sample without a label
+            if target < 0:  # timm uses a negative target for a sample without a label
                 return None
             if self.num_classes and target >= self.num_classes:
                 self._reject_class(target, self.num_classes, sample)
@@ -273,9 +273,9 @@ def _open_local(url: str, *_, **__) -> BinaryIO:
     if path.endswith("info.json") and os.path.getsize(path) > MOST_INFO:
         raise UnfitImageError(f"{path!r} has more than {MOST_INFO} bytes")
     listed = any((folder / "_info.json").exists() for folder in Path(path).parents)
-    if listed and not os.path.lexists(path):  # the folder is mounted, so retrying would not help
+    if listed and not os.path.lexists(path):  # do not retry, because _info.json shows that the disk is mounted
         raise UnfitImageError(f"there is no file {path!r}")
-    retry_reading(path, lambda: open_file(path).close())  # raises if the file is not regular
+    retry_reading(path, lambda: open_file(path).close())  # `open_file` raises if the shard is not a regular file
     return io.BufferedReader(retry_reading(path, lambda: RetryingFile(path)))
 
 
@@ -292,13 +292,13 @@ def _close(shard: dict) -> None:
 
 
 def _log_or_stop(error: Exception) -> bool:
-    """Handle an error of webdataset. Log an error of a file, and return whether to continue.
+    """Handle an error of webdataset: log an error in a shard and return whether to continue.
 
     Raises:
         MachineError: The error is one of the machine.
     """
     if isinstance(error, MachineError):
-        raise MachineError(error.args[0]) from None  # webdataset appends the address to the message
+        raise MachineError(error.args[0]) from None  # restore the message, to which webdataset has appended the URL
     if is_machine_error(error):
         raise MachineError.reading(getattr(error, "filename", None) or "a shard", error) from None
     return log_and_continue(error)

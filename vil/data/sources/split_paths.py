@@ -1,4 +1,4 @@
-"""Folders and tar files of splits, which are found under synonyms, too, and advice if a split is missing."""
+"""Search for a split's folder or tar file under synonyms of its name, with advice if the split is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...classes import quoted
 from ...config import ConfigError
 from ...distributed import warn_on_rank0
 
-# name of each split in a run's options, and the names of folders and tar files that it stands for
+# names of the folders and tar files that are found for a split name in a run's options
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 
 
@@ -33,7 +33,7 @@ def find_split(data_dir: str | None, split: str) -> Path:
         for file_name in (name, f"{name}.tar"):
             path = _path_in_any_case(root, file_name, present)
             if path.is_dir() or path.is_file():
-                if name != split and split not in SPLIT_NAMES:  # these names also stand for their synonyms
+                if name != split and split not in SPLIT_NAMES:  # 'train' and 'validation' include their synonyms
                     warn_on_rank0(__name__, "%s has no split %r: %s in its place", data_dir, split, path.name)
                 return path
 
@@ -53,7 +53,7 @@ def _synonyms(split: str) -> tuple[str, ...]:
 
 
 def _path_in_any_case(root: Path, name: str, present: Sequence[str]) -> Path:
-    """Return the path of an entry of `root`, whose entries are `present`. An exact match has precedence.
+    """Return the path in `root` of a name in `present`, ignoring case unless a name matches exactly.
 
     Raises:
         ConfigError: Several entries match.
@@ -67,7 +67,7 @@ def _path_in_any_case(root: Path, name: str, present: Sequence[str]) -> Path:
 
 
 def _missing_split_hints(root: Path, split: str, present: Sequence[str]) -> str:
-    """Return the end of a message about a missing split: what the user may have meant, and the remedies.
+    """Return hints about what the user may have meant by a missing split, to append to an error message.
 
     Args:
         root: Folder of the splits.

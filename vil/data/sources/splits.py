@@ -56,7 +56,7 @@ def open_split(
             images = _open_local(data_dir, split, known)
     except ConfigError:
         raise
-    except Exception as error:  # damaged data and the packages that read it raise various types
+    except Exception as error:  # damaged data can raise any type of exception
         raise ConfigError(f"cannot open the split {split!r} of {data_dir}: {type(error).__name__}: {error}") from error
     check_count(images, num_classes, split, data_dir)
     return images
@@ -79,7 +79,7 @@ def _open_local(data_dir: str | None, split: str, known: Sequence[str]) -> Image
 
 
 def check_count(images, num_classes: int | None, split: str, data_dir: str | None) -> None:
-    """Raise a ConfigError if a split has another number of classes than the model."""
+    """Raise a ConfigError if the number of classes of a split and of the model differ."""
     classes = len(class_names(images))
     if classes and num_classes and classes != num_classes:
         raise ConfigError(
@@ -90,7 +90,7 @@ def check_count(images, num_classes: int | None, split: str, data_dir: str | Non
 def follow_classes(
     images, known: Sequence[str], owner: str, data_dir: str | None, dataset: str, split: str
 ) -> tuple[Any, list[int]]:
-    """Give an opened split the class indices of the `known` classes, by name.
+    """Renumber the classes of an opened split so that each class has the index of the known class of the same name.
 
     Args:
         images: The split, opened with `data_dir`, `dataset` and `split`.
@@ -124,7 +124,7 @@ def follow_classes(
 
 
 def _hint(unknown: str, classes: int, known: Sequence[str]) -> str:
-    """Return the end of a message about a class folder that is not `known`: the likely cause and the remedy.
+    """Return the likely cause and the remedy of an unknown class folder, to append to an error message.
 
     Args:
         unknown: Path of the folder in its split.
@@ -177,7 +177,7 @@ def _open_tar(path: Path, known: Sequence[str]) -> ImageDataset:
 def _refuse_empty_classes(images) -> None:
     """Raise a ConfigError if a class folder has no images, because timm would omit the class and shift the indices."""
     reader = images.reader
-    if not isinstance(reader, ClassReader):  # other readers store other files in their root, or have none
+    if not isinstance(reader, ClassReader):  # only a `ClassReader` has class folders
         return
 
     classes = {*map(PurePosixPath, reader.folders.names)}
@@ -199,7 +199,7 @@ def _folders_of_tar(path: str) -> set[PurePosixPath]:
 
 
 def _folders_in(root: Path, outer: set[PurePosixPath]) -> set[PurePosixPath]:
-    """Return the paths of folders without images in `root` and in its `outer` folders, which contain class folders."""
+    """Return the folders without images that lie directly in `root` or in one of the `outer` folders inside it."""
     found = set()
     for folder in outer | {PurePosixPath()}:
         with contextlib.suppress(OSError):  # a folder that cannot be read is skipped
@@ -262,12 +262,12 @@ def _synthetic_splits(config: Config) -> tuple[SyntheticImages, SyntheticImages,
 
 
 def limit_classes(images, num_classes: int) -> None:
-    """Make shards, which store no class names, count samples of further classes as unreadable."""
+    """Make a reader of shards reject samples whose class index is `num_classes` or higher."""
     images.reader.num_classes = num_classes
 
 
 def class_names(images) -> dict[str, int]:
-    """Return the index of each class by name; empty if the dataset does not store names."""
+    """Return a dict from class names to class indices, which is empty if the dataset does not store class names."""
     return dict(getattr(getattr(images, "reader", None), "class_to_idx", None) or {})
 
 
@@ -277,7 +277,7 @@ def streams(images) -> bool:
 
 
 def count_images(images) -> int:
-    """Return the number of images over all ranks; the length of an iterable dataset is one rank's share."""
+    """Return the number of images over all ranks, unlike the length of an iterable dataset, which is per rank."""
     return getattr(getattr(images, "reader", None), "num_samples", 0) or len(images)
 
 

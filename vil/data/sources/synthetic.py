@@ -1,10 +1,10 @@
-"""Placeholder for a split whose images are noise."""
+"""Placeholder dataset for synthetic images."""
 
 from __future__ import annotations
 
 
 class SyntheticImages:
-    """Dataset of `num_images` images without content."""
+    """Dataset that has a length but no images, for runs on synthetic data."""
 
     def __init__(self, num_images: int):
         self.num_images = num_images

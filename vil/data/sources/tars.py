@@ -27,7 +27,7 @@ class TarReader(ClassReader, ReaderImageInTar):
 
     def __init__(self, root: str, known: Sequence[str] = (), use_list: bool = True):
         ReaderImageInTar.__init__(self, root, cache_tarinfo=None if use_list else False)
-        # only timm's list can contain one, because `check_tar` refuses files with sparse members
+        # `check_tar` rejects tar files with sparse members, but timm's list of members can still claim one
         if any(member.issparse() for member, *_ in self.samples):
             raise ValueError("a sparse member, which can claim any size")
         members = [_path_of(member, child) for member, _, child in self.samples]
@@ -44,6 +44,6 @@ class TarReader(ClassReader, ReaderImageInTar):
 
 
 def _path_of(member: tarfile.TarInfo, tar: tarfile.TarInfo | None) -> str:
-    """Return the path of a member, which may be in a tar file `tar` inside the tar file."""
+    """Return the path of a tar member. A member of a nested tar file lies in a folder named like the nested file."""
     folder = posixpath.splitext(tar.name)[0] if tar else ""
     return posixpath.normpath(posixpath.join(folder, member.name.lstrip("/")))
