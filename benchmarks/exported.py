@@ -21,7 +21,7 @@ import timm
 import torch
 
 import vil  # noqa: F401  registers the models
-from vil.export import export_model
+from vil.exporting import export_model
 
 MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224", "vil_small", "vim_small", "deit_small_patch16_224"]
 FORMATS = ("onnx", "pt2")

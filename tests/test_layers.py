@@ -31,11 +31,11 @@ LAYERS = """
     vil.initial_weights
     vil.factory
     vil.data vil.cuda_graphs
-    vil.predict
+    vil.prediction
     vil
     vil.evaluation
     vil.training
-    vil.export vil.viz vil.cli
+    vil.exporting vil.visualization vil.cli
     train_imagenet validate
     research
 """

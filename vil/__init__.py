@@ -6,14 +6,15 @@ from importlib.metadata import PackageNotFoundError, version
 from .factory import from_checkpoint
 from .models.block import Longhorn
 from .models.vision_longhorn import VisionLonghorn
-from .predict import predict
+from .prediction import predict
 
 __all__ = ["Longhorn", "VisionLonghorn", "from_checkpoint", "predict"]
+LATE = {"export": "vil.exporting", "viz": "vil.visualization"}  # modules imported on first use
 
 
 def __getattr__(name: str):
-    if name in ("export", "viz"):  # submodules imported on first use
-        return importlib.import_module(f"vil.{name}")
+    if name in LATE:
+        return importlib.import_module(LATE[name])
     raise AttributeError(f"module 'vil' has no attribute {name!r}")
 
 

@@ -27,7 +27,7 @@ import vil
 from research import transfer
 from vil.config import Config
 from vil.data.digits import split_digits
-from vil.export import export_model
+from vil.exporting import export_model
 
 CLASSES = load_digits().target
 KWARGS = SMALL["model_kwargs"]

@@ -25,7 +25,7 @@ from timm.data import ImageNetInfo
 from vil.cli import validate
 from vil.evaluation import validation
 from vil.evaluation.speed import Speed
-from vil.export import export_model
+from vil.exporting import export_model
 from vil.factory import from_checkpoint
 from vil.fault_tolerance.output import LostResultError, print_result
 

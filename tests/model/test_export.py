@@ -24,10 +24,10 @@ from timm.data import create_transform, resolve_data_config
 from torch.export import Dim
 
 import vil
-from vil import export
-from vil.export import ExportError, export_model, onnx_graph
-from vil.export import __main__ as command_line
-from vil.export.mixers import scan_by_steps
+from vil import exporting
+from vil.exporting import ExportError, export_model, onnx_graph
+from vil.exporting import __main__ as command_line
+from vil.exporting.mixers import scan_by_steps
 from vil.kernels.scan.reference import longhorn, selective
 from vil.models.block import BidirectionalMixer, Block, LonghornDirection, LonghornMixer
 
@@ -187,16 +187,16 @@ def test_class_names_that_do_not_match_the_head_are_not_exported():
     model = small("vil_tiny", depth=1)
     for names in (None, (), ["ant"] * 4, "names"):
         model.pretrained_cfg["label_names"] = names
-        assert "label_names" not in export.describe(model, {})
+        assert "label_names" not in exporting.describe(model, {})
     model.pretrained_cfg["label_names"] = [7, "a\nb", *"cdefgh"][: model.num_classes]
-    assert export.describe(model, {})["label_names"] == ["7", "a?b", *"cdefgh"][: model.num_classes]
+    assert exporting.describe(model, {})["label_names"] == ["7", "a?b", *"cdefgh"][: model.num_classes]
     model.pretrained_cfg["label_names"] = None
-    assert export.describe(model, dict(crop_pct=None)) == export.describe(model, {})
+    assert exporting.describe(model, dict(crop_pct=None)) == exporting.describe(model, {})
     with pytest.raises(ExportError, match=r"metadata must not set label_names"):
         export_model(model, "weights.safetensors", metadata={"label_names": "ant, bee"})
     model.reset_classifier(0)
     model.pretrained_cfg["label_names"] = []
-    assert "label_names" not in export.describe(model, {})
+    assert "label_names" not in exporting.describe(model, {})
 
 
 def test_blocks_that_differ_only_in_weights_share_one_onnx_function():
@@ -214,7 +214,7 @@ def test_models_of_any_dtype_mode_and_head_are_exported_in_eval_mode(tmp_path):
     model = small("vil_tiny", depth=1, dynamic_img_size=True, drop_path_rate=0.5, drop_rate=0.5).bfloat16().train()
     report = export_model(model, tmp_path / "model.pt2")
     assert report.same_top1 == 4
-    exec(export.usage(report.path, ["logits"]), used := dict(torch=torch, images=torch.zeros(5, 3, 16, 24)))
+    exec(exporting.usage(report.path, ["logits"]), used := dict(torch=torch, images=torch.zeros(5, 3, 16, 24)))
     assert used["logits"].shape == (5, model.num_classes)
     # onnxscript's logger is silenced only during the export
     assert logging.getLogger("torch._export.serde.serialize").level == logging.NOTSET
@@ -329,7 +329,7 @@ def test_the_tolerance_of_outputs_is_relative_for_large_and_absolute_for_small_v
     with torch.no_grad():
         model.head.weight.zero_()
         model.head.bias.fill_(logit)
-    exported, counts = export.Exported(model, [0]), set()
+    exported, counts = exporting.Exported(model, [0]), set()
     for part in (0.9, 1.1, -0.9, -1.1):
 
         def run(images, found=logit + part * allowed):
@@ -337,10 +337,10 @@ def test_the_tolerance_of_outputs_is_relative_for_large_and_absolute_for_small_v
             return [torch.full((len(images), model.num_classes), found), exported(images)[1]]
 
         if abs(part) < 1:
-            assert export.compare(model, exported, run) == (pytest.approx(0.9 * allowed, rel=0.01), 4, 4)
+            assert exporting.compare(model, exported, run) == (pytest.approx(0.9 * allowed, rel=0.01), 4, 4)
         else:
             with pytest.raises(ExportError, match="logits differs from the model's by"):
-                export.compare(model, exported, run)
+                exporting.compare(model, exported, run)
     assert counts == {1, 3}  # two batch sizes, because a file may support only one
 
 
@@ -399,7 +399,7 @@ def trained(tmp_path, monkeypatch):
 
 @pytest.fixture
 def command():
-    """Fixture that runs `python -m vil.export` in this process with the given arguments."""
+    """Fixture that runs `python -m vil.exporting` in this process with the given arguments."""
     return functools.partial(call, command_line.main)
 
 
@@ -435,7 +435,7 @@ def test_the_command_exports_the_given_weights_and_model_arguments(trained, comm
 
 def test_the_command_warns_if_weights_are_random(command, monkeypatch, capsys):
     monkeypatch.setattr(command_line, "_model_of", lambda options: None)
-    monkeypatch.setattr(command_line, "export_model", lambda *_, **__: export._logger.info("a stage") or "written")
+    monkeypatch.setattr(command_line, "export_model", lambda *_, **__: exporting._logger.info("a stage") or "written")
     monkeypatch.setattr(logging.root, "handlers", [])  # remove logging handlers, as in a new process
     for words in ([], ["--model-kwargs", "pretrained=true"], ["--checkpoint", "best.pt"]):
         command("--model", "vil_tiny", *words, "--out", "x.onnx")
@@ -477,7 +477,7 @@ def test_the_documented_preprocessing_works_for_an_exported_checkpoint(trained, 
     assert {entry.domain: entry.version for entry in proto.opset_import} == {"": 20}
     assert [node.op_type for node in proto.graph.node if node.domain or node.op_type == "Scan"] == ["Scan"]
     images = torch.randn(2, 3, 16, 16)
-    *stages, use = (record.getMessage() for record in caplog.records if record.name == "vil.export")
+    *stages, use = (record.getMessage() for record in caplog.records if record.name == "vil.exporting")
     assert [stage.partition(":")[0] for stage in stages] == [f"vil_tiny.onnx, step {n} of 2" for n in (1, 2)]
     exec(use.removeprefix("to use the file in Python: "), used := dict(onnxruntime=onnxruntime, images=images.numpy()))
     found = [torch.from_numpy(used[name]) for name in ("logits", "features_0")]

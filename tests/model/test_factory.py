@@ -12,7 +12,7 @@ import vil
 from vil.checkpoint import Checkpoint, CheckpointError
 from vil.config import ConfigError, load_config
 from vil.evaluation.settings import ModelOptions, resolve_model
-from vil.export import export_model
+from vil.exporting import export_model
 from vil.factory import create_model
 from vil.training.building import build_model
 

@@ -20,8 +20,8 @@ from torchvision import transforms
 from vil.checkpoint import save_checkpoint
 from vil.config import Config
 from vil.models.block import LonghornMixer
-from vil.viz import __main__ as viz
-from vil.viz import (
+from vil.visualization import __main__ as viz
+from vil.visualization import (
     class_evidence,
     deletion_curve,
     effective_receptive_field,

@@ -20,8 +20,8 @@ import vil
 from vil import checkpoint
 from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError
-from vil.export import ExportError, export_model
-from vil.export import __main__ as command_line
+from vil.exporting import ExportError, export_model
+from vil.exporting import __main__ as command_line
 from vil.factory import create_model
 
 KWARGS = SMALL["model_kwargs"]
@@ -118,7 +118,7 @@ def test_an_exported_folder_is_read_by_timm_and_vil_with_names_and_preprocessing
         model = timm.create_model("resnet10t", num_classes=7).eval()
         model.pretrained_cfg = model.pretrained_cfg | {"label_names": ["x"] * 7, "crop_pct": 0.6}
     folder = tmp_path / "mine"
-    caplog.set_level("INFO", "vil.export")
+    caplog.set_level("INFO", "vil.exporting")
     report = export_model(model, f"{folder}/", metadata={"commit": "0012"})
     assert caplog.messages[-1].endswith(f"model = vil.from_checkpoint('{folder}')")
     assert report.path == folder
@@ -260,7 +260,7 @@ def test_any_timm_model_can_be_loaded_and_exported(tmp_path):
 
 def test_weights_beyond_fp16_are_named_and_nothing_is_written(best, tmp_path, monkeypatch):
     model = vil.from_checkpoint(best(img_size=16)[0])
-    monkeypatch.setattr("vil.export.TOLERANCE_OF_HALVES", 0)
+    monkeypatch.setattr("vil.exporting.TOLERANCE_OF_HALVES", 0)
     with pytest.raises(ExportError, match="logits differs from the model's by"):
         export_model(model, tmp_path / "folder")
     with torch.no_grad():

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import vil
 from vil.config import ConfigError
-from vil.export import export_model
+from vil.exporting import export_model
 from vil.factory import create_model
 from vil.wrappers import unwrapped
 

@@ -39,7 +39,7 @@ from vil.security.checkpoint_options import check_preprocessing, options_of_chec
 from vil.training.history import history_of
 from vil.training.state import check_optimizer
 from vil.training.trainer import Trainer
-from vil.viz import __main__ as viz
+from vil.visualization import __main__ as viz
 from vil.weight_files import BrokenCheckpointError
 
 COUNT = int(os.environ.get("FUZZ", 60))

@@ -19,7 +19,7 @@ from processes import ROOT
 # first steps of a user, in a process that cannot import from the checkout
 USE = """
 import contextlib, importlib.metadata, json, runpy, sys
-import timm, torch, vil, vil.viz
+import timm, torch, vil, vil.visualization
 from vil.kernels import longhorn_scan
 from vil.kernels.cuda.source import SOURCES
 

@@ -14,12 +14,12 @@ import timm
 import torch
 from processes import ROOT, call
 
-import vil.export.__main__
-import vil.viz.__main__
+import vil.exporting.__main__
+import vil.visualization.__main__
 from vil.cli import validate
 from vil.config import load_config
 from vil.distributed import init_process_group
-from vil.predict.__main__ import parse_options
+from vil.prediction.__main__ import parse_options
 from vil.training.trainer import Trainer
 
 DOCUMENTS = ["README.md", "docs/guide.md", "docs/hardware.md", "docs/export.md", "docs/seeing-inside.md"]
@@ -145,8 +145,8 @@ def parsed(*_):
 def test_documented_command_lines_use_existing_options(document, monkeypatch, tmp_path):
     lines = [words for words in command_lines(document) if words[0] in ("python", "torchrun")]
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(vil.viz.__main__, "draw", lambda options: None)
-    monkeypatch.setattr(vil.export.__main__, "check_options", parsed)  # check_options is the first call after parsing
+    monkeypatch.setattr(vil.visualization.__main__, "draw", lambda options: None)
+    monkeypatch.setattr(vil.exporting.__main__, "check_options", parsed)  # the first call after parsing
     for words in lines:
         words = [word for word in words[1:] if not word.startswith("--nproc_per_node")]
         words = words[1:] if words[0] == "-m" else words
@@ -156,13 +156,13 @@ def test_documented_command_lines_use_existing_options(document, monkeypatch, tm
             assert resumed or load_config("", options).model
         elif program == "validate.py":
             assert call(validate.parse_options, *options).checkpoint
-        elif program == "vil.viz":
-            call(vil.viz.__main__.main, *options)
-        elif program == "vil.predict":
+        elif program == "vil.visualization":
+            call(vil.visualization.__main__.main, *options)
+        elif program == "vil.prediction":
             assert call(parse_options, *options).images
-        elif program == "vil.export":
+        elif program == "vil.exporting":
             with pytest.raises(ParsedError):
-                call(vil.export.__main__.main, *options)
+                call(vil.exporting.__main__.main, *options)
         elif program.endswith(".py"):
             assert (ROOT / program).exists()
         else:
@@ -173,8 +173,8 @@ def test_documented_command_lines_use_existing_options(document, monkeypatch, tm
 @pytest.mark.parametrize(
     ("program", "words", "missing"),
     [
-        ("vil.predict", ["x.png"], "--checkpoint"), ("vil.viz", [], "--checkpoint, --images"),
-        ("vil.export", [], "--out"),
+        ("vil.prediction", ["x.png"], "--checkpoint"), ("vil.visualization", [], "--checkpoint, --images"),
+        ("vil.exporting", [], "--out"),
     ],
 )  # fmt: skip
 def test_missing_command_line_arguments_are_named(program, words, missing, capsys):

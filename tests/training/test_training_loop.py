@@ -20,7 +20,7 @@ from tqdm import tqdm
 from vil import checkpoint, distributed
 from vil.config import Config
 from vil.evaluation.evaluator import Evaluation
-from vil.export import export_model
+from vil.exporting import export_model
 from vil.factory import from_checkpoint
 from vil.training.divergence import DivergenceError, check_divergence
 from vil.training.interruption import PreemptedError

@@ -24,7 +24,7 @@ class ExportError(RuntimeError):
 class Exported(nn.Module):
     """Copy of a model for export: in fp32, on the CPU and in eval mode.
 
-    Mixers of this package run `vil.export.mixers.mix` instead of fused kernels. Mixers of unknown classes keep their
+    Mixers of this package run `vil.exporting.mixers.mix` instead of fused kernels. Mixers of unknown classes keep their
     own forward method.
 
     Args:
@@ -94,7 +94,7 @@ def program_of(module: nn.Module, batch: Tensor, *weights: list[Tensor]) -> Expo
             if str(node.target).startswith("vil."):
                 raise ExportError(
                     f"exported graph must contain only PyTorch operators, got {node.target}: write the recurrence with "
-                    "PyTorch operators or add it to vil/export/mixers.py"
+                    "PyTorch operators or add it to vil/exporting/mixers.py"
                 )
     return program
 

@@ -1,4 +1,4 @@
-"""Command line of `python -m vil.viz`."""
+"""Command line of `python -m vil.visualization`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..fault_tolerance.files import write_atomically
 from ..fault_tolerance.machine_errors import MachineError
 from ..fault_tolerance.output import errors_in_a_line
 from ..models.vision_longhorn import VisionLonghorn
-from ..predict import Prediction, predict
+from ..prediction import Prediction, predict
 from ..text import label_of
 from . import __doc__ as description
 from .evidence import class_evidence, deletion_curve, effective_receptive_field, patch_sums
@@ -51,7 +51,9 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m vil.viz", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m vil.visualization",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--checkpoint", required=True, help="checkpoint written by train_imagenet.py")
     parser.add_argument("--images", required=True, type=Path, nargs="+", help="image files, or folders with images")

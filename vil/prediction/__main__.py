@@ -1,4 +1,4 @@
-"""Command line of `python -m vil.predict`."""
+"""Command line of `python -m vil.prediction`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = Parser(
-        prog="python -m vil.predict", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m vil.prediction", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--checkpoint",

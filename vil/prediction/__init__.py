@@ -1,7 +1,7 @@
 """Predict the classes of images with a trained model, as names and probabilities.
 
-    python -m vil.predict --checkpoint output/pets/best.pt photo.jpg
-    python -m vil.predict --checkpoint output/pets/best.pt photos --csv photos.csv
+    python -m vil.prediction --checkpoint output/pets/best.pt photo.jpg
+    python -m vil.prediction --checkpoint output/pets/best.pt photos --csv photos.csv
 
 A checkpoint is a file written by train_imagenet.py, or a .safetensors file, .onnx file or folder written by vil.export.
 Images are decoded and preprocessed as in validate.py.

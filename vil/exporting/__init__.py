@@ -2,10 +2,10 @@
 
 ONNX files and torch.export programs run without this package.
 
-    python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.onnx
-    python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.pt2
-    python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.safetensors
-    python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out my_model/
+    python -m vil.exporting --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.onnx
+    python -m vil.exporting --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.pt2
+    python -m vil.exporting --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.safetensors
+    python -m vil.exporting --model vil_tiny --checkpoint output/vil_tiny/best.pt --out my_model/
 
 The extension of --out selects the format. A .safetensors file stores weights in half precision, and the model's name
 and arguments, so that `vil.from_checkpoint` can load the file. A path without an extension is written as a folder that

@@ -1,4 +1,4 @@
-"""Command line of `python -m vil.export`."""
+"""Command line of `python -m vil.exporting`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import __doc__ as description
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m vil.export", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m vil.exporting", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="timm model name (default: name stored in the checkpoint)")
     parser.add_argument(
@@ -53,7 +53,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("vil.export").setLevel(logging.INFO)  # log the export steps, because an export can take minutes
+    logging.getLogger("vil.exporting").setLevel(logging.INFO)  # log the steps of a long export
     with errors_in_a_line(ExportError, OSError):
         check_options(options.out, options.opset, options.features)
         arguments = dict(features=options.features, opset=options.opset, metadata=dict(options.metadata))
