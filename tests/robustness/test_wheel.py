@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -86,8 +85,8 @@ def test_the_wheel_trains_and_validates_without_the_checkout(wheel, image_folder
     install = [*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(install, check=True, env=environment())
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    # This .pth file adds this environment's packages, except editable installs, which need .pth files of their own.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # This .pth file adds the packages of the environment that has PyTorch, except editable installs.
+    (site / "dependencies.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     (empty := tmp_path / "empty").mkdir()
     command = [python, "-I", "-c", USE, str(image_folder)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=empty, env=environment(), timeout=300)
