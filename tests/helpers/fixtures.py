@@ -64,7 +64,7 @@ def uninterrupted(tmp_path_factory, image_folder):
 @pytest.fixture
 def no_pictures(monkeypatch):
     # Plotting curves takes longer than a small training run.
-    monkeypatch.setattr("vil.training.summary.plot_history", lambda history: b"")
+    monkeypatch.setattr("vil.training.summary.plot_history", lambda *_: b"")
 
 
 @pytest.fixture

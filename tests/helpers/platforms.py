@@ -59,7 +59,7 @@ def train(platform: str, config: str) -> None:
     from vil.training import summary
 
     cache.os = whole  # keep the kernel cache working, because compiling takes long
-    summary.plot_history = lambda history: b""
+    summary.plot_history = lambda *_: b""
     sys.argv = ["train_imagenet.py", "-c", config]
     from vil.cli import train as program
     from vil.fault_tolerance.early_signals import exit_on_signals

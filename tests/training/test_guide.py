@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch):
             monkeypatch.setattr(sys, "argv", words[2:])
             monkeypatch.delitem(sys.modules, "vil.data.digits", raising=False)
             runpy.run_module("vil.data.digits", run_name="__main__")
-    monkeypatch.setattr("vil.training.summary.plot_history", lambda history: b"")
+    monkeypatch.setattr("vil.training.summary.plot_history", lambda *_: b"")
     for name in ("low", "high"):
         words = ["-c", str(ROOT / "configs/digits.yaml"), "--data-dir", f"data/{name}", "--experiment", name]
         words += ["--model-kwargs", "embed_dim=64", "depth=1", "patch_size=8", "--epochs", "2", "--warmup-epochs", "0"]

@@ -16,6 +16,7 @@ from figures import kept_figures
 
 from vil.config import Config, ConfigError
 from vil.info import git_commit
+from vil.training.curve import note_on_losses, plot_history
 from vil.training.summary import Reporter, epoch_line
 
 
@@ -70,7 +71,7 @@ def test_the_plot_shows_all_varying_columns_and_marks_the_best_epoch(tmp_path, m
         line |= dict(gpu_wait_percent=0, data_wait_percent=0.0)
     Reporter(tmp_path, Config(), {}, "1 x cpu")(history)
     (figure,) = figures
-    axes = {axis.get_title(): axis for axis in figure.axes}
+    axes = {axis.get_title(loc="left"): axis for axis in figure.axes}
     columns = {
         "loss": {"training": "train_loss", "validation": "eval_loss", "validation, EMA": "eval_loss_ema"},
         "top-1 (%)": {"model": "eval_top1", "EMA": "eval_top1_ema"},
@@ -89,16 +90,59 @@ def test_the_plot_shows_all_varying_columns_and_marks_the_best_epoch(tmp_path, m
         assert axes[title].get_legend() is None
     assert set(axes) == set(columns) | set(single)
     assert {axis.get_xlabel() for axis in figure.axes} == {"epoch"}
-    assert figure.get_suptitle() == "best: top-1 95.00% in epoch 2"
+    assert figure.get_suptitle() == "best: top-1 95.00% in epoch 2 (dotted line)"
     png = (tmp_path / "curve.png").read_bytes()
     assert png.startswith(b"\x89PNG")
-    assert struct.unpack(">II", png[16:24]) == (1200, 950)
+    assert struct.unpack(">II", png[16:24]) == (1200, 970)
+
+
+def test_an_outlying_first_epoch_is_cut_off_and_its_value_is_written_below_the_panel(monkeypatch):
+    figures = kept_figures(monkeypatch)
+    history = [row(epoch, grad_norm=2 + epoch % 3, images_per_second=100 + epoch % 2) for epoch in range(1, 9)]
+    history[0] |= dict(grad_norm=41.25, images_per_second=3.0)
+    plot_history(history)
+    plot_history(history[:4])
+    long, short = ({axis.get_title(loc="left"): axis for axis in figure.axes} for figure in figures)
+    low, high = long["gradient norm"].get_ylim()
+    assert (1.5 < low < 2, 4 < high < 4.5) == (True, True)
+    assert long["gradient norm"].get_xlabel() == "epoch (epoch 1 is cut off: 41.2)"
+    assert long["images/s"].get_xlabel() == "epoch (epoch 1 is cut off: 3)"  # not of the validation speed
+    assert long["loss"].get_xlabel() == "epoch"
+    assert short["gradient norm"].get_ylim()[1] > 41.25  # a short run shows all epochs
+
+
+@pytest.mark.parametrize("epochs", [1, 40])
+def test_no_legend_overlaps_the_lines_and_no_text_overlaps_another(monkeypatch, epochs):
+    figures = kept_figures(monkeypatch)
+    plot_history([row(epoch, grad_norm=epoch % 3) for epoch in range(1, epochs + 1)], note_on_losses(Config()))
+    (figure,) = figures
+    boxes = [text.get_window_extent() for text in figure.texts]
+    for axis in figure.axes:
+        boxes += [axis.get_window_extent(), axis._left_title.get_window_extent(), axis.xaxis.label.get_window_extent()]
+        if axis.get_legend():
+            boxes.append(axis.get_legend().get_window_extent())
+    boxes = [box.padded(-1) for box in boxes]  # touching is allowed
+    assert [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        (dict(), "Label smoothing, mixup and cutmix raise only the training loss"),
+        (dict(mixup=0, cutmix=0), "Label smoothing raises only the training loss"),
+        (dict(mixup_prob=0, smoothing=0), ""),
+        (dict(bce_loss=True), "The training loss is binary cross-entropy"),
+    ],
+)
+def test_a_note_explains_why_the_losses_are_not_comparable(options, note):
+    assert note_on_losses(Config(**options)).startswith(note)
+    assert bool(note_on_losses(Config(**options))) == bool(note)
 
 
 def test_plotting_takes_at_most_a_hundredth_of_a_run(tmp_path, monkeypatch):
     now, drawn = [0.0], []
 
-    def plot(history):
+    def plot(history, note):
         drawn.append(len(history))
         now[0] += 3  # seconds that plotting takes
         return b""
@@ -134,11 +178,11 @@ def test_the_plot_omits_missing_ema_values_and_zeros(tmp_path, monkeypatch):
     without = {name: value for name, value in row(1, **on_cpu).items() if not name.endswith("_ema")}
     Reporter(tmp_path, Config(), {}, "1 x cpu")([without])
     Reporter(tmp_path, Config(), {}, "1 x cpu")([without, row(2, **on_cpu)])
-    assert [axis.get_title() for axis in figures[0].axes] == ["loss", "top-1 (%)"]
+    assert [axis.get_title(loc="left") for axis in figures[0].axes] == ["loss", "top-1 (%)"]
     assert [sum(len(axis.get_lines()) for axis in figure.axes) for figure in figures] == [5, 14]
     # a single point is drawn with a marker
     assert [line.get_marker() for line in figures[0].axes[0].get_lines()] == ["o", "o", "None"]
-    shown = {axis.get_title(): lines(axis) for axis in figures[1].axes}
+    shown = {axis.get_title(loc="left"): lines(axis) for axis in figures[1].axes}
     waits = shown["host waiting (% of time)"]
     assert waits == {"for data": ([1, 2], [row(epoch)["data_wait_percent"] for epoch in (1, 2)])}
     ema = shown["loss"]["validation, EMA"][1]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from ..config import Config
 from .history import best_row, format_best
 
 # panel title -> {column of summary.csv: label of the line, or None}
@@ -26,25 +27,32 @@ COLUMNS = 3  # panels per row
 WIDTH = 12  # width of the figure in inches
 HEIGHT = 3  # height of a row of panels in inches
 DOTS_PER_INCH = 100
+FEWEST_TO_CUT = 5  # minimum number of epochs of a plot that may cut off the first epoch
+MARGIN = 0.05  # space above and below the lines, as a fraction of their range
 
 
-def plot_history(history: list[dict[str, Any]]) -> bytes:
+def plot_history(history: list[dict[str, Any]], note: str = "") -> bytes:
     """Plot the history by epoch and return a PNG.
 
     Panels with constant values are left out. A dotted line marks the best epoch.
+
+    Args:
+        history: One row per epoch.
+        note: Remark below the panels.
     """
     from matplotlib.figure import Figure  # instead of pyplot, which needs a display and keeps global state
 
     titles = [title for title, columns in PANELS.items() if title in ALWAYS or _changes(history, columns)]
     rows = math.ceil(len(titles) / COLUMNS)
-    height = HEIGHT * rows + 0.5
+    height = HEIGHT * rows + 0.7
     figure = Figure(figsize=(WIDTH, height))
-    figure.suptitle(f"best: {format_best(history)}")
+    figure.suptitle(f"best: {format_best(history)} (dotted line)")
+    figure.text(0.01, 0.08 / height, note, fontsize="small")
 
     # fixed margins, because a "constrained" layout takes twice as long and training waits for the plot
-    bottom = 1 - (height - 0.55) / height
-    top = 1 - 0.8 / height
-    figure.subplots_adjust(left=0.07, right=0.99, bottom=bottom, top=top, wspace=0.25, hspace=0.4)
+    bottom = 0.7 / height
+    top = 1 - 0.95 / height
+    figure.subplots_adjust(left=0.07, right=0.99, bottom=bottom, top=top, wspace=0.25, hspace=0.55)
 
     axes = list(figure.subplots(rows, COLUMNS).flat)
     for unused in axes[len(titles) :]:
@@ -57,24 +65,67 @@ def plot_history(history: list[dict[str, Any]]) -> bytes:
     return png.getvalue()
 
 
+def note_on_losses(config: Config) -> str:
+    """Return why the training loss of a run is not comparable with the validation loss; "" if both are comparable."""
+    if config.bce_loss:
+        return "The training loss is binary cross-entropy, and the validation loss is cross-entropy."
+    parts = {
+        "label smoothing": config.smoothing > 0,
+        "mixup": config.mixing and config.mixup > 0,
+        "cutmix": config.mixing and config.cutmix > 0,
+    }
+    causes = [name for name, is_used in parts.items() if is_used]
+    if not causes:
+        return ""
+    *others, last = causes
+    subject = f"{', '.join(others)} and {last} raise" if others else f"{last} raises"
+    return f"{subject[0].upper()}{subject[1:]} only the training loss, which can therefore exceed the validation loss."
+
+
 def _plot_panel(axis: Any, title: str, history: list[dict[str, Any]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     for epoch in _first_epochs_of_phases(history):
         axis.axvline(epoch - 0.5, color="grey", linewidth=0.8)
 
     epochs = [row["epoch"] for row in history]
     marker = "-" if len(epochs) > 1 else "o"
+    plotted = []
     for name, label in PANELS[title].items():
         if name in history[-1] and (title in ALWAYS or _changes(history, [name])):
             values = [row.get(name, math.nan) for row in history]
             axis.plot(epochs, values, marker, label=label)
+            plotted.append(values)
     if title in ALWAYS:
         axis.axvline(best_row(history)["epoch"], color="grey", linestyle=":")
 
-    axis.set_title(title)
+    axis.set_title(title, loc="left", pad=16)
     axis.set_xlabel("epoch")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.grid(alpha=0.3)
+    _cut_off_first_epoch(axis, plotted)
     if len(PANELS[title]) > 1:
-        axis.legend()
+        # above the panel, so that the legend covers no line
+        axis.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize="small",
+            borderaxespad=0, borderpad=0.2, handlelength=1, columnspacing=1,
+        )  # fmt: skip
+
+
+def _cut_off_first_epoch(axis: Any, plotted: Sequence[Sequence[float]]) -> None:
+    """Exclude the first epoch from the y-axis if the later epochs would fill less than half of the axis otherwise."""
+    later = [value for values in plotted for value in values[1:] if math.isfinite(value)]
+    if len(plotted[0]) < FEWEST_TO_CUT or len({*later}) < 2:
+        return
+    low, high = min(later), max(later)
+    span = high - low
+    first = [values[0] for values in plotted if math.isfinite(values[0])]
+    if max(*first, high) - min(*first, low) <= 2 * span:
+        return
+    low, high = low - MARGIN * span, high + MARGIN * span
+    axis.set_ylim(low, high)
+    cut = ", ".join(f"{value:.3g}" for value in first if not low <= value <= high)
+    axis.set_xlabel(f"epoch (epoch 1 is cut off: {cut})")
 
 
 def _changes(history: list[dict[str, Any]], columns: Iterable[str]) -> bool:

@@ -15,7 +15,7 @@ from ..config import Config
 from ..fault_tolerance.files import write_atomically
 from ..info import format_environment
 from ..security.csv_tables import csv_text
-from .curve import plot_history
+from .curve import note_on_losses, plot_history
 from .history import format_best
 from .loggers import open_loggers
 
@@ -43,6 +43,7 @@ class Reporter:
     def __init__(self, folder: Path, config: Config, saved_config: dict[str, Any], setup: str):
         self.folder = folder
         self.total_epochs = config.total_epochs
+        self.note = note_on_losses(config)
         folder.mkdir(parents=True, exist_ok=True)
         self.loggers = open_loggers(config, saved_config, folder)
         self._write_start(saved_config, setup)
@@ -98,7 +99,7 @@ class Reporter:
         if not self.plots or (time.monotonic() < self.next_plot and not is_last):
             return
         begin = time.monotonic()
-        write_atomically(self.folder / "curve.png", plot_history(history))
+        write_atomically(self.folder / "curve.png", plot_history(history, self.note))
         end = time.monotonic()
         self.next_plot = end + (end - begin) / PLOTTING_SHARE
 
