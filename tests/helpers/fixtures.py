@@ -63,8 +63,9 @@ def uninterrupted(tmp_path_factory, image_folder):
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    # Plotting curves takes longer than a small training run.
+    # Plotting takes longer than a small training run.
     monkeypatch.setattr("vil.training.summary.plot_history", lambda *_: b"")
+    monkeypatch.setattr("vil.training.mosaic.Mosaic._plot", lambda _: b"")
 
 
 @pytest.fixture

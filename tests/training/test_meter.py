@@ -83,6 +83,18 @@ def test_an_epochs_time_starts_with_loading_and_ends_with_the_last_step(clock):
     assert row["data_wait_percent"] == pytest.approx(100 * 15 / 42)
 
 
+def test_pauses_do_not_count_as_training_time(clock):
+    meter = EpochMeter()
+    for _ in meter.timed(clock.batches(2, seconds=3.0)):
+        clock.now += 1
+        with meter.paused():
+            clock.now += 1000
+        clock.now += 4
+        note(meter, [1.0], [1.0])
+    assert meter.times.seconds == pytest.approx(2 * (3 + 1 + 4))
+    assert meter.times.waited == pytest.approx(2 * 3)
+
+
 def test_a_restored_meter_continues_the_epoch(clock):
     whole, first = EpochMeter(), EpochMeter()
     for meter in (whole, first):

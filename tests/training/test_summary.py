@@ -218,7 +218,8 @@ def test_without_matplotlib_a_run_logs_at_the_start_that_it_will_not_plot(tmp_pa
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     report = Reporter(tmp_path, Config(), {}, "1 x cpu")
     assert re.fullmatch(
-        rf"{tmp_path}/curve.png will not be written \(.*matplotlib.*\); run pip install matplotlib", caplog.messages[0]
+        rf"{tmp_path} will have no augmented.png and curve.png \(.*matplotlib.*\); run pip install matplotlib",
+        caplog.messages[0],
     )
     report(HISTORY)
     assert len(caplog.messages) == 1

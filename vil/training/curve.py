@@ -31,6 +31,15 @@ FEWEST_TO_CUT = 5  # minimum number of epochs of a plot that may cut off the fir
 MARGIN = 0.05  # space above and below the lines, as a fraction of their range
 
 
+def missing_matplotlib() -> ImportError | None:
+    """Return the error raised by importing Matplotlib, or None if the import succeeds."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        return error
+    return None
+
+
 def plot_history(history: list[dict[str, Any]], note: str = "") -> bytes:
     """Plot the history by epoch and return a PNG.
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, TypeVar
 
@@ -64,6 +65,13 @@ class EpochMeter:
             self.times.waited += time.perf_counter() - begin
             yield batch
             begin = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time inside the context from the measured training time."""
+        self._stop_clock()
+        yield
+        self.clock = time.perf_counter()
 
     def add(self, loss: Tensor, norm: Tensor) -> None:
         """Record a step's loss and gradient norm. On a GPU, wait until all but the last `AHEAD` steps are finished."""

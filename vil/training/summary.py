@@ -15,7 +15,7 @@ from ..config import Config
 from ..fault_tolerance.files import write_atomically
 from ..info import format_environment
 from ..security.csv_tables import csv_text
-from .curve import note_on_losses, plot_history
+from .curve import missing_matplotlib, note_on_losses, plot_history
 from .history import format_best
 from .loggers import open_loggers
 
@@ -48,13 +48,13 @@ class Reporter:
         self.loggers = open_loggers(config, saved_config, folder)
         self._write_start(saved_config, setup)
 
-        self.plots = True
         self.next_plot = 0.0  # earliest time of the next plot, in seconds of time.monotonic
-        try:
-            import matplotlib.figure  # noqa: F401
-        except ImportError as error:
-            self.plots = False
-            _logger.warning("%s/curve.png will not be written (%s); run pip install matplotlib", folder, error)
+        problem = missing_matplotlib()
+        self.plots = problem is None
+        if problem:
+            _logger.warning(
+                "%s will have no augmented.png and curve.png (%s); run pip install matplotlib", folder, problem
+            )
 
     def _write_start(self, saved_config: dict[str, Any], setup: str) -> None:
         """Write config.yaml, and append the time, command line and environment of this start to info.txt."""

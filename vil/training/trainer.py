@@ -37,6 +37,7 @@ from .gradients import FlatGradients
 from .history import evaluation_columns
 from .interruption import CheckpointTimer, Decision, LoadingWatch, SignalWatch
 from .losses import Loss
+from .mosaic import Mosaic
 from .phases import Phase, check_phases
 from .progress import Progress
 from .resumption import check_size, first_phase
@@ -135,6 +136,7 @@ class Trainer:
         self.forward_backward.fit(data_config["input_size"], splits.num_classes)
 
         self.setup = describe_setup(config, device, world_size, self.forward_backward, self.data, self.teacher)
+        self.mosaic = Mosaic(self.run_info, data_config, rank)
         self.bottleneck = Bottleneck(max(1, min(config.log_interval, self.data.steps_per_epoch // 3)))
 
     def run(self) -> None:
@@ -170,6 +172,8 @@ class Trainer:
             completes_step = number % self.data.batches_per_step == 0
             if completes_step:
                 all_loaded = self.loading.begin_check()  # the all-reduce overlaps with the forward pass
+            with state.meter.paused():
+                self.mosaic.add(batch.images, batch.targets)
 
             # seed each batch, so that stochastic depth is the same in a resumed run
             seed_everything(derive_seed(self.config.seed, epoch, batch.position, 2))
