@@ -1,8 +1,9 @@
-"""Progress bar in the terminal, one printed line per epoch, and the report files of a run."""
+"""Progress bar in the terminal or lines in a log, one printed line per epoch, and the report files of a run."""
 
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from tqdm import tqdm
@@ -14,9 +15,13 @@ from .summary import Reporter, epoch_line
 
 _logger = logging.getLogger(__name__)
 
+SECONDS_BETWEEN_LINES = 60  # minimum interval between two lines within an epoch, without a terminal
+
 
 class Progress:
     """Progress bar over the images of a phase, and report after each epoch. Only rank 0 prints and writes.
+
+    Without a terminal, a line about every minute replaces the bar.
 
     Args:
         run: Identity of the run.
@@ -36,9 +41,13 @@ class Progress:
             self.reporter = Reporter(run.folder, self.phase.config, run.options, setup)
             self.reporter.catch_up(history)
             _logger.warning(setup)
+        self.steps_per_epoch = steps_per_epoch
+        self.total_steps = len(self.phase.epochs) * steps_per_epoch
+        self.step = self.first_step = step
+        self.start = self.epoch_start = self.last_line = time.monotonic()
         self.step_images = self.phase.config.global_batch_size
         self.bar = tqdm(
-            total=len(self.phase.epochs) * steps_per_epoch * self.step_images,
+            total=self.total_steps * self.step_images,
             initial=step * self.step_images,
             unit="img",
             unit_scale=True,
@@ -54,18 +63,39 @@ class Progress:
     def start_epoch(self, epoch: int) -> None:
         config = self.phase.config
         phase = f", phase {self.phase.index + 1}" if config.phases else ""
-        self.bar.set_description(f"epoch {epoch + 1}/{config.total_epochs}{phase}")
+        self.epoch = f"epoch {epoch + 1}/{config.total_epochs}{phase}"
+        self.epoch_start = time.monotonic()
+        self.bar.set_description(self.epoch)
 
     def finish_step(self) -> None:
+        self.step += 1
         self.bar.update(self.step_images)
 
     def show(self, loss: float, learning_rate: float) -> None:
+        """Show the loss of the current step."""
         self.bar.set_postfix(loss=f"{loss:.4f}", lr=f"{learning_rate:.2e}")
+        is_due = time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES
+        if self.reporter and self.bar.disable and is_due:
+            step = f"step {self.step % self.steps_per_epoch + 1}/{self.steps_per_epoch}"
+            remaining = self._remaining(self.step + 1)
+            self._write(f"{self.epoch}: {step}, loss {loss:.4f}, learning rate {learning_rate:.2e}, {remaining}")
 
     def finish_epoch(self, history: list[dict[str, Any]]) -> None:
         if self.reporter:
             self.reporter(history)
-            tqdm.write(epoch_line(history, self.phase.config.total_epochs))
+            epoch_time = tqdm.format_interval(time.monotonic() - self.epoch_start)
+            line = epoch_line(history, self.phase.config.total_epochs)
+            self._write(f"{line}, epoch time {epoch_time}, {self._remaining(self.step)}")
+
+    def _write(self, line: str) -> None:
+        tqdm.write(line)
+        self.last_line = time.monotonic()
+
+    def _remaining(self, step: int) -> str:
+        """Return the remaining time of the phase after `step` steps, estimated from this process's time per step."""
+        seconds_per_step = (time.monotonic() - self.start) / max(1, step - self.first_step)
+        remaining = tqdm.format_interval(seconds_per_step * (self.total_steps - step))
+        return f"{remaining} remaining" + (" in this phase" if self.phase.config.phases else "")
 
     def finish_run(self, history: list[dict[str, Any]], best: BestCheckpoint) -> None:
         if self.reporter:
