@@ -491,7 +491,7 @@ def _refuse_other_images(out: Path, fractals: Fractals) -> None:
         there = json.loads(record.read_text())["options"]
         if different := [name for name in options if options[name] != there.get(name)]:
             raise ConfigError(
-                f"options must equal those of the images in {out}: "
+                f"{out} has images with other options: "
                 + ", ".join(f"{name} must be {there.get(name)}, got {options[name]}" for name in different)
                 + ". Set the same options or choose another folder"
             )

@@ -239,7 +239,7 @@ def _adapted(
     if built.pooled != target.pooled:
         difference = f"{source} has weights of {options['model']}, which scans other tokens than {model}"
         if not is_start:
-            raise ConfigError(f"{difference}: choose the model {options['model']}")
+            raise ConfigError(f"{difference}: set --model {options['model']}")
         warn_on_rank0(__name__, "%s; prefer to start from weights of the same kind of model", difference)
     if positions.shape != built.pos_embed.shape:
         return weights

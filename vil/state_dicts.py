@@ -225,7 +225,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) ->
         expected = _num_values(own)
         given = _num_values(weights)
         if expected > 4 * given + MOST_RESAMPLED:
-            raise ValueError(f"expected {expected} values, but the file has {given}")
+            raise ValueError(f"expected {expected} weights, but the file has {given}")
         fitting = fitted(within_own_prefix(weights, own), model)
         # a model on the meta device takes over the tensors of the file
         model.load_state_dict(fitting, assign=any(p.is_meta for p in model.parameters()))

@@ -572,7 +572,7 @@ def test_if_files_cannot_be_written_the_result_is_still_printed(command, capsys)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # limit files to 100 bytes, like a full disk
     try:
-        with pytest.raises(SystemExit, match=r"^error: failed to write a file: .*File too large: "):
+        with pytest.raises(SystemExit, match=r"^error: failed to write the results: .*File too large: "):
             command(*VIL_PT)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -166,7 +166,7 @@ def test_weights_are_not_loaded_into_a_model_that_reads_tokens_differently(name,
     path = tmp_path / "weights.safetensors"
     export_model(create_model(name, **arguments), path)
     with pytest.raises(
-        ConfigError, match=f"weights.safetensors has weights of {name}, .* than {other}: choose the model {name}$"
+        ConfigError, match=f"weights.safetensors has weights of {name}, .* than {other}: set --model {name}$"
     ):
         vil.from_checkpoint(path, other)
     assert vil.from_checkpoint(path, name).pooled == vil.from_checkpoint(path).pooled == ("pooled" in name)

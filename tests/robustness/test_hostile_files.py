@@ -32,7 +32,7 @@ def test_a_small_file_uses_limited_memory_and_time(tmp_path, name):
 def test_pickled_functions_that_weights_do_not_need_are_rejected_by_name(tmp_path, name):
     (path := tmp_path / "given.pt").write_bytes(hostile_files.files()[name]())
     with pytest.raises(
-        BrokenCheckpointError, match="given.pt cannot be read .*: it holds .* which weights do not need"
+        BrokenCheckpointError, match="given.pt cannot be read .*: the file holds .* which weights do not need"
     ):
         Checkpoint(path)
 

@@ -186,7 +186,7 @@ def test_options_outside_phases_are_the_defaults_of_phases():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--phases {seed: 1}", "phase 1 in the command line has 'seed', which phases cannot change: set it"),
+        ("--phases {seed: 1}", "phase 1 in the command line must not set 'seed'"),
         (
             "--phases {lr: 1} {smooth: 1}",
             "unknown option 'smooth' in phase 2 in the command line; did you mean 'smoothing'",

@@ -104,7 +104,7 @@ def test_arguments_of_timms_vision_transformers_are_restored(tmp_path):
 )  # fmt: skip
 def test_a_run_whose_checkpoints_could_not_be_read_does_not_start(tmp_path, options, message):
     with pytest.raises(
-        ConfigError, match=f"checkpoint with these options could not be loaded: the checkpoint .*{message}"
+        ConfigError, match=f"checkpoints with these options could not be loaded again: the checkpoint .*{message}"
     ):
         written(tmp_path, **dict(synthetic=64, img_size=16, num_classes=4, workers=0, global_batch_size=8) | options)
     assert not (tmp_path / "run").exists()

@@ -433,13 +433,13 @@ def test_a_preempted_run_exits_with_status_75_and_rank_0_prints_the_message(monk
 
         def run(self):
             monkeypatch.setenv("WORLD_SIZE", "2")
-            raise PreemptedError("stopped by a signal: here and there")
+            raise PreemptedError("stopped by SIGTERM; resume with --resume auto")
 
     monkeypatch.setattr(training_loop, "Trainer", Preempted)
     monkeypatch.setenv("RANK", rank)
     status, error = main(capsys)
     assert status == 75
-    assert ("stopped by a signal: here and there" in error) is said
+    assert ("stopped by SIGTERM" in error) is said
 
 
 def test_a_non_finite_loss_stops_the_run(image_folder, tmp_path, no_pictures):

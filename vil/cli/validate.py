@@ -227,7 +227,7 @@ def report(validation: Validation, options: argparse.Namespace) -> None:
         if options.report:
             text += f"\n{options.report / PAGE}"
     except OSError as error:  # for example a full disk
-        raise LostResultError(f"failed to write a file: {error}") from error
+        raise LostResultError(f"failed to write the results: {error}") from error
     finally:
         if options.json == "-":
             print(text, file=sys.stderr)

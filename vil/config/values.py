@@ -52,13 +52,13 @@ def _parse_yaml(text: str, source: str) -> Any:
     """Parse YAML, but reject aliases, because nested aliases can expand to unlimited size."""
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ConfigError("has a YAML alias (*), which is not supported: write out the value instead")
+            raise ConfigError("YAML aliases (*) are not supported: write out the value instead")
         return yaml.load(text, _Loader)
     except RecursionError:
         raise ConfigError(f"{source} has too deeply nested values: maximum recursion depth exceeded") from None
     except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for dates such as 2024-13-32
         if isinstance(error, ConfigError):
-            raise ConfigError(f"{source} {error}") from None
+            raise ConfigError(f"{source}: {error}") from None
         raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
@@ -71,7 +71,7 @@ class _Loader(yaml.SafeLoader):
             name = self.construct_object(key) if isinstance(key, yaml.ScalarNode) else key
             if name in seen:
                 raise ConfigError(
-                    f"has the key {shown(name)} twice, again in line {key.start_mark.line + 1}: remove one"
+                    f"keys must be unique, got {shown(name)} again in line {key.start_mark.line + 1}: remove one"
                 )
             seen.add(name)
         return super().construct_mapping(node, deep)
@@ -79,11 +79,11 @@ class _Loader(yaml.SafeLoader):
     def number(self, node):
         line = f"line {node.start_mark.line + 1}"
         if len(node.value) > LONGEST_NUMBER:
-            raise ConfigError(
-                f"has a number of {len(node.value)} characters in {line}, at most {LONGEST_NUMBER} are allowed"
-            )
+            raise ConfigError(f"numbers must have at most {LONGEST_NUMBER} characters, got {len(node.value)} in {line}")
         if re.match(r"[-+]?0[0-9_]+$|.*:", node.value):
-            raise ConfigError(f"has {node.value} in {line}, which YAML reads as another number: write a decimal number")
+            raise ConfigError(
+                f"numbers must be decimal, got {node.value} in {line}, which YAML reads as octal or sexagesimal"
+            )
         kind = node.tag.rpartition(":")[2]
         return getattr(super(), f"construct_yaml_{kind}")(node)
 
@@ -197,7 +197,7 @@ def _checked_phases(value: Any, source: str) -> list[dict[str, Any]]:
         if not isinstance(phase, dict):
             raise ConfigError(f"{where} must be a mapping such as {{epochs: 100, lr: 4e-4}}, got {shown(phase)}")
         if of_run := [name for name in phase if name in FIELDS and name not in PHASE_OPTIONS]:
-            raise ConfigError(f"{where} has {of_run[0]!r}, which phases cannot change: set it for the whole run")
+            raise ConfigError(f"{where} must not set {of_run[0]!r}: set this option for the whole run")
         phases.append(checked(phase, where))
     return phases
 

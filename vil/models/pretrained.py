@@ -57,10 +57,10 @@ def check_architecture(state_dict: Mapping[str, Tensor], model: nn.Module) -> No
     listed = [f"{len(names)} {what} ({', '.join(sorted(names)[:3])})" for what, names in differences.items() if names]
     expected, found = architecture(own), architecture(other)
     if found == expected:
-        problem = f"tensors must match the model, {expected}"
+        problem = f"the checkpoint's tensors must match the model, {expected}"
     else:
-        problem = f"architecture must match the model, {expected}, got {found}"
-    raise RuntimeError(f"the checkpoint's {problem}; keys: {', '.join(listed)}")
+        problem = f"the checkpoint's architecture must match the model, {expected}, got {found}"
+    raise RuntimeError(f"{problem}; keys: {', '.join(listed)}")
 
 
 def architecture(state_dict: Mapping[str, Tensor]) -> str:

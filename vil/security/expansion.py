@@ -36,12 +36,12 @@ def check_expansion(content: Any, most_bytes: int) -> None:
     for _ in range(1, TOO_DEEP):
         total += sum(map(_size_of, level))
         if total > most_bytes:
-            raise TorchFileError(f"its values must take at most {most_bytes} bytes, got at least {total}")
+            raise TorchFileError(f"the file's values must take at most {most_bytes} bytes, got at least {total}")
         children = chain.from_iterable(map(_children_of, level))
         level = list(islice(children, most_bytes // REFERENCE + 1))  # one reference more exceeds the limit
         if not level:
             return
-    raise TorchFileError(f"its values must be nested less than {TOO_DEEP} levels deep")
+    raise TorchFileError(f"the file's values must be nested less than {TOO_DEEP} levels deep")
 
 
 def _children_of(value: Any) -> Iterable[Any]:

@@ -21,7 +21,7 @@ MOST_DIMENSIONS = 64
 def call(function: Any, arguments: Any) -> Any:
     """Call one of the functions in `GLOBALS`, the only functions that a pickle can name."""
     if not isinstance(function, FunctionType) or type(arguments) is not tuple:  # `*` would iterate over a tensor
-        raise TorchFileError(f"it calls {type(function).__name__} with arguments that weights do not need")
+        raise TorchFileError(f"the file calls {type(function).__name__} with arguments that weights do not need")
     return function(*arguments)
 
 

@@ -102,7 +102,7 @@ def _load_legacy(file: BinaryIO, unpickler: Unpickler) -> Any:
 def _check_byte_order(is_little: bool) -> None:
     if is_little != (sys.byteorder == "little"):
         raise TorchFileError(
-            "its byte order differs from the byte order of this machine; save the file again on a machine like this one"
+            "the file's byte order must be that of this machine; save the file again on a machine with this byte order"
         )
 
 

@@ -68,8 +68,8 @@ class Unpickler(pickle._Unpickler):
         known = f"{module} {name}"
         if known not in GLOBALS:
             raise TorchFileError(
-                f"it holds {module[:100]}.{name[:100]}, which weights do not need and which may run code; "
-                "save only its state_dict()"
+                f"the file holds {module[:100]}.{name[:100]}, which weights do not need and which may run code; "
+                "save only the state_dict() of the model"
             )
         return GLOBALS[known]
 

@@ -78,5 +78,5 @@ def stored_options(config: Config, num_classes: int) -> dict[str, Any]:
     try:
         options_of_checkpoint(options, folder_of(config) / "last.pt")
     except ConfigError as error:
-        raise ConfigError(f"a checkpoint with these options could not be loaded: {error}") from error
+        raise ConfigError(f"checkpoints with these options could not be loaded again: {error}") from error
     return options

@@ -223,7 +223,7 @@ class Shards(ReaderWds):
             LabelError: In evaluation.
         """
         if self.is_training:
-            raise UnfitImageError(f"its class is {target}, of {num_classes}")
+            raise UnfitImageError(f"the class index must be below {num_classes}, got {target}")
         shard = label_of(_path_of(sample["__url__"]))
         raise LabelError(
             f"classes of shards must be 0 to {num_classes - 1}, got {target} in {shard}: number them from 0, or set "

@@ -76,7 +76,7 @@ def check_backward(
     sizes = _check_weights(residual, scale_B, weights)
     next_normed = Normed(*next_normed) if next_normed else None
     if dnext_TC is not None and (next_normed is None or class_token_only):
-        raise ValueError("dnext_TC must be None unless next_normed is given and class_token_only is False")
+        raise ValueError("dnext_TC must be None if next_normed is None or class_token_only is True")
     dtype = saved[0].dtype
     check_choice("dtype of saved[0] (uz)", dtype, backends.DTYPES)
 
@@ -90,8 +90,8 @@ def check_backward(
     expected = tokens.M, tokens.columns(sizes["D"])
     if (sizes["M"], sizes["U"]) != expected:
         found = f"{sizes['M']} and {sizes['U']}"
-        need = "{} tokens and saved[0] (uz) {} columns".format(*expected)
-        raise ValueError(f"with class_token_only={class_token_only} dx_BMC must have {need}, got {found}")
+        need = "dx_BMC must have {} tokens, and saved[0] (uz) must have {} columns".format(*expected)
+        raise ValueError(f"if class_token_only is {class_token_only}, {need}, got {found}")
 
     # all saved tensors
     scanned_tokens = lines.S if lines else tokens.H
@@ -101,7 +101,10 @@ def check_backward(
 
 def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:
     if lines and (min(lines[:2]) < 1 or lines.L != L or class_token_only):
-        raise ValueError(f"lines must cover the {L - 1} patches of x, with class_token_only=False, got {tuple(lines)}")
+        raise ValueError(
+            f"lines must have number x length = {L - 1} and class_token_only=False, got {tuple(lines)} "
+            f"and class_token_only={class_token_only}"
+        )
 
 
 def _saved_rows(recurrence: str, lines: Lines | None, saved: list[Tensor], dtype: torch.dtype) -> list[Row]:
@@ -152,7 +155,7 @@ def _check_weights(residual: Row, scale_B: Tensor | None, weights: BlockWeights)
     if 0 in (given(x).numel(), D, R):
         raise ValueError(f"{name_of_x}, out_proj and step_proj must not be empty")
     if E != 2 * D or P != R + 2 * N:
-        raise ValueError(f"in_proj and x_proj must have 2 D = {2 * D} and R + 2 N = {R + 2 * N} rows, got {E} and {P}")
+        raise ValueError(f"in_proj must have {2 * D} rows and x_proj {R + 2 * N} rows, got {E} and {P}")
     check_choice("number of states in x_proj", N, backends.STATE_SIZES)
     check_choice("number of taps in conv", sizes["K"], TAPS)
     if D > backends.CHANNELS or E * C > WEIGHTS:
