@@ -39,6 +39,10 @@ class Config:
     dataset: str = _option("", "timm dataset name such as 'hfds/NAME' or 'wds/NAME'; empty for folders and tar files")
     train_split: str = _option("train", "name of the training split")
     val_split: str = _option("validation", "name of the validation split")
+    val_fraction: float | None = _option(
+        None, "hold out this share of each class of the training split, and validate on it instead of val_split",
+        above=0, high=0.9,
+    )  # fmt: skip
     num_classes: int | None = _option(None, "number of classes; read from the dataset if not given", low=1)
     workers: int | None = _option(
         None, "data loading workers of each process; depends on the available cores if not given", low=0, high=1024

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import shutil
 import tempfile
 from collections import Counter
@@ -16,16 +15,18 @@ from pathlib import Path
 
 from ..distributed import warn_on_rank0
 from ..text import printable
+from .held_out import SHARE, held_out
 from .sources.class_folders import ClassFolders
 from .sources.image_files import folders_in, list_images
 from .sources.split_paths import SPLIT_NAMES
 
 
-def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[str, int]:
-    """Create `target`/{train,validation}/CLASS from `source`/CLASS. The same files always give the same splits.
+def split_folder(source: Path, target: Path, validation: float = SHARE) -> dict[str, int]:
+    """Create `target`/{train,validation}/CLASS from `source`/CLASS, with the images that training would hold out.
 
-    The classes are found as in training (see `ClassFolders`), and class folders keep their paths. New files are hard
-    links, or copies if the file system does not support hard links.
+    The same file names always give the same splits (see `vil.data.held_out`). The classes are found as in training
+    (see `ClassFolders`), and class folders keep their paths. New files are hard links, or copies if the file system
+    does not support hard links.
 
     Returns:
         Number of images per split.
@@ -51,7 +52,7 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as unfinished:
         whole = Path(unfinished) / target.name
         whole.mkdir()  # a new folder, because a temporary folder has restricted permissions
-        counts = _fill(whole, files_of_class, validation)
+        counts = _fill(whole, source, files_of_class, validation)
         if target.exists():
             target.rmdir()  # on Windows, rename cannot replace an empty folder
         whole.rename(target)
@@ -97,16 +98,15 @@ def _files_of_classes(source: Path) -> dict[str, list[Path]]:
     return files_of_class
 
 
-def _fill(target: Path, files_of_class: dict[str, list[Path]], validation: float) -> dict[str, int]:
+def _fill(target: Path, source: Path, files_of_class: dict[str, list[Path]], validation: float) -> dict[str, int]:
     """Create the files of both splits, and return the number of images per split."""
+    pairs = [(file, folder) for folder, files in files_of_class.items() for file in files]
+    names = [file.relative_to(source).as_posix() for file, _ in pairs]
     counts: Counter[str] = Counter()
-    for folder, files in files_of_class.items():
-        random.Random(0).shuffle(files)
-        held_out = min(len(files) - 1, max(1, round(validation * len(files))))
-        for number, file in enumerate(files):
-            split = "validation" if number < held_out else "train"
-            _link_or_copy(file, target / split / folder)
-            counts[split] += 1
+    for (file, folder), is_held_out in zip(pairs, held_out(names, [folder for _, folder in pairs], validation)):
+        split = "validation" if is_held_out else "train"
+        _link_or_copy(file, target / split / folder)
+        counts[split] += 1
     return counts
 
 
@@ -131,8 +131,8 @@ def main() -> None:
     parser.add_argument(
         "--validation",
         type=float,
-        default=0.2,
-        help="share of each class to hold out for validation, between 0 and 1 (default: 0.2)",
+        default=SHARE,
+        help=f"share of each class to hold out for validation, between 0 and 1 (default: {SHARE})",
     )
     options = parser.parse_args()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,16 +10,27 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..config import ConfigError
+from ..data.held_out import SHARE
+from ..data.sources.layout import WHOLE, find_layout
+from ..data.sources.split_paths import split_in
+from ..data.sources.splits import hold_out, open_split
 from ..security.checkpoint_options import confirm_dataset
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Folder, timm dataset name and split name, as for `open_split`."""
+    """Folder, timm dataset name and split name, as for `open_split`, and the share of the split that is evaluated.
+
+    Attributes:
+        val_fraction: Share of each class that training held out of the split; None evaluates the whole split.
+    """
 
     data_dir: str | None
     dataset: str
     split: str
+    val_fraction: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,9 +112,12 @@ def resolve_data(
 ) -> DataSettings:
     """Return the split given on the command line, otherwise the validation split of the run in the checkpoint.
 
+    If the run held out images for validation, only these images of the run's folder are evaluated. All images are
+    evaluated of another folder that has only class folders.
+
     Raises:
-        ConfigError: The data folder stored in the checkpoint does not exist, or the stored dataset must be confirmed on
-            the command line.
+        ConfigError: The data folder stored in the checkpoint does not exist, the stored dataset must be confirmed on
+            the command line, or the folder has no validation split and no class folders.
     """
     saved = source.options if source else {}
     data = DataSettings(
@@ -113,7 +128,40 @@ def resolve_data(
     if not data_dir and not data.dataset and not Path(data.data_dir or ".").is_dir():
         raise ConfigError(f"data_dir {data.data_dir} stored in {source} does not exist on this machine: set --data-dir")
     confirm_dataset({"dataset": data.dataset}, {"dataset": dataset, "data_dir": data_dir}, str(source))
-    return data
+    if split or data.dataset or not data.data_dir:
+        return data
+    return _find_images(data, data.data_dir, source)
+
+
+def _find_images(data: DataSettings, folder: str, source: Checkpoint | None) -> DataSettings:
+    """Return settings for the images that training held out, the validation split, or all images of class folders."""
+    saved = source.options if source else {}
+    has_split = Path(folder).is_dir() and split_in(Path(folder), data.split) is not None
+    if has_split and not saved.get("val_fraction"):
+        return data
+    layout = find_layout(folder)
+    if source and saved.get("val_fraction") and layout.train_split == saved["train_split"]:
+        held_out = replace(data, data_dir=layout.data_dir, split=layout.train_split, val_fraction=saved["val_fraction"])
+        if _is_folder_of_run(held_out, source):
+            return held_out
+    split = layout.val_split or (WHOLE if layout.train_split == WHOLE else data.split)
+    return replace(data, data_dir=layout.data_dir, split=split)
+
+
+def _is_folder_of_run(held_out: DataSettings, source: Checkpoint) -> bool:
+    """Return whether a run trained on this folder. A moved folder is recognized by its number of training images."""
+    train, _ = hold_out(open_split(held_out.data_dir, "", held_out.split), held_out.val_fraction or SHARE)
+    expected = source.content.get("num_images")
+    if len(train) == expected:
+        return True
+    if Path(held_out.data_dir or "").resolve() != Path(source.options.get("data_dir") or "").resolve():
+        return False
+    if expected:
+        _logger.warning(
+            "%s has changed since training (%d training images, was %d): some of the held-out images may have been "
+            "trained on", held_out.data_dir, len(train), expected,
+        )  # fmt: skip
+    return True
 
 
 def resolve_model(given: ModelOptions, source: Checkpoint | None, option: str = "--model") -> ModelSettings:

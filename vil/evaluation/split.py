@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..classes import imagenet_ids, order_of
-from ..data.sources.splits import check_count, class_names, follow_classes, limit_classes, open_split
+from ..data.sources.splits import check_count, class_names, follow_classes, hold_out, limit_classes, open_split
 from ..published import IMAGENET_CLASSES
 
 
@@ -30,6 +30,7 @@ def open_evaluation_split(
     num_classes: int,
     label_names: Sequence[str] = (),
     owner: str = "the model",
+    val_fraction: float | None = None,
 ) -> EvaluationSplit:
     """Open a split with the class indices of a model.
 
@@ -41,11 +42,14 @@ def open_evaluation_split(
         num_classes: Number of classes of the model.
         label_names: Class names of the model by index; empty if unknown.
         owner: Description of the source of `label_names`, for messages.
+        val_fraction: Share of each class that training held out of this split; None opens the whole split.
 
     Raises:
         ConfigError: As for `open_split`, or the model does not have a class of the split.
     """
     images = open_split(data_dir, dataset, split, known=label_names)
+    if val_fraction:
+        _, images = hold_out(images, val_fraction)
     limit_classes(images, num_classes)
     indices = class_names(images)
     names = sorted(indices, key=lambda name: indices[name])

@@ -79,7 +79,7 @@ def validate(
         data=data,
         models=models,
         results=results,
-        notes=_notes(models, split, settings, results[0]),
+        notes=_notes(models, data, split, settings, results[0]),
         class_names=_names_in_results(images, class_order),
         images=images,
         predictions=predictions,
@@ -91,13 +91,19 @@ def validate(
 def _open(first: EvaluatedModel, data: DataSettings, rank: int, world_size: int) -> EvaluationSplit:
     """Open the split with the first model's class indices."""
     split = open_evaluation_split(
-        data.data_dir, data.dataset, data.split, first.num_classes, first.label_names, first.settings.owner
+        data.data_dir,
+        data.dataset,
+        data.split,
+        first.num_classes,
+        first.label_names,
+        first.settings.owner,
+        data.val_fraction,
     )
     count = count_images(split.images)
     if world_size > count:
         raise ConfigError(f"world size must be at most the number of images, {count}, got {world_size}")
     if rank == 0:
-        _logger.warning("%s", describe_split(data.split, split.images))
+        _logger.warning("%s", describe_split("validation" if data.val_fraction else data.split, split.images))
     return split
 
 
@@ -133,10 +139,16 @@ def _check_images(result: Evaluation, split: str) -> None:
 
 
 def _notes(
-    models: Sequence[EvaluatedModel], split: EvaluationSplit, settings: EvaluationSettings, result: Evaluation
+    models: Sequence[EvaluatedModel],
+    data: DataSettings,
+    split: EvaluationSplit,
+    settings: EvaluationSettings,
+    result: Evaluation,
 ) -> list[str]:
     """Return remarks on the evaluation, for the user."""
     notes = []
+    if data.val_fraction:
+        notes.append(f"the images are the {data.val_fraction:.0%} of each class that training held out")
     if len(models) == 1 and models[0].settings.use_ema:
         notes.append("EMA weights")
     if split.classes:

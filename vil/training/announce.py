@@ -21,8 +21,9 @@ def announce(phase: Phase, batches: TrainingBatches, splits: Splits) -> None:
     """Log a training phase and its data splits. Warn if the phase is too short for warmup or for the EMA decay."""
     config = phase.config
     if not config.synthetic:
-        _logger.warning("%s", describe_split(config.train_split, splits.train))
-        _logger.warning("%s", describe_split(config.val_split, splits.validation))
+        names = ("train", "validation") if config.val_fraction else (config.train_split, config.val_split)
+        for name, images in zip(names, (splits.train, splits.validation)):
+            _logger.warning("%s", describe_split(name, images))
     if config.phases:
         options = ", ".join(f"{name} {value}" for name, value in config.phases[phase.index].items())
         _logger.warning("phase %d of %d: %s", phase.index + 1, config.num_phases, options)

@@ -24,7 +24,7 @@ from .run_info import RunInfo, folder_of, stored_options
 _logger = logging.getLogger(__name__)
 
 # `DECISIVE` options must not change when resuming; `HARMLESS` options may change silently
-DECISIVE = ("model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema", "teacher")
+DECISIVE = ("model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema", "teacher", "val_fraction")
 HARMLESS = (
     "resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval",
     "log_tensorboard", "log_wandb", "cuda_graphs", "augment_on_device",

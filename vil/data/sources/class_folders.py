@@ -139,6 +139,10 @@ class ClassReader(Reader):
         self.targets = [new[target] for target in self.targets]
         self.class_to_idx = dict(known)
 
+    def keep(self, images: Sequence[int]) -> None:
+        """Remove all images except those with the given indices. The classes and their indices stay the same."""
+        raise NotImplementedError
+
     def __str__(self) -> str:
         """Return a line with the number of images and classes, and with the files that are not read."""
         names = {index: name for name, index in self.class_to_idx.items()}

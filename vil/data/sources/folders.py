@@ -50,3 +50,6 @@ class FolderReader(ClassReader, ReaderImageFolder):
     @targets.setter
     def targets(self, targets: list[int]) -> None:
         self.samples = [(file, target) for (file, _), target in zip(self.samples, targets)]
+
+    def keep(self, images: Sequence[int]) -> None:
+        self.samples = [self.samples[image] for image in images]

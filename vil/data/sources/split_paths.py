@@ -28,20 +28,35 @@ def find_split(data_dir: str | None, split: str) -> Path:
     if not root.is_dir():
         raise ConfigError(f"data_dir {data_dir} is not a folder")
 
+    if path := split_in(root, split):
+        found = path.name.removesuffix(".tar")
+        if (
+            found.casefold() != split.casefold() and split not in SPLIT_NAMES
+        ):  # these names also stand for their synonyms
+            warn_on_rank0(__name__, "%s has no split %r: %s in its place", data_dir, split, path.name)
+        return path
+
+    present = sorted(path.name for path in root.iterdir())
+    listed = quoted(present) or "nothing"
+    raise ConfigError(
+        f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(_synonyms(split))}); it has {listed}"
+        + _missing_split_hints(root, split, present)
+    )
+
+
+def split_in(root: Path, split: str) -> Path | None:
+    """Return the folder or tar file of a split in the folder `root`, or None if the split is missing.
+
+    Raises:
+        ConfigError: Names differ only in case.
+    """
     present = sorted(path.name for path in root.iterdir())
     for name in (split, *_synonyms(split)):
         for file_name in (name, f"{name}.tar"):
             path = _path_in_any_case(root, file_name, present)
             if path.is_dir() or path.is_file():
-                if name != split and split not in SPLIT_NAMES:  # 'train' and 'validation' include their synonyms
-                    warn_on_rank0(__name__, "%s has no split %r: %s in its place", data_dir, split, path.name)
                 return path
-
-    found = quoted(present) or "nothing"
-    raise ConfigError(
-        f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(_synonyms(split))}); it has {found}"
-        + _missing_split_hints(root, split, present)
-    )
+    return None
 
 
 def _synonyms(split: str) -> tuple[str, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...classes import find, quoted
 from ...config import DATASETS, Config, ConfigError
 from ...distributed import warn_on_rank0
 from ...security.tars import check_tar
+from ..held_out import held_out
 from .class_folders import ClassReader
 from .folders import FolderReader
 from .image_files import is_hidden
@@ -228,7 +230,10 @@ def open_splits(config: Config):
     train = open_split(*location, config.train_split, config.num_classes, is_training=True, seed=config.seed)
     _refuse_empty_classes(train)
     known = class_names(train)
-    val = open_split(*location, config.val_split, known=[*known])
+    if config.val_fraction:
+        train, val = hold_out(train, config.val_fraction)
+    else:
+        val = open_split(*location, config.val_split, known=[*known])
 
     num_classes = len(known) or config.num_classes or 0
     if not num_classes:
@@ -236,20 +241,60 @@ def open_splits(config: Config):
     limit_classes(val, num_classes)
     if num_classes < 2:
         raise ConfigError(
-            f"the split {config.train_split!r} of {config.data_dir} has one class: each class needs a folder of its "
-            "images"
+            f"{getattr(train.reader, 'root', config.data_dir)} has one class{_named(known)}: each class needs a folder "
+            "of its images, and training needs two or more classes"
         )
 
     found = class_names(val)
-    if found and known != found:
+    if config.val_fraction:
+        _warn_of_missing_classes("validation", known, val.reader.targets)
+    elif found and known != found:
         names = sorted(known, key=lambda name: known[name])
         val, present = follow_classes(val, names, "training", *location, config.val_split)
-        if missing := [name for name, index in known.items() if index not in present]:
-            warn_on_rank0(
-                __name__, "the split %r has no images of %d of the %d classes: %s",
-                config.val_split, len(missing), num_classes, quoted(missing),
-            )  # fmt: skip
+        _warn_of_missing_classes(config.val_split, known, present)
     return train, val, num_classes
+
+
+def _named(classes: Iterable[str]) -> str:
+    return f", {quoted([*classes])}" if classes else ""
+
+
+def hold_out(images, fraction: float) -> tuple[ImageDataset, ImageDataset]:
+    """Divide an opened split into images for training and images that are held out for validation.
+
+    Args:
+        images: Split of class folders, in a folder or a tar file.
+        fraction: Share of each class to hold out (see `vil.data.held_out`).
+
+    Raises:
+        ConfigError: The split has no class folders, or each class has only one image.
+    """
+    reader = images.reader
+    if not isinstance(reader, ClassReader):
+        raise ConfigError("val_fraction needs class folders or a tar file of them: remove --val-fraction")
+    is_held_out = held_out(images.filenames(), reader.targets, fraction)
+    if not any(is_held_out):
+        raise ConfigError(
+            f"{reader.root} has one image of each class, so none can be held out for validation: add images to the "
+            "class folders"
+        )
+    parts = []
+    for wanted in (False, True):
+        part = copy.copy(images)
+        part.reader = copy.copy(reader)
+        part.reader.keep([image for image, is_held in enumerate(is_held_out) if is_held == wanted])
+        parts.append(part)
+    return parts[0], parts[1]
+
+
+def _warn_of_missing_classes(split: str, known: Mapping[str, int], present: Iterable[int]) -> None:
+    """Warn if a split lacks some of the `known` classes. `present` has the class indices of the split."""
+    indices = {*present}
+    if missing := [name for name, index in known.items() if index not in indices]:
+        warn_on_rank0(
+            __name__, "the split %r has no images of %d of the %d classes: %s",
+            split, len(missing), len(known), quoted(missing),
+        )  # fmt: skip
 
 
 def _synthetic_splits(config: Config) -> tuple[SyntheticImages, SyntheticImages, int]:

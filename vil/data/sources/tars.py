@@ -42,6 +42,10 @@ class TarReader(ClassReader, ReaderImageInTar):
         self.samples = self.samples[[shown[i] for i in targets]]
         self.targets = [*targets.values()]
 
+    def keep(self, images: Sequence[int]) -> None:
+        self.samples = self.samples[[*images]]
+        self.targets = [self.targets[image] for image in images]
+
 
 def _path_of(member: tarfile.TarInfo, tar: tarfile.TarInfo | None) -> str:
     """Return the path of a tar member. A member of a nested tar file lies in a folder named like the nested file."""

@@ -1,0 +1,119 @@
+"""Detection of how a folder of images is arranged: splits with class folders, or only class folders."""
+
+from __future__ import annotations
+
+import posixpath
+import tarfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from timm.data import get_img_extensions
+
+from ...classes import quoted
+from ...config import ConfigError
+from .class_folders import endings
+from .image_files import folders_in, list_images
+from .split_paths import SPLIT_NAMES, split_in
+
+WHOLE = "."  # split that is the data folder itself
+NAMES = {"test", "testing", *SPLIT_NAMES["train"], *SPLIT_NAMES["validation"]}
+
+
+class Layout(NamedTuple):
+    """Arrangement of a data folder.
+
+    Attributes:
+        data_dir: Folder that contains the splits or class folders.
+        train_split: Name of the training split; `WHOLE` if there are only class folders.
+        val_split: Name of the validation split; None if there is none.
+        num_images: Number of images of the training split.
+    """
+
+    data_dir: str
+    train_split: str
+    val_split: str | None
+    num_images: int
+
+
+def find_layout(folder: str) -> Layout:
+    """Return how a folder is arranged. The splits or class folders may also be inside other folders.
+
+    Raises:
+        ConfigError: The folder does not exist, has no images, or does not show the classes of its images. The message
+            contains the names that were found and the arrangement that was expected.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise ConfigError(f"data_dir {folder} is not a folder: pass a folder that has one folder of images per class")
+    train = split_in(root, "train")
+    if train and (train.is_file() or split_in(root, "validation")):
+        return _layout_of_splits(root, train)
+
+    left_out: Counter[str] = Counter()
+    files = list_images(folder, folder, left_out)
+    if not files:
+        raise ConfigError(f"{folder} has no images{endings(left_out)}: {_expected(root)}")
+    folders = folders_in(folder, files)
+    classes = {*folders} - {""}
+    parents = _folders_with_training_split(classes)
+    if len(parents) > 1:
+        raise ConfigError(f"{folder} has {len(parents)} data sets, in {quoted(parents)}: pass one of these folders")
+    if parents:
+        root = root / parents[0]
+        train = split_in(root, "train")
+        assert train is not None  # its classes are known
+        return _layout_of_splits(root, train)
+    _check_classes(root, classes, files)
+    return Layout(folder, WHOLE, None, sum(path in classes for path in folders))
+
+
+def _layout_of_splits(root: Path, train: Path) -> Layout:
+    validation = "validation" if split_in(root, "validation") else None
+    if train.is_dir():
+        return Layout(str(root), "train", validation, len(list_images(str(train), str(root))))
+    try:
+        with tarfile.open(train) as tar:
+            count = sum(Path(name).suffix.lower() in get_img_extensions() for name in tar.getnames())
+    except (OSError, tarfile.TarError) as error:
+        raise ConfigError(f"cannot read {train}: {error}") from error
+    return Layout(str(root), "train", validation, count)
+
+
+def _folders_with_training_split(classes: Iterable[str]) -> list[str]:
+    """Return the folders that contain a training split with class folders, sorted."""
+    found = set()
+    for path in classes:
+        *parents, _ = path.split("/")
+        for depth, name in enumerate(parents):
+            if name.casefold() in SPLIT_NAMES["train"]:
+                found.add("/".join(parents[:depth]))
+                break
+    return sorted(found)
+
+
+def _check_classes(root: Path, classes: set[str], files: list[str]) -> None:
+    """Check that the folders of the images are classes.
+
+    Raises:
+        ConfigError: There are no class folders, or the folders are splits.
+    """
+    if not classes:
+        raise ConfigError(
+            f"{root} has {len(files)} images such as {quoted([Path(file).name for file in files[:2]])}, but no class "
+            f"folders, so the classes are unknown: {_expected(root)}"
+        )
+    if {posixpath.basename(path).casefold() for path in classes} <= NAMES:
+        raise ConfigError(
+            f"the images of {root} lie directly in {quoted(sorted(classes))}, which are names of splits, so the "
+            f"classes are unknown: {_expected(root, 'train')}"
+        )
+    if {path.split("/")[0].casefold() for path in classes} <= NAMES:
+        found = sorted({path.split("/")[0] for path in classes})
+        raise ConfigError(f"{root} has {quoted(found)}, but no folder 'train' for the training images: add one")
+
+
+def _expected(root: Path, split: str = "") -> str:
+    """Return the end of a message that describes the expected arrangement."""
+    return f"put the images of each class into a folder named like the class, such as {root / split / 'cat'}/1.jpg"
