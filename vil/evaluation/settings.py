@@ -11,8 +11,8 @@ from typing import Any
 from ..checkpoint import Checkpoint
 from ..config import ConfigError
 from ..data.held_out import SHARE
-from ..data.sources.layout import WHOLE, find_layout
-from ..data.sources.split_paths import split_in
+from ..data.sources.layout import find_layout
+from ..data.sources.split_paths import WHOLE, split_in
 from ..data.sources.splits import hold_out, open_split
 from ..security.checkpoint_options import confirm_dataset
 

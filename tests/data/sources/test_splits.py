@@ -298,7 +298,7 @@ def test_images_without_class_folders_are_rejected(image_folder, tmp_path):
         open_splits(small_config(tmp_path))
     for split in ("train", "val"):
         shutil.copytree(image_folder / split / "ant", tmp_path / "wrapped" / split / "images")
-    with pytest.raises(ConfigError, match="the split 'train' of .* has one class: each class needs a folder of its im"):
+    with pytest.raises(ConfigError, match="/train has one class, 'images': each class needs a folder of its im"):
         open_splits(small_config(tmp_path / "wrapped"))
     with pytest.raises(ConfigError, match="num_classes must be at least 2, got 1"):
         open_splits(small_config(tmp_path, synthetic=8, num_classes=1))

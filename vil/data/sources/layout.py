@@ -15,9 +15,8 @@ from ...classes import quoted
 from ...config import ConfigError
 from .class_folders import endings
 from .image_files import folders_in, list_images
-from .split_paths import SPLIT_NAMES, split_in
+from .split_paths import SPLIT_NAMES, WHOLE, split_in
 
-WHOLE = "."  # split that is the data folder itself
 NAMES = {"test", "testing", *SPLIT_NAMES["train"], *SPLIT_NAMES["validation"]}
 
 
@@ -72,7 +71,10 @@ def find_layout(folder: str) -> Layout:
 def _layout_of_splits(root: Path, train: Path) -> Layout:
     validation = "validation" if split_in(root, "validation") else None
     if train.is_dir():
-        return Layout(str(root), "train", validation, len(list_images(str(train), str(root))))
+        files = list_images(str(train), str(root))
+        if {*folders_in(str(train), files)} == {""}:
+            raise _unknown_classes(train, files)
+        return Layout(str(root), "train", validation, len(files))
     try:
         with tarfile.open(train) as tar:
             count = sum(Path(name).suffix.lower() in get_img_extensions() for name in tar.getnames())
@@ -100,20 +102,25 @@ def _check_classes(root: Path, classes: set[str], files: list[str]) -> None:
         ConfigError: There are no class folders, or the folders are splits.
     """
     if not classes:
-        raise ConfigError(
-            f"{root} has {len(files)} images such as {quoted([Path(file).name for file in files[:2]])}, but no class "
-            f"folders, so the classes are unknown: {_expected(root)}"
-        )
+        raise _unknown_classes(root, files)
     if {posixpath.basename(path).casefold() for path in classes} <= NAMES:
         raise ConfigError(
             f"the images of {root} lie directly in {quoted(sorted(classes))}, which are names of splits, so the "
-            f"classes are unknown: {_expected(root, 'train')}"
+            f"classes are unknown: {_expected(root / 'train')}"
         )
     if {path.split("/")[0].casefold() for path in classes} <= NAMES:
         found = sorted({path.split("/")[0] for path in classes})
         raise ConfigError(f"{root} has {quoted(found)}, but no folder 'train' for the training images: add one")
 
 
-def _expected(root: Path, split: str = "") -> str:
+def _unknown_classes(folder: Path, files: list[str]) -> ConfigError:
+    names = quoted([Path(file).name for file in files[:2]])
+    return ConfigError(
+        f"{folder} has {len(files)} images such as {names}, but no class folders, so the classes are unknown: "
+        f"{_expected(folder)}"
+    )
+
+
+def _expected(folder: Path) -> str:
     """Return the end of a message that describes the expected arrangement."""
-    return f"put the images of each class into a folder named like the class, such as {root / split / 'cat'}/1.jpg"
+    return f"put the images of each class into a folder named like the class, such as {folder / 'cat' / '1.jpg'}"

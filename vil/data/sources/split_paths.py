@@ -12,6 +12,7 @@ from ...classes import quoted
 from ...config import ConfigError
 from ...distributed import warn_on_rank0
 
+WHOLE = "."  # name of the split that is the data folder itself
 # names of the folders and tar files that are found for a split name in a run's options
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 
@@ -28,11 +29,11 @@ def find_split(data_dir: str | None, split: str) -> Path:
     if not root.is_dir():
         raise ConfigError(f"data_dir {data_dir} is not a folder")
 
+    if split == WHOLE:
+        return root
     if path := split_in(root, split):
-        found = path.name.removesuffix(".tar")
-        if (
-            found.casefold() != split.casefold() and split not in SPLIT_NAMES
-        ):  # these names also stand for their synonyms
+        is_synonym = path.name.removesuffix(".tar").casefold() != split.casefold()
+        if is_synonym and split not in SPLIT_NAMES:  # 'train' and 'validation' include their synonyms
             warn_on_rank0(__name__, "%s has no split %r: %s in its place", data_dir, split, path.name)
         return path
 
