@@ -22,8 +22,8 @@ KERNELS = ("cuda", "triton", "cpu")  # backends of `vil::scan`; "reference" is p
 RECURRENCES = ("longhorn", "selective")
 STATE_SIZES = (4, 8, 16, 32, 64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-DIRECTIONS = 63  # `reverse` is a 64-bit mask
-TOKENS, CHANNELS = 2**31 - 2**10, 2**29 - 1  # maximum sizes for 32-bit indices and for byte strides between fp32 tokens
+DIRECTIONS = 63  # maximum number of directions, because kernels receive `reverse` as the bits of one integer
+TOKENS, CHANNELS = 2**31 - 2**10, 2**29 - 1  # kernels use 32 bits for token indices and for the bytes of a token
 
 
 def choose(backend: str, x: Tensor, state_size: int, directions: int) -> str:
@@ -48,13 +48,13 @@ def choose(backend: str, x: Tensor, state_size: int, directions: int) -> str:
 
 
 def transformed() -> bool:
-    """Return whether a torch.func transformation is active, which only the reference supports."""
+    """Return whether a torch.func transformation is active. Only the reference backend supports transformations."""
     return torch._C._functorch.maybe_current_level() is not None  # torch.compile can trace this call
 
 
 def unobserved(t: Tensor) -> bool:
-    """Return whether only autograd intercepts operators of this tensor, so that no compiler, mode, functional
-    transform or tensor subclass is active.
+    """Return whether a tensor's operators run in plain eager mode, without a compiler, a dispatch mode, a functional
+    transform or a tensor subclass.
     """
     return not (
         torch.compiler.is_compiling() or torch.jit.is_tracing() or type(t) is not Tensor or torch_private.observed()
@@ -62,7 +62,7 @@ def unobserved(t: Tensor) -> bool:
 
 
 def resolve(backend: str, device: torch.device) -> str:
-    """Return the name in `KERNELS` of the requested backend for this device.
+    """Return the backend to run on a device: the requested one or, for "auto", the fastest one of this machine.
 
     Raises:
         ValueError: The backend does not support tensors on this device.
@@ -78,7 +78,7 @@ def resolve(backend: str, device: torch.device) -> str:
     return best
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot trace the imports inside
+@torch.compiler.assume_constant_result  # torch.compile cannot trace the imports of backends
 def backend_for(device: torch.device) -> str:
     """Return the fastest backend of this machine for tensors on the device; warn once if a faster backend cannot
     run.
@@ -120,7 +120,7 @@ def misplaced(backend: str, device: torch.device) -> str | None:
 
 
 def unfit(backend: str, x: Tensor, state_size: int, directions: int) -> str | None:
-    """Return why the backend does not support x (..., L, D) with these states and directions, or None if it does."""
+    """Return why the backend does not support x (..., L, D) or the numbers of states and directions, otherwise None."""
     *_, L, D = x.shape
     if x.dtype not in DTYPES:
         return f"dtype of x must be float16, bfloat16 or float32 for the {backend} backend, got {x.dtype}"

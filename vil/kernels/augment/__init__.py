@@ -43,7 +43,7 @@ TABLES = [CODES[name] for name in OPERATIONS[1:] if name not in ("Affine", "Colo
 MACROS = {name.upper(): code for name, code in CODES.items() if name}
 COLOURS = "red", "green", "blue"
 NOISE = {"const": 0, "rand": 1, "pixel": 2}
-# output rows per thread block of crop_resize_flip, whose sums fill the 48 KB of shared memory available to any block
+# output rows per CTA of crop_resize_flip, limited by 48 KB of shared memory for the sums of all rows
 ROWS = 16
 SHARED_BYTES = 48 * 1024
 
@@ -56,7 +56,7 @@ def crop_resize_flip(
     images: Sequence[Tensor], indices_B: np.ndarray, sizes_B2: np.ndarray, boxes_B4: np.ndarray, flips_B: np.ndarray,
     size: tuple[int, int], interpolation: str, resized_B2: np.ndarray, offsets_B2: np.ndarray,
 ) -> Tensor:  # fmt: skip
-    """Run `batched_transforms.crop_resize_flip` on a GPU. `sizes_B2` holds the size of the image of each crop."""
+    """Run `batched_transforms.crop_resize_flip` on a GPU. Row i of `sizes_B2` is the size of the image of crop i."""
     images, device = [image.contiguous() for image in images], images[0].device
     (H, W), count = size, len(indices_B)
     crops = np.empty(count, CROP)
@@ -66,7 +66,7 @@ def crop_resize_flip(
     lengths_B2 = boxes_B4[:, 2:]
     support_B2 = (1 + (interpolation == "bicubic")) * np.maximum(lengths_B2 / resized_B2, 1)
     taps_B2 = np.minimum(2 * np.ceil(support_B2).astype(np.int64) + 1, lengths_B2)
-    ends = ((2 + taps_B2) * size).cumsum()  # end offset of the resizing weights of each axis
+    ends = ((2 + taps_B2) * size).cumsum()  # offset at which the resizing weights of each crop's axis end
     starts_B2 = np.concatenate([[0], ends[:-1]]).reshape(-1, 2)
     crops["axes"] = np.stack([lengths_B2, resized_B2, offsets_B2, starts_B2], axis=2)
     records, weights = _to_device(crops, device), torch.empty(int(ends[-1]), dtype=torch.int32, device=device)
@@ -84,7 +84,7 @@ def crop_resize_flip(
 def apply_operations(
     images: Tensor, codes_BT: np.ndarray, arguments_BTA: np.ndarray, fill: Sequence[int], interpolation: str
 ) -> Tensor:
-    """Run `batched_transforms.apply_operations` on a GPU. A blur's arguments are a box's radius and two weights."""
+    """Run `batched_transforms.apply_operations` on a GPU. Gaussian blurs are given as box filters."""
     (count, _, H, W), turns = images.shape, codes_BT.shape[1]
     images = images.contiguous()
     operations = np.empty((turns, count), OPERATION)
@@ -136,7 +136,7 @@ def finish(
 
 
 def _to_device(records: np.ndarray, device: torch.device) -> Tensor:
-    """Copy the bytes of records to the device from pinned memory.
+    """Copy NumPy records to the device as bytes, through pinned memory.
 
     A copy from pageable memory could block the host until queued work is done.
     """

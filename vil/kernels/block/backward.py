@@ -1,4 +1,4 @@
-"""Backward of the fused block on NVIDIA GPUs, which recomputes convolutions, projections and gate.
+"""Backward pass of the fused block on NVIDIA GPUs, which recomputes convolutions, projections and gate.
 
 B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
 M output tokens    H tokens that each direction reads    E columns of uz
@@ -25,7 +25,7 @@ from .weights import BackwardInputs, BackwardOptions, BlockWeights, DirectionWei
 
 
 class DirectionGradients(NamedTuple):
-    """Gradients of the weights of both directions. Some are partial sums that `unpack_gradients` adds."""
+    """Gradients of both directions' weights, some of them as partial sums that `unpack_gradients` adds up."""
 
     filters: Tensor
     x_proj: Tensor
@@ -37,8 +37,9 @@ class DirectionGradients(NamedTuple):
 
 @planned()
 def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Return gradients of x, xhat (None if xhat was not an input), out_proj and both A_log or None, followed by those
-    that `unpack_gradients` returns.
+    """Return the gradients of x, of its norm, of out_proj and of A_log, followed by the results of `unpack_gradients`.
+
+    The gradient of the norm xhat is None unless xhat was an input. The gradient of A_log is None for Longhorn.
 
     Args:
         options: Options of forward.
@@ -86,7 +87,7 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
         dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.class_token, L // 2)).view(-1, C)
     if not options.norm_given:
         dx_TC, _ = kernels.norm_backward(dxhat_TC, xhat_TC, rstd_T, dx_TC)
-    # A = -exp(A_log), so dA / dA_log = A
+    # the gradient of A_log is dA * A, because A = -exp(A_log)
     dA_log = None if saved.A is None else (dA_2DN * saved.A).to(norm_C.dtype)
     return [
         dx_TC.view(B, L, C), dxhat_TC if options.norm_given else None, dout_proj.to(norm_C.dtype), dA_log, *dweights
@@ -97,7 +98,7 @@ def _through_directions(
     recurrence: str, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights, saved: SavedForBackward,
     tokens: Tokens,
 ) -> DirectionGradients:  # fmt: skip
-    """Backpropagate through scan, projections and convolutions of both directions, and write du in place."""
+    """Backpropagate through both directions' scans, projections and convolutions, whose input gradient is `du_BLD`."""
     p = project(u_BLD, w, tokens.H, True)
     dv_2BHD, dstep_logits_2BHD, dk_2BHN, dq_2BHN, dA_2DN, dchannels = scans.scan_backward(
         recurrence, tokens.read_by_both(dy_BLD), p.v, given(p.step_logits), p.k, p.q, saved.A, w.skip,
@@ -116,7 +117,7 @@ def _through_lines(
     recurrence: str, lines: Lines, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights,
     saved: SavedForBackward,
 ) -> DirectionGradients:  # fmt: skip
-    """Backpropagate through scan, projections and convolutions of a pooled block, and write du in place."""
+    """Backpropagate through scans of row or column means, and through projections and convolutions to `du_BLD`."""
     p, dy_BSD = project_pooled(given(saved.pooled), w), kernels.sum_lines(dy_BLD, lines)
     dmeans_2BSD, dstep_logits_2BSD, dk_2BSN, dq_2BSN, dA_2DN, dchannels = scans.scan_backward(
         recurrence, dy_BSD.expand(2, -1, -1, -1), p.v, given(p.step_logits), p.k, p.q, saved.A, None, w.step_bias,
@@ -138,7 +139,7 @@ def _through_lines(
 def _through_in_proj(
     duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, xhat_TC: Tensor, tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of xhat and of in_proj with the norm's weight folded in."""
+    """Return the gradients of in_proj (scaled by the norm's weight) and of the normalized input xhat."""
     (B, L, E), duz_TE = duz_BLE.shape, duz_BLE.flatten(0, 1)
     dfolded, dxhat_TC = _mm(duz_TE.t(), xhat_TC), torch.mm(duz_TE, w.in_proj[:E])
     if tokens.class_token_only:  # contribution of z
@@ -152,7 +153,7 @@ def _through_in_proj(
 def named_gradients(
     dout_proj: Tensor, dA_logs: Sequence[Tensor], dnorm: Tensor, din_proj: Tensor, *others
 ) -> BlockWeights:
-    """Return `BlockWeights` of gradients, from those of both A_log, if present, and those from `unpack_gradients`."""
+    """Arrange the gradients that `backward` returns as `BlockWeights`. `dA_logs` is empty for Longhorn."""
     first, second = DirectionWeights(*others[:6], *dA_logs[:1]), DirectionWeights(*others[6:], *dA_logs[1:])
     return BlockWeights(dnorm, din_proj, dout_proj, (first, second))
 

@@ -8,7 +8,7 @@ Consecutive blocks share a fused add-norm: beside the residual stream x, a block
 xhat, and computes (x, xhat) -> (x', xhat'). The gradient of xhat' is added to the gradient of x' at
 the start of backward.
 
-In a pooled block, the recurrence reads the means of lines of patches (lines.py), and v, y, steps, keys and queries of
+In a pooled block, the recurrence reads row or column means of the patches (lines.py), and v, y, steps, keys, queries of
 all tokens are never stored: the gate and the gradients recompute the required values of v from u.
 
 If only the class token's output is needed, as in a model's last block, each direction processes the half of the tokens
@@ -63,7 +63,7 @@ torch.library.define(
 def block(
     x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None, normed: Normed | None = None
 ) -> tuple[Tensor, Normed | None]:
-    """Return x' = x + scale * out_proj(mixer(norm(x))) of the residual stream x, and its norm.
+    """Return a block's output x' = x + scale * out_proj(mixer(norm(x))), and the norm of x' for the next block.
 
     Args:
         x_BLC: Residual stream, fp32.
@@ -95,7 +95,7 @@ def is_eager(t: Tensor) -> bool:
 
 
 def _to_schema(options: Options, keep: bool, flat: list[Tensor | None]) -> tuple:
-    """Convert the arguments of `forward` to those of the schema."""
+    """Convert the arguments of `forward` to arguments of the operator `vil::block`."""
     x_BLC, scale_B, xhat_TC, rstd_T, norm_C, in_proj, out_proj, *directions = flat
     normed = [] if xhat_TC is None else [xhat_TC, rstd_T]
     return *options[:-1], options.lines or (), x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, keep
@@ -105,7 +105,7 @@ def _from_schema(
     recurrence, eps, dtype, class_token_only, norm_next, lines, x_BLC, normed, scale_B, norm_C, in_proj, out_proj,
     directions, keep,
 ):  # fmt: skip
-    """Convert the arguments of the schema to those of `forward`."""
+    """Convert the arguments of the operator `vil::block` to arguments of `forward`."""
     check_lists(recurrence, bool(lines), directions=directions, normed=normed)
     flat = [x_BLC, scale_B, *(normed or (None, None)), norm_C, in_proj, out_proj, *directions]
     return Options(recurrence, eps, dtype, class_token_only, norm_next, Lines.read(lines)), keep, flat
@@ -120,7 +120,7 @@ def _block_backward(
     recurrence, class_token_only, norm_given, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
     directions, saved,
 ):  # fmt: skip
-    """Return gradients of x, of xhat (an empty tensor unless `norm_given`) and of the weights in the schema's order."""
+    """Return the gradients of x, of the norm xhat (empty unless `norm_given`), and of all weights of a block."""
     weights = [norm_C, in_proj, out_proj, *directions]
     check_backward(
         recurrence, class_token_only, Lines.read(lines), dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj,
@@ -240,7 +240,7 @@ def _save_for_backward(
     ctx, options: Options, flat: Sequence[Tensor | None], y_BMC: Tensor, next_normed: tuple, saved: list,
     others: Sequence = (),
 ) -> None:  # fmt: skip
-    """Save the tensors of `BackwardInputs` except the gradients, and then `others`."""
+    """Save the tensors for the backward pass in the order of `BackwardInputs`, followed by the tensors in `others`."""
     _, scale_B, xhat_TC, rstd_T, norm_C, in_proj, *_ = flat
     norm_given = xhat_TC is not None
     if norm_given:
@@ -252,19 +252,19 @@ def _save_for_backward(
 
 
 def _gradient_of_output(ctx, dx_BMC: Tensor | None, dnext_TC: Tensor) -> Tensor:
-    """Return the gradient of x', which is zero if only the norm of x' has a gradient."""
+    """Return the gradient of the block's output, or zeros if only the output's norm has a gradient."""
     return torch.zeros(ctx.shape, device=dnext_TC.device) if dx_BMC is None else dx_BMC
 
 
 @functools.lru_cache(maxsize=256)
 def _weight_placeholders(sizes: Sizes) -> list[Tensor]:
-    """Return meta tensors with the shapes of the gradients of `unpack_gradients`."""
+    """Return meta tensors with the shapes of the tensors that `unpack_gradients` returns."""
     norm_C, in_proj, _, *directions = sizes.shapes()
     return [torch.empty(shape, device="meta") for shape in (norm_C, in_proj, *directions)]
 
 
 def _below_autograd(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Call the operator `vil::block` below autograd."""
+    """Call the CUDA implementation of `vil::block` without its Autograd implementation."""
     with torch_private.below_autograd():
         y_BMC, next_normed, saved = torch.ops.vil.block(*_to_schema(options, keep, flat))
     norm_given = Inputs.of(flat).normed is not None
@@ -273,7 +273,7 @@ def _below_autograd(options: Options, keep: bool, flat: list[Tensor | None]) -> 
 
 
 def _differentiable_block(*arguments):
-    """Implement the schema of `vil::block` where autograd is active."""
+    """Implement `vil::block` for PyTorch's Autograd dispatch key."""
     options, keep, flat = _from_schema(*arguments)
     if keep:
         y_BMC, *others = _ObservedBlock.apply(options, *flat)

@@ -1,4 +1,10 @@
-"""Argument limits of the fused block operators, and checks that name the invalid argument."""
+"""Argument limits of the fused block operators, and checks that name the invalid argument.
+
+Letters of dimensions, in addition to those in weights.py:
+
+    E 2D    P R + 2N    K taps    S states between chunks    T, t tokens of the batch before and after the block
+    l tokens that the recurrence reads    U columns of uz    W elements of the packed weights
+"""
 
 from __future__ import annotations
 
@@ -17,11 +23,8 @@ FP32 = torch.float32
 TAPS = (2, 3, 4)  # convolution widths that the kernels support
 WEIGHTS = 2**32 - 1  # maximum number of elements of in_proj, which kernels index with 32 bits
 
-# Letters of dimensions, in addition to those in weights.py:
-#     E 2D    P R + 2N    K taps    S states between chunks    T, t tokens of the batch before and after the block
-#     l tokens that the recurrence reads    U columns of uz    W elements of the packed weights
 DIRECTION = dict(conv="D1K", conv_bias="D", x_proj="PD", step_proj="DR", step_bias="D", skip="D", A_log="DN")
-# Dimensions and dtype of each field of `SavedForBackward`. None stands for the dtype of products.
+# dimension letters and dtype of each field of `SavedForBackward`, where None means the dtype of the matrix products
 SAVED: dict[str, tuple[str, torch.dtype | None]] = {
     "uz": ("BLU", None),
     "mean": ("BMD", None),
@@ -35,7 +38,7 @@ SAVED: dict[str, tuple[str, torch.dtype | None]] = {
 
 
 def check_lists(recurrence: str, pooled: bool, **lists: list[Tensor]) -> None:
-    """Raise a ValueError unless these list arguments of a schema have the expected lengths."""
+    """Raise a ValueError unless an operator's list arguments have the expected lengths."""
     check_choice("recurrence", recurrence, backends.RECURRENCES)
     selective = recurrence == "selective"
     lengths = dict(
@@ -80,7 +83,7 @@ def check_backward(
     dtype = saved[0].dtype
     check_choice("dtype of saved[0] (uz)", dtype, backends.DTYPES)
 
-    # tokens that the block returns, and tokens of uz
+    # check uz first, because the shapes of all other saved tensors follow from the number of tokens in uz
     sizes.update({"2": 2, "t": sizes["B"] * sizes["M"], "W": kernels.packed_size(weights.sizes(), dtype)})
     saved_rows = _saved_rows(recurrence, lines, saved, dtype)
     norm_rows = _norm_rows("next_normed", next_normed, "t", dtype)
@@ -108,7 +111,7 @@ def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:
 
 
 def _saved_rows(recurrence: str, lines: Lines | None, saved: list[Tensor], dtype: torch.dtype) -> list[Row]:
-    """Return table rows that describe the saved tensors to `check`. `dtype` is the dtype of products."""
+    """Return the rows with which `check` validates saved tensors. `dtype` is the dtype of the matrix products."""
     missing = {"A": recurrence != "selective", "pooled": lines is None}
     fields = [(name, *field) for name, field in SAVED.items() if not missing.get(name)]
     return [
@@ -124,9 +127,9 @@ def _norm_rows(name: str, normed: Normed | None, tokens: str, dtype: torch.dtype
 
 
 def _check_weights(residual: Row, scale_B: Tensor | None, weights: BlockWeights) -> dict[str, int]:
-    """Check that the kernels support a block's weights, and return the sizes by letter.
+    """Check that the kernels support a block's weights, and return the size of each dimension letter.
 
-    `residual` is the table row that describes the residual stream, or its gradient, to `check`.
+    `residual` is the row with which `check` validates the residual stream or the gradient of the residual stream.
     """
     norm_C, in_proj, out_proj, directions = weights
     name_of_x, x, _, _ = residual

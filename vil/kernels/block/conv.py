@@ -1,4 +1,4 @@
-"""Convolutions of a block with SiLU."""
+"""Causal convolutions of a block in both scan directions, followed by SiLU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ SOURCE = Source("block/conv", {
     ),
 })  # fmt: skip
 
-WARPS = 4  # warps of a CTA, as in conv.cu
+WARPS = 4  # number of warps per CTA, equal to WARPS in conv.cu
 
 
 def conv(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tensor:
-    """Return v_2BHD = silu(conv(u)) for the first H tokens of each direction. The last tap reads the current token."""
+    """Return v = silu(conv(u)), of shape (2, B, H, D), for the first H tokens that each of two directions reads.
+
+    The last tap of a filter reads the current token.
+    """
     (B, L, D), dtype, taps = u_BLD.shape, u_BLD.dtype, conv_2DK.shape[2]
     v_2BHD, vector = u_BLD.new_empty(2, B, H, D), vector_width(16 // dtype.itemsize, u_BLD)
     macros = dict(INPUT=ELEMENT[dtype], VECTOR=vector, TAPS=taps)

@@ -20,14 +20,16 @@ SOURCE = Source("block/conv_backward", {
     ),
 })  # fmt: skip
 
-WARPS = 4  # warps of a CTA, as in conv_backward.cu
+WARPS = 4  # number of warps per CTA, equal to WARPS in conv_backward.cu
 
 
 def conv_backward(
     u_BLD: Tensor, dv_2BHD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
     du_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Write du_BLD and return partial sums over tokens of the gradients of filters and biases, (parts, 2, K + 1, D).
+    """Write u's gradient to `du_BLD`, and return the filters' and biases' gradients as partial sums over tokens.
+
+    The partial sums have shape (parts, 2, K + 1, D).
 
     The biases have the last index of dimension K + 1. The inputs are the gradients of v without the contribution of
     its projections, and the gradients of the projections. Both are for the first H tokens of each direction. Other
@@ -50,7 +52,7 @@ def conv_backward(
 
 
 def share(B: int, L: int, most: int) -> tuple[int, int]:
-    """Return the number of tokens per stretch, and the number of parts into which all stretches are divided.
+    """Return how many consecutive tokens a lane processes (a stretch), and how many partial sums the kernel writes.
 
     At most `most` parts are used, because `most` parts keep the GPU busy and another kernel must add the parts. All
     parts have equally many stretches, in groups of four, and the stretches are as long as possible.
@@ -71,7 +73,7 @@ def reference(
     u_BLD: Tensor, dv_2BHD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
     du_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Reference implementation of `conv_backward`, which returns one part."""
+    """Reference implementation of `conv_backward` that returns a single partial sum."""
     dv_2BHD = dv_2BHD + (dprojected_2TP @ x_proj_2PD).view_as(dv_2BHD)
     inputs, H = [u_BLD, conv_2DK, conv_bias_2D], dv_2BHD.shape[2]
     found_BLD, dconv, dconv_bias = gradients(lambda u, w, b: conv.reference(u, w, b, H), inputs, dv_2BHD)

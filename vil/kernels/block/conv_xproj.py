@@ -1,4 +1,4 @@
-"""Convolutions, their projections and the step logits, in one kernel if supported, otherwise in three steps."""
+"""Convolutions, x_proj and step_proj of a block, in one kernel if the shapes allow, otherwise in three launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOURCE = Source("block/conv_xproj", {
     ),
 })  # fmt: skip
 
-STRIPS = 48  # number of strips (of two tokens) per CTA
+STRIPS = 48  # number of token pairs (strips) that a CTA processes
 K_TILE = 64  # channels per pipeline stage in shared memory
 
 
@@ -27,12 +27,11 @@ def conv_xproj(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int,
     project_step: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return v_2BHD (convolution and SiLU of both directions), projections v x_proj^T (2, T, P), and step logits (2, T,
-    D).
+    """Return both directions' convolutions v (2, B, H, D), projections v @ x_proj^T (2, T, P) and step logits.
 
-    The step is the first R columns of the projections. The step logits, step @ step_proj^T, are None if `project_step`
-    is False. All results are for the first H tokens of each direction (T tokens over the batch). The last of the K
-    taps reads the current token.
+    v includes SiLU. The step is the first R columns of the projections. The step logits, step @ step_proj^T, are (2, T,
+    D), or None if `project_step` is False. All results are for the first H tokens of each direction (T tokens over the
+    batch). The last of the K taps reads the current token.
     """
     (B, L, D), P, R, dtype = u_BLD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2], u_BLD.dtype
     if not fits(u_BLD, P, conv_2DK.shape[2]):
@@ -52,7 +51,7 @@ def conv_xproj(
 
 
 def fits(u_BLD: Tensor, P: int, taps: int) -> bool:
-    """Return whether one kernel supports the inputs.
+    """Return whether one kernel can compute convolutions, projections and step logits for these shapes.
 
     The kernel requires aligned copies, 32-bit offsets within two sequences, and at least one CTA for each
     multiprocessor.

@@ -25,7 +25,7 @@ from .tokens import Tokens
 from .weights import BlockWeights, DirectionWeights, Normed, Options, needs_gradients
 
 REVERSE = (False, True)
-ROWS = 16  # rows (tokens) of a task
+ROWS = 16  # number of tokens that one task of a CPU kernel processes
 
 
 class Saved(NamedTuple):
@@ -42,7 +42,7 @@ class Saved(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """Inputs of the scan."""
+    """Input tensors of `cpu_scan.forward` and `cpu_scan.backward`."""
 
     x: Tensor
     step_logits: Tensor
@@ -56,7 +56,7 @@ class Scanned(NamedTuple):
 def block(
     x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None, normed: Normed | None = None
 ) -> tuple[Tensor, None]:
-    """Run `block_op.block` on a CPU, always in fp32 and without the norm for the next block."""
+    """Run a block on a CPU in fp32, as `block_op.block` does on a GPU, but without the norm for the next block."""
     x_BLC, weights = x_BLC.contiguous(), BlockWeights.of([t.contiguous() for t in weights.flat()])
     scale_B = None if scale_B is None else scale_B.contiguous()
     if needs_gradients(x_BLC, weights):
@@ -87,7 +87,10 @@ class _Block(torch.autograd.Function):
 def _forward(
     options: Options, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, keep: bool
 ) -> tuple[Tensor, Saved | None]:
-    """Return x' and the tensors for backward, with states if `keep`. Pooled blocks do not support backward."""
+    """Return the block's output and the tensors that backward needs, or None for a pooled block without backward.
+
+    Unless `keep`, the states of the scan are not saved.
+    """
     (B, L, C), T = x_BLC.shape, x_BLC.shape[0] * x_BLC.shape[1]
     x_TC = x_BLC.view(T, C)
     h_TC, rstd_T = torch.empty_like(x_TC), x_TC.new_empty(T)
@@ -107,11 +110,11 @@ def _forward(
 
 
 def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """Return v, its projections and the step logits of both directions."""
+    """Return both directions' convolutions v, the projections of v, and the step logits."""
     T, (_, D, _, R, K) = uz_TE.shape[0], weights.sizes()
     v_2TD, filters = uz_TE.new_empty(2, T, D), _filters(weights)
     _channels("conv_forward", K, B, L, D, *_token_addresses(uz_TE, L), *_addresses(*filters, v_2TD))
-    # a row-major factor makes this product a fifth faster
+    # the copy is row-major, so that a token's keys and queries are contiguous, as the scan's kernel requires
     projected_2TP = torch.bmm(_both(weights, "x_proj"), v_2TD.mT).mT.contiguous()
     return v_2TD, projected_2TP, torch.bmm(projected_2TP[..., :R], _both(weights, "step_proj").mT)
 
@@ -119,7 +122,7 @@ def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tens
 def _pooled(
     recurrence: str, lines: Lines, uz_TE: Tensor, scale_B: Tensor | None, B: int, L: int, weights: BlockWeights
 ) -> Tensor:
-    """Return the input of out_proj in a pooled block. The result overwrites u."""
+    """Return the input of out_proj for a block that scans row or column means, as a view that overwrites `uz_TE`."""
     (_, D, N, R, K), T = weights.sizes(), len(uz_TE)
     skips = [direction.skip for direction in weights.directions]
     means_2BSD = uz_TE.new_empty(2, B, lines.S, D)
@@ -178,7 +181,10 @@ def _backward(
 def _through_directions(
     recurrence: str, dy_BLD: Tensor, weights: BlockWeights, saved: Saved, duz_TE: Tensor
 ) -> tuple[DirectionWeights, DirectionWeights]:
-    """Return the gradients of both directions' weights in scan, projections and convolutions, and write du."""
+    """Backpropagate through scans, projections and convolutions to u. Return the gradients of both directions' weights.
+
+    The gradient of u is written to `duz_TE`.
+    """
     (B, L, D), T, R, K = dy_BLD.shape, len(duz_TE), weights.sizes().R, weights.sizes().K
     scanned = _scanned(saved.v, saved.projected, saved.step_logits, B, L, weights)
     dv_2BLD, dstep_logits_2BLD, dk_2BLN, dq_2BLN, dA_2DN, dchannels_22D = scans.backward(
@@ -195,7 +201,7 @@ def _through_directions(
     tensors = *_filters(weights), dv_2TD, duz_TE, dfilters
     _channels("conv_backward", K, B, L, D, *_token_addresses(saved.uz, L), *_addresses(*tensors))
     dfilters_2KD, (dskip_2D, dstep_bias_2D) = dfilters.sum(0), dchannels_22D.unbind(1)
-    dA_log = (None, None) if scanned.A is None else dA_2DN * scanned.A  # A = -exp(A_log), so dA / dA_log = A
+    dA_log = (None, None) if scanned.A is None else dA_2DN * scanned.A  # because A = -exp(A_log)
     first, second = (
         DirectionWeights(
             dfilters_2KD[g, :K].t().unsqueeze(1), dfilters_2KD[g, K], dx_proj_2PD[g], dstep_proj_2DR[g],
@@ -214,7 +220,7 @@ def _gate(uz_TE, y_2BLD, scale_B, gated_TD) -> tuple[int, ...]:
 
 
 def _token_addresses(uz_TE: Tensor, L: int) -> tuple[int, int, int]:
-    """Return the address of u and the byte strides of images and tokens."""
+    """Return the address of u in `uz_TE`, the byte stride between images, and the byte stride between tokens."""
     E = uz_TE.shape[1]
     return uz_TE.data_ptr(), 4 * L * E, 4 * E
 

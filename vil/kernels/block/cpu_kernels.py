@@ -1,4 +1,4 @@
-"""CPU kernels of all parts of a block except the scan, in the Python subset that Numba compiles. `cpu` launches them.
+"""CPU kernels of a block except the scan, written in Python and compiled by Numba.
 
 Rows are tokens; u and z are the halves of rows of uz. Addresses and strides are in bytes. A task is a range of rows, or
 a block of `LANES` channels of one image, for which the convolutions keep a window of tokens.
@@ -30,8 +30,8 @@ from ..cpu.language import (
     store_rows,
 )  # fmt: skip
 
-AHEAD = 4  # number of tokens by which prefetching runs ahead
-WINDOW = 8  # tokens; power of 2 that covers the tokens that both filters read
+AHEAD = 4  # kernels prefetch the memory of the token that is `AHEAD` tokens after the current token
+WINDOW = 8  # number of tokens in a ring buffer: a power of 2 that covers the convolution taps of both directions
 
 
 @inlined
@@ -40,7 +40,7 @@ def row(address, size):
 
 
 def norm_forward():
-    """Kernel that computes h = gamma x rho and rho = 1 / sqrt(mean(x^2) + eps)."""
+    """Build the kernel of the RMSNorm h = gamma * x * rho, with rho = 1 / sqrt(mean(x^2) + eps)."""
 
     def kernel(arguments):
         _, _, tasks, rows, C, T, eps_bits, x0, gamma0, h0, rho0 = to_fixed_tuple(carray(arguments, (11,)), 11)
@@ -63,7 +63,10 @@ def norm_forward():
 
 
 def norm_backward():
-    """Kernel that adds the gradient of x to dx, and writes each task's partial gradient of gamma to a row of dgamma."""
+    """Build the kernel of the RMSNorm's backward pass, which writes one partial sum of gamma's gradient per task.
+
+    The norm's gradient is added to the residual stream's gradient.
+    """
 
     def kernel(arguments):
         (_, _, tasks, rows, C, T, x0, gamma0, rho0, dh0, dout0, dx0, dgamma0) = to_fixed_tuple(
@@ -92,7 +95,7 @@ def norm_backward():
 
 
 def gate_forward():
-    """Kernel that computes scale (y_0 + y_1) / 2 * silu(z)."""
+    """Build the kernel of the gate, which multiplies the mean of both directions by silu(z) and the scale."""
 
     def kernel(arguments):
         (_, _, tasks, rows, D, T, L, z0, zt, y0, y1, scale0, gated0) = to_fixed_tuple(carray(arguments, (13,)), 13)
@@ -113,7 +116,10 @@ def gate_forward():
 
 
 def gate_backward():
-    """Kernel that computes the gradients of z and y (equal for both directions), and recomputes the gate's output."""
+    """Build the kernel of the gate's backward pass, which also recomputes the gate's output.
+
+    The gradient of y is equal for both directions.
+    """
 
     def kernel(arguments):
         (_, _, tasks, rows, D, T, L, z0, zt, y0, y1, scale0, gated0, dgated0, dy0, dz0) = to_fixed_tuple(
@@ -142,7 +148,7 @@ def gate_backward():
 
 @inlined
 def take_filters(weights0, bias0, g, D, first, width, taps, weights, bias):
-    """Copy a direction's filters (D, 1, taps) as one row of channels per tap, and copy the biases."""
+    """Copy the biases and the transposed filters, (taps, channels), of one direction for a block of channels."""
     source = row(weights0 + BYTES * first * taps, width * taps)
     for i in range(taps):
         for d in range(width):
@@ -153,8 +159,8 @@ def take_filters(weights0, bias0, g, D, first, width, taps, weights, bias):
 
 
 @inlined
-def see(u1, ul, t, L, width, window):
-    """Store token t, or zeros after the last token, in the window."""
+def load_token(u1, ul, t, L, width, window):
+    """Load token t, or zeros after the last token, into the ring buffer `window`."""
     if t < L:
         prefetch_row(u1 + (t + AHEAD) * ul)
         load_rows(u1 + t * ul, 0, width, 1, window[t % WINDOW : t % WINDOW + 1])
@@ -163,8 +169,9 @@ def see(u1, ul, t, L, width, window):
 
 
 def conv_forward(taps: int):
-    """Kernel that computes v_g = silu(conv_g(u)), causal in the order of direction g. At token t, tap i of direction 0
-    reads token t - taps + 1 + i.
+    """Build the kernel of both directions' causal convolutions with SiLU.
+
+    At token t, tap i of direction 0 reads token t - taps + 1 + i.
     """
     of_weights, of_window, two = 2 * taps * LANES, WINDOW * LANES, 2 * LANES
 
@@ -185,9 +192,9 @@ def conv_forward(taps: int):
             u1, v1 = u0 + b * ub + BYTES * first, v0 + BYTES * (b * L * D + first)
             clear(window, WINDOW)
             for t in range(taps - 1):
-                see(u1, ul, t, L, width, window)
+                load_token(u1, ul, t, L, width, window)
             for t in range(L):
-                see(u1, ul, t + taps - 1, L, width, window)
+                load_token(u1, ul, t + taps - 1, L, width, window)
                 for d in range(LANES):
                     earlier, later = bias[0, d], bias[1, d]
                     for i in range(taps):
@@ -204,7 +211,10 @@ def conv_forward(taps: int):
 
 
 def conv_backward(taps: int):
-    """Kernel that computes du, and each image's gradients of filters and biases, (B, 2, taps + 1, D)."""
+    """Build the kernel of the convolutions' backward pass.
+
+    Each image has its own sum of the gradients of filters and biases, (B, 2, taps + 1, D).
+    """
     of_weights, of_window, two, of_sums = 2 * taps * LANES, WINDOW * LANES, 2 * LANES, 2 * (taps + 1) * LANES
 
     def kernel(arguments):
@@ -233,9 +243,9 @@ def conv_backward(taps: int):
             clear(behind, WINDOW)
             clear(sums, 2 * (taps + 1))
             for t in range(taps - 1):
-                see(u1, ul, t, L, width, window)
+                load_token(u1, ul, t, L, width, window)
             for t in range(L + taps - 1):
-                see(u1, ul, t + taps - 1, L, width, window)
+                load_token(u1, ul, t + taps - 1, L, width, window)
                 if t < L:
                     for g in range(2):
                         prefetch_row(dv1 + BYTES * ((t + AHEAD) * D + g * B * L * D))
@@ -264,7 +274,7 @@ def conv_backward(taps: int):
                 else:
                     clear(before[t % WINDOW : t % WINDOW + 1], 1)
                     clear(behind[t % WINDOW : t % WINDOW + 1], 1)
-                seen = t - (taps - 1)  # oldest token, which no later output reads
+                seen = t - (taps - 1)  # no later output reads token `seen`, so its gradient is complete
                 if seen >= 0:
                     for d in range(LANES):
                         total = ZERO
@@ -282,7 +292,7 @@ def conv_backward(taps: int):
 
 @inlined
 def position_in_line(i, count, length):
-    """Return the pooled token, the line and the position in the line of token i, where tokens are ordered by lines."""
+    """Return the mean's index, the line (row or column) and the position in the line of token i in line order."""
     center = count * length // 2
     patch = i - (i > center)
     line = patch // length
@@ -299,8 +309,8 @@ def index_in_memory(i, count, length, next, next_line):
 
 
 @inlined
-def see_in_line(u1, ul, i, count, length, next, next_line, width, window):
-    """Store token i, in the order of lines, in the window, as `see` does."""
+def load_token_of_line(u1, ul, i, count, length, next, next_line, width, window):
+    """Load token i in line order (row by row or column by column) into the ring buffer `window`."""
     if i <= count * length:
         index = index_in_memory(i, count, length, next, next_line)
         load_rows(u1 + index * ul, 0, width, 1, window[i % WINDOW : i % WINDOW + 1])
@@ -309,7 +319,10 @@ def see_in_line(u1, ul, i, count, length, next, next_line, width, window):
 
 
 def pool_forward(taps: int):
-    """Kernel that averages v_g = silu(conv_g(u)) over lines, and overwrites u by (skip_0 v_0 + skip_1 v_1) / 2."""
+    """Build the kernel that averages both directions' convolved tokens over rows or columns.
+
+    With v_g = silu(conv_g(u)), the kernel overwrites u by the skip connections (skip_0 v_0 + skip_1 v_1) / 2.
+    """
     of_weights, of_window, two = 2 * taps * LANES, WINDOW * LANES, 2 * LANES
 
     def kernel(arguments):
@@ -336,9 +349,9 @@ def pool_forward(taps: int):
             clear(window, WINDOW)
             clear(sums, 2)
             for i in range(taps - 1):
-                see_in_line(u1, ul, i, count, length, next, next_line, width, window)
+                load_token_of_line(u1, ul, i, count, length, next, next_line, width, window)
             for i in range(L):
-                see_in_line(u1, ul, i + taps - 1, count, length, next, next_line, width, window)
+                load_token_of_line(u1, ul, i + taps - 1, count, length, next, next_line, width, window)
                 for d in range(LANES):
                     earlier, later = bias[0, d], bias[1, d]
                     for j in range(taps):
@@ -369,7 +382,11 @@ def pool_forward(taps: int):
 
 
 def pooled_gate_forward():
-    """Kernel that overwrites `skipped` by scale ((y_0 + y_1) / 2 + skipped) silu(z). y is the output of each line."""
+    """Build the kernel of the gate after a scan of row or column means.
+
+    The kernel overwrites the skip connections s by scale * ((y_0 + y_1) / 2 + s) * silu(z), where y_0 and y_1 are the
+    scan's outputs for the token's row or column.
+    """
 
     def kernel(arguments):
         (_, _, tasks, rows, D, T, L, uz0, uzt, y0, y1, scale0, count, length, columns) = to_fixed_tuple(

@@ -24,7 +24,7 @@ REVERSE = (False, True)
 
 
 class Projected(NamedTuple):
-    """Inputs of the recurrence, for the H tokens that each direction reads."""
+    """Inputs of the recurrence in both directions: convolutions v, keys, queries, steps and step logits."""
 
     v: Tensor  # (2, B, H, D)
     k: Tensor  # (2, B, H, N)
@@ -35,14 +35,15 @@ class Projected(NamedTuple):
 
 @planned(check_forward)
 def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Return x'; xhat' and its factors, or None twice; and `SavedForBackward` if `keep`. `flat` holds the tensors of
-    `Inputs`.
+    """Return the block's output, the output's norm (xhat and rstd, or None) and, if `keep`, the tensors for backward.
+
+    `flat` holds the tensors of `Inputs`, and the tensors for backward are those of `SavedForBackward`.
     """
     x_BLC, scale_B, normed, weights = Inputs.of(map(aligned, flat))
     (B, L, C), D, dtype = x_BLC.shape, weights.out_proj.shape[1], options.dtype
     tokens, x_TC = Tokens(L, options.class_token_only), x_BLC.view(-1, C)
     tiles = None if options.class_token_only else kernels.empty_tiles(B * L, weights.out_proj, dtype)
-    # cuBLAS accumulates out_proj's product into the residual stream, so copy the stream first
+    # cuBLAS adds out_proj's product to its output in place, so copy the residual stream first
     copy = not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
     packed, norm = kernels.pack_weights(weights, dtype, tiles, None if normed else x_TC, options.eps, copy)
     w, A_2DN = PackedWeights.of(packed, weights.sizes()), A_of(weights)
@@ -70,7 +71,7 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
 def _read_tokens(
     options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None, tokens: Tokens
 ) -> tuple[kernels.GateInputs, None, Tensor]:
-    """Run the recurrence over every token. Return the inputs of the gate and the states."""
+    """Scan all tokens. Return the inputs of the gate, None, and the states that backward needs."""
     schedule, from_step = kernels.schedule_scan(options.recurrence, u_BLD, tokens.H, w.x_proj, w.step_proj)
     p = project(u_BLD, w, tokens.H, not from_step)
     y_2BHD, states = scans.scan_forward(
@@ -83,7 +84,7 @@ def _read_tokens(
 def _read_lines(
     options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None
 ) -> tuple[kernels.GateInputs, Tensor, Tensor]:
-    """Run the recurrence over the means of lines. Return the inputs of the gate, the means and the states."""
+    """Scan row or column means. Return the inputs of the gate, the means, and the states that backward needs."""
     lines = options.lines
     assert lines is not None
     means_2BSD, skipped_BLD = kernels.pool(u_BLD, w.conv, w.conv_bias, w.skip, lines)
@@ -99,7 +100,7 @@ def _read_lines(
 
 
 def project_pooled(means_2BSD: Tensor, w: PackedWeights) -> Projected:
-    """Project the means of lines to the inputs of a pooled block's recurrence."""
+    """Project row or column means (2, B, S, D) to the inputs of the recurrence."""
     R, P = w.step_proj.shape[2], w.x_proj.shape[1]
     projected_2TP = torch.bmm(means_2BSD.flatten(1, 2), w.x_proj.mT)
     step_logits_2TD = torch.bmm(projected_2TP[..., :R], w.step_proj.mT)
@@ -115,7 +116,7 @@ def A_of(weights: BlockWeights) -> Tensor | None:
 
 
 def split(uz_BLE: Tensor, xhat_TC: Tensor, w: PackedWeights, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Split uz into u of all tokens and z of the output tokens."""
+    """Return u of all tokens and z of the output tokens, which are the two halves of in_proj's output."""
     if not tokens.class_token_only:
         u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
         return u_BLD, z_BLD
@@ -125,9 +126,7 @@ def split(uz_BLE: Tensor, xhat_TC: Tensor, w: PackedWeights, tokens: Tokens) -> 
 
 
 def project(u_BLD: Tensor, w: PackedWeights, H: int, project_step: bool) -> Projected:
-    """Return convolutions and projections of the first H tokens of each direction, with step logits if
-    `project_step`.
-    """
+    """Return the inputs of the recurrence for the first H tokens of each direction. Step logits are optional."""
     B, R, P = len(u_BLD), w.step_proj.shape[2], w.x_proj.shape[1]
     v_2BHD, projected_2TP, step_logits_2TD = kernels.conv_xproj(
         u_BLD, w.conv, w.conv_bias, w.x_proj, w.step_proj, H, project_step

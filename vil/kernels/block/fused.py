@@ -14,7 +14,7 @@ from .weights import BlockWeights
 
 
 def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -> Callable | None:
-    """Return the fused operator for a block with these weights and this residual stream, or None if none supports it.
+    """Return the fused operator that supports a block's weights and input, or None if no operator does.
 
     Like `block_op.block`, the operator accepts (x_BLC, weights, options, scale_B, normed) and returns x' and its norm
     or None.

@@ -26,18 +26,18 @@ SOURCE = Source("block/gate", {
     ),
 })  # fmt: skip
 
-WARPS = 4  # warps of a CTA, as in gate.cu
+WARPS = 4  # number of warps per CTA, equal to WARPS in gate.cu
 
 
 class GateInputs(NamedTuple):
-    """The two tensors whose mean is gated."""
+    """Two tensors that the gate averages and multiplies by silu(z)."""
 
-    first: Tensor  # (B, L, D): y of the first direction, or the sum of both skip connections in a pooled block
-    second: Tensor  # (B, L, D): y of the second direction, or the sum of both y per line (B, S, D) in a pooled block
-    lines: Lines | None = None  # of a pooled block
+    first: Tensor  # (B, L, D): output of the first direction or, in a pooled block, the summed skip connections
+    second: Tensor  # output (B, L, D) of the second direction or, in a pooled block, summed scan outputs (B, S, D)
+    lines: Lines | None = None  # rows or columns of a pooled block
 
     def arguments(self) -> dict:
-        """Return the kernel arguments that describe the two tensors."""
+        """Return the gate kernel's arguments for both tensors, and for the rows or columns of a pooled block."""
         lines = (self.lines or Lines(0, 0, False)).arguments()
         return dict(y_0=self.first, y_1=self.second, **lines)
 
@@ -58,7 +58,7 @@ def gate(y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tu
 def gate_backward(
     dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor, dz_BLD: Tensor
 ) -> Tensor:
-    """Write dy_BLD, equal for both directions, and dz_BLD; return the recomputed gated_BLD."""
+    """Write the gradients of each direction's output to `dy_BLD` and of z to `dz_BLD`. Return the recomputed gate."""
     B, L, D = mean_BLD.shape
     gated_BLD = torch.empty_like(mean_BLD)
     arguments = dict(
@@ -71,7 +71,7 @@ def gate_backward(
 
 
 def token_stride(t_BLD: Tensor) -> int:
-    """Return the stride between tokens, computed from the stride between images, so that L may be 1."""
+    """Return the stride between tokens, computed from the batch stride, because L = 1 makes the stride arbitrary."""
     return t_BLD.stride(0) // t_BLD.shape[1]
 
 

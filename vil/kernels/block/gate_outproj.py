@@ -25,7 +25,7 @@ SOURCE = Source("block/gate_outproj", {
 
 
 def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
-    """Return whether `gate_outproj` is one kernel, for few tokens or, on Hopper, for many tokens."""
+    """Return whether one kernel runs gate and out_proj, for few tokens on any GPU or for many tokens on Hopper."""
     T, C = x_TC.shape
     if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or vector_width(4, x_TC) < 4:
         return False
@@ -38,10 +38,10 @@ def gate_outproj(
     x_TC: Tensor, y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Return x + gated @ out_proj^T, the mean of both directions (empty unless `keep`), and a list.
+    """Return the block's output x + gated @ out_proj^T, the mean of both directions, and the output's norm.
 
-    The sum overwrites x unless `fuses_product`. If `eps` and `tiles` are given, the list has the norm of the sum and
-    the norm's factors, as in `pack_weights`. Otherwise, the list is empty.
+    The output overwrites x unless `fuses_product`. The mean is empty unless `keep`. If `eps` and `tiles` are given, the
+    norm is a list of xhat and rstd, as in `pack_weights`. Otherwise, the list is empty.
     """
     (B, L, D), (T, C), dtype = y.first.shape, x_TC.shape, z_BLD.dtype
     if not fuses_product(x_TC, D, dtype):
@@ -61,7 +61,7 @@ def gate_outproj(
 
 
 def cta_count(T: int, C: int) -> int:
-    """Return the number of CTAs of `gate_outproj_of_few`, which compute 16 tokens x 48 outputs each."""
+    """Return the number of CTAs of the kernel `gate_outproj_of_few`. Each CTA computes 16 tokens x 48 outputs."""
     return -(-T // 16) * (C // 48)
 
 
@@ -76,7 +76,7 @@ def reference(
     x_TC: Tensor, y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Reference implementation of `gate_outproj`, which returns the norm whenever `eps` is given."""
+    """Reference implementation of `gate_outproj` that returns the output's norm whenever `eps` is given."""
     gated_BLD, mean_BLD = gates.reference(y, z_BLD, scale_B, keep)
     out_TC = x_TC + gated_BLD.flatten(0, 1) @ out_proj_CD.t()
     return out_TC, mean_BLD, [] if eps is None else list(reference_norm(out_TC, eps, out_TC.dtype))

@@ -1,4 +1,4 @@
-"""Backward of the gate and the product with out_proj.
+"""Backward pass of the gate and of the product with out_proj.
 
 For many tokens on Hopper, this is one kernel, otherwise a product and a gate kernel.
 """
@@ -28,7 +28,7 @@ def gate_outproj_backward(
     dout_TC: Tensor, out_proj_CD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor,
     dz_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Run `gate_backward` with the gradient dout @ out_proj of the gate's output.
+    """Backpropagate through out_proj and the gate: write `dy_BLD` and `dz_BLD`, and return the recomputed gate.
 
     On Hopper, the product and the gate's backward are one kernel if the tokens fill the GPU, z is half of uz and dz is
     half of the gradient of uz.
@@ -41,8 +41,8 @@ def gate_outproj_backward(
         dgated_BLD = torch.mm(dout_TC, out_proj_CD).view_as(mean_BLD)
         return gates.gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
     gated_BLD = torch.empty_like(mean_BLD)
-    slices = D // 128  # number of slices of 128 channels; a CTA fills a multiprocessor and processes one slice
-    blocks = max(1, hardware.multiprocessors(device_of(dout_TC)) // slices)  # number of CTAs per slice
+    slices = D // 128  # number of slices of 128 channels, of which each CTA processes one
+    blocks = max(1, hardware.multiprocessors(device_of(dout_TC)) // slices)  # number of CTAs for each slice of channels
     rounds, tokens = forward.shares(T, blocks)
     macros = macros_of(dout_TC.dtype, C)
     launches.launch(SOURCE, "gate_outproj_backward", macros, blocks * slices, 384, dict(
@@ -54,7 +54,7 @@ def gate_outproj_backward(
 
 
 def macros_of(dtype: torch.dtype, C: int) -> dict:
-    """Return the macros, with as many slots per warp group as shared memory has beside the weights of 128 channels."""
+    """Return the kernel's macros, with as many input buffers per warp group as fit in shared memory."""
     weights, slot = C * 128 * 2, 64 * 128 + 2 * 8
     slots = (227 * 1024 - weights - 8) // (2 * slot)
     return dict(INPUT=ELEMENT[dtype], WIDTH=C, SLOTS=slots, CTA_BYTES=weights + 2 * slots * slot + 8)

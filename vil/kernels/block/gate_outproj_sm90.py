@@ -21,17 +21,17 @@ SOURCE = Source("block/gate_outproj_sm90", {
     ),
 }, only_hopper=True)  # fmt: skip
 
-STAGES, SLOTS = 5, 2  # number of pipeline stages for weights and for tokens
+STAGES, SLOTS = 5, 2  # number of pipeline stages for weights, and for the tokens of each warp group
 
 
 def fits(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether this kernel and its backward support these tokens."""
+    """Return whether the Hopper kernels of gate and out_proj, forward and backward, support these sizes."""
     shape = dtype.itemsize == 2 and C in (192, 384) and D == 2 * C
     return shape and hardware.is_hopper(device) and 64 * hardware.multiprocessors(device) <= T
 
 
 def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Allocate the tiled copy of out_proj that `pack_weights` writes, or return None if the kernel is not used."""
+    """Allocate a copy of out_proj for the Hopper kernel's tiled layout, or return None if the kernel does not run."""
     C, D = out_proj.shape
     takes = fits(T, C, D, dtype, device_of(out_proj))
     return torch.empty_like(out_proj, dtype=dtype, memory_format=torch.contiguous_format) if takes else None
@@ -41,7 +41,7 @@ def gate_outproj_sm90(
     x_TC: Tensor, y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, tiles: Tensor, mean_BLD: Tensor | None,
     eps: float | None,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Return x + gated out_proj^T and, if `eps` is given, the norm of this sum and the norm's factors.
+    """Return the block's output x + gated @ out_proj^T and, if `eps` is given, xhat and rstd of the output's norm.
 
     The mean of both directions is written to `mean_BLD` if given. x must be aligned to 16 bytes, and z must be the
     last half of uz.

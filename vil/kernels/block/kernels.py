@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""All kernels of a block except the scan, as forward and backward call them.
+"""Launch functions of a block's CUDA kernels except the scan, collected from one module per kernel.
 
 Each kernel has a module with the name of its source, which contains limits, macros, launch and the reference
 implementation `reference`. If a kernel has dynamic shared memory, the host computes its size as the macro CTA_BYTES,

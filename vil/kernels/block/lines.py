@@ -1,4 +1,4 @@
-"""Lines of patches (rows or columns) that a pooled block reads."""
+"""Rows or columns of the patch grid, whose means a pooled block scans instead of single patches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINE_PARAMETERS: Parameters = dict(count=I64, length=I64, next=I64, next_line=I6
 
 
 class Lines(NamedTuple):
-    """Number, length and orientation of the lines of patches.
+    """Number, length and orientation of the lines (rows or columns) of the patch grid.
 
     Each line is one pooled token. The class token is another pooled token, at index number // 2. Among all tokens, the
     class token has index number * length // 2, both in the order of lines and in row-major memory order.
@@ -23,11 +23,11 @@ class Lines(NamedTuple):
 
     number: int
     length: int
-    columns: bool  # whether lines are columns (otherwise rows) of patches
+    columns: bool  # True for columns of the patch grid, False for rows
 
     @classmethod
     def of(cls, h: int, w: int, columns: bool) -> Lines:
-        """Return the lines (rows or columns) of a grid of patches."""
+        """Return the rows, or with `columns` the columns, of a grid of h x w patches."""
         return cls(w, h, True) if columns else cls(h, w, False)
 
     @classmethod
@@ -39,12 +39,12 @@ class Lines(NamedTuple):
 
     @property
     def S(self) -> int:
-        """Number of pooled tokens."""
+        """Number of tokens after pooling: one mean per row or column, and the class token."""
         return self.number + 1
 
     @property
     def L(self) -> int:
-        """Number of tokens."""
+        """Number of tokens before pooling: all patches and the class token."""
         return self.number * self.length + 1
 
     def arguments(self) -> dict[str, int]:
@@ -53,7 +53,7 @@ class Lines(NamedTuple):
         return dict(count=self.number, length=self.length, next=next, next_line=next_line)
 
     def order(self) -> Tensor:
-        """Return the memory index of each token, in the order of lines."""
+        """Return the row-major indices of all tokens, sorted row by row or column by column."""
         patches = torch.arange(self.L - 1)
         if self.columns:
             patches = patches.view(self.length, self.number).t().flatten()
@@ -62,13 +62,13 @@ class Lines(NamedTuple):
         return torch.cat([patches[:center], torch.tensor([center]), patches[center:]])
 
     def pooled(self) -> Tensor:
-        """Return the index of the pooled token of each token, for tokens in the order of lines."""
+        """Return the index of each token's row or column mean, for tokens sorted row by row or column by column."""
         lines = torch.arange(self.L - 1) // self.length
         lines, center = lines + (lines >= self.number // 2), (self.L - 1) // 2
         return torch.cat([lines[:center], torch.tensor([self.number // 2]), lines[center:]])
 
     def pooled_in_memory(self) -> Tensor:
-        """Return the index of the pooled token of each token, for tokens in memory order."""
+        """Return the index of each token's row or column mean, for tokens in row-major order."""
         return self.pooled()[self.order().argsort()]
 
 
@@ -79,12 +79,12 @@ def cta_shape(D: int, vector: int) -> tuple[int, int]:
 
 
 def in_order(t_BLX: Tensor, lines: Lines) -> Tensor:
-    """Reorder tokens from memory order to the order of lines (for reference implementations)."""
+    """Sort tokens (B, L, X) from row-major order to row by row or column by column, as `lines` specifies."""
     return t_BLX[:, lines.order().to(t_BLX.device)]
 
 
 def line_means(v_BLD: Tensor, lines: Lines) -> Tensor:
-    """Average tokens in the order of lines to pooled tokens (B, S, D) (for reference implementations)."""
+    """Average tokens that `in_order` has sorted over each row or column, and return (B, S, D)."""
     pooled = lines.pooled().to(v_BLD.device)
     sums_BSD = v_BLD.new_zeros(v_BLD.shape[0], lines.S, v_BLD.shape[2]).index_add(1, pooled, v_BLD)
     return sums_BSD / pooled.bincount(minlength=lines.S)[:, None]

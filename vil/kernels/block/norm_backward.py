@@ -1,4 +1,4 @@
-"""Gradient of the norm without its weight, whose forward is part of other kernels (norm.cuh)."""
+"""Backward pass of the RMSNorm without a weight. The forward pass is part of other kernels (norm.cuh)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ SOURCE = Source("block/norm_backward", {
 
 
 def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x from those of xhat and of the residual stream, in fp32 and in xhat's dtype."""
+    """Backpropagate through the norm, and add the residual stream's gradient. Return the sum in fp32 and rounded.
+
+    The rounded sum has xhat's dtype.
+    """
     (T, C), rounds = xhat_TC.shape, xhat_TC.dtype != dresidual_TC.dtype
     dx_TC = torch.empty_like(dresidual_TC)
     rounded_TC = torch.empty_like(xhat_TC) if rounds else dx_TC
@@ -36,7 +39,7 @@ def empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
 
 
 def reference_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Reference implementation of the norm, which returns xhat and the factors rstd."""
+    """Return the normalized tokens xhat = x * rstd and the factors rstd = 1 / sqrt(mean(x^2) + eps)."""
     rstd_T = (x_TC.square().mean(-1) + eps).rsqrt()
     return (x_TC * rstd_T[:, None]).to(dtype), rstd_T
 

@@ -1,4 +1,4 @@
-"""Packing of a block's weights into one tensor, in the same launch as the norm of the block's input."""
+"""Packing of a block's weights into one tensor. The same kernel launch also normalizes the block's input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WEIGHTS = "conv", "conv_bias", "x_proj", "step", "step_bias", "skip"  # names of
 
 
 def direction_parameters(prefix: str, pointer: Pointer) -> Parameters:
-    """Declare kernel parameters for the arguments that `by_direction` returns."""
+    """Declare kernel parameters for both directions' weights, such as `conv_0` and `conv_1`."""
     return {f"{prefix}{name}_{g}": pointer for name in WEIGHTS for g in (0, 1)}
 
 
@@ -37,15 +37,15 @@ SOURCE = Source("block/pack_weights", {
     ),
 })  # fmt: skip
 
-ALIGNMENT = 64  # elements; alignment of each weight or gradient within a shared tensor
+ALIGNMENT = 64  # alignment, in elements, of each weight or gradient within a shared tensor
 
 
 class PackedWeights(NamedTuple):
-    """Weights in the layout of kernels and products, with projections in the products' dtype and others in fp32."""
+    """A block's weights as kernels read them: projections in the dtype of matrix products, all others in fp32."""
 
-    in_proj: Tensor  # (2D, C), multiplied by the norm's weight: in_proj @ (norm * xhat) = (in_proj * norm) @ xhat
+    in_proj: Tensor  # (2D, C): weight of in_proj times the norm's weight, so that the norm itself needs no weight
     out_proj: Tensor  # (C, D)
-    x_proj: Tensor  # (2, padded R + 2N, D), where zero rows pad R
+    x_proj: Tensor  # (2, padded R + 2N, D): weights of x_proj, in which rows of zeros pad R to a multiple of 8
     step_proj: Tensor  # (2, D, padded R)
     conv: Tensor  # (2, D, K)
     conv_bias: Tensor  # (2, D)
@@ -54,7 +54,7 @@ class PackedWeights(NamedTuple):
 
     @classmethod
     def of(cls, packed: Tensor, sizes: Sizes) -> PackedWeights:
-        """Return views of the tensor that `pack_weights` wrote, with `packed_size` elements of the products' dtype."""
+        """Return the weights as views of the tensor `packed`, which `pack_weights` has filled."""
         views, start = [], 0
         for shape, fp32 in _parts(sizes):
             length = _length(shape, packed.dtype, fp32)
@@ -74,7 +74,7 @@ def _parts(sizes: Sizes) -> list[tuple[tuple[int, ...], bool]]:
 
 
 def _length(shape: tuple[int, ...], dtype: torch.dtype, fp32: bool) -> int:
-    """Return the size of a part in elements of `dtype`, padded so that the next part is aligned."""
+    """Return the number of elements of `dtype` that a weight of this shape occupies, including alignment padding."""
     elements = math.prod(shape) * (2 if fp32 and dtype.itemsize < 4 else 1)
     return elements + -elements % ALIGNMENT
 
@@ -87,7 +87,7 @@ def packed_size(sizes: Sizes, dtype: torch.dtype) -> int:
 def pack_weights(
     weights: BlockWeights, dtype: torch.dtype, tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Pack the weights of a block into one tensor for `PackedWeights`, and write `tiles` for `gate_outproj`.
+    """Pack a block's weights into one tensor for `PackedWeights`, and write a tiled copy of out_proj to `tiles`.
 
     If x_TC is given, also return its norm without weight, x / sqrt(mean(x^2) + eps), in `dtype`, the norm's factors
     (T,) in fp32, and x or, at little extra cost, a copy of x.
@@ -114,12 +114,15 @@ def pack_weights(
 
 
 def by_direction(prefix: str, directions: Sequence[Sequence[Tensor | None]]) -> dict:
-    """Return the first six weights of both directions by kernel parameter name. `prefix` is "d" for gradients."""
+    """Return both directions' weights except A_log as a dict from kernel parameter names, such as `conv_0`, to tensors.
+
+    `prefix` is "d" for gradients.
+    """
     return {f"{prefix}{name}_{g}": t for g, weights in enumerate(directions) for name, t in zip(WEIGHTS, weights)}
 
 
 def reference_packed(weights: BlockWeights, dtype: torch.dtype) -> PackedWeights:
-    """Reference implementation of the packing. Weights of the directions are in `dtype`, others in their own dtype."""
+    """Return the packed weights as separate tensors. in_proj and out_proj keep their dtype, all others have `dtype`."""
     first, second = weights.directions
     conv, conv_bias, x_proj, step_proj, step_bias, skip = [
         torch.stack(pair).to(dtype) for pair in zip(first[:6], second[:6])
@@ -133,7 +136,7 @@ def reference_packed(weights: BlockWeights, dtype: torch.dtype) -> PackedWeights
 def reference(
     weights: BlockWeights, dtype: torch.dtype, tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Reference implementation of `pack_weights`, which does not write `tiles`."""
+    """Reference implementation of `pack_weights` that does not write `tiles`."""
     packed = weights.norm.new_zeros(packed_size(weights.sizes(), dtype), dtype=dtype)
     for part, value in zip(PackedWeights.of(packed, weights.sizes()), reference_packed(weights, dtype)):
         part.copy_(value)

@@ -1,4 +1,4 @@
-"""Inputs of a pooled block's recurrence: means of convolved tokens over lines of patches."""
+"""Row or column means of a pooled block's convolved tokens, which the recurrence scans instead of the tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WARPS = {2: 30, 4: 24}  # resident warps per multiprocessor, by element size in 
 def pool(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, skip_2D: Tensor, lines: Lines
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the means over lines (2, B, S, D) of v = silu(conv(u)), and the sum of skip * v over both directions.
+    """Return row or column means (2, B, S, D) of v = silu(conv(u)), and skip * v summed over both directions.
 
     The last tap reads the current token. Tokens of inputs and results are in memory order (row-major).
     """
@@ -44,7 +44,7 @@ def pool(
 
 
 def reference_v(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, lines: Lines) -> Tensor:
-    """Return v_2BLD of both directions in the order of lines, for u in memory order."""
+    """Return v = silu(conv(u)) of both directions (2, B, L, D), with tokens row by row or column by column."""
     return conv.reference(in_order(u_BLD, lines), conv_2DK, conv_bias_2D, lines.L)
 
 

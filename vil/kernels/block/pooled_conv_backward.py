@@ -1,4 +1,4 @@
-"""Gradients of a pooled block's convolutions and skips."""
+"""Gradients of the convolutions and skip connections of a pooled block, which scans row or column means."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCE = Source("block/pooled_conv_backward", {
     ),
 })  # fmt: skip
 
-VECTOR, WARPS = 2, 12  # maximum vector width in elements; resident warps per multiprocessor
+VECTOR, WARPS = 2, 12  # maximum vector width in elements, and number of resident warps per multiprocessor
 SEGMENT = 64  # as in lines.cuh
 
 
@@ -29,10 +29,11 @@ def pooled_conv_backward(
     u_BLD: Tensor, dy_BLD: Tensor, dmeans_2BSD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, skip_2D: Tensor,
     du_BLD: Tensor, lines: Lines,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write du_BLD and return partial gradients of filters and biases (parts, 2, K + 1, D) and of skips (parts, 2, D).
+    """Write u's gradient to `du_BLD`, and return partial sums of the gradients of filters, biases and skips.
 
-    The caller must sum the parts. The biases have the last index of dimension K + 1. dy_BLD is the gradient of the
-    output, equal for both directions, and dmeans_2BSD is the gradient of the recurrence's input.
+    Partial sums are (parts, 2, K + 1, D) for filters and biases, and (parts, 2, D) for skips. The biases have the last
+    index of dimension K + 1. dy_BLD is the gradient of the output, equal for both directions, and dmeans_2BSD is the
+    gradient of the recurrence's input.
     """
     (B, L, D), taps = u_BLD.shape, conv_2DK.shape[2]
     vector = vector_width(VECTOR, u_BLD, du_BLD)
@@ -51,7 +52,10 @@ def pooled_conv_backward(
 
 
 def share(B: int, L: int, most: int) -> tuple[int, int]:
-    """Return the tokens per stretch (a multiple of 4) and the number of parts. `most` parts keep the GPU busy."""
+    """Return how many consecutive tokens a CTA processes at a time, and how many CTAs share all tokens.
+
+    The number of tokens is a multiple of 4. `most` CTAs keep the GPU busy, and each CTA writes one partial sum.
+    """
     most = max(1, most)
     rounds = -(-B * -(-L // SEGMENT) // most)
     stretch = max(8, -(-L // (4 * max(-(-L // SEGMENT), most * rounds // B))) * 4)
@@ -62,7 +66,7 @@ def reference(
     u_BLD: Tensor, dy_BLD: Tensor, dmeans_2BSD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, skip_2D: Tensor,
     du_BLD: Tensor, lines: Lines,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Reference implementation of `pooled_conv_backward`, which returns one part."""
+    """Reference implementation of `pooled_conv_backward` that returns a single partial sum."""
 
     def read_and_skipped(u_BLD, conv_2DK, conv_bias_2D, skip_2D):
         v_2BLD = reference_v(u_BLD, conv_2DK, conv_bias_2D, lines)

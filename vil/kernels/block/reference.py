@@ -27,7 +27,7 @@ def block(x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tenso
 
 
 def direction(recurrence: str, u_BLD: Tensor, weights: DirectionWeights, *, reverse: bool) -> Tensor:
-    """Return y_BLD of one direction: convolution and SiLU, projections of each token, and the recurrence over them."""
+    """Return the output (B, L, D) of one scan direction: convolution, SiLU, projections and recurrence."""
     D, _, taps = weights.conv.shape
     u_BDL = u_BLD.mT.flip(-1) if reverse else u_BLD.mT
     v_BDL = F.silu(F.conv1d(F.pad(u_BDL, (taps - 1, 0)), weights.conv, weights.conv_bias, groups=D))

@@ -1,4 +1,4 @@
-"""Projections and scan of a pooled block's lines: one kernel for few images, otherwise three products and a scan."""
+"""Projections and scan of row or column means, in one kernel for few images, otherwise in several launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOURCE = Source("block/scan_lines", {
     ),
 })  # fmt: skip
 
-# channels per CTA; maximum number of lines (one chunk, so that backward needs no saved states)
+# number of channels per CTA, and maximum number of means: one chunk, so that backward needs no saved states
 CHANNELS, MOST_LINES = 32, CHUNK
 
 
@@ -39,7 +39,7 @@ def scan_lines(
     recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, A_2DN: Tensor | None,
     step_bias_2D: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return y_BSD summed over both directions, and an empty tensor instead of states between chunks.
+    """Return the scan's output (B, S, D) summed over both directions, and an empty tensor, because no state is saved.
 
     The first R of the P columns of x_proj project to the step.
     """
@@ -66,7 +66,7 @@ def reference(
     recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, A_2DN: Tensor | None,
     step_bias_2D: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Reference implementation of `scan_lines`, which returns only y."""
+    """Reference implementation of `scan_lines` that returns only the scan's output."""
     P, R = x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     projected_2BSP = means_2BSD @ x_proj_2PD.mT[:, None]
     step, k, q = projected_2BSP.split((R, (P - R) // 2, (P - R) // 2), dim=-1)

@@ -1,4 +1,4 @@
-"""Backward of the projection from step to step logits: one kernel if supported, otherwise cuBLAS products."""
+"""Backward pass of step_proj, the projection to step logits: one kernel if supported, otherwise cuBLAS products."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCE = Source("block/step_proj_bwd", {
 def step_proj_backward(
     dstep_logits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the projections (2, T, P), and partial sums of the gradient of step_proj.
+    """Return the gradient of x_proj's output (2, T, P), and partial sums of step_proj's gradient over tokens.
 
     The columns of the first result are dstep_logits @ step_proj, dk and dq. The second result is dstep_logits^T @ step
     for each part of the tokens, (2, parts, D, R) in fp32.
@@ -44,7 +44,7 @@ def step_proj_backward(
 
 
 def fits(dtype: torch.dtype, D: int, R: int) -> bool:
-    """Return whether one kernel supports the sizes.
+    """Return whether one kernel supports the dtype, D channels and rank R.
 
     The registers of a warp must hold the warp's part of step_proj and of its gradient.
     """
@@ -59,7 +59,7 @@ def macros_of(dtype: torch.dtype, D: int, R: int, N: int) -> dict:
 
 
 def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
-    """Return a^T @ b in fp32 for each part of the tokens, (2, parts, M, N).
+    """Return a^T @ b in fp32 as partial sums (2, parts, M, N) over consecutive tokens.
 
     The tokens are split into parts, because one product would leave most of the GPU idle.
     """
@@ -76,11 +76,11 @@ def _bmm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
 def reference(
     dstep_logits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Reference implementation of `step_proj_backward`, which returns one part."""
+    """Reference implementation of `step_proj_backward` that returns a single partial sum."""
     dprojected_2TP = torch.cat([dstep_logits_2TD @ step_proj_2DR, dk_2TN, dq_2TN], dim=-1)
     return dprojected_2TP, reference_products(dstep_logits_2TD, step_2TR)
 
 
 def reference_products(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
-    """Reference implementation of `products_over_tokens`, which returns one part."""
+    """Reference implementation of `products_over_tokens` that returns a single partial sum."""
     return (a_2TM.mT @ b_2TN)[:, None]

@@ -1,4 +1,4 @@
-"""Sums over lines of patches."""
+"""Sums of tokens over rows or columns of the patch grid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOURCE = Source("block/sum_lines", {
 
 
 def sum_lines(e_BLD: Tensor, lines: Lines) -> Tensor:
-    """Sum tokens in memory order (row-major) over each line, to (B, S, D)."""
+    """Sum row-major tokens (B, L, D) over each row or column of the patch grid, and return (B, S, D)."""
     B, _, D = e_BLD.shape
     sums_BSD = e_BLD.new_empty(B, lines.S, D)
     vector = vector_width(16 // e_BLD.element_size(), e_BLD)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """Tokens that a block reads and returns.
+    """Numbers of tokens that a block reads and returns, depending on whether only the class token is needed.
 
-    These are all L tokens or, if only the class token is needed, the half of the tokens that each direction reads up to
-    the class token.
+    A block processes all L tokens or, if only the class token is needed, the half of the tokens that each direction
+    reads up to the class token.
     """
 
     L: int
@@ -24,7 +24,7 @@ class Tokens(NamedTuple):
 
     @property
     def M(self) -> int:
-        """Number of output tokens."""
+        """Number of tokens that a block returns: 1 if only the class token is needed, otherwise L."""
         return 1 if self.class_token_only else self.L
 
     @property
@@ -33,21 +33,21 @@ class Tokens(NamedTuple):
         return self.L // 2 + 1 if self.class_token_only else self.L
 
     def columns(self, D: int) -> int:
-        """Return the number of columns of uz: u and z, or only u if the class token is the only output token."""
+        """Return how many outputs of in_proj all tokens need: 2D, or D if the block returns only the class token."""
         return D if self.class_token_only else 2 * D
 
     def outputs(self, t_BLX: Tensor) -> Tensor:
-        """Return the output tokens of (B, L, X) as a view (B, M, X)."""
+        """Return a view (B, M, X) of those tokens of a tensor (B, L, X) that the block returns."""
         return t_BLX.narrow(1, self.class_token, 1) if self.class_token_only else t_BLX
 
     def outputs_of_both(self, y_2BHD: Tensor) -> Tensor:
-        """Return the output tokens (2, B, M, D) in the results of both directions."""
+        """Select the M tokens that the block returns from the results (2, B, H, D) of both directions."""
         if not self.class_token_only:
             return y_2BHD
         return torch.stack([y_2BHD[0, :, self.class_token], y_2BHD[1, :, 0]]).unsqueeze(2)
 
     def read_by_both(self, t_BLX: Tensor) -> Tensor:
-        """Return the tokens that each direction reads as a view (2, B, H, X).
+        """Return a view (2, B, H, X) of the H tokens that each of the two directions reads.
 
         The first direction reads the first H tokens, and the second direction reads the last H tokens.
         """

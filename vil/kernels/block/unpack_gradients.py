@@ -29,7 +29,7 @@ def unpack_gradients(
     norm_C: Tensor, in_proj: Tensor, sizes: Sizes, dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
     dstep_proj: Tensor, dskips: Tensor, dstep_bias: Tensor, dtype: torch.dtype, in_one: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """Return gradients of norm_C, in_proj and each direction's first six weights from gradients of the packed weights.
+    """Convert gradients of packed weights to gradients of the norm, in_proj and both directions' weights except A_log.
 
     Args:
         norm_C, in_proj: Weights, from which the gradients of their product are split.

@@ -20,7 +20,7 @@ from .lines import Lines
 
 
 class Sizes(NamedTuple):
-    """Sizes of a block's weights."""
+    """Sizes of a block's weight dimensions: model width C, inner width D, states N, rank R and filter taps K."""
 
     C: int
     D: int
@@ -53,11 +53,11 @@ class DirectionWeights(NamedTuple):
 
     conv: Tensor  # (D, 1, K)
     conv_bias: Tensor  # (D,)
-    x_proj: Tensor  # (P, D): step, keys and queries, in this order
+    x_proj: Tensor  # (P, D): projections to step, keys and queries, in this order
     step_proj: Tensor  # (D, R)
     step_bias: Tensor  # (D,)
     skip: Tensor  # (D,)
-    A_log: Tensor | None = None  # (D, N), only for the selective recurrence: A = -exp(A_log)
+    A_log: Tensor | None = None  # (D, N): log of the negated decay rates A, only for the selective recurrence
 
 
 class BlockWeights(NamedTuple):
@@ -77,7 +77,7 @@ class BlockWeights(NamedTuple):
 
     @classmethod
     def of(cls, flat: Sequence[Tensor]) -> BlockWeights:
-        """Build the weights from a list that `flat` returned."""
+        """Convert a list of weights, in the order of `flat`, to `BlockWeights`."""
         norm, in_proj, out_proj, *directions = flat
         half = len(directions) // 2
         return cls(
@@ -99,14 +99,14 @@ def needs_gradients(x_BLC: Tensor, weights: BlockWeights) -> bool:
 
 
 class Options(NamedTuple):
-    """Options of a block's computation."""
+    """Options of a block's forward pass: recurrence, epsilon, dtype and returned tokens."""
 
-    recurrence: str  # "longhorn" or "selective"
+    recurrence: str  # name of the recurrence, "longhorn" or "selective"
     eps: float  # epsilon of the norm
-    dtype: torch.dtype  # dtype of products and of all saved tensors except sums
-    class_token_only: bool = False  # return only the middle token
+    dtype: torch.dtype  # dtype of matrix products and of saved activations
+    class_token_only: bool = False  # return only the class token, which is the middle token
     norm_next: bool = False  # also return the norm of the output if it can be computed at no extra cost
-    lines: Lines | None = None  # lines of patches whose means the recurrence of a pooled block reads
+    lines: Lines | None = None  # rows or columns of patches whose means a pooled block scans; None to scan all tokens
 
 
 class BackwardOptions(NamedTuple):
@@ -114,14 +114,14 @@ class BackwardOptions(NamedTuple):
 
     recurrence: str
     class_token_only: bool
-    norm_given: bool  # whether the norm was an input of forward, so that backward returns its gradient
+    norm_given: bool  # whether forward received the norm xhat of x, so that backward returns xhat's gradient
     lines: Lines | None = None
 
 
 class Normed(NamedTuple):
-    """Norm of a residual stream without its weight, passed from block to block by the fused add-norm."""
+    """RMSNorm of the residual stream without the norm's weight. A block can compute the norm for the next block."""
 
-    xhat: Tensor  # (T, C): rstd x, in the dtype of products
+    xhat: Tensor  # (T, C): normalized tokens x * rstd, in the dtype of matrix products
     rstd: Tensor  # (T,): 1 / sqrt(mean(x^2) + eps), in fp32
 
 
@@ -129,8 +129,8 @@ class Inputs(NamedTuple):
     """Input tensors of the forward pass."""
 
     x: Tensor  # (B, L, C)
-    scale: Tensor | None  # (B,), factors of stochastic depth
-    normed: Normed | None  # norm of x that the previous block returned
+    scale: Tensor | None  # (B,): stochastic depth's factor of each image
+    normed: Normed | None  # norm of x if the previous block has computed the norm, otherwise None
     weights: BlockWeights
 
     def flat(self) -> list[Tensor | None]:
@@ -138,22 +138,22 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, flat: Iterable[Tensor | None]) -> Inputs:
-        """Build the inputs from a list that `flat` returned."""
+        """Convert a list of tensors, in the order of `flat`, to `Inputs`."""
         x, scale, xhat, rstd, *weights = flat
         normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
         return cls(given(x), scale, normed, BlockWeights.of([given(t) for t in weights]))
 
 
 class SavedForBackward(NamedTuple):
-    """Tensors that forward saves for backward. states, A and rstd are fp32, others have the dtype of products."""
+    """Tensors that forward saves for backward. The states, A and rstd are fp32, all others have `Options.dtype`."""
 
     uz: Tensor  # (B, L, E)
     mean: Tensor  # (B, M, D), mean of both directions' outputs
     states: Tensor  # (2, B, S, N, D), states between chunks of tokens
     packed: Tensor  # packed weights
     A: Tensor | None  # (2, D, N), only for the selective recurrence
-    pooled: Tensor | None  # (2, B, lines.S, D): inputs of a pooled block's recurrence
-    xhat: Tensor | None  # xhat and rstd of `Normed`; None if the block received both as inputs
+    pooled: Tensor | None  # (2, B, S, D): row or column means that a pooled block has scanned
+    xhat: Tensor | None  # xhat and rstd of `Normed`, or None if xhat and rstd were inputs of the block
     rstd: Tensor | None
 
     def flat(self) -> list[Tensor]:
@@ -164,7 +164,7 @@ class SavedForBackward(NamedTuple):
     def of(
         cls, flat: Sequence[Tensor], recurrence: str, pooled: bool, norm_given: bool = False
     ) -> SavedForBackward:  # fmt: skip
-        """Build the saved tensors from a list that `flat` returned."""
+        """Convert a list of tensors, in the order of `flat`, to `SavedForBackward`."""
         uz, mean, states, packed, *others = flat
         A = others.pop(0) if recurrence == "selective" else None
         means = others.pop(0) if pooled else None
@@ -174,17 +174,17 @@ class SavedForBackward(NamedTuple):
 class BackwardInputs(NamedTuple):
     """Input tensors of the backward pass."""
 
-    dx: Tensor  # (B, M, C), the gradient of x'
-    dnext: Tensor | None  # (B M, C), the gradient of next_normed.xhat
-    next_normed: Normed | None  # the norm of x' that forward has returned
-    scale: Tensor | None  # (B,), factors of stochastic depth
+    dx: Tensor  # (B, M, C): gradient of the block's output
+    dnext: Tensor | None  # (B * M, C): gradient of the output's norm, `next_normed.xhat`
+    next_normed: Normed | None  # norm of the block's output if forward has returned the norm
+    scale: Tensor | None  # (B,): stochastic depth's factor of each image
     norm: Tensor  # (C,), the weight
     in_proj: Tensor  # (2D, C)
     saved: SavedForBackward
 
     @classmethod
     def of(cls, flat: Iterable[Tensor | None]) -> BackwardInputs:
-        """Build the inputs from one list in the order of the fields. A missing `next_normed` is None twice."""
+        """Convert a flat list of tensors to `BackwardInputs`. `next_normed` is two tensors or two times None."""
         dx, dnext, xhat, rstd, scale, norm, in_proj, uz, mean, states, packed, *others = flat
         next_normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
         saved = SavedForBackward(given(uz), given(mean), given(states), given(packed), *others)
