@@ -71,7 +71,7 @@ def _folder() -> Iterator[tuple[Path, int]]:
         _distrust(path, "is a symbolic link, whose target others may control", "Remove it")
     for folder in reversed((path, *path.parents)):
         folder.mkdir(mode=0o700, exist_ok=True)
-    # the descriptor guarantees that the checked folder is the used folder, even if the path is replaced
+    # all checks and accesses use this descriptor, so that nobody can replace the folder after the checks
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _check_writers(path, os.fstat(descriptor))
@@ -81,7 +81,7 @@ def _folder() -> Iterator[tuple[Path, int]]:
 
 
 def _opener(folder: int):
-    # O_NONBLOCK: do not wait if the name is a pipe
+    # with O_NONBLOCK, opening a pipe does not wait for a writer
     return lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
 
 
@@ -96,7 +96,7 @@ def _check_writers(path: Path, status: os.stat_result) -> None:
 
 
 def _distrust(path: Path, reason: str, remedy: str) -> NoReturn:
-    """Warn once per process about the reason, and raise an OSError."""
+    """Raise a PermissionError for a cache path that others can write to, after one warning per process."""
     global _warned
     if not _warned:
         _warned = True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 KINDS = 4096  # maximum number of cached results per check
 
-# row of the table that `check` reads: name, tensor, dimension letters, dtype
+# expected properties of a tensor for `check`: name, tensor, one letter per dimension, dtype
 Row = tuple[str, Tensor | None, str, torch.dtype | None]
 
 
@@ -88,7 +88,7 @@ def once_a_kind(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def aligned(t: Tensor | None) -> Tensor | None:
-    """Return a parameter, or a copy of it, that is contiguous and aligned to 16 bytes as kernels require."""
+    """Return a contiguous tensor that is aligned to 16 bytes, as kernels require, copying `t` if needed."""
     if t is None:
         return None
     t = t.contiguous()
@@ -104,9 +104,10 @@ def refuse_second_derivative(ctx, *_) -> None:
 
 
 class _Once(torch.autograd.Function):
-    """Return the first `count` tensors, which are gradients with respect to the others.
+    """Identity of gradients in the autograd graph, whose backward pass raises an error.
 
-    Differentiating these gradients raises an error.
+    `forward` returns its first `count` tensors, which are gradients with respect to its other tensors.
+
     """
 
     @staticmethod
@@ -127,7 +128,7 @@ def once_differentiable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
     def wrapped(ctx, *gradients):
         with torch.no_grad():
             found = backward(ctx, *gradients)
-        if not torch.is_grad_enabled():  # backward without create_graph=True
+        if not torch.is_grad_enabled():  # the caller did not set create_graph=True, so no second derivative follows
             return found
         detached = [t if t is None else t.detach().requires_grad_() for t in found]
         return _Once.apply(len(found), *detached, *gradients, *ctx.saved_tensors)

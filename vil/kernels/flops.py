@@ -1,5 +1,6 @@
-"""FLOP formulas of the operators for PyTorch's FlopCounterMode. A model's count does not depend on the operators it
-uses.
+"""FLOP formulas of this package's operators for PyTorch's FlopCounterMode.
+
+A model's count does not depend on which operators the model uses.
 
 PyTorch counts only products, 2 FLOPs for a multiplication and its addition, and nothing for elementwise functions. The
 recurrence counts as a product of its coefficients and states: all operations on each of its G B L D N elements of state
@@ -97,5 +98,5 @@ def convolution_backward(
     return sum(output_mask[:2]) * conv_flop_count(x, weight, dy, transposed)
 
 
-# for FlopCounterMode(custom_mapping=CORRECTED) when counting backward
+# count the FLOPs of a backward pass with FlopCounterMode(custom_mapping=CORRECTED)
 CORRECTED = {torch.ops.aten.convolution_backward: convolution_backward}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def below_autograd() -> contextlib.AbstractContextManager:
-    """Return a context in which an operator's Autograd implementation can call the operator's CUDA implementation.
+    """Return a context manager in which calls of operators skip the operators' Autograd implementations.
 
     PyTorch has no public equivalent for implementations that `torch.library.impl` registers: `torch.no_grad()` would
     call the Autograd implementation again.
@@ -21,7 +21,7 @@ def below_autograd() -> contextlib.AbstractContextManager:
 
 
 def observed() -> bool:
-    """Return whether a dispatch mode or a functional transform observes operators.
+    """Return whether a `TorchDispatchMode` or a torch.func transformation is active.
 
     PyTorch has no public equivalent. Without this function, every call would need the dispatcher.
     """

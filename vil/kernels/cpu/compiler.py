@@ -28,12 +28,12 @@ from .. import cache
 
 _logger = logging.getLogger(__name__)
 
-COUNTERS = 2  # number of counters (next task, next thread) at the start of a kernel's arguments
+COUNTERS = 2  # number of counters at the start of a kernel's arguments: next task and next thread
 LANES = 64  # channels per task: four 512-bit vectors, so that all states of a task fit in the L1 cache
 FAST = {"contract", "reassoc"}  # LLVM fast-math flags that allow reordering sums but preserve NaN and infinity
 # builtins that Numba needs but torch.export replaces while tracing
 PYTHONS_OWN = {(builtins, "min"): min, (builtins, "max"): max, (math, "pow"): math.pow}
-_addresses: dict[tuple, int] = {}  # addresses of loaded kernels by their key
+_addresses: dict[tuple, int] = {}  # address of each loaded kernel, by module, factory and constants
 _lock = threading.RLock()
 
 
@@ -44,7 +44,7 @@ def unavailable() -> str | None:
         return "numba is missing: pip install numba"
     try:
         load(f"{__package__}.language", "nothing", ())
-    except Exception as e:  # an unsupported NumPy version or a broken library raises various exception types
+    except Exception as e:  # an unsupported NumPy or a broken library can raise any type of exception
         return f"numba does not work ({type(e).__name__}: {e}): try pip install --upgrade numba"
     return None
 
@@ -117,7 +117,7 @@ def _symbol(factory: str, constants: tuple[int, ...]) -> str:
 
 @contextlib.contextmanager
 def _pythons_own():
-    """Restore the original builtins of `PYTHONS_OWN` inside the context."""
+    """Return a context manager that undoes replacements of min, max and math.pow, as by torch.export, for Numba."""
     others = {place: getattr(*place) for place in PYTHONS_OWN}
     try:
         for place, function in PYTHONS_OWN.items():
@@ -191,7 +191,7 @@ def _machine(llvm):
 
 @functools.cache
 def _engine():
-    """Return the execution engine that owns all loaded code."""
+    """Return the LLVM execution engine that owns the code of all loaded kernels."""
     import llvmlite.binding as llvm
 
     empty = llvm.parse_assembly("")

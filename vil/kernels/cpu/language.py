@@ -57,7 +57,7 @@ def address_of(context, pointer):
 
 @intrinsic
 def count_up(context, counter):
-    """Atomically increment the first number and return its previous value."""
+    """Atomically increment the integer that a pointer points to, and return the integer's previous value."""
 
     def generate(context, builder, signature, arguments):
         return builder.atomic_rmw("add", arguments[0], LONG(1), "monotonic")
@@ -67,7 +67,7 @@ def count_up(context, counter):
 
 @intrinsic
 def second(context, numbers):
-    """Return a pointer to the second number."""
+    """Return a pointer to the 64-bit integer after the one that `numbers` points to."""
 
     def generate(context, builder, signature, arguments):
         return builder.gep(arguments[0], [LONG(1)], source_etype=LONG)
@@ -77,7 +77,7 @@ def second(context, numbers):
 
 @intrinsic
 def as_float(context, bits):
-    """Reinterpret the bits as a float."""
+    """Reinterpret the bits of a 32-bit integer as a float."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], FLOAT)
@@ -224,7 +224,7 @@ _POWERS = [np.float32(np.log(2) ** i / np.prod(range(1, i + 1))) for i in range(
 _P1, _P2, _P3, _P4, _P5, _P6 = _POWERS  # coefficients of 2^f for |f| <= 1/2, accurate to 1e-7
 _A3, _A5, _A7, _A9, _A11, _A13 = [np.float32(1 / i) for i in (3, 5, 7, 9, 11, 13)]
 
-# without reassociation, which would cancel adding and subtracting `_ROUND`
+# compile without "reassoc", because reordering would remove the addition and subtraction of `_ROUND`
 _exactly = njit(fastmath={"contract"}, error_model="numpy")
 
 
@@ -260,8 +260,6 @@ def softplus(x):
     return (ZERO if x < ZERO else x) + TWO * s * series
 
 
-# The following functions access rows of `LANES` channels. If D has fewer channels left, rows are padded with zeros.
-
 # let LLVM inline these functions, because Numba's own inlining takes several times as long
 inlined = njit(error_model="numpy", fastmath=FAST, forceinline=True)
 
@@ -273,7 +271,7 @@ def lanes(address):
 
 @inlined
 def load_rows(address, stride, width, rows, values):
-    """Copy rows of channels from an address, padded with zeros."""
+    """Copy `rows` rows of `width` channels from an address to an array, padding each row with zeros."""
     for n in range(rows):
         if width < LANES:
             source = lanes(address + n * stride)
@@ -297,7 +295,7 @@ def store_row(address, width, values):
 
 @inlined
 def store_rows(address, stride, width, rows, values):
-    """Copy rows of channels to an address."""
+    """Copy `rows` rows of `width` channels from an array to memory at an address."""
     for n in range(rows):
         store_row(address + n * stride, width, values[n])
 

@@ -1,4 +1,4 @@
-"""Infrastructure for kernels in CUDA C++, with shared headers. From a call to a launch:
+"""Infrastructure for kernels in CUDA C++: declaration, compilation, launch and replay.
 
 `source`    declaration of a source file and its kernels' parameters
 `compiler`  compilation by NVRTC, with a cache on disk
@@ -26,7 +26,7 @@ def unavailable(device: torch.device) -> str | None:
     return compiler.unavailable()
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot trace the imports inside
+@torch.compiler.assume_constant_result  # torch.compile cannot trace the imports of `unavailable`
 def runs_on(device: torch.device) -> bool:
     """Return whether this machine runs CUDA kernels on this device."""
     return device.type == "cuda" and unavailable(device) is None

@@ -9,7 +9,7 @@ ELEMENT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"
 
 
 def common_power_of_two(limit: int, *sizes: int) -> int:
-    """Return the largest power of 2, at most `limit`, that divides all sizes."""
+    """Return the largest power of 2 up to `limit` that divides every number in `sizes`. `limit` is a power of 2."""
     while any(size % limit for size in sizes):
         limit //= 2
     return limit

@@ -1,4 +1,4 @@
-"""Properties of the GPU of a launch. Tests replace these functions to simulate a GPU."""
+"""Properties of GPUs that kernel launches depend on. Tests replace these functions to simulate a GPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-HOPPER = (9, 0)  # compute capability
+HOPPER = (9, 0)  # compute capability of H100 and H200 GPUs
 SCHEDULERS = 4  # number of schedulers per multiprocessor
-CTA_BYTES = 99 * 1024  # bytes; shared memory per CTA that every GPU since sm_80 supports
-MULTIPROCESSOR_BYTES = (
-    228 * 1024
-)  # bytes; shared memory of an H200 multiprocessor, of which each CTA uses 1 KiB more than requested
+CTA_BYTES = 99 * 1024  # bytes of shared memory per CTA that every GPU since sm_80 supports
+# bytes of shared memory per H200 multiprocessor, of which each CTA uses 1 KiB more than requested
+MULTIPROCESSOR_BYTES = 228 * 1024
 
 
 @functools.cache

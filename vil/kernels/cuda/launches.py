@@ -36,7 +36,7 @@ class Launch:
         self.ctas, self.threads, self.shared_bytes = ctas, threads, shared_bytes
         self.kernel = self.config = None  # set by the first run
         self.values: list[int | float] = []
-        self.tensors: list[tuple[int, Tensor]] = []  # tensors with their indices in `values`
+        self.tensors: list[tuple[int, Tensor]] = []  # each tensor argument with its index in `values`
         parameters = source.kernels[entry]
         if arguments.keys() != parameters.keys():
             missing = [name for name in parameters if name not in arguments]
@@ -88,7 +88,7 @@ class Launch:
         """Run the kernel on a stream of the current GPU, with arguments that include the tensors' addresses."""
         if self.kernel is None:
             device = torch.cuda.current_device()
-            # set before `kernel`, because other threads test `kernel`
+            # set `config` first, because another thread may launch as soon as `kernel` is not None
             self.config = _config(self.ctas, self.threads, self.shared_bytes)
             self.kernel = _kernel(self.source, self.entry, device, tuple(self.macros.items()), self.shared_bytes)
         _launcher()(stream, self.config, self.kernel, *values)
@@ -105,7 +105,7 @@ def launch(
         one.run()
 
 
-thread = threading.local()  # thread-local: `recording` (plan being recorded) and `bound` (whether a GPU is current)
+thread = threading.local()  # has `recording` while a plan is recorded, and `bound` after a GPU was made current
 
 
 def current_stream(device: torch.device):
@@ -141,7 +141,7 @@ def _stream(handle: int, device_index: int):
 
 @functools.cache
 def _kernel(source: Source, entry: str, device_index: int, macros: tuple[tuple[str, object], ...], shared_bytes: int):
-    """Return a kernel that is loaded into the GPU."""
+    """Compile the kernel `entry` of a source file if needed, and load the kernel into the GPU."""
     from cuda.bindings import driver
     from cuda.core import ObjectCode
 
@@ -149,7 +149,7 @@ def _kernel(source: Source, entry: str, device_index: int, macros: tuple[tuple[s
     arch = f"sm_{major}{minor}" + ("a" if source.only_hopper else "")
     cubin = cached_cubin(source, arch, tuple(sorted(macros)))
     kernel = ObjectCode.from_cubin(cubin).get_kernel(entry)
-    if shared_bytes > 48 * 1024:  # more than 48 KiB must be requested by an attribute
+    if shared_bytes > 48 * 1024:  # CUDA requires an attribute for more than 48 KiB of dynamic shared memory
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, driver.CUdevice(device_index))
         if error != driver.CUresult.CUDA_SUCCESS:

@@ -31,7 +31,7 @@ PLANS = 1024  # maximum number of plans per function
 
 
 def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
-    """Decorate a function to replay plans on NVIDIA GPUs.
+    """Decorate a function to record its CUDA launches and PyTorch operators once and replay them with less overhead.
 
     The arguments are tensors, None, lists of tensors and None, and hashable values. `check` accepts the same arguments
     and runs once per kind of tensors, before a plan is recorded.
@@ -52,7 +52,7 @@ def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
                     values.append((list, len(argument)))
                 else:
                     values.append(argument)
-            # properties of each tensor on which a plan depends
+            # a recorded plan is valid for tensors with equal shapes, strides, dtypes, devices and alignment
             key = tuple(values), tuple([
                 None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15)
                 for t in tensors
@@ -75,7 +75,7 @@ def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
 
 
 class Plan:
-    """Recorded steps of a function for tensors of one kind.
+    """Recorded launches and operators of a function, for tensors of equal shapes, strides, dtypes and alignment.
 
     Args:
         function: Function of `arguments` that returns a list of tensors and None.
@@ -89,7 +89,7 @@ class Plan:
         with recording.in_this_thread():
             results = function(*placeholders)
         self.device = device
-        # for each tensor, the index in the flat list of arguments, the buffer, and the offset in the buffer
+        # for each input tensor, its index in the flat arguments, its buffer's number and its byte offset in the buffer
         self.inputs = [(i, *recorded) for i, recorded in zip(_tensor_indices(arguments), recording.inputs)]
         self.steps, self.outputs = recording.finish(results)
         self.buffer_count = len(recording.buffers)
@@ -105,16 +105,16 @@ class Plan:
             stream = launches.current_stream(self.device)
             for step in self.steps:
                 step(tensors, addresses, stream)
-        # make views outside of `no_grad`, because a view made in `no_grad` cannot be modified in place with gradients
+        # create views outside of `no_grad`, because autograd forbids in-place changes of views created in `no_grad`
         return [None if output is None else view_in(tensors, output) for output in self.outputs]
 
 
 def _recorded_dtypes(device: torch.device) -> contextlib.AbstractContextManager:
-    """Return a context manager that keeps autocast from changing the dtypes of products."""
+    """Return a context manager that disables autocast, so that matrix products keep the dtypes of the recording."""
     return torch.autocast("cuda", enabled=False) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _tensor_indices(arguments: tuple) -> list[int]:
-    """Return the indices of the tensors in the flat list of tensors and None."""
+    """Return the indices of all tensors in the flattened arguments, in which lists may contain None."""
     flat = [t for a in arguments for t in (a if isinstance(a, list) else [a] * isinstance(a, Tensor))]
     return [i for i, t in enumerate(flat) if t is not None]

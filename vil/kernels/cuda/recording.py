@@ -23,8 +23,8 @@ from . import steps
 from .launches import Launch, thread
 from .steps import Step, View
 
-ALIGNMENT = 256  # bytes; alignment of buffers that share an allocation
-SMALL = 1 << 22  # bytes; smaller buffers share allocations
+ALIGNMENT = 256  # alignment in bytes of buffers that share an allocation
+SMALL = 1 << 22  # maximum bytes of a buffer that shares an allocation with any other buffer
 aten = torch.ops.aten
 ALLOCATIONS = {
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
@@ -39,14 +39,14 @@ def device_of(t: Tensor) -> torch.device:
 
 
 class Buffer(NamedTuple):
-    """Memory that recorded steps use, and the placeholder that spans this memory."""
+    """Memory of a recorded function, represented by a meta tensor."""
 
     tensor: Tensor
-    kind: str  # "input", "result" (of an operator) or "empty" (allocated by the function)
+    kind: str  # origin of the memory: "input", "result" of an operator, or "empty" (allocated by the function)
 
 
 class Empty(NamedTuple):
-    """Recorded allocation of a buffer."""
+    """Record of an allocation, such as by `torch.empty`."""
 
     buffer: int
 
@@ -58,8 +58,8 @@ class Call(NamedTuple):
     args: tuple
     kwargs: dict
     inputs: list[Tensor]
-    results: list[tuple[int, int]]  # index in the flat results, and buffer number, of each result that owns memory
-    returns_tensor: bool  # whether the result is one tensor instead of a tuple or list
+    results: list[tuple[int, int]]  # for each result that is not a view: index among the results, buffer number
+    returns_tensor: bool  # whether the operator returns a single tensor instead of a tuple or list
 
 
 class Allocation(NamedTuple):
@@ -71,16 +71,15 @@ class Allocation(NamedTuple):
 
 
 class Recording(TorchDispatchMode):
-    """Recorder of the operators and launches that use placeholders for tensors on `device`."""
+    """Dispatch mode that records a function's operators and kernel launches, with meta tensors as placeholders."""
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
-        self.buffers: list[Buffer] = []  # keeps storages alive, so that `numbers` stays valid
-        self.numbers: dict[torch.UntypedStorage, int] = {}  # indices in `buffers`
-        self.inputs: list[
-            tuple[int, int]
-        ] = []  # buffer number of each input, and its byte offset from a multiple of 16
+        self.buffers: list[Buffer] = []  # keeps storages alive, which are the keys of `numbers`
+        self.numbers: dict[torch.UntypedStorage, int] = {}  # index in `buffers` of each storage
+        # buffer number of each input, and the input's address modulo 16
+        self.inputs: list[tuple[int, int]] = []
         self.starts: dict[int, int] = {}  # byte offset of each buffer in its shared allocation
         self.recorded: list[Empty | Call | Launch] = []
 
@@ -96,7 +95,7 @@ class Recording(TorchDispatchMode):
             thread.recording = outer
 
     def input(self, t: Tensor) -> Tensor:
-        """Return a placeholder with the tensor's layout and the tensor's offset from a multiple of 16 bytes."""
+        """Return a meta tensor with the tensor's shape, strides and alignment, and register it as an input."""
         misalignment = t.data_ptr() & 15
         offset = misalignment // t.element_size()
         extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
@@ -129,11 +128,11 @@ class Recording(TorchDispatchMode):
         return number
 
     def number_of(self, t: Tensor) -> int:
-        """Return the number of the buffer that holds a placeholder."""
+        """Return the index in `buffers` of the memory to which a placeholder belongs."""
         return self.numbers[t.untyped_storage()]
 
     def finish(self, results: list) -> tuple[list[Step], list[View | None]]:
-        """Return the recorded steps as functions of tensors and addresses, and the views of the results."""
+        """Return the functions that replay the recorded steps, and a `View` for each of the function's results."""
         returned = {self.number_of(t) for t in results if isinstance(t, Tensor)}
         last_use = {buffer: i for i, record in enumerate(self.recorded) for buffer in self._used(record)}
         allocations = self._allocations(last_use, returned)
@@ -156,7 +155,7 @@ class Recording(TorchDispatchMode):
         return set()
 
     def _allocations(self, last_use: dict[int, int], returned: set[int]) -> dict[int, Allocation]:
-        """Return shared allocations by their first buffer.
+        """Assign buffers to shared allocations, and return each allocation by the number of its first buffer.
 
         Small buffers share allocations, and so do large buffers with the same lifetime. Buffers that operators use
         share an allocation only with buffers of the same dtype. An allocation is freed after the last use of any of its
@@ -187,10 +186,10 @@ class Recording(TorchDispatchMode):
     def _step(
         self, record: Empty | Call | Launch, allocations: dict[int, Allocation], returned: set[int]
     ) -> Step | None:  # fmt: skip
-        """Return the step for a record, or None for a buffer that is unused or part of an earlier allocation."""
+        """Return the function that replays a record, or None if no memory needs to be allocated for the record."""
         if isinstance(record, Launch):
             pointers = [(i, self.number_of(t), t.data_ptr()) for i, t in record.tensors]
-            record.tensors = []  # the launch must not keep the placeholders alive
+            record.tensors = []  # release the placeholders, because replays only use addresses
             return steps.launch_kernel(record, pointers)
         if isinstance(record, Call):
             args, kwargs = tree_map(self._argument, (record.args, record.kwargs))
@@ -203,13 +202,13 @@ class Recording(TorchDispatchMode):
         return None
 
     def _argument(self, leaf: Any) -> Any:
-        """Return an operator's argument for replays, with a `View` instead of each placeholder."""
+        """Convert an operator's recorded argument for replays: a placeholder becomes a `View` of a buffer."""
         if isinstance(leaf, Tensor):
             return self._view(leaf)
         return self.device if isinstance(leaf, torch.device) else leaf
 
     def _view(self, t: Tensor) -> View:
-        """Return the `View` that describes a placeholder as a part of a buffer."""
+        """Return the `View` of a buffer that a placeholder represents."""
         number = self.number_of(t)
         base, kind = self.buffers[number]
         assert t.dtype == base.dtype, "only kernels see a buffer as of another dtype"

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parents[1]
-# dtypes of C++ types. Pointers to all other types are pointers to structs and accept any dtype.
+# tensor dtypes that kernel parameters of C++ pointer types accept; pointers to structs accept any dtype
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "float": torch.float32, "int": torch.int32, "u8": torch.uint8,
 }  # fmt: skip
-MACROS_OF_TYPES = {"Element": "INPUT", "PARAMETER": "PARAMETER"}  # types that a macro of the source defines
+MACROS_OF_TYPES = {"Element": "INPUT", "PARAMETER": "PARAMETER"}  # macro that defines each variable C++ type
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Pointer:
 
     element: str  # C++ type
     const: bool
-    restrict: bool = True  # whether no other parameter points to the same memory
+    restrict: bool = True  # whether the pointer is declared __restrict__: no other parameter shares its memory
     pack: int = 1  # number of elements that the kernel accesses at once
 
     @property
@@ -54,7 +54,7 @@ class Pointer:
         return f"{self.type} {name}"
 
     def dtype(self, macros: dict) -> torch.dtype | None:
-        """Return the dtype of the elements if the source is compiled with these macros, or None for a struct."""
+        """Return the dtype of the tensor that the pointer accepts, given the source's macros, or None for any dtype."""
         macro = MACROS_OF_TYPES.get(self.element)
         return DTYPES.get(self.element if macro is None else macros[macro])
 
@@ -89,7 +89,7 @@ class Source:
 
 
 def _with_includes(path: Path, included: set[Path]) -> str:
-    """Return the text of a file, with included files inserted unless they are in `included`."""
+    """Return the text of a C++ file, with each `#include` replaced by the file's text at its first occurrence."""
     if path in included:
         return ""
     included.add(path)

@@ -1,4 +1,6 @@
-"""Steps of a plan, which are functions of a call's tensors, their addresses and a stream.
+"""Functions that replay one recorded launch, operator call or allocation, as a step of a plan.
+
+A step receives a call's tensors, their addresses and a CUDA stream.
 
 Everything that is equal in all calls is computed when a step is created.
 """
@@ -16,10 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .launches import Launch
 
-# step(tensors, addresses, stream), with tensors and addresses as lists by buffer number
+# signature step(tensors, addresses, stream), where `tensors` and `addresses` have one entry per buffer
 Step = Callable[[list, list, Any], None]
 aten = torch.ops.aten
-# bindings of the same operators with less host overhead
+# Python bindings with less host overhead than the same operators in torch.ops.aten
 BINDINGS: dict[Any, Callable] = {
     aten.mm.default: torch.mm,
     aten.bmm.default: torch.bmm,
@@ -38,11 +40,11 @@ class View:
     size: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
     offset: int = 0
-    of_input: bool = False  # whether the buffer is an input, whose storage may begin before the tensor
+    of_input: bool = False  # whether the buffer is an input tensor, which may have a storage offset
 
 
 def view_in(tensors: list, view: View) -> Tensor:
-    """Return this view of the call's tensors."""
+    """Return the tensor that a `View` describes, given the tensors of all buffers."""
     t = tensors[view.buffer]
     if view.size is None:
         return t
@@ -51,7 +53,7 @@ def view_in(tensors: list, view: View) -> Tensor:
 
 
 def launch_kernel(launch: Launch, pointers: list[tuple[int, int, int]]) -> Step:
-    """Return the step that launches a kernel. `pointers` hold (argument index, buffer, offset in bytes)."""
+    """Return a step that launches a kernel. `pointers` hold (argument index, buffer, offset in bytes)."""
     constants = launch.values
 
     def step(_, addresses, stream):
@@ -66,7 +68,7 @@ def launch_kernel(launch: Launch, pointers: list[tuple[int, int, int]]) -> Step:
 def call_operator(
     operator: Callable, args: Sequence, kwargs: dict, results: list[tuple[int, int]], returns_tensor: bool
 ) -> Step:
-    """Return the step that calls a PyTorch operator.
+    """Return a function that replays the call of a PyTorch operator.
 
     Args:
         operator: The operator.
@@ -106,7 +108,7 @@ def call_operator(
 
 
 def _call_product(call: Callable, a: View, b: View, buffer: int) -> Step:
-    """Return the step that calls a matrix product, which is the most frequent operator."""
+    """Return a function that replays a matrix product of two views with little host overhead."""
 
     def step(tensors, addresses, _):
         t = tensors[buffer] = call(view_in(tensors, a), view_in(tensors, b))
@@ -116,7 +118,10 @@ def _call_product(call: Callable, a: View, b: View, buffer: int) -> Step:
 
 
 def allocate(device: torch.device, dtype: torch.dtype, size: int, starts: list[tuple[int, int]]) -> Step:
-    """Return the step that allocates `size` bytes for several buffers. `starts` hold (buffer, offset in bytes)."""
+    """Return a function that allocates one block of `size` bytes for several buffers at given byte offsets.
+
+    `starts` hold (buffer, offset in bytes).
+    """
     count = size // dtype.itemsize
 
     def step(tensors, addresses, _):
@@ -129,7 +134,7 @@ def allocate(device: torch.device, dtype: torch.dtype, size: int, starts: list[t
 
 
 def allocate_alone(device: torch.device, like: Tensor, buffer: int) -> Step:
-    """Return the step that allocates one buffer with the layout of a placeholder."""
+    """Return a function that allocates a buffer with the shape, strides and dtype of the tensor `like`."""
     shape, stride, dtype = like.shape, like.stride(), like.dtype
     contiguous = like.is_contiguous()
 
@@ -144,7 +149,7 @@ def allocate_alone(device: torch.device, like: Tensor, buffer: int) -> Step:
 
 
 def free(buffers: list[int]) -> Step:
-    """Return the step that releases the tensors of buffers."""
+    """Return a function that drops the references to the tensors of some buffers, so that memory can be reused."""
     return functools.partial(_free, buffers)
 
 

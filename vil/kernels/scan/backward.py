@@ -1,6 +1,4 @@
-"""Variants of backward.cu, which computes all gradients of the scan for both recurrences, all dtypes and state
-sizes.
-"""
+"""Variants of the CUDA kernel backward.cu, which computes all gradients of the scan."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class Cta(NamedTuple):
 
 @dataclass(frozen=True)
 class Backward:
-    """Variant of backward.cu in which a lane has 4 states of each of its `channels`.
+    """Variant of the kernel backward.cu in which each lane processes `channels` channels with 4 states each.
 
     `cycles` and `start` are inputs of the cost model (heuristics.py).
     """
@@ -53,22 +51,20 @@ class Backward:
         return min(self.channels, max(1, N // 4))
 
     def tile(self, N: int) -> int:
-        """Return the tokens per tile: at least one for each of the N / 4 lanes that share a channel."""
+        """Return the number of tokens per tile in shared memory, at least one per lane that shares a channel."""
         return max(8, N // 4)
 
     def cta(self, N: int, itemsize: int, channels: int) -> Cta:
-        """Return the CTA for lanes of `channels` channels: up to 4 warps, as many as fit in every GPU's shared
-        memory.
-        """
+        """Return the CTA size for lanes that process `channels` channels: up to 4 warps, limited by shared memory."""
         groups, parts, tile, warps = 128 // N, N // 4, self.tile(N), 4
         row = groups * channels
-        # terms in the order of the structs in backward_memory.cuh
+        # the summands have the order of the fields of WarpMemory in backward_memory.cuh
         warp_bytes = (
             2 * 3 * align(tile * row * itemsize)
-            + 2 * align(4 * row) + 2 * 4 * tile * (row + 8)  # skip and bias; step sizes and slopes
-            + 2 * tile * (parts * (4 * groups + 8) + 4)  # sums over channels
-            + 4 * tile * (parts * (row + 8) + 8)  # sums over states
-            + 4 * 4 * tile * N + align(8 * tile)  # dk and dq of two tiles; norm
+            + 2 * align(4 * row) + 2 * 4 * tile * (row + 8)  # skip, bias, step_size, slope
+            + 2 * tile * (parts * (4 * groups + 8) + 4)  # channel_sums
+            + 4 * tile * (parts * (row + 8) + 8)  # state_sums
+            + 4 * 4 * tile * N + align(8 * tile)  # dkeys, norm
         )  # fmt: skip
         keys_bytes = 4 * CHUNK * (2 * N + 1)
         while keys_bytes + warps * warp_bytes > CTA_BYTES:

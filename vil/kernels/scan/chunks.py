@@ -1,10 +1,8 @@
-"""Chunks of tokens. In every backend with kernels, forward saves the state between chunks for backward."""
+"""Chunks of tokens. Forward saves the state between chunks, from which backward recomputes all other states."""
 
-CHUNK = 64  # tokens per chunk; with N = 16, the saved states take at most one byte per element of x
+CHUNK = 64  # tokens per chunk; for 16 states, the saved states take at most one byte per element of x
 
 
 def chunk_state_count(L: int) -> int:
-    """Return the number of states between the chunks of L tokens. The zero state before the first chunk is not
-    saved.
-    """
+    """Return the number of states that forward saves for L tokens, one between every two chunks."""
     return max(L - 1, 0) // CHUNK

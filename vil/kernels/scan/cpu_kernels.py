@@ -1,4 +1,4 @@
-"""CPU kernels of the scan, in the subset of Python that Numba compiles. `cpu_scan` launches them.
+"""CPU kernels of the scan, written in Python and compiled by Numba.
 
 A task is a block of `LANES` channels of one image and direction. The task loops over the tokens with the states of
 these channels in the L1 cache, and loops over channels become vector instructions. A last block of fewer channels is
@@ -45,13 +45,13 @@ from ..cpu.language import (
     total,
 )  # fmt: skip
 
-AHEAD = 2  # number of tokens by which prefetching runs ahead
-FORWARD, BACKWARD = 30, 41  # number of arguments of each kernel
+AHEAD = 2  # kernels prefetch the memory of the token that is `AHEAD` tokens after the current token
+FORWARD, BACKWARD = 30, 41  # number of arguments of the forward kernel and of the backward kernel
 
 
 @inlined
 def locate(task, blocks, B, D):
-    """Return a task's direction, image, sequence index, first channel and number of channels."""
+    """Return the scan direction, image, sequence, first channel and number of channels that a task processes."""
     first, sequence = task % blocks * LANES, task // blocks
     return sequence // B, sequence % B, sequence, first, min(LANES, D - first)
 
@@ -186,7 +186,7 @@ def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back)
             dy_start = dy_data + g * dy_G + b * dy_B + BYTES * first
             dx_start = dx_data + BYTES * (sequence * L * D + first)
             dstep_logits_start = dstep_logits_data + BYTES * (sequence * L * D + first)
-            # partial sums of dk and dq over the block's channels
+            # each block of channels has its own sums of dk and dq over its channels
             part = BYTES * L * N * (task % blocks * (tasks // blocks) + sequence)
             dk_start, dq_start = dk_data + part, dq_data + part
             clear(dA, rows_of_A)
@@ -218,7 +218,7 @@ def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back)
                     )  # fmt: skip
                     store_row(dx_start + BYTES * t * D, width, dx)
                     store_row(dstep_logits_start + BYTES * t * D, width, dstep_logits)
-            image = b * (tasks // blocks // B) + g  # index of the task's image and direction, for sums over images
+            image = b * (tasks // blocks // B) + g  # row of the partial sums for this image and direction
             store_rows(dchannels_data + BYTES * (image * 2 * D + first), BYTES * D, width, 2, dchannels)
             store_rows(dA_data + BYTES * (image * N * D + first), BYTES * D, width, rows_of_A, dA)
 
@@ -285,7 +285,7 @@ def longhorn_backward(N: int, chunk: int):
 
 
 def selective_backward(N: int, chunk: int):
-    """Build the kernel of Mamba's gradients, which keeps the decay of each token of a chunk and the state before it."""
+    """Build the kernel of Mamba's gradients, which keeps each token's decay and the state before each token."""
 
     @inlined
     def again(i, S, A, x, step_logits, dy, k, step_bias, kept, step_sizes, slopes, drive, dq):

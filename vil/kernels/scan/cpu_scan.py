@@ -21,7 +21,7 @@ def forward(
     recurrence: str, x: Tensor, step_logits: Tensor, k: Tensor, q: Tensor, A: Tensor | None, skip: Tensor | None,
     step_bias: Tensor | None, reverse: tuple[bool, ...], keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return y_GBLD and, if `keep`, the states between chunks of `CHUNK` tokens."""
+    """Return y (G, B, L, D) of G scan directions and, if `keep`, the states between chunks of tokens."""
     (G, B, L, D), N, blocks = x.shape, k.shape[-1], _blocks(x)
     inputs = [_readable(t) for t in (x, step_logits, k, q)]
     parameters = _parameters(inputs[0], A, skip, step_bias)
@@ -38,16 +38,17 @@ def backward(
     recurrence: str, dy: Tensor, x: Tensor, step_logits: Tensor, k: Tensor, q: Tensor, A: Tensor | None,
     skip: Tensor | None, step_bias: Tensor | None, states: Tensor, reverse: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return gradients of x, step_logits, k, q, A (empty without A), and of skip and step_bias as one tensor (G,
-    2, D).
+    """Return the gradients of x, step_logits, k, q and A, and of skip and step_bias as one tensor (G, 2, D).
+
+    Without A, the gradient of A is an empty tensor.
     """
     (G, B, L, D), N, blocks = x.shape, k.shape[-1], _blocks(x)
     inputs, dy = [_readable(t) for t in (x, step_logits, k, q)], _readable(dy)
     parameters = _parameters(inputs[0], A, skip, step_bias)
     new, tasks = dy.new_empty, G * B * blocks  # in fp32
     dx, dstep_logits = new(2, G, B, L, D)
-    parts = new(2, blocks, G, B, L, N)  # partial sums of dk and dq over channels
-    dchannels = new(B, G, 2, D)  # and over images
+    parts = new(2, blocks, G, B, L, N)  # partial sums, over blocks of channels, of the gradients of k and q
+    dchannels = new(B, G, 2, D)  # gradients of skip and step_bias for each image
     dA = new((B, G, N, D) if A is not None else 0)
     scratch = new(min(torch.get_num_threads(), tasks), CHUNK, LANES, (N if A is None else 2 * N) + 2)
     _kernel(f"{recurrence}_backward", N, CHUNK).launch(

@@ -35,10 +35,10 @@ def scan_forward(
     skip_GD: Tensor | None, step_bias_GD: Tensor | None, reverse: Sequence[bool], keep: bool,
     schedule: Schedule | None = None, step_proj_GDR: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Return y_GBLD and, if `keep`, the states between chunks (G, B, chunks - 1, N, D) for backward.
+    """Return y (G, B, L, D) of G scan directions and, if `keep`, the states between chunks of tokens for backward.
 
-    `schedule` overrides the cost model's choice. If the schedule `projects_step`, the step (G, B, L, R) and the weights
-    that project it may replace the step logits.
+    The states are (G, B, chunks - 1, N, D). `schedule` overrides the cost model's choice. If the schedule
+    `projects_step`, the step (G, B, L, R) and the weights that project the step may replace the step logits.
     """
     x, step_logits, k, q = rows(x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N = x.shape, k.shape[-1]
@@ -68,7 +68,10 @@ def scan_forward(
 
 
 def forward_schedule(recurrence: str, x_GBLD: Tensor, N: int, R: int) -> Schedule:
-    """Return the schedule of `scan_forward` for an input like x, if a step of rank R may replace the step logits."""
+    """Choose the kernel variant and segments of `scan_forward` for an input like x, if steps of rank R are available.
+
+    Some variants compute the step logits from the steps.
+    """
     return _choose("forward", recurrence, x_GBLD, N, x_GBLD.shape[-1] % 8 == 0, step=R % 8 == 0)
 
 
@@ -77,10 +80,10 @@ def scan_backward(
     A_GDN: Tensor | None, skip_GD: Tensor | None, step_bias_GD: Tensor | None, chunk_states_GBSND: Tensor,
     reverse: Sequence[bool], schedule: Schedule | None = None, overwrite_step_logits: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """Return dx, dstep_logits, dk and dq like their inputs; dA_GDN (empty without A); dskip and dstep_bias as (G, 2,
-    D).
+    """Return the gradients of x, step_logits, k, q and A, and of skip and step_bias as one tensor (G, 2, D).
 
-    With `overwrite_step_logits`, the gradient of the step logits overwrites them.
+    Without A, the gradient of A is an empty tensor. With `overwrite_step_logits`, the gradient of the step logits
+    overwrites the step logits.
     """
     dy, x, step_logits, k, q = rows(dy_GBLD, x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N = x.shape, k.shape[-1]
@@ -96,7 +99,7 @@ def scan_backward(
     dstep_logits = step_logits if overwrite_step_logits else new(x.shape)
     dchannels = new(G, 2, D, dtype=torch.float32)
     dA = new((G, D, N) if A_GDN is not None else 0, dtype=torch.float32)
-    # partial sums of CTAs for `reduce_partials`: dk and dq over their channels, dchannels and dA over their tokens
+    # each CTA writes sums of dk and dq over its channels, and of dchannels and dA over its tokens
     segments_of_all, columns, tokens_of_all = B * segments, dchannels.numel() + dA.numel(), G * B * L
     key_partials = new(kernel.ctas, G, B, L, 2, N, dtype=torch.float32)
     channel_partials = new(segments_of_all, columns, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Variants of forward_mma.cu, Longhorn's forward scan of two tokens at a time on tensor cores."""
+"""Variants of the CUDA kernel forward_mma.cu, Longhorn's forward scan of two tokens at a time on tensor cores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def has_mma(recurrence: str, N: int, itemsize: int) -> bool:
 
 
 class ForwardMma(NamedTuple):
-    """Variant of forward_mma.cu with `consumers` warps of 16 channels each. A multiprocessor runs one CTA.
+    """Variant of the kernel forward_mma.cu in which `consumers` warps run the recurrence for 16 channels each.
+
+    The other warps prepare the inputs of the consumers. A multiprocessor runs one CTA.
 
     `producers` has the role of each other warp. Role 0 copies, role -1 prepares factors of states, and role n > 0
     prepares the factors of n units, which are 8 tokens of a consumer's channels. Each consumer needs `tile` / 8 units.

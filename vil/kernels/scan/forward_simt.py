@@ -1,4 +1,4 @@
-"""Variants of forward_simt.cu, the forward scan with FMAs for both recurrences, all dtypes and state sizes."""
+"""Variants of the CUDA kernel forward_simt.cu, the forward scan without tensor cores for all dtypes and state sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCE = Source("scan/forward_simt", {
 
 
 class Lanes:
-    """Occupancy of a variant in which each lane has `states` states of `channels` neighbouring channels."""
+    """Occupancy of a kernel variant whose lanes process `channels` neighbouring channels with `states` states each."""
 
     states: int
     channels: int
@@ -32,7 +32,7 @@ class Lanes:
 
     @property
     def resident(self) -> int:
-        """Number of CTAs that share a multiprocessor, if inputs have 16 bits and channels have 16 states."""
+        """Number of CTAs that share a multiprocessor, for 16-bit inputs and 16 states per channel."""
         return SCHEDULERS * len(self.cycles) // self.warps
 
     def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
@@ -42,7 +42,7 @@ class Lanes:
 
 @dataclass(frozen=True)
 class ForwardSimt(Lanes):
-    """Variant of forward_simt.cu in which each lane has `states` states of `channels` neighbouring channels.
+    """Variant of the kernel forward_simt.cu whose lanes process `channels` neighbouring channels, `states` states each.
 
     `unroll` tokens are interleaved. If `ahead`, tokens are loaded before they are needed. A tile has `tile` tokens.
     `cycles` and `start` are inputs of the cost model (heuristics.py).
@@ -59,16 +59,16 @@ class ForwardSimt(Lanes):
     def kernel(
         self, recurrence: str, x: Tensor, step_logits: Tensor, N: int, source: Source = SOURCE, **macros
     ) -> Kernel:  # fmt: skip
-        """Return the kernel of `source`, which includes simt_scan.cuh, for tensors like these."""
+        """Return this variant's kernel, compiled from `source` for the dtype, shape and alignment of the tensors."""
         states = min(self.states, N)
         groups = 32 * states // N
-        # at most 32 lanes can copy the row of channels of a warp
+        # limit the channels of a warp so that 32 lanes can copy one token of them with one vector each
         vector = vector_width(16 // x.element_size(), x, step_logits)
         channels = min(common_power_of_two(self.channels, x.shape[-1]), max(1, 32 * vector // groups))
         vector = min(vector, groups * channels)
         unroll, stages = self.unroll if N <= 16 else 4, 3
         tile = max(min(self.tile, 1024 // N), unroll, 32 // groups)
-        # wider inputs and longer keys need more registers, so fewer CTAs are resident
+        # fp32 inputs and more than 16 states need more registers, so fewer CTAs share a multiprocessor
         resident = self.resident if x.element_size() * N <= 32 else self.resident * 2 // 3
         row = tile * groups * channels
         warp_bytes = (2 if self.ahead else 1) * 4 * row + stages * 2 * align(row * x.element_size())

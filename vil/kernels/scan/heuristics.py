@@ -26,11 +26,9 @@ from .forward_mma import ForwardMma, has_mma
 from .forward_simt import ForwardSimt
 from .segments import SegmentGradientsMma, SegmentStates
 
-LAUNCHES = 8000  # cycles; cost of the additional launches for segments
-STEP_LOGITS = 8000  # cycles; cost of a separate product for the step logits, which ForwardMma can compute itself
-PASSED = (
-    20 / 13
-)  # multiprocessor cycles per state between segments, which is moved 5 times at 4 bytes each and 13 bytes per cycle
+LAUNCHES = 8000  # cost in cycles of the additional kernel launches if a sequence is split into segments
+STEP_LOGITS = 8000  # cost in cycles of a matrix product for step logits, which the ForwardMma kernel makes unnecessary
+PASSED = 20 / 13  # cycles per passed state: 5 reads or writes of 4 bytes, at 13 bytes per cycle and multiprocessor
 
 
 class Schedule(NamedTuple):
@@ -59,7 +57,7 @@ FORWARD_SIMT = {
         ForwardSimt(4, 2, tile=32, cycles=(190, 256), unroll=8),
     ],
 }
-# the second variant is for small inputs that leave multiprocessors idle, and for GPUs with less shared memory
+# the variant with 3 consumers is for small inputs, which leave multiprocessors idle, and for less shared memory
 FORWARD_MMA = [
     ForwardMma(6, (2, 2, -1, -1, 2, 2, 0, 2, 2), cycles=(87,), start=19000),
     ForwardMma(3, (2, -1, -1, 0, 2, 1, 1), cycles=(52,), start=6500),
@@ -78,7 +76,7 @@ BACKWARD = {
 def forward_variants(
     recurrence: str, N: int, itemsize: int, vectors: bool = True, shared_bytes: int = 227 * 1024
 ) -> Sequence[ForwardSimt | ForwardMma]:
-    """Return the forward variants for these inputs.
+    """Return the forward kernel variants that support a recurrence, number of states and dtype.
 
     Args:
         recurrence: "longhorn" or "selective".
@@ -93,30 +91,29 @@ def forward_variants(
 
 
 def segment_variant(kind: str, recurrence: str, N: int, itemsize: int) -> SegmentStates | SegmentGradientsMma:
-    """Return the kernel variant for the states between segments (`kind` "forward") or their gradients ("backward")."""
+    """Return the kernel variant that computes states between segments, or their gradients if `kind` is "backward"."""
     mma = kind == "backward" and has_mma(recurrence, N, itemsize)
     return SEGMENT_GRADIENTS_MMA if mma else SEGMENT_STATES[recurrence]
 
 
 def backward_variants(recurrence: str, N: int) -> list[Backward]:
-    return [
-        v for v in BACKWARD[recurrence] if N < 64 or v.channels <= 2
-    ]  # with N >= 64, tiles have 16 tokens and need more registers
+    # with N >= 64, tiles have 16 tokens and need more registers, so lanes can have at most 2 channels
+    return [v for v in BACKWARD[recurrence] if N < 64 or v.channels <= 2]
 
 
 def cycles(
     variant: ForwardSimt | ForwardMma | SegmentGradientsMma | Backward, channels: int, N: int, itemsize: int,
     tokens: int, multiprocessors: int, short: int = 0,
 ) -> float:  # fmt: skip
-    """Estimate the cycles of a variant for `tokens` tokens of `channels` channels (directions x batch x D x segments).
+    """Estimate the cycles in which a kernel variant scans `tokens` tokens of `channels` channels.
 
-    `short` is the number of additional channels with so few tokens that no warp waits for them. They share schedulers
-    with the warps that start at the same time.
+    `channels` counts the channels of all directions, images and segments. `short` is the number of additional channels
+    with so few tokens that no warp waits for them. They share schedulers with the warps that start at the same time.
     """
     warp_channels, resident_warps = variant.occupancy(N, itemsize)
-    one_each = warp_channels * SCHEDULERS * multiprocessors  # number of channels that give every scheduler one warp
+    one_each = warp_channels * SCHEDULERS * multiprocessors  # number of channels with one warp per scheduler
     waves = math.ceil(channels / (one_each * resident_warps))
-    # CTAs of an incomplete last wave share the few multiprocessors whose CTAs end first
+    # the last wave is assumed to be as slow as a full wave, because its CTAs share few multiprocessors
     warps = min(math.ceil((channels + short) / one_each), math.ceil(resident_warps))
     return waves * (variant.start + tokens * variant.cycles[warps - 1])
 
@@ -150,7 +147,7 @@ def choose(
     for segment_chunks in range(chunks, 0, -max(1, chunks // 128)):
         segments = -(-chunks // segment_chunks)
         tokens = min(L, segment_chunks * CHUNK)
-        long = max(1, -(-(L - tokens // 8) // tokens))  # number of segments except a short last one
+        long = max(1, -(-(L - tokens // 8) // tokens))  # number of segments, not counting a short last segment
         between = 0.0
         if segments > 1:
             passed = channels * N * (segments - 1) * PASSED / multiprocessors

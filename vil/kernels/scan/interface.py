@@ -202,7 +202,7 @@ def _scan(
 
 
 def _on_kernels(backend: str, recurrence: str, x, step_logits, k, q, A, skip, step_bias, reverse: list[bool]) -> Tensor:
-    """Run `vil::scan`, whose per-token inputs need one dtype and whose number of states must be in `STATE_SIZES`."""
+    """Run the operator `vil::scan` after converting inputs to one dtype and padding the states to a supported size."""
     dtype = x.dtype if x.dtype == step_logits.dtype == k.dtype == q.dtype else torch.float32
     size = next(n for n in STATE_SIZES if n >= k.shape[-1])
     inputs = [x.to(dtype), step_logits.to(dtype), _pad(k.to(dtype), size), _pad(q.to(dtype), size)]

@@ -29,12 +29,12 @@ class Kernel(NamedTuple):
     shared_bytes: int
 
     def launch(self, entry: str, sequences: int, **arguments) -> None:
-        """Launch the kernel `entry` for a number of sequences or segments."""
+        """Launch the kernel function `entry` with `ctas` thread blocks per sequence (or per segment of a sequence)."""
         ctas = sequences * self.ctas
         launches.launch(self.source, entry, self.macros, ctas, self.threads, arguments, self.shared_bytes)
 
     def launch_beside(self, entry: str, ctas: int, threads: int, **arguments) -> None:
-        """Launch another kernel of the same source, without dynamic shared memory."""
+        """Launch a helper kernel from the same source file, without dynamic shared memory."""
         launches.launch(self.source, entry, self.macros, ctas, threads, arguments)
 
 
@@ -43,12 +43,12 @@ def common_macros(recurrence: str, x: Tensor, N: int) -> dict:
 
 
 def align(n: int) -> int:
-    """Round up bytes to a multiple of the widest vector."""
+    """Round up a number of bytes to a multiple of 16."""
     return -(-n // 16) * 16
 
 
 def rows(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors, copied if the last dimension is not contiguous or tokens are 2^31 bytes or more apart."""
+    """Copy each tensor whose last dimension is not contiguous or whose token stride is 2^31 bytes or more."""
     return [
         t if t.stride(-1) == 1 and abs(t.stride(-2)) * t.element_size() < 2**31 else t.contiguous() for t in tensors
     ]
@@ -73,5 +73,5 @@ def tokens(**tensors: Tensor) -> dict:
 
 
 def mask(reverse: Sequence[bool]) -> int:
-    """Return the bit mask of reversed directions."""
+    """Return an integer whose bit g is set if direction g is reversed."""
     return sum(1 << g for g, reversed_ in enumerate(reverse) if reversed_)

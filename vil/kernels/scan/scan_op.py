@@ -33,7 +33,7 @@ def _module(backend: str, device: torch.device) -> ModuleType:
     return importlib.import_module(f".{resolve(backend, device)}_scan", __package__)
 
 
-# Use schemas, because the first call of a `torch.library.custom_op` imports torch.compile, which takes 2 seconds.
+# torch.library.define is used, because the first call of a custom_op imports torch.compile, which takes 2 seconds
 torch.library.define(
     "vil::scan",
     "(str backend, str recurrence, Tensor x_GBLD, Tensor step_logits_GBLD, Tensor k_GBLN, Tensor q_GBLN, Tensor? A_GDN,"
@@ -78,9 +78,7 @@ def _check(
 
 @torch.library.impl("vil::scan", ("CPU", "CUDA"))
 def _scan(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, reverse, keep):
-    """Return y and, if `keep`, the states between chunks of tokens (G, B, chunks - 1, N, D), otherwise an empty
-    tensor.
-    """
+    """Return y (G, B, L, D) and the states between chunks of tokens, which are an empty tensor unless `keep`."""
     _check(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, len(reverse))
     if x.numel() == 0:
         return _fake_scan(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, reverse, keep)
@@ -91,8 +89,9 @@ def _scan(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, reverse
 
 @torch.library.impl("vil::scan_backward", ("CPU", "CUDA"))
 def _scan_backward(backend, recurrence, dy, x, step_logits, k, q, A, skip, step_bias, states, reverse):
-    """Return gradients of x, step_logits, k, q, A (empty without A), and of skip and step_bias as one tensor (G,
-    2, D).
+    """Return the gradients of x, step_logits, k, q and A, and of skip and step_bias as one tensor (G, 2, D).
+
+    Without A, the gradient of A is an empty tensor.
     """
     _check(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, len(reverse), True, dy, states)
     if x.numel() == 0:

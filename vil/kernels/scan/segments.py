@@ -1,4 +1,4 @@
-"""Variants of segment_states.cu and segment_gradients_mma.cu, and state passing between the segments of a sequence."""
+"""State passing for sequences that are split into segments, and variants of the CUDA kernels that compute states."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ STATES_SOURCE = Source("scan/segment_states", {
 
 
 class SegmentStates(ForwardSimt):
-    """Variant of segment_states.cu, whose lanes have channels and states as in forward_simt.cu."""
+    """Variant of the kernel segment_states.cu, with channels and states per lane as in `ForwardSimt`."""
 
 
 @dataclass(frozen=True)
 class SegmentGradientsMma(Lanes):
-    """Variant of segment_gradients_mma.cu for inputs that `has_mma` supports. A warp has 8 * `channels` channels."""
+    """Variant of the tensor-core kernel segment_gradients_mma.cu whose warps process 8 * `channels` channels."""
 
     cycles: tuple[int, ...]
     states: int = 4
@@ -68,7 +68,9 @@ def states_between_segments(
     step_logits: Tensor, k: Tensor, q: Tensor, A: Tensor | None, step_bias: Tensor | None, reverse: Sequence[bool],
     segment_chunks: int, *, gradients: bool,
 ) -> Tensor:  # fmt: skip
-    """Return the states between segments (G, B, segments - 1, N, D) or, with `gradients`, their gradients.
+    """Return the states between the segments of each sequence or, with `gradients`, the gradients of these states.
+
+    The result is (G, B, segments - 1, N, D).
 
     `variant` computes the states at the ends of segments, and `passing` is the variant of the kernel that joins these
     states. `value` is x or, with `gradients`, dy. The call temporarily allocates twice the memory of the result and,

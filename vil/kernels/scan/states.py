@@ -33,12 +33,12 @@ class Inputs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Step logits of the additional tokens that write and read the state, and the scales of writing tokens' k and x."""
+    """Values of the additional tokens with which a scan writes an initial state or reads the final state."""
 
-    writing: float
-    reading: float
-    key: Callable[[Tensor], Tensor]  # scale of the key as a function of the step logit
-    x: float
+    writing: float  # step logit of tokens that write a state
+    reading: float  # step logit of tokens that read a state
+    key: Callable[[Tensor], Tensor]  # scale of a writing token's key, as a function of the step logit
+    x: float  # scale of a writing token's x
 
 
 TOKENS = {
@@ -52,7 +52,7 @@ def scan_with_states(
     scan: Callable[..., Tensor], recurrence: str, inputs: Inputs, reverse: list[bool],
     initial_GBDN: Tensor | None, final: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return y_GBLD and, if `final`, the states after the last token (G, B, D, N), by calling a backend's `scan`.
+    """Run a backend's `scan` with an initial state, and return y (G, B, L, D) and the final state (G, B, D, N) or None.
 
     y and states are computed in at least float32, because the additional tokens hold the states.
     """
@@ -92,7 +92,7 @@ def scan_with_states(
 
 
 def _step(x_GB1D, step_logits_GB1D, k_GB1N, q_GB1N, A_GDN, S_GBDN) -> tuple[Tensor, Tensor]:
-    """Run the recurrence for one token. Return y_GB1D without the skip connection, and the state after the token."""
+    """Run the recurrence for one token. Return y (G, B, 1, D) without the skip connection, and the new state."""
     x_GBD1, step_logits_GBD1 = x_GB1D.mT, step_logits_GB1D.mT
     if A_GDN is None:
         beta_GBD1 = torch.sigmoid(step_logits_GBD1)

@@ -25,10 +25,10 @@ from torch import Tensor
 from ..backends import transformed
 from ..checks import check, check_choice, check_given, once_a_kind, refuse_second_derivative
 
-# Tokens of a chunk. Forward saves the state before each chunk, and backward recomputes the other states.
+# number of tokens per chunk; forward saves the state before each chunk, and backward recomputes all other states
 CHUNK = 16
-# Maximum state elements of a slice of the batch. A chunk's buffers then stay in cache, and PyTorch computes each token
-# on the calling thread, which is faster than two threads for so little work, in particular on busy cores.
+# The batch is processed in slices of at most this many state elements, so that a chunk's buffers stay in the CPU cache.
+# PyTorch runs operators on such small slices in one thread, which is faster than two threads for so little work.
 SLICE_ELEMENTS = 2**15
 
 
@@ -37,13 +37,13 @@ class Recurrence(Protocol):
 
     @staticmethod
     def coefficients(decay_GTBND: Tensor, drive_GTBND: Tensor, *inputs: Tensor) -> None:
-        """Compute the coefficients decay and drive, and write them to the first two arguments."""
+        """Write the decay and the drive of S_t = decay_t * S_{t-1} + drive_t to the first two arguments."""
 
     @staticmethod
     def gradients(
         ddecay_GTBND: Tensor, ddrive_GTBND: Tensor, decay_GTBND: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the gradient of each input. The gradients of the coefficients may be overwritten."""
+        """Return the gradient of each input, given the gradients of decay and drive, which may be overwritten."""
 
 
 class Longhorn:
@@ -56,7 +56,7 @@ class Longhorn:
 
     @staticmethod
     def step_size(step_logits_GTBD: Tensor, k_GTBN: Tensor) -> Tensor:
-        # if exp overflows, the step size is 0, its limit
+        # if exp overflows to infinity, the step size is 0, which is the correct limit
         return (1 + torch.exp(-step_logits_GTBD) + k_GTBN.square().sum(-1, keepdim=True)).reciprocal()
 
     @staticmethod
@@ -75,7 +75,7 @@ class Longhorn:
         dinput_GTBD = _sum_states(k_GTBN, ddrive_GTBND)  # dL/d(eps x)
         deps_GTBD = x_GTBD * dinput_GTBD - _sum_states(k_GTBN.square(), ddecay_GTBND)
         dx_GTBD = eps_GTBD * dinput_GTBD
-        # if exp overflows, the clamp gives eps * exp its limit 1 instead of 0 * infinity
+        # if exp overflows, the clamp makes eps * exp equal to the limit 1 instead of 0 * infinity
         exp_GTBD = torch.exp(-step_logits_GTBD).clamp(max=torch.finfo(x_GTBD.dtype).max)
         dstep_logits_GTBD = deps_GTBD * eps_GTBD * (eps_GTBD * exp_GTBD)
         dnorm_GTB1 = -(eps_GTBD.square() * deps_GTBD).sum(-1, keepdim=True)  # dL/d(k.k)
@@ -114,7 +114,7 @@ def scan(
     recurrence: str, x_GBLD: Tensor, step_logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, A_GDN: Tensor | None,
     skip_GD: Tensor | None, step_bias_GD: Tensor | None, reverse: list[bool],
 ) -> Tensor:  # fmt: skip
-    """Return y_GBLD in x's dtype for G directions; direction g runs from the last token to the first if `reverse[g]`.
+    """Return y (G, B, L, D) in x's dtype for G scan directions. Direction g is reversed if `reverse[g]`.
 
     The arguments are those of `vil::scan`, in any floating-point dtypes. State and sums are in float64 if x is,
     otherwise in float32.
@@ -132,12 +132,12 @@ def scan(
 
 
 def _as_read(t_GBLX: Tensor, reverse: list[bool]) -> Tensor:
-    """Move tokens to the first dimension, in the order in which each direction reads them."""
+    """Swap batch and token dimensions of (G, B, L, X), and flip the tokens of reversed directions."""
     return torch.stack([(t.flip(1) if r else t).transpose(0, 1) for t, r in zip(t_GBLX.unbind(0), reverse)])
 
 
 def _in_image_order(t_GLBX: Tensor, reverse: list[bool]) -> Tensor:
-    """Move the batch to the front again, with tokens in the order of the image."""
+    """Undo `_as_read`: flip the tokens of reversed directions, and swap token and batch dimensions of (G, L, B, X)."""
     return torch.stack([(t.flip(0) if r else t).transpose(0, 1) for t, r in zip(t_GLBX.unbind(0), reverse)])
 
 
@@ -172,16 +172,15 @@ def _check(recurrence, q_GLBN, inputs, backward=False, dy_GLBD=None, chunk_state
 def _scan(recurrence: str, q_GLBN: Tensor, *inputs: Tensor) -> Tensor:
     if transformed():
         return _TransformedScan.apply(recurrence, q_GLBN, *inputs)[0]
-    # torch.jit.trace compares the graphs with and without gradients
+    # torch.jit.trace checks that graphs with and without gradients are equal, so tracing always keeps the states
     keep = torch.jit.is_tracing() or (torch.is_grad_enabled() and any(t.requires_grad for t in (q_GLBN, *inputs)))
     return _scan_forward(recurrence, q_GLBN, list(inputs), keep)[0]
 
 
-# Register the scan as an operator, so that torch.compile, torch.export, torch.fx and the meta device see one node
-# instead of a loop over the tokens.
+# register the scan as an operator, so that torch.compile, torch.export and torch.fx see one node instead of a loop
 @torch.library.custom_op("vil::reference_scan", mutates_args=())
 def _scan_forward(recurrence: str, q_GLBN: Tensor, inputs: list[Tensor], keep: bool) -> tuple[Tensor, Tensor]:
-    """Return y_GLBD and, if `keep`, the state before every `CHUNK` tokens for backward (otherwise an empty tensor)."""
+    """Return y (G, L, B, D) and the state before each chunk of tokens, or an empty tensor of states unless `keep`."""
     _check(recurrence, q_GLBN, inputs)
     G, L, B, N = q_GLBN.shape
     D = inputs[0].shape[-1]
@@ -204,14 +203,14 @@ def _scan_forward(recurrence: str, q_GLBN: Tensor, inputs: list[Tensor], keep: b
 def _scan_backward(
     recurrence: str, dy_GLBD: Tensor, chunk_states_GSBND: Tensor, q_GLBN: Tensor, inputs: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return dq_GLBN and the gradient of each input."""
+    """Return the gradient of q (G, L, B, N) and the list of the gradients of `inputs`."""
     _check(recurrence, q_GLBN, inputs, True, dy_GLBD, chunk_states_GSBND)
     G, L, B, N = q_GLBN.shape
     dq_GLBN = torch.empty_like(q_GLBN)
     dinputs = [torch.empty_like(t) if _is_per_token(t) else torch.zeros_like(t) for t in inputs]
     buffers = _chunk_buffers(4, q_GLBN, dy_GLBD.shape[-1])
     for batch in _batch_slices(G, B, N, dy_GLBD.shape[-1]):
-        # dL/dS_t through the tokens after t
+        # gradient of the state at the end of a chunk through all later tokens
         from_later_GBND = torch.zeros_like(chunk_states_GSBND[:, :1, batch]).squeeze(1)
         for i, chunk in reversed(list(enumerate(_chunks(L)))):
             index, S_GBND = (slice(None), chunk, batch), chunk_states_GSBND[:, i, batch]
@@ -271,7 +270,7 @@ def _backward(ctx, dy_GLBD, _):
 
 
 class _TransformedScan(torch.autograd.Function):
-    """Autograd function of the scan for torch.func, which does not use an operator's registered gradient."""
+    """Autograd function of the scan for torch.func, because torch.func ignores `register_autograd` of an operator."""
 
     generate_vmap_rule = True
 
@@ -307,9 +306,7 @@ class _TransformedGradient(torch.autograd.Function):
 
 
 def _over_directions(run: Callable, info, in_dims: tuple, *arguments):
-    """Implement torch.vmap of an operator: the mapped dimension becomes directions, each of which has its own
-    weights.
-    """
+    """Implement torch.vmap of an operator by merging the mapped dimension into the dimension of scan directions."""
 
     def folded(t, dim):
         if isinstance(t, list):
@@ -321,7 +318,7 @@ def _over_directions(run: Callable, info, in_dims: tuple, *arguments):
     def unfolded(t):
         return t.unflatten(0, (info.batch_size, -1)) if isinstance(t, Tensor) else [unfolded(part) for part in t]
 
-    # for a list that is not mapped, vmap passes one dim for all tensors
+    # vmap passes a single None instead of a list of dims for a list of tensors that are not mapped
     dims = [[None] * len(t) if isinstance(t, list) and dim is None else dim for t, dim in zip(arguments, in_dims)]
     first, second = run(*map(folded, arguments, dims))
     return (unfolded(first), unfolded(second)), (0, 0 if isinstance(second, Tensor) else [0] * len(second))
@@ -338,7 +335,7 @@ for _device in ("cpu", "cuda", "mps", "xpu"):  # the state is at least fp32, als
 
 
 def _is_per_token(t: Tensor) -> bool:
-    return t.dim() == 4  # _GLB*; parameters of channels are _GND
+    return t.dim() == 4  # per-token tensors are (G, L, B, D or N), per-channel parameters are (G, N, D)
 
 
 def _slice(inputs: list[Tensor], chunk: slice, batch: slice) -> list[Tensor]:
@@ -355,9 +352,7 @@ def _batch_slices(G: int, B: int, N: int, D: int) -> list[slice]:
 
 
 def _chunk_buffers(count: int, q_GLBN: Tensor, D: int) -> Tensor:
-    """Allocate `count` tensors GTBND for a chunk and a slice once, because page faults would cost more than the
-    sums.
-    """
+    """Allocate `count` buffers for a chunk's states. All chunks reuse them, because page faults cost more than sums."""
     G, L, B, N = q_GLBN.shape
     images = max((batch.stop - batch.start for batch in _batch_slices(G, B, N, D)), default=0)
     return q_GLBN.new_empty(count, G, min(CHUNK, L), images, N, D)

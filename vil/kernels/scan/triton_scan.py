@@ -23,9 +23,9 @@ from torch import Tensor
 
 from .chunks import CHUNK, chunk_state_count
 
-PROGRAMS = 1024  # maximum number of backward programs, each of which needs memory for the states of a chunk
-FUSE = True  # fuse multiplications and additions; Triton 3.10 changes the default
-CHANNELS = 2**16  # number of channels over all sequences that fill a large GPU in blocks of 64
+PROGRAMS = 1024  # maximum number of backward program instances, each of which needs memory for a chunk's states
+FUSE = True  # value of enable_fp_fusion, set explicitly because Triton 3.10 changes the default
+CHANNELS = 2**16  # number of channels of all sequences together that fills a large GPU
 
 
 @triton.jit
@@ -50,19 +50,19 @@ def _over_states(v_ND):
 
 @triton.jit
 def _state_numbers(N: tl.constexpr, H: tl.constexpr):
-    """Return the state numbers n, in the layout of a program's state tensor."""
+    """Return the indices of a channel's N states, arranged as (H, N / H, 1) like a program instance's states."""
     return tl.arange(0, N // H)[None, :, None] * H + tl.arange(0, H)[:, None, None]
 
 
 @triton.jit
 def _decay(step_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
-    """Compute the decay dS_t / dS_{t-1}."""
+    """Compute the decay factor by which a token multiplies each element of the state."""
     return 1 - step_1D * k_N1 * k_N1 if LONGHORN else tl.exp(A_ND * step_1D)
 
 
 @triton.jit
 def _update(S_ND, x_1D, step_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
-    """Compute S_t from S_{t-1}."""
+    """Update the state by one token of the recurrence."""
     if LONGHORN:
         S_ND += step_1D * k_N1 * (x_1D - k_N1 * S_ND)
     else:
@@ -72,7 +72,7 @@ def _update(S_ND, x_1D, step_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
 
 @triton.jit
 def _channel_numbers(program, D, H: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the indices of a program's channels, repeated for each of the threads that share a channel."""
+    """Return the indices of a program instance's channels, repeated for each thread that shares a channel."""
     d_D = (program % tl.cdiv(D, BLOCK_D)) * BLOCK_D + tl.arange(0, BLOCK_D)
     return tl.broadcast_to(d_D[None, None, :], (H, 1, BLOCK_D))
 
@@ -81,9 +81,10 @@ def _channel_numbers(program, D, H: tl.constexpr, BLOCK_D: tl.constexpr):
 def _locate(
     program, B, L, D, segment_chunks, reverse, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SEGMENTED: tl.constexpr
 ):  # fmt: skip
-    """Return a program's segment and sequence, the sequence's start and stride, and the segment's first and last token.
+    """Return which segment of which sequence a program instance processes, and the positions of the segment's tokens.
 
-    Segments of `segment_chunks` chunks are numbered across all sequences.
+    The results are the segment, the sequence, the row of the first token read, the stride between rows, and the begin
+    and end of the segment. Segments of `segment_chunks` chunks are numbered across all sequences.
     """
     blocks, segments = tl.cdiv(D, BLOCK_D), tl.cdiv(tl.cdiv(L, CHUNK), segment_chunks) if SEGMENTED else 1
     segment = (program // blocks).to(tl.int64)
@@ -97,7 +98,7 @@ def _locate(
 
 @triton.jit
 def _load_parameter(p, sequence, B, D, d_1D, HAVE: tl.constexpr):
-    """Load a per-channel parameter, or 0 if the parameter is None."""
+    """Load a per-channel parameter, or return zeros unless HAVE."""
     v_1D = tl.zeros_like(d_1D).to(tl.float32)
     if HAVE:
         v_1D = tl.load(p + (sequence // B) * D + d_1D, mask=d_1D < D, other=0)
@@ -135,7 +136,7 @@ def _segment_states_kernel(
     N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LONGHORN: tl.constexpr, STEP_BIAS: tl.constexpr,
     GRADIENTS: tl.constexpr,
 ):  # fmt: skip
-    """Run each segment from a zero state, and store its final state and the product of its decays.
+    """Scan each segment starting from zeros, and store the segment's final state and product of decays.
 
     With GRADIENTS, the values are dy, and G = dL/dS runs from the last token to the first: G = decay (G + q dy).
     """
@@ -171,8 +172,9 @@ def _segment_states_kernel(
 
 @triton.jit
 def _pass_states_kernel(ends, decays, segments, states, BLOCK: tl.constexpr, GRADIENTS: tl.constexpr):
-    """Replace the final states by the state before each segment or, with GRADIENTS, by the gradient after each
-    segment.
+    """Combine the segments' final states to the state before each segment, in place.
+
+    With GRADIENTS, the result is the gradient of the state after each segment.
     """
     state = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     state_before = tl.zeros((BLOCK,), tl.float32)
@@ -202,7 +204,7 @@ def _forward_kernel(
     S_ND = _initial(initial_states, segment, D, d_1D, n_N1, N, SEGMENTED)
     x_1D, step_logit_1D, k_N1, q_N1 = _load_token(x, step_logits, k, q, row, D, d_1D, n_N1, step_bias_1D, N)
     for t in range(begin, end):
-        # prefetch the next token
+        # prefetch the next token's inputs
         next_row = row + tl.where(t + 1 < end, stride, 0)
         following = _load_token(x, step_logits, k, q, next_row, D, d_1D, n_N1, step_bias_1D, N)
         if KEEP:  # noqa: SIM102 (Triton leaves out what a constant rules out only if nothing else is in the condition)
@@ -235,7 +237,7 @@ def _backward_kernel(
         )  # fmt: skip
         d_1D = _channel_numbers(program, D, H, BLOCK_D)
         inside = d_1D < D
-        writes = inside & (tl.arange(0, H)[:, None, None] == 0)  # only one of the H threads with equal values writes
+        writes = inside & (tl.arange(0, H)[:, None, None] == 0)  # of H threads with equal values, the first one writes
         A_ND = _load_A(A, sequence, B, D, d_1D, n_N1, N, LONGHORN)
         skip_1D = _load_parameter(skip, sequence, B, D, d_1D, SKIP)
         step_bias_1D = _load_parameter(step_bias, sequence, B, D, d_1D, STEP_BIAS)
@@ -246,7 +248,7 @@ def _backward_kernel(
         for i in range(own_chunks):
             start = begin + (own_chunks - 1 - i) * CHUNK
             tokens = tl.minimum(CHUNK, end - start)
-            # recompute the chunk, storing the state before each token
+            # recompute the chunk's states, and store the state before each token
             saved_ND = chunk_states + ((sequence * (chunks - 1) + start // CHUNK - 1) * N + n_N1) * D + d_1D
             S_ND = tl.load(saved_ND, mask=d_1D < tl.where(start > 0, D, 0), other=0)
             row = first + stride * start
@@ -260,7 +262,7 @@ def _backward_kernel(
                 S_ND = _update(S_ND, x_1D, step_1D, k_N1, A_ND, LONGHORN)
                 x_1D, step_logit_1D, k_N1, _ = following
             tl.debug_barrier()
-            # pipeline the loads of the next two tokens, except keys and queries
+            # software pipelining loads two tokens ahead, but not the keys and queries
             for back in tl.range(tokens, num_stages=3):
                 j = tokens - 1 - back
                 row = first + stride * (start + j)
@@ -275,9 +277,9 @@ def _backward_kernel(
                     eps_G_ND = step_1D * G_ND
                     dx_1D = _over_states(k_N1 * eps_G_ND)
                     eps_deps_1D = _over_states(k_N1 * eps_G_ND * residual_ND)
-                    # eps * exp(-step_logit), whose limit is 1 if exp overflows
+                    # the clamp makes eps * exp(-step_logit) equal to the limit 1 if exp overflows
                     dstep_logit_1D = eps_deps_1D * step_1D * tl.minimum(tl.exp(-step_logit_1D), 3e38)
-                    # the sum over channels includes that of dL/d(k.k) = -eps^2 deps
+                    # the last term is the gradient through k.k, because dL/d(k.k) = -eps^2 * dL/deps
                     dk_ND = eps_G_ND * (2 * residual_ND - x_1D) - 2 * k_N1 * (step_1D * eps_deps_1D)
                     dk_N1 = tl.sum(dk_ND, axis=2, keep_dims=True)
                     G_ND -= k_N1 * k_N1 * eps_G_ND
@@ -308,7 +310,7 @@ def forward(
     recurrence: str, x_GBLD: Tensor, step_logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, A_GDN: Tensor | None,
     skip_GD: Tensor | None, step_bias_GD: Tensor | None, reverse: tuple[bool, ...], keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return y_GBLD and, if `keep`, the states between chunks of `CHUNK` tokens. `scan_op` explains the arguments."""
+    """Return y (G, B, L, D) and, if `keep`, the states between chunks. `scan_op` explains the arguments."""
     x, step_logits, k, q = (t.contiguous() for t in (x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
     y, initial_states = torch.empty_like(x), None
@@ -331,13 +333,14 @@ def backward(
     A_GDN: Tensor | None, skip_GD: Tensor | None, step_bias_GD: Tensor | None, states_GBSND: Tensor,
     reverse: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dx, dstep_logits, dk and dq like their inputs; dA_GDN (empty without A); dskip and dstep_bias as (G, 2,
-    D).
+    """Return the gradients of x, step_logits, k, q and A, and of skip and step_bias as one tensor (G, 2, D).
+
+    Without A, the gradient of A is an empty tensor.
     """
     dy, x, step_logits, k, q = (t.contiguous() for t in (dy_GBLD, x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
     segment_chunks, segments, block_d = _schedule(x, 16)
-    block_d = min(block_d, 1024 // N)  # limit a tensor of states to 32 registers, because several are live
+    block_d = min(block_d, 1024 // N)  # limit each of several tensors of states to 32 registers per thread
     blocks = triton.cdiv(D, block_d)
     programs = min(PROGRAMS, G * B * segments * blocks)
     dx, dstep_logits, final_gradients = torch.empty_like(x), torch.empty_like(x), None
@@ -363,7 +366,10 @@ def backward(
 
 
 def _between_segments(recurrence: str, tensors: tuple, reverse: tuple[bool, ...], *, gradients: bool) -> Tensor:
-    """Return the state before each segment (G, B, segments, N, D) or, with `gradients`, the gradient after each."""
+    """Return the state before each segment or, with `gradients`, the gradient of the state after each segment.
+
+    The result is (G, B, segments, N, D).
+    """
     values, step_logits, k, q, A, step_bias = tensors
     (G, B, L, D), N = values.shape, k.shape[-1]
     segment_chunks, segments, block_d = _schedule(values, 32)
