@@ -1,8 +1,9 @@
-// Augmentation of byte images (B, 3, H, W): random crop with resize, transforms and normalisation. Operations that PIL
-// has are computed in PIL's order and types, without fused multiply-adds, so that pixels are identical to PIL's.
-// Offsets in a batch are 64-bit, those in one image 32-bit.
+// Augmentation of uint8 images (B, 3, H, W): random crop with resize, transforms and normalization.
+// Operations that PIL has are computed in PIL's order and types, without fused multiply-adds.
+// Therefore the resulting pixels are identical to PIL's.
+// Offsets into a batch have 64 bits, and offsets into an image have 32 bits.
 //
-// The parameters of kernels are declared in augment/__init__.py.
+// augment/__init__.py declares the parameters of the kernels.
 
 #include "../cuda/types.cuh"
 
@@ -11,20 +12,20 @@ typedef unsigned long long u64;
 
 DEVICE u8 to_byte(double v) { return v <= 0 ? 0 : v >= 255 ? 255 : u8(v); }
 
-// PIL resizes with integer weights that have 22 fractional bits
+// PIL resizes with integer weights that have 22 fractional bits.
 constexpr int ONE = 1 << 22;
 DEVICE u8 level(int sum) { return min(max(sum >> 22, 0), 255); }
 
-// How a crop is resized along one axis: `size` pixels of the result start at `offset` of `resized` pixels
+// Resizing of a crop along one axis: the result is `size` pixels, starting at `offset`, of `resized` pixels.
 struct Axis {
     i64 length, resized, offset, weights;
 };
 struct Crop {
     const u8 *pixels;
-    i64 row, plane, flip;  // distance of rows and of channels in pixels
-    Axis axes[2];  // vertical, horizontal
+    i64 row, plane, flip;  // distance of rows and of channels in pixels; whether to flip horizontally
+    Axis axes[2];  // vertical and horizontal axis
 };
-// For each pixel of the result: its first source pixel, the one after its last, and their weights, (taps, size)
+// First source pixel, end of the source pixels, and their weights (taps, size), for each pixel of the result.
 struct Taps {
     int *first, *end, *weights;
     i64 size;
@@ -40,7 +41,7 @@ DEVICE double filter(double x, bool bicubic) {
     return x < 2 ? (((x - 5) * x + 8) * x - 4) * -0.5 : 0;
 }
 
-// One CTA computes one axis of one crop. Pixels outside the resized crop have no taps.
+// One CTA computes the weights of one axis of one crop. Pixels outside the resized crop have no weights.
 extern "C" __global__ void __launch_bounds__(256) resize_weights(PARAMETERS_resize_weights) {
     Axis axis = crops[blockIdx.x / 2].axes[blockIdx.x % 2];
     Taps taps(axis, memory, blockIdx.x % 2 ? W : H);
@@ -62,9 +63,9 @@ extern "C" __global__ void __launch_bounds__(256) resize_weights(PARAMETERS_resi
     }
 }
 
-// A CTA computes a band of `rows` rows of the result; a thread computes some of its columns. It iterates over the
-// crop's rows, resizes each row horizontally at its column, and adds it to the sums in shared memory of all rows of the
-// result that need it.
+// A CTA computes a band of `rows` rows of the result, and a thread computes some columns of the band.
+// A thread resizes each row of the crop horizontally at its column.
+// The thread adds the value to the sums of all rows of the result that need it, in shared memory.
 extern "C" __global__ void __launch_bounds__(256) crop_resize_flip(PARAMETERS_crop_resize_flip) {
     extern __shared__ __align__(16) char shared[];
     int *sums = reinterpret_cast<int *>(shared) + threadIdx.x;  // (rows, 3, blockDim.x)
@@ -101,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(256) crop_resize_flip(PARAMETERS_cr
     }
 }
 
-// The codes of operations, such as AFFINE and COLOR, are macros
+// The codes of operations, such as AFFINE and COLOR, are macros.
 struct Operation {
     i64 code;
     double arguments[6];
@@ -117,10 +118,10 @@ DEVICE bool has_table(i64 code) {
            code == SOLARIZEADD || code == CONTRAST || code == BRIGHTNESS;
 }
 
-// Result of an operation for `value` in a channel of an image
+// Statistics of a channel that determine the result of an operation for `value`.
 struct Levels {
     int low, high;  // minimum and maximum of the channel
-    unsigned last, below;  // number of pixels with the maximum, and below `value`
+    unsigned last, below;  // number of pixels with the maximum, and number of pixels below `value`
 };
 DEVICE int mapped(i64 code, double argument, int value, Levels levels, int mean, i64 pixels) {
     if (code == AUTOCONTRAST && levels.low < levels.high) {
@@ -139,9 +140,10 @@ DEVICE int mapped(i64 code, double argument, int value, Levels levels, int mean,
     return value;
 }
 
-// Tables (B, 3, 256) of the operations that map the values of each channel; one CTA per image
+// Writes tables (B, 3, 256) of the operations that map the values of each channel. One CTA processes one image.
 extern "C" __global__ void __launch_bounds__(512) build_tables(PARAMETERS_build_tables) {
-    constexpr int COPIES = 8;  // several histograms, because neighbouring pixels often have the same value
+    // number of histograms, which avoid conflicts because adjacent pixels often have the same value
+    constexpr int COPIES = 8;
     __shared__ unsigned counts[3 * 256 * COPIES];
     __shared__ int lowest[3];
     __shared__ int highest[3];
@@ -189,17 +191,17 @@ extern "C" __global__ void __launch_bounds__(512) build_tables(PARAMETERS_build_
     }
 }
 
-// Cubic interpolation (Keys, a = -1) of four values at distance 1, at `t` behind the second, by Horner's rule
+// Cubic interpolation (Keys, a = -1) between `at` and `next` of four equidistant values, at distance t from `at`.
 template <class T>
 DEVICE double cubic(T before, T at, T next, T after, double t) {
     T slope = next - before, bend = 2 * (before - at) + next - after, twist = at - before - next + after;
     return at + t * (slope + t * (bend + t * twist));
 }
 
-// PIL's affine transform: pixel (x, y) takes its value from position (ax + by + c, dx + ey + f) of the image
+// PIL's affine transform, which maps pixel (x, y) to position (ax + by + c, dx + ey + f) of the source image.
 struct Source {
     int columns[4], rows[4];  // clamped to the image
-    double right, down;  // distance from the second column and row
+    double right, down;  // distance from the second column and from the second row
     bool inside;
     __device__ Source(const double *m, int x, int y, int H, int W) {
         double from_x = m[0] * (x + 0.5) + m[1] * (y + 0.5) + m[2], from_y = m[3] * (x + 0.5) + m[4] * (y + 0.5) + m[5];
@@ -227,7 +229,7 @@ struct Source {
     }
 };
 
-// PIL's smoothing filter, which does not change edge pixels
+// PIL's smoothing filter, which does not change pixels at the edges.
 DEVICE int smooth(const u8 *pixels, int x, int y, int H, int W) {
     const u8 *at = pixels + y * W + x;
     if (x == 0 || y == 0 || x == W - 1 || y == H - 1) return *at;
@@ -236,7 +238,7 @@ DEVICE int smooth(const u8 *pixels, int x, int y, int H, int W) {
     return (2 * sum + 13) / 26;
 }
 
-// Applies each image's operation, one thread per pixel and `parts` CTAs per image; for GAUSSIANBLUR it copies the image
+// Applies each image's operation with one thread per pixel and `parts` CTAs per image. Copies images for GAUSSIANBLUR.
 extern "C" __global__ void __launch_bounds__(256) apply_operations(PARAMETERS_apply_operations) {
     int image = blockIdx.x / parts, i = blockIdx.x % parts * blockDim.x + threadIdx.x, pixels = H * W;
     if (i >= pixels) return;
@@ -266,8 +268,9 @@ extern "C" __global__ void __launch_bounds__(256) apply_operations(PARAMETERS_ap
     }
 }
 
-// PIL's Gaussian blur along one axis, in place: three box filters with fractional ends. A line has `length` pixels at
-// distance `step`; a channel has `lines` lines at distance `apart`, and a CTA processes `together` of them.
+// PIL's Gaussian blur along one axis, in place, as three box filters with fractional ends.
+// A line has `length` pixels at distance `step`, and a channel has `lines` lines at distance `apart`.
+// A CTA processes `together` lines.
 extern "C" __global__ void __launch_bounds__(256) gaussian_blur(PARAMETERS_gaussian_blur) {
     extern __shared__ __align__(16) char shared[];
     int parts = (lines + together - 1) / together, plane = blockIdx.x / parts, first = blockIdx.x % parts * together;
@@ -276,14 +279,14 @@ extern "C" __global__ void __launch_bounds__(256) gaussian_blur(PARAMETERS_gauss
     u8 *from = reinterpret_cast<u8 *>(shared), *to = from + length * together;  // (length, together)
     u8 *pixels = images + plane * length * lines + first * apart;
     int width = min(int(together), int(lines) - first), all = length * width, last = length - 1;
-    // in the order of memory
+    // Threads copy pixels in the order of memory.
     for (int i = threadIdx.x; i < all; i += blockDim.x) {
         int at = step == 1 ? i % int(length) : i / width, line = step == 1 ? i / int(length) : i % width;
         from[at * together + line] = pixels[at * step + line * apart];
     }
     __syncthreads();
     int radius = operation.arguments[0];
-    unsigned weight = operation.arguments[1], end_weight = operation.arguments[2];  // 24 fractional bits
+    unsigned weight = operation.arguments[1], end_weight = operation.arguments[2];  // with 24 fractional bits
     for (int pass = 0; pass < 3; pass++) {
         for (int i = threadIdx.x; i < all; i += blockDim.x) {
             int at = i / width, line = i % width;
@@ -310,8 +313,8 @@ struct Rest {
 };
 enum Noise { CONSTANT, OF_CHANNEL, OF_PIXEL };
 
-// Four normal random numbers as a function of the key and two counters: Philox4x32-10 (Salmon et al. 2011) and the
-// Box-Muller transform
+// Returns four normally distributed random numbers, which are a function of the key and two counters.
+// Uses Philox4x32-10 (Salmon et al. 2011) and the Box-Muller transform.
 DEVICE Floats<4> normal_numbers(unsigned key, unsigned group, unsigned kind) {
     unsigned a = group, b = kind, c = 0, d = 0, key_0 = key, key_1 = 0;
 #pragma unroll
@@ -333,7 +336,7 @@ struct Colour {
     __device__ float of(int c) const { return c == 0 ? red : c == 1 ? green : blue; }
 };
 
-// Four elements that are neighbours in memory, normalised, or noise where they are erased
+// Normalizes four adjacent elements, and replaces erased elements by noise.
 DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const Coordinates (&at)[4], Colour mean,
                            Colour deviation, int left, i64 noise) {
     Floats<4> values;
@@ -361,7 +364,7 @@ DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const 
     return values;
 }
 
-// Normalisation, random erasing and mixing; `parts` CTAs per image, four neighbouring elements per thread
+// Normalization, random erasing and mixing, with `parts` CTAs per image and four adjacent elements per thread.
 extern "C" __global__ void __launch_bounds__(256) finish(PARAMETERS_finish) {
     int image = blockIdx.x / parts, first = (blockIdx.x % parts * blockDim.x + threadIdx.x) * 4;
     int pixels = H * W, elements = 3 * pixels, left = elements - first;

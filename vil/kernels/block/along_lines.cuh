@@ -1,12 +1,11 @@
-// Iteration of a CTA over the tokens of a line in a pooled block, with a window on u that gives v = silu(conv(u))
+// Iteration of a CTA over the tokens of a line in a pooled block, with a window of u that gives v = silu(conv(u)).
 
 #include "filter.cuh"
 #include "lines.cuh"
 #include "silu.cuh"
 
-// A CTA processes SEGMENT tokens at a time. First it fills a table of the positions of these tokens and their
-// neighbours.
-constexpr int SEGMENT = 64, AHEAD = 4;  // AHEAD tokens are prefetched
+// A CTA processes SEGMENT tokens at a time. A table contains the positions of these tokens and their neighbors.
+constexpr int SEGMENT = 64, AHEAD = 4;  // number of tokens per table, and of prefetched tokens
 constexpr int TABLE = SEGMENT + 2 * BACK + AHEAD;
 
 DEVICE void write_table(int *table, const Lines &lines, int first) {
@@ -16,13 +15,14 @@ DEVICE void write_table(int *table, const Lines &lines, int first) {
     __syncthreads();
 }
 
-// The tokens of a tensor
+// Tokens of a tensor, with 32-bit strides.
 template <class T>
 struct Tokens {
     T *data;
     int stride;  // in bytes
     INLINE Tokens(T *data, i64 stride) : data(data), stride(int(stride) * int(sizeof(T))) {
-        asm("" : "+r"(this->stride));  // otherwise the compiler would use a 64-bit multiplication for every token
+        // The compiler must keep the stride in a register; otherwise each token would need a 64-bit multiplication.
+        asm("" : "+r"(this->stride));
     }
     INLINE T *at(int t) const {
         i64 offset;
@@ -31,19 +31,19 @@ struct Tokens {
     }
 };
 
-// V channels of a tensor's tokens, of which AHEAD are prefetched. Indices are constants in unrolled loops.
+// V channels of a tensor's tokens, of which AHEAD tokens are prefetched. Indices are constants in unrolled loops.
 template <int V>
 struct Coming {
     Tokens<const Element> from;
     Pack<Element, V> pack[AHEAD];
-    // prefetch the first tokens of the table
+    // Prefetches the first tokens of the table.
     INLINE Coming(const Element *from, i64 stride, const int *table) : from(from, stride) {
         UNROLLED for (int i = 0; i < AHEAD; i++) fetch(i, table[i]);
     }
     INLINE void fetch(int number, int at) {
         pack[number % AHEAD] = at < 0 ? Pack<Element, V>{} : load<V>(from.at(at));
     }
-    // return this token and prefetch the token AHEAD of it
+    // Returns a token and prefetches the token that is AHEAD tokens later.
     INLINE Floats<V> next(int number, int at_ahead) {
         Floats<V> token = to_floats(pack[number % AHEAD]);
         fetch(number, at_ahead);
@@ -51,8 +51,8 @@ struct Coming {
     }
 };
 
-// v of both directions. Filters are halved, as silu_of_half requires. The window is a ring buffer: at[t % 8] is u(t),
-// where t counts from the line's first token.
+// v of both directions. Filters are halved, as silu_of_half requires.
+// The window is a ring buffer: window[t % 8] is u(t) for the token t of the line, counted from the line's first token.
 template <int V>
 struct Convolved {
     Filter<V> forward, backward;
@@ -64,7 +64,7 @@ struct Convolved {
         forward.scale(0.5f), backward.scale(0.5f);
         UNROLLED for (int i = 0; i < 2 * BACK; i++) window[(i - BACK) & 7] = u.next(i, table[i + AHEAD]);
     }
-    // u of token i, where `table` starts BACK tokens before it
+    // Computes v of token i, where `table` starts BACK tokens before token i.
     INLINE void next(int i, const int *table, Floats<V> &v_0, Floats<V> &v_1) {
         window[(i + BACK) & 7] = u.next(i + 2 * BACK, table[2 * BACK + AHEAD]);
         v_0 = forward.bias, v_1 = backward.bias;
@@ -78,10 +78,10 @@ struct Convolved {
     }
 };
 
-// The line and channels of a CTA
+// The line and the channels of a CTA.
 struct CtaLine {
     i64 token;  // index in memory of the image's first token
-    unsigned pooled_token;  // index of the image's first pooled token among those of all images
+    unsigned pooled_token;  // index of the CTA's pooled token among the pooled tokens of all images
     int d, pooled, first, last;
     bool writes;
     INLINE CtaLine(const Lines &lines, i64 D) {
@@ -91,12 +91,12 @@ struct CtaLine {
         first = lines.first(pooled), last = lines.last(pooled);
         token = i64(pooled_token / S) * lines.tokens();
     }
-    // index of the class token if it is inside a line of several tokens, otherwise none
+    // Returns the index of the class token if it can be inside this line, otherwise -1.
     INLINE int foreign(const Lines &lines) const { return pooled == lines.class_token() ? -1 : lines.center(); }
 };
 
-// Calls Body(t, i, here) for each token t of the line. The constant i is (t - first) % 8. `here` points BACK tokens
-// before t in the table, which contains the line's first SEGMENT tokens.
+// Calls body(t, i, here) for each token t of the line, where i is the constant (t - first) % 8.
+// `here` points to the table's entry BACK tokens before t. Initially, the table contains the line's first tokens.
 template <class Body>
 DEVICE void for_line(const Lines &lines, const CtaLine &line, int *table, Body body) {
     for (int segment = line.first; segment <= line.last; segment += SEGMENT) {

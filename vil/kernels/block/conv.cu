@@ -1,25 +1,27 @@
-// A block's convolutions without the projections (conv_xproj.cu contains both), v = silu(conv(u)), for the first H
-// tokens in each direction's order. Direction 0 reads tokens from the first to the last, direction 1 from the last to
-// the first. With BACK = TAPS - 1
+// A block's convolutions v = silu(conv(u)) without projections, for the first H tokens in each direction's order.
+// conv_xproj.cu computes convolutions and projections in one kernel.
+// Direction 0 reads tokens from the first to the last, and direction 1 from the last to the first.
+// With BACK = TAPS - 1:
 //
 //   conv_0(t) = bias_0 + sum_i weight_0[i] u(t - BACK + i)       v_g(t) = silu(conv_g(t))
 //   conv_1(t) = bias_1 + sum_i weight_1[i] u(t + BACK - i)
 //
-// The parameters of kernels are declared in conv.py. Macros:
+// conv.py declares the parameters of the kernel. Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float
-//   VECTOR  neighbouring channels that one instruction copies, up to 16 bytes
-//   TAPS    length of the convolution's filter, whose last tap is the token itself
+//   VECTOR  number of adjacent channels that one instruction copies, up to 16 bytes
+//   TAPS    length of the convolution's filter, whose last tap reads the current token
 //
-// B batch    L tokens    D channels    stretch: number of tokens of a sequence that a thread processes, a multiple of 4
+// B batch    L tokens    D channels    stretch: number of tokens of a sequence per thread, a multiple of 4
 
 #include "filter.cuh"
 #include "silu.cuh"
 
 constexpr int WARPS = 4;
 
-// A thread processes V channels of a stretch of tokens; neighbouring threads have neighbouring channels. Both
-// directions use the same window on u, where window[i] is u(t - BACK + i): for token t + i, direction 0 uses window[i]
-// to window[i + BACK], and direction 1 window[i + BACK] to window[i + 2 BACK].
+// A thread processes V channels of a stretch of tokens, and adjacent threads have adjacent channels.
+// Both directions use the same window of u, where window[i] is u(t - BACK + i).
+// For token t + i, direction 0 reads window[i] to window[i + BACK].
+// For token t + i, direction 1 reads window[i + BACK] to window[i + 2 BACK].
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) conv(PARAMETERS_conv) {
     constexpr int V = VECTOR < 4 ? VECTOR : 4;
     i64 stretches = (L + stretch - 1) / stretch, thread = blockIdx.x * i64(32 * WARPS) + threadIdx.x;

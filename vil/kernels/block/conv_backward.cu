@@ -1,29 +1,31 @@
-// The gradients of a block's convolutions (conv.cu), including the product that adds x_proj's part of dv. With BACK =
-// TAPS - 1 and s_g(t) = silu'(conv_g(t)) (dv_g(t) + dprojected_g(t) x_proj_g), which is zero for tokens that are not
-// read,
+// Gradients of a block's convolutions (conv.cu), including the product that adds the contribution of x_proj to dv.
+// With BACK = TAPS - 1 and s_g(t) = silu'(conv_g(t)) (dv_g(t) + dprojected_g(t) x_proj_g):
 //
 //   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
 //   dweight_0[i] = sum_t u(t - BACK + i) s_0(t)      dbias_g = sum_t s_g(t)
 //   dweight_1[i] = sum_t u(t + BACK - i) s_1(t)
 //
-// The parameters of kernels are declared in conv_backward.py. Macros:
+// s_g(t) is 0 for tokens that direction g does not read.
+//
+// conv_backward.py declares the parameters of the kernel. Macros:
 //   INPUT        element type of the tensors: bf16, fp16 or float
-//   VECTOR       neighbouring channels that one instruction copies, up to 16 bytes
-//   TAPS         length of the convolution's filter, whose last tap is the token itself
+//   VECTOR       number of adjacent channels that one instruction copies, up to 16 bytes
+//   TAPS         length of the convolution's filter, whose last tap reads the current token
 //   PROJECTIONS  rows of x_proj, R + 2N, a multiple of 8
 //   CTA_BYTES    dynamic shared memory, computed by the host
 //
 // B batch    L tokens    D channels    H number of tokens that each direction reads, the first in its order
-// stretch: number of tokens of a sequence that a lane processes, a multiple of 4
+// stretch: number of tokens of a sequence that a lane processes at a time, a multiple of 4
 
 #include "filter.cuh"
 #include "silu.cuh"
 
 constexpr int WARPS = 4;
 
-// -silu'(x) / LOG2E as a function of y = -LOG2E x. Filters scaled by -LOG2E give y, so that exp(-x) = exp2(y) needs no
-// further product. In du the two factors cancel, because s_g and the filter contain one each; dweight and dbias are
-// rescaled at the end. With s = sigmoid(x) and LN2 = 1 / LOG2E, silu'(x) = s + s (1 - s) x, x = -LN2 y:
+// Returns -silu'(x) / LOG2E as a function of y = -LOG2E x.
+// Filters scaled by -LOG2E give y directly, so that exp(-x) = exp2(y) needs no further product.
+// In du, the two scales cancel, because s_g and the filter contain one scale each. dweight and dbias are rescaled.
+// With s = sigmoid(x), LN2 = 1 / LOG2E, x = -LN2 y and silu'(x) = s + s (1 - s) x:
 //  -LN2 silu'(x) = s (-LN2 + LN2^2 y (1 - s))
 DEVICE float scaled_slope(float y) {
     constexpr float LN2 = 1 / LOG2E;
@@ -31,50 +33,51 @@ DEVICE float scaled_slope(float y) {
     return s * fmaf(y, fmaf(-LN2 * LN2, s, LN2 * LN2), -LN2);
 }
 
-// A CTA processes SPAN channels of four stretches of tokens, then of the next four. Lane l (r = l / 4, p = l % 4) has
-// stretch p and LANE channels, starting at channel r LANE of its warp's.
+// A CTA processes SPAN channels of four stretches of tokens, then of the next four stretches.
+// Lane l (r = l / 4, p = l % 4) has stretch p and LANE channels, starting at channel r LANE of its warp's channels.
 //
-// In the step for token t, a lane computes du and direction 1 at token t, but direction 0 at token t + BACK, because
-// then all terms of du(t) are known (window and s_g advance by STEP tokens at once):
+// In the step for token t, a lane computes du and direction 1 at token t, but direction 0 at token t + BACK.
+// All terms of du(t) are then known. The windows of u and s_g advance by STEP tokens at once:
 //
 //   window[i] = u(t + i)    gives conv_0(t + BACK) and conv_1(t), so s_0(t + BACK) and s_1(t)
 //   s_0[i] = s_0(t + i)     du(t) += weight_0[i] s_0[BACK - i]    dweight_0[i] += u(t) s_0[BACK - i]
 //   s_1[i] = s_1(t - BACK + i)    += weight_1[i] s_1[i]           dweight_1[i] += u(t) s_1[i]
 //
-// (dweight is summed over the tokens of u, not over those of s; each pair contributes once.) A stretch starts STEP
-// tokens early, without stores and sums, to fill s_0 and s_1.
+// dweight is summed over the tokens of u instead of the tokens of s, so that each pair of u and s is added once.
+// A lane starts STEP tokens before its stretch, without stores and sums, to compute the first values of s_0 and s_1.
 //
-// Tensor cores compute dprojected x_proj as (16 channels, 16 projections) times (16 projections, 8 tokens). Row r of a
-// is the lane's first channel and row r + 8 its second. The 8 columns are two tokens of each of the four stretches;
-// lane (r, p) receives those of its stretch (cuda/types.cuh). dv is the initial value of the sums, so that it is added
-// without rounding. For 32-bit inputs, dv contains the product already.
+// Tensor cores compute dprojected x_proj as (16 channels, 16 projections) times (16 projections, 8 tokens).
+// Row r of operand a is the lane's first channel, and row r + 8 is the lane's second channel.
+// The 8 columns are two tokens of each of the four stretches, and lane (r, p) receives the tokens of its stretch.
+// The sums start with dv, so that dv is added without rounding. For 32-bit inputs, dv already contains the product.
 //
-// Tiles of 8 tokens of each stretch are in shared memory, and the next tile is prefetched. Rows are in the order of the
-// products: for each two tokens (a quarter of the tile), the four stretches one after another,
+// Tiles of 8 tokens of each stretch are in shared memory, and the next tile is prefetched.
+// The rows of a tile are in the order of the products: two tokens of each stretch, then the next two tokens.
 //
 //   rows        0, 1       2, 3      4, 5      6, 7      8, 9         ..   30, 31
 //   tokens      t, t + 1   the same  the same  the same  t + 2, t + 3  ..   t + 6, t + 7
 //   of stretch  0          1         2         3         0             ..   3
 //
-// Barriers: rules 1 and 2 of cuda/pipeline.cuh with two stages, and one more before each group of stretches, because
-// its first copies overwrite the last group's tile. The filters' gradients are summed over p by shuffles, in a fixed
-// order, and written separately for each part of the stretches, as (parts, 2, TAPS + 1, D) with the biases last;
-// `unpack_gradients` adds the parts. docs/kernels/block.md has a diagram of a CTA.
+// Barriers follow rules 1 and 2 of cuda/pipeline.cuh with two stages.
+// One more barrier precedes each group of stretches, because its first copies overwrite the last group's tile.
+// Shuffles sum the gradients of the filters over p, in a fixed order.
+// Each part of the stretches writes its sums separately, as (parts, 2, TAPS + 1, D) with the biases last.
+// `unpack_gradients` adds the parts. docs/kernels/block.md describes the layout of a CTA.
 constexpr int LANE = VECTOR < 2 ? 1 : 2, SPAN = 8 * LANE * WARPS, STRETCHES = 4;
-constexpr int TILE = 2 * STEP, ROWS = STRETCHES * TILE;  // tokens of a stretch
+constexpr int TILE = 2 * STEP, ROWS = STRETCHES * TILE;  // TILE: tokens of each stretch
 constexpr int PRODUCTS = sizeof(Element) == 2 ? (PROJECTIONS + 15) / 16 : 0;
 static_assert(PROJECTIONS % 8 == 0);
-// pitches with which simultaneous accesses use different banks
+// With these pitches, simultaneous accesses use different banks.
 constexpr int PITCH = SPAN + 16 / sizeof(Element), PROJECTED_PITCH = PRODUCTS * 16 + 8;
 struct Tile {
     Element u[ROWS][PITCH], dv[2][ROWS][PITCH], dprojected[2][ROWS][PROJECTED_PITCH];
 };
 static_assert(2 * sizeof(Tile) == CTA_BYTES);
 
-// dprojected @ x_proj of both directions, for the lane's channels and two tokens
+// The product of dprojected and x_proj for both directions, the lane's channels and two tokens.
 template <class T, int PRODUCTS>
 struct Product {
-    unsigned x_proj[2][PRODUCTS][4];  // operand a of `multiply_add`: channels are rows l / 4 and l / 4 + 8
+    unsigned x_proj[2][PRODUCTS][4];  // operand a of `multiply_add`, whose rows l / 4 and l / 4 + 8 are channels
     INLINE Product(const T *from, i64 d, i64 D) {
         UNROLLED for (int i = 0; i < 2 * PRODUCTS * 4; i++) {
             int g = i / (PRODUCTS * 4), k = i / 4 % PRODUCTS, word = i % 4, c = word % 2;
@@ -87,7 +90,7 @@ struct Product {
             x_proj[g][k][word] = low.bits | unsigned(high.bits) << 16;
         }
     }
-    // add the product for the tokens in the 8 rows from `row` on
+    // Adds the product for the tokens in 8 rows, starting with `row`.
     INLINE void add_to(Floats<2> (&sums)[2][2], const Tile &tile, int row) const {
         int lane = threadIdx.x % 32;
         const T *from = &tile.dprojected[lane / 16][row + lane % 8][lane / 8 % 2 * 8];
@@ -102,13 +105,14 @@ struct Product {
     }
 };
 template <class T>
-struct Product<T, 0> {  // nothing to add: dv contains the product
+struct Product<T, 0> {  // nothing to add, because dv already contains the product
     __device__ Product(const T *, i64, i64) {}
     __device__ void add_to(Floats<2> (&)[2][2], const Tile &, int) const {}
 };
 
-// All 128 threads copy a tile asynchronously. Each copies V neighbours of every 8 V columns, and every 16th row from
-// `first_row` on, which is every 4th token from t on. Missing tokens and columns become zeros.
+// All 128 threads copy a tile asynchronously. Missing tokens and columns become zeros.
+// A thread copies V adjacent columns of every 8 V columns.
+// A thread copies every 16th row from `first_row` on, which is every 4th token from t on.
 template <int V, int COLUMNS, int PITCH>
 DEVICE void copy_rows(Element (*to)[PITCH], const Element *from, i64 stride, int columns, int t, int tokens,
                       int first_row) {
@@ -121,12 +125,13 @@ DEVICE void copy_rows(Element (*to)[PITCH], const Element *from, i64 stride, int
     }
 }
 
-// What a thread copies for a group of stretches: every fourth token of one stretch, from t_0 on for u and direction 0,
-// from t_1 on for direction 1
+// Source addresses of a thread for a group of stretches. The thread copies every fourth token of one stretch.
+// Copies start at token t_0 for u and direction 0, and at token t_1 for direction 1.
 struct Copies {
     const Element *u, *dv_0, *dv_1, *projected_0, *projected_1;
     i64 u_stride, D;
-    int columns, length, read, t_0, t_1;  // columns from the CTA's first on; tokens of u and of dv
+    // columns: from the CTA's first column on; length and read: number of tokens of u and of dv.
+    int columns, length, read, t_0, t_1;
     INLINE void start(Tile &tile, int first_row) {
         copy_rows<VECTOR, SPAN>(tile.u, u, u_stride, columns, t_0, length, first_row);
         copy_rows<VECTOR, SPAN>(tile.dv[0], dv_0, D, columns, t_0, read, first_row);
@@ -140,7 +145,7 @@ struct Copies {
     }
 };
 
-// The filters of the lane's channels and their gradients, summed over all the lane's tokens, biases last
+// Filters of the lane's channels and their gradients, summed over all tokens of the lane, with biases last.
 struct Filters {
     Filter<LANE> forward, backward;
     Floats<LANE> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
@@ -148,7 +153,7 @@ struct Filters {
         : forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d) {
         forward.scale(-LOG2E), backward.scale(-LOG2E);
     }
-    // sum over the stretches of the lanes with the same channels, and undo the filters' scale
+    // Sums over the stretches of lanes with the same channels, and undoes the scale of the filters.
     INLINE void store_gradients(float *to, i64 D, bool writes) {
         UNROLLED for (int tap = 0; tap <= TAPS; tap++) {
             UNROLLED for (int c = 0; c < LANE; c++) {
@@ -166,11 +171,11 @@ struct Filters {
     }
 };
 
-// State of the lane's stretch: u, s_0 and s_1 of the previous tokens
+// State of the lane's stretch: u, s_0 and s_1 of the previous tokens.
 struct Stretch {
     Floats<LANE> window[BACK + STEP], s_0[BACK + STEP] = {}, s_1[BACK + STEP] = {};
     int quad, channel;
-    // s is dv + dprojected x_proj of the next STEP tokens
+    // Reads u of the next STEP tokens, and sets s_0 and s_1 to dv + dprojected x_proj.
     INLINE void read(const Tile &tile, int first_row, const Product<Element, PRODUCTS> &product) {
         UNROLLED for (int pair = 0; pair < STEP / 2; pair++) {
             int row = first_row + pair * 8;
@@ -190,8 +195,8 @@ struct Stretch {
                 }
         }
     }
-    // multiply s by silu', and add to du of STEP tokens and, if the tokens are the stretch's `own`, to the filters'
-    // gradients
+    // Multiplies s by silu' and computes du of STEP tokens.
+    // If the tokens belong to the stretch (`own`), adds to the gradients of the filters.
     INLINE void work(Pack<Element, LANE> (&du)[STEP], Filters &filters, bool own) {
         UNROLLED for (int i = 0; i < STEP; i++) {
             Floats<LANE> sum = {};
@@ -235,7 +240,8 @@ conv_backward(PARAMETERS_conv_backward) {
     int stretches = (L + stretch - 1) / stretch, items = B * stretches;
 #pragma unroll 1
     for (int first = part * STRETCHES; first < items; first += int(parts) * STRETCHES) {
-        int row = threadIdx.x / 8, copied = first + row % 8 / 2;  // stretch that the thread copies
+        // The thread copies the stretch with index `copied`.
+        int row = threadIdx.x / 8, copied = first + row % 8 / 2;
         i64 copied_b = copied / stretches;
         int t = copied % stretches * int(stretch) - TILE + row / 8 * 2 + row % 2;
         int length = copied < items ? L : 0, read = copied < items ? H : 0, t_0 = t + BACK, t_1 = t - int(L - H);
@@ -259,7 +265,8 @@ conv_backward(PARAMETERS_conv_backward) {
         own.quad = quad, own.channel = channel;
         UNROLLED for (int i = 0; i < BACK; i++) own.window[i] = to_floats(behind.token[i]);
         int present = 1;
-        auto advance = [&]() {  // wait for the next tile, and prefetch the one after it in place of the previous one
+        // Waits for the next tile, and prefetches the tile after it, which overwrites the previous tile.
+        auto advance = [&]() {
             wait_for_copies<0>();
             __syncthreads();
             copies.start(tiles[present], 0);
@@ -285,7 +292,7 @@ conv_backward(PARAMETERS_conv_backward) {
             if (k + STEP >= int(stretch)) break;
             step(ROWS / 2, true);
         }
-        wait_for_copies<0>();  // of an unused tile
+        wait_for_copies<0>();  // copies of an unused tile
     }
     filters.store_gradients(dfilters + part * 2 * (TAPS + 1) * D + d, D, quad == 0 && d < D);
 }

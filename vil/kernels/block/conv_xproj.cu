@@ -1,48 +1,46 @@
-// A block's convolutions and the projections of their outputs in one kernel, for 16-bit types. For the first H tokens
-// in each direction's order, it computes
+// A block's convolutions and the projections of their outputs in one kernel, for 16-bit types.
+// The kernel computes these tensors for the first H tokens in each direction's order, with BACK = TAPS - 1:
 //
-//   v(t) = silu(conv(t))         conv_0(t) = bias_0 + sum_i weight_0[i] u(t - BACK + i)
-//                                conv_1(t) = bias_1 + sum_i weight_1[i] u(t + BACK - i),     BACK = TAPS - 1
-//   projected = v x_proj^T       (tokens, P): the step, k and q
-//   step_logits = step step_proj^T    (tokens, D), where the step is the first R columns, rounded
+//   v(t) = silu(conv(t))              conv_0(t) = bias_0 + sum_i weight_0[i] u(t - BACK + i)
+//                                     conv_1(t) = bias_1 + sum_i weight_1[i] u(t + BACK - i)
+//   projected = v x_proj^T            (tokens, P): the step, k and q
+//   step_logits = step step_proj^T    (tokens, D): the step is the first R columns of `projected`, rounded
 //
-// docs/kernels/block.md has a diagram of a CTA, its warps and buffers, and derives the order of the columns. Barriers:
-// rules 1 and 2 of cuda/pipeline.cuh.
+// Barriers follow rules 1 and 2 of cuda/pipeline.cuh.
+// docs/kernels/block.md describes the warps and buffers of a CTA and the order of the columns.
 //
-// The parameters of kernels are declared in conv_xproj.py. Macros:
+// conv_xproj.py declares the parameters of the kernel. Macros:
 //   INPUT        element type of the tensors: bf16 or fp16
-//   TAPS         length of the convolution's filter, whose last tap is the token itself: 4
-//   PROJECTIONS  rows of x_proj, P = R + 2N, a multiple of 8, at most 64, so that a warp's sums fit in registers
+//   TAPS         length of the convolution's filter, 4, whose last tap reads the current token
+//   PROJECTIONS  rows of x_proj, P = R + 2N, a multiple of 8, at most 64 so that a warp's sums fit in registers
 //   RANK         columns of step_proj, R, a multiple of 8
 //   LOGITS       whether to compute step_logits
 //   CTA_BYTES    dynamic shared memory, computed by the host
 //
 // B batch    L tokens    D channels    H tokens that a direction reads
 //
-// A CTA processes TOKENS tokens, both directions and all channels, in steps of K_TILE channels, which divide D:
-//
-//   warp w:  direction w % 2, group w / 2 of WARP_TOKENS = 32 tokens
-//
-// A group's tokens form two tiles of 16. A tile consists of 8 strips of two tokens that are neighbours in their
-// sequence. Lane (r = lane / 4, p = lane % 4) has strip r of each tile and channels 8p .. 8p + 7 of each 32. L is
-// rounded up to whole strips, so that no strip crosses sequences. In shared memory, BACK rows of zeros separate two
-// sequences.
+// A CTA processes TOKENS tokens, both directions and all channels, in steps of K_TILE channels, which divide D.
+// Warp w processes direction w % 2 of group w / 2, which has WARP_TOKENS = 32 tokens, in two tiles of 16 tokens.
+// A tile has 8 strips of two adjacent tokens of the same sequence.
+// Lane (r = lane / 4, p = lane % 4) has strip r of each tile and channels 8p .. 8p + 7 of each 32 channels.
+// L is rounded up to whole strips, so that no strip crosses sequences.
+// In shared memory, BACK rows of zeros separate two sequences.
 
 #include "filter.cuh"
 #include "silu.cuh"
 
-constexpr int STRIP = 2, TILES = 2, GROUPS = 3;  // tokens of a strip, tiles of a warp, groups of each direction
+constexpr int STRIP = 2, TILES = 2, GROUPS = 3;  // tokens per strip, tiles per warp, groups per direction
 constexpr int WARP_TOKENS = 16 * TILES, TOKENS = GROUPS * WARP_TOKENS, THREADS = 2 * GROUPS * 32;
-constexpr int WINDOW = BACK + STRIP;  // tokens that the convolutions of a strip read
-constexpr int K_TILE = 64;  // channels of a stage in shared memory
-// number of products for the columns of `projected`, and for the ranks (16 each)
+constexpr int WINDOW = BACK + STRIP;  // number of tokens that the convolutions of a strip read
+constexpr int K_TILE = 64;  // channels per stage in shared memory
+// Number of products for the columns of `projected` (8 each), and for the ranks (16 each).
 constexpr int COLUMNS = PROJECTIONS / 8, STEPS = (RANK + 15) / 16;
 static_assert(TAPS == 4);
-// rows of zeros between the sequences of a CTA's tokens, of which there are at most five
+// Rows of zeros between the sequences of a CTA's tokens, which belong to at most five sequences.
 constexpr int GAPS = 4 * BACK;
 constexpr int ROWS = BACK + TOKENS + GAPS + BACK;
 constexpr int PITCH = K_TILE + 16;  // with this pitch, lanes with different strips access different banks
-// with this pitch, the rows of a product are in different banks
+// With this pitch, the rows of a product are in different banks.
 constexpr int STEP_PITCH = RANK + (RANK % 16 == 0 ? 8 : 0);
 
 struct Weights {  // weights of 32 channels
@@ -60,20 +58,22 @@ struct StepStage {
 };
 struct CtaMemory {
     Stage stages[2];
-    int rows[ROWS];  // offsets in memory of the rows of Stage::u, counted from the first sequence, or -1 for zeros
+    // Offset of each row of Stage::u in memory, counted from the first sequence, or -1 for a row of zeros.
+    int rows[ROWS];
 };
 static_assert(sizeof(StepStage) <= sizeof(Stage) && sizeof(CtaMemory) == CTA_BYTES);
 
-// Index of the filter of channel c of 32. A lane reads the filters of its channels 8p .. 8p + 7 one after another, so
-// lanes read channels c, c + 8, c + 16 and c + 24 at the same time: these are neighbours in memory.
+// Returns the index of the filter of channel c of 32 channels.
+// A lane reads the filters of channels 8p .. 8p + 7 one after another.
+// Lanes therefore read channels c, c + 8, c + 16 and c + 24 at the same time, which are adjacent in shared memory.
 DEVICE int filter_place(int c) { return c % 8 * 4 + c / 8; }
-// Row of step_proj for channel c = 8p + 2w + e of 32: row 8w + 2p + e, so that a lane's sums of products w = 0 .. 3 are
-// its 8 channels
+// Returns the row of step_proj for channel c = 8p + 2w + e of 32 channels, which is row 8w + 2p + e.
+// With this order, a lane's sums of products w = 0 .. 3 belong to 8 adjacent channels.
 DEVICE int step_proj_row(int c) { return c % 8 / 2 * 8 + c / 8 * 2 + c % 2; }
 
-// The CTA's tokens: TOKENS tokens from token `first` of sequence b on, counted in whole strips
+// Tokens of a CTA: TOKENS tokens from token `first` of sequence b on, counted in whole strips.
 struct Span {
-    int L, H, D, strips, first, sequences;  // strips of a sequence; number of sequences from b on
+    int L, H, D, strips, first, sequences;  // strips: strips per sequence; sequences: number of sequences from b on
     i64 B, b;
     INLINE Span(i64 B, i64 length, i64 read, i64 channels)
         : L(length), H(read), D(channels), strips((L + STRIP - 1) / STRIP), B(B) {
@@ -83,14 +83,14 @@ struct Span {
     }
 };
 
-// A lane's tokens: one strip of each tile, whose two tokens are rows r and r + 8 of a product
+// Tokens of a lane: one strip of each tile, whose two tokens are rows r and r + 8 of a product.
 struct LaneTokens {
     int lane, g, onward;
     bool valid[TILES][STRIP];
-    int token[TILES];  // first token of the strip among those that are read, counted from sequence b
+    int token[TILES];  // first token of the strip among the tokens that are read, counted from sequence b
     int row[TILES];  // row of the stage where the strip's window starts
     INLINE LaneTokens(const Span &span, int thread) {
-        int group = thread / 64 % GROUPS;  // % is redundant; speed was measured with it
+        int group = thread / 64 % GROUPS;  // the modulo is redundant, but the kernel's time was measured with it
         lane = thread % 32;
         g = thread / 32 % 2, onward = g ? -1 : 1;
         int first_read = g ? span.L - span.H : 0;
@@ -105,18 +105,18 @@ struct LaneTokens {
     }
 };
 
-struct Sums {  // sums of products for 8 columns each, for the two rows of a strip
+struct Sums {  // sums of products of 8 columns each, for the two rows of a strip
     Floats<2> of[TILES][COLUMNS][2];
 };
 struct Step {  // the step of the same tokens, as operand a of products over 16 ranks
     unsigned of[TILES][STEPS][4];
 };
 
-// 16-byte pieces of a row; rows that all threads copy together
+// Number of 16-byte pieces of a row, and number of rows that all threads copy together.
 constexpr int PIECES = K_TILE / 8, COPIED_ROWS = THREADS / PIECES;
 static_assert(THREADS % PIECES == 0);
 
-// Computes the offsets of u's rows and clears the rows between sequences, which stay zero for all channels
+// Computes the offsets of u's rows, and clears the rows between sequences, which stay zero for all channels.
 DEVICE void find_rows(CtaMemory &memory, const Span &span, i64 u_stride) {
     int L = span.L;
     for (int i = threadIdx.x; i < ROWS; i += THREADS) {
@@ -128,12 +128,13 @@ DEVICE void find_rows(CtaMemory &memory, const Span &span, i64 u_stride) {
     }
 }
 
-// All threads copy K_TILE channels of u, x_proj and the filters
+// All threads copy K_TILE channels of u, x_proj and the filters.
 DEVICE void fetch(CtaMemory &memory, int k_tile, const Element *u, const float *weights, const float *biases,
                   const Element *x_proj, int D) {
     Stage &stage = memory.stages[k_tile % 2];
     int thread = threadIdx.x;
-    asm("" : "+r"(thread) : "r"(k_tile));  // otherwise registers would hold values derived from it for every k_tile
+    // The compiler must not keep values that are derived from `thread` in registers for every k_tile.
+    asm("" : "+r"(thread) : "r"(k_tile));
     int piece = thread % PIECES * 8, copied = thread / PIECES, x_stride = COPIED_ROWS * D;
     Element *to = &stage.u[copied][piece];
     const Element *from = u + (k_tile * K_TILE + piece);
@@ -160,7 +161,7 @@ DEVICE void fetch(CtaMemory &memory, int k_tile, const Element *u, const float *
     commit_copies();
 }
 
-// All threads copy K_TILE rows of step_proj for both directions
+// All threads copy K_TILE rows of step_proj for both directions.
 DEVICE void fetch_step_proj(StepStage &stage, int k_tile, const Element *step_proj, int D) {
     constexpr int PIECES = RANK / 8;
     int thread = threadIdx.x;
@@ -175,7 +176,7 @@ DEVICE void fetch_step_proj(StepStage &stage, int k_tile, const Element *step_pr
     commit_copies();
 }
 
-// v of a strip of each tile and the lane's channels of 32, from their windows on u
+// Computes v of a strip of each tile and of the lane's channels of 32, from windows of u.
 DEVICE void convolve(Pack<Element, 8> (&v)[TILES][STRIP], const Pack<Element, 8> (&window)[TILES][WINDOW],
                      const Weights &of_32, int of_weights) {
     UNROLLED for (int i = 0; i < 4; i++) {
@@ -199,7 +200,7 @@ DEVICE void convolve(Pack<Element, 8> (&v)[TILES][STRIP], const Pack<Element, 8>
     }
 }
 
-// sums += v x_proj^T over 32 channels
+// Computes sums += v x_proj^T over 32 channels.
 DEVICE void project(Sums &sums, const unsigned (&a)[TILES][8], const Element *x_proj) {
     UNROLLED for (int i = 0; i < COLUMNS; i++) {
         Pack<Element, 8> w = load<8>(x_proj + i * 8 * 32);
@@ -210,7 +211,7 @@ DEVICE void project(Sums &sums, const unsigned (&a)[TILES][8], const Element *x_
     }
 }
 
-// Writes `projected` and returns the step: the lane's sums are the operand of the next product
+// Writes `projected` and returns the step, because a lane's sums are its operand of the next product.
 DEVICE Step store_projected(const Sums &sums, Element *projected, const LaneTokens &at) {
     Step step = {};
     UNROLLED for (int m = 0; m < TILES; m++) {
@@ -226,7 +227,7 @@ DEVICE Step store_projected(const Sums &sums, Element *projected, const LaneToke
     return step;
 }
 
-// Writes step_logits = step step_proj^T for the channels of a k_tile, four products for each 32 channels
+// Writes step_logits = step step_proj^T for the channels of a k_tile, with four products for each 32 channels.
 DEVICE void store_step_logits(Element *step_logits, const Step &step, const StepStage &stage, int D,
                               const LaneTokens &at) {
     UNROLLED for (int start = 0; start < K_TILE; start += 32) {
@@ -303,7 +304,7 @@ conv_xproj(PARAMETERS_conv_xproj) {
                     if (at.valid[m][s]) store(vs[m] + s * next, found[m][s]);
             UNROLLED for (int m = 0; m < TILES; m++) vs[m] += 32;
             unsigned a[TILES][8];
-            // select instead of copying, because the compiler would repeat a copy for every product
+            // Values are selected instead of copied, because the compiler would repeat a copy for every product.
             UNROLLED for (int m = 0; m < TILES; m++)
                 UNROLLED for (int i = 0; i < 8; i++)
                     a[m][i] = at.valid[m][i % 2] ? found[m][i % 2].word[i / 2] : 0;
@@ -316,7 +317,7 @@ conv_xproj(PARAMETERS_conv_xproj) {
     };
     if (LOGITS) fetch_step_proj(step_stage(0), 0, step_proj, D);
     int thread = threadIdx.x;
-    // otherwise registers would hold values derived from it all the time
+    // The compiler must not keep values that are derived from `thread` in registers during the loop above.
     asm("" : "+r"(thread) : "f"(sums.of[0][0][0].at[0]));
     const LaneTokens own(span, thread);
     projected += (own.g * B + b) * H * PROJECTIONS + own.lane % 4 * 2;

@@ -1,5 +1,5 @@
-// Code shared by the convolution kernels: filters of V channels, stored as (D, TAPS) with the token's own tap last, and
-// prefetched tokens
+// Filters of V channels and prefetched tokens for the convolution kernels.
+// Filters are stored as (D, TAPS), and the last tap reads the current token.
 
 #include "../cuda/types.cuh"
 
@@ -24,13 +24,13 @@ struct Filter {
         }
     }
 };
-constexpr int BACK = TAPS - 1;  // how many tokens back a convolution reads
+constexpr int BACK = TAPS - 1;  // number of previous tokens that a convolution reads
 
-// V channels of prefetched tokens of one sequence, in registers; zero outside the sequence
+// V channels of prefetched tokens of one sequence, in registers. Tokens outside the sequence are zero.
 template <int V, int TOKENS>
 struct InFlight {
     Pack<Element, V> token[TOKENS];
-    // tokens t .. t + TOKENS - 1, where p points to the first
+    // Prefetches tokens t to t + TOKENS - 1, where p points to token t.
     INLINE void fetch(const Element *p, int stride, int t, int L) {
         UNROLLED for (int i = 0; i < TOKENS; i++)
             token[i] = unsigned(t + i) < unsigned(L) ? load<V>(p + i64(i) * stride) : Pack<Element, V>{};

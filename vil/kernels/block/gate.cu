@@ -1,9 +1,10 @@
-// A block's gate and its gradient, without the product with out_proj (gate_outproj.cu and gate_outproj_sm90.cu contain
-// both). Both kernels are limited by memory bandwidth: they read and write each tensor once.
+// A block's gate and its gradient, without the product with out_proj.
+// gate_outproj.cu and gate_outproj_sm90.cu compute the gate and the product in one kernel.
+// Both kernels are limited by memory bandwidth, and read and write each tensor once.
 //
-// The parameters of kernels are declared in gate.py. Macros:
+// gate.py declares the parameters of the kernels. Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float
-//   VECTOR  neighbouring channels that a lane loads or stores with one instruction
+//   VECTOR  number of adjacent channels that a lane loads or stores with one instruction
 //   POOLED  whether y_1 contains lines of tokens
 //
 // L tokens of a sequence    D channels    count, length, next, next_line: lines.cuh
@@ -14,8 +15,8 @@ typedef INPUT Element;
 constexpr int V = VECTOR;
 constexpr int WARPS = 4;
 
-// gated = scale mean silu(z), where mean = (y_0 + y_1) / 2 and scale is the image's stochastic-depth factor. Each warp
-// processes one token. `means` is null if no gradient is needed.
+// Computes gated = scale mean silu(z), where mean = (y_0 + y_1) / 2, and scale is the image's stochastic-depth factor.
+// Each warp processes one token. `means` is null if no gradient is needed.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) gate(PARAMETERS_gate) {
     i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
     if (token >= tokens) return;
@@ -36,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gate(PARAMETERS_gate) {
     }
 }
 
-// dy (of either direction) = scale dgated silu(z) / 2, dz = scale dgated mean silu'(z), and gated as in forward
+// Computes dy = scale dgated silu(z) / 2 of either direction, dz = scale dgated mean silu'(z), and gated again.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) gate_backward(PARAMETERS_gate_backward) {
     i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
     if (token >= tokens) return;

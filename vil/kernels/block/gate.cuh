@@ -1,16 +1,17 @@
-// The gate's mean (y_0 + y_1) / 2. Without pooling, y_0 and y_1 are the outputs of both directions; in a pooled block,
-// y_0 is a token's skip connections and y_1 the scan's output for its line.
+// Gate of a block, with mean = (y_0 + y_1) / 2.
+// Without pooling, y_0 and y_1 are the outputs of both directions.
+// In a pooled block, y_0 contains a token's skip connections, and y_1 contains the scan's output for the token's line.
 
 #include "lines.cuh"
 #include "silu.cuh"
 
-// The row of y_1 for a token, counted over all sequences
+// Returns the row of y_1 for a token. Rows are counted over all sequences.
 template <bool pooled, class Int>
 DEVICE i64 row_of_second(const Lines &lines, Int token, Int L) {
     return pooled ? i64(token / L) * (lines.count + 1) + lines.pooled_in_memory(int(token % L)) : token;
 }
 
-// scale mean silu(z) of two neighbouring channels, where mean = (y_0 + y_1) / 2
+// Returns scale mean silu(z) and the mean of two adjacent channels.
 struct Gated {
     unsigned gated, mean;
 };

@@ -2,22 +2,24 @@
 //
 //   mean = (y_0 + y_1) / 2      gated = scale mean silu(z)      out = x + gated out_proj^T
 //
-// where the residual stream x and out are fp32 and scale is the image's stochastic-depth factor. For many tokens,
-// gate_outproj_sm90.cu is used, or gate.cu and a separate product.
+// The residual stream x and out are fp32, and scale is the image's stochastic-depth factor.
+// For many tokens, gate_outproj_sm90.cu is used, or gate.cu and a separate product.
 //
-// The parameters of kernels are declared in gate_outproj.py. Macros:
+// gate_outproj.py declares the parameters of the kernel. Macros:
 //   INPUT   element type of the other tensors: bf16 or fp16
-//   WIDTH   model width C, the outputs: 192 or 384
+//   WIDTH   model width C, the number of outputs: 192 or 384
 //   POOLED  whether y_1 contains lines of tokens
 //
 // L tokens of a sequence    C outputs    D channels    count, length, next, next_line: lines.cuh
 //
-// A CTA computes OUTPUTS outputs of 16 tokens; each of its warps has EACH channels. All its loads are issued at the
-// start. Lane l (r = l / 4, p = l % 4) computes the gate of channels 8p .. 8p + 7 of each 32, for tokens r and r + 8,
-// as four words w = 0 .. 3. As in conv_xproj.cu, columns are permuted: words 0 and 1 are columns 2p, 2p + 1 and 2p + 8,
-// 2p + 9 of one product, and words 2 and 3 those of another, so that no data moves between lanes. Operand b has the
-// same words of row r of out_proj. The sums over 64 channels each are exchanged through shared memory with a single
-// barrier and added in the order of channels.
+// A CTA computes OUTPUTS outputs of 16 tokens, and each of its warps has EACH channels.
+// A lane issues all its loads at the start.
+// Lane l (r = l / 4, p = l % 4) computes the gate of channels 8p .. 8p + 7 of each 32, for tokens r and r + 8.
+// The channels of a lane are four words w = 0 .. 3 of two channels each.
+// Words 0 and 1 are columns 2p, 2p + 1 and 2p + 8, 2p + 9 of one product, and words 2 and 3 of another product.
+// With this permutation of the columns, no data moves between lanes.
+// Operand b has the same words of row r of out_proj.
+// The warps' sums over 64 channels are exchanged through shared memory and added in the order of the channels.
 
 #include "gate.cuh"
 

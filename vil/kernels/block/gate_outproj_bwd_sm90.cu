@@ -1,36 +1,34 @@
-// Backward of the gate and the product with out_proj in one kernel, for 16-bit types on Hopper. With the image's
-// stochastic-depth factor `scale`,
+// Backward of the gate and of the product with out_proj in one kernel, for 16-bit types on Hopper.
+// With the image's stochastic-depth factor `scale`:
 //
 //   dgated = scale dout out_proj         dy = dgated silu(z) / 2, of either direction
 //   gated = scale mean silu(z)           dz = dgated mean silu'(z)
 //
-// `gated` is the same as in forward and is computed again, because out_proj's gradient is dout^T gated. That product is
-// not part of this kernel.
+// `gated` is recomputed for the gradient of out_proj, dout^T gated, which another product computes.
 //
-// The parameters of kernels are declared in gate_outproj_bwd_sm90.py. Macros:
+// gate_outproj_bwd_sm90.py declares the parameters of the kernel. Macros:
 //   INPUT        element type of the tensors: bf16 or fp16
-//   WIDTH        model width C, the columns of dout: 192 or 384
-//   SLOTS        slots of each group, which hold 64 tokens x 64 channels or columns each: as many as fit
+//   WIDTH        model width C, the number of columns of dout: 192 or 384
+//   SLOTS        number of slots of each group, which hold 64 tokens x 64 channels or columns each
 //   CTA_BYTES    dynamic shared memory, computed by the host
 //
 // L tokens of a sequence    C columns of dout    D channels
 //
-// Each multiprocessor runs one CTA of 12 warps, which keeps the weights of SLICE channels in shared memory during the
-// whole kernel. Neighbouring CTAs process the other channels of the same tokens, so that dout is read from the L2
-// cache. docs/kernels/block.md has a diagram and a table of the buffers, and cuda/pipeline.cuh the rules of the
-// barriers.
+// Each multiprocessor runs one CTA of 12 warps.
+// A CTA keeps the weights of SLICE channels in shared memory during the whole kernel.
+// CTAs with adjacent indices process other channels of the same tokens, so that dout is read from the L2 cache.
+// docs/kernels/block.md lists the buffers, and cuda/pipeline.cuh the rules of the barriers.
 //
-//   warps 0 - 3, 4 - 7    consumers of groups 0 and 1: each group processes up to 64 tokens at a time, with dgated in
-//                         registers (SLICE / 2 floats per lane). First they write the weights to shared memory.
-//   warps 8, 9            producers of groups 0 and 1: they load dout of the group's tokens, 64 columns per slot; then,
-//                         for each 64 channels, z and mean into one slot each. They load the next tokens while the
-//                         consumers write results.
+//   warps 0 - 3, 4 - 7    consumers of group 0 and of group 1: first write the weights to shared memory; then process
+//                         up to 64 tokens at a time, with dgated in registers (SLICE / 2 floats per lane)
+//   warps 8, 9            producer of group 0 and of group 1: loads dout, 64 columns per slot; then z and mean,
+//                         64 channels per slot; loads the next tokens while the consumers write results
 //   warps 10, 11          idle
 //
-// Layout of shared memory: rows of 128 bytes in wgmma's order, with each 16-byte piece at index piece ^ row % 8. A row
-// of dout is a token. A row of weights is a column of dout with 64 channels; rows of the second 64 channels follow all
-// rows of the first. z and mean have each piece at piece ^ row % 2 * 4, because lanes read four neighbouring pieces of
-// each row.
+// Rows in shared memory have 128 bytes, as wgmma requires, with each 16-byte piece at index piece ^ row % 8.
+// A row of dout is a token. A row of weights is a column of dout with 64 channels.
+// Rows of the second 64 channels follow all rows of the first 64 channels.
+// The pieces of z and mean are at piece ^ row % 2 * 4, because lanes read four adjacent pieces of each row.
 
 #include "../cuda/sm90.cuh"
 #include "../cuda/pipeline.cuh"
@@ -40,18 +38,18 @@ typedef INPUT Element;
 constexpr int C = WIDTH, D = 2 * C;
 
 constexpr int SLICE = 128, SLICES = D / SLICE, GROUPS = 2, ROWS = 64, SLOT = ROWS * 128;  // SLOT: bytes
-// shared memory in bytes: weights, slots of each group, barriers of slots and of weights
+// Offsets in shared memory in bytes: slots of each group after the weights, then barriers of slots and of weights.
 constexpr int OF_SLOTS = C * SLICE * 2, OF_BARRIERS = OF_SLOTS + GROUPS * SLOTS * SLOT;
 constexpr int OF_WEIGHTS_THERE = OF_BARRIERS + GROUPS * 2 * SLOTS * 8;
 static_assert(OF_WEIGHTS_THERE + 8 == CTA_BYTES && CTA_BYTES <= 227 * 1024);
 static_assert(C * 128 % 1024 == 0 && SLOT % 1024 == 0);  // required by wgmma
 
-// Warps 8 and 9: load 64 columns of the group's tokens into a slot. Each lane copies 16 bytes of every fourth token.
+// Warps 8 and 9 load 64 columns of the group's tokens into a slot. A lane copies 16 bytes of every fourth token.
 struct Producer {
     Pipeline<SLOTS> inputs;
     unsigned slots;
     int row, piece;
-    // `flip`: how the index of a piece changes four rows further on
+    // `flip` is the change of a piece's index four rows further on.
     INLINE void fill(const Element *from, i64 stride, int piece_at, int flip, int first, int end) {
         wait_for(inputs.empty(), inputs.parity() ^ 1);
         unsigned to = slots + inputs.stage() * SLOT + row * 128 + piece_at * 16;
@@ -74,10 +72,11 @@ struct Producer {
     }
 };
 
-// The consumers write the weights of their SLICE channels, in rows of 64 channels. A lane reads z and writes dy for 8
-// neighbouring channels 8p .. 8p + 7, which should be its columns of the four products w = 0 .. 3 of 32 channels (half
-// h of 64). Therefore column 8 (4h + w) + 2p + e is channel 32h + 8p + 2w + e, and word w of each 16 bytes moves to
-// word p of piece 4h + w.
+// The consumers write the weights of SLICE channels to shared memory, in rows of 64 channels.
+// A lane reads z and writes dy for 8 adjacent channels 8p .. 8p + 7 of 32 channels, which are half h of 64 channels.
+// These channels must be the lane's columns of the four products w = 0 .. 3.
+// Therefore column 8 (4h + w) + 2p + e is channel 32h + 8p + 2w + e, for e = 0 and 1.
+// Word w of each 16 bytes moves to word p of piece 4h + w.
 DEVICE void store_weights(unsigned weights, const Element *out_proj, int slice) {
 #pragma unroll 8
     for (int i = threadIdx.x; i < C * SLICE / 8; i += GROUPS * 128) {
@@ -88,8 +87,8 @@ DEVICE void store_weights(unsigned weights, const Element *out_proj, int slice) 
     }
 }
 
-// sums = dout out_proj. A slot is released one step later, when wait_for_products<1> has confirmed that all products
-// except the newest have finished.
+// Computes sums = dout out_proj.
+// A slot is released one step later, when wait_for_products<1> has confirmed that its products have finished.
 DEVICE void multiply(float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned slots, unsigned weights, int lane) {
 #pragma unroll 1
     for (int c = 0; c < C; c += 64, inputs.next()) {
@@ -109,7 +108,7 @@ DEVICE void multiply(float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned
     if (lane == 0) arrive(inputs.empty_before());
 }
 
-// Epilogue: dy, dz and gated of the lane's channels, for tokens `token` and `token` + 8, from sums = dgated / scale
+// Epilogue, which computes dy, dz and gated from sums = dgated / scale, for tokens `token` and `token` + 8.
 DEVICE void store_gradients(const float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned slots, Element *dy, i64 dy_stride,
                             Element *dz, Element *gated, int token, int end, const float (&scale)[2], int lane,
                             unsigned of_piece) {
@@ -150,8 +149,8 @@ DEVICE void store_gradients(const float (&sums)[SLICE / 2], Pipeline<SLOTS> &inp
     }
 }
 
-// A group processes up to `tokens_of_group` tokens at a time, and each group does this `rounds` times. z and dz are
-// halves of rows of length 2 D.
+// Each group processes up to `tokens_of_group` tokens at a time, for `rounds` rounds.
+// z and dz are halves of rows of length 2 D.
 extern "C" __global__ void __launch_bounds__(384, 1) gate_outproj_backward(PARAMETERS_gate_outproj_backward) {
     extern __shared__ __align__(1024) char shared[];
     unsigned weights = shared_address(shared), slots = weights + OF_SLOTS, barriers = weights + OF_BARRIERS;

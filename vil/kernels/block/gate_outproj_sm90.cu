@@ -3,35 +3,37 @@
 //   mean = (y_0 + y_1) / 2      gated = scale mean silu(z)      out = x + gated out_proj^T
 //   rstd = rsqrt(mean over C of out^2 + eps)                    xhat = rstd out
 //
-// where the residual stream x and out are fp32 and scale is the image's stochastic-depth factor. rstd and xhat are
-// bit-identical to those of `rms_norm` in norm.cuh.
+// The residual stream x and out are fp32, and scale is the image's stochastic-depth factor.
+// rstd and xhat are bitwise identical to the results of `rms_norm` in norm.cuh.
 //
-// The parameters of kernels are declared in gate_outproj_sm90.py. Macros:
+// gate_outproj_sm90.py declares the parameters of the kernel. Macros:
 //   INPUT        element type of the other tensors: bf16 or fp16
-//   WIDTH        model width C, the outputs: 192 or 384
-//   KEEP         whether to write the means that backward needs
+//   WIDTH        model width C, the number of outputs: 192 or 384
+//   KEEP         whether to write the means that the backward pass needs
 //   POOLED       whether y_1 contains lines of tokens
 //   STAGES       number of stages of the weights, with K_TILE channels each
-//   SLOTS        number of slots of each group for y and z, or x
+//   SLOTS        number of slots of each group, for y and z, or for x
 //   CTA_BYTES    dynamic shared memory, computed by the host
 //
 // L tokens of a sequence    C outputs    D channels    count, length, next, next_line: lines.cuh
 //
-// Each multiprocessor runs one CTA of 12 warps: two groups of four consumer warps, and producers. A group processes up
-// to 64 tokens with all outputs in registers: 16 rows per warp, C / 2 floats per lane. A warp therefore has whole rows
-// to normalise, and weights are read from the L2 cache once for 128 tokens. docs/kernels/block.md has a diagram and a
-// table of the buffers, and cuda/pipeline.cuh the rules of the barriers.
+// Each multiprocessor runs one CTA of 12 warps: two groups of four consumer warps, and producer warps.
+// A group processes up to 64 tokens with all outputs in registers: 16 rows per warp, and C / 2 floats per lane.
+// Because a warp has whole rows, it can normalize them. Weights are read from the L2 cache once for 128 tokens.
+// docs/kernels/block.md lists the buffers, and cuda/pipeline.cuh the rules of the barriers.
 //
-//   warps 0 - 3, 4 - 7    consumers of groups 0 and 1
-//   warps 8, 9            producers of groups 0 and 1: load y_0, y_1 and z of the group, SLOT_CHANNELS channels
-//                         per slot; then x, PART columns per slot
+//   warps 0 - 3, 4 - 7    consumers of group 0 and of group 1
+//   warps 8, 9            producer of group 0 and of group 1: loads y_0, y_1 and z of the group,
+//                         SLOT_CHANNELS channels per slot, and then x, PART columns per slot
 //   warp 10, one lane     producer of the weights: K_TILE channels of all outputs per stage, which both groups read
 //   warp 11               idle; it exists because only groups of four warps can release registers
 //
-// Layout of shared memory: rows of y_0, y_1 and z in a slot are 128 bytes (SLOT_CHANNELS channels), with each 16-byte
-// piece at index piece ^ row % 8, so that ldmatrix, which reads a piece of 8 rows, has no bank conflicts. Rows of x
-// have PART columns, with each piece at piece ^ row % 2 * 4, because lanes read four neighbouring pieces of each row.
-// The mean overwrites y_0 in the slot and is written to memory from there in full lines. Weights: `tiled` in tiles.cuh.
+// Rows of y_0, y_1 and z in a slot have 128 bytes (SLOT_CHANNELS channels).
+// Each 16-byte piece of these rows is at index piece ^ row % 8, so that ldmatrix has no bank conflicts.
+// Rows of x have PART columns. Each 16-byte piece of x is at piece ^ row % 2 * 4.
+// This order avoids bank conflicts, because lanes read four adjacent pieces of each row of x.
+// The mean overwrites y_0 in the slot, and is written to global memory from the slot in full lines.
+// `tiled` in tiles.cuh defines the layout of the weights.
 
 #include "../cuda/sm90.cuh"
 #include "../cuda/pipeline.cuh"
@@ -41,27 +43,28 @@
 typedef INPUT Element;
 constexpr int C = WIDTH, D = 2 * C;
 
-constexpr int GROUPS = 2, ROWS = 64;  // tokens of a group
-// channels of y and z in a slot; number of slots that they use
+constexpr int GROUPS = 2, ROWS = 64;  // ROWS: tokens of a group
+// Number of channels of y and z in a slot, and number of slots that they use.
 constexpr int SLOT_CHANNELS = 64, YZ_SLOTS = D / SLOT_CHANNELS;
-constexpr int TENSOR = ROWS * SLOT_CHANNELS * 2, SLOT = 3 * TENSOR;  // bytes
-constexpr int PART = SLOT / (ROWS * 4), PARTS = C / PART;  // columns of x in a slot; number of slots that it uses
-constexpr int STAGE = C * K_TILE * 2, HALVES = C / 192;              // bytes; products of 192 outputs
+constexpr int TENSOR = ROWS * SLOT_CHANNELS * 2, SLOT = 3 * TENSOR;  // in bytes
+constexpr int PART = SLOT / (ROWS * 4), PARTS = C / PART;  // columns of x in a slot; number of slots that x uses
+constexpr int STAGE = C * K_TILE * 2, HALVES = C / 192;  // bytes of a stage; number of products of 192 outputs
 constexpr int K_STEPS = K_TILE / 16;
 static_assert(SLOT_CHANNELS % K_TILE == 0 && C % PART == 0 && PART % 32 == 0);
-// shared memory in bytes: weights, slots of each group, barriers of slots and of weights
+// Offsets in shared memory in bytes: slots of each group after the weights, then barriers of slots and of stages.
 constexpr int OF_SLOTS = STAGES * STAGE, OF_SLOT_BARRIERS = OF_SLOTS + GROUPS * SLOTS * SLOT;
 constexpr int OF_STAGE_BARRIERS = OF_SLOT_BARRIERS + GROUPS * 2 * SLOTS * 8;
 constexpr int OF_ROWS = OF_STAGE_BARRIERS + 2 * STAGES * 8;  // each group's rows of y_1, if y_1 contains lines
 static_assert(OF_ROWS + POOLED * GROUPS * ROWS * 4 == CTA_BYTES);
 static_assert(STAGE % 1024 == 0 && SLOT % 1024 == 0);  // required by wgmma and by the ^ of addresses
 
-// Tokens of this launch: a group processes at most `most` in a round, all groups `per_round`, and `limit` in all rounds
+// Tokens of this launch. In a round, a group processes at most `most` tokens, and all groups process `per_round`.
+// All rounds together process `limit` tokens.
 struct Tokens {
     int all, most, per_round, limit;
 };
 
-// One lane of warp 10: loads all weights once per round with bulk copies
+// One lane of warp 10 loads all weights once per round with bulk copies.
 DEVICE void produce_weights(Pipeline<STAGES> stages, unsigned weights, const Element *tiles, Tokens tokens) {
 #pragma unroll 1
     for (int of_block = blockIdx.x * 2 * tokens.most; of_block < tokens.limit; of_block += tokens.per_round)
@@ -73,8 +76,8 @@ DEVICE void produce_weights(Pipeline<STAGES> stages, unsigned weights, const Ele
         }
 }
 
-// Loads SLOT_CHANNELS channels of y_0, y_1 and z into a slot; a lane copies 16 bytes of every fourth token from `first`
-// on. Without `rows`, y_1 has the same tokens; otherwise `rows` contains the rows of y_1 for these tokens.
+// Loads SLOT_CHANNELS channels of y_0, y_1 and z into a slot. A lane copies 16 bytes of every fourth token.
+// If POOLED, `rows` contains the rows of y_1 for these tokens. Otherwise, y_1 has the same tokens as y_0.
 DEVICE void produce_gate(unsigned to, const Element *y_0, const Element *y_1, const Element *z, const int *rows,
                          int first, int end) {
 #pragma unroll 2
@@ -89,14 +92,14 @@ DEVICE void produce_gate(unsigned to, const Element *y_0, const Element *y_1, co
     }
 }
 
-// Loads PART columns of x into a slot
+// Loads PART columns of x into a slot.
 DEVICE void produce_residual(unsigned to, const float *x, int first, int end) {
 #pragma unroll 2
     for (int token = first; token < end; token += 4, to += 4 * PART * 4, x += 4 * C)
         UNROLLED for (int c = 0; c < PART; c += 32) copy_16_async(to + c * 4, x + c);
 }
 
-// Warps 8 and 9: load all inputs of group g's tokens. `rows` is memory for the rows of y_1
+// Warps 8 and 9 load all inputs of the tokens of group g. `rows` is shared memory for the rows of y_1.
 DEVICE void produce_inputs(Pipeline<SLOTS> inputs, unsigned slots, const Element *y_0, const Element *y_1,
                            const Element *z, const float *x, int *rows, int g, int lane, const Lines &lines, int L,
                            Tokens tokens) {
@@ -134,15 +137,15 @@ DEVICE void produce_inputs(Pipeline<SLOTS> inputs, unsigned slots, const Element
 
 struct Sums {
     float of[HALVES][96];
-    // token lane / 4 + 8 i of the warp and columns n to n + 15, of which the lane has 4 (l % 4) to 4 (l % 4) + 3
+    // Sum for token lane / 4 + 8 i of the warp and output n + 4 (lane % 4) + c, where n is a multiple of 16.
     INLINE float &at(int i, int n, int c) { return of[n / 192][n % 192 / 2 + c / 2 * 4 + i * 2 + c % 2]; }
     INLINE void hold() {
         UNROLLED for (int h = 0; h < HALVES; h++) ::hold(of[h]);
     }
 };
 
-// Addresses that a consumer lane reads. Slots start at multiples of 1024 bytes, so addresses of further channels and
-// columns are these ^ their offsets.
+// Addresses that a consumer lane reads.
+// Slots start at multiples of 1024 bytes, so the addresses of further channels and columns are these ^ their offsets.
 struct Consumer {
     int lane, warp, row;
     unsigned of_matrix, of_word, of_x;
@@ -153,7 +156,7 @@ struct Consumer {
           of_x(row * PART * 4 + (lane % 4 ^ lane / 4 % 2 * 4) * 16) {}
 };
 
-// The gate of 16 channels as operand a of wgmma; the mean overwrites y_0
+// Computes the gate of 16 channels as operand a of wgmma. The mean overwrites y_0.
 DEVICE void gate_channels(unsigned (&a)[4], unsigned slot, int k, const float (&scale)[2], const Consumer &my) {
     unsigned y_0[4], y_1[4], zs[4], from = slot + my.of_matrix ^ k * 32;
     load_matrices(y_0, from), load_matrices(y_1, from + TENSOR), load_matrices(zs, from + 2 * TENSOR);
@@ -165,7 +168,7 @@ DEVICE void gate_channels(unsigned (&a)[4], unsigned slot, int k, const float (&
     }
 }
 
-// Writes the means of a slot in full lines, for the warp's 16 tokens from `first` on
+// Writes the means of a slot in full lines, for the warp's 16 tokens.
 DEVICE void store_means(Element *means, unsigned slot, int channel, int first, int end, const Consumer &my) {
     UNROLLED for (int i = 0; i < 4; i++) {
         int r = my.warp * 16 + i * 4 + my.lane / 8, of_row = first + r;
@@ -175,9 +178,9 @@ DEVICE void store_means(Element *means, unsigned slot, int channel, int first, i
     }
 }
 
-// sums = gated out_proj^T, 16 channels at a time. A warp releases a stage of weights one step later, when
-// wait_for_products<1> has confirmed that all products except the newest have finished; for the same reason, operand a
-// has two buffers.
+// Computes sums = gated out_proj^T, 16 channels at a time.
+// wait_for_products<1> guarantees only that all products except the newest have finished.
+// Therefore a warp releases a stage of weights one step later, and operand a has two buffers.
 DEVICE void multiply(Sums &sums, Pipeline<SLOTS> &inputs, Pipeline<STAGES> &stages, unsigned slots, unsigned weights,
                      Element *means, const float (&scale)[2], int first, int end, const Consumer &my) {
 #pragma unroll 1
@@ -210,7 +213,7 @@ DEVICE void multiply(Sums &sums, Pipeline<SLOTS> &inputs, Pipeline<STAGES> &stag
     if (my.lane == 0) arrive(stages.empty_before());
 }
 
-// Epilogue: out = x + sums; the result stays in registers
+// Epilogue, which computes out = x + sums and keeps the result in registers.
 DEVICE void add_residual(Sums &sums, Pipeline<SLOTS> &inputs, unsigned slots, float *out, int token, int end,
                          const Consumer &my) {
     i64 to = i64(token) * C + my.lane % 4 * 4;
@@ -231,7 +234,7 @@ DEVICE void add_residual(Sums &sums, Pipeline<SLOTS> &inputs, unsigned slots, fl
     }
 }
 
-// Epilogue: the norm of the current sums, whose squares are added in the order of rms_norm
+// Epilogue, which computes the norm of the sums and adds the squares in the order of rms_norm.
 DEVICE void store_norm(Sums &sums, Element *xhat, float *rstd, double eps, int token, int end, int lane) {
     UNROLLED for (int i = 0; i < 2; i++) {
         float squares[8] = {};
@@ -253,8 +256,8 @@ DEVICE void store_norm(Sums &sums, Element *xhat, float *rstd, double eps, int t
     }
 }
 
-// A group processes up to `tokens_of_group` tokens at a time, and each group does this `rounds` times. rstd and xhat
-// may be null. z is the second half of rows of length 2 D.
+// Each group processes up to `tokens_of_group` tokens at a time, for `rounds` rounds.
+// rstd and xhat may be null. z is the second half of rows of length 2 D.
 extern "C" __global__ void __launch_bounds__(384, 1) gate_outproj(PARAMETERS_gate_outproj) {
     extern __shared__ __align__(1024) char shared[];
     unsigned weights = shared_address(shared), slots = weights + OF_SLOTS, barriers = weights + OF_SLOT_BARRIERS;
@@ -296,7 +299,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) gate_outproj(PARAMETERS_gat
         multiply(sums, inputs, stages, slots, weights, means, scale, first, end, my);
         add_residual(sums, inputs, slots, out, token, end, my);
         if (!xhat) continue;
-        asm("" : "+r"(token));  // otherwise registers would hold values derived from it
+        // The compiler must not keep values that are derived from `token` in registers during store_norm.
+        asm("" : "+r"(token));
         store_norm(sums, xhat, rstd, eps, token, end, lane);
     }
 }

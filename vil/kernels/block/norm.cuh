@@ -1,5 +1,6 @@
-// The norm without its weight, which is folded into the following projection: xhat = rstd x, rstd = 1 / sqrt(mean(x^2)
-// + eps). Each warp processes one token and keeps it in registers, as packs of V neighbouring channels per lane.
+// RMSNorm without its weight: xhat = rstd x with rstd = 1 / sqrt(mean(x^2) + eps).
+// The weight of the norm is folded into the following projection.
+// Each warp processes one token, and keeps the token in registers as packs of V adjacent channels per lane.
 
 #include "../cuda/types.cuh"
 
@@ -12,7 +13,7 @@ DEVICE float sum_over_warp(float x) {
     return x;
 }
 
-// If not null, `copy` receives x, to which the block's last product is added
+// Computes the norm of a token. If `copy` is not null, it receives x, to which the block's last product is added.
 DEVICE void rms_norm(i64 token, const float *__restrict__ x, Element *__restrict__ xhat, float *__restrict__ rstd,
                      float *__restrict__ copy, float eps) {
     int lane = threadIdx.x % 32;

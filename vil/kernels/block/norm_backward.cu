@@ -1,12 +1,12 @@
-// The gradient of the norm without its weight, added to that of the residual stream:
+// The gradient of the norm without its weight, added to the gradient of the residual stream:
 //
 //   dx = dresidual + rstd (dxhat - xhat mean(dxhat xhat))
 //
-// If the pointer is not null, dx is also written rounded to Element. Each warp processes one token.
+// If `rounded` is not null, it receives dx rounded to Element. Each warp processes one token.
 //
-// The parameters of kernels are declared in norm_backward.py. Macros:
+// norm_backward.py declares the parameters of the kernel. Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float; the residual stream is in fp32
-//   VECTOR  neighbouring channels that a lane loads or stores with one instruction
+//   VECTOR  number of adjacent channels that a lane loads or stores with one instruction
 //   WIDTH   model width C
 
 #include "norm.cuh"

@@ -1,19 +1,20 @@
-// A block's weights in the layout of its kernels and products, and the norm of its input. Both run in one launch,
-// because each alone leaves most of the GPU idle if there are few tokens.
+// Packs a block's weights in the layout of its kernels and products, and computes the norm of the block's input.
+// Packing and norm run in one launch, because each of them leaves most of the GPU idle for few tokens.
 //
-// Weights: projections are converted to Element, the norm's weight is multiplied into the following projection, `step`
-// is padded to `padded_rank`, and the weights of both directions become one tensor. A thread processes V neighbours of
-// a large matrix or one element of a small one. If `tiles` is not null, it receives out_proj in the layout of
-// gate_outproj_sm90.cu. The remaining CTAs compute the norm, one token per warp, unless it has been computed already.
+// Projections are converted to Element, and the weight of the norm is multiplied into the following projection.
+// The rank of step_proj is padded to `padded_rank`, and the weights of both directions become one tensor.
+// A thread processes V adjacent elements of a large matrix, or one element of a small matrix.
+// If `tiles` is not null, it receives out_proj in the layout of gate_outproj_sm90.cu.
+// The remaining CTAs compute the norm, one token per warp, unless an earlier block has computed it.
 //
-// The parameters of kernels are declared in pack_weights.py. Macros:
+// pack_weights.py declares the parameters of the kernel. Macros:
 //   INPUT      element type of the packed weights: bf16, fp16 or float; the residual stream is in fp32
 //   PARAMETER  element type of the model's parameters
-//   VECTOR     neighbouring channels that a lane loads or stores with one instruction
+//   VECTOR     number of adjacent channels that a lane loads or stores with one instruction
 //   WIDTH      model width C
 //   TAPS       length of the convolutions' filters
 //
-// D channels    projections P, with the rank padded
+// D channels    projections P, with the padded rank
 
 #include "norm.cuh"
 #include "parameters.cuh"

@@ -1,5 +1,4 @@
-// Code shared by packing of weights and unpacking of their gradients: parameters of any type, and assignment of items
-// to threads
+// Loads, stores and distribution of work for packing weights and unpacking their gradients.
 
 #include "../cuda/types.cuh"
 
@@ -9,7 +8,7 @@ DEVICE float value(const PARAMETER *p) { return values<1>(p).at[0]; }
 template <class E>
 DEVICE void put(E *p, float x) { store(p, from_floats<E>(Floats<1>{x})); }
 
-// whether the thread's item is one of these `n`; otherwise `item` becomes its index among the following ones
+// Returns whether item i is among the next n items. Otherwise, subtracts n from i.
 DEVICE bool is_among(unsigned &i, unsigned n) {
     bool among = i < n;
     i -= among ? 0 : n;

@@ -1,12 +1,12 @@
-// The input of a pooled block's recurrence: for each direction, the mean of v = silu(conv(u)) over each line of
-// patches, and v of the class token. Also the sum of both directions' skip connections, skip_0 v_0 + skip_1 v_1, for
-// each token. The gate needs nothing else from v, so v of all tokens is never stored.
+// Means of v = silu(conv(u)) over each line of patches and for the class token, which a pooled block scans.
+// The kernel also writes the sum of both directions' skip connections, skip_0 v_0 + skip_1 v_1, for each token.
+// The gate needs no other function of v, so v of all tokens is never stored.
 //
-// The parameters of kernels are declared in pool.py. Macros:
-//   INPUT   element type of the tensors: bf16, fp16 or float
-//   VECTOR  neighbouring channels of a thread, up to 4
-//   TAPS    length of the convolution's filter, whose last tap is the token itself
-//   THREADS, CTAS  threads of a CTA, and CTAs of a multiprocessor
+// pool.py declares the parameters of the kernel. Macros:
+//   INPUT          element type of the tensors: bf16, fp16 or float
+//   VECTOR         number of adjacent channels per thread, up to 4
+//   TAPS           length of the convolution's filter, whose last tap reads the current token
+//   THREADS, CTAS  threads per CTA, and CTAs per multiprocessor
 //
 // B batch    S pooled tokens    D channels    count, length, next, next_line: lines.cuh
 

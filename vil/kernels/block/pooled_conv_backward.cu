@@ -1,26 +1,28 @@
-// The gradients of a pooled block's convolutions and skip connections. For token t of line l, let e(t) be the gradient
-// of the output (of either direction) and dmean_g(l) the gradient of the line's mean of v_g. With BACK = TAPS - 1,
+// Gradients of a pooled block's convolutions and skip connections.
+// For token t of line l, e(t) is the gradient of the output of either direction.
+// dmean_g(l) is the gradient of the line's mean of v_g, and share is 1 / length, or 1 for the class token.
+// With BACK = TAPS - 1:
 //
-//   dv_g(t) = skip_g e(t) + share(l) dmean_g(l)      share: 1 / length, or 1 for the class token
+//   dv_g(t) = skip_g e(t) + share(l) dmean_g(l)
 //   s_g(t) = silu'(conv_g(t)) dv_g(t)                dskip_g = sum_t e(t) v_g(t)
 //   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
 //   dweight_0[i] = sum_t u(t) s_0(t + BACK - i)      dbias_g = sum_t s_g(t)
 //   dweight_1[i] = sum_t u(t) s_1(t - BACK + i)
 //
-// Macros and letters are those of pool.cu, with up to 2 neighbouring channels per thread.
+// Macros and letters are those of pool.cu, with up to 2 adjacent channels per thread.
 // stretch: number of tokens that a CTA processes at a time, a multiple of 4 up to SEGMENT    parts: CTAs per channel
 //
-// The parameters of kernels are declared in pooled_conv_backward.py.
+// pooled_conv_backward.py declares the parameters of the kernel.
 
 #include "along_lines.cuh"
 
 constexpr int V = VECTOR, RING = 4;
 static_assert(BACK < RING);
 
-// A CTA's table of a stretch, starting RING tokens before it: positions of tokens, and their pooled tokens
+// Length of a CTA's tables of a stretch, with the positions of tokens and their pooled tokens, from RING tokens before.
 constexpr int NUMBERS = SEGMENT + 3 * RING;
 
-// Prefetched tokens
+// Prefetched tokens of u and e.
 struct Arriving {
     Tokens<const Element> u, e;
     struct Token {
@@ -32,7 +34,7 @@ struct Arriving {
     }
 };
 
-// Gradient that a token of the current line receives from the line's mean: share dmean_g, zero outside the image
+// Gradient that the tokens of a line receive from the line's mean: share dmean_g, or zero outside the image.
 struct OfLine {
     const Element *mean_0, *mean_1;
     int D, line = -1;
@@ -46,22 +48,24 @@ struct OfLine {
     }
 };
 
-// Ring buffers: u, e and dv_1 of tokens t to t + BACK, s_0 of the same tokens, and s_1 of tokens t - BACK to t. Both s
-// are doubled and filters halved, as silu_and_slope requires.
+// Ring buffers of u, e, dv_1 and s_0 for tokens t to t + BACK, and of s_1 for tokens t - BACK to t.
+// s_0 and s_1 are doubled and filters are halved, as silu_and_slope requires.
 struct Window {
     Floats<V> u[RING], e[RING], dv_1[RING], s_0[RING] = {}, s_1[RING] = {};
 };
 
-// dv of one direction
+// Returns dv of one direction.
 DEVICE Floats<V> gradient(const Floats<V> &skip, const Floats<V> &e, const Floats<V> &from_mean) {
     Floats<V> dv;
     UNROLLED for (int c = 0; c < V; c++) dv.at[c] = fmaf(skip.at[c], e.at[c], from_mean.at[c]);
     return dv;
 }
 
-// A thread processes one stretch after another. At step t it computes du(t) and direction 1 at token t, but direction 0
-// at token t + BACK, because then all terms of du(t) are known. A stretch starts RING tokens early, without stores and
-// sums, to fill s_0 and s_1. Threads share no sums: each writes its own partial sums.
+// A thread processes one stretch after another.
+// In the step for token t, a thread computes du and direction 1 at token t, but direction 0 at token t + BACK.
+// All terms of du(t) are then known.
+// A thread starts RING tokens before its stretch, without stores and sums, to compute the first values of s_0 and s_1.
+// Threads share no sums: each thread writes its own partial sums.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward(PARAMETERS_pooled_conv_backward) {
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     int groups = (D + THREADS * V - 1) / (THREADS * V), part = blockIdx.x / groups;
@@ -91,7 +95,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
         OfLine of_line = {mean, mean + B * S * D, int(D)};
         Window window;
         UNROLLED for (int i = 0; i < RING; i++) arriving.fetch(i, at[i]);
-        auto arrive = [&](int number, int i) {  // Add token `number` to the ring buffers at index i and return dv_0
+        // Adds token `number` to the ring buffers at index i, and returns dv_0.
+        auto arrive = [&](int number, int i) {
             auto token = arriving.token[i % RING];
             arriving.fetch(i, at[number + RING]);
             if (int now = pooled[number]; now != of_line.line)
@@ -102,8 +107,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
         };
         UNROLLED for (int i = 0; i < BACK; i++) arrive(i, i);
         Tokens<Element> to(du + b * L * du_stride + d, du_stride);
-        // Advance by RING tokens. The stretch sums e v_1 over its own tokens, and e v_0 over the tokens BACK ahead of
-        // them, so the first stretch of an image also adds the image's first BACK tokens.
+        // Advances by RING tokens.
+        // A stretch sums e v_1 over its own tokens, but e v_0 over the tokens that are BACK tokens later.
+        // The first stretch of an image therefore also adds e v_0 of the image's first BACK tokens.
         auto go = [&](int number, bool here) {
             UNROLLED for (int i = 0; i < RING; i++) {
                 Floats<V> dv_0 = arrive(number + i + BACK, i + BACK), sum = {}, v_1;

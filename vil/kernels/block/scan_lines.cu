@@ -1,39 +1,41 @@
-// x_proj, step_proj and the scan of both directions of a pooled block in one kernel, applied to the means of lines. For
-// 16-bit types and small batches, where latency dominates:
+// x_proj, step_proj and the scan of both directions of a pooled block in one kernel, applied to the means of lines.
+// The kernel is for 16-bit types and small batches, where latency dominates:
 //
 //   [step_g k_g q_g] = mean_g x_proj_g^T      step_logits_g = step_g step_proj_g^T      y = y_0 + y_1
 //
-// where y_g is the output of the scan without its skip connection. Direction 1 scans from the last line to the first.
+// y_g is the output of the scan without its skip connection. Direction 1 scans from the last line to the first.
 //
-// The parameters of kernels are declared in scan_lines.py. Macros:
+// scan_lines.py declares the parameters of the kernel. Macros:
 //   INPUT      element type of the tensors: bf16 or fp16
-//   RECURRENCE, STATES, LANE_STATES, LANE_CHANNELS  scan/recurrences.cuh; the last two are 4 and 1
-//   WIDTH      channels D
+//   RECURRENCE, STATES, LANE_STATES (4), LANE_CHANNELS (1): scan/recurrences.cuh
+//   WIDTH      number of channels D
 //   RANK       columns of the step, R
-//   TILES      tiles of 16 lines for all S lines
+//   TILES      number of tiles of 16 lines for all S lines
 //
 // B batch    S lines    D channels    P = R + 2N
 //
-// A CTA processes all lines of an image and 32 channels. [step k q] is computed by every CTA of the image; each warp
-// does it for one direction and a quarter of the channels. Lane l, with r = l / 4 and p = l % 4, loads channels 8p ..
-// 8p + 7 of each 32, for lines r and r + 8 and for row r of x_proj; columns are permuted as in gate_outproj.cu. After
-// that, a lane computes the step sizes of one channel of its warp's direction, and scans four states of one channel.
+// A CTA processes all lines of an image and 32 channels. Every CTA of the image computes [step k q].
+// For [step k q], each warp computes one direction and a quarter of the channels.
+// Lane l (r = l / 4, p = l % 4) loads channels 8p .. 8p + 7 of each 32, for lines r and r + 8, and row r of x_proj.
+// Columns are permuted as in gate_outproj.cu.
+// A lane then computes the step sizes of one channel of its warp's direction, and scans four states of one channel.
 
 #include "../cuda/types.cuh"
 #include "../scan/recurrences.cuh"
 
 constexpr int D = WIDTH, P = RANK + 2 * N, LINES = 16 * TILES;
-constexpr int CHANNELS = 32, WARPS = 8, QUARTER = D / 4, PITCH = P | 8;  // this pitch avoids bank conflicts
+// This pitch avoids bank conflicts.
+constexpr int CHANNELS = 32, WARPS = 8, QUARTER = D / 4, PITCH = P | 8;
 
 struct CtaMemory {
     float parts[WARPS][16][PITCH];  // partial sums over a quarter of the channels
-    float projected[2][LINES][P];         // step, key, query
+    float projected[2][LINES][P];  // step, key and query
     float x[2][LINES][CHANNELS];  // overwritten by y
     float step_sizes[2][LINES][CHANNELS];
 };
 static_assert(sizeof(CtaMemory) == CTA_BYTES && D % 128 == 0 && RANK % 8 == 0 && N == 16 && NL == 4 && DL == 1);
 
-// to (16 lines, P) = means x_proj^T, summed over a quarter of the channels
+// Computes means x_proj^T (16 lines, P), summed over a quarter of the channels.
 DEVICE void project(float (*to)[PITCH], const Element *means, const Element *x_proj, int first, int S, int lane) {
     constexpr int PIECES = QUARTER / 32, TOGETHER = PIECES % 3 == 0 ? 3 : PIECES % 2 == 0 ? 2 : 1;
     Floats<2> sums[P / 8][2] = {};
@@ -57,7 +59,7 @@ DEVICE void project(float (*to)[PITCH], const Element *means, const Element *x_p
             store(&to[half * 8 + lane / 4][n * 8 + lane % 4 * 2], sums[n][half]);
 }
 
-// The sums of 16 lines, rounded like those of a product
+// Adds the partial sums of 16 lines, and rounds the sums like the result of a product.
 DEVICE void add_parts(CtaMemory &memory, int first) {
     constexpr int FOURS = P / 4;
     for (int i = threadIdx.x; i < 2 * 16 * FOURS; i += 32 * WARPS) {
@@ -68,7 +70,7 @@ DEVICE void add_parts(CtaMemory &memory, int first) {
     }
 }
 
-// x and step sizes of the warp's lines; each lane computes one channel
+// Computes x and step sizes of the warp's lines, with one channel per lane.
 DEVICE void prepare(CtaMemory &memory, const Element *x, const Pack<Element, 8> (&step_proj)[RANK / 8], float bias, int g,
                     int warp, int S, int lane) {
     for (int t = warp; t < S; t += WARPS / 2) {
@@ -90,7 +92,7 @@ DEVICE void prepare(CtaMemory &memory, const Element *x, const Pack<Element, 8> 
     }
 }
 
-// Replace x with y: the sums over a channel's four lanes are computed for four lines at a time, one line per lane
+// Replaces x with y. The sums over a channel's four lanes are computed for four lines at a time, one line per lane.
 DEVICE void scan(CtaMemory &memory, const float (&A)[NL], int g, int c, int part, int S) {
     float states[NL] = {};
 #pragma unroll 1
@@ -128,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) scan_lines(PARAMETER
     Pack<Element, 8> of_step[RANK / 8];
     UNROLLED for (int i = 0; i < RANK / 8; i++) of_step[i] = load<8>(step_proj + (g * D + d + lane) * RANK + i * 8);
     float bias = step_bias[g * D + d + lane], scaled_A[NL] = {};
-    int c = part * 8 + lane / 4;  // channel in the scan
+    int c = part * 8 + lane / 4;  // channel that the lane scans
     if constexpr (Recurrence::HAS_A) {
         Floats<NL> own = load<NL>(A + (g * D + d + c) * N + lane % 4 * NL);
         UNROLLED for (int n = 0; n < NL; n++) scaled_A[n] = Recurrence::scaled_A(own.at[n]);

@@ -1,21 +1,21 @@
-// silu(x) = x sigmoid(x)
+// silu(x) = x sigmoid(x), and its derivative.
 
 #include "../cuda/types.cuh"
 
 DEVICE float sigmoid(float x) { return reciprocal(1 + exp_fast(-x)); }
-// d silu(x) / dx, where s = sigmoid(x)
+// Returns the derivative of silu at x, where s = sigmoid(x).
 DEVICE float silu_slope(float x, float s) { return s * fmaf(x, 1 - s, 1); }
 
-// silu of x = 2h for results of type T: sigmoid(2h) = (1 + tanh(h)) / 2. bf16 hides the error of tanh_fast, and this
-// one instruction costs half of an exponential and a reciprocal, which limit the speed of kernels with several per
-// element.
+// Functions of x = 2h for results of type T, with sigmoid(2h) = (1 + tanh(h)) / 2.
+// In bf16, the rounding error hides the error of tanh_fast.
+// tanh_fast costs half as much as an exponential and a reciprocal, which limit kernels with several SiLUs per element.
 template <class T>
 DEVICE float sigmoid_of_half(T, float h) { return reciprocal(1 + exp2_fast(-2 * LOG2E * h)); }
 template <class T>
 DEVICE float silu_of_half(T, float h) { return 2 * h * sigmoid_of_half(T{}, h); }
 DEVICE float silu_of_half(bf16, float h) { return fmaf(h, tanh_fast(h), h); }
 
-// silu(2h) and twice its derivative there. With t = tanh(h) they are h (1 + t) and (1 + t)(1 + h (1 - t)).
+// silu(2h) = h (1 + t) and twice its derivative, (1 + t) (1 + h (1 - t)), where t = tanh(h).
 struct SiluOfHalf {
     float value, twice_slope;
 };

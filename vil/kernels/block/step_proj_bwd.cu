@@ -1,21 +1,21 @@
-// Backward of step_proj, which projects the step's R columns to D logits, for 16-bit types. It reads the gradients of
-// the logits, its largest tensor, only once. For each direction
+// Backward of step_proj, which projects the step (R columns) to step logits (D columns), for 16-bit types.
+// The kernel reads the gradients of the step logits, its largest tensor, only once. For each direction:
 //
 //   dstep (tokens, R)        = dstep_logits step_proj      stored in dprojected, next to dk and dq
 //   dstep_proj (D, R)        = dstep_logits^T step
 //   dprojected (tokens, P)   = [dstep  dk  dq],       P = R + 2N
 //
-// dstep_proj is a sum over tokens: each CTA writes a partial sum, and `unpack_gradients` adds them.
+// dstep_proj is a sum over tokens: each CTA writes a partial sum, and `unpack_gradients` adds the partial sums.
 //
-// The parameters of kernels are declared in step_proj_bwd.py. Macros:
+// step_proj_bwd.py declares the parameters of the kernel. Macros:
 //   INPUT        element type of the tensors: bf16 or fp16
 //   CHANNELS     D, a multiple of 16 WARPS, small enough for a warp to hold its part of the weights in registers
 //   RANK         columns of step_proj, R, a multiple of 8
 //   STATES       columns of dk and dq, N, a multiple of 4
 //   CTA_BYTES    dynamic shared memory, computed by the host
 //
-// A CTA processes every `parts`-th tile of 16 tokens of one direction. Each of its eight warps has WIDTH channels, and
-// both products read the same tile of dstep_logits (layouts: cuda/types.cuh; lane l, r = l / 4, p = l % 4):
+// A CTA processes every `parts`-th tile of 16 tokens of one direction, and each of its eight warps has WIDTH channels.
+// Both products read the same tile of dstep_logits, with the fragments of cuda/mma.cuh:
 //
 //                   a                                   b                            sums
 //   dstep           ldmatrix, rows are tokens           step_proj, in registers      (16 tokens, R) of one tile
@@ -23,18 +23,18 @@
 //   dstep_proj      ldmatrix.trans, rows are channels   step, ldmatrix.trans         (16 channels, R) of all tiles
 //                   (16 channels, 16 tokens)            (16 tokens, 8 ranks)
 //
-// dstep is a sum over channels and therefore over warps: each warp writes its partial sum to `dstep` in shared memory.
-// After the next tile's barrier all threads add the eight partial sums and write the result. Barriers: rules 1 and 2 of
-// cuda/pipeline.cuh, with two buffers of dstep; docs/kernels/block.md has a table of the buffers.
+// dstep is a sum over channels and therefore over warps: each warp writes its partial sum to shared memory.
+// After the barrier of the next tile, all threads add the eight partial sums and write the result.
+// Barriers follow rules 1 and 2 of cuda/pipeline.cuh, with two buffers of dstep. docs/kernels/block.md lists buffers.
 
 #include "../cuda/types.cuh"
 
 typedef INPUT Element;
 
-constexpr int STAGES = 3;  // prefetched tiles, and the current one
+constexpr int STAGES = 3;  // prefetched tiles, and the current tile
 constexpr int TILE = 16, WARPS = 8, D = CHANNELS, WIDTH = D / WARPS, THREADS = 32 * WARPS;
 constexpr int SIXTEENS = WIDTH / 16, EIGHTS = RANK / 8, PROJECTIONS = RANK + 2 * STATES;
-// a pitch for which 16-byte pieces of 8 rows are in different banks
+// With this pitch, the 16-byte pieces of 8 rows are in different banks.
 constexpr int PITCH = D + 8, STEP_PITCH = RANK % 16 == 0 ? RANK + 8 : RANK;
 static_assert(D % (16 * WARPS) == 0 && RANK % 8 == 0 && STATES % 4 == 0);
 struct Stage {
@@ -42,15 +42,15 @@ struct Stage {
 };
 struct CtaMemory {
     Stage stages[STAGES];
-    float dstep[2][WARPS][TILE][RANK];  // one buffer for even tiles, one for odd tiles
+    float dstep[2][WARPS][TILE][RANK];  // one buffer for even tiles, and one for odd tiles
 };
 static_assert(sizeof(CtaMemory) == CTA_BYTES);
 
-// All threads copy a tile of one direction. Tiles behind the last are filled with zeros, so that every tile is one
-// group of copies
+// All threads copy a tile of one direction.
+// Tiles after the last tile are filled with zeros, so that every tile is one group of copies.
 DEVICE void fetch(Stage &stage, const Element *dstep_logits, const Element *step, i64 step_stride, int tile,
                   int tokens) {
-    constexpr int PIECES = D / 8;  // pieces of a token; those of a tile are contiguous in memory
+    constexpr int PIECES = D / 8;  // number of 16-byte pieces of a token; the pieces of a tile are contiguous in memory
     const Element *from = dstep_logits + i64(tile) * TILE * D;
     UNROLLED for (int item = 0; item < TILE * PIECES / THREADS; item++) {
         int i = item * THREADS + threadIdx.x, row = i / PIECES;
@@ -61,7 +61,7 @@ DEVICE void fetch(Stage &stage, const Element *dstep_logits, const Element *step
     commit_copies();
 }
 
-// dstep of a tile: the sum over all warps
+// Writes dstep of a tile, which is the sum over all warps.
 DEVICE void store_dstep(Element *dprojected, const float (*dstep)[TILE][RANK], int tile, int tokens) {
     static_assert(TILE * RANK / 2 <= THREADS);
     if (int row = threadIdx.x / (RANK / 2), r = threadIdx.x % (RANK / 2) * 2; row < TILE) {
@@ -72,7 +72,7 @@ DEVICE void store_dstep(Element *dprojected, const float (*dstep)[TILE][RANK], i
     }
 }
 
-// dk and dq of a tile in registers, 4 neighbours at a time, loaded during the previous tile
+// dk and dq of a tile in registers, as packs of 4 elements that are loaded during the previous tile.
 constexpr int KEYS = TILE * STATES / 2, ITEMS = (KEYS + THREADS - 1) / THREADS;
 struct KeyGradients {
     Pack<Element, 4> of[ITEMS];
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) step_proj_backward(PARA
     dk += g * tokens * STATES, dq += g * tokens * STATES, dprojected += g * tokens * PROJECTIONS;
     dstep_proj += (i64(g) * parts + part) * D * RANK;
 
-    // step_proj of the warp's channels as operand b: rows 2p, 2p + 1 (+ 8) are channels, column r is a rank
+    // step_proj of the warp's channels as operand b, whose rows are channels and whose column r is a rank.
     unsigned weights[SIXTEENS][EIGHTS][2];
     UNROLLED for (int k = 0; k < SIXTEENS; k++)
         UNROLLED for (int n = 0; n < EIGHTS; n++)
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) step_proj_backward(PARA
                 weights[k][n][half] = p[0].bits | unsigned(p[RANK].bits) << 16;
             }
     KeyGradients keys;
-    Floats<2> dweights[SIXTEENS][EIGHTS][2] = {};  // dstep_proj
+    Floats<2> dweights[SIXTEENS][EIGHTS][2] = {};  // sums of dstep_proj
     UNROLLED for (int s = 0; s < STAGES - 1; s++)
         fetch(cta.stages[s], dstep_logits, step, step_stride, part + s * int(parts), all);
     int i = 0;
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) step_proj_backward(PARA
               tile + (STAGES - 1) * int(parts), all);
         if (i > 0) store_dstep(dprojected, cta.dstep[(i - 1) % 2], tile - int(parts), all);
         const Stage &stage = cta.stages[i % STAGES];
-        // the step as operand b, two matrices of 8 ranks at once; if their number is odd, the last is loaded twice
+        // The step is operand b, loaded as two matrices of 8 ranks at once. The last odd matrix is loaded twice.
         unsigned steps[EIGHTS + EIGHTS % 2][2];
         UNROLLED for (int n = 0; n < EIGHTS; n += 2) {
             unsigned word[4];
@@ -136,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) step_proj_backward(PARA
         }
         Floats<2> dstep[EIGHTS][2] = {};
         UNROLLED for (int k = 0; k < SIXTEENS; k++) {
-            // a_1 is 8 rows of a further on and a_2 8 columns further on: tokens and channels for dstep, channels and
-            // tokens for dstep_proj
+            // In operand a, a_1 is 8 rows later and a_2 is 8 columns later.
+            // Rows are tokens for dstep and channels for dstep_proj.
             unsigned rows[4], columns[4];
             load_matrices(rows, &stage.dstep_logits[lane % 16][first_channel + k * 16 + lane / 16 * 8]);
             load_transposed(columns,
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) step_proj_backward(PARA
         keys.write(dprojected, tile, all);
         keys.read(dk, dq, tile + int(parts), all);
     }
-    wait_for_copies<0>();  // of tiles behind the last
+    wait_for_copies<0>();  // copies of tiles after the last tile
     __syncthreads();
     if (i > 0) store_dstep(dprojected, cta.dstep[(i - 1) % 2], part + (i - 1) * int(parts), all);
     UNROLLED for (int k = 0; k < SIXTEENS; k++)

@@ -1,16 +1,16 @@
-// Sums of a tensor's tokens over each line of patches, and the class token: the gradients of the lines' inputs.
+// Sums of a tensor's tokens over each line of patches and for the class token, which are gradients of lines.
 //
-// The parameters of kernels are declared in sum_lines.py. Macros:
+// sum_lines.py declares the parameters of the kernel. Macros:
 //   INPUT    element type of the tensors: bf16, fp16 or float
-//   VECTOR   neighbouring channels of a thread, up to 16 bytes
-//   THREADS  threads of a CTA
+//   VECTOR   number of adjacent channels per thread, up to 16 bytes
+//   THREADS  threads per CTA
 //
 // D channels    count, length, next, next_line: lines.cuh
 
 #include "lines.cuh"
 
 typedef INPUT Element;
-constexpr int TOGETHER = 20;  // tokens that are loaded at the same time
+constexpr int TOGETHER = 20;  // number of tokens that are loaded at the same time
 
 extern "C" __global__ void __launch_bounds__(THREADS) sum_lines(PARAMETERS_sum_lines) {
     Lines lines = {int(count), int(length), int(next), int(next_line)};

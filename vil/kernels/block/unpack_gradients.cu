@@ -1,23 +1,24 @@
-// The reverse of pack_weights.cu for gradients, which arrive as partial sums over tokens. The first CTAs process the
-// projection that contains the norm's weight, COLUMNS columns each, because the gradient of the norm's weight is a sum
-// over all rows; a thread has the same V columns of every ROWS-th row. In the other CTAs, a thread adds the partial
-// sums of one element.
+// Converts gradients of packed weights, which are partial sums over tokens, to gradients of the parameters.
+// The first CTAs process COLUMNS columns each of the projection that contains the weight of the norm.
+// A CTA needs whole columns, because the gradient of the norm's weight is a sum over all rows.
+// A thread of these CTAs has V columns of every ROWS-th row.
+// In the other CTAs, a thread adds the partial sums of one element.
 //
-// The parameters of kernels are declared in unpack_gradients.py. Macros:
+// unpack_gradients.py declares the parameters of the kernel. Macros:
 //   INPUT      element type of the block's tensors
 //   PARAMETER  element type of the model's parameters
-//   VECTOR     neighbouring channels that a lane loads or stores with one instruction
+//   VECTOR     number of adjacent channels that a lane loads or stores with one instruction
 //   WIDTH      model width C
 //   TAPS       length of the convolutions' filters
 //
-// D channels    projections P, with the rank padded
+// D channels    projections P, with the padded rank
 
 #include "norm.cuh"
 #include "parameters.cuh"
 
 constexpr int COLUMNS = 8, ROWS = 256 * V / COLUMNS;
 
-// sum over parts that are `stride` apart, always in the same order
+// Adds parts that are `stride` elements apart, always in the same order.
 DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
     float sum = 0;
 #pragma unroll 16
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(256) unpack_gradients(PARAMETERS_un
     unsigned D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
     unsigned norm_blocks = (C + COLUMNS - 1) / COLUMNS;
     if (blockIdx.x < norm_blocks) {
-        constexpr int TOGETHER = 4;  // rows that are loaded at the same time
+        constexpr int TOGETHER = 4;  // number of rows that are loaded at the same time
         __shared__ float sums[ROWS][COLUMNS + 1];
         unsigned column = threadIdx.x * V % COLUMNS, row = threadIdx.x * V / COLUMNS;
         unsigned c = blockIdx.x * COLUMNS + column;
@@ -51,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256) unpack_gradients(PARAMETERS_un
         }
         UNROLLED for (int v = 0; v < V; v++) sums[row][column + v] = sum.at[v];
         __syncthreads();
-        // each warp adds the sums of a column
+        // Each warp adds the sums of one column.
         float all = 0;
         column = threadIdx.x / 32, c = blockIdx.x * COLUMNS + column;
         UNROLLED for (int r = 0; r < ROWS; r += 32) all += sums[r + threadIdx.x % 32][column];

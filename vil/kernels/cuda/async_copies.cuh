@@ -1,12 +1,13 @@
-// cp.async: asynchronous copies from global to shared memory. `commit_copies` closes a group of the copies that the
-// thread has started; `wait_for_copies<PENDING>` waits until all but its last PENDING groups have arrived. This covers
-// the thread's own copies; other threads see them after a following barrier (__syncwarp, __syncthreads). The compiler
-// does not move memory accesses across any of these functions.
+// Asynchronous copies from global to shared memory (cp.async).
+// `commit_copies` closes a group of the copies that the calling thread has started.
+// `wait_for_copies<PENDING>` waits until all groups of the calling thread except the last PENDING have arrived.
+// Other threads see copied data only after a barrier (__syncwarp, __syncthreads) that follows the wait.
+// The compiler does not move memory accesses across these functions.
 
 #include "elements.cuh"
 
-// Copies `ELEMENTS` neighbours, or writes zeros without reading if they are not `valid`. The copy engine supports 4, 8
-// or 16 bytes; a single 16-bit element is copied through a register.
+// Copies ELEMENTS adjacent elements, or writes zeros without reading if `valid` is false.
+// The hardware copies 4, 8 or 16 bytes asynchronously; a single 16-bit element is copied through a register.
 template <int ELEMENTS, class T>
 DEVICE void copy_async(T *shared, const T *global, bool valid) {
     constexpr int BYTES = ELEMENTS * sizeof(T);

@@ -1,4 +1,4 @@
-// Element types, packs of neighbours that are moved with one instruction, and approximate hardware functions
+// Element types, packs of adjacent elements that one instruction moves, and approximate hardware functions.
 
 typedef long long i64;
 #define INLINE __device__ __forceinline__
@@ -10,7 +10,7 @@ constexpr unsigned WARP = 0xffffffffu;
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
 
-// C neighbouring elements that are moved with one instruction; 16-bit elements stay packed in words
+// Pack of C adjacent elements that one instruction moves. 16-bit elements stay packed in 32-bit words.
 template <class T, int C>
 struct alignas(C * sizeof(T)) Pack {
     T at[C];
@@ -96,7 +96,7 @@ DEVICE Pack<T, 4> gather4(const T *p) {
 template <class T, int C>
 DEVICE void store(T *p, Pack<T, C> v) { *reinterpret_cast<Pack<T, C> *>(p) = v; }
 
-// hardware exp2 and reciprocal: relative error 2^-22, a tenth of the instructions of the exact functions
+// Hardware exp2 and reciprocal have a relative error of 2^-22 and a tenth of the instructions of the exact functions.
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -107,7 +107,7 @@ DEVICE float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// relative error 2^-11
+// The hardware tanh has a relative error of 2^-11.
 DEVICE float tanh_fast(float x) {
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

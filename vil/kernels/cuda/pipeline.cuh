@@ -1,45 +1,49 @@
-// The rules of barriers. The sources and docs/kernels refer to them by number.
+// Rules for barriers, which the sources and docs/kernels cite by number, and the state of an mbarrier pipeline.
 //
-// Barriers of the CTA: all warps pass __syncthreads once per tile. Barrier i is that of tile i, and interval i follows
-// it.
+// Rules 1 to 3 apply to kernels in which all warps pass __syncthreads once per tile.
+// Barrier i is the __syncthreads of tile i, and interval i is the time between barriers i and i + 1.
 //
-//  1. Data written in interval i is read in interval i + 1 or later, and overwritten in a later interval than that of
-//     its last read. If n buffers are used in turn (i % n) and data is read until interval i + m, n > m is required.
-//  2. The thread that started copies (async_copies.cuh) waits for them before barrier i; then all threads see them.
-//     The copy of tile i + STAGES - 1 starts in interval i and overwrites tile i - 1, which no thread reads after
-//     barrier i.
-//  3. After __syncwarp, the lanes of a warp see each other's writes: data of a single warp needs no other barrier.
+//  1. Data that is written in interval i is read in interval i + 1 or later.
+//     Data is overwritten in a later interval than the interval of its last read.
+//     If n buffers are used in turn (i % n) and data is read until interval i + m, n must be greater than m.
+//  2. The thread that started copies (async_copies.cuh) waits for its copies before barrier i.
+//     After barrier i, all threads see the copied data.
+//     The copy of tile i + STAGES - 1 starts in interval i and overwrites tile i - 1, which no thread reads any more.
+//  3. After __syncwarp, the lanes of a warp see each other's writes, so data of a single warp needs no other barrier.
 //
-// mbarriers, for warps with roles: the stages of a pipeline in shared memory are filled by producers and read by
-// consumers in turn. Each stage has two mbarriers, "full" and "empty"; all "full" ones come first in memory:
+// Rules 4 to 8 apply to kernels in which producer warps fill the stages of a pipeline and consumer warps read them.
+// Each stage has two mbarriers, "full" and "empty". In memory, the "full" mbarriers of all stages come first.
 //
 //   producer   wait_for(empty(), parity() ^ 1)   fill, arrive at full()              next()
 //   consumer   wait_for(full(), parity())        read, arrive at empty()             next()
 //
 //  4. Each participating thread counts stages with its own Pipeline, in the same order and equally often.
-//  5. A phase of an mbarrier completes with its last arrival; a wait for parity p returns once the phase of that parity
-//     is complete. In the first round, a consumer waits for phase 0 of "full", while a producer waits for parity 1 of
-//     "empty", which counts as complete from the start because stages are empty. In the next round both parities are
-//     flipped. A producer is never more than one round ahead, because "empty" of the round before must be complete, so
-//     that two parities are enough to distinguish rounds.
-//  6. A lane arrives at "full" when its own copies have arrived; a bulk copy arrives by its bytes. One lane per warp
-//     arrives at "empty", after __syncwarp or, if wgmma reads the stage, after wait_for_products. After
-//     wait_for_products<1> the newest products may still read, so it releases the stage before, `empty_before`.
-//  7. wgmma sees data that threads or their copies have written after show_to_products; bulk copies do not need it.
-//  8. A thread that copies does not exit before its copies have arrived, as shared memory is valid only until then.
+//  5. A phase of an mbarrier completes with its last arrival.
+//     A wait for parity p returns once the phase of parity p is complete.
+//     In the first round, a consumer waits for parity 0 of "full", and a producer waits for parity 1 of "empty".
+//     Parity 1 of "empty" counts as complete from the start, because all stages are empty.
+//     In each further round, both parities are flipped.
+//     Two parities are enough to distinguish rounds, because a producer is at most one round ahead of the consumers.
+//  6. A lane arrives at "full" when its own copies have arrived, while a bulk copy arrives by its number of bytes.
+//     One lane per warp arrives at "empty", after __syncwarp or, if wgmma reads the stage, after wait_for_products.
+//     After wait_for_products<1>, the newest products may still read their stage.
+//     Therefore the lane then arrives at `empty_before`, which releases the previous stage.
+//  7. wgmma sees data that threads or cp.async have written only after show_to_products.
+//     Data of bulk copies needs no show_to_products.
+//  8. A thread exits only after its copies have arrived, because shared memory is valid only until the exit.
 
 #include "types.cuh"
 
 template <int DEPTH>
 struct Pipeline {
     unsigned barriers;
-    int position = 0;  // stage and parity in one register: counts over two rounds
+    int position = 0;  // stage and parity in one register: index of the stage over two rounds
     INLINE Pipeline(unsigned barriers) : barriers(barriers) {}
     INLINE int parity() const { return position >= DEPTH; }
     INLINE int stage() const { return position - parity() * DEPTH; }
     INLINE unsigned full() const { return barriers + stage() * 8; }
     INLINE unsigned empty() const { return full() + DEPTH * 8; }
-    // the stage before: its products may still be reading while those of this stage start
+    // "Empty" mbarrier of the previous stage, whose products may still run when products of this stage start.
     INLINE unsigned empty_before() const { return full() + ((stage() == 0) * DEPTH + DEPTH - 1) * 8; }
     INLINE void next() { position = position + 1 < 2 * DEPTH ? position + 1 : 0; }
 };

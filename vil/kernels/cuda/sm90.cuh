@@ -1,5 +1,6 @@
-// Features of Hopper (sm_90a): barriers in shared memory, bulk copies, and products of groups of four warps. Addresses
-// are those of shared memory. tests/helpers/emulator.cpp implements the same functions for a CPU.
+// Features of Hopper (sm_90a): mbarriers, bulk copies, and products of groups of four warps (wgmma).
+// Addresses without a pointer type are addresses in shared memory.
+// tests/helpers/emulator.cpp implements the same functions for a CPU.
 
 #include "types.cuh"
 
@@ -10,7 +11,7 @@ DEVICE void publish_barriers() { asm volatile("fence.mbarrier_init.release.clust
 DEVICE void arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// arrives, and makes the barrier also wait for `bytes` bytes of bulk copies
+// Arrives, and makes the barrier wait for `bytes` bytes of bulk copies, too.
 DEVICE void arrive_and_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -23,7 +24,7 @@ DEVICE void wait_for(unsigned barrier, int parity) {
 DEVICE void copy_16_async(unsigned to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// arrives when this thread's copies have arrived
+// Arrives at the barrier when the copies that this thread has started have arrived.
 DEVICE void arrive_when_copied(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -52,9 +53,11 @@ DEVICE void load_shared(unsigned (&v)[4], unsigned from) {
 }
 DEVICE void store_shared(unsigned to, unsigned v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
 
-// sums += a b (or = a b) for 64 rows of a, 16 per warp as in multiply_add, and 192 columns of b. A column of b is a row
-// of 64 bytes in shared memory, with each 16-byte piece at index piece ^ row / 2 % 4. The columns of sums are those of
-// 24 multiply_add. Between `begin_products` and `wait_for_products`, only the tensor cores may access a and sums.
+// Computes sums += a b, or sums = a b if not `add`, for 64 rows of `a` and 192 columns of `b`.
+// Each of the four warps has 16 rows of `a`, with the fragments of multiply_add.
+// A column of `b` is a row of 64 bytes in shared memory, with each 16-byte piece at index piece ^ row / 2 % 4.
+// The sums have the columns of 24 multiply_add, one after another.
+// Between `begin_products` and `wait_for_products`, only the tensor cores may access the registers of `a` and sums.
 #define R4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
 #define R16(x, i) R4(x, i), R4(x, i + 4), R4(x, i + 8), R4(x, i + 12)
 #define R64(x) R16(x, 0), R16(x, 16), R16(x, 32), R16(x, 48)
@@ -73,8 +76,9 @@ DEVICE void store_shared(unsigned to, unsigned v) { asm volatile("st.shared.b32 
         "}, {%96, %97, %98, %99}, %100, p, 1, 1, 0;\n}"                                                \
         : R96(sums)                                                                                    \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(matrix), "r"(int(add)))
-// Descriptor of a matrix for wgmma (PTX ISA, matrix descriptor): 16-bit fields in units of 16 bytes with the address in
-// shared memory, the distance of its halves and the distance of groups of 8 rows, followed by the swizzle mode
+// Descriptor of a matrix for wgmma (PTX ISA, matrix descriptor). Its 16-bit fields are in units of 16 bytes:
+// the address in shared memory, the distance of the matrix's halves, and the distance of groups of 8 rows.
+// The last field is the swizzle mode.
 constexpr unsigned long long SWIZZLED_128_BYTES = 1, SWIZZLED_64_BYTES = 2, SHARED_MEMORY = (1 << 18) - 1;
 DEVICE unsigned long long matrix_at(unsigned address, int apart, int eight_rows, unsigned long long swizzle) {
     unsigned long long from = (address & SHARED_MEMORY) / 16, halves = apart / 16, rows = eight_rows / 16;
@@ -95,13 +99,14 @@ DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "mem
 DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
 DEVICE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-// prevents the compiler from moving accesses to sums across this
+// Prevents the compiler from moving accesses to the sums across this function.
 DEVICE void hold(float (&sums)[96]) { asm volatile("" : R96(sums)::"memory"); }
 DEVICE void hold(float (&sums)[64]) { asm volatile("" : R64(sums)::"memory"); }
 
-// The same with a in shared memory, too, and 128 columns of b. Both have rows of 128 bytes, with each 16-byte piece at
-// index piece ^ row % 8. A row of a has 16 of its columns. A row of b has 64 columns of one row of b; the other 64 are
-// in rows `apart` bytes further on.
+// Computes sums += a b, or sums = a b if not `add`, with both operands in shared memory and 128 columns of `b`.
+// Rows of `a` and `b` have 128 bytes in shared memory, with each 16-byte piece at index piece ^ row % 8.
+// A row of 128 bytes holds 64 columns of `a` or `b`. A product uses 16 columns of `a`.
+// The other 64 columns of `b` are stored `apart` bytes after the first 64 columns.
 #define WGMMA_SHARED(type)                                                                             \
     asm volatile(                                                                                      \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                   \
@@ -114,5 +119,5 @@ DEVICE unsigned long long matrix_of_128_byte_rows(unsigned address, int apart) {
 }
 DEVICE void multiply_shared(bf16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("bf16"); }
 DEVICE void multiply_shared(fp16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("f16"); }
-// makes this thread's view of shared memory visible to products
+// Makes writes of this thread to shared memory visible to wgmma (proxy fence).
 DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -1,32 +1,34 @@
-// Gradients of the scan from dy and the states between chunks of CHUNK tokens, which forward saved. For each chunk of a
-// segment, from the last to the first:
-//  1. `sweep_forward` repeats the scan and saves the state before every half tile (`Restart`);
-//  2. `sweep_backward` processes the half tiles from the last to the first. It repeats a half tile's scan and keeps
-//     what the gradients need of each token in registers (`Kept`; S_t gives dq_t = sum over channels of dy_t S_t). Then
-//     it goes through the half tile backwards with G = dL/dS_t:
-//       G += dy_t q_t;  sums over states and channels;  G = decay_t G          (recurrences.cuh)
-// dx and the gradient of the step logits require sums over states, which are distributed over lanes; dk and dq require
-// sums over channels, which are distributed over lanes, warps and CTAs. Both are exchanged through shared memory for
-// half a tile at once, which takes a third of the instructions of shuffles. There are no atomics: each CTA writes the
-// sums over its channels, and `reduce_partials` adds them in a fixed order.
+// Gradients of the scan, from dy and from the states between chunks that the forward pass has saved.
+// For each chunk of a segment, from the last chunk to the first:
+//  1. `sweep_forward` scans the chunk again and saves the state before every half tile (`Restart`).
+//  2. `sweep_backward` processes the half tiles from the last to the first.
+//     `rescan` scans a half tile again and keeps in registers what the gradients need (`Kept`).
+//     `walk_back` goes through the half tile in reverse order with G = dL/dS_t (recurrences.cuh):
+//       G += dy_t q_t;  sums over states and channels;  G = decay_t G
 //
-// A lane has 4 states of DL channels (lanes.cuh), so that sums over states and over channels are equally short. Each
-// warp has its own channels; warps share keys, queries, and sums over channels. Barriers:
+// The gradients of x and step logits are sums over states, which are distributed over lanes.
+// The gradients of keys and queries are sums over channels, which are distributed over lanes, warps and CTAs.
+// Lanes exchange sums of half a tile through shared memory, which takes a third of the instructions of shuffles.
+// There are no atomics: each CTA writes sums over its channels, and `reduce_partials` adds them in a fixed order.
+//
+// A lane has 4 states of DL channels (lanes.cuh), so that sums over states and over channels are equally short.
+// Each warp has its own channels. Warps share keys, queries, and sums over channels.
+// Barriers:
 //  chunk    __syncthreads; keys and queries to shared memory; __syncthreads
-//  tile     copies and step sizes; __syncwarp; its halves; __syncthreads; all threads add the warps' dk and dq
-//  half     repeated scan; __syncwarp; dq; __syncwarp; backwards; __syncwarp; dk, dx, dstep_logit; __syncwarp
-// The warps' sums of dk and dq have two buffers, so that one barrier per tile is sufficient (rule 1 of
-// cuda/pipeline.cuh). All other data belongs to a single warp (rule 3).
+//  tile     copies and step sizes; __syncwarp; two halves; __syncthreads; all threads add dk and dq of the warps
+//  half     rescan; __syncwarp; dq; __syncwarp; walk_back; __syncwarp; dk, dx, dstep_logit; __syncwarp
+// One __syncthreads per tile is sufficient, because sums of dk and dq have two buffers (rule 1 of cuda/pipeline.cuh).
+// All other data belongs to a single warp (rule 3).
 //
-// The numbers of registers and bytes of shared memory allow 12 warps on a multiprocessor of an H200.
-// docs/kernels/scan-backward.md has diagrams of tiles, lanes and buffers, and lists alternatives that were tried.
+// On an H200, registers and shared memory allow 12 warps per multiprocessor.
+// docs/kernels/scan-backward.md describes tiles, lanes and buffers, and lists alternatives that were tried.
 //
-// The parameters of kernels are declared in backward.py.
+// backward.py declares the parameters of the kernels.
 
 #include "backward_sums.cuh"
 #include "backward_reduce.cuh"
 
-// S over half a tile, without keeping anything
+// Advances S by half a tile without keeping anything.
 DEVICE void scan_half(States &S, const Tile &tile, int first, const States &A, const Position &at) {
     UNROLLED for (int j = 0; j < HALF; j++) {
         Token t(tile, first + j, at);
@@ -36,9 +38,10 @@ DEVICE void scan_half(States &S, const Tile &tile, int first, const States &A, c
     }
 }
 
-// S over half a tile, keeping what the gradients need, and dq of each token over the lane's channels. Returns the last
-// token, with which the backward direction starts. Here and below, a token is loaded before the sums of the previous
-// token are stored, because the compiler does not move a load before a store.
+// Advances S by half a tile, keeps what the gradients need, and stores dq of each token over the lane's channels.
+// Returns the last token, with which `walk_back` starts.
+// A token is loaded before the sums of the previous token are stored.
+// The compiler would not move the load before the store.
 DEVICE Token rescan(States &S, Kept (&kept)[HALF], const Tile &tile, int first, const States &A, const Position &at) {
     Token t(tile, first, at);
     UNROLLED for (int j = 0; j < HALF; j++) {
@@ -55,8 +58,8 @@ DEVICE Token rescan(States &S, Kept (&kept)[HALF], const Tile &tile, int first, 
     return t;
 }
 
-// G from after half a tile, whose last token is t, to before it, and each token's sums over the lane's channels and
-// states
+// Moves G from the end of half a tile, whose last token is t, to its start.
+// Stores each token's sums over the lane's channels and over the lane's states.
 DEVICE void walk_back(States &G, States &dA, const Kept (&kept)[HALF], Token t, const Tile &tile, int first,
                       const States &A, const Position &at) {
     UNROLLED for (int j = HALF - 1; j >= 0; j--) {
@@ -76,9 +79,9 @@ DEVICE void walk_back(States &G, States &dA, const Kept (&kept)[HALF], Token t, 
     }
 }
 
-// Keys and queries of a chunk, from registers to shared memory; those of the first KEY_TOKENS are already being loaded.
-// Half tiles are always scanned completely: keys after the last token do not affect results unless they are NaN or
-// infinite.
+// Moves keys and queries of a chunk from registers to shared memory, and loads tokens from KEY_TOKENS on.
+// Half tiles are always scanned completely, even if they end after the last token.
+// Keys after the last token do not affect results unless they are NaN or infinite.
 DEVICE void put_keys(CtaMemory &cta, KeysInFlight<KEY_TOKENS, 32 * WARPS> &keys, int start, int tokens) {
     keys.put(cta.keys);
 #pragma unroll 1
@@ -88,19 +91,19 @@ DEVICE void put_keys(CtaMemory &cta, KeysInFlight<KEY_TOKENS, 32 * WARPS> &keys,
     }
 }
 
-// State that both sweeps through a chunk use
+// Objects that both sweeps through a chunk use.
 struct Sweep {
     CtaMemory &cta;
     WarpMemory &warp;
     TileQueue &queue;
     const Position &at;
     const States &A;
-    // the states before each half tile; indexed at run time and therefore in local memory, which is suitable for states
-    // that are private to a lane and rarely used
+    // Restart states, which are indexed at run time and therefore stored in local memory.
+    // Local memory is suitable, because restart states are private to a lane and rarely used.
     Restart<Element> (&before)[2 * TILES];
 };
 
-// Advances S from before a chunk to before its last tile
+// Advances S from the start of a chunk to the start of its last tile.
 DEVICE void sweep_forward(States &S, const Sweep &of, int tiles) {
 #pragma unroll 1
     for (int i = 0; i < tiles - 1; i++) {
@@ -114,7 +117,7 @@ DEVICE void sweep_forward(States &S, const Sweep &of, int tiles) {
     of.before[2 * tiles - 2].save(S);
 }
 
-// Moves G from after a chunk to before it, and computes the gradients of all its tokens
+// Moves G from the end of a chunk to its start, and computes the gradients of all tokens of the chunk.
 DEVICE void sweep_backward(States &S, States &G, States &dA, ChannelSums &channel_sums, int &buffer, const Sweep &of,
                            int tiles, int start, int end, const Gradients &to) {
 #pragma unroll 1
@@ -129,7 +132,7 @@ DEVICE void sweep_backward(States &S, States &G, States &dA, ChannelSums &channe
             __syncwarp();
             finish_keys(of.warp, true, half * HALF, buffer, of.at);
             __syncwarp();
-            // S is unused until the next half, so its starting state is loaded now
+            // The next restart state is loaded now, because S is unused until the next half tile.
             of.before[max(2 * i + half - 1, 0)].restore(S);
             walk_back(G, dA, kept, last, tile, half * HALF, of.A, of.at);
             __syncwarp();
@@ -143,7 +146,7 @@ DEVICE void sweep_backward(States &S, States &G, States &dA, ChannelSums &channe
     }
 }
 
-// Writes dskip, dstep_bias and dA of the segment to its row: the first two as (G, 2, D), then dA as (G, D, N)
+// Writes dskip and dstep_bias of the segment as (G, 2, D), followed by dA as (G, D, N), to a row of partial sums.
 DEVICE void store_channel_sums(float *row, const ChannelSums &sums, const States &dA, i64 directions, i64 D,
                                const Position &at) {
     i64 channels = directions * 2 * D;
@@ -159,10 +162,11 @@ DEVICE void store_channel_sums(float *row, const ChannelSums &sums, const States
     }
 }
 
-// dstep_logits may be the same memory as step_logits: a warp overwrites its channels of a tile after reading them for
-// the last time, and no other warp reads them. `final_gradients` are the G after each segment except the last.
-// `channel_partials` receive a row for each sequence and segment, `key_partials` dk and dq (CTAs of a sequence, G, B,
-// L, 2, N).
+// `dstep_logits` may be the same memory as `step_logits`.
+// A warp overwrites its channels of a tile after it has read them for the last time, and no other warp reads them.
+// `final_gradients` contains G after each segment except the last.
+// `channel_partials` receives a row for each sequence and segment.
+// `key_partials` receives dk and dq, with the shape (CTAs per sequence, G, B, L, 2, N).
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_backward(PARAMETERS_scan_backward) {
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
@@ -170,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_backward
 
     Cut cut(L, segment_chunks);
     Position at(B, D, cut.segments);
-    i64 loaded_d = min(at.d, D - DL);  // clamped to existing channels
+    i64 loaded_d = min(at.d, D - DL);  // first channel of the lane, clamped to existing channels
     bool backwards = reverse >> at.g & 1;
     TileCopies<WARP_CHANNELS> copies(at.warp_d, D);
     Input dys(TOKENS_OF(dy), at.g, at.b, L, backwards);

@@ -1,8 +1,8 @@
-// Adds the partial sums of backward.cu's CTAs.
+// Adds the partial sums of the CTAs of backward.cu.
 
 #include "lanes.cuh"
 
-// load data that is not read again and need not stay in caches
+// Loads data that is not read again and need not stay in caches.
 DEVICE Floats<4> load_once(const float *p) {
     Floats<4> v;
     asm volatile("ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -11,9 +11,9 @@ DEVICE Floats<4> load_once(const float *p) {
     return v;
 }
 
-// Sums of the CTAs' results in a fixed order, in one launch of CTAs of 256 threads: first the columns of the `rows` of
-// `channel_partials`, where 8 threads share a sum; then dk and dq of every token over the `key_parts` CTAs of its
-// channels, where a thread adds 4 states
+// Adds the partial sums of all CTAs in a fixed order, in one launch of CTAs with 256 threads.
+// The first CTAs add the `rows` rows of `channel_partials`, and 8 threads share a column.
+// Further CTAs add dk and dq of every token over the `key_parts` CTAs of its channels, with 4 states per thread.
 extern "C" __global__ void reduce_partials(PARAMETERS_reduce_partials) {
     __shared__ float slices[8][32];
     i64 key_items = tokens * 2 * KEY_VECTORS, row_ctas = (columns + 31) / 32;
@@ -32,7 +32,7 @@ extern "C" __global__ void reduce_partials(PARAMETERS_reduce_partials) {
     } else {
         i64 i = (blockIdx.x - row_ctas) * 256 + threadIdx.x;
         if (i >= key_items) return;
-        constexpr int TOGETHER = 6;  // parts that are loaded at the same time
+        constexpr int TOGETHER = 6;  // number of partial sums that are loaded at the same time
         Floats<4> sum = {};
         for (i64 first = 0; first < key_parts; first += TOGETHER) {
             Floats<4> parts[TOGETHER] = {};

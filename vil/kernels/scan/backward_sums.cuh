@@ -1,4 +1,4 @@
-// backward.cu's sums over channels and states: from the lanes' partial sums in shared memory to gradients of tokens.
+// Sums of backward.cu over channels and states, from the lanes' partial sums in shared memory to gradients of tokens.
 
 #include "backward_tiles.cuh"
 
@@ -11,19 +11,19 @@ DEVICE float sum_over_parts(float v) {
     return v;
 }
 
-// dskip and dstep_bias of the lane's channels
+// dskip and dstep_bias of the lane's channels, summed over tokens.
 struct ChannelSums {
     Floats<DL> skip, bias;
 };
 
-// Destinations of gradients of a sequence's tokens: dx and the step logits', and the CTA's part of dk and dq
+// Destinations of the gradients of a sequence: dx, dstep_logits, and the CTA's partial sums of dk and dq.
 struct Gradients {
     Sequence<Element> x, step_logits;
     Sequence<float> keys;
 };
 
-// dq or dk of half a tile over the warp's channels, from the sums over each lane's channels, for `write_keys`. A lane
-// adds 4 states of a token; if this leaves lanes idle, several lanes share the groups of a sum.
+// Computes dq or dk of half a tile over the warp's channels, from the sums over each lane's channels.
+// A lane adds 4 states of a token. If lanes would be idle, several lanes share the groups of a sum.
 DEVICE void finish_keys(WarpMemory &warp, bool is_query, int first, int buffer, const Position &at) {
     constexpr int SUMS = HALF * PARTS, SHARE = SUMS < 32 ? 32 / SUMS : 1;
     UNROLLED for (int base = 0; base < SUMS; base += 32) {
@@ -38,8 +38,8 @@ DEVICE void finish_keys(WarpMemory &warp, bool is_query, int first, int buffer, 
     }
 }
 
-// dx and the step logits' gradient of half a tile, from the sums over each lane's states, and dL/d(k.k) over the warp's
-// channels, for `write_keys`. A lane computes its channels of one token.
+// Computes dx and dstep_logits of half a tile, from the sums over each lane's states.
+// Also computes dL/d(k.k) over the warp's channels, for `write_keys`. A lane computes its channels of one token.
 DEVICE void finish_channels(const Tile &tile, int first, int buffer, const Gradients &to, int t0, int tokens,
                             ChannelSums &sums, const Position &at) {
     WarpMemory &warp = tile.warp;
@@ -77,7 +77,7 @@ DEVICE void finish_channels(const Tile &tile, int first, int buffer, const Gradi
     }
 }
 
-// dk and dq of a tile over the CTA's channels, with one 16-byte store for 4 states
+// Writes dk and dq of a tile over the CTA's channels, with one 16-byte store for 4 states.
 DEVICE void write_keys(const CtaMemory &cta, int buffer, const Sequence<float> &dkeys, int tile_start, int t0,
                        int tokens) {
     UNROLLED for (int base = 0; base < TILE * 2 * KEY_VECTORS; base += 32 * WARPS) {

@@ -1,9 +1,9 @@
-// backward.cu's tiles: the order in which they are copied and processed, their step sizes, and a lane's reads.
+// Tiles of backward.cu: the order in which tiles are copied and processed, their step sizes, and a lane's reads.
 
 #include "backward_memory.cuh"
 
-// The step sizes of the warp's channels of a tile and, with `gradients`, their slopes. A lane computes those of its
-// channels for every PARTS-th token; lanes of the other parts read them, too
+// Computes the step sizes of the warp's channels of a tile and, with `gradients`, their slopes.
+// A lane computes its channels for every PARTS-th token, and lanes of the other parts read the results, too.
 DEVICE void prepare_step_sizes(bool gradients, WarpMemory &warp, const Channels &tile, const float *kk,
                                const Position &at) {
     constexpr int ITEMS = TILE / PARTS > 0 ? TILE / PARTS : 1;
@@ -25,7 +25,7 @@ DEVICE void prepare_step_sizes(bool gradients, WarpMemory &warp, const Channels 
     }
 }
 
-// The current tile, whose keys and queries start at token `start` of the chunk
+// The current tile, whose keys and queries start at token `start` of the chunk.
 struct Tile {
     const Keys<CHUNK> &keys;
     WarpMemory &warp;
@@ -33,18 +33,18 @@ struct Tile {
     int start;
 };
 
-// The warp's tiles of a segment in the order of processing. For each chunk, from the last to the first, with tiles 0 to
-// n - 1: first 0 to n - 2 forwards, only to save states, then n - 1 to 0 with dy, for the gradients
+// Queue of the warp's tiles of a segment, in processing order.
+// For each chunk of n tiles, from the last chunk to the first, tiles 0 to n - 2 come first, only to save states.
+// Then follow tiles n - 1 to 0 with dy, for the gradients.
 struct TileQueue {
     TileCopies<WARP_CHANNELS> copies;
     Input dys, xs, step_logits;
-    int segment_start, end;  // tokens
-    // tile that is copied next: tiles - 1 - |next_tile| of the chunk, with dy unless next_tile < 0
+    int segment_start, end;  // first token of the segment, and token after its last
+    // The next tile to copy is tiles - 1 - |next_tile| of the chunk, with dy unless next_tile < 0.
     int chunk_start, tiles, next_tile;
-    int stage;  // stage of the current tile
+    int stage;  // index of the stage with the current tile
 
-    // Starts copying the next tile; after the last tile it starts an empty group, so that waiting for groups counts
-    // tiles
+    // Starts copying the next tile, or an empty group after the last tile, so that each group stands for a tile.
     INLINE void copy_next(Channels &to) {
         if (chunk_start >= segment_start) {
             int t0 = chunk_start + (tiles - 1 - abs(next_tile)) * TILE;
@@ -59,8 +59,8 @@ struct TileQueue {
         }
         commit_copies();
     }
-    // Moves to the next tile and computes step sizes and, with `gradients`, slopes. After the first __syncwarp, all
-    // lanes see what each lane has copied, and no lane uses the previous tile any more, which is overwritten.
+    // Moves to the next tile and computes step sizes and, with `gradients`, slopes.
+    // After the first __syncwarp, all lanes see all copies, and no lane uses the tile that is overwritten.
     INLINE Tile next(bool gradients, int start, CtaMemory &cta, WarpMemory &warp, const Position &at) {
         wait_for_copies<STAGES - 2>();
         __syncwarp();
@@ -72,8 +72,8 @@ struct TileQueue {
     }
 };
 
-// The lane's part of token j of a tile. x and dy are converted to fp32 when they are read, which takes less shared
-// memory than storing them in fp32.
+// The lane's part of token j of a tile.
+// x and dy are converted to fp32 when they are read, which takes less shared memory than storing them in fp32.
 struct Token {
     Floats<4> k, q;
     Floats<DL> x, step_size, dy;

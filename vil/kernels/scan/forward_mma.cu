@@ -1,34 +1,36 @@
-// The forward scan of Longhorn for 16-bit inputs with 16 states, two tokens at a time on tensor cores. Step sizes e and
-// inputs x are per channel, k and a = k^2 per state. For tokens 0 and 1
+// Longhorn's forward scan for 16-bit inputs and 16 states, two tokens at a time on tensor cores.
+// Step sizes e and inputs x differ between channels, k and a = k^2 differ between states. For tokens 0 and 1:
 //   S_2 = A S_0 + B        A = 1 - e_0 a_0 - e_1 a_1 + (e_0 e_1) (a_0 a_1)
 //                          B = (e_0 x_0) k_0 + (e_1 x_1) k_1 - (e_1 e_0 x_0) (a_1 k_0)
-// so A and B are products of matrices, (channels, 3) times (3, states), which tensor cores compute. One FFMA per state
-// and two tokens remains. Outputs are also products, with the states before a pair:
+// A - 1 and B are matrix products of the shapes (channels, 3) and (3, states), which tensor cores compute.
+// Besides these products, updating a state takes one FMA per two tokens.
+// The outputs are also matrix products, with the states before a pair of tokens:
 //   y_1 = S_2 q_1          y_0 = S_0 q_0 - e_0 (S_0 (a_0 q_0)) + (e_0 x_0) (k_0 q_0)
-// docs/kernels/mathematics.md derives this and specifies the rounding. A NaN or infinite token also affects up to four
-// tokens before it: in its channel, or in all channels if it is a key.
+// docs/kernels/mathematics.md derives the equations and lists the rounding errors.
+// A NaN or infinite input also affects up to four earlier tokens, in its channel or, if it is a key, in all channels.
 //
-// Warps (docs/kernels/scan-forward.md has diagrams, layouts and buffers):
+// Roles of warps (docs/kernels/scan-forward.md describes layouts and buffers):
 //  consumers            CONSUMERS warps, which scan 16 channels each                         (forward_mma_consumer.cuh)
 //  copier               one warp, copies tiles to shared memory and y to global memory         (forward_mma_copier.cuh)
-//  state producers      factors of states, from keys and queries                               (forward_mma_states.cuh)
-//  channel producers    factors of channels, in units of 8 tokens of a consumer's channels   (forward_mma_channels.cuh)
+//  state producers      compute the operands of states from keys and queries                   (forward_mma_states.cuh)
+//  channel producers    compute the operands of channels, 8 tokens x 16 channels at a time   (forward_mma_channels.cuh)
 //
-// All warps meet at one __syncthreads per tile. For n tiles, of which the last contains the token after the segment (y
-// of the last token may need the product of the pair after it), there are barriers 0 to n. In interval j, which follows
-// barrier j,
+// All warps meet at one __syncthreads per tile.
+// The last tile contains the token after the segment, because y of the last token may need the next pair's product.
+// For n tiles, there are barriers 0 to n. In interval j, the time between barriers j and j + 1:
 //
-//  copier               starts tile j + STAGES - 1 in place of tile j - 1; tile j + 3 has arrived before barrier j + 1
-//  state producers      tile j + 2's keys          to states[(j + 2) % 3]
-//  channel producers    tile j + 1's x and step logits, norms of states[(j + 1) % 3]       to channels[(j + 1) % 2]
-//  consumers            states[j % 3] and channels[j % 2] of tile j     to y[j % 3], whose last 8 tokens are written
-//                       before barrier j + 2 (consumers pass barrier j + 1 with two pairs still to compute)
-//  copier               y of tile j - 2
+//  copier               starts copying tile j + STAGES - 1, which overwrites tile j - 1; stores y of tile j - 2;
+//                       waits for the copy of tile j + 3
+//  state producers      read keys and queries of tile j + 2, write states[(j + 2) % 3]
+//  channel producers    read x and step logits of tile j + 1 and states[(j + 1) % 3], write channels[(j + 1) % 2]
+//  consumers            read states[j % 3] and channels[j % 2], write y[j % 3] of tile j;
+//                       write the last 8 tokens of y[j % 3] in interval j + 1, after the last two pairs of tile j
 //
-// The numbers of buffers are those of rule 1 of cuda/pipeline.cuh. Before barrier 0 the producers have two barriers of
-// their own (`sync_producers`): tiles 0 and 1 have arrived; the states of both are prepared.
+// The numbers of buffers follow from rule 1 of cuda/pipeline.cuh.
+// Before barrier 0, the copier and the producers have two barriers of their own (`sync_producers`).
+// The first of these barriers follows the copies of tiles 0 and 1, the second the preparation of their states.
 //
-// The parameters of kernels are declared in forward_mma.py.
+// forward_mma.py declares the parameters of the kernel.
 
 #include "forward_mma_copier.cuh"
 #include "forward_mma_states.cuh"
@@ -43,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_forward(PARAMETERS
     Position at(B, D, cut.segments);
     bool backwards = reverse >> at.g & 1;
     int begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
-    // entries without a pair or query stay zero
+    // Entries without a pair or query stay zero.
     for (int i = threadIdx.x * 16; i < int(sizeof cta.states + sizeof cta.channels); i += THREADS * 16)
         store((float *)((char *)cta.states + i), Floats<4>{});
     __syncthreads();

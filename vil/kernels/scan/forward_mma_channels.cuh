@@ -1,17 +1,17 @@
-// forward_mma.cu's channel producers: factors of channels, from x, step logits (or the step, with a RANK) and norms.
+// Channel producers of forward_mma.cu, which compute operands of channels from x, step logits (or steps) and norms.
 
 #include "forward_mma_memory.cuh"
 
-// The factors of 8 tokens (a span of the tile) of a consumer's channels; a lane computes pair p of channels c and c + 8
+// Operands of 8 tokens (a span of the tile) and a consumer's channels. Lane (c, p) computes pair p of c and c + 8.
 struct ChannelProducer {
-    // octets of the step's columns; loads of 4 octets
+    // Number of octets of the step's columns, and number of loads of 4 octets.
     static constexpr int RANK_OCTETS = RANK / 8, LOADS = (RANK_OCTETS + 3) / 4;
-    // addresses and values of the lane: `last` is what is added to y of the last token before the tile, `weights` are
-    // step_proj's columns 2 p and 2 p + 1 of each 8, for channels c and c + 8
+    // Addresses and values of the lane. `last` is the term of y of the last token before the tile.
+    // `weights` are columns 2 p and 2 p + 1 of each octet of step_proj, for channels c and c + 8.
     int consumer, span, from, decay[2], drive[3], add[2];
     float skip[2], bias[2], last[2];
     unsigned weights[RANK_OCTETS + 1][2];
-    // inputs of a tile (x and step logits of channels c and c + 8, or the step), and factors to be written
+    // Inputs of a tile (x and step logits of channels c and c + 8, or the step), and operands to be written.
     unsigned values[RANK ? 2 : 4], step[LOADS + 1][4];
     Floats<4> norm;
     float kq;
@@ -28,7 +28,8 @@ struct ChannelProducer {
         UNROLLED for (int f = 0; f < 3; f++)
             drive[f] = (quad * 32 + drive_slot(quad, at.c, f)) * 4 + pair % 2 * 2;
         UNROLLED for (int odd = 0; odd < 2; odd++) {
-            int row = (2 * pair + odd + 1) % TILE;  // the tile's last token is in the first row of the next tile
+            // The last token of the tile is in the first row of the next tile.
+            int row = (2 * pair + odd + 1) % TILE;
             add[odd] = (row * 8 + add_slot(2 * pair + odd, at.c)) * 2;
         }
         asm("" : "+r"(from), "+r"(decay[0]), "+r"(decay[1]), "+r"(drive[0]), "+r"(drive[1]), "+r"(drive[2]),
@@ -52,11 +53,11 @@ struct ChannelProducer {
         }
         norm = load<4>(states.norm[4 * span + at.p]), kq = states.norm[4 * span + at.p][4];
     }
-    // divided by `scale`, because `norm` is `scale` times 1 + k.k
+    // Returns the step size divided by `scale`, because `norm` is `scale` times 1 + k.k.
     DEVICE float step_size(float step_logit, float bias, float norm, float scale) {
         return reciprocal(fmaf(exp2_fast(fmaf(-LOG2E, step_logit, bias)), scale, norm));
     }
-    // step (8 tokens, RANK) step_proj^T (RANK, 16 channels), transposed: rows are channels, as in the lanes' part of x
+    // Computes step_logits (16 channels, 8 tokens) = step_proj (16 channels, RANK) times the transposed step.
     INLINE void project(Floats<2> (&step_logits)[2]) const {
         if constexpr (RANK_OCTETS % 2) {
             float product[4];
@@ -103,7 +104,7 @@ struct ChannelProducer {
     }
 };
 
-// The loop of a channel producer with UNITS units, from `first` on
+// Loop of a channel producer with UNITS units, starting with unit `first`.
 template <int UNITS>
 DEVICE void produce_channels(CtaMemory &cta, int first, const float *skip, const float *step_bias,
                              const Element *step_proj, i64 D, int begin, int end, const Position &at) {
@@ -114,7 +115,7 @@ DEVICE void produce_channels(CtaMemory &cta, int first, const float *skip, const
     int stage = 0, states = 0, buffer = 0;
 #pragma unroll 1
     for (int t0 = begin;; t0 += TILE) {
-        // interleaved, because each is a long chain of instructions
+        // Units are interleaved, because each unit is a long chain of dependent instructions.
         UNROLLED for (int i = 0; i < UNITS; i++) units[i].read(cta.tiles[stage], cta.states[states], at);
         UNROLLED for (int i = 0; i < UNITS; i++) units[i].compute(at);
         UNROLLED for (int i = 0; i < UNITS; i++) units[i].write(cta.channels[buffer]);

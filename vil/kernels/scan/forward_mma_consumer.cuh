@@ -1,11 +1,11 @@
-// forward_mma.cu's consumer warps: the recurrence of 16 channels, two tokens at a time.
+// Consumer warps of forward_mma.cu, which run the recurrence of 16 channels two tokens at a time.
 
 #include "forward_mma_memory.cuh"
 
-// States of a lane: S[o][2 i + j] is state 8 o + 2 p + j of channel c + 8 i, the layout of a product's sums
+// States of a lane in the layout of a product's sums: S[o][2 i + j] is state 8 o + 2 p + j of channel c + 8 i.
 typedef float PairStates[2][4];
 
-// Calls f(state, offset in memory) for the existing channels, of which there are `left` from c on
+// Calls f(state, offset in memory) for existing channels. `left` is the number of existing channels from channel c on.
 template <class F>
 DEVICE void for_states(PairStates &S, i64 left, i64 D, F f) {
     UNROLLED for (int i = 0; i < 2; i++)
@@ -14,16 +14,17 @@ DEVICE void for_states(PairStates &S, i64 left, i64 D, F f) {
                 UNROLLED for (int j = 0; j < 2; j++) f(S[o][2 * i + j], (8 * o + j) * D + 8 * i);
 }
 
-// A consumer's registers and the addresses of its factors. Factors are loaded two pairs ahead and multiplied one pair
-// ahead; y is finished while the next product runs and stored a pair later, so that no instruction waits.
+// Registers of a consumer, and the addresses of its operands.
+// Operands are loaded two pairs ahead and multiplied one pair ahead, so that no instruction waits.
+// y is computed while the next product runs, and stored one pair later.
 struct Consumer {
-    int update, column[2], drive[2], add[2], result[2];  // for even and odd pairs, and products of y
+    int update, column[2], drive[2], add[2], result[2];  // for even and odd pairs, and for both products of y
     const StateFactors *states;
     const ChannelFactors *channels;
     Element *y;
     Pack<unsigned, 2> decays[2], queries;
     Pack<unsigned, 4> drives[2], factors[2];
-    float decay_of[2][4], drive_of[2][4];  // A and B of the next pair
+    float decay_of[2][4], drive_of[2][4];  // A and B of the next pair of tokens
     Floats<2> sums[2], adds[2];
     float step_sizes[2], first[2];
     unsigned transposed[2];
@@ -33,7 +34,8 @@ struct Consumer {
           first() {
         update = state_slot(at.c, at.p);
         int factor = min(at.p, 2);
-        int row = token_of(at.c / 2, at.c % 2) + 1;  // the token, of 8, whose y the lane has after the transposition
+        // After the transposition, the lane has y of this token of 8.
+        int row = token_of(at.c / 2, at.c % 2) + 1;
         UNROLLED for (int i = 0; i < 2; i++) {
             int t = token_of(at.p, i);
             column[i] = column_slot(i, at.c, at.p), drive[i] = drive_slot(i, at.c, factor);
@@ -53,14 +55,14 @@ struct Consumer {
     INLINE void read_queries(int pair) {
         queries = load<2>(states->output[pair][column[pair % 2]]);
     }
-    // A and B of a pair, for one octet of states
+    // Computes A and B of a pair of tokens for one octet of states.
     INLINE void multiply_factors(int pair, int o) {
         Pack<unsigned, 2> a = decays[pair / 2 % 2];
         Pack<unsigned, 4> b = drives[pair / 2 % 2], of = factors[pair % 2];
         multiply(fp16{}, decay_of[o], a.at[0], a.at[1], of.at[word(pair, o, false)], 1);
         multiply(Element{}, drive_of[o], b.at[2 * (pair % 2)], b.at[2 * (pair % 2) + 1], of.at[word(pair, o, true)], 0);
     }
-    // Starts the pipeline: prepares what `run_pair` needs for the first pairs
+    // Prepares the operands that the loop needs for the first pairs.
     INLINE void fill_pipeline(int lane) {
         read_factors(0, lane);
         read_factors(1, lane);
@@ -68,7 +70,7 @@ struct Consumer {
         multiply_factors(0, 0);
         multiply_factors(0, 1);
     }
-    // S from before a pair to after it, while A and B of the next pair are computed
+    // Advances S by a pair of tokens, while tensor cores compute A and B of the next pair.
     INLINE void advance(PairStates &S, int next_pair) {
         UNROLLED for (int o = 0; o < 2; o++) {
             float decay[4], added[4];
@@ -77,7 +79,7 @@ struct Consumer {
             UNROLLED for (int j = 0; j < 4; j++) S[o][j] = fmaf(decay[j], S[o][j], added[j]);
         }
     }
-    // Two pairs share a product of states and queries, which is issued with the first of them
+    // Starts the sums of a product of states and queries, which two pairs share.
     INLINE void begin_product(int pair) {
         UNROLLED for (int i = 0; i < 2; i++) {
             if (pair % 4 == 0) adds[i] = load<2>(&channels->add[2 * pair][0][0] + add[i]);
@@ -91,7 +93,7 @@ struct Consumer {
             UNROLLED for (int i = 0; i < 2; i++) s[2 * o + i] = pack(Element{}, S[o][2 * i], S[o][2 * i + 1]);
         multiply_add(Element{}, sums, s[0], s[1], s[2], s[3], query.at[0], query.at[1]);
     }
-    // y of the product whose sums are complete; after the second, 8 tokens are complete
+    // Computes y from the completed sums of a product. After product 1, y of 8 tokens is complete.
     INLINE void finish_product(int product) {
         UNROLLED for (int i = 0; i < 2; i++) {
             float y = fmaf(-step_sizes[i], sums[i].at[1], sums[i].at[0] + adds[product].at[i]);
@@ -107,7 +109,7 @@ struct Consumer {
     }
 };
 
-// The loop of a consumer, which starts with state S at token `begin`. `at_chunk(S, t)` is called before each chunk.
+// Loop of a consumer, which starts with state S at token `begin`, and calls `at_chunk(S, t)` before each chunk.
 template <class AtChunk>
 DEVICE void consume(CtaMemory &cta, PairStates &S, int begin, int end, const Position &at, AtChunk at_chunk) {
     Consumer consumer(cta, at);

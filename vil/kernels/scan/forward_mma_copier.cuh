@@ -1,12 +1,12 @@
-// forward_mma.cu's copier: one warp that copies tiles to shared memory, and y from there to global memory.
+// Copier of forward_mma.cu, one warp that copies tiles to shared memory, and y from shared to global memory.
 
 #include "forward_mma_memory.cuh"
 
 // Copies of COUNT vectors of 8 elements by one warp, whose lanes keep the addresses of their vectors in registers.
-// (TileCopies need fewer registers, but the number of vectors in a row must divide 32.)
+// TileCopies need fewer registers, but support only rows whose number of vectors divides 32.
 template <int COUNT>
 struct VectorCopies {
-    static constexpr int ITEMS = (COUNT + 31) / 32, NEVER = 1 << 30;  // a token index after any end
+    static constexpr int ITEMS = (COUNT + 31) / 32, NEVER = 1 << 30;  // NEVER: token index after any end
     struct Item {
         Input source;
         int token, to;
@@ -14,10 +14,10 @@ struct VectorCopies {
     Item items[ITEMS];
     INLINE void set(int i, const Input &source, int column, int token, int to) {
         items[i] = {source.from(column), token, to};
-        // otherwise the compiler would recompute them for every tile
+        // The compiler must keep these values in registers instead of recomputing them for every tile.
         asm("" : "+r"(items[i].to), "+r"(items[i].token));
     }
-    // copy from token t0 on; tokens from `begin` to `end` exist, others become zeros
+    // Copies tokens from t0 on. Tokens before `begin` and from `end` on become zeros.
     INLINE void start(Element *tile, int t0, int begin, int end) const {
         UNROLLED for (int i = 0; i < ITEMS; i++) {
             int t = t0 + items[i].token;
@@ -26,7 +26,7 @@ struct VectorCopies {
         }
     }
 };
-// COLUMNS columns of a tile's tokens, of which `width` exist
+// Copies of COLUMNS columns of a tile, of which `width` columns exist in memory.
 template <int COLUMNS, bool SWIZZLES>
 struct TokenCopies : VectorCopies<TILE * COLUMNS / 8> {
     INLINE TokenCopies(const Input &source, i64 width, int lane) {
@@ -46,7 +46,7 @@ struct KeyCopies : VectorCopies<(2 * TILE + 1) * N / 8> {
     }
 };
 
-// Copies y of a tile, starting with the token before it, from shared to global memory, by one warp
+// Copies y of 16 tokens, starting with the token before the tile, from shared to global memory.
 struct Results {
     static constexpr int ROW = CTA_CHANNELS / 8, ITEMS = TILE * ROW / 32, NEVER = 1 << 30;
     static_assert(TILE * ROW % 32 == 0);
@@ -71,7 +71,7 @@ struct Results {
     }
 };
 
-// The loop of the copier
+// Loop of the copier.
 DEVICE void copy_tiles(CtaMemory &cta, Input xs, Input step_logits, const Input &ks, const Input &qs,
                        Sequence<Element> ys, i64 D, int begin, int end, const Position &at) {
     i64 width = D - at.cta_d;

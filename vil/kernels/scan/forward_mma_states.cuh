@@ -1,19 +1,19 @@
-// forward_mma.cu's state producers: factors of states, from keys and queries, which all channels share.
+// State producers of forward_mma.cu, which compute operands of states from keys and queries for all channels.
 
 #include "forward_mma_memory.cuh"
 
-// The power of two that scales a number of at least 1 to between 1 and 2
+// Returns the power of two whose product with v, a number of at least 1, is at least 1 and less than 2.
 DEVICE float inverse_exponent(float v) {
-    constexpr unsigned EXPONENT = 0x7f800000u, TWICE_THE_BIAS = 0x7f000000u;  // bits of fp32
+    constexpr unsigned EXPONENT = 0x7f800000u, TWICE_THE_BIAS = 0x7f000000u;  // bits of an fp32 number
     return __uint_as_float(TWICE_THE_BIAS - (__float_as_uint(v) & EXPONENT));
 }
 
-// The factors of the states of a tile: a warp computes 4 pairs, and those APART further on, with 8 lanes per pair and
-// two states per lane
+// Operands of the states of a tile. Eight lanes compute a pair of tokens, with two states per lane.
+// A warp computes 4 pairs of tokens at a time, and then the 4 pairs that are APART pairs later.
 struct StateProducer {
     static constexpr int APART = 4 * count_of(STATE_PRODUCER), PASSES = PAIRS / APART;
     static_assert(PAIRS % APART == 0);
-    int m, key, decay[2], drive, output[3], norm;  // addresses, for the first 4 pairs
+    int m, key, decay[2], drive, output[3], norm;  // addresses for the first 4 pairs
     INLINE StateProducer(int warp, const Position &at) {
         int pair = 4 * warp + at.lane / 8, r = pair % 4;
         m = at.lane % 8;
@@ -31,7 +31,7 @@ struct StateProducer {
     }
     INLINE void prepare(StateFactors &to, const Tile &tile) const {
         Floats<2> k[PASSES][2];
-        unsigned q[PASSES][2];  // q of the token before the first
+        unsigned q[PASSES][2];  // q[0]: query of the token before the pair
         float norm_of[PASSES][2], kq[PASSES];
         UNROLLED for (int pass = 0; pass < PASSES; pass++)
             UNROLLED for (int odd = 0; odd < 2; odd++) {
@@ -41,8 +41,8 @@ struct StateProducer {
         UNROLLED for (int pass = 0; pass < PASSES; pass++) reduce(k[pass], q[pass][1], norm_of[pass], kq[pass]);
         UNROLLED for (int pass = 0; pass < PASSES; pass++) write(to, pass, k[pass], q[pass], norm_of[pass], kq[pass]);
     }
-    // 1 + k.k of both tokens for all 8 lanes, k_0 . q_0 for lane 1; in each exchange, a lane sends the sums that it
-    // does not complete
+    // Returns 1 + k.k of both tokens to all 8 lanes, and k_0 . q_0 to lane 1.
+    // In each exchange, a lane sends the partial sums that other lanes complete.
     INLINE void reduce(const Floats<2> (&k)[2], unsigned q_0, float (&norm_of)[2], float &kq) const {
         auto dot = [](Floats<2> a, Floats<2> b) { return fmaf(a.at[0], b.at[0], a.at[1] * b.at[1]); };
         float kk_0 = dot(k[0], k[0]), kk_1 = dot(k[1], k[1]);
@@ -68,7 +68,7 @@ struct StateProducer {
             float k_0 = k[0].at[j], k_1 = k[1].at[j], scaled_0 = k_0 * scale[0], scaled_1 = k_1 * scale[1];
             float a_1 = k_1 * scaled_1;
             a_0[j] = k_0 * scaled_0;
-            // slots of neighbouring states are 16 words apart
+            // Slots of adjacent states are 16 words apart.
             updates[decay[0] + 16 * j] = pack(fp16{}, -a_0[j], -a_1);
             updates[decay[1] + 16 * j] = pack(fp16{}, a_0[j] * a_1, 0);
             unsigned first_order = pack(Element{}, scaled_0, scaled_1);
@@ -88,7 +88,7 @@ struct StateProducer {
     }
 };
 
-// The loop of a state producer with index `warp`
+// Loop of the state producer with index `warp`.
 DEVICE void produce_states(CtaMemory &cta, int warp, int begin, int end, const Position &at) {
     StateProducer producer(warp, at);
     sync_producers();

@@ -1,10 +1,11 @@
-// The forward scan without tensor cores. For the tokens of a segment, starting with the state before it, it computes
+// The forward scan without tensor cores, for the tokens of a segment:
 //   S_t = decay_t S_{t-1} + drive_t        y_t = sum over states of q_t S_t, + skip x_t
-// and saves S before every chunk except the first, from which backward starts. A warp has GROUPS groups of DL channels
-// of one segment (lanes.cuh); warps share only keys, queries and the barrier of each tile (simt_scan.cuh).
-// `initial_states` are those before each segment except the first.
+// The kernel saves S before every chunk except the first, because the backward pass starts from these states.
+// `initial_states` contains the states before all segments except the first.
+// A warp scans GROUPS groups of DL channels of one segment (lanes.cuh).
+// Warps of a CTA share only keys, queries and the barrier of each tile (simt_scan.cuh).
 //
-// The parameters of kernels are declared in forward_simt.py.
+// forward_simt.py declares the parameters of the kernel.
 
 #include "simt_scan.cuh"
 
@@ -22,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_forward(
 
     States lane_A, S = {};
     load_A(lane_A, A, at, D);
-    // the first lane of a channel adds the skip connection
+    // The first lane of each channel adds the skip connection.
     Floats<DL> lane_skip = skip && at.valid && at.part == 0 ? load<DL>(skip + at.g * D + at.d) : Floats<DL>{};
     if (at.segment > 0 && at.valid)
         load_states(
@@ -32,8 +33,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_forward(
         if (keep && at.valid && t > 0) store_states(chunk_state, S, D);
         chunk_state += N * D;
     };
-    // Sums over the lanes of a channel: in each exchange, a lane sends half of its tokens and receives the other half
-    // of its partner's, until it has the complete sums of few tokens
+    // Sums y over the lanes of a channel.
+    // In each exchange, a lane sends half of its tokens to its partner and receives the other half from its partner.
     auto finish = [&](Floats<DL> (&y)[UNROLL], int t, int left) {
         int count = UNROLL, first = 0;
         UNROLLED for (int bit = 1; bit < PARTS; bit *= 2) {
@@ -52,11 +53,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_forward(
             if (at.valid && at.part < UNROLL && first + j < left)
                 store(ys.at(t + first + j), from_floats<Element>(y[j]));
     };
-    // exchanges have a long latency, which the arithmetic of the next tokens hides if there are enough registers
+    // Exchanges have a long latency, which the arithmetic of the next tokens hides if there are enough registers.
     Floats<DL> last_y[UNROLL] = {};
     int last_t = begin, last_left = 0;
     auto scan = [&](const Token (&tokens)[UNROLL], int t, int left) {
-        // several chains if a lane has few channels and does not load ahead, to avoid waiting for each addition
+        // If a lane has few channels and does not load ahead, several chains of sums avoid waiting for each addition.
         constexpr int CHAINS = !AHEAD && DL < 4 ? 4 / DL : 1;
         Floats<DL> y[UNROLL];
         if (AHEAD) finish(last_y, last_t, last_left);

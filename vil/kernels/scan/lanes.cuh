@@ -1,31 +1,33 @@
-// The layout of kernels without tensor cores: a lane has NL states of each of DL neighbouring channels in registers
-// during the whole scan. PARTS = N / NL lanes share a group of DL channels; a warp has GROUPS groups. In the index of a
-// lane, bit 0 and the bits from 2 on select its part of the states; bit 1 and the highest bits select its group. This
-// is because shared memory serves vectors twice as fast if each lane has the same address as its neighbour or the lane
-// after it. With 4 parts and 8 groups:
+// Layout of a warp in kernels without tensor cores.
+// A lane keeps NL states of each of DL adjacent channels in registers during the whole scan.
+// PARTS = N / NL lanes share a group of DL channels, and a warp has GROUPS groups.
+// In the index of a lane, bit 0 and the bits from 2 on select the part of the states.
+// Bit 1 and the highest bits of the index select the group of channels.
+// A vector load from shared memory is twice as fast if each lane has the address of an adjacent lane or the next one.
+// With 4 parts and 8 groups:
 //
 //     lane    0  1  2  3  4  5  6  7  8  9 10 ...        states NL part .. NL part + NL - 1
 //     part    0  1  0  1  2  3  2  3  0  1  0 ...        channels DL group .. DL group + DL - 1 of the warp's
 //     group   0  0  1  1  0  0  1  1  2  2  3 ...
 //
-// Keys and queries are shared by the warps of a CTA.
+// The warps of a CTA share keys and queries.
 
 #include "tiles.cuh"
 
 constexpr int PARTS = N / NL, GROUPS = 32 / PARTS, WARP_CHANNELS = GROUPS * DL;
-constexpr int KEY_VECTORS = N / 4;  // vectors of a key or query
+constexpr int KEY_VECTORS = N / 4;  // number of 16-byte vectors per key or query
 
 DEVICE int part_of(int lane) { return PARTS == 1 ? 0 : lane % 2 | (lane / 2 & PARTS - 2); }
 DEVICE int group_of(int lane) { return PARTS == 1 ? lane : lane / 2 % 2 | lane / (2 * PARTS) * 2; }
-// distance between lanes that differ in this bit of the part or group
+// Distance between two lanes whose parts, or groups, differ only in `bit`.
 DEVICE constexpr int part_distance(int bit) { return bit == 1 ? 1 : 2 * bit; }
 DEVICE constexpr int group_distance(int bit) { return PARTS == 1 ? bit : bit == 1 ? 2 : bit * PARTS; }
 
-// A lane's position: first channel of its warp, its own first channel (also counted within the warp), and first state
+// Position of a lane in the grid, with the first channel of its warp, and its own first channel and first state.
 struct Position : GridPosition {
     i64 warp_d, d;
     int lane, part, group, c, n;
-    bool valid;  // whether its channels exist
+    bool valid;  // whether the lane's channels exist
     INLINE Position(i64 B, i64 D, i64 segments)
         : GridPosition(WARPS * WARP_CHANNELS, D, segments, B) {
         lane = threadIdx.x % 32;
@@ -37,7 +39,7 @@ struct Position : GridPosition {
     }
 };
 
-// States of a lane, or their gradients or decays; rows of channels in memory
+// States of a lane, or the gradients or decays of its states. In memory, a row contains one state of all channels.
 typedef float States[NL][DL];
 
 DEVICE void fill(States &S, float value) {
@@ -57,7 +59,7 @@ DEVICE void store_states(float *states, const States &S, i64 D) {
         store(states + n * D, v);
     }
 }
-// A of the lane's states, scaled such that a decay is one exp2; 0 for Longhorn
+// Loads A of the lane's states, scaled so that a decay is one exp2, or 0 for Longhorn.
 DEVICE void load_A(States &lane_A, const float *A, const Position &at, i64 D) {
     UNROLLED for (int n = 0; n < NL; n++)
         UNROLLED for (int c = 0; c < DL; c++)
@@ -66,7 +68,7 @@ DEVICE void load_A(States &lane_A, const float *A, const Position &at, i64 D) {
                           : 0;
 }
 
-// Keys and queries of some tokens in fp32; kk is k.k
+// Keys and queries of TOKENS tokens in fp32; kk is k.k.
 template <int TOKENS>
 struct Keys {
     alignas(16) float k[TOKENS][N];
@@ -74,9 +76,9 @@ struct Keys {
     alignas(16) float kk[TOKENS];
 };
 
-// The same during the load, in registers: a thread loads 4 neighbouring states of a key or query at a time, always the
-// same 4. Threads behind the last of `tokens` load the last one again, because tokens after the last do not affect
-// results.
+// Keys and queries of TOKENS tokens while they are loaded into registers.
+// A thread loads 4 adjacent states of a key or query at a time, always the same 4 states.
+// If fewer than TOKENS tokens exist, further loads repeat the last token, which does not affect results.
 template <int TOKENS, int THREADS>
 struct KeysInFlight {
     static constexpr int ROW = 2 * KEY_VECTORS, ITEMS = (TOKENS * ROW + THREADS - 1) / THREADS, APART = THREADS / ROW;
@@ -86,7 +88,7 @@ struct KeysInFlight {
     bool is_query, vectors;
     Pack<Element, 4> item[ITEMS];
 
-    // `vectors`: whether one load may read all 4
+    // `vectors` tells whether one load may read all 4 states.
     INLINE KeysInFlight(const Input &k, const Input &q, bool vectors, int thread)
         : source(thread / KEY_VECTORS % 2 ? q : k), first(thread / (2 * KEY_VECTORS)), n(thread % KEY_VECTORS * 4),
           is_query(thread / KEY_VECTORS % 2), vectors(vectors) {
@@ -101,7 +103,7 @@ struct KeysInFlight {
             UNROLLED for (int i = 0; i < ITEMS; i++) item[i] = gather4(p[i]);
         }
     }
-    // `keys` may have room for more tokens; these are stored from `start` on. SQUARED stores k^2 instead of k
+    // Stores the tokens in `keys` from token `start` on. SQUARED stores k^2 instead of k.
     template <bool SQUARED = false, int ROOM>
     INLINE void put(Keys<ROOM> &keys, int start = 0) const {
         float *to = is_query ? keys.q[start + first] : keys.k[start + first];

@@ -1,28 +1,30 @@
-// segment_states.cu with GRADIENTS, for Longhorn with 16-bit inputs and 16 states, three tokens at a time on tensor
-// cores. Tokens are counted in the order of processing, from the last on. Step sizes e and dy are per channel, a = k^2
-// and q per state. F_t is what token t and those before it (in this order) add to dL/dS_t, so
+// Gradients that segments of Longhorn pass to each other, three tokens at a time on tensor cores.
+// The kernel replaces segment_states.cu with GRADIENTS, for 16-bit inputs and 16 states.
+// Tokens are counted in processing order, from the last token to the first.
+// Step sizes e and dy differ between channels, a = k^2 and q differ between states.
+// F_t is the part of dL/dS_t from token t and from the tokens before t in processing order:
 //   F_t = (1 - e_{t-1} a_{t-1}) F_{t-1} + dy_t q_t
 //   F_3 = A F_0 + B          A = (1 - e_0 a_0) (1 - e_1 a_1) (1 - e_2 a_2)
-// Multiplied out, A is one plus 7 products of a factor per channel and a factor per state; B consists of such products
-// without the one. Both are therefore products of matrices, (channels, 8) times (8, states), which tensor cores
-// compute. Two instructions per state and three tokens remain: F = A F + B and decay = decay A. With the channels' e
-// and v = dy_1 to dy_3 and the states' -a and q, factors are stored as four words of two columns (`Factors`;
-// docs/kernels/mathematics.md derives them and their formats):
+// Multiplied out, A - 1 and B are sums of 7 products of a channel's factor and a state's factor.
+// A - 1 and B are therefore matrix products of the shapes (channels, 8) and (8, states), which tensor cores compute.
+// Besides these products, three tokens take two instructions per state: F = A F + B and decay = decay A.
+// `Factors` stores the operands as four words of two columns, from e and v = dy_1 to dy_3, or from -a and q:
 //
 //     of A        e_0, e_1    | e_2, e_0 e_1     | e_0 e_2, e_1 e_2    | 0, e_0 e_1 e_2
 //     of B        v_0, v_1    | v_2, e_1 v_0     | e_2 v_0, e_2 v_1    | e_1 e_2 v_0, 0
 //
-// The factors of states are the same for all channels: `stage_factors` writes them to memory, 176 bytes per token, in
-// the order in which lanes of `segment_gradients` read them. A warp of `segment_gradients` has DL / 2 times 16 channels
-// and is independent of other warps, so that __syncwarp is its only barrier (rule 3 of cuda/pipeline.cuh).
-// docs/kernels/scan-backward.md has diagrams of its lanes and buffers.
+// docs/kernels/mathematics.md derives the operands and their formats.
+// The operands of states are the same for all channels, so `stage_factors` writes them to memory, 176 bytes per token.
+// A warp of `segment_gradients` has DL / 2 times 16 channels and is independent of other warps.
+// Therefore __syncwarp is the only barrier (rule 3 of cuda/pipeline.cuh).
+// docs/kernels/scan-backward.md describes lanes and buffers.
 //
-// The parameters of kernels are declared in segments.py.
+// segments.py declares the parameters of the kernels.
 
 #include "tiles.cuh"
 
 constexpr int THREADS = 32 * WARPS, SIXTEENS = DL / 2, OCTETS = N / 8, TRIPLES = TILE / 3, WARP_CHANNELS = 8 * DL;
-// number of triples whose factors of states are loaded ahead; with 4, compilers spill registers on newer GPUs
+// Number of triples whose operands of states are loaded ahead. With 4, compilers spill registers on newer GPUs.
 #if __CUDA_ARCH__ < 1000
 constexpr int AHEAD = 4;
 #else
@@ -30,22 +32,23 @@ constexpr int AHEAD = 2;
 #endif
 static_assert(TILE == 24 && sizeof(Element) == 2 && N == 16 && NL == OCTETS * 2 && DL % 2 == 0);
 
-// A warp's tile as it is in memory, by octets of channels: step logits, then dy of the next token. Rows of 16 bytes are
-// arranged so that neither copies of two tokens nor loads of tokens 3 apart have bank conflicts.
+// A warp's tile as in memory, by octets of channels: step logits, then dy of the next token.
+// The order of the rows avoids bank conflicts of copies of two tokens, and of loads of tokens 3 apart.
 struct Tile {
     alignas(16) Element at[2][WARP_CHANNELS / 8][TILE][8];
 };
 DEVICE int tile_row(int octet, int token) { return token ^ 2 * (octet % 4); }
 
-// Data shared by all channels, for each triple of a tile: factors of states for each lane, of A and of the added term,
-// for two octets each; and 1 / (1 + k.k)
+// Data that all channels share, for each triple of a tile.
+// `factor` contains the operands of A and of the added term for each lane and two octets of states.
+// `norm` contains 1 / (1 + k.k).
 struct StateFactors {
     alignas(16) unsigned factor[TRIPLES][32][2 * OCTETS];
     alignas(16) float norm[TRIPLES][4];
 };
 
-// The factors of a warp's channels for 4 triples: of A for channels c and c + 8, then of the added term. Rows have
-// length 33, so that lanes that write one factor of four triples have no bank conflicts
+// Operands of a warp's channels for 4 triples: operands of A for channels c and c + 8, then of the added term.
+// With a row length of 33, lanes that write the same operand of four triples have no bank conflicts.
 struct ChannelFactors {
     alignas(16) unsigned factor[SIXTEENS][4][33][4];
 };
@@ -56,7 +59,7 @@ struct WarpMemory {
 };
 static_assert(WARPS * sizeof(WarpMemory) == CTA_BYTES && sizeof(StateFactors) == FACTOR_BYTES);
 
-// Multiplies both halves of words. PTX has a bf16 product only for newer GPUs; it rounds in the same way
+// Multiplies both halves of words. On older GPUs, PTX has no bf16 product, but an FMA that rounds in the same way.
 constexpr unsigned MINUS_ZEROS = 0x80008000u;
 DEVICE unsigned multiply_both(bf16, unsigned a, unsigned b) {
     unsigned product;
@@ -69,8 +72,8 @@ DEVICE unsigned multiply_both(fp16, unsigned a, unsigned b) {
     return product;
 }
 
-// The four words of a triple: for a channel from its three step sizes e and values v, for a state from -a and q. `v_01`
-// and `v_2` are words; only the lower half of `v_2` is used.
+// The four words of a triple, for a channel from three step sizes e and values v, or for a state from -a and q.
+// `v_01` contains two values, and the lower half of `v_2` contains the third value.
 struct Factors {
     unsigned decay[4], added[4];
     INLINE Factors(const float (&e)[3], unsigned v_01, unsigned v_2) {
@@ -86,7 +89,7 @@ struct Factors {
     }
 };
 
-// The tokens of a segment whose gradients are passed on at a boundary, counted from the end
+// Tokens of the segment whose gradients are passed on at a boundary, counted from the end of the sequence.
 struct Stretch {
     int begin, end;
     INLINE Stretch(int boundary, int L, int tokens)
@@ -94,7 +97,7 @@ struct Stretch {
 };
 DEVICE int tiles_of(int tokens) { return (tokens + TILE - 1) / TILE; }
 
-// A thread computes two states, n and n + 8, of one triple
+// A thread computes the operands of two states, n and n + 8, of one triple.
 extern "C" __global__ void __launch_bounds__(128) stage_factors(PARAMETERS_stage_factors) {
     static_assert(N == 16);
     unsigned index = blockIdx.x * 128u + threadIdx.x, tile = index / (8 * TRIPLES), each = tiles_of(segment_tokens);
@@ -105,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(128) stage_factors(PARAMETERS_stage
     int t0 = stretch.begin + tile % each * TILE + triple * 3, tokens = stretch.end - t0;
     bool backwards = !(reverse >> g & 1);
     Input ks(TOKENS_OF(k), g, b, L, backwards), qs(TOKENS_OF(q), g, b, L, backwards);
-    Element keys[2][3], queries[2][3];  // queries of the next token
+    Element keys[2][3], queries[2][3];  // queries: queries of the next token
     UNROLLED for (int j = 0; j < 3; j++)
         UNROLLED for (int o = 0; o < 2; o++) {
             keys[o][j] = j < tokens ? ks.at(t0 + j)[n + 8 * o] : Element{};
@@ -132,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(128) stage_factors(PARAMETERS_stage
     if (n == 0) store(to.norm[triple], Floats<4>{norm[0], norm[1], norm[2], 0});
 }
 
-// A warp's position in the grid, at a boundary between segments of a sequence, and this lane's first channel
+// Position of a warp in the grid, at a boundary between segments of a sequence, with the lane's first channel.
 struct Position : GridPosition {
     i64 warp_d, d;
     int warp, lane, c, p;
@@ -143,13 +146,13 @@ struct Position : GridPosition {
     }
 };
 
-// States of a lane: [s][o][2 i + j] is state 8 o + 2 p + j of channel 16 s + c + 8 i, the layout of products
+// States of a lane in the layout of products: [s][o][2 i + j] is state 8 o + 2 p + j of channel 16 s + c + 8 i.
 typedef float LaneStates[SIXTEENS][OCTETS][4];
 
-// Copies of a warp's tile: step logits, and dy of the following token
+// Copies of a warp's tile: step logits, and dy of the token after each of them.
 struct Copies {
     TileCopies<WARP_CHANNELS> lane;
-    Input step_logits, dys;  // addresses from the lane's channels on
+    Input step_logits, dys;  // starting at the lane's channels
     int end;
     INLINE void start(Tile &tile, int t0) const {
         int octet = lane.column / 8, column = lane.column % 8, left = lane.skipped ? 0 : end - t0 - lane.token;
@@ -162,9 +165,9 @@ struct Copies {
     }
 };
 
-// What ldmatrix loads into a lane from a tile: token j of triples p and p + 4 as the halves of a word, for step logits
-// of channels c and c + 8 and then dy. Lanes 2 i pass the addresses of rows of triple i, lanes 2 i + 1 those of triple
-// i + 4.
+// Registers that ldmatrix loads from a tile: token j of triples p and p + 4, as the halves of a word.
+// The words of step logits of channels c and c + 8 come first, then the words of dy.
+// Lane 2 i passes the address of a row of triple i, and lane 2 i + 1 of triple i + 4.
 typedef unsigned Words[SIXTEENS][3][4];
 struct Rows {
     int of[2][3];
@@ -181,7 +184,7 @@ struct Rows {
     }
 };
 
-// The factors of the warp's channels, for triples 0 to 3 of a tile or, for the `second` four, 4 to 7
+// Writes the operands of the warp's channels for triples 0 to 3 of a tile, or for triples 4 to 7 if `second`.
 DEVICE void write_factors(ChannelFactors &to, const Words &words, int second, const float (&bias)[SIXTEENS][2],
                           const Floats<4> &norm, int c, int p) {
     UNROLLED for (int s = 0; s < SIXTEENS; s++) {
@@ -203,7 +206,7 @@ DEVICE void write_factors(ChannelFactors &to, const Words &words, int second, co
     }
 }
 
-// F and the product of decays, from before a triple to after it
+// Advances F and the product of decays by a triple of tokens.
 DEVICE void advance(LaneStates &F, LaneStates &decay, const ChannelFactors &channels,
                     const Pack<unsigned, 4> &of_states, int triple, int lane) {
     Pack<unsigned, 4> channel[SIXTEENS];
@@ -263,10 +266,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) segment_gradient
         __syncwarp();
         copies.start(warp.tile, t0 + TILE);
         UNROLLED for (int four = 0; four < 2; four++) {
-            Pack<unsigned, 4> of_states[AHEAD];  // loaded while factors of channels are computed
+            // Operands of states are loaded while the operands of channels are computed.
+            Pack<unsigned, 4> of_states[AHEAD];
             UNROLLED for (int j = 0; j < AHEAD; j++) of_states[j] = load<4>(states->factor[4 * four + j][lane]);
             write_factors(warp.channels, words, four, bias, norm, c, p);
-            norm = load<4>(states[four && t0 + TILE < end].norm[four ? p : 4 + p]);  // of the next four triples
+            // The norms belong to the next four triples.
+            norm = load<4>(states[four && t0 + TILE < end].norm[four ? p : 4 + p]);
             __syncwarp();
 #pragma unroll AHEAD
             for (int j = 0; j < 4; j++) {
@@ -276,8 +281,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) segment_gradient
             __syncwarp();
         }
     }
-    wait_for_copies<0>();  // of a tile after the last
-    asm("" : "+r"(boundaries), "+l"(D));  // otherwise registers would hold values derived from them all the time
+    wait_for_copies<0>();  // copies of a tile after the last tile
+    // The compiler must not keep values that are derived from these variables in registers during the loop.
+    asm("" : "+r"(boundaries), "+l"(D));
     Position to(B, D, boundaries);
     i64 offset = state_offset(to.g, to.b, to.segment, 2 * p, to.d, B, boundaries, D);
     UNROLLED for (int s = 0; s < SIXTEENS; s++)

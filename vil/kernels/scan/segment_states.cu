@@ -1,13 +1,13 @@
-// For sequences divided into segments that run in parallel. `segment_states` scans a segment from a zero state to its
-// final state E, and computes the product P of its decays. If S is the state before the segment, the state after it is
-// P S + E. `pass_states` applies this from segment to segment to compute the states between them. The last segment is
-// omitted, because no other follows it. GRADIENTS selects the same for the part of G = dL/dS_t that is passed on; this
-// recurrence runs in the opposite direction:
+// States between the segments of a sequence, or their gradients if GRADIENTS is true.
+// `segment_states` scans a segment from a state of 0 to its final state E, and computes the product P of its decays.
+// `pass_states` computes the states between segments, one after another: S becomes P S + E.
+// The last segment is omitted, because no other segment follows.
+// With GRADIENTS, the recurrence runs in the opposite direction, where F_t is the part of dL/dS_t from tokens after t:
 //   states       S_t = decay_t S_{t-1} + drive_t
-//   gradients    F_{t-1} = decay_t (F_t + dy_t q_t)             F_t: the part of dL/dS_t from tokens after t
-// The layout is that of the forward scan (lanes.cuh, simt_scan.cuh); `value` is x or, with GRADIENTS, dy.
+//   gradients    F_{t-1} = decay_t (F_t + dy_t q_t)
+// The layout is the layout of the forward scan (lanes.cuh, simt_scan.cuh). `value` is x or, with GRADIENTS, dy.
 //
-// The parameters of kernels are declared in segments.py.
+// segments.py declares the parameters of the kernels.
 
 #include "simt_scan.cuh"
 
@@ -19,7 +19,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) segment_state
     Position at(B, D, cut.segments - 1);
     int begin = (at.segment + GRADIENTS) * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
     bool backwards = (reverse >> at.g & 1) != GRADIENTS;
-    if (GRADIENTS) {  // the tokens of the segment, counted from the end
+    // The tokens of the segment are counted from the end of the sequence.
+    if (GRADIENTS) {
         int first = L - end;
         end = L - begin;
         begin = first;
@@ -41,14 +42,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) segment_state
                         float decay_t = Recurrence::decay(step_size.at[c], k_squared, lane_A[n + i][c]);
                         if (GRADIENTS)
                             S[n + i][c] = decay_t * fmaf(value.at[c], q.at[i], S[n + i][c]);
-                        else  // the drive of both recurrences
+                        // The drive of both recurrences has the same form.
+                        else
                             S[n + i][c] = fmaf(decay_t, S[n + i][c], step_size.at[c] * value.at[c] * k.at[i]);
                         decay[n + i][c] *= decay_t;
                     }
             }
         }
     };
-    // gradients only need the squares of keys
+    // Gradients need only the squares of keys.
     scan_tiles<GRADIENTS>(cta, TOKENS_OF(value), TOKENS_OF(step_logits), ks, qs, step_bias, begin, end, L,
                           backwards, key_vectors, at, D, [](int) {}, scan);
     if (at.valid) {
@@ -58,12 +60,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) segment_state
     }
 }
 
-// The states between segments or, with GRADIENTS, their gradients; each thread computes one state
+// States between segments, or their gradients if GRADIENTS is true. Each thread computes one state.
 extern "C" __global__ void pass_states(PARAMETERS_pass_states) {
     i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x, sequence = i / ND, state = i % ND;
     if (sequence >= sequences) return;
     float passed = 0;
-    // unrolled, so that several boundaries are loaded at the same time
+    // The loop is unrolled to load several boundaries at the same time.
 #pragma unroll 8
     for (i64 j = 0; j < segments - 1; j++) {
         i64 boundary = GRADIENTS ? segments - 2 - j : j, at = (sequence * (segments - 1) + boundary) * ND + state;

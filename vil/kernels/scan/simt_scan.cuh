@@ -1,31 +1,35 @@
-// `scan_tiles`, the loop of kernels that process a sequence from start to end. Each warp copies its own channels STAGES
-// - 1 tiles ahead; all threads of the CTA load keys and queries one tile ahead. For each tile:
+// `scan_tiles`, the loop of kernels without tensor cores that process a sequence from start to end.
+// Each warp copies its own channels STAGES - 1 tiles ahead.
+// All threads of the CTA load keys and queries one tile ahead.
+// For each tile:
 //
-//    all warps    store keys of this tile from registers to shared memory, and start loading those of the next
+//    all warps    store keys of this tile from registers to shared memory, and start loading keys of the next tile
 //    barrier      __syncthreads
 //    each warp    start copying the tile STAGES - 1 ahead; step sizes to shared memory; __syncwarp; scan the tokens
 //
-// One barrier per tile is sufficient by rules 1 and 2 of cuda/pipeline.cuh, because keys have two buffers. Further
-// macros:
-//   UNROLL    tokens whose instructions are interleaved and whose sums over lanes are finished together
+// By rules 1 and 2 of cuda/pipeline.cuh, one barrier per tile is sufficient, because keys have two buffers.
+//
+// Further macros:
+//   UNROLL    number of tokens whose instructions are interleaved and whose sums over lanes are computed together
 //   AHEAD     whether a lane has so few states that enough registers are left to load the next tokens ahead
 
 #include "lanes.cuh"
 
 static_assert(UNROLL % 4 == 0 && TILE % UNROLL == 0 && CHUNK % TILE == 0);
 
-// The warp's channels of a tile as they are in memory: x, or dy if gradients are scanned
+// Channels of a warp for one tile, as in memory. `value` is x or, if gradients are scanned, dy.
 struct Channels {
     alignas(16) Element value[TILE][WARP_CHANNELS];
     alignas(16) Element step_logits[TILE][WARP_CHANNELS];
 };
 
-// The tile as lanes read it. Each step size is computed by one lane and may be read by others: `Preparation` does this.
-// `Token` is the input of the scan: the lane's channels of value and step size, and its states of key and query.
+// Tile in the form in which lanes read it.
+// `Preparation` computes each step size in one lane, because several lanes may read the step size.
+// `Token` holds the lane's channels of value and step size, and the lane's states of key and query.
 template <bool AHEAD_>
 struct Prepared;
 
-// Many states: loads take little time compared with arithmetic, so value, key and query are loaded when needed.
+// With many states, loads take little time compared with arithmetic, so values and keys are loaded when needed.
 template <>
 struct Prepared<false> {
     alignas(16) float step_sizes[TILE][WARP_CHANNELS];
@@ -39,7 +43,7 @@ struct Prepared<false> {
             : c(at.lane % GROUPS * DL), first(at.lane / GROUPS) {
             bias = step_bias && at.warp_d + c < D ? load<DL>(step_bias + at.g * D + at.warp_d + c) : Floats<DL>{};
         }
-        // items are interleaved, because each is a long chain of instructions
+        // Items are interleaved, because each item is a long chain of dependent instructions.
         INLINE void run(Prepared &to, const Channels &tile, const Keys<TILE> &keys) const {
             Floats<DL> step_size[ITEMS];
             UNROLLED for (int i = 0; i < ITEMS; i++) {
@@ -67,14 +71,15 @@ struct Prepared<false> {
     }
 };
 
-// Few states: loads take much of the time, so value and step size are stored such that one vector contains four tokens
-// of a channel (first the first channel of every group), and everything is loaded one step ahead.
+// With few states, loads take much of the time, so everything is loaded one step ahead.
+// A vector of values or step sizes contains four tokens of a channel.
+// The first channels of all groups are stored first, then the second channels.
 template <>
 struct Prepared<true> {
     alignas(16) float values[TILE / 4][WARP_CHANNELS][4];
     alignas(16) float step_sizes[TILE / 4][WARP_CHANNELS][4];
 
-    // a lane processes four tokens of some neighbouring channels
+    // A lane processes four tokens of CHANNELS adjacent channels.
     struct Preparation {
         static constexpr int MOST = TILE / 4 * WARP_CHANNELS / 32, CHANNELS = MOST > 2 ? 4 : MOST > 1 ? 2 : 1;
         static constexpr int ROW = WARP_CHANNELS / CHANNELS, ITEMS = (TILE / 4 * ROW + 31) / 32, APART = 32 / ROW;
@@ -143,9 +148,9 @@ struct CtaMemory {
 };
 static_assert(sizeof(CtaMemory) == CTA_BYTES);
 
-// Processes tokens `begin` to `end`, tile by tile. Calls `at_chunk(t)` before each chunk, then `scan(tokens, t, left)`
-// for UNROLL tokens from t on, of which only `left` exist if that is fewer. With SQUARED, tokens contain k^2 instead of
-// k
+// Scans tokens `begin` to `end`, tile by tile, and calls `at_chunk(t)` before each chunk.
+// `scan(tokens, t, left)` receives UNROLL tokens from t on, of which `left` tokens exist if left < UNROLL.
+// With SQUARED, tokens contain k^2 instead of k.
 template <bool SQUARED = false, class AtChunk, class Scan>
 DEVICE void scan_tiles(CtaMemory &cta, const Tokens<const Element> &values, const Tokens<const Element> &step_logits,
                        const Input &ks, const Input &qs, const float *step_bias, int begin, int end, i64 L,

@@ -1,9 +1,8 @@
-// How all scan kernels access their tensors: sequences in reading order, a CTA's position in the grid, and asynchronous
-// copies of a tile of tokens to shared memory.
+// Access of scan kernels to tensors: sequences in reading order, positions in the grid, and copies of tiles.
 
 #include "recurrences.cuh"
 
-// A tensor of tokens. Strides are in elements; the innermost dimension is contiguous
+// Tensor of tokens. Strides are in elements, and the innermost dimension is contiguous.
 template <class T>
 struct Tokens {
     T *data;
@@ -11,8 +10,9 @@ struct Tokens {
 };
 #define TOKENS_OF(name) {name##_data, name##_stride_G, name##_stride_B, name##_stride_L}
 
-// One sequence of the tensor in reading order. Token indices and strides in bytes are 32-bit, which the host checks, so
-// that the address of a token takes one instruction: a 64-bit base plus the 64-bit product of both.
+// One sequence of a tensor, in reading order.
+// Token indices and strides in bytes have 32 bits, which the host checks.
+// The address of a token is then one instruction: a 64-bit base plus the 64-bit product of index and stride.
 template <class T>
 struct Sequence {
     T *data;
@@ -21,30 +21,32 @@ struct Sequence {
     INLINE Sequence(Tokens<T> x, i64 g, i64 b, i64 L, bool reverse)
         : data(x.data + g * x.stride_G + b * x.stride_B + (reverse ? (L - 1) * x.stride_L : 0)),
           stride(int(reverse ? -x.stride_L : x.stride_L) * int(sizeof(T))) {
-        asm("" : "+r"(stride));  // otherwise the compiler would recompute it for every token
+        // The compiler must keep the stride in a register instead of recomputing it for every token.
+        asm("" : "+r"(stride));
     }
     INLINE T *at(int t) const {
         i64 offset;
         asm("mul.wide.s32 %0, %1, %2;" : "=l"(offset) : "r"(t), "r"(stride));
         return (T *)((char *)data + offset);
     }
-    // address of a channel, kept in registers
+    // Returns the sequence from channel d on, with the address kept in registers.
     INLINE Sequence from(i64 d) const {
         Sequence channels = *this;
         channels.data += d;
-        asm("" : "+l"(channels.data));  // otherwise the compiler would repeat the addition for every tile
+        // The compiler must keep the address in registers instead of repeating the addition for every tile.
+        asm("" : "+l"(channels.data));
         return channels;
     }
 };
 
 typedef Sequence<const Element> Input;
 
-// Combines two words of two 16-bit elements: the first elements of both words, or the second elements
+// Combine two words of two 16-bit elements each: the first elements of both words, or the second elements.
 DEVICE unsigned lower_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); }
 DEVICE unsigned upper_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x7632); }
 
-// Sequences are divided into chunks of CHUNK tokens, between which states are saved, and segments of whole chunks,
-// which run in parallel
+// Numbers of chunks and segments of a sequence.
+// States are saved between chunks of CHUNK tokens. Segments consist of whole chunks and run in parallel.
 struct Cut {
     int chunks, segments;
     INLINE Cut(i64 L, i64 segment_chunks)
@@ -52,12 +54,12 @@ struct Cut {
           segments(unsigned(chunks + segment_chunks - 1) / unsigned(segment_chunks)) {}
 };
 
-// A CTA's position in the grid. The fastest index is the CTA's channels, followed by segments (or boundaries between
-// them), sequences of the batch, and directions
+// Position of a CTA in the grid.
+// The fastest index counts groups of channels, followed by segments (or boundaries), sequences, and directions.
 struct GridPosition {
-    i64 channels, segment, b, g;  // channels: index of the CTA among those of a sequence
+    i64 channels, segment, b, g;  // channels: index of the CTA among the CTAs of a sequence
     INLINE GridPosition(unsigned cta_channels, unsigned D, unsigned segments, unsigned B) {
-        unsigned ctas = (D + cta_channels - 1) / cta_channels;  // CTAs for the channels of a sequence
+        unsigned ctas = (D + cta_channels - 1) / cta_channels;  // number of CTAs per sequence
         channels = blockIdx.x % ctas;
         segment = blockIdx.x / ctas % segments;
         b = blockIdx.x / ctas / segments % B;
@@ -65,14 +67,14 @@ struct GridPosition {
     }
 };
 
-// States between chunks or segments have the shape (G, B, boundaries, N, D), with contiguous channels. Chunk i starts
-// at boundary i - 1, because there is no boundary before the first chunk.
+// Offset of a state between chunks or segments in a tensor (G, B, boundaries, N, D) with contiguous channels.
+// Chunk i starts at boundary i - 1, because there is no boundary before the first chunk.
 DEVICE i64 state_offset(i64 g, i64 b, i64 boundary, i64 n, i64 d, i64 B, i64 boundaries, i64 D) {
     return (((g * B + b) * boundaries + boundary) * N + n) * D + d;
 }
 
-// Copies a warp's COLUMNS channels of a tile, VECTOR at once; a lane copies the same channels of every APART-th token.
-// Copies run while earlier tiles are processed.
+// Copies a warp's COLUMNS channels of a tile, while earlier tiles are processed.
+// A lane copies the same VECTOR channels of every APART-th token.
 template <int COLUMNS>
 struct TileCopies {
     static constexpr int ROW = COLUMNS / VECTOR, ITEMS = (TILE * ROW + 31) / 32, APART = 32 / ROW;
@@ -82,11 +84,11 @@ struct TileCopies {
     INLINE TileCopies(i64 warp_d, i64 D)
         : token(threadIdx.x % 32 / ROW), column(threadIdx.x % 32 % ROW * VECTOR),
           skipped(warp_d + column < D ? 0 : TILE) {
-        // otherwise the compiler would recompute them for every tile; single elements use separate registers
+        // The compiler must keep these values in registers. Single elements use separate registers.
         if (VECTOR > 1) asm("" : "+r"(token), "+r"(column), "+r"(skipped));
     }
-    // Copies token t0 + t of `source`, which starts at the lane's channels, to where(t), for `tokens` tokens, and
-    // writes zeros for the others
+    // Copies tokens t0 to t0 + tokens - 1 of `source` to where(0), where(1), ..., and writes zeros for other tokens.
+    // `source` starts at the lane's channels.
     template <class Where>
     INLINE void start(const Input &source, int t0, int tokens, Where where) const {
         UNROLLED for (int i = 0; i < ITEMS; i++) {
