@@ -25,7 +25,7 @@ struct Crop {
     i64 row, plane, flip;  // distance of rows and of channels in pixels; whether to flip horizontally
     Axis axes[2];  // vertical and horizontal axis
 };
-// First source pixel, end of the source pixels, and their weights (taps, size), for each pixel of the result.
+// For each pixel of the result: first source pixel, end of the source pixels, and weights (taps, size).
 struct Taps {
     int *first, *end, *weights;
     i64 size;
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(256) resize_weights(PARAMETERS_resi
 
 // A CTA computes a band of `rows` rows of the result, and a thread computes some columns of the band.
 // A thread resizes each row of the crop horizontally at its column.
-// The thread adds the value to the sums of all rows of the result that need it, in shared memory.
+// A thread adds each resized row to the sums, in shared memory, of all rows of the result that depend on the row.
 extern "C" __global__ void __launch_bounds__(256) crop_resize_flip(PARAMETERS_crop_resize_flip) {
     extern __shared__ __align__(16) char shared[];
     int *sums = reinterpret_cast<int *>(shared) + threadIdx.x;  // (rows, 3, blockDim.x)

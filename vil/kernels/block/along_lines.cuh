@@ -4,7 +4,7 @@
 #include "lines.cuh"
 #include "silu.cuh"
 
-// A CTA processes SEGMENT tokens at a time. A table contains the positions of these tokens and their neighbors.
+// A CTA processes SEGMENT tokens at a time. A table contains the memory positions of the tokens and of adjacent tokens.
 constexpr int SEGMENT = 64, AHEAD = 4;  // number of tokens per table, and of prefetched tokens
 constexpr int TABLE = SEGMENT + 2 * BACK + AHEAD;
 
@@ -51,7 +51,7 @@ struct Coming {
     }
 };
 
-// v of both directions. Filters are halved, as silu_of_half requires.
+// Computes v of both directions. The filters are halved, as silu_of_half requires.
 // The window is a ring buffer: window[t % 8] is u(t) for the token t of the line, counted from the line's first token.
 template <int V>
 struct Convolved {
@@ -91,7 +91,7 @@ struct CtaLine {
         first = lines.first(pooled), last = lines.last(pooled);
         token = i64(pooled_token / S) * lines.tokens();
     }
-    // Returns the index of the class token if it can be inside this line, otherwise -1.
+    // Returns the index of the class token if this line may contain the class token between its patches, otherwise -1.
     INLINE int foreign(const Lines &lines) const { return pooled == lines.class_token() ? -1 : lines.center(); }
 };
 

@@ -37,7 +37,7 @@ DEVICE float scaled_slope(float y) {
 // Lane l (r = l / 4, p = l % 4) has stretch p and LANE channels, starting at channel r LANE of its warp's channels.
 //
 // In the step for token t, a lane computes du and direction 1 at token t, but direction 0 at token t + BACK.
-// All terms of du(t) are then known. The windows of u and s_g advance by STEP tokens at once:
+// Therefore all terms of du(t) are known in the step for token t. Windows advance by STEP tokens at once:
 //
 //   window[i] = u(t + i)    gives conv_0(t + BACK) and conv_1(t), so s_0(t + BACK) and s_1(t)
 //   s_0[i] = s_0(t + i)     du(t) += weight_0[i] s_0[BACK - i]    dweight_0[i] += u(t) s_0[BACK - i]
@@ -59,15 +59,15 @@ DEVICE float scaled_slope(float y) {
 //   of stretch  0          1         2         3         0             ..   3
 //
 // Barriers follow rules 1 and 2 of cuda/pipeline.cuh with two stages.
-// One more barrier precedes each group of stretches, because its first copies overwrite the last group's tile.
+// One more barrier precedes each group of stretches, because the group's first copies overwrite the last tile.
 // Shuffles sum the gradients of the filters over p, in a fixed order.
-// Each part of the stretches writes its sums separately, as (parts, 2, TAPS + 1, D) with the biases last.
+// Each part of the stretches writes separate sums, with the shape (parts, 2, TAPS + 1, D) and the biases last.
 // `unpack_gradients` adds the parts. docs/kernels/block.md describes the layout of a CTA.
 constexpr int LANE = VECTOR < 2 ? 1 : 2, SPAN = 8 * LANE * WARPS, STRETCHES = 4;
 constexpr int TILE = 2 * STEP, ROWS = STRETCHES * TILE;  // TILE: tokens of each stretch
 constexpr int PRODUCTS = sizeof(Element) == 2 ? (PROJECTIONS + 15) / 16 : 0;
 static_assert(PROJECTIONS % 8 == 0);
-// With these pitches, simultaneous accesses use different banks.
+// PITCH and PROJECTED_PITCH are chosen so that simultaneous accesses use different banks.
 constexpr int PITCH = SPAN + 16 / sizeof(Element), PROJECTED_PITCH = PRODUCTS * 16 + 8;
 struct Tile {
     Element u[ROWS][PITCH], dv[2][ROWS][PITCH], dprojected[2][ROWS][PROJECTED_PITCH];
@@ -265,7 +265,7 @@ conv_backward(PARAMETERS_conv_backward) {
         own.quad = quad, own.channel = channel;
         UNROLLED for (int i = 0; i < BACK; i++) own.window[i] = to_floats(behind.token[i]);
         int present = 1;
-        // Waits for the next tile, and prefetches the tile after it, which overwrites the previous tile.
+        // Waits for the next tile, and prefetches the following tile, which overwrites the previous tile.
         auto advance = [&]() {
             wait_for_copies<0>();
             __syncthreads();

@@ -1,5 +1,5 @@
 // A block's convolutions and the projections of their outputs in one kernel, for 16-bit types.
-// The kernel computes these tensors for the first H tokens in each direction's order, with BACK = TAPS - 1:
+// For the first H tokens in each direction's order, and with BACK = TAPS - 1, the kernel computes:
 //
 //   v(t) = silu(conv(t))              conv_0(t) = bias_0 + sum_i weight_0[i] u(t - BACK + i)
 //                                     conv_1(t) = bias_1 + sum_i weight_1[i] u(t + BACK - i)
@@ -39,8 +39,8 @@ static_assert(TAPS == 4);
 // Rows of zeros between the sequences of a CTA's tokens, which belong to at most five sequences.
 constexpr int GAPS = 4 * BACK;
 constexpr int ROWS = BACK + TOKENS + GAPS + BACK;
-constexpr int PITCH = K_TILE + 16;  // with this pitch, lanes with different strips access different banks
-// With this pitch, the rows of a product are in different banks.
+constexpr int PITCH = K_TILE + 16;  // chosen so that lanes with different strips access different banks
+// STEP_PITCH is chosen so that the rows of a product are in different banks.
 constexpr int STEP_PITCH = RANK + (RANK % 16 == 0 ? 8 : 0);
 
 struct Weights {  // weights of 32 channels
@@ -68,7 +68,7 @@ static_assert(sizeof(StepStage) <= sizeof(Stage) && sizeof(CtaMemory) == CTA_BYT
 // Lanes therefore read channels c, c + 8, c + 16 and c + 24 at the same time, which are adjacent in shared memory.
 DEVICE int filter_place(int c) { return c % 8 * 4 + c / 8; }
 // Returns the row of step_proj for channel c = 8p + 2w + e of 32 channels, which is row 8w + 2p + e.
-// With this order, a lane's sums of products w = 0 .. 3 belong to 8 adjacent channels.
+// A lane's sums of the four products w = 0 .. 3 therefore belong to 8 adjacent channels.
 DEVICE int step_proj_row(int c) { return c % 8 / 2 * 8 + c / 8 * 2 + c % 2; }
 
 // Tokens of a CTA: TOKENS tokens from token `first` of sequence b on, counted in whole strips.
@@ -90,7 +90,7 @@ struct LaneTokens {
     int token[TILES];  // first token of the strip among the tokens that are read, counted from sequence b
     int row[TILES];  // row of the stage where the strip's window starts
     INLINE LaneTokens(const Span &span, int thread) {
-        int group = thread / 64 % GROUPS;  // the modulo is redundant, but the kernel's time was measured with it
+        int group = thread / 64 % GROUPS;  // redundant modulo, with which the kernel's time was measured
         lane = thread % 32;
         g = thread / 32 % 2, onward = g ? -1 : 1;
         int first_read = g ? span.L - span.H : 0;

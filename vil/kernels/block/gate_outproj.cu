@@ -17,7 +17,7 @@
 // Lane l (r = l / 4, p = l % 4) computes the gate of channels 8p .. 8p + 7 of each 32, for tokens r and r + 8.
 // The channels of a lane are four words w = 0 .. 3 of two channels each.
 // Words 0 and 1 are columns 2p, 2p + 1 and 2p + 8, 2p + 9 of one product, and words 2 and 3 of another product.
-// With this permutation of the columns, no data moves between lanes.
+// Because the columns are permuted, no data moves between lanes.
 // Operand b has the same words of row r of out_proj.
 // The warps' sums over 64 channels are exchanged through shared memory and added in the order of the channels.
 

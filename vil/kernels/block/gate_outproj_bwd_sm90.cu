@@ -74,7 +74,7 @@ struct Producer {
 
 // The consumers write the weights of SLICE channels to shared memory, in rows of 64 channels.
 // A lane reads z and writes dy for 8 adjacent channels 8p .. 8p + 7 of 32 channels, which are half h of 64 channels.
-// These channels must be the lane's columns of the four products w = 0 .. 3.
+// The 8 channels must be the lane's columns of the four products w = 0 .. 3.
 // Therefore column 8 (4h + w) + 2p + e is channel 32h + 8p + 2w + e, for e = 0 and 1.
 // Word w of each 16 bytes moves to word p of piece 4h + w.
 DEVICE void store_weights(unsigned weights, const Element *out_proj, int slice) {
@@ -88,7 +88,7 @@ DEVICE void store_weights(unsigned weights, const Element *out_proj, int slice) 
 }
 
 // Computes sums = dout out_proj.
-// A slot is released one step later, when wait_for_products<1> has confirmed that its products have finished.
+// A slot is released one step later, when wait_for_products<1> guarantees that the slot's products have finished.
 DEVICE void multiply(float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned slots, unsigned weights, int lane) {
 #pragma unroll 1
     for (int c = 0; c < C; c += 64, inputs.next()) {

@@ -19,7 +19,7 @@
 //
 // Each multiprocessor runs one CTA of 12 warps: two groups of four consumer warps, and producer warps.
 // A group processes up to 64 tokens with all outputs in registers: 16 rows per warp, and C / 2 floats per lane.
-// Because a warp has whole rows, it can normalize them. Weights are read from the L2 cache once for 128 tokens.
+// A warp can normalize rows, because it has whole rows. Weights are read from the L2 cache once for 128 tokens.
 // docs/kernels/block.md lists the buffers, and cuda/pipeline.cuh the rules of the barriers.
 //
 //   warps 0 - 3, 4 - 7    consumers of group 0 and of group 1
@@ -29,9 +29,9 @@
 //   warp 11               idle; it exists because only groups of four warps can release registers
 //
 // Rows of y_0, y_1 and z in a slot have 128 bytes (SLOT_CHANNELS channels).
-// Each 16-byte piece of these rows is at index piece ^ row % 8, so that ldmatrix has no bank conflicts.
+// Each 16-byte piece of y_0, y_1 and z is at index piece ^ row % 8, so that ldmatrix has no bank conflicts.
 // Rows of x have PART columns. Each 16-byte piece of x is at piece ^ row % 2 * 4.
-// This order avoids bank conflicts, because lanes read four adjacent pieces of each row of x.
+// The order of the pieces of x avoids bank conflicts, because lanes read four adjacent pieces of each row of x.
 // The mean overwrites y_0 in the slot, and is written to global memory from the slot in full lines.
 // `tiled` in tiles.cuh defines the layout of the weights.
 
@@ -77,7 +77,7 @@ DEVICE void produce_weights(Pipeline<STAGES> stages, unsigned weights, const Ele
 }
 
 // Loads SLOT_CHANNELS channels of y_0, y_1 and z into a slot. A lane copies 16 bytes of every fourth token.
-// If POOLED, `rows` contains the rows of y_1 for these tokens. Otherwise, y_1 has the same tokens as y_0.
+// If POOLED, `rows` contains the row of y_1 for each token. Otherwise, y_1 has the same tokens as y_0.
 DEVICE void produce_gate(unsigned to, const Element *y_0, const Element *y_1, const Element *z, const int *rows,
                          int first, int end) {
 #pragma unroll 2
@@ -145,7 +145,7 @@ struct Sums {
 };
 
 // Addresses that a consumer lane reads.
-// Slots start at multiples of 1024 bytes, so the addresses of further channels and columns are these ^ their offsets.
+// Slots start at multiples of 1024 bytes, so the address of a further channel or column is address ^ offset.
 struct Consumer {
     int lane, warp, row;
     unsigned of_matrix, of_word, of_x;

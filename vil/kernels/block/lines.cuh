@@ -5,7 +5,7 @@
 // Each line of patches is one pooled token, and the class token is the pooled token with index count / 2.
 // In memory order and in line order, the class token has the index `center`, which may be inside a line.
 struct Lines {
-    // `next` is the distance in memory from a patch to the next patch of its line, `next_line` from line to line.
+    // `next` and `next_line` are distances in memory: to the next patch of a line, and to the next line.
     int count, length, next, next_line;
     INLINE int center() const { return count * length / 2; }
     INLINE int tokens() const { return count * length + 1; }

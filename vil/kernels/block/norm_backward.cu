@@ -2,7 +2,7 @@
 //
 //   dx = dresidual + rstd (dxhat - xhat mean(dxhat xhat))
 //
-// If `rounded` is not null, it receives dx rounded to Element. Each warp processes one token.
+// If `rounded` is not null, the kernel writes dx, rounded to Element, to `rounded`. Each warp processes one token.
 //
 // norm_backward.py declares the parameters of the kernel. Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float; the residual stream is in fp32

@@ -1,11 +1,11 @@
 // Packs a block's weights in the layout of its kernels and products, and computes the norm of the block's input.
-// Packing and norm run in one launch, because each of them leaves most of the GPU idle for few tokens.
+// Packing and norm run in one launch, because each task leaves most of the GPU idle for few tokens.
 //
 // Projections are converted to Element, and the weight of the norm is multiplied into the following projection.
 // The rank of step_proj is padded to `padded_rank`, and the weights of both directions become one tensor.
 // A thread processes V adjacent elements of a large matrix, or one element of a small matrix.
-// If `tiles` is not null, it receives out_proj in the layout of gate_outproj_sm90.cu.
-// The remaining CTAs compute the norm, one token per warp, unless an earlier block has computed it.
+// If `tiles` is not null, the kernel writes out_proj to `tiles` in the layout of gate_outproj_sm90.cu.
+// The remaining CTAs compute the norm, one token per warp, unless an earlier block has computed the norm.
 //
 // pack_weights.py declares the parameters of the kernel. Macros:
 //   INPUT      element type of the packed weights: bf16, fp16 or float; the residual stream is in fp32

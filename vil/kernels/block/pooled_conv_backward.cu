@@ -9,7 +9,7 @@
 //   dweight_0[i] = sum_t u(t) s_0(t + BACK - i)      dbias_g = sum_t s_g(t)
 //   dweight_1[i] = sum_t u(t) s_1(t - BACK + i)
 //
-// Macros and letters are those of pool.cu, with up to 2 adjacent channels per thread.
+// Macros and letters are the same as in pool.cu, with up to 2 adjacent channels per thread.
 // stretch: number of tokens that a CTA processes at a time, a multiple of 4 up to SEGMENT    parts: CTAs per channel
 //
 // pooled_conv_backward.py declares the parameters of the kernel.
@@ -19,7 +19,7 @@
 constexpr int V = VECTOR, RING = 4;
 static_assert(BACK < RING);
 
-// Length of a CTA's tables of a stretch, with the positions of tokens and their pooled tokens, from RING tokens before.
+// Length of two tables per stretch: positions of tokens, and pooled tokens. Tables start RING tokens early.
 constexpr int NUMBERS = SEGMENT + 3 * RING;
 
 // Prefetched tokens of u and e.
@@ -63,7 +63,7 @@ DEVICE Floats<V> gradient(const Floats<V> &skip, const Floats<V> &e, const Float
 
 // A thread processes one stretch after another.
 // In the step for token t, a thread computes du and direction 1 at token t, but direction 0 at token t + BACK.
-// All terms of du(t) are then known.
+// Therefore all terms of du(t) are known in the step for token t.
 // A thread starts RING tokens before its stretch, without stores and sums, to compute the first values of s_0 and s_1.
 // Threads share no sums: each thread writes its own partial sums.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward(PARAMETERS_pooled_conv_backward) {
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
         Tokens<Element> to(du + b * L * du_stride + d, du_stride);
         // Advances by RING tokens.
         // A stretch sums e v_1 over its own tokens, but e v_0 over the tokens that are BACK tokens later.
-        // The first stretch of an image therefore also adds e v_0 of the image's first BACK tokens.
+        // The first stretch of an image therefore adds e v_0 of the image's first BACK tokens, too.
         auto go = [&](int number, bool here) {
             UNROLLED for (int i = 0; i < RING; i++) {
                 Floats<V> dv_0 = arrive(number + i + BACK, i + BACK), sum = {}, v_1;

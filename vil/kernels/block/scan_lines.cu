@@ -18,13 +18,13 @@
 // For [step k q], each warp computes one direction and a quarter of the channels.
 // Lane l (r = l / 4, p = l % 4) loads channels 8p .. 8p + 7 of each 32, for lines r and r + 8, and row r of x_proj.
 // Columns are permuted as in gate_outproj.cu.
-// A lane then computes the step sizes of one channel of its warp's direction, and scans four states of one channel.
+// After the projections, a lane computes the step sizes of one channel, and scans four states of one channel.
 
 #include "../cuda/types.cuh"
 #include "../scan/recurrences.cuh"
 
 constexpr int D = WIDTH, P = RANK + 2 * N, LINES = 16 * TILES;
-// This pitch avoids bank conflicts.
+// PITCH is chosen to avoid bank conflicts.
 constexpr int CHANNELS = 32, WARPS = 8, QUARTER = D / 4, PITCH = P | 8;
 
 struct CtaMemory {

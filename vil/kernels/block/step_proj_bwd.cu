@@ -1,5 +1,5 @@
 // Backward of step_proj, which projects the step (R columns) to step logits (D columns), for 16-bit types.
-// The kernel reads the gradients of the step logits, its largest tensor, only once. For each direction:
+// The kernel reads the largest tensor, the gradients of the step logits, only once. For each direction:
 //
 //   dstep (tokens, R)        = dstep_logits step_proj      stored in dprojected, next to dk and dq
 //   dstep_proj (D, R)        = dstep_logits^T step
@@ -34,7 +34,7 @@ typedef INPUT Element;
 constexpr int STAGES = 3;  // prefetched tiles, and the current tile
 constexpr int TILE = 16, WARPS = 8, D = CHANNELS, WIDTH = D / WARPS, THREADS = 32 * WARPS;
 constexpr int SIXTEENS = WIDTH / 16, EIGHTS = RANK / 8, PROJECTIONS = RANK + 2 * STATES;
-// With this pitch, the 16-byte pieces of 8 rows are in different banks.
+// PITCH and STEP_PITCH are chosen so that the 16-byte pieces of 8 rows are in different banks.
 constexpr int PITCH = D + 8, STEP_PITCH = RANK % 16 == 0 ? RANK + 8 : RANK;
 static_assert(D % (16 * WARPS) == 0 && RANK % 8 == 0 && STATES % 4 == 0);
 struct Stage {

@@ -1,7 +1,7 @@
 // Converts gradients of packed weights, which are partial sums over tokens, to gradients of the parameters.
 // The first CTAs process COLUMNS columns each of the projection that contains the weight of the norm.
 // A CTA needs whole columns, because the gradient of the norm's weight is a sum over all rows.
-// A thread of these CTAs has V columns of every ROWS-th row.
+// In the first CTAs, a thread has V columns of every ROWS-th row.
 // In the other CTAs, a thread adds the partial sums of one element.
 //
 // unpack_gradients.py declares the parameters of the kernel. Macros:

@@ -2,7 +2,7 @@
 // `commit_copies` closes a group of the copies that the calling thread has started.
 // `wait_for_copies<PENDING>` waits until all groups of the calling thread except the last PENDING have arrived.
 // Other threads see copied data only after a barrier (__syncwarp, __syncthreads) that follows the wait.
-// The compiler does not move memory accesses across these functions.
+// The compiler does not move memory accesses across the functions in this file.
 
 #include "elements.cuh"
 

@@ -1,6 +1,6 @@
 // Products of small matrices on tensor cores, and moves of matrix fragments between memory and registers.
 // A register of an operand contains two 16-bit elements, the first one in the lower half.
-// With r = l / 4 and p = l % 4, lane l holds these fragments:
+// With r = l / 4 and p = l % 4, lane l holds the following fragments:
 //
 //     a (16, 16)   columns 2p, 2p+1  2p+8, 2p+9   b (16, 8)        column r   sums (16, 8)   columns 2p, 2p+1
 //       row r            a_0             a_2        rows 2p, 2p+1     b_0       row r          sums[0].at[0], [1]

@@ -27,7 +27,7 @@
 //  6. A lane arrives at "full" when its own copies have arrived, while a bulk copy arrives by its number of bytes.
 //     One lane per warp arrives at "empty", after __syncwarp or, if wgmma reads the stage, after wait_for_products.
 //     After wait_for_products<1>, the newest products may still read their stage.
-//     Therefore the lane then arrives at `empty_before`, which releases the previous stage.
+//     Therefore the lane arrives at `empty_before`, which releases the previous stage, after wait_for_products<1>.
 //  7. wgmma sees data that threads or cp.async have written only after show_to_products.
 //     Data of bulk copies needs no show_to_products.
 //  8. A thread exits only after its copies have arrived, because shared memory is valid only until the exit.

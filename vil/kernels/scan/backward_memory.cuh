@@ -45,12 +45,12 @@ DEVICE unsigned half_and_byte_twice(unsigned halves, int half, unsigned bytes, i
 }
 
 // Restart states, with 24 bits per state for 16-bit inputs.
-// Their size matters, because the restart states of all warps on a GPU are about as large as its L2 cache.
+// The size matters, because the restart states of all warps on a GPU are about as large as the L2 cache.
 // With 16 bits per state, gradients that are sums over tokens would lose more precision than 16-bit inputs have.
 template <class Type>
 struct alignas(4 * DL) Restart {
     static constexpr int STATES_OF_LANE = NL * DL;
-    // Upper 16 bits of each state, and the 8 bits that follow them.
+    // Upper 16 bits of each state, and the next 8 bits of each state.
     unsigned high[STATES_OF_LANE / 2], low[STATES_OF_LANE / 4];
     INLINE void save(const States &S) {
         unsigned bits[STATES_OF_LANE];
@@ -59,7 +59,7 @@ struct alignas(4 * DL) Restart {
         UNROLLED for (int i = 0; i < STATES_OF_LANE; i += 4)
             low[i / 4] = lower_halves(third_bytes(bits[i], bits[i + 1]), third_bytes(bits[i + 2], bits[i + 3]));
     }
-    // The 8 stored low bits also replace the lowest 8 bits, which were dropped.
+    // The lowest 8 bits, which were not saved, become a copy of the previous 8 bits.
     INLINE void restore(States &S) const {
         UNROLLED for (int i = 0; i < STATES_OF_LANE; i++)
             S[i / DL][i % DL] = __uint_as_float(half_and_byte_twice(high[i / 2], i % 2, low[i / 4], i % 4));

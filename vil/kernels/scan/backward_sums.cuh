@@ -39,7 +39,7 @@ DEVICE void finish_keys(WarpMemory &warp, bool is_query, int first, int buffer, 
 }
 
 // Computes dx and dstep_logits of half a tile, from the sums over each lane's states.
-// Also computes dL/d(k.k) over the warp's channels, for `write_keys`. A lane computes its channels of one token.
+// Computes dL/d(k.k) over the warp's channels, too, for `write_keys`. A lane computes its channels of one token.
 DEVICE void finish_channels(const Tile &tile, int first, int buffer, const Gradients &to, int t0, int tokens,
                             ChannelSums &sums, const Position &at) {
     WarpMemory &warp = tile.warp;

@@ -3,7 +3,7 @@
 //   S_2 = A S_0 + B        A = 1 - e_0 a_0 - e_1 a_1 + (e_0 e_1) (a_0 a_1)
 //                          B = (e_0 x_0) k_0 + (e_1 x_1) k_1 - (e_1 e_0 x_0) (a_1 k_0)
 // A - 1 and B are matrix products of the shapes (channels, 3) and (3, states), which tensor cores compute.
-// Besides these products, updating a state takes one FMA per two tokens.
+// Besides the matrix products, updating a state takes one FMA per two tokens.
 // The outputs are also matrix products, with the states before a pair of tokens:
 //   y_1 = S_2 q_1          y_0 = S_0 q_0 - e_0 (S_0 (a_0 q_0)) + (e_0 x_0) (k_0 q_0)
 // docs/kernels/mathematics.md derives the equations and lists the rounding errors.
@@ -28,7 +28,7 @@
 //
 // The numbers of buffers follow from rule 1 of cuda/pipeline.cuh.
 // Before barrier 0, the copier and the producers have two barriers of their own (`sync_producers`).
-// The first of these barriers follows the copies of tiles 0 and 1, the second the preparation of their states.
+// `sync_producers` first follows the copies of tiles 0 and 1, and then the preparation of states[0] and states[1].
 //
 // forward_mma.py declares the parameters of the kernel.
 

@@ -34,7 +34,7 @@ struct Consumer {
           first() {
         update = state_slot(at.c, at.p);
         int factor = min(at.p, 2);
-        // After the transposition, the lane has y of this token of 8.
+        // Index, among 8 tokens, of the token whose y the lane has after the transposition.
         int row = token_of(at.c / 2, at.c % 2) + 1;
         UNROLLED for (int i = 0; i < 2; i++) {
             int t = token_of(at.p, i);

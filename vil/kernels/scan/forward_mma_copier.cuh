@@ -14,7 +14,7 @@ struct VectorCopies {
     Item items[ITEMS];
     INLINE void set(int i, const Input &source, int column, int token, int to) {
         items[i] = {source.from(column), token, to};
-        // The compiler must keep these values in registers instead of recomputing them for every tile.
+        // The compiler must keep `to` and `token` in registers instead of recomputing them for every tile.
         asm("" : "+r"(items[i].to), "+r"(items[i].token));
     }
     // Copies tokens from t0 on. Tokens before `begin` and from `end` on become zeros.

@@ -66,7 +66,7 @@ DEVICE int entry(unsigned table, int i) { return table >> 4 * i & 15; }
 
 // Addresses of a lane's operands.
 // Lanes that write at the same time write the same operand of different states, channels or pairs.
-// The order of the slots avoids bank conflicts between these lanes.
+// The order of the slots avoids bank conflicts between lanes that write at the same time.
 DEVICE int state_slot(int c, int p) { return c * 4 + (p ^ c >> 1); }
 DEVICE int word(int pair, int octet, bool drive) { return octet % 2 + 2 * (pair % 2 ^ drive); }
 DEVICE int drive_slot(int quad, int c, int factor) { return c * 4 + (factor ^ c / 2 % 2 ^ quad % 2 * 2); }
@@ -89,7 +89,7 @@ struct Position : GridPosition {
         warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         c = lane / 4, p = lane % 4;
         cta_d = channels * CTA_CHANNELS;
-        // The compiler must keep these values in registers instead of recomputing them.
+        // The compiler must keep the position in registers instead of recomputing it.
         asm("" : "+r"(warp), "+r"(lane), "+r"(c), "+r"(p));
     }
 };

@@ -1,6 +1,6 @@
 // The forward scan without tensor cores, for the tokens of a segment:
 //   S_t = decay_t S_{t-1} + drive_t        y_t = sum over states of q_t S_t, + skip x_t
-// The kernel saves S before every chunk except the first, because the backward pass starts from these states.
+// The kernel saves S before every chunk except the first, for the backward pass.
 // `initial_states` contains the states before all segments except the first.
 // A warp scans GROUPS groups of DL channels of one segment (lanes.cuh).
 // Warps of a CTA share only keys, queries and the barrier of each tile (simt_scan.cuh).

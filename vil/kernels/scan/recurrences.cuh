@@ -20,7 +20,7 @@
 //
 // A recurrence computes S_t = decay_t S_{t-1} + drive_t and y_t = sum over n of q_t S_t.
 // The gradient of a state is G_t = dL/dS_t = dy_t q_t + decay_{t+1} G_{t+1}.
-// A recurrence provides these functions:
+// A recurrence provides the following functions:
 //   step_size         step size of a step logit: eps of Longhorn, dt of Mamba
 //   slope             factor of the step logit's gradient
 //   update            computes S_t from S_{t-1}, and returns values that the gradients need (`Kept`)
@@ -74,7 +74,7 @@ struct Longhorn {
 //   S_t = exp(A dt) S_{t-1} + dt b x        dt = softplus(step_logit)
 // With e = dL/d(A dt) = exp(A dt) S_{t-1} G, the gradients for one n are:
 //   dL/dx = dt b G        dL/db = dt x G        dL/dA = dt e        dL/ddt = x b G + A e
-// The functions receive A log2(e) instead of A, so that a decay is one exp2. sum_step_size also contains this factor.
+// The functions receive A log2(e) instead of A, so that a decay is one exp2. sum_step_size contains log2(e), too.
 struct SelectiveStateSpace {
     static constexpr bool HAS_A = true, HAS_NORM = false;
     DEVICE float scaled_A(float A) { return A * LOG2E; }

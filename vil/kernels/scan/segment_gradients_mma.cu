@@ -7,7 +7,7 @@
 //   F_3 = A F_0 + B          A = (1 - e_0 a_0) (1 - e_1 a_1) (1 - e_2 a_2)
 // Multiplied out, A - 1 and B are sums of 7 products of a channel's factor and a state's factor.
 // A - 1 and B are therefore matrix products of the shapes (channels, 8) and (8, states), which tensor cores compute.
-// Besides these products, three tokens take two instructions per state: F = A F + B and decay = decay A.
+// Besides the matrix products, three tokens take two instructions per state: F = A F + B and decay = decay A.
 // `Factors` stores the operands as four words of two columns, from e and v = dy_1 to dy_3, or from -a and q:
 //
 //     of A        e_0, e_1    | e_2, e_0 e_1     | e_0 e_2, e_1 e_2    | 0, e_0 e_1 e_2
@@ -149,7 +149,7 @@ struct Position : GridPosition {
 // States of a lane in the layout of products: [s][o][2 i + j] is state 8 o + 2 p + j of channel 16 s + c + 8 i.
 typedef float LaneStates[SIXTEENS][OCTETS][4];
 
-// Copies of a warp's tile: step logits, and dy of the token after each of them.
+// Copies of a warp's tile: the step logits of each token, and dy of the following token.
 struct Copies {
     TileCopies<WARP_CHANNELS> lane;
     Input step_logits, dys;  // starting at the lane's channels
@@ -282,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) segment_gradient
         }
     }
     wait_for_copies<0>();  // copies of a tile after the last tile
-    // The compiler must not keep values that are derived from these variables in registers during the loop.
+    // The compiler must not keep values that are derived from `boundaries` and `D` in registers during the loop.
     asm("" : "+r"(boundaries), "+l"(D));
     Position to(B, D, boundaries);
     i64 offset = state_offset(to.g, to.b, to.segment, 2 * p, to.d, B, boundaries, D);

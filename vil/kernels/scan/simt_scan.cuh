@@ -23,7 +23,7 @@ struct Channels {
     alignas(16) Element step_logits[TILE][WARP_CHANNELS];
 };
 
-// Tile in the form in which lanes read it.
+// Tile in the layout in which lanes read values and step sizes.
 // `Preparation` computes each step size in one lane, because several lanes may read the step size.
 // `Token` holds the lane's channels of value and step size, and the lane's states of key and query.
 template <bool AHEAD_>

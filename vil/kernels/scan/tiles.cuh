@@ -12,7 +12,7 @@ struct Tokens {
 
 // One sequence of a tensor, in reading order.
 // Token indices and strides in bytes have 32 bits, which the host checks.
-// The address of a token is then one instruction: a 64-bit base plus the 64-bit product of index and stride.
+// Therefore one instruction computes an address: a 64-bit base plus the 64-bit product of index and stride.
 template <class T>
 struct Sequence {
     T *data;
@@ -84,7 +84,7 @@ struct TileCopies {
     INLINE TileCopies(i64 warp_d, i64 D)
         : token(threadIdx.x % 32 / ROW), column(threadIdx.x % 32 % ROW * VECTOR),
           skipped(warp_d + column < D ? 0 : TILE) {
-        // The compiler must keep these values in registers. Single elements use separate registers.
+        // The compiler must keep `token`, `column` and `skipped` in registers. Single elements use separate registers.
         if (VECTOR > 1) asm("" : "+r"(token), "+r"(column), "+r"(skipped));
     }
     // Copies tokens t0 to t0 + tokens - 1 of `source` to where(0), where(1), ..., and writes zeros for other tokens.
