@@ -1,6 +1,6 @@
 // A block's gate and its gradient, without the product with out_proj.
 // gate_outproj.cu and gate_outproj_sm90.cu compute the gate and the product in one kernel.
-// Both kernels are limited by memory bandwidth, and read and write each tensor once.
+// The kernels gate and gate_backward are limited by memory bandwidth, and read or write each tensor once.
 //
 // gate.py declares the parameters of the kernels. Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float
