@@ -600,7 +600,8 @@ def test_a_worker_reports_a_split_without_readable_images_in_one_line(tmp_path):
     for worker in set(multiprocessing.active_children()) - before:
         worker.terminate()
         worker.join()
-    assert str(caught.value).startswith("no image of the training split can be read: of 12, the last is 'ant/")
+    start = "no image of the training split can be read: tried 12 images, the last was 'ant/"
+    assert str(caught.value).startswith(start)
     assert "\n" not in str(caught.value)
 
 

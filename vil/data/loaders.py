@@ -40,7 +40,7 @@ STALLED = 2 * PIECE * SECONDS  # timeout of one batch in seconds, after which th
 
 
 class Batch(NamedTuple):
-    """Micro-batch of training."""
+    """Micro-batch of augmented images and targets."""
 
     images: Tensor  # (B, 3, H, W) float32, normalized, erased and mixed
     targets: Tensor  # (B,) class indices or, if images are mixed, (B, classes) soft targets
@@ -48,7 +48,7 @@ class Batch(NamedTuple):
 
 
 class TrainingLoader:
-    """Epochs of augmented micro-batches on the model's device.
+    """Loader of augmented micro-batches on the model's device, one epoch at a time.
 
     Args:
         images: Loader of augmented images (B, 3, H, W) uint8 and targets (B,).

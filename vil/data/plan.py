@@ -125,7 +125,7 @@ def plan_loading(
         piece_size=piece_size,
         piece_bytes=piece_bytes,
     )
-    # fill the cache first if augmentation is repeated, because one epoch does not contain all images
+    # with repeated augmentation, one epoch does not contain all images, so the cache is filled first
     fills_cache = on_device and batches.repeats > 1 and math.isfinite(pixels)
     return LoadingPlan(
         device=options.device,

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..config import Config, ConfigError
 
-FEW = 8  # the log recommends more steps if an epoch has fewer steps and the run has fewer than FEW**3 steps
+FEW = 8  # the log recommends more steps if an epoch has fewer than FEW steps and the run fewer than FEW**3
 
 
 def split_global_batch(config: Config, world_size: int) -> tuple[int, int]:

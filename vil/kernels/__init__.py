@@ -1,4 +1,4 @@
-"""Operators on plain tensors, independent of vision models. Each operator has a folder:
+"""Operators on plain tensors, independent of vision models. Each operator has its own folder.
 
 `scan`      the recurrences: `interface` has the public functions, `scan_op` registers `vil::scan`, which runs on
 `cuda_scan` (CUDA C++), `triton_scan` or `cpu_scan` (Numba), and `torch_scan` is plain PyTorch for any device

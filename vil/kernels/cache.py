@@ -26,7 +26,7 @@ _warned = False
 
 
 def read(name: str, key: bytes) -> bytes | None:
-    """Return the content that was written under this name and key, or None if the entry is missing or untrusted."""
+    """Return the content of a cache entry, or None if the entry is missing, untrusted or has another key."""
     try:
         with _folder() as (path, folder), open(name, "rb", opener=_opener(folder)) as file:
             _check_writers(path / name, os.fstat(file.fileno()))
@@ -37,7 +37,7 @@ def read(name: str, key: bytes) -> bytes | None:
 
 
 def write(name: str, key: bytes, content: bytes) -> None:
-    """Write the content atomically, ignoring errors."""
+    """Write a cache entry atomically, ignoring errors."""
     temporary = f".{name}.{secrets.token_hex(8)}.tmp"
     with contextlib.suppress(OSError, RuntimeError), _folder() as (_, folder):
         _remove_stale(folder)

@@ -1,4 +1,4 @@
-"""Last step of a batch on the device: normalization and, in training, random erasing and mixup or cutmix.
+"""Batch augmentation on the device: normalization and, in training, random erasing and mixup or cutmix.
 
 timm samples the boxes and mixing ratios on the host, seeded by the position in the run. One kernel launch applies them.
 """
@@ -26,7 +26,7 @@ MIXUP_GROUP = 8
 
 
 class Normalization:
-    """Normalize uint8 images as the model expects.
+    """Normalize uint8 images with the mean and standard deviation that the model expects.
 
     Args:
         data_config: timm's data config, with `mean` and `std` of pixels in 0..1.
@@ -58,7 +58,7 @@ class BatchParameters:
 
 
 class BatchAugmentation:
-    """Normalize, erase and mix a batch and soften its targets, as timm does for each group of images.
+    """Normalization, random erasing, and mixup or cutmix with soft targets for batches, as in timm.
 
     Args:
         config: Options of the run, with the probabilities and strengths.
@@ -121,7 +121,7 @@ class BatchAugmentation:
         mixing = np.zeros((count, 6), dtype=np.float32)
         for start in range(0, count, MIXUP_GROUP):
             group = slice(start, min(start + MIXUP_GROUP, count))
-            # the first word is the result of `derive_seed`, the other words seed the noise of one image each
+            # the first word seeds the global RNGs, and each other word seeds the noise of one image
             words = np.random.SeedSequence((self.seed, epoch, position + start, 1)).generate_state(1 + MIXUP_GROUP)
             random.seed(int(words[0]))
             np.random.seed(words[0])
@@ -137,7 +137,7 @@ class BatchAugmentation:
         )
 
     def _sample_mixing(self, height: int, width: int) -> tuple[float, ...]:
-        """Sample the box of mixup or cutmix, the image's mixing ratio inside the box, and that of its target.
+        """Sample a box for mixup or cutmix, the mixing ratio inside the box, and the mixing ratio of the targets.
 
         The box is top, bottom, left, right.
         """
@@ -174,7 +174,7 @@ def _partners_on(count: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _partners(count: int) -> np.ndarray:
-    """Return the index of each image's mixing partner, which is the mirrored position in its `MIXUP_GROUP`."""
+    """Return the index of each image's mixing partner, the image at the mirrored position in the same group."""
     rows = np.arange(count)
     starts = rows - rows % MIXUP_GROUP
     return starts + np.minimum(starts + MIXUP_GROUP, count) - 1 - rows

@@ -137,7 +137,7 @@ def _round(pixels: Tensor) -> Tensor:
 def apply_operations(
     images: Tensor, operations: np.ndarray, arguments: np.ndarray, fill: Sequence[int], interpolation: str
 ) -> Tensor:
-    """Apply a sequence of operations to each image, with different operations for each image.
+    """Apply augmentation operations to a batch, with a separate sequence of operations for each image.
 
     Args:
         images: (B, 3, H, W) uint8, not modified.
@@ -153,7 +153,7 @@ def apply_operations(
     if cuda.runs_on(images.device):
         return augment.apply_operations(images, operations, arguments, fill, interpolation)
 
-    # images are sorted by operation in each turn, so `indices` stores each image's index in the input batch
+    # each turn sorts the images by operation, so `indices` stores each image's index in the input batch
     indices = np.arange(len(images))
     for turn in range(operations.shape[1]):
         order = np.argsort(operations[indices, turn])
@@ -241,15 +241,14 @@ def _taps(position_BHW: Tensor, length: int, interpolation: str) -> tuple[Tensor
 
 
 def _kernel(x: Tensor, interpolation: str, a: float) -> Tensor:
-    """Return the interpolation weight of a pixel at distance x >= 0. The bicubic kernel has a parameter a."""
+    """Return the bilinear or bicubic weight of a pixel at distance x. `a` is the parameter of the bicubic kernel."""
     if interpolation == "bilinear":
         return (1 - x).clamp(min=0)
     return torch.where(x < 1, ((a + 2) * x - (a + 3)) * x * x + 1, (((x - 5) * x + 8) * x - 4) * a) * (x < 2)
 
 
 def _boxes_of_gaussians(radii_N: np.ndarray) -> np.ndarray:
-    """Return the box filters (N, 3) that PIL applies three times to approximate Gaussians with these standard
-    deviations.
+    """Convert standard deviations of Gaussians to the box filters (N, 3) that PIL applies three times instead.
 
     The columns are the whole pixels on each side, the weight of each pixel, and the weight of the next pixel at both
     ends, with weights as multiples of 2^-24. Dtypes follow PIL, which follows Gwosdek et al. (2011).

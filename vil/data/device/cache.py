@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...distributed import warn_on_rank0
 
-SHARE = 8  # one split's images may use 1 / SHARE of a GPU's free memory
+SHARE = 8  # the cache of a split may use up to 1 / SHARE of a GPU's free memory
 HOST_BYTES = 2**30  # maximum bytes of a split's cached images in CPU memory
 
 
@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
 
 class DecodedCache:
-    """Cache of decoded images on the device. The cache stays empty unless the whole split fits into a share of memory.
+    """Cache of a split's decoded images on the device. The cache stays empty if the whole split would not fit.
 
     Each rank caches the images that it has decoded. A file that has changed is read again.
 
@@ -82,7 +82,11 @@ class DecodedCache:
         self.room = room
 
     def reserve(self, typical_bytes: float) -> bool:
-        """Return whether the cache is enabled. The first call enables the cache if images of this size would fit."""
+        """Return whether the cache is enabled. The first call enables the cache if the whole split would fit.
+
+        Args:
+            typical_bytes: Mean size of a decoded image in bytes.
+        """
         if self.room is None:
             on_gpu = self.device.type == "cuda"
             limit = torch.cuda.mem_get_info(self.device)[0] // SHARE if on_gpu else HOST_BYTES

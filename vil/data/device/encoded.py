@@ -63,7 +63,7 @@ class EncodedBatch:
     files: np.ndarray  # (N,) of FILE
     operations: np.ndarray  # (N, T) opcodes of up to T operations per file; 0 means no operation
     arguments: np.ndarray  # (N, T, ARGUMENTS)
-    contents: list[Tensor]  # one tensor per file, or one tensor of all files' content if a worker returns the batch
+    contents: list[Tensor]  # one tensor per file or, in a worker's result, one tensor with the content of all files
     finished_rows: np.ndarray  # indices in the batch of images that workers have augmented
     finished: list[Tensor]  # augmented images (n, 3, H, W) uint8
 
@@ -74,7 +74,7 @@ def is_small(pixels: Any) -> Any:
 
 
 def is_plain_jpeg(data: bytes, header: Any) -> bool:
-    """Return whether GPU hardware decodes a JPEG to Pillow's pixels. The JPEG must be a complete baseline file."""
+    """Return whether a JPEG is a complete baseline file, which GPU hardware decodes like Pillow."""
     if header.format != "JPEG" or math.prod(header.size) > MOST_PIXELS:
         return False
     has_one_frame = len(header.layer) == header.layers  # decoders may disagree about a JPEG with two frames

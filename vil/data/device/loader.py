@@ -49,7 +49,7 @@ class PendingGroup:
 
 
 class DeviceLoader(PieceLoader):
-    """Loader that decodes and transforms files on the device, on its own stream.
+    """Loader that decodes and transforms images on the device, on a separate CUDA stream.
 
     The loader prepares a group of batches when the model has finished the third group before it, because batches ahead
     of the model occupy memory.
@@ -67,7 +67,7 @@ class DeviceLoader(PieceLoader):
         self.cache = cache
         self.prepare = Preparation(plan.device, plan.sampler, cache)
         self.fill_bytes = plan.fill_bytes
-        # high priority, so that small kernels run between the model's kernels instead of after them
+        # the stream has high priority, so that its small kernels run between the model's kernels
         self.stream = torch.cuda.Stream(plan.device, priority=-1) if plan.device.type == "cuda" else None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -100,7 +100,7 @@ class DeviceLoader(PieceLoader):
         return PendingGroup(thread.submit(prepare).result if self.plan.in_thread else prepare, sizes)
 
     def _prepare(self, pieces: list[EncodedBatch], use: torch.cuda.Event | None) -> PreparedGroup:
-        """Decode and transform batches after the CUDA event `use`, which limits the memory of batches in flight."""
+        """Wait for the CUDA event `use`, then decode and transform batches on the device."""
         if use:
             use.synchronize()
         start = time.perf_counter()
@@ -117,7 +117,7 @@ class DeviceLoader(PieceLoader):
         if self.stream:
             for tensor in (group.images, group.targets):
                 tensor.record_stream(torch.cuda.current_stream(self.device))
-        for file in group.rejected:  # timm's transform uses the global RNGs, so it must not run in the thread
+        for file in group.rejected:  # not in the thread, because timm's transforms use the global RNGs
             image, target = self.dataset.finish(int(file["index"]), int(file["seed"]))
             row = int(file["row"])
             group.images[row] = image.to(self.device)

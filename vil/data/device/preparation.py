@@ -18,7 +18,7 @@ PIXELS_AT_ONCE = 2**28  # approximate number of pixels that are decoded at a tim
 
 
 class Preparation:
-    """Decodes the files of a batch, unless they are cached, and transforms them with their sampled parameters.
+    """Decode the files of a batch that are not cached, and transform the images with sampled parameters.
 
     Args:
         device: Device of the images.

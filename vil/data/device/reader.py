@@ -1,4 +1,4 @@
-"""Dataset of encoded images for a device that decodes and augments, which runs in a loader's workers."""
+"""Dataset that reads encoded images in workers, for decoding and augmentation on the device."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class EncodedReader(ImageReader):
                 data, size, target = b"", cached.size, cached.target
             else:
                 data, size, target = self._content(index)
-        except Exception:  # `finish` reports the error
+        except Exception:  # `finish` reads the image again and reports the error
             return self.finish(index, seed)
 
         seed_everything(seed)
         parameters = self.sampler(Image.new("1", size[::-1]))
-        if 0 in parameters.box[2:]:  # timm's crop of an image of few pixels can be empty
+        if 0 in parameters.box[2:]:  # timm's random crop of a tiny image can be empty
             return self.finish(index, seed)
         return EncodedImage(index, seed, data, size, version, parameters), target
 

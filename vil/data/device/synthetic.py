@@ -12,9 +12,7 @@ from ..sources.synthetic import SyntheticImages
 
 
 class SyntheticLoader:
-    """Loader that repeats one random batch of images (B, 3, H, W) uint8 and targets (B,) for each batch of the
-    sampler.
-    """
+    """Loader that yields the same random images (B, 3, H, W) uint8 and targets (B,) for each batch of a sampler."""
 
     description = "noise, made on the device"
     waits = Waits()

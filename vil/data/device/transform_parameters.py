@@ -1,4 +1,4 @@
-"""Parameters of timm's transforms, sampled for an image without its pixels: crop, flip and policy operations.
+"""Sampling of the random parameters of timm's transforms: crop, flip and augmentation operations.
 
 timm's own transforms sample with the same seeds. Therefore an image that is transformed on the device has exactly the
 augmentation that `timm.data.create_transform` would give it on the CPU.
@@ -27,7 +27,7 @@ Operation: TypeAlias = tuple[str, tuple[float, ...]]  # name and arguments of a 
 
 @dataclass
 class TransformParameters:
-    """Sampled transform of an image: crop a box, resize it, take a window, and optionally flip it."""
+    """Sampled transform of an image: crop, resized size, output window, flip and augmentation operations."""
 
     box: tuple[int, int, int, int]  # top, left, height and width of the crop
     resized: tuple[int, int] = (0, 0)  # height, width
@@ -86,7 +86,7 @@ def _check_supported(name: str, known: Sequence[str], what: str) -> None:
 
 
 def _operations(step) -> list:
-    """Return the `AugmentOp`s of a timm policy."""
+    """Return the `AugmentOp`s of timm's AutoAugment or RandAugment."""
     if isinstance(step, AutoAugment):
         return [operation for operations in step.policy for operation in operations]
     if isinstance(step, RandAugment):
@@ -167,7 +167,7 @@ def _recorder(name: str):
         return lambda operations, factor, **_: [*operations, ("Color", (1.0 - factor,))]
     if name == "GaussianBlurRand":
         return lambda operations, factor, **_: [*operations, ("GaussianBlur", (random.uniform(0.1, 2.0 * factor),))]
-    name = name.removesuffix("Increasing").removesuffix("Original")  # timm's argument already accounts for the suffix
+    name = name.removesuffix("Increasing").removesuffix("Original")  # timm's argument already depends on the suffix
     _check_supported(name, (*CODES, *GEOMETRIC), "operation of aa")
     return partial(_record, name)
 

@@ -77,7 +77,7 @@ class HostLoader(PieceLoader):
             yield _joined(images), _joined(targets)
 
     def _move(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy tensors to the device. A CPU also copies, because workers need their limited shared memory again."""
+        """Copy a worker's tensors to the device, even to a CPU, to release the limited shared memory."""
         pinned = self.device.type == "cuda"
         return (
             images.to(self.device, non_blocking=pinned, copy=True),

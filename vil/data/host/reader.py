@@ -1,4 +1,4 @@
-"""Dataset of decoded and augmented images, which runs in a loader's workers."""
+"""Dataset that decodes and augments images in workers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ImageReader(Dataset):
         return self.transform(image), target
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """Return the untransformed image and the target at an index, or those of a replacement if it is unreadable."""
+        """Return the untransformed image and target at an index, or a replacement if the image is unreadable."""
         for offset in self._offsets():
             i = (index + offset) % len(self)
             name = self.dataset.reader.filename(i)
@@ -68,8 +68,8 @@ class ImageReader(Dataset):
                 self.unreadable.add(i, name, error)
         if self.is_training:
             raise UnreadableSplitError(
-                f"no image of the training split can be read: of {len(list(self._offsets()))}, the last is {name!r} "
-                f"({last})"
+                f"no image of the training split can be read: tried {len(list(self._offsets()))} images, the last was "
+                f"{name!r} ({last})"
             )
         return Image.new("RGB", (256, 256)), UNREADABLE
 

@@ -191,6 +191,6 @@ def start_workers(loader: DataLoader) -> Iterator:
 
 def prepare_worker(worker: int) -> None:
     """Initialize the process of a worker: output streams, Pillow's limits and signal handling."""
-    outlive_output()  # a spawned worker does not inherit replaced streams
+    outlive_output()  # a worker that is spawned does not inherit the replaced stdout and stderr
     restrict_pillow()
     obey_only_parent()

@@ -53,7 +53,7 @@ class ClassFolders:
         for path in sorted(paths):
             name = posixpath.basename(path)
             self.names[path] = name if folders_of_name[name] == 1 else self.inside(path)
-        # names that are equal for `natural_key` are in alphabetical order
+        # sort twice, so that names with equal `natural_key` are in alphabetical order
         names = sorted(sorted(self.names.values()), key=natural_key)
         self.class_to_idx = {name: i for i, name in enumerate(names)}
         check_distinct(self.class_to_idx, where)
@@ -103,7 +103,7 @@ def _class_paths(folders: Sequence[str], where: str, known: Sequence[str]) -> se
         outer = posixpath.commonpath(paths)
         if outer not in paths or not known_names.isdisjoint(map(normal, ends_of(outer))):
             break
-        paths.discard(outer)  # contains all class folders
+        paths.discard(outer)  # a folder that contains all class folders is not a class
     return paths
 
 

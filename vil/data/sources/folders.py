@@ -14,7 +14,7 @@ from .image_files import folders_in, list_images
 
 
 class FolderReader(ClassReader, ReaderImageFolder):
-    """timm's reader of a folder, with the same order and classes (see `ClassFolders`).
+    """Reader of a folder of class folders, with the order and classes of timm's reader (see `ClassFolders`).
 
     Args:
         root: Folder of the split; may itself be a link.

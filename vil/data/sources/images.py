@@ -1,4 +1,4 @@
-"""Decoding of untrusted image files, and warnings that name unreadable ones."""
+"""Decoding of untrusted image files, and warnings that name unreadable files."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Unreadable:
             self._count.value += 1
             is_known = self._states[number]
             self._states[number] = LATE if isinstance(error, LateImageError) else NAMED
-        if not is_known:  # with `repr`, because a name can contain terminal escapes
+        if not is_known:  # %r escapes control characters in the name, which a terminal would obey
             _logger.warning("skipped an unreadable image: %r (%s)", name, reason(error))
 
     def refuse_late(self, number: int) -> None:

@@ -21,7 +21,7 @@ NAMES = {"test", "testing", *SPLIT_NAMES["train"], *SPLIT_NAMES["validation"]}
 
 
 class Layout(NamedTuple):
-    """Arrangement of a data folder.
+    """Location of the splits or class folders inside a data folder.
 
     Attributes:
         data_dir: Folder that contains the splits or class folders.
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
 
 def find_layout(folder: str) -> Layout:
-    """Return how a folder is arranged. The splits or class folders may also be inside other folders.
+    """Find the splits or class folders in a folder, at any depth.
 
     Raises:
         ConfigError: The folder does not exist, has no images, or does not show the classes of its images. The message
@@ -96,7 +96,7 @@ def _folders_with_training_split(classes: Iterable[str]) -> list[str]:
 
 
 def _check_classes(root: Path, classes: set[str], files: list[str]) -> None:
-    """Check that the folders of the images are classes.
+    """Raise a ConfigError unless the folders that contain the images are class folders.
 
     Raises:
         ConfigError: There are no class folders, or the folders are splits.
@@ -122,5 +122,5 @@ def _unknown_classes(folder: Path, files: list[str]) -> ConfigError:
 
 
 def _expected(folder: Path) -> str:
-    """Return the end of a message that describes the expected arrangement."""
+    """Return a description of the expected folders, to append to an error message."""
     return f"put the images of each class into a folder named like the class, such as {folder / 'cat' / '1.jpg'}"

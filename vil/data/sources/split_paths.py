@@ -18,7 +18,7 @@ SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val
 
 
 def find_split(data_dir: str | None, split: str) -> Path:
-    """Return the folder or tar file of a split, in any case and under any of the split's synonyms.
+    """Return the folder or tar file of a split. Case is ignored, and synonyms of the split's name are accepted.
 
     Raises:
         ConfigError: `data_dir` is not a folder, the split is missing, or names differ only in case.
@@ -33,7 +33,7 @@ def find_split(data_dir: str | None, split: str) -> Path:
         return root
     if path := split_in(root, split):
         is_synonym = path.name.removesuffix(".tar").casefold() != split.casefold()
-        if is_synonym and split not in SPLIT_NAMES:  # 'train' and 'validation' include their synonyms
+        if is_synonym and split not in SPLIT_NAMES:  # synonyms of 'train' and 'validation' need no warning
             warn_on_rank0(__name__, "%s has no split %r: %s in its place", data_dir, split, path.name)
         return path
 

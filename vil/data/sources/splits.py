@@ -51,7 +51,7 @@ def open_split(
     try:
         if kind == "wds":
             images: Any = _open_shards(data_dir, num_classes, split=split, **kwargs)
-        elif kind:  # the split of a hub's dataset need not be a folder
+        elif kind:  # a dataset of a hub needs no folder for its split
             restrict_pillow()
             images = create_dataset(dataset, root=data_dir, split=split, **kwargs)
         else:

@@ -98,7 +98,7 @@ def _through_directions(
     recurrence: str, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights, saved: SavedForBackward,
     tokens: Tokens,
 ) -> DirectionGradients:  # fmt: skip
-    """Backpropagate through both directions' scans, projections and convolutions, whose input gradient is `du_BLD`."""
+    """Backpropagate through the scans, projections and convolutions of both directions, and write `du_BLD`."""
     p = project(u_BLD, w, tokens.H, True)
     dv_2BHD, dstep_logits_2BHD, dk_2BHN, dq_2BHN, dA_2DN, dchannels = scans.scan_backward(
         recurrence, tokens.read_by_both(dy_BLD), p.v, given(p.step_logits), p.k, p.q, saved.A, w.skip,
@@ -117,7 +117,7 @@ def _through_lines(
     recurrence: str, lines: Lines, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights,
     saved: SavedForBackward,
 ) -> DirectionGradients:  # fmt: skip
-    """Backpropagate through scans of row or column means, and through projections and convolutions to `du_BLD`."""
+    """Backpropagate through scans of row or column means, projections and convolutions, and write `du_BLD`."""
     p, dy_BSD = project_pooled(given(saved.pooled), w), kernels.sum_lines(dy_BLD, lines)
     dmeans_2BSD, dstep_logits_2BSD, dk_2BSN, dq_2BSN, dA_2DN, dchannels = scans.scan_backward(
         recurrence, dy_BSD.expand(2, -1, -1, -1), p.v, given(p.step_logits), p.k, p.q, saved.A, None, w.step_bias,

@@ -122,7 +122,7 @@ def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tens
 def _pooled(
     recurrence: str, lines: Lines, uz_TE: Tensor, scale_B: Tensor | None, B: int, L: int, weights: BlockWeights
 ) -> Tensor:
-    """Return the input of out_proj for a block that scans row or column means, as a view that overwrites `uz_TE`."""
+    """Return the input of out_proj for a block that scans row or column means. The result is a view of `uz_TE`."""
     (_, D, N, R, K), T = weights.sizes(), len(uz_TE)
     skips = [direction.skip for direction in weights.directions]
     means_2BSD = uz_TE.new_empty(2, B, lines.S, D)

@@ -43,7 +43,7 @@ class GateInputs(NamedTuple):
 
 
 def gate(y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    """Return scale * mean * silu(z) and, if `keep`, the mean (otherwise an empty tensor)."""
+    """Return the gate's output scale * mean * silu(z) and the mean of both inputs, which is empty unless `keep`."""
     B, L, D = y.first.shape
     gated_BLD = z_BLD.new_empty(B, L, D)
     mean_BLD = torch.empty_like(gated_BLD) if keep else gated_BLD.new_empty(0)

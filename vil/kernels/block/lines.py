@@ -53,7 +53,7 @@ class Lines(NamedTuple):
         return dict(count=self.number, length=self.length, next=next, next_line=next_line)
 
     def order(self) -> Tensor:
-        """Return the row-major indices of all tokens, sorted row by row or column by column."""
+        """Return row-major token indices in an order in which the patches of each row or column are consecutive."""
         patches = torch.arange(self.L - 1)
         if self.columns:
             patches = patches.view(self.length, self.number).t().flatten()
@@ -62,7 +62,7 @@ class Lines(NamedTuple):
         return torch.cat([patches[:center], torch.tensor([center]), patches[center:]])
 
     def pooled(self) -> Tensor:
-        """Return the index of each token's row or column mean, for tokens sorted row by row or column by column."""
+        """Return the index of each token's row or column mean, for tokens in the order that `order` returns."""
         lines = torch.arange(self.L - 1) // self.length
         lines, center = lines + (lines >= self.number // 2), (self.L - 1) // 2
         return torch.cat([lines[:center], torch.tensor([self.number // 2]), lines[center:]])
@@ -79,12 +79,12 @@ def cta_shape(D: int, vector: int) -> tuple[int, int]:
 
 
 def in_order(t_BLX: Tensor, lines: Lines) -> Tensor:
-    """Sort tokens (B, L, X) from row-major order to row by row or column by column, as `lines` specifies."""
+    """Reorder row-major tokens (B, L, X) so that the patches of each row or column are consecutive."""
     return t_BLX[:, lines.order().to(t_BLX.device)]
 
 
 def line_means(v_BLD: Tensor, lines: Lines) -> Tensor:
-    """Average tokens that `in_order` has sorted over each row or column, and return (B, S, D)."""
+    """Average each row or column of tokens that `in_order` has reordered, and return the means (B, S, D)."""
     pooled = lines.pooled().to(v_BLD.device)
     sums_BSD = v_BLD.new_zeros(v_BLD.shape[0], lines.S, v_BLD.shape[2]).index_add(1, pooled, v_BLD)
     return sums_BSD / pooled.bincount(minlength=lines.S)[:, None]

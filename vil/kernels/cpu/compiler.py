@@ -50,7 +50,7 @@ def unavailable() -> str | None:
 
 
 class Kernel:
-    """Kernel that a factory function makes for given constants. It is compiled at first use."""
+    """CPU kernel that a factory function builds for given constants. The kernel is compiled at first use."""
 
     def __init__(self, module: str, factory: str, *constants: int):
         self.address = load(module, factory, constants)

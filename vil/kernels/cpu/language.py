@@ -67,7 +67,7 @@ def count_up(context, counter):
 
 @intrinsic
 def second(context, numbers):
-    """Return a pointer to the 64-bit integer after the one that `numbers` points to."""
+    """Return a pointer to the second of two consecutive 64-bit integers, given a pointer to the first."""
 
     def generate(context, builder, signature, arguments):
         return builder.gep(arguments[0], [LONG(1)], source_etype=LONG)

@@ -11,7 +11,7 @@ import torch
 from .. import cache
 from .source import Source
 
-OLDEST = (8, 0)  # compute capability
+OLDEST = (8, 0)  # minimum compute capability
 
 
 @functools.cache
@@ -22,7 +22,7 @@ def unavailable() -> str | None:
         from cuda.bindings import nvrtc
 
         nvrtc.nvrtcVersion()
-    except Exception as e:  # missing packages and libraries raise various exception types
+    except Exception as e:  # a missing package or library can raise any type of exception
         extra = "cu" + (torch.version.cuda or "13").partition(".")[0]
         reason = f"NVRTC or cuda.core is missing ({type(e).__name__}: {e})"
         return f"{reason}: pip install 'cuda-core[{extra}]'"

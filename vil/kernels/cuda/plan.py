@@ -1,4 +1,4 @@
-"""Plans: functions of tensors that are recorded once per kind of inputs and then replayed with little host time.
+"""Recording of a function's CUDA launches and PyTorch operators, and replay with little host overhead.
 
 A function that reads sizes, allocates, takes views, calls products and launches kernels repeats the same steps for
 tensors of equal shapes, strides, dtypes, device and alignment. Therefore the first call for such tensors records the

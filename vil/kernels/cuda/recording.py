@@ -1,4 +1,4 @@
-"""Recording of a function's steps for plan.py.
+"""Recording of a function's kernel launches, operators and allocations, which a `Plan` replays.
 
 The function runs on placeholders on PyTorch's meta device, which computes nothing. The recording keeps kernel launches
 with their grids and numbers, PyTorch operators that compute or write, and buffers. Small buffers share an allocation,

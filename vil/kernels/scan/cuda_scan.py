@@ -122,7 +122,7 @@ forward, backward = planned()(scan_forward), planned()(scan_backward)
 
 
 def between_segments(recurrence, value, step_logits, k, q, A, step_bias, reverse, segment_chunks, *, gradients: bool):
-    """Run `states_between_segments` with the kernel variants that support these inputs."""
+    """Run `states_between_segments` with the kernel variants for the recurrence, number of states and dtype."""
     kind = "backward" if gradients else "forward"
     variant = heuristics.segment_variant(kind, recurrence, k.shape[-1], value.element_size())
     read = value, step_logits, k, q, A, step_bias

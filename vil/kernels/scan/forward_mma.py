@@ -20,7 +20,7 @@ SOURCE = Source("scan/forward_mma", {
 
 
 def has_mma(recurrence: str, N: int, itemsize: int) -> bool:
-    """Return whether the tensor-core kernels support these inputs."""
+    """Return whether the tensor-core kernels support a recurrence, number of states and element size."""
     return recurrence == "longhorn" and N == 16 and itemsize == 2
 
 

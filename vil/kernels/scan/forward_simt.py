@@ -62,7 +62,7 @@ class ForwardSimt(Lanes):
         """Return this variant's kernel, compiled from `source` for the dtype, shape and alignment of the tensors."""
         states = min(self.states, N)
         groups = 32 * states // N
-        # limit the channels of a warp so that 32 lanes can copy one token of them with one vector each
+        # limit a warp's channels so that 32 lanes can copy a token with one vector each
         vector = vector_width(16 // x.element_size(), x, step_logits)
         channels = min(common_power_of_two(self.channels, x.shape[-1]), max(1, 32 * vector // groups))
         vector = min(vector, groups * channels)

@@ -33,7 +33,7 @@ SLICE_ELEMENTS = 2**15
 
 
 class Recurrence(Protocol):
-    """Coefficients of a diagonal linear recurrence, computed from per-token inputs `_GTB*` and per-channel `_GND`."""
+    """Interface of a recurrence S_t = decay_t * S_{t-1} + drive_t: coefficients from inputs, and their gradients."""
 
     @staticmethod
     def coefficients(decay_GTBND: Tensor, drive_GTBND: Tensor, *inputs: Tensor) -> None:

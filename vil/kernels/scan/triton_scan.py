@@ -30,7 +30,7 @@ CHANNELS = 2**16  # number of channels of all sequences together that fills a la
 
 @triton.jit
 def _step_size(step_logit, kk, LONGHORN: tl.constexpr):
-    """Compute eps = 1 / (1 + exp(-step_logit) + k.k), or dt = softplus(step_logit)."""
+    """Compute Longhorn's step size 1 / (1 + exp(-step_logit) + k.k) or Mamba's step size softplus(step_logit)."""
     if LONGHORN:
         step = 1 / (1 + kk + tl.exp(-step_logit))
     else:
