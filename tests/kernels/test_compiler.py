@@ -289,7 +289,7 @@ def test_large_shared_memory_is_requested_and_too_much_is_rejected(gpu):
     attribute = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
     assert gpu.asked == [(attribute, 48 * 1024 + 1, "handle of entry", 1)]
     gpu.answer = type(gpu.answer).CUDA_ERROR_INVALID_VALUE
-    with pytest.raises(RuntimeError, match="entry needs 999999 bytes of shared memory a CTA: CUDA_ERROR_INVALID"):
+    with pytest.raises(RuntimeError, match="entry needs 999999 bytes of shared memory per CTA: CUDA_ERROR_INVALID"):
         launch(shared_bytes=999999)
     assert len(gpu.launches) == 2
 

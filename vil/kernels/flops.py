@@ -98,5 +98,5 @@ def convolution_backward(
     return sum(output_mask[:2]) * conv_flop_count(x, weight, dy, transposed)
 
 
-# count the FLOPs of a backward pass with FlopCounterMode(custom_mapping=CORRECTED)
+# custom_mapping of FlopCounterMode that counts backward passes of grouped convolutions correctly
 CORRECTED = {torch.ops.aten.convolution_backward: convolution_backward}

@@ -22,7 +22,7 @@ class CachedImage(NamedTuple):
 
 
 class CachedHeader(NamedTuple):
-    """Metadata of a cached image, with which a worker need not read the file."""
+    """Metadata of a cached image, which lets a worker skip reading the file."""
 
     target: int
     size: tuple[int, int]  # height and width

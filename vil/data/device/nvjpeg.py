@@ -37,7 +37,7 @@ class DecodingError(RuntimeError):
 
 
 class JpegDecoder:
-    """nvJPEG decoder of one GPU.
+    """JPEG decoder that runs nvJPEG on one GPU.
 
     Raises:
         DecodingError: nvJPEG is missing or does not support the GPU; the message gives the reason.
@@ -104,7 +104,7 @@ class JpegDecoder:
         """Initialize nvJPEG's state for a batch size, unless the state already has this batch size."""
         if batch_size == self.batch_size:
             return
-        self.batch_size = 0  # stays 0 if the initialization fails
+        self.batch_size = 0  # if this initialization fails, the next call must not skip it
         _check(self.library.nvjpegDecodeBatchedInitialize(self.handle, self.state, batch_size, 1, PLANAR_RGB))
         self.batch_size = batch_size
 

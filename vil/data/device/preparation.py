@@ -100,7 +100,7 @@ class Preparation:
     def _transform(
         self, batch: EncodedBatch, files: np.ndarray, originals: Sequence[Tensor], sources: np.ndarray
     ) -> Tensor:
-        """Transform the images of files. `sources` has the index in `originals` of each file's image."""
+        """Crop, flip and augment images. The image of the i-th file is `originals[sources[i]]`."""
         records, sampler = batch.files[files], self.sampler
         crops = crop_resize_flip(
             originals,

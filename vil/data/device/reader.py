@@ -66,7 +66,5 @@ class EncodedReader(ImageReader):
         raise UnfitImageError("not for a device to decode")
 
     def finish(self, index: int, seed: int):
-        """Prepare the image with timm's transform on the CPU, with the same samples and the same handling of broken
-        files.
-        """
+        """Decode and transform an image on the CPU, with the same random parameters as on the device."""
         return super().__getitem__((index, seed))

@@ -167,7 +167,8 @@ def _recorder(name: str):
         return lambda operations, factor, **_: [*operations, ("Color", (1.0 - factor,))]
     if name == "GaussianBlurRand":
         return lambda operations, factor, **_: [*operations, ("GaussianBlur", (random.uniform(0.1, 2.0 * factor),))]
-    name = name.removesuffix("Increasing").removesuffix("Original")  # timm's argument already depends on the suffix
+    # the suffix only selects how timm computes the argument, which timm has computed already
+    name = name.removesuffix("Increasing").removesuffix("Original")
     _check_supported(name, (*CODES, *GEOMETRIC), "operation of aa")
     return partial(_record, name)
 

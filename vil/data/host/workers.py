@@ -174,7 +174,7 @@ def into_shared_memory(*tensors: torch.Tensor) -> None:
 
 
 def start_workers(loader: DataLoader) -> Iterator:
-    """Start a pass over a loader. The workers start with the first pass and stay alive.
+    """Return an iterator over a DataLoader. The first call also starts the workers, which stay alive.
 
     The first call must precede autograd's creation of threads, because before Python 3.12, a fork can deadlock while
     another thread enters the interpreter. Workers of an iterable dataset start when the dataset is first read.

@@ -90,14 +90,14 @@ class Shards(ReaderWds):
                 raise ConfigError(f"the shard {name!r} is listed twice in {root!r}: see _info.json")
             known.add(path)
             if not path.startswith(os.path.join(root, "")) or (os.path.exists(path) and not os.path.isfile(path)):
-                raise ConfigError(f"the shard {name!r} is no regular file in {root!r}: copy it there, not a link to it")
+                raise ConfigError(f"the shard {name!r} must be a regular file in {root!r}: copy the file, not a link")
             if os.path.exists(path):
                 most_samples += _most_samples(path)
 
         count = self.num_samples
         if not isinstance(count, int) or not 0 <= count <= most_samples:
             raise ConfigError(
-                f"the shards of {root!r} cannot have {count!r} samples, but at most {most_samples}: see _info.json"
+                f"_info.json of {root!r} must list 0 to {most_samples} samples for shards of this size, got {count!r}"
             )
 
     def _lazy_init(self) -> None:

@@ -27,7 +27,7 @@ def find_split(data_dir: str | None, split: str) -> Path:
         raise ConfigError("data_dir is required, the folder that contains the splits: set --data-dir")
     root = Path(data_dir)
     if not root.is_dir():
-        raise ConfigError(f"data_dir {data_dir} is not a folder")
+        raise ConfigError(f"data_dir {data_dir} is not a folder: set --data-dir to the folder that contains the splits")
 
     if split == WHOLE:
         return root

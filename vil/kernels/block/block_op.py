@@ -215,7 +215,7 @@ class _ObservedBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, *flat):
         y_BMC, next_xhat_TC, next_rstd_T, *saved = _below_autograd(options, True, list(flat))
-        # forward saves the weights packed, but the schema of backward needs them unpacked
+        # forward saves packed weights, but the operator `vil::block_backward` needs the unpacked weights
         _, _, _, _, _, _, *out_proj_and_directions = flat
         _save_for_backward(ctx, options, flat, y_BMC, (next_xhat_TC, next_rstd_T), saved, out_proj_and_directions)
         ctx.mark_non_differentiable(*[t for t in (next_rstd_T, *saved) if t is not None])

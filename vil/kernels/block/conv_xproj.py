@@ -80,7 +80,7 @@ def reference(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int,
     project_step: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Reference implementation of `conv_xproj`, always with step logits."""
+    """Reference implementation of `conv_xproj` that always returns step logits."""
     v_2BHD = convolutions.reference(u_BLD, conv_2DK, conv_bias_2D, H)
     projected_2TP = v_2BHD.flatten(1, 2) @ x_proj_2PD.mT
     return v_2BHD, projected_2TP, projected_2TP[..., : step_proj_2DR.shape[2]] @ step_proj_2DR.mT

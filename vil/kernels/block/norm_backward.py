@@ -18,10 +18,7 @@ SOURCE = Source("block/norm_backward", {
 
 
 def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """Backpropagate through the norm, and add the residual stream's gradient. Return the sum in fp32 and rounded.
-
-    The rounded sum has xhat's dtype.
-    """
+    """Return the gradient of x through the norm and the residual stream, in fp32 and as a copy in xhat's dtype."""
     (T, C), rounds = xhat_TC.shape, xhat_TC.dtype != dresidual_TC.dtype
     dx_TC = torch.empty_like(dresidual_TC)
     rounded_TC = torch.empty_like(xhat_TC) if rounds else dx_TC

@@ -66,7 +66,7 @@ class BlockWeights(NamedTuple):
     norm: Tensor  # (C,)
     in_proj: Tensor  # (2D, C): u, then z
     out_proj: Tensor  # (C, D)
-    directions: tuple[DirectionWeights, DirectionWeights]  # forward direction (first token to last), backward direction
+    directions: tuple[DirectionWeights, DirectionWeights]  # of the forward and the backward direction
 
     def flat(self) -> list[Tensor]:
         """Return all weights as one list, with A_log only for the selective recurrence."""

@@ -153,7 +153,7 @@ def _place(context, builder, kind, values, index):
 
 @intrinsic
 def load(context, values, index):
-    """Load the vector that starts at this index of an array."""
+    """Load the `WIDTH` floats that start at an index of an array as a vector."""
 
     def generate(context, builder, signature, arguments):
         return builder.load(_place(context, builder, signature.args[0], *arguments), align=BYTES)
@@ -182,7 +182,7 @@ def broadcast(context, value):
 
 @intrinsic
 def total(context, values):
-    """Return the sum of a vector."""
+    """Return the sum of a vector's elements."""
 
     def generate(context, builder, signature, arguments):
         of_vector = ir.FunctionType(FLOAT, (FLOAT, FLOATS))
@@ -302,7 +302,7 @@ def store_rows(address, stride, width, rows, values):
 
 @inlined
 def prefetch_row(address):
-    """Prefetch `LANES` channels at an address that need not be aligned. A vector fills one cache line."""
+    """Prefetch the memory of `LANES` channels, one cache line for every `WIDTH` floats."""
     for d in range(0, LANES, WIDTH):
         _prefetch(address + BYTES * d)
 
@@ -329,7 +329,7 @@ def clear(values, rows):
 
 
 def nothing():
-    """Empty kernel that tests whether kernels can be compiled."""
+    """Build a kernel that does nothing, to test whether kernels can be compiled."""
 
     def kernel(arguments):
         count_up(arguments)

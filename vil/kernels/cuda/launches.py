@@ -105,7 +105,7 @@ def launch(
         one.run()
 
 
-thread = threading.local()  # has `recording` while a plan is recorded, and `bound` after a GPU was made current
+thread = threading.local()  # per-thread state: the active `recording`, and `bound` if a CUDA context is current
 
 
 def current_stream(device: torch.device):
@@ -153,7 +153,7 @@ def _kernel(source: Source, entry: str, device_index: int, macros: tuple[tuple[s
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, driver.CUdevice(device_index))
         if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{entry} needs {shared_bytes} bytes of shared memory a CTA: {error.name}")
+            raise RuntimeError(f"{entry} needs {shared_bytes} bytes of shared memory per CTA: {error.name}")
     return kernel
 
 

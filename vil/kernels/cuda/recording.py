@@ -67,7 +67,7 @@ class Allocation(NamedTuple):
 
     buffers: list[int]
     size: int  # bytes
-    dtype: torch.dtype  # dtype of the views that operators use
+    dtype: torch.dtype  # dtype in which PyTorch operators view the memory
 
 
 class Recording(TorchDispatchMode):
@@ -147,7 +147,7 @@ class Recording(TorchDispatchMode):
         return done, [self._view(t) if isinstance(t, Tensor) else t for t in results]
 
     def _used(self, record: Empty | Call | Launch) -> set[int]:
-        """Return the buffers that a recorded step reads or writes. An allocation is not a use."""
+        """Return the numbers of the buffers that a recorded launch or operator reads or writes."""
         if isinstance(record, Launch):
             return {self.number_of(t) for _, t in record.tensors}
         if isinstance(record, Call):

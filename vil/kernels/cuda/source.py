@@ -23,12 +23,12 @@ SOURCES = Path(__file__).parents[1]
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "float": torch.float32, "int": torch.int32, "u8": torch.uint8,
 }  # fmt: skip
-MACROS_OF_TYPES = {"Element": "INPUT", "PARAMETER": "PARAMETER"}  # macro that defines a C++ type
+MACROS_OF_TYPES = {"Element": "INPUT", "PARAMETER": "PARAMETER"}  # names of macros that define C++ types
 
 
 @dataclass(frozen=True)
 class Number:
-    """Number parameter of a kernel."""
+    """Kernel parameter that is a number."""
 
     type: str  # C++ type
 
@@ -38,7 +38,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Pointer:
-    """Pointer parameter of a kernel, which points to a tensor's elements."""
+    """Kernel parameter that points to the elements of a tensor."""
 
     element: str  # C++ type
     const: bool

@@ -53,7 +53,7 @@ def view_in(tensors: list, view: View) -> Tensor:
 
 
 def launch_kernel(launch: Launch, pointers: list[tuple[int, int, int]]) -> Step:
-    """Return a step that launches a kernel. `pointers` hold (argument index, buffer, offset in bytes)."""
+    """Return a function that launches a kernel. `pointers` hold (argument index, buffer, offset in bytes)."""
     constants = launch.values
 
     def step(_, addresses, stream):
@@ -86,7 +86,7 @@ def call_operator(
         return _call_product(call, args[0], args[1], results[0][1])
 
     def prepare(tensors):
-        if has_nested_views:  # some tensors are in lists or keyword arguments
+        if has_nested_views:  # lists or keyword arguments also contain views
             return tree_map(lambda leaf: view_in(tensors, leaf) if isinstance(leaf, View) else leaf, (args, kwargs))
         own = args.copy()
         for i in view_indices:

@@ -61,7 +61,8 @@ class Backward:
         # the summands have the order of the fields of WarpMemory in backward_memory.cuh
         warp_bytes = (
             2 * 3 * align(tile * row * itemsize)
-            + 2 * align(4 * row) + 2 * 4 * tile * (row + 8)  # skip, bias, step_size, slope
+            + 2 * align(4 * row)  # skip, bias
+            + 2 * 4 * tile * (row + 8)  # step_size, slope
             + 2 * tile * (parts * (4 * groups + 8) + 4)  # channel_sums
             + 4 * tile * (parts * (row + 8) + 8)  # state_sums
             + 4 * 4 * tile * N + align(8 * tile)  # dkeys, norm

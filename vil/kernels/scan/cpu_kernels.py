@@ -139,7 +139,7 @@ def selective_forward(N: int, chunk: int):
 
 
 def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back):
-    """Build the backward kernel, which recomputes each chunk forward and then goes backward, from the last chunk on.
+    """Build the backward kernel, which processes chunks of tokens in reverse and recomputes each chunk's states.
 
     Args:
         N: Number of states.

@@ -113,7 +113,7 @@ def cycles(
     warp_channels, resident_warps = variant.occupancy(N, itemsize)
     one_each = warp_channels * SCHEDULERS * multiprocessors  # number of channels with one warp per scheduler
     waves = math.ceil(channels / (one_each * resident_warps))
-    # the last wave is assumed to be as slow as a full wave, because its CTAs share few multiprocessors
+    # an incomplete last wave is as slow as a full wave, because its CTAs run on the few multiprocessors that are idle
     warps = min(math.ceil((channels + short) / one_each), math.ceil(resident_warps))
     return waves * (variant.start + tokens * variant.cycles[warps - 1])
 

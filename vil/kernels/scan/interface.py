@@ -188,7 +188,7 @@ def _scan(
     backend: str, recurrence: str, inputs: Inputs, reverse: list[bool], stacked: bool, initial_GBDN: Tensor | None,
     return_final_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Choose the backend and run the scan of a public function on stacked arguments."""
+    """Choose a backend, and run a scan on arguments that are stacked over scan directions."""
     backend = choose(backend, inputs.x, inputs.k.shape[-1], len(reverse))
     run: Callable[..., Tensor] = torch_scan.scan if backend == "reference" else functools.partial(_on_kernels, backend)
     if initial_GBDN is None and not return_final_state:

@@ -1,4 +1,4 @@
-"""Compiled kernels of the scan, and arguments that their launches share."""
+"""Launches of the scan's CUDA kernels, and kernel arguments that all launches share."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from .chunks import CHUNK, chunk_state_count
 
 PROGRAMS = 1024  # maximum number of backward program instances, each of which needs memory for a chunk's states
 FUSE = True  # value of enable_fp_fusion, set explicitly because Triton 3.10 changes the default
-CHANNELS = 2**16  # number of channels of all sequences together that fills a large GPU
+CHANNELS = 2**16  # number of channels, counted over all directions and images, that fills a large GPU
 
 
 @triton.jit
@@ -340,7 +340,7 @@ def backward(
     dy, x, step_logits, k, q = (t.contiguous() for t in (dy_GBLD, x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
     segment_chunks, segments, block_d = _schedule(x, 16)
-    block_d = min(block_d, 1024 // N)  # limit each of several tensors of states to 32 registers per thread
+    block_d = min(block_d, 1024 // N)  # a tensor of states must not need more than 32 registers per thread
     blocks = triton.cdiv(D, block_d)
     programs = min(PROGRAMS, G * B * segments * blocks)
     dx, dstep_logits, final_gradients = torch.empty_like(x), torch.empty_like(x), None
@@ -385,7 +385,7 @@ def _between_segments(recurrence: str, tensors: tuple, reverse: tuple[bool, ...]
 
 
 def _schedule(x_GBLD: Tensor, narrow: int) -> tuple[int, int, int]:
-    """Return the chunks per segment, the segments per sequence, and BLOCK_D.
+    """Return the numbers of chunks per segment, segments per sequence, and channels per program instance (BLOCK_D).
 
     BLOCK_D is 64, which costs least, if blocks of 64 channels fill a large GPU, and otherwise `narrow`. If the
     sequences fill less than a quarter of the GPU, they are cut into segments that fill the GPU up to four times.
