@@ -1,11 +1,10 @@
 """SiLU of a causal depthwise convolution over tokens, by one Triton kernel for forward and one for backward.
 
-A compiler would keep fp32 copies of the sequence for shifted products and read the sequence once for every tap. In
-these kernels, a warp processes a strip of TOKENS tokens of a sequence, and each thread a few of CHANNELS channels.
-Every element is read once, except K - 1 tokens at the strip's ends. Neighbouring tokens and the sums of the weights'
-gradients stay in registers.
-The loop over tokens is unrolled after the loads, so that all loads are in flight at once. A filter's rows are taps, so
-that neighbouring threads read neighbouring elements; strided loads of rows of channels had taken most of the time.
+Compiled shifted products would keep fp32 copies of the sequence and read the sequence once per tap. In these kernels, a
+warp processes a strip of TOKENS consecutive tokens and CHANNELS channels. Every element is read once, except K - 1
+tokens at the ends of a strip. Neighbouring tokens and the sums of the weight gradients stay in registers. The loop over
+tokens is unrolled after the loads, so that all loads are in flight at once. The weights are stored as (taps, channels),
+so that neighbouring threads read neighbouring elements; strided loads would take most of the time.
 `TRITON_INTERPRET=1` runs the kernels on a CPU.
 
     B batch    T tokens    D channels    K taps
@@ -22,12 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tile per program. Longer strips read fewer tokens twice but need more registers (backward uses 128 per thread).
+# A program processes STRIPS strips of TOKENS tokens and CHANNELS channels. Longer strips need more registers.
 STRIPS, TOKENS, CHANNELS = 4, 32, 64
 
 
 def silu_of_causal_conv(u_BTD: Tensor, weight_DK: Tensor, bias_D: Tensor) -> Tensor:
-    """Return v (B, T, D) in u's dtype, with sums in fp32."""
+    """Return the SiLU of a causal depthwise convolution, (B, T, D), in the dtype of u, with sums in fp32."""
     function = silu_by_kernels if u_BTD.is_cuda else silu_of_shifted_products
     return function(u_BTD, weight_DK, bias_D)
 
@@ -45,8 +44,11 @@ def silu_by_kernels(u_BTD: Tensor, weight_DK: Tensor, bias_D: Tensor) -> Tensor:
 
 @triton.jit
 def _strips(B, T, D, STRIPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Return offsets of a program's strips (STRIPS, CHANNELS), the numbers of tokens before and after each, and
-    channels.
+    """Return the strips of TOKENS tokens that this program processes.
+
+    Returns:
+        Offset of each strip's first elements (STRIPS, CHANNELS), numbers of tokens in the sequence before each strip's
+        first token and from that token on (STRIPS, 1), and channel indices (1, CHANNELS).
     """
     strips = tl.cdiv(T, TOKENS)
     strip = tl.program_id(0) * STRIPS + tl.arange(0, STRIPS)[:, None]
@@ -58,7 +60,7 @@ def _strips(B, T, D, STRIPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.co
 
 @triton.jit
 def _tokens(p, before, left, d, D, START: tl.constexpr, END: tl.constexpr):
-    """Load tokens START to END of every strip, each (STRIPS, CHANNELS) in fp32, zero outside the sequence."""
+    """Return tokens START to END - 1 of each strip as a tuple of fp32 (STRIPS, CHANNELS), zero outside the sequence."""
     tokens = ()
     for i in tl.static_range(START, END):
         inside = (-i <= before) & (i < left) & (d < D)
@@ -77,7 +79,7 @@ def _filter(rows, d, D, K: tl.constexpr):
 
 @triton.jit
 def _conv(us, taps, t: tl.constexpr, K: tl.constexpr):
-    """Compute c at token t of a strip; `us` begins K - 1 tokens before the strip."""
+    """Return the convolution at token t of each strip. The input tokens `us` begin K - 1 tokens before the strip."""
     c = taps[K]
     for i in tl.static_range(K):
         c += taps[i] * us[t + i]
@@ -103,7 +105,7 @@ def _gradients(
     u, rows, dv, du, parts, B, T, D,
     K: tl.constexpr, STRIPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute du and the program's part (K + 1, D) of the filter's gradient."""
+    """Compute the gradient of the input, and this program's summand (K + 1, D) of the gradient of taps and bias."""
     first, before, left, d = _strips(B, T, D, STRIPS, TOKENS, CHANNELS)
     taps = _filter(rows, d, D, K)
     us = _tokens(u + first, before, left, d, D, 1 - K, TOKENS + K - 1)
@@ -137,7 +139,7 @@ def _grid(u: Tensor) -> tuple[int, int]:
 
 @torch.library.custom_op("recall::silu_conv", mutates_args=())
 def silu_conv(u_BTD: Tensor, filter_RD: Tensor) -> Tensor:
-    """Run the forward kernel. The R rows of the fp32 filter are the K taps and then the bias."""
+    """Run the forward kernel. The rows of the fp32 tensor `filter_RD` are the K taps and then the bias."""
     u, v = u_BTD.contiguous(), torch.empty_like(u_BTD, memory_format=torch.contiguous_format)
     constants = len(filter_RD) - 1, STRIPS, TOKENS, CHANNELS
     _forward[_grid(u)](u, filter_RD.contiguous(), v, *u.shape, *constants, num_warps=STRIPS, enable_fp_fusion=True)

@@ -1,15 +1,15 @@
-"""Fine-tune pre-trained weights on photographs of ten kinds of clothing, compared with training from scratch.
+"""Fine-tune pre-trained weights on photographs of ten classes of clothing, compared with training from scratch.
 
     python -m research.clothing --data-dir data/clothing --jobs 2 --out output/clothing.json \\
         --weights weights/vil_tiny_photographs.safetensors data/vil_tiny_fractals.safetensors
 
-There are 3,068 training images in total, or 20 of each kind. `vil_tiny` is trained at 224 pixels by
-configs/finetune.yaml, from scratch and from each file of weights. As a
-comparison, a logistic regression is fitted to frozen features of the same weights, and of random weights. For each way
-and number of images, a seed that is not reported chooses the learning rate, or the penalty of the regression, on the
-split `validation`. The reported accuracy is the top-1 of the EMA weights after the last epoch on the split `test`, on
-which nothing is chosen. A seed determines the initial weights, the order of the images and, with 20 images of a kind,
-the sample of images. The protocol is in research/transfer.md.
+The training set has 3,068 images, or 20 images per class. `vil_tiny` is trained at 224 pixels with
+configs/finetune.yaml, from scratch and from each weights file. As a
+comparison, a logistic regression is fitted to frozen features of the same weights, and of random weights. For each
+method and number of images, the learning rate or the penalty of the regression is selected on the split `validation`
+with a seed that is not reported. The reported accuracy is the top-1 of the EMA weights after the last epoch on the
+split `test`, on which nothing is selected. A seed determines the initial weights, the order of the images and, with 20
+images per class, the sample of images. The protocol is in research/transfer.md.
 
 Finished runs are stored in the JSON file, and a second call continues with the other runs. Unknown options are passed
 to `train_imagenet.py`.
@@ -49,7 +49,7 @@ RANDOM = "random"
 
 
 def ways(names: Sequence[str]) -> dict[str, Sequence[float]]:
-    """Return the methods to compare for these weight files, each with its candidate settings."""
+    """Return the compared methods with the learning rates or regression penalties that each method tries."""
     trained = [SCRATCH, *map(fine_tuned, names)]
     return dict.fromkeys(trained, RATES) | dict.fromkeys([*map(linear, names), linear(RANDOM)], PENALTIES)
 
@@ -90,12 +90,12 @@ def main() -> None:
 
 
 def drawn(files: Sequence[Path], run: Run) -> list[Path]:
-    """Return the run's training images of one class. If the run uses all images, they do not depend on the seed."""
+    """Return the training images of one class: a random sample that depends on the run's seed, or all images."""
     return random.Random(run.seed).sample(sorted(files), run.per_class) if run.per_class else sorted(files)
 
 
 def write_images(data: Path, runs: str, run: Run) -> None:
-    """Write the training images of a run and its evaluation images. Runs with the same seed share these images."""
+    """Write the training and evaluation images of a run. Runs with the same seed share the written images."""
     folder = transfer.images_of(runs, run)
     if folder.exists():
         return
@@ -107,7 +107,7 @@ def write_images(data: Path, runs: str, run: Run) -> None:
 
 
 def train(words: list[str], files: dict[str, Path], folder: str, run: Run) -> dict[str, Any]:
-    """Train a run by train_imagenet.py and return its outcome."""
+    """Train a run as train_imagenet.py does, and return the accuracy, losses and duration."""
     start = {fine_tuned(name): ["--pretrained-path", str(path)] for name, path in files.items()}.get(run.way, [])
     split = "validation" if run.rehearse else "test"
     words = [*words, *start, "--epochs", str(EPOCHS[run.per_class]), "--val-split", split]
@@ -153,10 +153,11 @@ class Probe:
 
 
 def differences_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table of the differences between fine-tuning the first weights and each other method.
+    """Return a Markdown table that compares fine-tuning from the first file of `--weights` with the other methods.
 
-    The other ways are training from scratch, the other weights, and the first weights' own frozen features. With 20
-    images of a kind, the paired test is used, because a seed samples the same images for all ways; otherwise Welch's.
+    The other methods are training from scratch, fine-tuning from the other files, and a regression on frozen features
+    of the first file. With 20 images per class, the paired t-test is used, because all methods use the images that the
+    seed samples. With all images, Welch's t-test is used.
     """
     found = []
     for per_class, own in transfer.complete(rows).items():

@@ -5,11 +5,11 @@
         weights/vil_tiny_photographs.safetensors
 
 Each model is trained from scratch and fine-tuned from weights that were pre-trained on Tiny ImageNet, for 20 and for
-100 epochs, without layer decay. Each way chooses its learning rate on the split `validation` with a seed that is not
-reported. The reported accuracy is the top-1 of the EMA weights after the last epoch on the split `test`.
+100 epochs, without layer decay. Each method's learning rate is selected on the split `validation` with a seed that is
+not reported. The reported accuracy is the top-1 of the EMA weights after the last epoch on the split `test`.
 
-The program trains the runs in the order of the page. A run that the JSON file already has is not trained again.
-Fine-tuning of a model starts when its file of weights exists. Unknown options are passed to `train_imagenet.py`.
+The program trains the runs in the order that research/clothing_fair.md specifies. Runs in the JSON file are not
+repeated. Fine-tuning of a model starts when its weights file exists. Unknown options are passed to `train_imagenet.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Rows = Sequence[dict[str, Any]]
 CONFIG = ROOT / "configs" / "finetune.yaml"
 RECIPE = ["--layer-decay", "none"]
 RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-FIRST_RATES = RATES[1:-1]  # first rates of the short budget; a neighbor is tried if the best rate is at an edge
+FIRST_RATES = RATES[1:-1]  # learning rates that are tried first with the short budget
 SHORT, LONG = BUDGETS = 20, 100  # epochs
 CHOICE_SEED = 100
 SEEDS = range(5)
@@ -48,7 +48,7 @@ WEIGHTS = {POOLED: "vil_tiny_pooled_photographs", DEIT: "deit_tiny_photographs",
 
 
 class Way(NamedTuple):
-    """A model, its start (from scratch or fine-tuned) and its budget in epochs."""
+    """Compared method: a model, trained from scratch or fine-tuned, and the number of epochs."""
 
     model: str
     start: str
@@ -56,7 +56,7 @@ class Way(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A training run; `rehearse` is True if the run serves to choose the learning rate."""
+    """Settings of a training run; `rehearse` is True if the run serves to select the learning rate."""
 
     model: str
     start: str
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def with_weights(files: dict[str, Path]) -> set[str]:
-    """Return the models whose pre-trained weights exist now."""
+    """Return the models whose pre-trained weights file exists."""
     return {model for model, path in files.items() if path.exists()}
 
 
@@ -128,10 +128,10 @@ def digest(path: Path) -> str:
 
 
 def check_weights(rows: Rows, files: dict[str, Path]) -> None:
-    """Compare the weights of the stored runs with the given files.
+    """Check that the stored runs were fine-tuned from the given weights files.
 
     Raises:
-        SystemExit: A stored run started from other weights.
+        SystemExit: A stored run was fine-tuned from other weights.
     """
     for model in with_weights(files):
         if {row["weights"] for row in rows if row["model"] == model} - {digest(files[model]), None}:
@@ -139,7 +139,7 @@ def check_weights(rows: Rows, files: dict[str, Path]) -> None:
 
 
 def train(data: Path, words: list[str], files: dict[str, Path], folder: str, run: Run) -> dict[str, Any]:
-    """Train one run and return its outcome."""
+    """Train a run, and return the accuracy, the losses, the duration and the digest of the pre-trained weights."""
     path = files[run.model] if run.start == FINE_TUNED else None
     words = [*words, "--model", run.model, "--epochs", str(run.epochs)]
     words += ["--val-split", "validation" if run.rehearse else "test"]
@@ -150,7 +150,7 @@ def train(data: Path, words: list[str], files: dict[str, Path], folder: str, run
 def do_all(
     results: Results, pool: Executor | None, jobs: int, training: Callable[[Run], dict], pretrained: Callable[[], set]
 ) -> None:
-    """Train the missing runs in the order of `planned`, with `jobs` runs at a time."""
+    """Train the runs that are missing in the results, in the order of `planned`, with `jobs` runs at a time."""
     running: dict[Future, Run] = {}
     while True:
         busy = set(running.values())
@@ -172,11 +172,11 @@ def record(results: Results, run: Run, outcome: dict[str, Any]) -> None:
 
 
 def planned(rows: Rows, pretrained: Iterable[str]) -> Iterator[Run]:
-    """Yield the runs that can be trained now and the finished runs, in the registered order.
+    """Yield the finished runs and the runs whose learning rate and pre-trained weights are known, in the planned order.
 
     Args:
-        rows: Runs that are done.
-        pretrained: Models whose weights exist.
+        rows: Finished runs.
+        pretrained: Models whose pre-trained weights file exists.
     """
     for ways in STAGES:
         ways = [way for way in ways if way.start == SCRATCH or way.model in pretrained]
@@ -186,10 +186,10 @@ def planned(rows: Rows, pretrained: Iterable[str]) -> Iterator[Run]:
 
 
 def rates_to_try(rows: Rows, way: Way) -> Sequence[float]:
-    """Return the learning rates that a way must try according to the results so far.
+    """Return the learning rates that a method must try according to the finished runs.
 
-    The short budget tries FIRST_RATES, and the next rate if the best one is at an edge. The long budget tries the rate
-    that the short budget chose and its two neighbors.
+    With the short budget, the method tries FIRST_RATES, and one more learning rate if the best one is the first or the
+    last. With the long budget, the method tries the best learning rate of the short budget and both neighbors in RATES.
     """
     if way.epochs == LONG:
         rate = chosen(rows, way._replace(epochs=SHORT))
@@ -206,12 +206,12 @@ def own(rows: Rows, way: Way, rehearse: bool) -> Rows:
 
 
 def tried(rows: Rows, way: Way) -> dict[float, float]:
-    """Return the top-1 on the validation images by learning rate."""
+    """Return a method's validation top-1 by learning rate, for the runs that select the learning rate."""
     return {row["setting"]: row["top1"] for row in sorted(own(rows, way, True), key=lambda row: row["setting"])}
 
 
 def chosen(rows: Rows, way: Way) -> float | None:
-    """Return the best learning rate (the lowest on ties), or None if some rates are still to be tried."""
+    """Return the learning rate with the best validation top-1 (the lowest on ties), or None if runs are missing."""
     found, needed = tried(rows, way), rates_to_try(rows, way)
     if not needed or not all(rate in found for rate in needed):
         return None
@@ -219,7 +219,7 @@ def chosen(rows: Rows, way: Way) -> float | None:
 
 
 def by_seed(rows: Rows, way: Way) -> dict[int, float]:
-    """Return the top-1 on the test images of the runs at the chosen rate."""
+    """Return a method's test top-1 by seed, for the runs with the selected learning rate."""
     rate = chosen(rows, way)
     found = (row for row in own(rows, way, False) if row["setting"] == rate)
     return {row["seed"]: row["top1"] for row in sorted(found, key=lambda row: row["seed"])}
@@ -230,7 +230,7 @@ def is_complete(top1: dict[int, float]) -> bool:
 
 
 def rates_table(rows: Rows) -> str:
-    """Return a Markdown table of the top-1 on the validation images by learning rate."""
+    """Return a Markdown table of each method's validation top-1 by learning rate."""
     table = [["model", "start", "epochs", *(f"{rate:g}" for rate in RATES), "chosen"]]
     for way in (way for ways in STAGES for way in ways):
         found, rate = tried(rows, way), chosen(rows, way)
@@ -240,7 +240,7 @@ def rates_table(rows: Rows) -> str:
 
 
 def ways_table(rows: Rows) -> str:
-    """Return a Markdown table of the test accuracy of each way that has all seeds."""
+    """Return a Markdown table of each method's test accuracy. A method without all seeds gets an empty cell."""
     table = [["model", "start", "epochs", "learning rate", "runs", "test top-1 %, mean ± deviation", "seeds"]]
     for way in (way for ways in STAGES for way in ways):
         top1, rate = by_seed(rows, way), chosen(rows, way)
@@ -250,9 +250,9 @@ def ways_table(rows: Rows) -> str:
 
 
 def differences_table(rows: Rows) -> str:
-    """Return a Markdown table of differences between two ways, if both ways have all seeds.
+    """Return a Markdown table of differences in test accuracy between two methods, if both methods have all seeds.
 
-    p-values are shown, with Holm's correction, when the last run of the four registered tests is there.
+    The p-values, also with Holm's correction, are shown when all runs of the four registered tests are finished.
     """
     table = [["first", "less", "points (95% interval)", "p (Welch)", "p (Holm)"]]
     gaps = [difference(rows, *pair) for pair in TESTED + ESTIMATED]
@@ -265,7 +265,7 @@ def differences_table(rows: Rows) -> str:
 
 
 def difference(rows: Rows, first: Way, second: Way) -> Difference | None:
-    """Return the difference by Welch's test, or None if a way lacks seeds."""
+    """Compare the test accuracy of two methods by Welch's t-test. Return None if a seed of a method is missing."""
     both = by_seed(rows, first), by_seed(rows, second)
     return welch(*both) if all(map(is_complete, both)) else None
 
@@ -275,7 +275,7 @@ def said(way: Way) -> str:
 
 
 def read(path: Path) -> Rows:
-    """Return the runs of a file of results, or no runs if the file does not exist."""
+    """Return the runs in a results file, or an empty list if the file does not exist."""
     return json.loads(path.read_text())["runs"] if path.exists() else []
 
 

@@ -16,8 +16,8 @@ class Difference(NamedTuple):
     """First mean minus second mean, with a confidence interval and a p-value."""
 
     mean: float
-    low: float  # lower end of the 95% interval
-    high: float
+    low: float  # lower end of the 95% confidence interval of the difference
+    high: float  # upper end of the 95% confidence interval of the difference
     p_value: float
 
     @property
@@ -57,7 +57,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def spread(values: Iterable[float], digits: int = 2) -> str:
-    """Format values as mean ± standard deviation; a single value without deviation."""
+    """Format values as "mean ± standard deviation". A single value is formatted as "value"."""
     values = list(values)
     return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 

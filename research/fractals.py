@@ -9,10 +9,10 @@ each class folder is written atomically.
 
 A class is an iterated function system: a few affine maps of the plane, of which the chaos game applies one at a time,
 chosen at random, to a point. The images of a class are rendered from systems near the class's system. The procedure
-follows FractalDB's paper (Kataoka et al., "Pre-training without Natural Images", ACCV 2020) and its authors' code: 2 to
-8 maps (their code stops at 7) with coefficients uniform in [-1, 1], applied with probabilities in proportion to |det|;
-a system becomes a class if 100,000 points fill at least 0.2 of 512 x 512 pixels; points are scaled to the image, each
-axis by itself, with a margin of 6 pixels in 512, plotted as 3x3 patches of grey 127 on black, and flipped.
+follows the paper of FractalDB (Kataoka et al., "Pre-training without Natural Images", ACCV 2020) and its authors' code:
+2 to 8 maps (at most 7 in their code) with coefficients uniform in [-1, 1], applied with probabilities in proportion to
+|det|; a system becomes a class if 100,000 points fill at least 0.2 of 512 x 512 pixels; points are scaled to the image,
+each axis separately, with a margin of 6 pixels in 512, plotted as 3x3 patches of grey 127 on black, and flipped.
 The differences are: their 1,000 images of a class are 25 weights of the class, one parameter of all its maps at a time,
 by 4 flips, by 10 patches; here every coefficient of every image has its own weight, as in 1p-frac (2024). An image has
 one patch, which only adds grey; their code samples another patch for every point and pastes it, including black pixels,
@@ -69,24 +69,25 @@ from vil.info import environment
 
 MOST_MAPS = 8
 CHAINS = 512
-BURN_IN = 50  # number of discarded initial steps of a chain, which starts at (0, 0)
-TABLE = 2**22  # number of possible start positions of a chaos game in the table of random numbers
+BURN_IN = 50  # number of steps from (0, 0) that each chain of the chaos game discards
+TABLE = 2**22  # number of positions in the table of random numbers at which a chaos game can start
 # maximum number of points rendered at a time; a point takes about 40 bytes of memory and a pixel 20 bytes
 AT_ONCE = dict(cuda=2**26, cpu=2**22)
 
-FILLING, JUDGED_POINTS, JUDGED_SIZE = 0.2, 100_000, 512  # thresholds of a class: filling rate, points and image size
+# An iterated function system becomes a class if 100,000 points fill at least 0.2 of the pixels of a 512 x 512 image.
+FILLING, JUDGED_POINTS, JUDGED_SIZE = 0.2, 100_000, 512
 COARSE_SIZE, COARSE_POINTS = 32, 4096
-# minimum rates of coarse cells for a candidate to be judged (all classes had at least 0.44) and for an image to be kept
-PROMISING, KEPT = 0.3, 0.1
+PROMISING = 0.3  # minimum share of filled coarse pixels of a class; lower shares are rejected without more points
+KEPT = 0.1  # minimum share of filled coarse pixels of an image; emptier images are sampled again
 ATTEMPTS = 100  # maximum number of attempts to sample an image
 MARGIN = 6 / 512  # margin of an image relative to the side of the image
 CLUTTER_SYSTEMS = 256
-LARGEST = 4096  # maximum image side, for which pixel indices are exact in float32
+LARGEST = 4096  # maximum image side in pixels, because larger pixel indices are not exact in float32
 GREY, QUALITY = 127, 90
-COLOURS = 1 + MOST_MAPS  # number of colours per class; the first is the background's
+COLOURS = 1 + MOST_MAPS  # number of colours per class: the colour of the background, and one per map
 
 SPLITS = ("train", "validation", "test")
-# purposes of random numbers: the first part of their key after the seed
+# The key of each random number generator begins with the seed and one of these purposes.
 CLASSES, CLUTTER, CHOICES, PALETTES, FIRST_SPLIT = range(5)
 
 
@@ -138,7 +139,7 @@ class Fractals:
 
 
 def draw_systems(count: int, seed: int, purpose: int = CLASSES, device: torch.device | str = "cpu") -> np.ndarray:
-    """Sample random function systems whose points fill an image. The first systems do not depend on `count`.
+    """Sample iterated function systems whose points fill an image. A larger `count` only appends systems.
 
     Args:
         count: Number of systems.
@@ -191,8 +192,9 @@ def vary(systems_BM7: np.ndarray, uniform_BM6: np.ndarray, variation: float) -> 
 
 @functools.lru_cache(maxsize=4)
 def choices(seed: int, length: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return uniform random numbers in [0, 1) that select the maps, (length,) float32; longer tables extend shorter
-    ones.
+    """Return the uniform random numbers (length,) in [0, 1) by which the chaos game selects maps, as float32.
+
+    A larger `length` only appends numbers.
     """
     random = np.random.default_rng(_key(seed, CHOICES))
     return torch.from_numpy(random.random(length, dtype=np.float32)).to(device)
@@ -201,10 +203,10 @@ def choices(seed: int, length: int, device: torch.device | str = "cpu") -> Tenso
 def play(
     systems_BM7: np.ndarray, starts_B: np.ndarray, points: int, seed: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Run the chaos game with K chains a system from (0, 0), and return the points after the first `BURN_IN` steps.
+    """Run K chains of the chaos game per system, and return their points without the first `BURN_IN` steps.
 
-    Step t of chain k applies the first map whose cumulative probability is not below the number start + t K + k of the
-    table.
+    All chains start at (0, 0). Step t of chain k applies the first map whose cumulative probability is at least the
+    random number at position start + t K + k of the table.
 
     Args:
         systems_BM7: Systems of `draw_systems`.
@@ -220,9 +222,9 @@ def play(
     B, M, _ = systems_BM7.shape
     steps = -(-points // CHAINS)
     sums_BM = torch.from_numpy(systems_BM7[..., 6]).cumsum(1)
-    # the last sum is 1, and all random numbers are below 1
+    # Divide by the last cumulative probability, because it must not be below a random number in [0, 1).
     sums_BM = sums_BM.div_(sums_BM[:, -1:].clone()).to(device, torch.float32)
-    # rows (a, c), (b, d) and (e, f) are the factors of x, y and 1
+    # An affine map is stored as rows (a, c), (b, d) and (e, f), which are multiplied by x, y and 1.
     maps = torch.from_numpy(systems_BM7[..., [0, 2, 1, 3, 4, 5]]).to(device, torch.float32).reshape(B * M, 6)
     first_B1 = torch.arange(0, B * M, M, device=device)[:, None]
     windows = choices(seed, TABLE + (BURN_IN + steps) * CHAINS, device).unfold(0, CHAINS, 1)
@@ -249,9 +251,7 @@ def _apply(maps: Tensor, points: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def filling_rate(points_BN2: Tensor, size: int) -> Tensor:
-    """Return the share of pixels that contain a point, (B,), in images of `size` pixels a side; 0 if a point is not
-    finite.
-    """
+    """Return the share of the size x size pixels that contain a point, (B,); 0 if a point is not finite."""
     B, device = len(points_BN2), points_BN2.device
     index_BN, finite_B = _pixels(points_BN2, torch.eye(3, 2, device=device).expand(B, 3, 2), size)
     hits = torch.zeros(B, size * size, dtype=torch.bool, device=device).scatter_(1, index_BN, True)
@@ -259,7 +259,7 @@ def filling_rate(points_BN2: Tensor, size: int) -> Tensor:
 
 
 def render(points_BN2: Tensor, maps_BN: Tensor, frames_B32: Tensor, masks_B33: Tensor, size: int) -> Tensor:
-    """Draw a patch around each point. Patches of later maps cover patches of earlier maps.
+    """Draw a 3x3 patch around each point. Where patches overlap, the map with the largest index wins.
 
     Args:
         points_BN2: Points of `play`. Their bounding box becomes the square from -1 to 1.
@@ -275,7 +275,8 @@ def render(points_BN2: Tensor, maps_BN: Tensor, frames_B32: Tensor, masks_B33: T
     """
     index_BN, finite_B = _pixels(points_BN2, frames_B32, size)
     hits = torch.zeros(len(points_BN2), size * size, dtype=torch.int32, device=points_BN2.device)
-    hits.scatter_reduce_(1, index_BN, maps_BN.int().add_(1), "amax")  # independent of the order
+    # The maximum makes the result independent of the order of the points.
+    hits.scatter_reduce_(1, index_BN, maps_BN.int().add_(1), "amax")
     hits_BHW = hits.to(torch.uint8).view(-1, size, size) * finite_B[:, None, None]
     padded = torch.nn.functional.pad(hits_BHW, (1, 1, 1, 1))
     drawn_BHW = torch.zeros_like(hits_BHW)
@@ -290,9 +291,9 @@ def _pixels(points_BN2: Tensor, frames_B32: Tensor, size: int) -> tuple[Tensor, 
     low_B2, high_B2 = torch.aminmax(points_BN2, dim=1)
     finite_B = (high_B2 - low_B2).isfinite().all(1)
     margin = MARGIN * size
-    half = size / 2 - margin  # points with an extent of 0 are drawn at the low edge
+    half = size / 2 - margin
     scale_B2 = 2 / (high_B2 - low_B2).clamp(min=torch.finfo(torch.float32).tiny)
-    # Compose one affine map: bounding box to square, square by frame, frame to pixels.
+    # Compose the affine maps from the bounding box to the square, from the square to the frame, and to pixels.
     linear_B22 = frames_B32[:, :2] * half
     offset_B2 = frames_B32[:, 2] * half + size / 2
     linear_B22 = linear_B22 * scale_B2[..., None]
@@ -304,7 +305,7 @@ def _pixels(points_BN2: Tensor, frames_B32: Tensor, size: int) -> tuple[Tensor, 
 
 
 class Place(NamedTuple):
-    """Position of an image in a folder."""
+    """Position of an image in the data set."""
 
     split: str
     number: int  # index of its class
@@ -321,8 +322,8 @@ def render_images(
     """Render images. Each image is independent of the other images in the call.
 
     Args:
-        systems: Systems of all classes, (classes, M, 7), of `draw_systems`.
-        clutter: Systems of the clutter, (any number, M, 7).
+        systems: Systems of all classes, (classes, M, 7), as returned by `draw_systems`.
+        clutter: Systems of the small fractals behind each fractal, (any number, M, 7).
         fractals: Options.
         places: Positions of the B images.
         device: Device that renders.
@@ -340,7 +341,8 @@ def render_images(
     bits = (1 + np.floor(patch * 511).astype(np.int64)) >> np.arange(9) & 1
     masks_B33 = torch.from_numpy(bits.reshape(-1, 3, 3).astype(bool)).to(device)
     frames_B32 = _frames(placement, 0.5, 1) if f.placement else np.tile(np.eye(3, 2), (B, 1, 1))
-    frames_B32[:, :2] *= np.where(flips < 0.5, -1, 1)[..., None]  # flip the axes before the rotation
+    # Changing the signs of the frame's axes flips the fractal before the rotation.
+    frames_B32[:, :2] *= np.where(flips < 0.5, -1, 1)[..., None]
     drawn_BHW = render(*points, _to_device(frames_B32, device), masks_B33, f.size)
 
     palettes_BC3 = _palettes(f, places, shades.reshape(B, COLOURS, 3), device)
@@ -353,7 +355,7 @@ def render_images(
 def _uniform(
     seed: int, places: Sequence[Place], part: int, width: int, attempts: Iterable[int] = itertools.repeat(0)
 ) -> np.ndarray:
-    """Return random numbers in [0, 1) for each image, (B, width), which differ between parts and attempts."""
+    """Return independent random numbers (B, width) in [0, 1) for each image, part and attempt."""
     found = np.empty((len(places), width))
     rows_of = defaultdict(list)
     for row, (place, attempt) in enumerate(zip(places, attempts)):
@@ -368,8 +370,9 @@ def _uniform(
 def _points_that_fill(
     systems: np.ndarray, f: Fractals, places: Sequence[Place], device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Return points and maps of `play` for systems near the places' classes, resampling those that fill almost
-    nothing.
+    """Vary the system of each image's class, and return the points and map indices of the chaos game.
+
+    A variation whose points fill almost nothing is sampled again.
     """
     numbers_B = np.array([place.number for place in places])
     attempts_B, weights = np.zeros(len(places), dtype=np.int64), MOST_MAPS * 6
@@ -379,7 +382,7 @@ def _points_that_fill(
         varied = vary(systems[numbers_B[rows]], uniform[:, :weights].reshape(-1, MOST_MAPS, 6), f.variation)
         return play(varied, (uniform[:, weights] * TABLE).astype(np.int64), points, f.seed, device)
 
-    for points in (COARSE_POINTS, f.points):  # rendering few points first finds most empty images faster
+    for points in (COARSE_POINTS, f.points):  # a first pass with few points finds most empty images at low cost
         failed = np.arange(len(places))
         points_BN2, maps_BN = judged, _ = play_some(failed, points)
         while len(failed := failed[(filling_rate(judged, COARSE_SIZE) < KEPT).numpy(force=True)]):
@@ -398,7 +401,7 @@ def _points_that_fill(
 def _piece(
     uniform_B9: np.ndarray, clutter: np.ndarray, f: Fractals, masks_B33: Tensor, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Render one piece of clutter in each image, and return it with palettes (B, C, 3) of a single colour."""
+    """Render one small fractal per image, and return the map indices with palettes (B, C, 3) of a single colour."""
     which, shades, placement = np.split(uniform_B9, [2, 5], axis=1)
     others = clutter[(which[:, 0] * len(clutter)).astype(np.int64)]
     starts_B = (which[:, 1] * TABLE).astype(np.int64)
@@ -409,13 +412,13 @@ def _piece(
 
 
 def _over(images: Tensor, drawn_BHW: Tensor, palettes_BC3: Tensor) -> Tensor:
-    """Draw the result of `render` over images, or over one colour per image. Return (B, H, W, 3) uint8."""
+    """Paint a fractal (the result of `render`) over images or single-colour backgrounds. Return (B, H, W, 3) uint8."""
     index_BHW = drawn_BHW + torch.arange(0, palettes_BC3[..., 0].numel(), COLOURS, device=images.device)[:, None, None]
     return torch.where(drawn_BHW[..., None] > 0, palettes_BC3.flatten(0, 1)[index_BHW], images)
 
 
 def _palettes(f: Fractals, places: Sequence[Place], uniform_BC3: np.ndarray, device: torch.device | str) -> Tensor:
-    """Return the colours (B, C, 3) uint8 of the background and of each map in each image."""
+    """Return each image's colours (B, C, 3) in uint8: the background colour, and one colour per map."""
     if f.colours is None:
         shades = np.zeros(uniform_BC3.shape)
         shades[:, 1:] = GREY

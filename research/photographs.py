@@ -2,11 +2,11 @@
 
     python -m research.photographs --minutes 9 --out output/photographs.json    # repeat until the study is complete
 
-Each call continues from the results so far (`--earlier`) and the runs in `--folder`, in the protocol's order: a
-learning rate for every model, the speed of compiled DeiT, seeds of all models in turn, further seeds if the deviation
-requires them, and finally the protocol's extensions. A run is a run of train_imagenet.py, which is started, stopped and
-resumed as in research/seeds.py. Each finished run is written to `--out` with its last weights' predictions for the test
-images. Test accuracies are computed only when the last run is finished.
+Each call continues from the results in `--earlier` and the runs in `--folder`, in the protocol's order: a learning rate
+for every model, the speed of compiled DeiT, seeds of all models in turn, further seeds if the confidence interval is
+too wide, and finally the protocol's extensions. research/seeds.py starts, stops and resumes the runs of
+train_imagenet.py. Each finished run is written to `--out` with the predictions of the last weights for the test images.
+Test accuracies are computed only when all runs are finished.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ COMPARED = ((VIL, VIM), (POOLED, VIL), (VIL, DEIT))  # pairs of models compared 
 RATES = (5e-4, 1e-3, 2e-3)
 CHOICE_SEED = 100  # seed of the runs that select the learning rate; no other run uses this seed
 SEEDS, FURTHER_SEEDS = range(5), range(5, 8)
-PROTOCOL = dict.fromkeys(MODELS, FURTHER_SEEDS.stop)  # end of the range of seeds, by model
-# extensions registered after the differences were known; used for estimates but not for tests
+PROTOCOL = dict.fromkeys(MODELS, FURTHER_SEEDS.stop)  # exclusive upper bound of each model's seeds
+# Additional seeds were planned after the first differences were known, so no significance test uses them.
 EXTENSIONS = ({VIL: 12, VIM: 12}, {VIL: 12, VIM: 20})
-WIDEST = 0.5  # percentage points: half-width of ViL minus ViM's interval above which further seeds are trained
-MARGIN = 1.0  # percentage points: margin of equivalence
+WIDEST = 0.5  # percentage points; further seeds are trained if the interval of ViL minus ViM has a larger half-width
+MARGIN = 1.0  # percentage points; models are equivalent if the interval of their difference is within this margin
 OPTIONS = {"rates": ["--epochs", "8"], "compiled": ["--epochs", "2", "--torchcompile"], "seeds": []}
 DIVERGED = r"the (loss|gradient norm|gradient's norm) is (nan|inf|-inf) at step"
 
 
 class Cell(NamedTuple):
-    """Identifies a run of the study by its settings. `stage` is a key of OPTIONS."""
+    """Settings that identify a planned run of the study. `stage` is a key of OPTIONS."""
 
     stage: str
     model: str
@@ -60,7 +60,7 @@ class Cell(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Name of the folder that contains the run's folder."""
+        """Name of the folder for all runs with this stage and learning rate."""
         return f"{self.stage}-{self.lr:g}"
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ def cell_of(run: dict[str, Any]) -> Cell:
 
 
 def stages(runs: Runs) -> Iterator[list[Cell]]:
-    """Iterate over the protocol's stages in order; the cells of a stage depend on the runs of earlier stages."""
+    """Yield the planned runs of each stage in order. The plan of a stage depends on the results of earlier stages."""
     yield [Cell("rates", model, lr, CHOICE_SEED) for lr in RATES for model in MODELS]
     further = {model: beyond(found) for model, found in accuracy_by_rate(runs).items()}
     yield [Cell("rates", model, lr, CHOICE_SEED) for model, lr in further.items() if lr]
@@ -86,19 +86,19 @@ def stages(runs: Runs) -> Iterator[list[Cell]]:
 
 
 def to_do(runs: Runs) -> list[Cell]:
-    """Return the missing cells of the first incomplete stage, or [] if the study is complete."""
+    """Return the planned runs that the first incomplete stage lacks, or [] if the study is complete."""
     done = {cell_of(run) for run in runs}
     left = ([cell for cell in cells if cell not in done] for cells in stages(runs))
     return next((cells for cells in left if cells), [])
 
 
 def extension(runs: Runs) -> list[Cell]:
-    """Return the missing cells of the first incomplete extension, after the protocol is complete."""
+    """Return the planned runs that the first incomplete extension of the protocol lacks, or [] if all are complete."""
     return next((cells for ends in EXTENSIONS if (cells := missing_of(ends, runs))), [])
 
 
 def missing_of(ends: dict[str, int], runs: Runs) -> list[Cell]:
-    """Return the missing cells whose seeds follow the protocol's seeds and are below `ends[model]`."""
+    """Return the planned runs without results whose seeds are beyond the protocol's seeds and below `ends[model]`."""
     have = {cell_of(run) for run in runs}
     rates = {model: run["lr"] for model in ends for run in of_seeds(runs, model)}
     seeds_behind = range(FURTHER_SEEDS.stop, max(ends.values()))
@@ -113,7 +113,7 @@ def beyond(accuracies: dict[float, float]) -> float | None:
 
 
 def accuracy_by_rate(runs: Runs) -> dict[str, dict[float, float]]:
-    """Return the validation top-1 by model and learning rate."""
+    """Return the validation top-1 by model and learning rate, for the runs that select the learning rate."""
     tried = sorted((run for run in runs if run["stage"] == "rates"), key=lambda run: run["lr"])
     return {model: {run["lr"]: run["top1"] for run in tried if run["model"] == model} for model in MODELS}
 
@@ -124,7 +124,7 @@ def of_seeds(runs: Runs, model: str, end: int = FURTHER_SEEDS.stop) -> Runs:
 
 
 def top1_to_choose_on(runs: Runs, model: str, curve: str = "eval_top1") -> BySeed:
-    """Return the final validation top-1 by seed. The curve "eval_top1_ema" gives that of the EMA weights."""
+    """Return a model's final validation top-1 by seed. For the EMA weights, pass the curve "eval_top1_ema"."""
     return {run["seed"]: run["curves"][curve][-1] for run in of_seeds(runs, model)}
 
 
@@ -161,13 +161,13 @@ class Study:
         self.gpus = seeds.share_gpus(seeds.visible_gpus(), options.jobs, 1)
 
     def go_on(self) -> None:
-        """Train the missing cells until all are finished or the time limit is reached."""
+        """Train the planned runs until all are finished or the time limit is reached."""
         with self.deadline, ThreadPoolExecutor(self.options.jobs) as pool:
             while (cells := to_do(self.runs) or extension(self.runs)) and all(list(pool.map(self.do, cells))):
                 pass
 
     def do(self, cell: Cell) -> bool:
-        """Start or resume the run of a cell, and return whether the run has finished."""
+        """Start or resume a planned run, and return whether the run has finished."""
         folder = self.options.folder / cell.place
         words = [*self.words, *OPTIONS[cell.stage], "--lr", f"{cell.lr:g}"]
         try:
@@ -201,12 +201,12 @@ class Study:
 def read(results: Path) -> tuple[Runs, Judged | None]:
     """Read the runs and test predictions of a results file. Both are empty if the file does not exist."""
     runs = json.loads(results.read_text())["runs"] if results.exists() else []
-    judged = any(run.get("stage") == "seeds" for run in runs)  # files of research/seeds.py have no stages
+    judged = any(run.get("stage") == "seeds" for run in runs)  # files written by research/seeds.py have no "stage"
     return runs, Judged.read(seeds.predictions_of(results)) if judged else None
 
 
 def rates_table(runs: Runs) -> str:
-    """Return a Markdown table of the validation accuracy by model and learning rate."""
+    """Return a Markdown table of the validation top-1 of ViL, ViM, pooled ViL and DeiT by learning rate."""
     found = accuracy_by_rate(runs)
     rates = sorted({*RATES, *(rate for by_rate in found.values() for rate in by_rate)})
     table = [["model", *(f"{rate:g}" for rate in rates), "chosen"]]
@@ -218,19 +218,18 @@ def rates_table(runs: Runs) -> str:
 
 
 def images_per_second(runs: Runs) -> dict[str, float]:
-    """Return the training throughput by GPU: the maximum over runs of a run's median, because a GPU may be
-    throttled.
-    """
+    """Return the training throughput by GPU, as the fastest run's median over epochs, because GPUs may be throttled."""
     by_gpu: dict[str, list[float]] = {}
     for run in runs:
         speeds = run["curves"]["images_per_second"]
-        speed = speeds[-1] if run["stage"] == "compiled" else median(speeds)  # the first epoch compiles
+        # The first epoch of a compiled run includes the compilation.
+        speed = speeds[-1] if run["stage"] == "compiled" else median(speeds)
         by_gpu.setdefault(run["machine"]["gpu"] or "CPU", []).append(speed)
     return {gpu: max(found) for gpu, found in sorted(by_gpu.items())}
 
 
 def models_table(runs: Runs, judged: Judged | None) -> str:
-    """Return a Markdown table of each model's training cost, and test accuracy if all runs are finished."""
+    """Return a Markdown table of the models' training costs, with their test accuracy if all runs are finished."""
     top1 = top1_of_test(runs, judged)
     table = [["model", "parameters", "learning rate", "runs", "test top-1 %, mean ± deviation", "seeds",
               "selection split %", "selection split, EMA %", "GPU minutes of training", "images/s"]]  # fmt: skip
@@ -255,7 +254,10 @@ def models_table(runs: Runs, judged: Judged | None) -> str:
 
 
 def differences_table(runs: Runs, judged: Judged | None) -> str:
-    """Return a Markdown table of the protocol's three comparisons, with values if all runs are finished."""
+    """Return a Markdown table that compares ViL and ViM, pooled ViL and ViL, and ViL and DeiT by test accuracy.
+
+    The cells are empty until all runs are finished.
+    """
     top1 = top1_of_test(runs, judged)
     table = [["model", "minus", "points (95% interval)", "half-width", "p (Welch)", "p (Holm)", f"within ±{MARGIN:g}"]]
     gaps = [welch(top1[first], top1[second]) for first, second in COMPARED] if top1 else []

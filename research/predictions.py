@@ -1,4 +1,4 @@
-"""Files of predicted classes, and image-by-image comparison of two models."""
+"""Files with the predicted class of each image, and comparison of two models by the images that each gets right."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ def job_of(run: dict[str, Any]) -> tuple[str, int]:
 
 
 class Judged:
-    """Targets (N,) and predicted classes of M runs (N, M) for the N images of a split, with image and run names."""
+    """Predictions of several runs for the images of a split.
+
+    Attributes:
+        targets_N: Class of each image.
+        predicted_NM: Predicted class of each image by each run.
+        images: Names of the N images.
+        runs: Names of the M runs.
+    """
 
     def __init__(self, targets_N: np.ndarray, predicted_NM: np.ndarray, images: list[str], runs: list[str]):
         self.targets_N, self.predicted_NM, self.images, self.runs = targets_N, predicted_NM, images, runs
@@ -50,7 +57,7 @@ class Judged:
 
 
 def joined(parts: list[Judged], runs: list[str]) -> Judged:
-    """Join the predictions of several parts, with the given runs in the given order.
+    """Concatenate the predictions of different runs for the same images, and sort them in the order of `runs`.
 
     Raises:
         SystemExit: The parts have different images, or a run has no predictions.
@@ -67,7 +74,7 @@ def joined(parts: list[Judged], runs: list[str]) -> Judged:
 
 
 def compare_images(runs: list[dict[str, Any]], judged: Judged) -> str:
-    """Return a Markdown table that compares the first model image by image with each other model for each seed."""
+    """Return a Markdown table of McNemar's tests, for each seed, between the first model and each other model."""
     columns = {(run["model"], run["seed"]): judged.right_NM[:, i] for i, run in enumerate(runs)}
     first, *others = dict.fromkeys(run["model"] for run in runs)
     table = [

@@ -6,9 +6,8 @@
 A sequence lists key-value pairs and then repeats every key once, at distances that follow a power law. At each repeated
 key the model must predict the key's value. A run is a mixer, a width, a length, a learning rate and a seed.
 Runs in the file `--out` are not repeated. Runs that are unfinished when the time is up resume from their last epoch in
-the next call, from the folder FILE.states. Only one call at a time writes to a file; parallel calls need files of their
-own, which `--report` joins. One process for each GPU trains several runs at a time, each as CUDA graphs on its own
-stream.
+the next call, from the folder FILE.states. Parallel calls need different files `--out`, which `--report` joins. One
+process for each GPU trains several runs at a time, each as CUDA graphs on its own stream.
 
 The harness follows Zoology's at d88d6f5 (2026-01) with its configuration of figure 2 (iclr24_zoology_figure2): two
 layers of width C for every mixer, no MLP; Mamba's block with RMSNorm; attention with a LayerNorm before and after it,
@@ -55,23 +54,23 @@ from vil.fault_tolerance.files import write_atomically
 from vil.info import git_commit
 from vil.training.gradients import FlatGradients
 
-# Zoology's figure 2, which the Longhorn paper follows: pairs and batch size by the length of the sequence
+# Numbers of key-value pairs and batch sizes by sequence length, as in figure 2 of the Zoology paper
 PAIRS = {64: 4, 128: 8, 256: 16, 512: 64}
 BATCH = {64: 512, 128: 512, 256: 256, 512: 128}
 LEARNING_RATES = [1e-3, 2.2e-3, 4.6e-3, 1e-2]
 DATA_SEED = 123
 PIECE = 8192  # parameters per tensor, so that AdamW's fused kernel does not assign 65,536 to one multiprocessor
-STEPS_A_TURN = 16  # number of steps that a run queues before the next run's turn
+STEPS_A_TURN = 16  # number of training steps that a run queues on the GPU before another run queues steps
 SECONDS_BETWEEN_SAVES = 60
 DONE = object()
 
 
 @functools.cache
 def shared_examples(count: int, length: int, pairs: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the examples of `recall_examples`, cached for all runs of a process."""
+    """Return the sequences of `recall_examples`, cached for all runs of a process."""
     examples = recall_examples(count, length, pairs, seed, device)
     if device.type == "cuda":
-        torch.cuda.synchronize()  # the examples must be complete, because all streams read them
+        torch.cuda.synchronize()  # the examples must be complete before other CUDA streams read them
     return examples
 
 
@@ -82,14 +81,14 @@ def examples_of(run: Run, device: torch.device) -> tuple[tuple[Tensor, Tensor], 
 
 
 class Training:
-    """Model and optimizer of a run on a device, with a training step over its examples."""
+    """Model and optimizer of a run, and a training step that is replayed as a CUDA graph on a GPU."""
 
     def __init__(self, run: Run, examples: tuple[Tensor, ...], device: torch.device):
         self.run, self.examples, self.device = run, examples, device
         self.generator = torch.default_generator
         if device.type == "cuda":
-            # In PyTorch 2.11, all CUDA graphs of a generator state read seed and offset from one place on the device,
-            # and each replay writes there on any stream. Therefore each run gets a generator state of its own.
+            # In PyTorch 2.11, graphs captured with one generator share its seed and offset in GPU memory.
+            # Each run needs a separate generator, because graph replays on other streams would change the seed.
             self.generator = torch.Generator(device)
             torch.cuda.default_generators[device.index].graphsafe_set_state(self.generator)
         torch.manual_seed(run.seed)
@@ -126,10 +125,10 @@ class Training:
         self.largest_norm.copy_(torch.maximum(self.largest_norm, norm))
 
     def _tried(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Warm up the step, capture it as a CUDA graph on a GPU, and reset the optimizer's state.
+        """Warm up a training step, and return the step, or on a GPU a replay of its CUDA graph.
 
-        The learning rate is still 0, so the warm-up steps do not change the weights. All other changes are reset here
-        or at the start of each epoch.
+        The warm-up steps have a learning rate of 0, so they do not change the weights. The optimizer state is reset
+        here, and the sums over steps are reset at the start of each epoch.
         """
         step()
         if self.device.type == "cuda":
@@ -150,7 +149,7 @@ class Training:
             sums.zero_()
 
     def begin_turn(self, step: int) -> None:
-        """Seed dropout by run and step, so that dropout does not depend on the other runs."""
+        """Seed the generator before some steps, so that dropout does not depend on runs trained at the same time."""
         self.generator.manual_seed(1_000_003 * self.run.seed + step)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -166,7 +165,7 @@ class Training:
         write_atomically(path, save(tensors, {"run": json.dumps(asdict(self.run))}))
 
     def load(self, path: Path) -> None:
-        """Resume from a file of `save`.
+        """Load the training state from a file written by `save`.
 
         Raises:
             ValueError: The file belongs to a run with other settings.
@@ -184,7 +183,7 @@ class Training:
 
     @torch.no_grad()
     def accuracy(self, pairs: Tensor, queries: Tensor) -> Tensor:
-        """Return the percentage of queries whose value has the largest logit, as a tensor on the device."""
+        """Return the percentage of queries whose correct value has the largest logit, as a tensor on the device."""
         self.model.eval()
         parts = zip(pairs.split(self.run.batch), queries.split(self.run.batch))
         correct = sum((self.model(p, q).argmax(-1) == p[:, 1::2]).sum() for p, q in parts)
@@ -195,7 +194,7 @@ class Training:
 def train(
     run: Run, examples: Callable[[Run], tuple], device: torch.device, deadline: float, state: Path | None = None
 ) -> Iterator[None]:
-    """Train a run in turns. Each `next` queues some steps on the device, and at the end `run` has the results.
+    """Train a run and store the results in `run`. The generator yields after queuing `STEPS_A_TURN` training steps.
 
     Training ends after the last epoch, above `stop_at` percent, or with a value that is not finite. After the deadline,
     training ends with the current epoch and saves its state to the file `state` for the next call.
@@ -245,7 +244,7 @@ def queued(device: torch.device) -> torch.cuda.Event | None:
 
 
 def ended(event: torch.cuda.Event | None) -> Iterator[None]:
-    """Yield until the event has completed, so that a run queues at most two turns of steps."""
+    """Yield until the GPU reaches the event, so that a run queues at most 2 x `STEPS_A_TURN` steps ahead of the GPU."""
     while event and not event.query():
         yield
 
@@ -265,12 +264,12 @@ def state_file(out: Path | None, run: Run) -> Path | None:
 def work(
     index: int, device_type: str, hands: list[list[Run]], results, at_a_time: int, deadline: float, out: Path | None
 ) -> None:
-    """Train the runs of one process, `at_a_time` of them in turns."""
+    """Train the runs of one process, and alternate between `at_a_time` of the runs."""
     device = torch.device(device_type, index if device_type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.recompile_limit = 1000  # each shape of each mixer is compiled separately
+    torch._dynamo.config.recompile_limit = 1000  # torch.compile compiles each model and sequence length separately
 
     examples = functools.partial(examples_of, device=device)
     waiting, reported = list(reversed(hands[index])), time.time()
@@ -309,7 +308,7 @@ def train_all(
         try:
             run = results.get(timeout=1)
         except Empty:
-            workers.join(timeout=0)  # raises a worker's exception
+            workers.join(timeout=0)  # `join` raises the exception of a failed worker process
             continue
         if run is None:
             processes -= 1
@@ -320,7 +319,7 @@ def train_all(
 
 
 def to_do(runs: Iterable[Run], finished: Iterable[Run], out: Path | None) -> list[Run]:
-    """Return the unfinished runs: started runs first, then the others by seed, so that partial results are balanced."""
+    """Return the unfinished runs: started runs first, and new runs by seed, so that partial results are balanced."""
     have = {run.key for run in finished}
 
     def order(run: Run) -> tuple:
@@ -385,7 +384,7 @@ def main() -> None:
 
 
 def run_all(options: argparse.Namespace, finished: list[Run]) -> None:
-    """Train the requested runs that are missing in `finished`, and add them to the list."""
+    """Train the requested runs that the list `finished` lacks, and append each run that ends to `finished`."""
     names = ("epochs", "train_examples", "test_examples", "weight_decay", "stop_at", "precision")
     shared = {name: getattr(options, name) for name in names}
     runs = [

@@ -22,7 +22,7 @@ DROPOUT = 0.1  # dropout rate of embeddings and attention
 
 
 class Longhorn(nn.Module):
-    """Causal mixer with the weights and operators of this package's blocks."""
+    """Causal mixer with the weights and operators of one direction of a ViL block."""
 
     direction = LonghornDirection
 
@@ -88,7 +88,10 @@ class Attention(nn.Module):
 
 
 class RecurrentBlock(nn.Module):
-    """Mamba's block, x + mixer(norm(x)), with an fp32 residual stream; returns all tokens or the requested ones."""
+    """Mamba's block, x + mixer(norm(x)), with an fp32 residual stream.
+
+    The output has all tokens, or only the tokens at the given positions.
+    """
 
     def __init__(self, mixer: nn.Module, width: int):
         super().__init__()
@@ -100,7 +103,7 @@ class RecurrentBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Zoology's transformer block with an identity MLP, so that the second residual branch is only a norm."""
+    """Zoology's transformer block without an MLP: the second residual branch is only a LayerNorm."""
 
     def __init__(self, mixer: nn.Module, width: int):
         super().__init__()
@@ -116,7 +119,7 @@ MIXERS: dict[str, type[nn.Module]] = {"longhorn": Longhorn, "mamba": Mamba, "att
 
 
 class RecallModel(nn.Module):
-    """Two-layer model of the sequences of `recall_examples`."""
+    """Two-layer language model that predicts the value of each repeated key in a sequence."""
 
     def __init__(self, mixer: str, width: int, length: int, vocabulary: int = VOCABULARY):
         super().__init__()
@@ -141,7 +144,7 @@ class RecallModel(nn.Module):
         return torch.cat([x_BSC, rest.scatter(1, places, keys_BPC)], dim=1)
 
     def forward(self, pairs_BS: Tensor, queries_BP: Tensor) -> Tensor:
-        """Return the logits of the next token at the queries, (B, P, vocabulary)."""
+        """Return the logits (B, P, vocabulary) of the token that follows each of the P repeated keys."""
         queries_BP = queries_BP.long()
         x_BTC = self.embedded(pairs_BS, queries_BP)
         if self.positions is not None:
@@ -152,7 +155,7 @@ class RecallModel(nn.Module):
         return F.linear(self.norm(last(x_BTC, queries_BP)), self.embedding.weight)
 
     def loss(self, pairs_BS: Tensor, queries_BP: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the values at the queries, in fp32."""
+        """Return the mean cross-entropy of the values of the repeated keys, in fp32."""
         logits_BPV = self(pairs_BS, queries_BP).float()
         return F.cross_entropy(logits_BPV.flatten(0, 1), pairs_BS[:, 1::2].flatten().long())
 

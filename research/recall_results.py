@@ -12,7 +12,7 @@ from research.recall_model import MIXERS
 from vil.evaluation.markdown import markdown_table
 from vil.fault_tolerance.files import write_atomically
 
-LEARNED = 90.0  # percent; a run with a higher final accuracy counts as having learned the task
+LEARNED = 90.0  # percent of correct queries, above which a run counts as having learned the task
 
 
 @dataclass
@@ -83,7 +83,10 @@ def write(runs: list[Run], path: Path) -> None:
 
 
 def experiments(runs: list[Run]) -> dict[str, list[Run]]:
-    """Group runs that differ only in mixer, learning rate and seed, by a label of the settings that differ."""
+    """Group the runs by all settings except mixer, learning rate and seed.
+
+    The keys name the length, the width, and other settings that differ between groups.
+    """
     free = ("mixer", "lr", "seed")
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
@@ -98,7 +101,7 @@ def learned(runs: list[Run]) -> int:
 
 
 def shares(runs: list[Run]) -> str:
-    """Tabulate how many runs of one experiment learned the task, by mixer and learning rate and over all rates."""
+    """Return a Markdown table of the runs that learned the task, by mixer and learning rate."""
     from scipy.stats import binomtest
 
     head = ["mixer", "learning rate", "runs", "median %", "best %", f"above {LEARNED:g}% (95% interval of the share)",
@@ -120,10 +123,11 @@ def shares(runs: list[Run]) -> str:
 
 
 def verdict(runs: list[Run]) -> str:
-    """Compare Longhorn and Mamba by Fisher's exact test over the learning rates and seeds that both mixers have.
+    """Test with Fisher's exact test whether Longhorn and Mamba learn the task equally often.
 
-    Runs are pooled over learning rates. Because the design is balanced, differences between learning rates make the
-    test more conservative. The best accuracy over learning rates is listed for each seed, too.
+    The test uses the learning rates and seeds that both mixers have, and pools runs over learning rates. Because the
+    design is balanced, differences between learning rates make the test more conservative. The best accuracy over
+    learning rates is also listed for each seed.
     """
     from scipy.stats import fisher_exact
 
@@ -166,7 +170,7 @@ def plot(runs: list[Run], path: Path) -> None:
         mixers = [mixer for mixer in MIXERS if any(run.mixer == mixer for run in group)]
         seeds = max(run.seed for run in group) + 1
         for run in group:
-            # offset the points of each mixer, and of each seed within a mixer, from left to right
+            # Shift the points horizontally by mixer and seed, so that points of one learning rate do not overlap.
             offset = 0.8 * ((mixers.index(run.mixer) + (run.seed + 0.5) / seeds) / len(mixers) - 0.5)
             ends.plot(rates.index(run.lr) + offset, run.accuracy[-1], "o", color=colors[run.mixer], markersize=4)
             curves.plot(range(1, len(run.accuracy) + 1), run.accuracy, color=colors[run.mixer], linewidth=0.7)

@@ -1,10 +1,10 @@
-r"""Train ViL, ViM and DeiT by train_imagenet.py with one recipe and several seeds each, and compare their accuracy.
+r"""Train ViL, ViM and DeiT with the same recipe and several seeds, and compare their accuracy.
 
     python -m vil.data.digits data/digits
     python -m research.seeds -c configs/digits.yaml --out output/digits.json
     python -m research.seeds -c configs/digits.yaml --jobs 15 --device cpu      # 15 runs at a time
 
-Every run is `train_imagenet.py` with the same config, budget and recipe; the reported result is the accuracy after the
+Every run calls `train_imagenet.py` with the same config, budget and recipe; the reported accuracy is that after the
 last epoch. A seed determines the initial weights, the order of the images and their augmentation. The models are
 compared by the paired t-test over the seeds, and also by Welch's t-test, because models of one seed share only the
 order of images.
@@ -230,7 +230,7 @@ def check_same(file: Path, found: dict[str, Any], expected: dict[str, Any], reme
 
 
 def predictions_of(results: Path) -> Path:
-    """Return the path of the predictions that belong to a JSON file of results."""
+    """Return the path of the file of predictions that is stored beside a JSON results file."""
     return results.with_suffix(".csv.gz")
 
 
@@ -242,7 +242,7 @@ def visible_gpus() -> list[str]:
 
 
 def share_gpus(names: list[str], jobs: int, processes: int) -> SimpleQueue[str]:
-    """Return a queue with the GPUs of each parallel run. Runs share GPUs only if there are too few GPUs."""
+    """Return a queue with the GPUs of each parallel run. Runs share GPUs only if the machine has too few GPUs."""
     groups = [",".join(names[i : i + processes]) for i in range(0, len(names) - processes + 1, processes)]
     queue: SimpleQueue[str] = SimpleQueue()
     for group, _ in zip(cycle(groups or [",".join(names)]), range(jobs)):
@@ -290,7 +290,7 @@ def train(
     row = dict(seconds=round(time.monotonic() - start, 1), stopped=stopped, epochs=len(read_summary(path)))
     where = machine()
     row |= dict(commit=where["commit"], gpu=where["gpu"], processes=options.processes, jobs=options.jobs)
-    with open(path / "sessions.jsonl", "a") as sessions:  # one line per process that has trained the run
+    with open(path / "sessions.jsonl", "a") as sessions:  # one line per process that trained this run
         sessions.write(json.dumps(row) + "\n")
     if status and not stopped:
         sys.exit(f"{path.name} ended with status {status}: {(path / 'log.txt').read_text()[-2000:]}")
@@ -336,7 +336,7 @@ def read_run(folder: Path, model: str, seed: int, images: int, evaluated: int) -
     built = create_model(model, **model_arguments(saved))
     batch = saved["global_batch_size"]
     images -= images % batch
-    sessions = path / "sessions.jsonl"  # the file is missing if this process ended before the run
+    sessions = path / "sessions.jsonl"  # the file does not exist if research.seeds was killed while the run continued
     return {
         "model": model,
         "seed": seed,
@@ -370,7 +370,7 @@ def read_results(path: Path, study: dict[str, Any]) -> tuple[list[dict[str, Any]
 
 
 def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
-    """Classify the images of a split with the last weights (not the EMA weights) of all runs in one pass."""
+    """Classify the images of a split with the last weights of each run, not with the EMA weights."""
     device = torch.device(default_device())
     models = []
     for run in runs:
@@ -390,12 +390,12 @@ def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
 
 
 def epoch_seconds(runs: list[dict[str, Any]]) -> float:
-    """Return the training seconds per epoch, as the median over a model's runs, because other jobs may slow some."""
+    """Return the median seconds per training epoch over a model's runs, because other jobs may slow some runs."""
     return median(run["epoch_seconds"] for run in runs)
 
 
 def top1_by_seed(runs: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Return the top-1 by model and seed. The models keep the given order."""
+    """Return the top-1 by model and seed, with the models in the order of `runs`."""
     models = dict.fromkeys(run["model"] for run in runs)
     return {model: {run["seed"]: run["top1"] for run in runs if run["model"] == model} for model in models}
 

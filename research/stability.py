@@ -55,7 +55,7 @@ class Images:
 
     def __init__(self, seed: int, batch: int, img_size: int, noise: float, device: torch.device):
         self.generator = torch.Generator(device)
-        self.generator.manual_seed(0)  # all streams have the same classes
+        self.generator.manual_seed(0)  # the textures of the classes do not depend on the seed of the images
         self.batch, self.img_size, self.noise, self.device = batch, img_size, noise, device
         self.textures = self._randn(CLASSES, 3, GRID, GRID)
         self.generator.manual_seed(1 + seed)
@@ -69,7 +69,7 @@ class Images:
         labels = torch.randint(CLASSES, (B,), generator=self.generator, device=self.device)
         textures = self.textures[labels] + self.noise * self._randn(B, 3, GRID, GRID)
         scale_B, x_B, y_B = torch.rand(3, B, generator=self.generator, device=self.device)
-        scale_B = 1 - 0.3 * scale_B  # side of the crop relative to the texture
+        scale_B = 1 - 0.3 * scale_B  # side of each random crop as a fraction of the texture's side
         crop_B23 = torch.zeros(B, 2, 3, device=self.device)
         crop_B23[:, 0, 0] = crop_B23[:, 1, 1] = scale_B
         crop_B23[:, 0, 2], crop_B23[:, 1, 2] = (1 - scale_B) * (2 * x_B - 1), (1 - scale_B) * (2 * y_B - 1)
@@ -100,7 +100,7 @@ def main() -> None:
     for model, of_model in runs.items():
         for name in args.runs:
             precision, seed = RUNS[name]
-            # Run on a side stream: autograd remembers its stream, and a graph capture must not meet the default stream.
+            # Warm up on a side stream, because a backward pass in a graph capture must not use the default stream.
             with torch.cuda.stream(torch.cuda.Stream() if device.type == "cuda" else None):
                 images = Images(seed, args.batch, args.img_size, args.noise, device)
                 of_model[name] = train(model, images, args.steps, PRECISIONS[precision])
@@ -170,12 +170,12 @@ def train(model_name: str, images: Images, steps: int, dtype: torch.dtype | None
 
 
 def smooth(loss_S: Tensor) -> Tensor:
-    """Return moving averages over windows of a twentieth of the run."""
+    """Return moving averages of the loss over windows of a twentieth of the run."""
     return F.avg_pool1d(loss_S[None].double(), max(1, len(loss_S) // 20), stride=1)[0]
 
 
 def farthest(runs: dict[str, Run], name: str) -> float:
-    """Return the largest difference between a run's smoothed loss and that of fp32, or NaN if a run is missing."""
+    """Return the largest difference between the smoothed losses of two runs, `name` and fp32; NaN if one is missing."""
     if not {"fp32", name} <= runs.keys():
         return math.nan
     return (smooth(runs[name].losses) - smooth(runs["fp32"].losses)).abs().max().item()
@@ -190,7 +190,8 @@ def plot(runs: dict[str, dict[str, Run]]) -> bytes:
     for (model, of_model), (loss, difference) in zip(runs.items(), columns):
         for name, run in of_model.items():
             loss_S = smooth(run.losses)
-            steps = torch.arange(len(loss_S)) + len(run.losses) - len(loss_S) + 1  # the last step of each window
+            # Plot each moving average at the last step of its window.
+            steps = torch.arange(len(loss_S)) + len(run.losses) - len(loss_S) + 1
             loss.plot(steps, loss_S, label=name, linewidth=1)
             if "fp32" in of_model:
                 difference.plot(steps, loss_S - smooth(of_model["fp32"].losses), linewidth=1)

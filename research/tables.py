@@ -45,7 +45,7 @@ def runs_of(name: str) -> list[dict[str, Any]]:
 
 
 def comparisons() -> str:
-    """Compare ViL and ViM in every study by both tests, with p-values corrected for the number of studies."""
+    """Compare ViL and ViM in every study by the paired and Welch's t-test, with Holm's correction over the studies."""
     vil, vim, deit = seeds.MODELS
     found = {name: seeds.top1_by_seed(runs_of(name)) for name in STUDIES}
     by_test = [[test(top1[vil], top1[vim]) for top1 in found.values()] for test in (paired, welch)]
@@ -63,7 +63,7 @@ def comparisons() -> str:
 
 
 def equal_time() -> str:
-    """Tabulate validation accuracy at equal training time: ViL at the end, and ViM at this time and at the end."""
+    """Return a Markdown table of validation accuracy after the training time of ViL, and of ViM's final accuracy."""
     head = [
         "images",
         "seconds of training",
@@ -85,7 +85,7 @@ def equal_time() -> str:
 
 
 def recall(runs: list[dict[str, Any]]) -> str:
-    """Tabulate recall by width, mixer and length at the best learning rate (in brackets)."""
+    """Return a Markdown table of the best recall by width, mixer and length, with the learning rate in brackets."""
     kept = {}
     for run in sorted(runs, key=lambda run: run["accuracy"][-1]):
         kept[run["width"], run["mixer"], run["length"]] = run
@@ -113,10 +113,10 @@ def of_fair_clothing(table: Callable[..., str]) -> str:
 
 
 def recipes(plain: dict[int, float], found: dict[str, dict[int, float]]) -> str:
-    """Tabulate ViL's test accuracy with each recipe minus that with the plain recipe, if all runs are complete.
+    """Return a Markdown table that compares ViL's test accuracy with other recipes and with the baseline recipe.
 
     Args:
-        plain: Top-1 by seed with the plain recipe.
+        plain: Top-1 by seed with the baseline recipe.
         found: Top-1 by seed with each recipe.
     """
     if complete := plain and all(len(top1) == RECIPE_SEEDS for top1 in found.values()):
@@ -141,7 +141,7 @@ def of_recipes() -> str:
 
 
 def weights() -> str:
-    """Tabulate top-1 on digits (mean ± standard deviation) of each method to use the weights of generated images."""
+    """Return a Markdown table of the top-1 on digits of each method, with weights pre-trained on generated images."""
     table = [
         ["pixels", "images per class", "samples", *transfer.SETTINGS, f"{transfer.FINE_TUNED} minus {transfer.SCRATCH}"]
     ]
@@ -182,7 +182,7 @@ def pages() -> list[Path]:
 
 
 def filled(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
-    """Return the page with its tables regenerated from the raw files.
+    """Regenerate the tables in the text of a Markdown page from the raw results.
 
     Raises:
         KeyError: The page names an unknown table.

@@ -1,13 +1,13 @@
-"""Pack Tiny ImageNet in the splits of research/photographs.md for a machine without network access.
+"""Split Tiny ImageNet for the study in research/photographs.md, and pack it for a machine without network access.
 
     python -m research.tiny_imagenet SOURCE data/tiny_parts    # e.g. a clone of github.com/seshuad/IMagenet
     mkdir -p data/tiny_imagenet && for part in data/tiny_parts/*.tar.gz; do tar xzf $part -C data/tiny_imagenet; done
 
 SOURCE is a git repository, bare or not, whose HEAD contains the data set as a folder with train/ and val/. Files are
-copied unchanged to train/, choose/ and test/, with a folder for each class. choose/ has 50 training images of each
-class for selecting hyperparameters, and train/ has the other training images. test/ has the official validation images,
-whose classes are published. The images of choose/ are those whose names have the lowest SHA-256 after SEED, so that
-everybody gets the same split.
+copied unchanged to train/, choose/ and test/, with a folder for each class. choose/ has 50 training images per class
+for selecting hyperparameters, and train/ has the other training images. test/ has the official validation images,
+whose classes are published. choose/ has the images whose seeded names have the lowest SHA-256, so that everybody gets
+the same split.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from io import BytesIO
 from pathlib import Path
 
 SEED = 0
-CHOSEN = 50  # number of images per class in choose/
-PART_MEGABYTES = 53  # a part and the repository without vil/weights/ stay below 64 MiB, the limit of sitting.sh
+CHOSEN = 50  # number of training images per class held out for selecting hyperparameters
+PART_MEGABYTES = 53  # maximum size of a part, so that a part and the source code fit in an upload of 64 MiB
 
 
 def git(repository: Path, *words: str, given: bytes = b"") -> bytes:
@@ -33,7 +33,7 @@ def git(repository: Path, *words: str, given: bytes = b"") -> bytes:
 
 
 def files_of(repository: Path) -> dict[str, str]:
-    """Return the git blob of every file of the data set by its path below the folder that has train/ and val/.
+    """Return the git blob of each file of the data set, by the path relative to the data set's root folder.
 
     Raises:
         SystemExit: The repository does not contain Tiny ImageNet.
@@ -48,7 +48,7 @@ def files_of(repository: Path) -> dict[str, str]:
 
 
 def splits(files: dict[str, str], annotations: str) -> dict[str, str]:
-    """Return the git blob of every image by its new path SPLIT/CLASS/NAME, sorted by path."""
+    """Return a dict from each image's output path SPLIT/CLASS/NAME to its git blob, sorted by path."""
     names = defaultdict(list)
     for path in files:
         if path.startswith("train/") and path.endswith(".JPEG"):
@@ -65,7 +65,7 @@ def splits(files: dict[str, str], annotations: str) -> dict[str, str]:
 
 
 def contents(repository: Path, ids: list[str]) -> Iterator[bytes]:
-    """Iterate over the contents of these git blobs."""
+    """Yield the content of each git blob in `ids`."""
     answers = BytesIO(git(repository, "cat-file", "--batch", given="\n".join(ids).encode() + b"\n"))
     for blob in ids:
         name, _, size = answers.readline().decode().split()

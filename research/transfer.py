@@ -2,19 +2,19 @@
 
     python -m research.transfer --weights data/vil_tiny_fractals.safetensors --jobs 7 --out output/transfer.json
 
-A full-size model at 224 pixels is trained from scratch and fine-tuned from the weights by `train_imagenet.py`, with one
-budget and recipe (research/configs/transfer.yaml), so that the runs differ only in the initial weights. The result is
-the top-1 of the EMA weights after the last epoch. As a comparison, a logistic regression is fitted to frozen features
-(the pooled class token) of the weights, to features of random weights, and to the 64 pixels; a support vector machine
-with an RBF kernel is fitted to the pixels.
+A full-size model at 224 pixels is trained from scratch and fine-tuned from the weights, as by `train_imagenet.py`, with
+one budget and recipe (research/configs/transfer.yaml), so that the runs differ only in the initial weights. The result
+is the top-1 of the EMA weights after the last epoch. As a comparison, a logistic regression is fitted to frozen
+features (the pooled class token) of the weights, to features of random weights, and to the 64 pixels; a support vector
+machine with an RBF kernel is fitted to the pixels.
 
 A seed samples the training images and determines the initial weights, the order and the augmentation of the images. The
-450 reported images are always the same, and nothing is chosen on them. The learning rate, and the penalty of the
-regression, are those with the best mean over seeds that are not reported, on held-out training images; every way has
-its own list of settings, RATES or PENALTIES. The ways are compared by the paired t-test over the seeds.
+same 450 images are used for all reported accuracies, and nothing is selected on these images. The learning rate of each
+method, or the penalty of its classifier, has the best mean accuracy on held-out training images over seeds that are not
+reported. The methods are compared by the paired t-test over the seeds.
 
-Finished runs are stored in the JSON file, and a second call continues with the other runs, also if a list of settings
-has grown. Runs of an interrupted call that cannot be compared yet are not reported. Unknown options are passed to
+Finished runs are stored in the JSON file, and a second call continues with the other runs, also if RATES or PENALTIES
+have new values. The tables include only seeds that all methods have finished. Unknown options are passed to
 `train_imagenet.py`, such as --device cpu.
 """
 
@@ -77,14 +77,17 @@ PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)  # C of the classifiers; larger values
 SETTINGS = dict.fromkeys((SCRATCH, FINE_TUNED), RATES)
 SETTINGS |= dict.fromkeys((PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS, KERNEL_MACHINE), PENALTIES)
 COMPARED = ((FINE_TUNED, SCRATCH), (PROBE, PROBE_OF_RANDOM), (PROBE, PROBE_OF_PIXELS))
-CHOICE_SEEDS = (100, 101)  # seeds that select settings and are not reported
-EPOCH = 800  # number of training files per epoch, which are copies of the few training images
-RUN_BYTES = 2**29  # upper bound of the size of a run's three checkpoints
+CHOICE_SEEDS = (100, 101)  # seeds used only to select learning rates and penalties
+EPOCH = 800  # number of image files per epoch; each training image is copied several times
+RUN_BYTES = 2**29  # maximum size in bytes of a run's three checkpoints
 AT_ONCE = 128  # batch size of the feature extraction
 
 
 class Run(NamedTuple):
-    """One result: a method with its setting, the images per class, and whether the run serves to select the setting."""
+    """Identifies a run by its method, images per class, learning rate or penalty, and seed.
+
+    `rehearse` is True if the run serves to select the learning rate or penalty.
+    """
 
     way: str
     per_class: int
@@ -98,13 +101,13 @@ class Run(NamedTuple):
 
 
 class Results:
-    """Rows of finished runs with the machine of each call, also stored in a JSON file if a path is given.
+    """Settings and accuracies of the finished runs. If a path is given, they are also stored in a JSON file.
 
     Args:
         path: Path of the JSON file.
         about: Values that all runs of a file have in common.
         machine: Machine of this call.
-        settings: Settings to choose from, by way; earlier calls may have had other settings.
+        settings: Learning rates or penalties to select from, by method. Earlier calls may have had other values.
 
     Raises:
         SystemExit: The file has other weights, another recipe, other options, or is of an earlier version.
@@ -127,13 +130,13 @@ class Results:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Machine, commit, seconds and number of runs of each call that added results, in order."""
+        """Machine, commit, duration and number of runs of each program call that finished runs, in order."""
         runs, seconds = len(self.rows) - self.found, round(time.monotonic() - self.start)
         return [*self.earlier_calls, *([dict(self.machine, runs=runs, seconds=seconds)] if runs else [])]
 
     @property
     def seconds(self) -> float:
-        """Total seconds of all calls that added results."""
+        """Total seconds of all program calls that finished runs."""
         return sum(call["seconds"] for call in self.calls)
 
     def __contains__(self, run: Any) -> bool:
@@ -185,7 +188,7 @@ def do_all(
     options: argparse.Namespace, choice_seeds: Iterable[int], results: Results, pool: Executor | None,
     prepare: Callable[[Run], None], training: Callable[[Run], dict], probe: Callable[[Run], dict],
 ) -> None:  # fmt: skip
-    """Do the missing runs of a study: first the runs that select settings, then the reported runs."""
+    """Run what a study lacks: first the runs that select learning rates and penalties, then the reported runs."""
     for seeds, rehearse in ((choice_seeds, True), (range(options.seeds), False)):
         runs = [
             Run(way, per_class, setting, seed, rehearse)
@@ -201,7 +204,11 @@ def do_missing(
     runs: Sequence[Run], results: Results, pool: Executor | None, prepare: Callable[[Run], None],
     training: Callable[[Run], dict], probe: Callable[[Run], dict],
 ) -> None:  # fmt: skip
-    """Add the missing outcomes. The method's name decides whether `training` (after `prepare`) or `probe` runs."""
+    """Run what `results` lacks and add the accuracies.
+
+    Methods that train the model call `prepare` and then `training`, in parallel processes if `pool` is given. Other
+    methods call `probe`.
+    """
     missing = [run for run in runs if run not in results]
     trained = [run for run in missing if run.way.startswith((SCRATCH, FINE_TUNED))]
     for run in trained:
@@ -234,17 +241,17 @@ def processes(jobs: int) -> AbstractContextManager[Executor | None]:
 
 
 def begin_process(gpus: Queue[str]) -> None:
-    """Assign one of the GPUs to this process and disable its log."""
+    """Initialize a worker process: assign it one of the GPUs, and disable log messages up to warnings."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
     # with "spawn", the inherited start method, each worker of a loader would take ten seconds to start
     multiprocessing.set_start_method(None, force=True)
-    # SIGTERM would only end the current run, and the process would wait for the next run
+    # SIGKILL, because the trainer handles SIGTERM by ending only the current run
     terminate_with_parent(signal.SIGKILL)
     logging.disable(logging.WARNING)
 
 
 def outcomes(pool: Executor | None, function: Callable[[Run], dict], runs: Sequence[Run]) -> Iterator[tuple[Run, dict]]:
-    """Iterate over runs and their outcomes in order of completion."""
+    """Call a function for each run, in parallel if `pool` is given, and yield runs and results as they complete."""
     if not pool:
         yield from ((run, function(run)) for run in runs)
         return
@@ -270,13 +277,16 @@ def write_images(folder: str, run: Run) -> None:
 
 
 def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, Any]:
-    """Train a run by train_imagenet.py and return its outcome. A diverged run has an accuracy of 0%."""
+    """Train a run as train_imagenet.py does, and return the accuracy, losses and duration."""
     start = ["--pretrained-path", weights] if run.way == FINE_TUNED else []
     return train_on(images_of(folder, run), [*words, *start], folder, run)
 
 
 def train_on(images: Path, words: list[str], folder: str, run: Any) -> dict[str, Any]:
-    """Train a run on a folder of images and return its outcome. The arguments `words` specify the initial weights."""
+    """Train a run on a folder of images, with the command-line options `words`. Return the accuracy and losses.
+
+    A diverged run has an accuracy of 0%.
+    """
     words = [*words, "--data-dir", str(images), "--output", folder, "--experiment", "-".join(map(str, run))]
     words += ["--lr", str(run.setting), "--seed", str(run.seed)]
     config, start = load_config("", words), time.monotonic()
@@ -296,7 +306,7 @@ def train_on(images: Path, words: list[str], folder: str, run: Any) -> dict[str,
 
 
 class Features:
-    """Features of all digits, (1797, C), for each way of `classify`.
+    """Callable that returns the features (1797, C) of all digits that a method uses.
 
     Args:
         config: Options of the runs, for the model and the preprocessing.
@@ -344,13 +354,15 @@ def frozen(name: str, weights: str | None, seed: int, device: torch.device, **ar
 
 
 def regression(penalty: float) -> Pipeline:
-    """Return a logistic regression on standardized features. A larger C = `penalty` penalizes less."""
+    """Return a logistic regression on standardized features with scikit-learn's inverse penalty C = `penalty`."""
     return make_pipeline(StandardScaler(), LogisticRegression(C=penalty, max_iter=5000))
 
 
 def classify(features: Features, run: Run) -> dict[str, Any]:
-    """Return the top-1 of a logistic regression or a support vector machine on features of the run's training
-    images.
+    """Fit a logistic regression or a support vector machine to features of the run's training images.
+
+    Returns:
+        Top-1 on the evaluation images.
     """
     found, classes = features(run.way, run.seed), features.digits.target
     train_N, validation_N = split_digits(classes, run.per_class, run.seed, run.rehearse)
@@ -360,21 +372,21 @@ def classify(features: Features, run: Run) -> dict[str, Any]:
 
 
 def chosen(rows: Iterable[dict[str, Any]], way: str, per_class: int) -> float:
-    """Return the setting with the best mean over the seeds that select settings (the smallest setting on ties)."""
+    """Return the learning rate or penalty with the best mean top-1 over CHOICE_SEEDS (the smallest on ties)."""
     rows = [row for row in rows if row["rehearse"] and (row["way"], row["per_class"]) == (way, per_class)]
     tried = sorted({row["setting"] for row in rows})
     return max(tried, key=lambda setting: mean(row["top1"] for row in rows if row["setting"] == setting))
 
 
 def by_seed(rows: Sequence[dict[str, Any]], way: str, per_class: int) -> dict[int, float]:
-    """Return the top-1 of the reported runs at the chosen setting."""
+    """Return a method's reported top-1 by seed, with the selected learning rate or penalty."""
     run = (way, per_class, chosen(rows, way, per_class), False)
     own = [row for row in rows if (row["way"], row["per_class"], row["setting"], row["rehearse"]) == run]
     return {row["seed"]: row["top1"] for row in sorted(own, key=lambda row: row["seed"])}
 
 
 def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, float]]]:
-    """Return the top-1 by images per class, method and seed, for the seeds that all methods have."""
+    """Return the top-1 by images per class, method and seed. Seeds that a method lacks are left out."""
     found, ways = {}, dict.fromkeys(row["way"] for row in rows)
     for per_class in dict.fromkeys(row["per_class"] for row in rows if not row["rehearse"]):
         of_ways = {way: by_seed(rows, way, per_class) for way in ways}
@@ -384,7 +396,7 @@ def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, fl
 
 
 def ways_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table with mean and deviation of every way over the `complete` seeds."""
+    """Return a Markdown table of each method's mean and deviation over the seeds that all methods have."""
     table = [["images per class", "method", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
     for per_class, ways in complete(rows).items():
         for way, own in ways.items():
@@ -394,13 +406,13 @@ def ways_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def differences_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table of the differences between the compared ways over the `complete` seeds."""
+    """Return a Markdown table of paired t-tests between two methods, over the seeds that all methods have."""
     pairs = [(n, ways, *pair) for n, ways in complete(rows).items() for pair in COMPARED]
     return tested([(n, first, second, paired(ways[first], ways[second])) for n, ways, first, second in pairs])
 
 
 def tested(found: Sequence[tuple[int, str, str, Difference | None]]) -> str:
-    """Return a Markdown table of the differences between two methods. Rows with too few seeds are left out."""
+    """Return a Markdown table of differences between two methods. Comparisons with too few seeds are left out."""
     found = [row for row in found if row[-1]]
     table = [["images per class", "method", "minus", "points (95% interval)", "p", "p (Holm)"]]
     for (n, first, second, gap), corrected in zip(found, holm([gap.p_value for *_, gap in found])):

@@ -100,7 +100,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, source: str | Path | Checkpoint) -> Checkpoint:
-        """Return `source` if it is a `Checkpoint`, otherwise read the file."""
+        """Return a checkpoint: `source` itself if it is a `Checkpoint`, otherwise the file at the path `source`."""
         return source if isinstance(source, Checkpoint) else cls(source)
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ class Checkpoint:
 
     @property
     def ema_is_best(self) -> bool | None:
-        """Whether the EMA weights are better than the model's, as best.pt stores; None for files without this entry."""
+        """Whether best.pt marks the EMA weights as better than the model's weights; None for other files."""
         best = self.content.get("best") if self.is_ours else None
         return None if best is None else best == "state_dict_ema"
 

@@ -24,7 +24,11 @@ def normal(name: str) -> str:
 
 
 def check_distinct(names: Iterable[str], owner: str) -> dict[str, int]:
-    """Return a dict from normalized class name to index. `owner` describes the source of the names in messages.
+    """Check that class names differ after Unicode normalization, and return a dict from normalized name to index.
+
+    Args:
+        names: Class names in index order.
+        owner: Description of the source of the names, for error messages.
 
     Raises:
         ConfigError: Two names are equal after normalization.
@@ -102,7 +106,7 @@ def first_difference(names: Sequence[str], wanted: Sequence[str], owner: str, ot
     differing = [index for index, (a, b) in enumerate(zip(own, expected)) if a != b]
     if not differing:
         return f"{owner} has {len(names)} classes, but {other} has {len(wanted)}"
-    # prefer a class that is missing to a class that only moved
+    # Report a class that `other` lacks rather than a class with another index in `other`.
     index = next((index for index in differing if own[index] not in expected), differing[0])
     return f"class {index} is {names[index]!r} in {owner}, but {wanted[index]!r} in {other}"
 

@@ -89,7 +89,7 @@ class Replayed:
                         self.function(*self.buffers)
                     if _rng_state_of_host() != host_state:
                         raise UncapturableError("the function samples random numbers on the host")
-        finally:  # `unchanged` must wait for this stream before restoring tensors
+        finally:  # the side stream must finish before the caller restores tensors on the current stream
             torch.cuda.current_stream().wait_stream(stream)
 
 
@@ -109,7 +109,7 @@ def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Collect garbage before the context and disable the garbage collector inside.
+    """Collect garbage, and disable Python's garbage collector inside the context.
 
     A capture fails if the garbage collector destroys another CUDA graph meanwhile.
     """
@@ -130,7 +130,7 @@ def _rng_state_of_host() -> tuple:
 
 @contextmanager
 def _synchronization_raises() -> Iterator[None]:
-    """Raise an error inside the context if an operation makes the host wait for the GPU."""
+    """Make operations that wait for the GPU raise an error inside the context."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")

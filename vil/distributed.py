@@ -157,7 +157,7 @@ def _environment_problem() -> str | None:
 
 
 def _rendezvous(url: str, **kwargs):
-    """Yield PyTorch's env:// rendezvous with a separate key prefix in the store for each restart by torchrun.
+    """Yield PyTorch's env:// rendezvous. After each restart by torchrun, the keys in the store get another prefix.
 
     torchrun keeps the store across restarts, so the store still contains addresses of processes that no longer exist.
     """

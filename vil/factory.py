@@ -134,7 +134,7 @@ def create_model(
         return _initialized(model, arguments, Checkpoint.of(pretrained_path), label_names)
     try:
         return _create(model, arguments)
-    except Exception as error:  # models raise various types for invalid arguments
+    except Exception as error:  # models raise exceptions of various types for invalid arguments
         raise _creation_error(model, error) from error
 
 
@@ -149,9 +149,9 @@ def _initialized(model: str, arguments: dict[str, Any], source: Checkpoint, labe
         created = _create(model, arguments, pretrained=True, pretrained_cfg_overlay=overlay)
         own = created.state_dict().keys()
         common = fitted(weights, created).keys() & own
-        if 2 * len(common) < len(own):  # timm would continue without an error
+        if 2 * len(common) < len(own):  # timm ignores missing tensors without an error
             raise RuntimeError(f"only {len(common)} of the model's {len(own)} tensors are in {source}")
-    except Exception as error:  # models raise various types for invalid arguments
+    except Exception as error:  # models raise exceptions of various types for invalid arguments
         raise _creation_error(model, error, source, given) from error
     taken = printable(describe_initialization(created, weights, given))
     warn_on_rank0(__name__, "initialized from %s: %s%s", source, taken, printable(head))
@@ -162,9 +162,7 @@ def _create(model: str, arguments: dict[str, Any], **start: Any) -> nn.Module:
     """Create a timm model. Omit `img_size` and a `drop_path_rate` of 0 if the model does not support them."""
     try:
         created: Any = timm.create_model(model, **arguments | start)
-        # stored as an attribute, because an additional entry in the config.json of timm's push_to_hf_hub would make
-        # the file unreadable for timm
-        created.model_args = arguments
+        created.model_args = arguments  # timm cannot load a config.json with additional entries in pretrained_cfg
         return created
     except TypeError as error:  # for example, ResNets have no img_size argument, because any size works
         unknown = [name for name in ("img_size", "drop_path_rate") if name in arguments and f"'{name}'" in str(error)]

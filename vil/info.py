@@ -53,7 +53,7 @@ def format_environment() -> str:
 def git_commit() -> str:
     """Return the commit of the checkout that contains this package, with "-dirty" if tracked files are modified."""
     root = Path(__file__).parents[1]
-    # Do not read a repository that merely encloses an installed package. Git settings there could run commands.
+    # Do not run git in a parent folder's repository, because git settings of an untrusted repository can run commands.
     if not (root / ".git").exists():
         return "unknown: not run from a git checkout"
     # Disable optional locks, because a killed process would leave a lock file. `git describe --dirty` always locks.

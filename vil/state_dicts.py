@@ -18,13 +18,13 @@ from .errors import CheckpointError
 # keys of the state dict in checkpoints of timm, PyTorch's tutorials, DeiT and DeepSpeed
 RAW = ("state_dict", "model_state_dict", "model", "net", "module")
 EMA = ("state_dict_ema", "model_ema", "ema")
-# parts of parameter names added by wrappers: inside names, before some names, or before all names (Lightning)
+# Wrappers such as torch.compile, DistributedDataParallel and LightningModule add these parts to parameter names.
 INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 IN_FRONT = "module."
 OF_ALL = ("model.", "net.")
-MOST_RESAMPLED = 2**26  # maximum number of values added by resampling to another image size
+MOST_RESAMPLED = 2**26  # maximum number of values by which resampling to another image size may enlarge weights
 MOST_DIMENSIONS = 64  # PyTorch's maximum number of tensor dimensions
-COUNTER = "n_averaged"  # buffer of PyTorch's AveragedModel, next to the wrapped module
+COUNTER = "n_averaged"  # PyTorch's AveragedModel has this buffer in addition to the module
 
 
 class StateDictError(ValueError):
@@ -32,7 +32,7 @@ class StateDictError(ValueError):
 
 
 class Found(NamedTuple):
-    """A state dict in a checkpoint.
+    """Candidate for the model's state dict in a checkpoint.
 
     Attributes:
         keys: Keys from the root of the checkpoint to the state dict.
@@ -87,7 +87,10 @@ def find_state_dict(content: Any, use_ema: bool | None, ema_is_best: bool | None
 
 
 def _search(content: dict[Any, Any], keys: tuple[str, ...] = (), is_ema: bool = False) -> list[Found]:
-    """Return the state dicts under known keys, or under known keys one level below."""
+    """Return the state dicts under the keys that training programs use, such as "state_dict" or "model_ema".
+
+    A dict without tensors under such a key is searched for the same keys.
+    """
     found = []
     empty = []
     for key in RAW + EMA:
@@ -104,7 +107,7 @@ def _search(content: dict[Any, Any], keys: tuple[str, ...] = (), is_ema: bool = 
 
 
 def _below(content: dict[Any, Any]) -> list[Found]:
-    """Return all nested dicts with tensors on the first level that has any, largest first. Search up to four levels."""
+    """Return the least deeply nested dicts with tensors, the largest first. Search four levels."""
     level = [Found((), False, content)]
     for _ in range(4):
         level = [
@@ -152,14 +155,14 @@ def without_wrappers(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_outer_wrappers(names: dict[str, str]) -> dict[str, str]:
-    """Remove the outermost prefix of each kind of wrapper from the values of a dict of names."""
+    """Remove the prefixes of one layer of wrappers from parameter names, the values of the dict `names`."""
     names = dict(names)
     for wrapper in INSIDE:
         names = {name: short.replace(wrapper, "") for name, short in names.items()}
 
     averaged = {name: short for name, short in names.items() if short != COUNTER}
     if averaged and all(short.startswith(IN_FRONT) for short in averaged.values()):
-        names = averaged  # names of an AveragedModel, without the counter
+        names = averaged  # the file is of an AveragedModel, whose counter the model does not have
     names = {name: short.removeprefix(IN_FRONT) for name, short in names.items()}
 
     for wrapper in OF_ALL:
@@ -169,7 +172,7 @@ def _without_outer_wrappers(names: dict[str, str]) -> dict[str, str]:
 
 
 def within_own_prefix(weights: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Add the common prefix of the model's own `names` to the keys of a state dict if no key has the prefix."""
+    """Add "model." or "net." to the keys of a state dict if all parameter names of the model begin with this prefix."""
     for prefix in OF_ALL:
         if all(name.startswith(prefix) for name in names) and not any(name.startswith(prefix) for name in weights):
             return {prefix + name: tensor for name, tensor in weights.items()}
@@ -177,7 +180,7 @@ def within_own_prefix(weights: dict[str, Any], names: Iterable[str]) -> dict[str
 
 
 def parts_of(names: Iterable[str]) -> str:
-    """Return a hint for a state dict in which the model's names have an unknown prefix, otherwise an empty string."""
+    """Return a hint on how to extract the model's weights if the parameter names in a file have an unknown prefix."""
     names = [*names]
     common, dot, _ = os.path.commonprefix(names).rpartition(".")  # noqa: RUF071  rpartition ends at a "."
     prefix = next((wrapper for wrapper in OF_ALL if any(name.startswith(wrapper) for name in names)), common + dot)
@@ -227,9 +230,9 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) ->
         if expected > 4 * given + MOST_RESAMPLED:
             raise ValueError(f"expected {expected} weights, but the file has {given}")
         fitting = fitted(within_own_prefix(weights, own), model)
-        # a model on the meta device takes over the tensors of the file
+        # With assign=True, the file's tensors become the parameters, which a model on the meta device needs.
         model.load_state_dict(fitting, assign=any(p.is_meta for p in model.parameters()))
-    except Exception as error:  # timm's filters raise various types
+    except Exception as error:  # timm's filters of checkpoints raise exceptions of various types
         lines = [line.strip()[:400] for line in str(error).splitlines()]
         reason = " ".join(lines[:6]) + parts_of(map(str, weights))
         raise CheckpointError(f"{path} does not fit the model: {reason}") from error

@@ -19,7 +19,7 @@ from .security import torch_files
 from .security.errors import TorchFileError
 
 IN_FOLDER = "model.safetensors"  # weights file in a folder written by `vil.export`
-VERSION = 3  # checkpoint version; 1 had no progress within an epoch, 2 another order of the optimizer's parameters
+VERSION = 3  # version of the checkpoint format; runs cannot resume from checkpoints of versions 1 and 2
 PRODUCER = "vision-longhorn"  # metadata entry of .safetensors files that store the model's options
 MOST_HEADER = 2**24  # maximum size in bytes of a .safetensors header, which needs up to 30 times as much memory
 # exceptions whose messages are shown to the user
@@ -31,7 +31,7 @@ class BrokenCheckpointError(CheckpointError):
 
     @classmethod
     def because(cls, path: Path, error: Exception) -> BrokenCheckpointError:
-        """Create the error from the exception of a file reader."""
+        """Create the error for a file from the exception that reading the file raised."""
         reason = "expected a file written by torch.save or safetensors"
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         if isinstance(error, READABLE) and lines:
@@ -105,7 +105,7 @@ def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:
     for name in ("config", "label_names"):
         text = metadata.get(name)
         content[name] = text
-        with suppress(ValueError, RecursionError):  # values that are not JSON stay strings, which `Checkpoint` rejects
+        with suppress(ValueError, RecursionError):  # `Checkpoint` rejects the string if it is not JSON
             content[name] = text and json.loads(text)
     return content
 

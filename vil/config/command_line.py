@@ -14,7 +14,7 @@ from .options import FIELDS, Config, ConfigError
 from .timm_args import from_timm, img_size_of
 from .values import checked, kind_of, may_be_pair, read_yaml, unknown_option
 
-SOURCE = "the command line"  # name of the source of options, for messages
+SOURCE = "the command line"  # describes in error messages where an option was set
 
 _logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def _options_of_file(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_phases(defaults: Mapping[str, Any], given: Mapping[str, Any], source: str | None) -> None:
-    """Raise a ConfigError if a phase in the config file or checkpoint overrides a command-line option."""
+    """Raise a ConfigError for a command-line option that the phases in the config file or checkpoint override."""
     if "phases" in given:
         return
     for phase in defaults.get("phases") or ():

@@ -1,4 +1,4 @@
-"""Options of a training run, with defaults, ranges and choices. Names are timm's if timm has the option."""
+"""Options of a training run, with defaults, ranges and choices. Options that timm also has have timm's names."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class Config:
         check_choices(vars(self))
         try:
             create_transform(16, is_training=True, auto_augment=self.aa)
-        except Exception as error:  # timm's policy parsers raise various types
+        except Exception as error:  # timm's parsers of augmentation policies raise exceptions of various types
             known = "such as rand-m9-mstd0.5-inc1 or 3a"
             raise ConfigError(f"aa must be a timm policy {known}, got {self.aa!r}: {error}") from error
         for name in ("scale", "ratio"):
@@ -196,7 +196,7 @@ class Config:
         self._fill_phases()
 
     def _fill_phases(self) -> None:
-        """Set every option that any phase overrides explicitly in all phases, and validate each phase."""
+        """Add each option that at least one phase sets to all phases, and validate each phase."""
         phases = self.phases or []
         names = dict.fromkeys(name for phase in phases for name in phase)
         self.phases = [{name: phase.get(name, getattr(self, name)) for name in names} for phase in phases] or None
@@ -211,11 +211,11 @@ class Config:
         return len(self.phases or [{}])
 
     def of_phase(self, number: int) -> Config:
-        """Return the options of a phase, counted from 0."""
+        """Return the options of the phase with the index `number`."""
         return dataclasses.replace(self, **self.phases[number]) if self.phases else self
 
     def epochs_of_phase(self, number: int) -> range:
-        """Return the epochs of a phase, counted from 0 over the whole run."""
+        """Return the epochs of a phase. Epochs are counted from 0 over all phases."""
         lengths = [phase.get("epochs", self.epochs) for phase in self.phases or [{}]]
         return range(sum(lengths[:number]), sum(lengths[: number + 1]))
 

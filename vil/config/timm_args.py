@@ -26,7 +26,7 @@ class Translation:
     """Options of a timm config file, translated to options of `Config`."""
 
     options: dict[Any, Any]
-    ignored: list[str] = field(default_factory=list)  # names of options without effect
+    ignored: list[str] = field(default_factory=list)  # names of options that have no effect in this package
     errors: list[str] = field(default_factory=list)  # error messages about unsupported options
 
 
@@ -91,7 +91,7 @@ def _as_ours(name: str, value: Any) -> Any:
 
 def _changes_training(name: str, value: Any, options: Mapping[str, Any]) -> bool:
     """Return whether an option that `Config` does not have affects training, given the other options of the run."""
-    if name not in UNSUPPORTED:  # unknown options, for example from forks of timm, are off if 0
+    if name not in UNSUPPORTED:  # assume that options unknown to timm, such as options of a fork, are off if 0
         return name not in HARMLESS and value != 0
     if value == UNSUPPORTED[name]:
         return False
@@ -114,7 +114,7 @@ def _changes_training(name: str, value: Any, options: Mapping[str, Any]) -> bool
 
 
 def _rename(values: Mapping[Any, Any], options: dict[Any, Any], source: str) -> list[str]:
-    """Add options that have another name in timm. Return error messages about contradictory options."""
+    """Add `values` that have another name in timm to `options`. Return error messages about contradictory options."""
     errors = []
     for name, ours in RENAMED.items():
         value = values.get(name)
@@ -129,7 +129,7 @@ def _rename(values: Mapping[Any, Any], options: dict[Any, Any], source: str) -> 
 
         if options.get(ours) is None:
             options[ours] = value
-        elif options[ours] != value and name != "data":  # timm also prefers data_dir
+        elif options[ours] != value and name != "data":  # if `data` and `data_dir` differ, timm uses `data_dir`
             errors.append(f"option {name!r} in {source} contradicts {ours!r}: set only one of them")
     return errors
 

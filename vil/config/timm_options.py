@@ -14,7 +14,7 @@ MODEL_ARGUMENTS = {
     "gp": "global_pool",
 }
 
-# unsupported timm options -> the value with which timm trains like this package
+# for each unsupported timm option, the value with which timm trains as this package does
 UNSUPPORTED = {
     "amp_impl": "native",
     "apex_amp": False,
@@ -108,7 +108,7 @@ UNSUPPORTED = {
     "warmup_prefix": False,
 }
 
-# option -> timm options that have an effect only if this option is on
+# for each key, the timm options that have an effect only if the key's option is on
 ONLY_WITH = {
     "aug_splits": ["resplit", "split_bn"],
     "bce_loss": ["bce_pos_weight"],

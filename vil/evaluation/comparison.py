@@ -22,7 +22,7 @@ class ContingencyTable:
 
     @classmethod
     def of(cls, first_N: np.ndarray, second_N: np.ndarray) -> ContingencyTable:
-        """Count the images by whether each model classifies them correctly."""
+        """Count the images that both models, only one model, or neither model classifies correctly."""
         return cls(
             both=int((first_N & second_N).sum()),
             only_first=int((first_N & ~second_N).sum()),

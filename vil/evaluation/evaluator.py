@@ -117,7 +117,7 @@ class Evaluator:
         ]
 
     def _as_graph(self) -> Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]]:
-        """Return `_run`. On a GPU, full batches are evaluated with a CUDA graph."""
+        """Return the function that evaluates a batch. On a GPU, full batches replay a CUDA graph of the function."""
         if not self.graph_shape:
             return self._run
         images = torch.zeros(self.graph_shape, device=self.device)

@@ -18,7 +18,8 @@ from ..factory import create_model, load_model
 from .settings import ModelSettings
 from .wrappers import Renormalized, Reordered, Restricted
 
-SHARED_PREPROCESSING = ("crop_pct", "crop_mode", "interpolation")  # taken from the first model for all models
+# With these settings, all models are evaluated with the values of the first model.
+SHARED_PREPROCESSING = ("crop_pct", "crop_mode", "interpolation")
 
 _logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def _load(settings: ModelSettings) -> nn.Module:
 
 
 def check_comparable(first: EvaluatedModel, second: EvaluatedModel) -> None:
-    """Check that two models can be compared, and warn if their preprocessing differs. The first model's is used.
+    """Check that two models can be compared, and warn about settings of the second model that are not used.
 
     Raises:
         ConfigError: The models have different numbers of classes or image sizes.

@@ -77,7 +77,7 @@ class Predictions:
         probabilities_NMK: np.ndarray,
         real_labels_NC: np.ndarray | None = None,
     ) -> Predictions:
-        """Exclude unreadable and unlabelled images, and mark the correct predictions.
+        """Create the predictions from arrays, without unreadable and unlabelled images.
 
         A prediction is correct if the class equals the target. With ReaL labels, the class must be one of the image's
         labels.
@@ -117,7 +117,10 @@ class Predictions:
         return np.asarray(self.correct_NMK.any(-1))
 
     def recount(self, result: Evaluation, m: int) -> Evaluation:
-        """Replace the counts in the result of model m by the counts of these predictions. The loss is unchanged."""
+        """Return the evaluation result of model `m` with the numbers of images and correct predictions counted again.
+
+        The loss is unchanged.
+        """
         top1 = self.top1_NM[:, m].sum()
         top5 = self.top5_NM[:, m].sum()
         return replace(result, images=len(self.targets_N), top1_correct=top1, top5_correct=top5)

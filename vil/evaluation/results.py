@@ -47,7 +47,7 @@ class Validation:
         preprocessing = self.models[0].settings
         rows = [_row(model, result, self.data, preprocessing) for model, result in zip(self.models, self.results)]
         for row, speed in zip(rows, self.speeds):
-            row |= asdict(speed)  # replaces the throughput of the whole evaluation, loading included
+            row |= asdict(speed)  # report the model's own speed instead of the speed including image loading
         return rows
 
     def as_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Folder, timm dataset name and split name, as for `open_split`, and the share of the split that is evaluated.
+    """Data to evaluate on: a folder or timm dataset, the split, and optionally only a held-out share of the split.
 
     Attributes:
         val_fraction: Share of each class that training held out of the split; None evaluates the whole split.
@@ -199,7 +199,7 @@ def resolve_model(given: ModelOptions, source: Checkpoint | None, option: str = 
 
 
 def with_sizes_of(settings: ModelSettings, first: ModelSettings) -> ModelSettings:
-    """Return the settings with a missing number of classes or image size taken from the first model."""
+    """Fill in the number of classes and the image size from the first model's settings if `settings` lacks them."""
     return replace(
         settings,
         num_classes=settings.num_classes or first.num_classes,

@@ -11,7 +11,7 @@ from ..published import IMAGENET_CLASSES
 
 
 class EvaluationSplit(NamedTuple):
-    """Opened split for an evaluation.
+    """Images to evaluate on, and the classes that may be predicted.
 
     Attributes:
         images: timm dataset.

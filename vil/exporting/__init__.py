@@ -48,7 +48,7 @@ WEIGHTS = (
     ".safetensors",
     "",
 )  # extensions of weights: a .safetensors file, or a folder that contains model.safetensors
-TOLERANCE = 1e-4  # maximum difference, relative to the output's largest magnitude if the magnitude exceeds 1
+TOLERANCE = 1e-4  # maximum difference between the outputs of model and file, relative to the largest output or 1
 TOLERANCE_OF_HALVES = 2e-2  # tolerance for weights in half precision
 PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
 
@@ -195,7 +195,7 @@ def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:
         if len(config[name]) not in (1, size[0]):
             remedy = f"pass {name}= to export_model"
             raise ExportError(f"{name} must have {size[0]} values, one per channel, got {config[name]}: {remedy}")
-    names = model.pretrained_cfg.get("label_names")  # can be the class names of a replaced head
+    names = model.pretrained_cfg.get("label_names")  # `label_names` is outdated if the head was replaced
     known = isinstance(names, (list, tuple)) and 0 < len(names) == model.num_classes
     return {
         "model": model.pretrained_cfg.get("architecture", type(model).__name__),
@@ -220,7 +220,8 @@ def compare(
     """
     images = pictures(count, exported.input_size)
     expected = outputs_of(as_evaluated(model), exported.features, images)
-    found = [torch.cat(parts) for parts in zip(run(images[:-1]), run(images[-1:]))]  # in two batches of different sizes
+    # Run two batches of different sizes, because the exported batch size must be dynamic.
+    found = [torch.cat(parts) for parts in zip(run(images[:-1]), run(images[-1:]))]
     largest = 0.0
     for name, truth, value in zip(exported.outputs, expected, found, strict=True):
         difference = (truth - value).abs().max().item()

@@ -23,7 +23,7 @@ def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, A
     """
     # leave out the license, which is unknown, and label_names, which is a top-level key of config.json
     known = {field.name for field in fields(PretrainedCfg)} - {"label_names", "license"}
-    model = copy.copy(model)  # copy, because entries of pretrained_cfg that timm's PretrainedCfg lacks are removed
+    model = copy.copy(model)  # the next line must not change the caller's model
     model.pretrained_cfg = _selected(model.pretrained_cfg, known)
 
     config: dict[str, Any] = {"pretrained_cfg": _selected(metadata, known)}

@@ -25,7 +25,7 @@ def rms_norm(norm: RMSNorm, x_BLC: Tensor) -> Tensor:
 
 
 def mix(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-    """Run a mixer. The tensors of the scan have tokens first, which saves transposes and flips in the exported graph.
+    """Run a mixer. The scan's tensors have the token dimension first, which saves transposes in the exported graph.
 
     A pooled mixer runs its recurrence over the rows or columns of the grid (h, w).
     """
@@ -79,7 +79,7 @@ def _directions(mixer: BidirectionalMixer) -> tuple[Any, Any]:
 
 
 def _project_in(mixer: BidirectionalMixer, h_BLC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the convolution input u_BLD and the output-gate input z_BLD."""
+    """Return the input of the convolution and the input of the output gate, each of shape (B, L, D)."""
     u_weight, z_weight = mixer.in_proj.weight.chunk(2)
     return F.linear(h_BLC, u_weight), F.linear(h_BLC, z_weight)
 
@@ -113,7 +113,7 @@ def scan_of(mixer: BidirectionalMixer, forward_v_BLD: Tensor, backward_v_BLD: Te
 def scan_by_steps(
     x_LGBD: Tensor, step_LGBD: Tensor, k_LGBN: Tensor, q_LGBN: Tensor, A_GND: Tensor | None
 ) -> Tensor:  # fmt: skip
-    """Run the recurrence with PyTorch's scan operator, which becomes `Scan` in ONNX, and return y_LGBD.
+    """Run the recurrence over tokens with PyTorch's scan operator, which is exported as ONNX's `Scan`.
 
     Args:
         x_LGBD: Input tokens of each direction in scan order.
@@ -134,7 +134,7 @@ def scan_by_steps(
         constants = [A_GND.unsqueeze(1)]
 
     tokens = [drive_LGBD.unsqueeze(-2), step_LGBD.unsqueeze(-2), k_LGBN.unsqueeze(-1), q_LGBN.unsqueeze(-2)]
-    # call scan_op, because its wrapper `scan` compiles, and the result depends on earlier compilations
+    # Call `scan_op`, because PyTorch's public `scan` calls torch.compile, which depends on earlier compilations.
     _, y_LGB1D = scan_op(step, [S_GBND], tokens, tuple(constants))
     return y_LGB1D.squeeze(-2)
 

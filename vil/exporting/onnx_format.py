@@ -51,7 +51,7 @@ def to_onnx(exported: Exported, metadata: dict[str, Any], opset: int) -> Seriali
 
     try:
         session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's errors have no common base class
+    except Exception as error:  # onnxruntime's exceptions have no common base class but Exception
         version = onnxruntime.__version__
         raise ExportError(
             f"onnxruntime {version} cannot load the model at opset {opset}: {_first_line(error)}"
@@ -82,7 +82,7 @@ def _check_operators(onnx: Any, proto: Any, opset: int) -> None:
 
 
 def _version_of(onnx: Any, name: str, opset: int) -> int | None:
-    """Return the opset that introduced an operator in its version for `opset`, or None if ONNX lacks the operator.
+    """Return the version of an operator at an opset, as the opset that introduced it; None if ONNX lacks the operator.
 
     If the operator is newer than `opset`, return the opset of its newest version.
     """

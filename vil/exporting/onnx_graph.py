@@ -25,10 +25,15 @@ class Kind(NamedTuple):
 
 
 class BlockFunction(NamedTuple):
-    """Name of the ONNX function for a kind of block, and an example block."""
+    """ONNX function for all blocks of one kind.
+
+    Attributes:
+        name: Name of the ONNX function.
+        block: Any block of the kind.
+    """
 
     name: str
-    block: Block  # any block of this kind
+    block: Block
 
 
 Functions = dict[Kind, BlockFunction]

@@ -64,7 +64,7 @@ class Exported(nn.Module):
             if isinstance(module, RMSNorm):
                 replaced.forward = functools.partial(rms_norm, module)
             elif type(module) in KNOWN_MIXERS:
-                # `mix` flips the tokens of the backward direction, unless the mixer is pooled
+                # Without pooling, `mix` flips the tokens before the convolution of the backward direction.
                 replaced.directions[1].conv1d.reverse = replaced.pool is not None
                 replaced.forward = functools.partial(mix, replaced)
 
@@ -90,7 +90,7 @@ def program_of(module: nn.Module, batch: Tensor, *weights: list[Tensor]) -> Expo
     program = torch.export.export(module, (batch, *weights), dynamic_shapes=dynamic_shapes, strict=False)
     for part in program.graph_module.modules():
         for node in part.graph.nodes:
-            node.meta.pop("stack_trace", None)  # stack traces contain paths of this machine
+            node.meta.pop("stack_trace", None)  # stack traces would reveal paths of this machine in the file
             if str(node.target).startswith("vil."):
                 raise ExportError(
                     f"exported graph must contain only PyTorch operators, got {node.target}: write the recurrence with "

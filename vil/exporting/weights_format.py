@@ -19,7 +19,7 @@ from .traced import ExportError, as_evaluated, outputs_of
 
 
 def to_safetensors(model: Any, metadata: dict[str, Any]) -> Serialized:
-    """Serialize the weights of a model. `run` of the result runs the model that `vil.from_checkpoint` loads from them.
+    """Serialize the weights of a model, and reload them with `vil.from_checkpoint` for the check of the outputs.
 
     Raises:
         ExportError: A weight exceeds the range of fp16, the model has no head, or the model's arguments are unknown.
@@ -68,7 +68,7 @@ def arguments_of(model: Any) -> dict[str, Any]:
     arguments = {name: value for name, value in recorded.items() if name in MODEL_KWARGS}
     if hasattr(model, "set_input_size"):
         arguments["img_size"] = input_size(model)[1:]
-    patch_size = getattr(model, "_model_args", {}).get("patch_size")  # set_input_size records the patch size here
+    patch_size = getattr(model, "_model_args", {}).get("patch_size")  # timm's set_input_size may set a patch size
     if patch_size:
         arguments["patch_size"] = patch_size
     return arguments

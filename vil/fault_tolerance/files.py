@@ -69,7 +69,10 @@ def _unfinished(path: Path) -> Path:
 
 
 def _replace_keeping(temporary: Path, path: Path, previous: Path, kept: Path) -> None:
-    """Rename the old file at `path` to `previous`, and `temporary` to `path`. `kept` is an unused temporary path."""
+    """Rename `temporary` to `path`, and keep the old file as `previous`.
+
+    If the file system supports hard links, `path` exists at all times. `kept` is the temporary hard link.
+    """
     try:
         os.link(path, kept)
     except OSError:  # the file system has no hard links

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 
 PIECE = 2**12  # maximum number of characters per piece of text in the queue
 MOST_PENDING = 2**10  # maximum number of pieces in the queue; the oldest pieces are dropped
-MOST_WAIT = 0.5  # seconds; maximum wait per flush
-WAIT_SHARE = 0.01  # maximum share of the run time that the program waits in flushes
+MOST_WAIT = 0.5  # seconds; maximum time that a call of `flush` waits
+WAIT_SHARE = 0.01  # maximum share of the program's run time that calls of `flush` may wait
 EXIT_WAIT = 1.0  # seconds; maximum wait for pending text when the process exits
 
 
@@ -44,7 +44,7 @@ class BackgroundStream:
 
     def reset(self) -> None:
         """Drop pending text. A forked process must call `reset`, because threads do not survive a fork."""
-        self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a print and print
+        self._lock = threading.RLock()  # reentrant, because a signal handler may print while it interrupts a print
         self._line: list[str] = []
         self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
@@ -104,7 +104,7 @@ class BackgroundStream:
         if self._writer is not None:
             return True
         writer = threading.Thread(target=self._write_pieces, args=(self._pieces,), daemon=True)
-        self._writer = writer  # set before `start`, because a signal handler may print during `start`
+        self._writer = writer  # a signal handler that prints during `start` must not start a second thread
         try:
             writer.start()
         except RuntimeError:

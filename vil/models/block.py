@@ -154,7 +154,7 @@ class BidirectionalMixer(nn.Module):
     """
 
     direction: type[LonghornDirection]
-    recurrence: str  # name of the recurrence in the fused kernels
+    recurrence: str  # "longhorn" or "selective", which the fused kernels compute
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class BidirectionalMixer(nn.Module):
         return transpose_grid(out_BLC, w, h)
 
     def mix(self, h_BLC: Tensor) -> Tensor:
-        """Run the recurrence over every token."""
+        """Run the convolution and the recurrence over all tokens, in both directions."""
         u_BLD, z_BLD = self.in_proj(h_BLC).chunk(2, dim=-1)
         forward, backward = [direction(u_BLD) for direction in self.directions]
         v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN = [torch.stack(pair) for pair in zip(forward, backward)]
@@ -216,7 +216,10 @@ class BidirectionalMixer(nn.Module):
     def scan(
         self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor, skip: bool = True
     ) -> Tensor:
-        """Run the recurrence in both directions and return y_2BLD. `skip` adds the skip connection."""
+        """Run the forward and the backward scan, and return their outputs (2, B, L, D).
+
+        If `skip` is True, the input times the skip weights is added to the outputs.
+        """
         raise NotImplementedError
 
     def skip(self) -> Tensor:
@@ -309,7 +312,7 @@ class Blocks(nn.Sequential):
         return middle_token(x_BLC) if class_token_only else x_BLC
 
 
-KNOWN_MIXERS = (LonghornMixer, MambaMixer)  # mixers supported by kernels, pooled models, vil.export and vil.viz
+KNOWN_MIXERS = (LonghornMixer, MambaMixer)  # mixers that the kernels, pooled models, vil.export and vil.viz support
 
 for _mixer in KNOWN_MIXERS:
     _direction = [_mixer.direction, TokenConv1d, nn.Linear, StepProjection]

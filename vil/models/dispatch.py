@@ -39,7 +39,7 @@ def set_fused(enable: bool) -> None:
 
 
 def register(mixer: type[nn.Module], classes: Sequence[type]) -> None:
-    """Declare that the kernels support blocks with this mixer whose modules have exactly these classes, in order."""
+    """Declare that the kernels support blocks with a mixer if the classes of the block's modules equal `classes`."""
     _classes[mixer] = list(classes)
 
 
@@ -115,7 +115,12 @@ def call(block: nn.Module, x_BLC: Tensor, grid: tuple[int, int] | None, checkpoi
 
 
 class FusedBlock(NamedTuple):
-    """Fused operator of a block, with the signature of `vil.kernels.block.block_op.block`, and the block's weights."""
+    """Operator that computes a whole block, and the block's weights.
+
+    Attributes:
+        operator: Function with the signature of `vil.kernels.block.block_op.block`.
+        weights: Weights of the block.
+    """
 
     operator: Callable
     weights: BlockWeights
@@ -138,7 +143,7 @@ def fused_block(block: nn.Module, x_BLC: Tensor) -> FusedBlock | None:
 
 def weights_as_built(block: nn.Module) -> BlockWeights | None:
     """Return the block's weights, or None if a module was replaced, has hooks, or has unsupported parameters."""
-    modules: dict[str, Any] = block._modules  # faster than reading attributes
+    modules: dict[str, Any] = block._modules  # reading _modules is faster than nn.Module.__getattr__
     mixer, drop_path = modules["mixer"], modules["drop_path"]
     if type(mixer) not in _classes or type(drop_path) not in (DropPath, nn.Identity) or mixer._parameters:
         return None
@@ -192,7 +197,7 @@ def has_hooks(*modules: nn.Module) -> bool:
 
 
 def lines_of(block: nn.Module, x_BLC: Tensor, grid: tuple[int, int] | None) -> Lines | None:
-    """Return the layout of rows or columns of patches that a pooled block averages, or None for other blocks."""
+    """Return the rows or columns of patches that a pooled block averages, or None for a block without pooling."""
     if block.pool is None:
         return None
     h, w = grid_of(x_BLC.shape[1], grid)

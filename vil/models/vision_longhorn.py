@@ -438,7 +438,7 @@ class VisionLonghorn(nn.Module):
         """Return the patch grid (h, w) of a batch of images."""
         if not self.dynamic_img_size:
             return self.patch_embed.grid_size
-        height, width = x_B3HW.shape[-2:]  # `embed` checks the number of dimensions
+        height, width = x_B3HW.shape[-2:]
         return self.patch_embed.dynamic_feat_size((height, width))
 
     def forward_features(self, x: Tensor, class_token_only: bool = False) -> Tensor:
@@ -450,11 +450,10 @@ class VisionLonghorn(nn.Module):
         x = self.embed(x)
         if isinstance(self.blocks, Blocks):
             x = self.blocks(x, grid, class_token_only, self.grad_checkpointing)
-        elif type(self.blocks) is nn.Sequential and not has_hooks(
-            self.blocks
-        ):  # for example `model.blocks = nn.Sequential(*blocks)`
+        elif type(self.blocks) is nn.Sequential and not has_hooks(self.blocks):
+            # The user may have set `model.blocks = nn.Sequential(*blocks)`.
             x = run_blocks(self.blocks, x, grid, checkpointing=self.grad_checkpointing)
-        else:  # blocks replaced by another module
+        else:  # the user replaced `model.blocks` by another module
             x = self.blocks(x)
         return self.norm(x)
 

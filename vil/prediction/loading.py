@@ -48,7 +48,7 @@ def _classifier_of_model(model: Any) -> Classifier:
             "To change this, set model.pretrained_cfg or use a timm model",
             type(inner).__name__,
         )
-    module: nn.Module = model if isinstance(model, nn.Module) else inner  # timm's ModelEma is not a module
+    module: nn.Module = model if isinstance(model, nn.Module) else inner  # timm's ModelEma is no nn.Module
     weight = next(module.parameters())
 
     def run(images: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def check_expansion(content: Any, most_bytes: int) -> None:
         if total > most_bytes:
             raise TorchFileError(f"the file's values must take at most {most_bytes} bytes, got at least {total}")
         children = chain.from_iterable(map(_children_of, level))
-        level = list(islice(children, most_bytes // REFERENCE + 1))  # one reference more exceeds the limit
+        level = list(islice(children, most_bytes // REFERENCE + 1))  # this number of references exceeds `most_bytes`
         if not level:
             return
     raise TorchFileError(f"the file's values must be nested less than {TOO_DEEP} levels deep")
@@ -53,7 +53,7 @@ def _children_of(value: Any) -> Iterable[Any]:
 
 
 def _size_of(value: Any) -> int:
-    """Return the number of bytes of a reference and its value, excluding nested values."""
+    """Return the number of bytes counted for a reference to a value, excluding the values nested in the value."""
     if isinstance(value, Tensor):
         return REFERENCE + value.numel() * value.element_size()
     if isinstance(value, str):

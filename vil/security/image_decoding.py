@@ -17,8 +17,8 @@ FORMATS = tuple(f for f in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", 
 
 MOST_BYTES = 2**29  # maximum file size in bytes, because some decoders read the whole file into memory
 MOST_PIXELS = 89_478_485  # maximum number of pixels, above which Pillow would warn; Pillow's RGB image takes 0.36 GB
-MOST_ELONGATED = 100  # maximum aspect ratio, because resizing the shorter side also scales the longer side
-LEAST_TILE = 2**22  # pixels; smaller TIFF tiles are allowed even if they are larger than the image
+MOST_ELONGATED = 100  # maximum aspect ratio; a narrower image would be huge once its shorter side has the model's size
+LEAST_TILE = 2**22  # pixels; larger TIFF tiles must not exceed the image's size
 
 # numbers of TIFF tags
 BITS_PER_SAMPLE = 258

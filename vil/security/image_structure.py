@@ -7,13 +7,14 @@ import struct
 from .image_decoding import MOST_PIXELS, UnfitImageError
 
 MOST_SCANS = 100  # maximum scans per JPEG, because each scan may cover all pixels; encoders write about ten
-MOST_SCANNED = 2**28  # maximum pixels times scans per JPEG: ten scans of 26 megapixels
-MOST_PARTS = 1000  # maximum JPEG segments before the first scan, or small chunks per PNG
-CHUNK_BYTES = 2**10  # minimum PNG file size in bytes per additional chunk; most encoders write 8,192
+MOST_SCANNED = 2**28  # maximum number of pixels decoded in all scans of a JPEG, for example 26 megapixels in ten scans
+# A JPEG may have MOST_PARTS segments before its first scan, and a PNG MOST_PARTS chunks plus one per CHUNK_BYTES.
+MOST_PARTS = 1000
+CHUNK_BYTES = 2**10
 # JPEG markers
 FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 BASELINE_FRAMES = {0xC0, 0xC1}
-TABLES = {0xC4, 0xCC, 0xDB, 0xDD}  # Huffman, arithmetic-coding and quantization tables, and the restart interval
+TABLES = {0xC4, 0xCC, 0xDB, 0xDD}  # markers of decoding tables (Huffman, arithmetic, quantization, restart interval)
 COLOURS = {0xE0: b"JFIF", 0xEE: b"Adobe"}  # JPEG segments that specify the colour encoding
 METADATA = {*range(0xE0, 0xF0), 0xFE}
 SCAN = 0xDA
@@ -21,7 +22,7 @@ PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"IDAT", b"IEND")
 
 
 def strip_metadata(data: bytes) -> bytes | None:
-    """Return a JPEG or PNG without metadata, or None if the file's structure does not bound the cost of decoding.
+    """Return a JPEG or PNG without metadata, or None if the time to decode the file cannot be bounded.
 
     An allow-list keeps only the parts that the pixels depend on, so that no kind of metadata is decoded.
 
@@ -41,7 +42,7 @@ def _is_in_proportion(length: int, width: int, height: int) -> bool:
 
 
 def _strip_jpeg(data: bytes) -> bytes | None:
-    """Return a JPEG without metadata, or None if the segments are not contiguous, which makes decoders search."""
+    """Return a JPEG without metadata, or None if other bytes between its segments make decoders search for segments."""
     view = memoryview(data)
     kept: list[bytes | memoryview] = [view[:2]]
     position, frame = 2, None

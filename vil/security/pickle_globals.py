@@ -20,7 +20,7 @@ MOST_DIMENSIONS = 64
 
 def call(function: Any, arguments: Any) -> Any:
     """Call one of the functions in `GLOBALS`, the only functions that a pickle can name."""
-    if not isinstance(function, FunctionType) or type(arguments) is not tuple:  # `*` would iterate over a tensor
+    if not isinstance(function, FunctionType) or type(arguments) is not tuple:  # *arguments would iterate over a tensor
         raise TorchFileError(f"the file calls {type(function).__name__} with arguments that weights do not need")
     return function(*arguments)
 
@@ -74,7 +74,7 @@ GLOBALS: dict[str, Any] = {
     **{f"{module} {name}Storage": dtype for name, dtype in STORAGES.items() for module in ("torch", "torch.cuda")},
     **{f"torch {name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "torch.storage UntypedStorage": torch.uint8,
-    "torch._tensor Tensor": None,  # class argument of `_rebuild_from_type`, which is ignored
+    "torch._tensor Tensor": None,  # the reader ignores this class, which is an argument of `_rebuild_from_type`
     "torch Tensor": None,
     "torch Size": _size,
     "torch device": _device,

@@ -72,7 +72,7 @@ class Sandbox:
         return Image.frombytes("RGB", size, content)
 
     def _request(self, data: bytes) -> tuple[tuple[int, int], bytes]:
-        """Return the size and pixels of the image in `data`, or the size (0, 0) and the decoder's error message."""
+        """Decode the image in `data`. Return its size and pixels, or the size (0, 0) and an error message."""
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = _start()

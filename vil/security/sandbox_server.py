@@ -17,7 +17,7 @@ from .image_decoding import FORMATS, UnfitImageError, decode
 
 SECONDS = 10  # timeout per image file
 MEMORY = 5 * 2**28  # maximum address space for decoding, in bytes; images within the size limits need less
-REPLY = struct.Struct("<QII")  # header: number of bytes that follow, width, height (both 0 for errors)
+REPLY = struct.Struct("<QII")  # header: number of bytes that follow, image width and height (0 and 0 for an error)
 MOST_ERROR = 1000  # maximum length of an error message, in characters
 
 
@@ -26,7 +26,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, seconds: int = SECONDS) -> None
     _ignore_scheduler_signals()
     _limit_threads()
     _limit_memory()
-    replies.write(b"\n")  # signal that the process has started
+    replies.write(b"\n")  # tell the parent process that this process has started
     replies.flush()
 
     while length := requests.read(8):

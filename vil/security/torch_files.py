@@ -40,7 +40,7 @@ def load(file: BinaryIO, whole: bool = True) -> Any:
 
     unpickler = Unpickler(size, whole)
     content = _load_archive(file, unpickler) if is_archive else _load_legacy(file, unpickler)
-    check_expansion(content, 2 * size + SLACK)  # twice the file size, because two names may share a tensor
+    check_expansion(content, 2 * size + SLACK)  # allow twice the file size, because two names may share a tensor
     return content
 
 

@@ -29,7 +29,7 @@ OPCODES = {
     "BINUNICODE", "SHORT_BINUNICODE", "BINSTRING", "SHORT_BINSTRING",
     # containers
     "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS",
-    # functions in `GLOBALS`, and storages
+    # opcodes that name a function in `GLOBALS`, or a storage
     "GLOBAL", "STACK_GLOBAL", "BINPERSID",
 }  # fmt: skip
 ALLOWED_CODES = {ord(opcode.code) for opcode in pickletools.opcodes if opcode.name in OPCODES}
@@ -56,7 +56,7 @@ class Unpickler(pickle._Unpickler):
     def __init__(self, file_bytes: int, whole: bool):
         self.file_bytes = file_bytes
         self.whole = whole
-        self.claimed_bytes = 0  # total size of all storages
+        self.claimed_bytes = 0  # total size of all storages in the file
         self.storages: dict[str, Tensor] = {}
 
     def run(self, program: BinaryIO) -> Any:
@@ -74,7 +74,7 @@ class Unpickler(pickle._Unpickler):
         return GLOBALS[known]
 
     def persistent_load(self, identity: Any) -> Tensor:
-        """Return a storage as a 1-D tensor, whose values are read from the file after the pickle.
+        """Return a storage as a 1-D tensor. The values are read from the file later, when the pickle is complete.
 
         Args:
             identity: Tuple ("storage", dtype, key, device, number of elements), followed by None in legacy files.
@@ -126,7 +126,7 @@ class Unpickler(pickle._Unpickler):
         instance = self.stack[-1]
         if type(instance) not in (OrderedDict, argparse.Namespace) or type(state) is not dict:
             raise TorchFileError(f"it sets attributes of {type(instance).__name__}, which weights do not need")
-        instance.__dict__ = state  # not a copy, because many objects may share one state
+        instance.__dict__ = state  # a copy for each of many objects that share one dict would take too much memory
 
     dispatch[pickle.REDUCE[0]] = load_reduce
     dispatch[pickle.NEWOBJ[0]] = load_reduce
