@@ -30,7 +30,7 @@ class BestCheckpoint:
         self.row: dict[str, Any] | None = None
 
     def find(self, history: list[dict[str, Any]]) -> str | None:
-        """Set `row` to the history row of the epoch in best.pt. Return what is wrong with best.pt, or None.
+        """Read best.pt and set `row`. Return a description of the problem if best.pt lacks the best epoch.
 
         Raises:
             CheckpointError: Reading best.pt fails with an I/O error.
@@ -50,7 +50,7 @@ class BestCheckpoint:
         shared = min(len(rows), len(history))
         if not rows or repr(rows[:shared]) != repr(history[:shared]):  # NaN is not equal to itself
             return "belongs to another run"
-        if len(rows) > len(history):  # the run was killed before writing last.pt, so it repeats this epoch
+        if len(rows) > len(history):  # best.pt is newer than last.pt, so the run trains this epoch again
             return None
         self.row = history[len(rows) - 1]
         best = best_row(history)
@@ -65,7 +65,7 @@ class BestCheckpoint:
             _logger.warning("%s %s. It will be rewritten with the best epoch from now on", self.path, problem)
 
     def is_beaten_by(self, row: dict[str, Any]) -> bool:
-        """Return whether the epoch with this history row must replace the epoch in best.pt."""
+        """Return whether the epoch in the history row `row` is better than the epoch in best.pt, or best.pt is lost."""
         if self.row is None or not exists(self.path):
             return True
         images = row.get("eval_images")

@@ -12,7 +12,7 @@ from .meter import EpochMeter, Times
 
 _logger = logging.getLogger(__name__)
 
-IDLE = 0.02  # minimum fraction of time that the host waits for a busy GPU, not counting waits for losses
+IDLE = 0.02  # the GPU is assumed to idle if the host waits for the GPU during a smaller fraction of the time
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Bottleneck:
         self.times: HostTimes | None = None  # total times at the end of the previous logging interval
 
     def look(self, meter: EpochMeter, how_loaded: str, waited_for_model: float, preparing: float) -> None:
-        """Compare the times of two consecutive logging intervals and warn at most once. Call after each step.
+        """Warn if the GPU waited for the host during the last logging interval. Call `look` after each step.
 
         Args:
             meter: Meter of the epoch.
@@ -68,7 +68,7 @@ class Bottleneck:
             self._warn(times.minus(before), how_loaded)
 
     def _warn(self, interval: HostTimes, how_loaded: str) -> None:
-        # the GPU is busy if the host has to wait for the GPU
+        # If the host never waits for the GPU, the GPU finishes its work early and idles.
         waited_for_gpu = interval.waited_for_gpu - interval.waited_at_looks + interval.waited_for_model
         if not is_rank0() or waited_for_gpu >= IDLE * interval.seconds:
             return

@@ -45,7 +45,7 @@ def build_model(
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing()
-        except (AssertionError, AttributeError) as error:  # timm models without support raise one of these two
+        except (AssertionError, AttributeError) as error:  # raised by timm models without activation checkpointing
             raise ConfigError(
                 f"{config.model} does not support activation checkpointing; remove --grad-checkpointing"
             ) from error
@@ -87,7 +87,7 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
             layer_decay=config.layer_decay,
             **{name: value for name, value in choices.items() if value is not None},
         )
-    except Exception as error:  # optimizers from other packages raise various types
+    except Exception as error:  # optimizers of other packages raise exceptions of various types
         raise ConfigError(f"cannot create the optimizer {config.opt}: {error}") from error
     # Sort by size, because each fused launch processes a few tensors and takes as long as the largest of them.
     for group in optimizer.param_groups:
@@ -105,7 +105,7 @@ def build_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Schedul
         warmup_lr=config.warmup_lr,
         min_lr=config.min_lr,
     )
-    assert scheduler is not None  # Config validates `sched`
+    assert scheduler is not None  # timm returns None only for unknown names, which `Config` rejects
     return scheduler
 
 

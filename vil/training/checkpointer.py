@@ -115,7 +115,7 @@ class Checkpointer:
         self.state.load_weights_and_history(saved)
 
     def _resume_best(self, starts_phase: bool) -> None:
-        """Find the best epoch. If best.pt is lost and an epoch has just ended, write best.pt from that epoch."""
+        """Find the best epoch of a resumed run. If best.pt is lost, create it from last.pt if last.pt ends an epoch."""
         state = self.state
         self.best.resume(state.history)
         if state.history and not self.best.row and not state.meter.steps and not starts_phase:

@@ -25,7 +25,7 @@ PANELS: dict[str, dict[str, str | None]] = {
 ALWAYS = ("loss", "top-1 (%)")  # panels plotted even if their values are constant
 COLUMNS = 3  # panels per row
 WIDTH = 12  # width of the figure in inches
-HEIGHT = 3  # height of a row of panels in inches
+HEIGHT = 3  # height of each panel in inches
 DOTS_PER_INCH = 100
 FEWEST_TO_CUT = 5  # minimum number of epochs of a plot that may cut off the first epoch
 MARGIN = 0.05  # space above and below the lines, as a fraction of their range
@@ -49,7 +49,7 @@ def plot_history(history: list[dict[str, Any]], note: str = "") -> bytes:
         history: One row per epoch.
         note: Remark below the panels.
     """
-    from matplotlib.figure import Figure  # instead of pyplot, which needs a display and keeps global state
+    from matplotlib.figure import Figure  # matplotlib.pyplot would need a display and keep global state
 
     titles = [title for title, columns in PANELS.items() if title in ALWAYS or _changes(history, columns)]
     rows = math.ceil(len(titles) / COLUMNS)

@@ -97,7 +97,7 @@ class Data:
 
     @property
     def waits(self) -> tuple[float, float]:
-        """Seconds that prepared images waited for the model, and seconds that this process spent preparing images."""
+        """Seconds in which prepared images waited for the model, and seconds this process spent on preparing images."""
         return self.train_loader.waits
 
     @property

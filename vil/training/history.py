@@ -69,6 +69,6 @@ def best_row(history: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def format_best(history: list[dict[str, Any]]) -> str:
-    """Return the best epoch's top-1 accuracy and number as text."""
+    """Return a text with the best top-1 accuracy and the number of its epoch."""
     row = best_row(history)
     return f"top-1 {best_top1(row):.2f}% in epoch {row['epoch']:.0f}"

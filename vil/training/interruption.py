@@ -73,19 +73,19 @@ class LoadingWatch:
         self.failure: Exception | None = None
 
     def until_failure(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield batches until loading fails, and record the failure."""
+        """Yield batches. If loading fails, store and log the error, and stop without raising it."""
         try:
             yield from batches
         except (MachineError, UnreadableSplitError) as error:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Record and log the error raised when loading images."""
+        """Store and log an error raised when loading images."""
         self.failure = error
         _logger.error("error: %s", error)
 
     def begin_check(self) -> Callable[[], bool]:
-        """Start an asynchronous all-reduce of whether loading images failed on any rank.
+        """Start an asynchronous check of whether loading images failed on any rank.
 
         Returns:
             A function that waits for all ranks and returns True if loading succeeded on every rank.
@@ -101,7 +101,7 @@ class LoadingWatch:
         return wait
 
     def report_failure(self) -> None:
-        """Tell the other ranks, which are waiting for the result of `begin_check`, that loading images failed."""
+        """Tell the other ranks, which wait in an all-reduce, that loading images failed on this rank."""
         self.begin_check()()
 
 
@@ -169,7 +169,7 @@ class CheckpointTimer:
         seconds = time.monotonic() - self.last_time
         is_due = seconds >= self.seconds or step - self.last_step >= self.steps
         flags = torch.tensor([is_due, self.signals.received, self.loading.failure is not None], dtype=torch.uint8)
-        if dist.is_initialized():  # with CPU tensors, so that no rank waits for a GPU
+        if dist.is_initialized():  # the all-reduce uses CPU tensors, so that no rank waits for a GPU
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         decision = Decision(*(bool(flag) for flag in flags))
         if decision.is_due:

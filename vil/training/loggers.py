@@ -14,7 +14,11 @@ _logger = logging.getLogger(__name__)
 
 
 class RowLogger(Protocol):
-    """Protocol of a logger for history rows. Warnings contain `name`."""
+    """Protocol of a logger for history rows.
+
+    Attributes:
+        name: Name of the logger in warnings.
+    """
 
     name: str
 
@@ -79,7 +83,7 @@ class WeightsAndBiases:
         )
         try:
             self._connect()
-        except Exception as error:  # external packages and networks raise various types
+        except Exception as error:  # wandb and the network raise exceptions of various types
             _logger.warning("failed to connect to Weights & Biases: %s; trying again after the next epoch", error)
 
     def _connect(self) -> None:

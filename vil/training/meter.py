@@ -50,8 +50,8 @@ class EpochMeter:
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.times = Times()
-        self.pending: list[Tensor] = []  # (loss, norm) of each step that `collect` has not read yet
-        self.queued: deque[torch.cuda.Event] = deque()  # events at the end of steps that the GPU may not have finished
+        self.pending: list[Tensor] = []  # loss and gradient norm of each step, until `collect` reads them
+        self.queued: deque[torch.cuda.Event] = deque()  # one event per step that the GPU may not have finished
         self.clock = time.perf_counter()
 
     @property

@@ -51,7 +51,7 @@ class Progress:
             initial=step * self.step_images,
             unit="img",
             unit_scale=True,
-            disable=None if rank == 0 else True,  # None disables the bar unless stderr is a terminal
+            disable=None if rank == 0 else True,  # None shows the bar only if stderr is a terminal
         )
 
     def __enter__(self) -> Progress:

@@ -75,7 +75,7 @@ class Reporter:
         if summary.is_file():
             with suppress(OSError):
                 reported = len(summary.read_bytes().splitlines()[1:])
-        if reported < len(history):  # otherwise the loggers would receive the epoch twice
+        if reported < len(history):  # loggers must not receive an epoch twice
             self(history)
 
     def __call__(self, history: list[dict[str, Any]]) -> None:
@@ -90,7 +90,7 @@ class Reporter:
         for logger in self.loggers:
             try:
                 logger.log(history[-1])
-            except Exception as error:  # external packages and networks raise various types
+            except Exception as error:  # loggers and the network raise exceptions of various types
                 _logger.warning("%s failed to log the epoch: %s; training continues", logger.name, error)
 
     def _plot(self, history: list[dict[str, Any]]) -> None:

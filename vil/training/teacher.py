@@ -95,7 +95,7 @@ class Teacher:
         try:
             with FlopCounterMode(display=False) as counter:
                 logits = self(torch.zeros(1, *input_size, device=self.scale.device))
-        except Exception as error:  # models raise various types for unsupported image sizes
+        except Exception as error:  # models raise exceptions of various types for unsupported image sizes
             height, width = input_size[1:]
             reason = one_line(f"{type(error).__name__}: {error}", 300)
             raise ConfigError(

@@ -124,7 +124,6 @@ class Trainer:
         self.loading = LoadingWatch()
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps, self.signals, self.loading)
 
-        # optimizer step and evaluation
         precision = autocast(device, config.amp, config.amp_dtype)
         gradients = FlatGradients(model.parameters())
         self.forward_backward = ForwardBackward(config, state, loss_fn, gradients, precision, batch_size, world_size)
@@ -171,7 +170,7 @@ class Trainer:
         for number, batch in enumerate(state.meter.timed(batches), start=1):
             completes_step = number % self.data.batches_per_step == 0
             if completes_step:
-                all_loaded = self.loading.begin_check()  # the all-reduce overlaps with the forward pass
+                all_loaded = self.loading.begin_check()  # runs during the forward pass
             with state.meter.paused():
                 self.mosaic.add(batch.images, batch.targets)
 
@@ -235,7 +234,7 @@ class Trainer:
             StoppedError, PreemptedError: `decision` is to stop.
         """
         check_divergence(self.state, self.checkpointer.last)  # a checkpoint must not contain a diverged model
-        self.average_batch_norms()  # otherwise the checkpoint would contain only rank 0's statistics
+        self.average_batch_norms()  # each rank has its own BatchNorm statistics, and rank 0 writes the checkpoint
         saved = self.checkpointer.save_unfinished_epoch()
         decision.raise_if_stopping(saved)
 

@@ -20,7 +20,8 @@ class ListedEma(ModelEmaV3):
         super().__init__(model, **options)
         self.averages: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.copies: list[tuple[Tensor, Tensor]] = []  # integer buffers (EMA, model), such as BatchNorm's counters
+        # pairs of an integer buffer of the EMA model and the model's buffer, such as BatchNorm's counters
+        self.copies: list[tuple[Tensor, Tensor]] = []
         for average, value in zip(self.module.state_dict().values(), model.state_dict().values()):
             if average.is_floating_point():
                 self.averages.append(average)
@@ -71,7 +72,7 @@ class Update:
         self.as_graph = as_graph and self.is_fused and not scaler.is_enabled()
         self.run = self._run
         self.calls = 0
-        self.learning_rates: list[float] = []  # learning rate of each parameter group, as stored in `rates_on_device`
+        self.learning_rates: list[float] = []  # learning rates of the parameter groups that `rates_on_device` holds
         self.rates_on_device = gradients.flat.new_empty(len(optimizer.param_groups))
 
     def __call__(self) -> Tensor:

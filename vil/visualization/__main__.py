@@ -162,7 +162,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def why(model: VisionLonghorn, images: Tensor, shown: Tensor, titles: list[str]) -> tuple[Figure, str]:
-    """Return the figure why.png, and a line with mean class probabilities before and after patches are hidden."""
+    """Plot which patches affect the predictions, and summarize how hiding these patches changes class probabilities."""
     evidence = patch_sums(model, class_evidence(model, images))
     read = reading(model, images)
     random_maps = torch.rand(4, *read.shape, generator=torch.Generator().manual_seed(0))
@@ -179,7 +179,7 @@ def why(model: VisionLonghorn, images: Tensor, shown: Tensor, titles: list[str])
 
 
 def image_files(paths: list[Path]) -> list[Path]:
-    """Return the image files in files and folders. Folders alternate: the first file of each, then the second of each.
+    """Return the image files in files and folders, alternating between the given paths.
 
     Raises:
         ConfigError: A path does not exist, or the paths contain no image files.

@@ -61,11 +61,11 @@ def patch_sums(model: VisionLonghorn, values_BHW: Tensor) -> Tensor:
 def deletion_curve(
     model: nn.Module, images: Tensor, maps_Bhw: Tensor, classes: Tensor | None = None, steps: int = 10
 ) -> Tensor:
-    """Return class probabilities (B, steps + 1) while more and more image cells are hidden (Samek et al., 2017).
+    """Return class probabilities (B, steps + 1) after hiding increasing shares of the image (Samek et al., 2017).
 
-    Cells are replaced by the image's mean colour in descending order of their map values. Each step hides equally many
-    cells: none are hidden in the first column, and all in the last column. The faster the probability falls, the better
-    the map ranks the parts of the image that the model uses.
+    Cells of a grid over the image are replaced by the image's mean colour in descending order of their map values. Each
+    step hides equally many cells: none are hidden in the first column, and all in the last column. The faster the
+    probability falls, the better the map ranks the parts of the image that the model uses.
 
     Args:
         model: Any classifier.
@@ -79,7 +79,7 @@ def deletion_curve(
     baseline = _mean_colour(images)
     cells = maps_Bhw[0].numel()
     order_Bn = maps_Bhw.flatten(1).argsort(1, descending=True)
-    rank_Bhw = order_Bn.argsort(1).view(maps_Bhw.shape)  # rank 0 for the largest value
+    rank_Bhw = order_Bn.argsort(1).view(maps_Bhw.shape)  # the cell with the largest map value has rank 0
 
     curve = []
     for step in range(steps + 1):

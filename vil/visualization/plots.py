@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DIRECTIONS = ("first to last", "last to first")
-STEP_NAMES = {"longhorn": "beta", "selective": "dt"}  # symbol of `Trace.step` per recurrence
-SMALLEST = 1e-4  # smallest plotted value of a receptive field, relative to its maximum
+STEP_NAMES = {"longhorn": "beta", "selective": "dt"}  # symbols of the step size in ViL and in ViM
+SMALLEST = 1e-4  # lower limit of the colour scale of a receptive field, relative to the largest value
 
 
 def plot_why(shown: Tensor, titles: Sequence[str], maps: dict[str, Tensor], curves: dict[str, Tensor]) -> Figure:
@@ -81,9 +81,9 @@ def _plot_curves(axis: Any, curves: dict[str, Tensor]) -> None:
 def plot_scans(
     model: VisionLonghorn, images: Tensor, shown: Tensor, titles: Sequence[str], blocks: Sequence[int] | None = None
 ) -> Figure:
-    """Plot relevance, step and state norm of both scan directions for each image and block.
+    """Plot three maps per scan direction, image and block: token relevance, step size and norm of the scan state.
 
-    The two maps of a value, one per direction, share a colour scale.
+    The maps of both directions share a colour scale.
 
     Args:
         model: Any VisionLonghorn.
@@ -121,13 +121,13 @@ def plot_scans(
 
 
 def _maps_of(model: VisionLonghorn, trace: Trace, i: int, image_size: Sequence[int]) -> list[np.ndarray]:
-    """Return three patch maps (G, h, w) for image `i`: relevance, step and state norm."""
+    """Return the relevance, step size and state norm of each patch of image `i`, each of shape (G, h, w)."""
     values_BGL = (trace.relevance, trace.step, trace.state_norm)
     return [patch_maps(model, values[i : i + 1], image_size)[0].numpy(force=True) for values in values_BGL]
 
 
 def _plot_trace(figure: Figure, axes: Sequence[Any], maps: Sequence[np.ndarray]) -> None:
-    """Plot maps (G, h, w) in consecutive axes, with one colour bar per pair of directions."""
+    """Plot maps (G, h, w) in consecutive axes. The maps of the two directions share a colour bar."""
     for field, maps_Ghw in enumerate(maps):
         pair = axes[2 * field : 2 * field + 2]
         for axis, map_hw in zip(pair, maps_Ghw):

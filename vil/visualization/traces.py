@@ -1,4 +1,4 @@
-"""Traces of the scans in each block: relevance for the class token, step sizes and state norms.
+"""Values of the scans in each block: each token's contribution to the class token, step size and state norm.
 
 The docstring of `vil.viz` lists the dimension letters.
 """
@@ -23,9 +23,9 @@ from ..wrappers import unwrapped
 
 @dataclass
 class Trace:
-    """Per-token values (B, G, L) of the two recurrences in one block, with tokens in image order.
+    """Values (B, G, L) of each token in both scan directions of a block, with tokens in image order.
 
-    The recurrences of a pooled block read rows or columns of patches. Each patch gets the value of its row or column.
+    The scans of a pooled block read rows or columns of patches. Each patch gets the value of its row or column.
 
     Attributes:
         relevance: Norm over channels of the token's contribution to the scan output at the class token. The value is 0
@@ -102,7 +102,10 @@ def _trace_block(block: Block, recorded: dict[LonghornDirection, Tensor], grid: 
 
 
 def _of_tokens(values_BGS: Tensor, pool: str | None, grid: tuple[int, int]) -> Tensor:
-    """Expand values (B, G, S) of scanned rows, columns or tokens to values (B, G, L) of the block's tokens."""
+    """Expand values per scanned row or column, (B, G, S), to values per patch, (B, G, L).
+
+    Without pooling, the values are returned unchanged.
+    """
     if pool is None:
         return values_BGS
     h, w = grid
@@ -125,7 +128,7 @@ class Coefficients:
 
 
 def _trace_direction(recurrence: str, direction: LonghornDirection, v_BLD: Tensor, reverse: bool) -> Trace:
-    """Return the trace of one direction, with values of shape (B, L).
+    """Return the relevance, step size and state norm of each token in one scan direction, each of shape (B, L).
 
     Args:
         recurrence: Name of the recurrence, "longhorn" or "selective".
