@@ -32,8 +32,8 @@ data/digits: .venv/installed
 
 demo: .venv/installed data/digits
 	rm -rf output/digits
-	$(BIN)/python train_imagenet.py -c configs/digits.yaml
-	$(BIN)/python validate.py --checkpoint output/digits/last.pt --workers 1
+	$(BIN)/vil train -c digits
+	$(BIN)/vil validate --checkpoint output/digits/last.pt --workers 1
 	@echo "training curve: $(CURDIR)/output/digits/curve.png"
 
 test: .venv/installed

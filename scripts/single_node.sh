@@ -2,7 +2,7 @@
 # Train on all GPUs of this machine (or on GPUS=N of them). Restarts after a failure, and resumes an earlier run of the
 # same experiment:
 #
-#     scripts/single_node.sh -c configs/vil_tiny.yaml --data-dir /imagenet
+#     scripts/single_node.sh -c vil_tiny --data-dir /imagenet
 #
 # After Ctrl-C, SIGTERM or SIGUSR1, the run writes a checkpoint and exits with status 75.
 #

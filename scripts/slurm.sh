@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on whole nodes of a Slurm cluster, with one torchrun on each node:
 #
-#     sbatch --nodes=2 scripts/slurm.sh -c configs/vil_tiny.yaml --data-dir /imagenet
+#     sbatch --nodes=2 scripts/slurm.sh -c vil_tiny --data-dir /imagenet
 #
 # Five minutes before the time limit, or when the job is preempted, the run writes a checkpoint and the job is requeued.
 # The requeued job resumes the run. OUTPUT must be on a disk that all nodes share, or that at least the first node keeps.

@@ -35,8 +35,9 @@ LAYERS = """
     vil
     vil.evaluation
     vil.training
-    vil.exporting vil.visualization vil.cli
-    train_imagenet validate
+    vil.exporting vil.visualization
+    vil.cli
+    vil.__main__ train_imagenet validate
     research
 """
 RANKS = {room: rank for rank, line in enumerate(LAYERS.splitlines()) for room in line.split()}

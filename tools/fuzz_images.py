@@ -44,7 +44,7 @@ from vil.data.sources.images import UNREADABLE
 from vil.data.sources.splits import open_split
 from vil.fault_tolerance import machine_errors
 from vil.security import sandbox
-from vil.visualization import __main__ as viz
+from vil.visualization import command as viz
 
 AT_ONCE = 100  # number of files on disk at a time
 PATHS = ("training", "device", "evaluation")

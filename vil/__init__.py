@@ -1,22 +1,50 @@
 """Vision Longhorn: image backbones with a linear-time recurrence. `import vil` registers the models with timm."""
 
-import importlib
-from importlib.metadata import PackageNotFoundError, version
+from __future__ import annotations
 
-from .factory import from_checkpoint
-from .models.block import Longhorn
-from .models.vision_longhorn import VisionLonghorn
-from .prediction import predict
+import importlib
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .factory import from_checkpoint
+    from .models.block import Longhorn
+    from .models.vision_longhorn import VisionLonghorn
+    from .prediction import predict
 
 __all__ = ["Longhorn", "VisionLonghorn", "from_checkpoint", "predict"]
-LATE = {"export": "vil.exporting", "viz": "vil.visualization"}  # modules imported on first use
+
+# public name -> module, and the name in that module; the modules are imported on first use
+SOURCES = {
+    "Longhorn": ("vil.models.block", "Longhorn"),
+    "VisionLonghorn": ("vil.models.vision_longhorn", "VisionLonghorn"),
+    "export": ("vil.exporting", None),
+    "from_checkpoint": ("vil.factory", "from_checkpoint"),
+    "predict": ("vil.prediction", "predict"),
+    "viz": ("vil.visualization", None),
+}
 
 
-def __getattr__(name: str):
-    if name in LATE:
-        return importlib.import_module(LATE[name])
-    raise AttributeError(f"module 'vil' has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    if name not in SOURCES:
+        raise AttributeError(f"module 'vil' has no attribute {name!r}")
+    module, attribute = SOURCES[name]
+    imported = importlib.import_module(module)
+    return getattr(imported, attribute) if attribute else imported
 
+
+def _runs_command() -> bool:
+    """Return whether this process runs the `vil` command, also as `python -m vil`."""
+    program = (sys.argv or [""])[0]
+    if program == "-m":  # the module is not located yet
+        program = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv else ""
+    return Path(program).stem == "vil"
+
+
+if not _runs_command():  # the command imports PyTorch after it has checked its options
+    from .models import vision_longhorn as _registered  # noqa: F401
 
 try:
     __version__ = version("vision-longhorn")

@@ -81,7 +81,7 @@ class Checkpoint:
     """Content of a checkpoint or weights file of this package or of another program, read and checked once.
 
     Args:
-        path: Checkpoint of train_imagenet.py, timm or ViM, plain state dict (.pth, .safetensors), or folder written by
+        path: Checkpoint of `vil train`, timm or ViM, plain state dict (.pth, .safetensors), or folder written by
             `vil.export`.
         whole: Whether to read the tensors' values. Otherwise tensors are on the meta device, and no tensors are read
             from a .safetensors file.
@@ -233,7 +233,7 @@ class Checkpoint:
         """Raise a CheckpointError if the file has another format or version, or lacks the optimizer state."""
         path = self.path
         if not self.is_ours:
-            raise CheckpointError(f"{path} is not a checkpoint of train_imagenet.py")
+            raise CheckpointError(f"{path} is not a checkpoint of vil train")
         version = self.content["version"]
         if version != VERSION:
             other = "a newer" if version > VERSION else "an older"

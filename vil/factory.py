@@ -29,11 +29,11 @@ def from_checkpoint(
 ) -> nn.Module:
     """Load a trained model on the CPU in eval mode, with the model's preprocessing and class names.
 
-    `timm.data.resolve_model_data_config(model)` returns the preprocessing that `validate.py` uses for the model.
+    `timm.data.resolve_model_data_config(model)` returns the preprocessing that `vil validate` uses for the model.
     `model.pretrained_cfg["label_names"]` contains the class names by index if the file stores class names.
 
     Args:
-        path: Checkpoint of train_imagenet.py, or weights written by `vil.export`, which store the model's name and
+        path: Checkpoint of `vil train`, or weights written by `vil.export`, which store the model's name and
             arguments; or any other weights file.
         model: Model name in timm, if the file does not store the name.
         use_ema: Whether to load the EMA weights. None loads the EMA weights only if best.pt marks them as better.

@@ -1,11 +1,7 @@
-"""Print the versions, commit and hardware that a bug report needs.
-
-python -m vil.info
-"""
+"""Versions, commit and hardware that a bug report needs."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 import platform
@@ -77,9 +73,3 @@ def _output(*command: str) -> str:
     if not shutil.which(command[0]):
         return ""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-if __name__ == "__main__":
-    description = "Print the versions, commit and hardware that a bug report needs."
-    argparse.ArgumentParser(prog="python -m vil.info", description=description).parse_args()
-    print(format_environment(), end="")

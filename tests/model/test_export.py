@@ -25,8 +25,9 @@ from torch.export import Dim
 
 import vil
 from vil import exporting
+from vil.cli.export import main
 from vil.exporting import ExportError, export_model, onnx_graph
-from vil.exporting import __main__ as command_line
+from vil.exporting import command as command_line
 from vil.exporting.mixers import scan_by_steps
 from vil.kernels.scan.reference import longhorn, selective
 from vil.models.block import BidirectionalMixer, Block, LonghornDirection, LonghornMixer
@@ -399,8 +400,8 @@ def trained(tmp_path, monkeypatch):
 
 @pytest.fixture
 def command():
-    """Fixture that runs `python -m vil.exporting` in this process with the given arguments."""
-    return functools.partial(call, command_line.main)
+    """Fixture that runs `vil export` in this process with the given arguments."""
+    return functools.partial(call, main)
 
 
 def test_the_command_exports_pooled_features_of_a_classifier(trained, command, tmp_path):

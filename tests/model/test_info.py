@@ -4,7 +4,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import runpy
 import subprocess
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import torch
 
 import vil
 from vil import info, published
+from vil.cli.main import run
 
 
 def git(folder, *command):
@@ -115,10 +115,11 @@ def test_help_and_version_options_print_help_and_version(monkeypatch, capsys):
         find = importlib.metadata.version
         not_installed.setattr(importlib.metadata, "version", lambda name: find(f"no {name}"))
         assert importlib.reload(vil).__version__ == "unknown"
-    monkeypatch.setattr("sys.argv", ["vil.info", "--help"])
     with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(info.__file__, run_name="__main__")
+        run(["info", "--help"])
     assert "Print the versions, commit and hardware" in capsys.readouterr().out
+    run(["info"])
+    assert capsys.readouterr().out == info.format_environment()
 
 
 def test_published_accuracies_equal_the_papers():

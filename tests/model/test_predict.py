@@ -19,9 +19,10 @@ from timm.data import ImageNetInfo
 
 import vil
 from vil.checkpoint import CheckpointError, save_checkpoint
+from vil.cli.predict import main
 from vil.config import ConfigError
 from vil.exporting import export_model
-from vil.prediction.__main__ import main
+from vil.prediction import command
 from vil.prediction.classifier import reason_of
 
 NAMES = ["ant", "n01440764", "cat", "dog", "eel", "fox", "gnu"]
@@ -154,11 +155,10 @@ def test_tables_are_written_even_without_readable_images_and_with_a_broken_pipe(
             raise BrokenPipeError
 
     words = ["--checkpoint", checkpoint, photos / "notes.txt", "--csv", tmp_path / "x.csv", "--json", tmp_path / "x"]
-    monkeypatch.setattr(sys, "argv", ["vil.prediction", *map(str, words)])
+    monkeypatch.setattr(sys, "argv", ["vil", "predict", *map(str, words)])
     monkeypatch.setattr(sys, "stderr", Closed())
-    monkeypatch.delitem(sys.modules, main.__module__)  # import the module again, as in a new process
     with pytest.raises(SystemExit, match=r"^1 of 1 images cannot be read$"):
-        runpy.run_module("vil.prediction", run_name="__main__")
+        runpy.run_module("vil", run_name="__main__")
     assert ((tmp_path / "x.csv").read_text(), (tmp_path / "x").read_text()) == ('"file"\n', "[]\n")
 
 
@@ -283,7 +283,7 @@ def test_onnx_metadata_is_validated_like_a_checkpoints_options(tmp_path):
 def test_file_names_cannot_send_control_characters_to_the_terminal(checkpoint, photos, tmp_path):
     (tmp_path / "out").symlink_to(photos)
     (tmp_path / "\x1b[2J\nerror: all is well.png").write_bytes((photos / "a.png").read_bytes())
-    words = ["-m", "vil.prediction", "--checkpoint", str(checkpoint), str(tmp_path), str(photos / "a.png")]
+    words = ["-m", "vil", "predict", "--checkpoint", str(checkpoint), str(tmp_path), str(photos / "a.png")]
     words += ["--topk", "1", "--batch-size", "1"]  # smallest valid --topk and --batch-size
     ended = run([sys.executable, *words])
     assert ended.stderr.startswith("1 links in ")  # log messages are printed without a prefix
@@ -339,7 +339,7 @@ def test_command_defaults_equal_the_functions_and_interruptions_print_one_line(m
         raise ends.pop()
 
     ends = [OSError(28, "No space left on device", "x.csv"), KeyboardInterrupt()]
-    monkeypatch.setattr(sys.modules[main.__module__], "predict_files", stop)
+    monkeypatch.setattr(command, "predict_files", stop)
     for end in ("130", "^error: .*No space left on device: 'x.csv'$"):
         with pytest.raises(SystemExit, match=end):
             call(main, "--checkpoint", "any.pt", "photo.jpg")

@@ -18,9 +18,9 @@ from processes import call
 from torchvision import transforms
 
 from vil.checkpoint import save_checkpoint
+from vil.cli.viz import main
 from vil.config import Config
 from vil.models.block import LonghornMixer
-from vil.visualization import __main__ as viz
 from vil.visualization import (
     class_evidence,
     deletion_curve,
@@ -33,6 +33,7 @@ from vil.visualization import (
     reading,
     trace_scans,
 )
+from vil.visualization import command as viz
 
 # With 15 patches (16 tokens), the class token's position in the sequence differs between the two directions.
 GRID, TOKENS, CLASS_TOKEN = (3, 5), 16, 7
@@ -341,7 +342,7 @@ def test_the_command_plots_a_checkpoint_on_image_folders(words, options, files, 
     monkeypatch.chdir(tmp_path)
     figures = kept_figures(monkeypatch)
     monkeypatch.setattr(viz, "SHOWN", 2)
-    call(viz.main, "--checkpoint", "last.pt", "--out", out, *words)
+    call(main, "--checkpoint", "last.pt", "--out", out, *words)
 
     interpolation = transforms.InterpolationMode(options.get("interpolation", "bicubic"))
     resize = transforms.Resize(int(16 / options.get("crop_pct", 0.875)), interpolation)
@@ -390,7 +391,7 @@ def test_the_command_accepts_file_names_and_at_most_64_images(tmp_path, monkeypa
         Image.new("RGB", (9, 9), (3 * i, 0, 0)).save(tmp_path / "many" / f"{i:02}.png")
 
     def command(*images):
-        call(viz.main, "--checkpoint", tmp_path / "last.pt", "--images", *images)
+        call(main, "--checkpoint", tmp_path / "last.pt", "--images", *images)
         return capsys.readouterr().out
 
     monkeypatch.chdir(tmp_path)

@@ -19,9 +19,9 @@ from timm.models import save_for_hf
 import vil
 from vil import checkpoint
 from vil.checkpoint import CheckpointError
+from vil.cli import export
 from vil.config import Config, ConfigError
 from vil.exporting import ExportError, export_model
-from vil.exporting import __main__ as command_line
 from vil.factory import create_model
 
 KWARGS = SMALL["model_kwargs"]
@@ -50,7 +50,7 @@ def packed(best, tmp_path_factory):
     """Return the weight file that vil.export writes for a run with 32-pixel images, and the run's original weights."""
     path, state = best(img_size=32)
     file = tmp_path_factory.mktemp("weights") / "small.safetensors"
-    call(command_line.main, "--checkpoint", path, "--out", file, "--metadata", "commit=0012", "data=a=b, c")
+    call(export.main, "--checkpoint", path, "--out", file, "--metadata", "commit=0012", "data=a=b, c")
     return file, state["state_dict_ema"]
 
 
@@ -291,5 +291,5 @@ def test_weight_file_metadata_is_validated_like_a_checkpoints_options(tmp_path, 
 
 def test_metadata_without_a_value_is_rejected(capsys):
     with pytest.raises(SystemExit):
-        call(command_line.main, "--out", "x.safetensors", "--metadata", "commit")
+        call(export.main, "--out", "x.safetensors", "--metadata", "commit")
     assert "form KEY=TEXT, got 'commit'" in capsys.readouterr().err

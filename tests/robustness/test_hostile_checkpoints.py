@@ -29,17 +29,16 @@ import vil
 from vil import checkpoint, state_dicts, weight_files
 from vil.checkpoint import CheckpointError
 from vil.cli import train as training
-from vil.cli import validate
-from vil.cli.train import FORESEEN
+from vil.cli import validate, viz
 from vil.config import Config, ConfigError, load_config
 from vil.data.sources.splits import open_split
 from vil.devices import known_device
 from vil.factory import create_model
 from vil.security.checkpoint_options import check_preprocessing, options_of_checkpoint
+from vil.training.command import FORESEEN
 from vil.training.history import history_of
 from vil.training.state import check_optimizer
 from vil.training.trainer import Trainer
-from vil.visualization import __main__ as viz
 from vil.weight_files import BrokenCheckpointError
 
 COUNT = int(os.environ.get("FUZZ", 60))

@@ -49,7 +49,7 @@ from vil.evaluation.split import open_evaluation_split
 from vil.fault_tolerance.machine_errors import MachineError, is_machine_error
 from vil.security import image_decoding, image_structure, sandbox, sandbox_server
 from vil.training.trainer import Trainer
-from vil.visualization import __main__ as viz
+from vil.visualization import command as viz
 
 CPU = torch.device("cpu")
 Y, X = np.mgrid[:24, :32]

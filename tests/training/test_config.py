@@ -258,7 +258,7 @@ def test_a_huge_integer_in_a_checkpoint_raises_only_config_errors(name):
         ("vil_tiny", "'vil_tiny' on the command line is not a value of any option"),
         ("--lr fast", "option 'lr' in the command line must be float, got 'fast'"),
         ("--model-kwargs depth", "form KEY=VALUE, got 'depth'"),
-        ("-c nowhere.yaml", "cannot read the config file nowhere.yaml: No such file"),
+        ("-c nowhere.yaml", "config file nowhere.yaml does not exist; configs of this package: digits, "),
         ("--resume", "^argument --resume: expected one argument$"),
         ("--model-kwargs depth=2 drop_path_rate=0.1", "must not contain drop_path_rate; set --drop-path instead$"),
         (

@@ -12,14 +12,11 @@ import sys
 import pytest
 import timm
 import torch
-from processes import ROOT, call
+from processes import ROOT
 
-import vil.exporting.__main__
-import vil.visualization.__main__
-from vil.cli import validate
+from vil.cli.main import run
 from vil.config import load_config
 from vil.distributed import init_process_group
-from vil.prediction.__main__ import parse_options
 from vil.training.trainer import Trainer
 
 DOCUMENTS = ["README.md", "docs/guide.md", "docs/hardware.md", "docs/export.md", "docs/seeing-inside.md"]
@@ -31,9 +28,8 @@ def snippets(document):
 
 def command_lines(document):
     text = (ROOT / document).read_text().replace("\\\n", " ")
-    return [
-        shlex.split(line, comments=True) for line in re.findall(r"^    ((?:python|torchrun|pip|make) .*)$", text, re.M)
-    ]
+    lines = re.findall(r"^    ((?:vil|python|torchrun|pip|make) .*)$", text, re.M)
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 @pytest.fixture
@@ -73,15 +69,12 @@ def test_the_guides_snippets_run_in_order(folder, capsys):
 
 def run_line(words):
     """Run a shell line of the notebook in this process, with short training."""
-    program, options = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
-    if program == "train_imagenet.py":
+    assert words[0] == "vil"
+    if words[1] == "train":
         short = ["--epochs", "1", "--warmup-epochs", "0", "--workers", "0", "--device", "cpu", "--lr", "0.001"]
-        Trainer(load_config("", [*options, *short]), *init_process_group("cpu")).run()
-    elif program == "validate.py":
-        call(validate.main, *options)
+        Trainer(load_config("", [*words[2:], *short]), *init_process_group("cpu")).run()
     else:
-        package = hasattr(importlib.import_module(program), "__path__")
-        call(importlib.import_module(program + ".__main__" * package).main, *options)
+        run(words[1:])
 
 
 def test_the_notebook_runs_from_drawn_images_to_a_timm_model(tmp_path, monkeypatch, capsys):
@@ -133,51 +126,39 @@ def test_the_readmes_lines_run(monkeypatch):
     assert found["started"].pretrained_cfg["input_size"] == (3, 64, 64)
 
 
-class ParsedError(Exception):
-    pass
-
-
-def parsed(*_):
-    raise ParsedError
-
-
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_documented_command_lines_use_existing_options(document, monkeypatch, tmp_path):
-    lines = [words for words in command_lines(document) if words[0] in ("python", "torchrun")]
+    lines = command_lines(document)
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(vil.visualization.__main__, "draw", lambda options: None)
-    monkeypatch.setattr(vil.exporting.__main__, "check_options", parsed)  # the first call after parsing
     for words in lines:
-        words = [word for word in words[1:] if not word.startswith("--nproc_per_node")]
+        words = [word for word in words if word != "torchrun" and not word.startswith("--nproc_per_node")]
+        words = words[1:] if words[0] in ("python", "-m") else words
         words = words[1:] if words[0] == "-m" else words
         program, options = words[0], words[1:]
-        if program == "train_imagenet.py":
-            resumed = "--resume" in options and "-c" not in options
-            assert resumed or load_config("", options).model
-        elif program == "validate.py":
-            assert call(validate.parse_options, *options).checkpoint
-        elif program == "vil.visualization":
-            call(vil.visualization.__main__.main, *options)
-        elif program == "vil.prediction":
-            assert call(parse_options, *options).images
-        elif program == "vil.exporting":
-            with pytest.raises(ParsedError):
-                call(vil.exporting.__main__.main, *options)
+        if program == "vil":
+            command, *options = options
+            check_options_of_command(command, options)
         elif program.endswith(".py"):
             assert (ROOT / program).exists()
-        else:
+        elif program not in ("pip", "make"):
             assert importlib.util.find_spec(program), words
     assert lines or document == "docs/hardware.md"
 
 
+def check_options_of_command(command, options):
+    if command == "train":
+        resumed = "--resume" in options and "-c" not in options
+        assert resumed or load_config("", options).model
+    elif command == "info":
+        assert not options
+    else:
+        assert importlib.import_module(f"vil.cli.{command}").parse_options(options, f"vil {command}")
+
+
 @pytest.mark.parametrize(
-    ("program", "words", "missing"),
-    [
-        ("vil.prediction", ["x.png"], "--checkpoint"), ("vil.visualization", [], "--checkpoint, --images"),
-        ("vil.exporting", [], "--out"),
-    ],
+    ("command", "words", "missing"),
+    [("predict", ["x.png"], "--checkpoint"), ("viz", [], "--checkpoint, --images"), ("export", [], "--out")],
 )  # fmt: skip
-def test_missing_command_line_arguments_are_named(program, words, missing, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        call(importlib.import_module(f"{program}.__main__").main, *words)
-    assert re.search(f"arguments are required: {missing}$", f"{capsys.readouterr().err}{stopped.value.code}", re.M)
+def test_missing_command_line_arguments_are_named(command, words, missing):
+    with pytest.raises(SystemExit, match=f"^error: .*arguments are required: {missing}$"):
+        run([command, *words])

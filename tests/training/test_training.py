@@ -372,7 +372,7 @@ def test_non_square_images_work_in_training_validation_export_and_prediction(ima
     best = tmp_path / "run" / "best.pt"
     run([*script("validate.py"), "--checkpoint", str(best), "--device", "cpu", "--json", str(tmp_path / "said.json")])
     said = json.loads((tmp_path / "said.json").read_text())
-    run([sys.executable, "-m", "vil.exporting", "--checkpoint", str(best), "--out", str(tmp_path / "best.safetensors")])
+    run([sys.executable, "-m", "vil", "export", "--checkpoint", str(best), "--out", str(tmp_path / "best.safetensors")])
     models = [from_checkpoint(best), from_checkpoint(tmp_path / "best.safetensors")]
     transform = create_transform((3, 16, 24), crop_pct=0.875, interpolation="bicubic")
     pictures = [Image.open(path) for path in sorted((image_folder / "val").glob("*/*.png"))]

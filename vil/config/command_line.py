@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..distributed import is_rank0
-from ..text import shown
+from ..text import nearest, shown
 from .options import FIELDS, Config, ConfigError
 from .timm_args import from_timm, img_size_of
 from .values import checked, kind_of, may_be_pair, read_yaml, unknown_option
 
+SHIPPED = Path(__file__).parents[1] / "configs"  # folder of this package's configs
 SOURCE = "the command line"  # describes in error messages where an option was set
 
 _logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ def load_config(
     description: str,
     arguments: Sequence[str] | None = None,
     saved_options: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None,
+    prog: str | None = None,
 ) -> Config:
     """Load the config file `-c FILE` and the command-line options, which override the config file.
 
@@ -47,13 +48,14 @@ def load_config(
         arguments: Command-line arguments; None uses `sys.argv`.
         saved_options: Function that reads the options in a checkpoint, given the file and the command-line options. It
             is called for `--resume FILE` without `-c`.
+        prog: Name of the program in `--help`; None uses the name of the script.
 
     Raises:
         ConfigError: An option or value is invalid, or a phase in the file overrides a command-line option. The message
             contains the option, and a similar name for an unknown option.
     """
-    options = vars(_parser(description).parse_args(arguments))
-    file = options.pop("config")
+    options = vars(_parser(description, prog).parse_args(arguments))
+    file = _path_of_config(options.pop("config"))
     given = _checked_options(options)
     resumed = given.get("resume")
 
@@ -71,11 +73,12 @@ def load_config(
     return config
 
 
-def _parser(description: str) -> Parser:
+def _parser(description: str, prog: str | None) -> Parser:
     """Return a parser with one option per field of `Config`. Values are not converted yet."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=description, formatter_class=formatter, allow_abbrev=False)
-    parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of options")
+    parser = Parser(prog=prog, description=description, formatter_class=formatter, allow_abbrev=False)
+    help = "YAML file of options, or the name of a config of this package"
+    parser.add_argument("-c", "--config", metavar="NAME|FILE", help=help)
     for name, field in FIELDS.items():
         flag = _flag_of(name)
         help = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
@@ -86,6 +89,21 @@ def _parser(description: str) -> Parser:
             parser.add_argument(flag, nargs=_number_of_words(name), const=bare, metavar="VALUE", help=help)
     parser.add_argument("--input-size", nargs=3, metavar="VALUE", help="timm's form of --img-size: 3, height and width")
     return parser
+
+
+def _path_of_config(given: str | None) -> str | None:
+    """Return the path of a config file. A name without an extension denotes a config of this package.
+
+    Raises:
+        ConfigError: There is no such file or config.
+    """
+    if given is None or (Path(given).exists() and not Path(given).is_dir()):
+        return given
+    names = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+    if given in names:
+        return str(SHIPPED / f"{given}.yaml")
+    similar = nearest(Path(given).stem, names)
+    raise ConfigError(f"config file {given} does not exist{similar}; configs of this package: {', '.join(names)}")
 
 
 def _flag_of(name: str) -> str:
@@ -115,6 +133,8 @@ def _options_of_file(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     translation = from_timm(read_yaml(path), path, given)
     options = checked(translation.options, path, translation.errors)
     ignored = translation.ignored
+    from ..distributed import is_rank0  # imports PyTorch
+
     if ignored and is_rank0():
         names = ", ".join(ignored)
         _logger.warning("%s: ignored %d timm options without effect here: %s", path, len(ignored), names)

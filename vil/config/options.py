@@ -1,4 +1,7 @@
-"""Options of a training run, with defaults, ranges and choices. Options that timm also has have timm's names."""
+"""Options of a training run, with defaults, ranges and choices. Options that timm also has have timm's names.
+
+timm is imported inside functions, so that help and errors in the names of options do not wait for PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,6 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import timm
-from timm.data import create_transform
-from timm.optim import get_optimizer_info, list_optimizers
 
 from ..errors import ConfigError
 from ..text import nearest, shown
@@ -160,6 +159,9 @@ class Config:
     log_wandb: bool = _option(False, "also log each epoch to Weights & Biases")
 
     def __post_init__(self):
+        from timm.data import create_transform
+        from timm.optim import get_optimizer_info
+
         self.model_kwargs = self.model_kwargs or {}
         for name, option in (("drop_path_rate", "drop_path"), ("num_classes", "num_classes"), ("img_size", "img_size")):
             if name in self.model_kwargs:
@@ -230,6 +232,8 @@ class Config:
 
 def choices_of_options() -> dict[str, list[str]]:
     """Return the valid values of each option that has choices."""
+    from timm.optim import get_optimizer_info, list_optimizers
+
     interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
     return {
         "opt": [name for name in map(str, list_optimizers()) if not get_optimizer_info(name).second_order],
@@ -262,6 +266,12 @@ def wrong_choices(values: Mapping[str, Any]) -> list[str]:
 def unknown_models(values: Mapping[str, Any]) -> list[str]:
     """Return an error message for each option with a model name that timm does not know."""
     named = [(name, model) for name in ("model", "teacher") if (model := values.get(name))]
+    if not named:
+        return []
+    import timm
+
+    from ..models import vision_longhorn  # noqa: F401  registers the models with timm
+
     return [
         f"{name} {shown(model)} is not a model of timm or this package{nearest(model, timm.list_models())}"
         for name, model in named

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from timm.optim import get_optimizer_info, list_optimizers
-
 from ..text import shown
 from .options import FIELDS, SYNONYMS, ConfigError
 from .timm_options import HARMLESS, MODEL_ARGUMENTS, ONLY_TIMMS, RENAMED, SCHEDULES, SWITCHES, UNSUPPORTED
@@ -106,6 +104,8 @@ def _changes_training(name: str, value: Any, options: Mapping[str, Any]) -> bool
     if name in SCHEDULES:
         return in_effect("sched") in SCHEDULES[name]
     if name == "momentum":
+        from timm.optim import get_optimizer_info, list_optimizers
+
         optimizer = in_effect("opt")
         return optimizer not in map(str, list_optimizers()) or get_optimizer_info(optimizer).has_momentum
     if name in SWITCHES:

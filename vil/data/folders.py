@@ -1,11 +1,7 @@
-"""Split a folder of class folders into a training and a validation split, with 20% of each class for validation.
-
-python -m vil.data.folders pets data/pets
-"""
+"""Split a folder of class folders into a training and a validation split, with a share of each class for validation."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -14,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 
 from ..distributed import warn_on_rank0
-from ..text import printable
 from .held_out import SHARE, held_out
 from .sources.class_folders import ClassFolders
 from .sources.image_files import folders_in, list_images
@@ -120,28 +115,3 @@ def _link_or_copy(file: Path, folder: Path) -> None:
         os.link(file.resolve(), new)  # resolve symbolic links, because they may be relative
     except OSError:
         shutil.copyfile(file, new)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m vil.data.folders", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", type=Path, help="folder that contains one folder of images per class")
-    parser.add_argument("target", type=Path, help="new folder to create, with the subfolders train and validation")
-    parser.add_argument(
-        "--validation",
-        type=float,
-        default=SHARE,
-        help=f"share of each class to hold out for validation, between 0 and 1 (default: {SHARE})",
-    )
-    options = parser.parse_args()
-    try:
-        counts = split_folder(options.source, options.target, options.validation)
-        for split, count in sorted(counts.items()):
-            print(printable(f"{options.target / split}: {count} images"))
-    except (OSError, ValueError) as error:
-        parser.exit(1, f"error: {error}\n")
-
-
-if __name__ == "__main__":
-    main()

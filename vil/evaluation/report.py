@@ -41,7 +41,7 @@ def report_page(
 
     Args:
         title: Title of the page.
-        models: JSON result of validate.py for each model.
+        models: JSON result of `vil validate` for each model.
         predictions: Predictions of all models.
         names: Class names by class index.
         notes: Additional remarks on the evaluation.

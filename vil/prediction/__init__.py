@@ -1,11 +1,4 @@
-"""Predict the classes of images with a trained model, as names and probabilities.
-
-    python -m vil.prediction --checkpoint output/pets/best.pt photo.jpg
-    python -m vil.prediction --checkpoint output/pets/best.pt photos --csv photos.csv
-
-A checkpoint is a file written by train_imagenet.py, or a .safetensors file, .onnx file or folder written by vil.export.
-Images are decoded and preprocessed as in validate.py.
-"""
+"""Prediction of the classes of images with a trained model, as names and probabilities."""
 
 from __future__ import annotations
 
@@ -33,7 +26,7 @@ def predict(
 
     Args:
         model: A timm model, which runs on its current device, or the path of a checkpoint: a file written by
-            train_imagenet.py, or a .safetensors file, .onnx file or folder written by vil.export.
+            `vil train`, or a .safetensors file, .onnx file or folder written by vil.export.
         images: A file path, a Pillow image, or an array (H, W) or (H, W, 3) of uint8 or uint16. An iterable of these
             for several images.
         topk: Number of classes per image.

@@ -12,6 +12,7 @@ from timm.layers import to_2tuple
 from ..config.options import DATASETS, FIELDS, choices_of_options
 from ..config.values import convert
 from ..errors import CheckpointError, ConfigError
+from ..models import vision_longhorn as _registered  # noqa: F401  registers the models with timm
 from ..text import nearest, shown
 
 # options that an untrusted checkpoint must not set, because they select paths to read or write, or programs to use

@@ -1,9 +1,6 @@
-"""Plot which parts of an image a ViL or ViM uses: evidence for a class, scan traces and receptive fields.
+"""Visualization of what a ViL or ViM uses: evidence for a class, scan traces and receptive fields.
 
-    python -m vil.visualization --checkpoint output/digits/last.pt --images data/digits/validation/3 --out output/viz
-
-Only the plots need matplotlib (`pip install -e ".[viz]"`). docs/seeing-inside.md explains how to read
-the plots.
+Only the plots need matplotlib. docs/seeing-inside.md explains the plots.
 
 Dimension letters in the suffixes of tensor names:
 

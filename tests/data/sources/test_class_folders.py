@@ -82,7 +82,7 @@ def test_a_class_folder_may_contain_another_class_folder(tmp_path, packed, caplo
 def test_the_splitting_tool_prints_names_that_are_not_utf_8(tmp_path):
     source, target = tmp_path / "all", tmp_path / os.fsdecode(b"caf\xe9")
     write(source, *(f"{name}/{i}.png" for name in ("ant", "bee") for i in (1, 2)))
-    ended = run([sys.executable, "-m", "vil.data.folders", str(source), str(target)])
+    ended = run([sys.executable, "-m", "vil", "split", str(source), str(target)])
     assert ended.stdout.splitlines() == [f"{tmp_path}/caf?/{split}: 2 images" for split in ("train", "validation")]
     assert (target / "train").is_dir()
 

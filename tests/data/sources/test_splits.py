@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import os
-import re
 import shlex
 import shutil
 import tarfile
@@ -20,8 +19,9 @@ from processes import call
 from timm.data import create_transform
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 
+from vil.cli.split import main
 from vil.config import ConfigError
-from vil.data import folders as split_command
+from vil.data import folders
 from vil.data.loaders import evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
 from vil.data.sources.class_folders import endings
@@ -80,8 +80,8 @@ def test_a_folder_is_split_by_the_command_that_the_error_names(tmp_path, monkeyp
     with pytest.raises(ConfigError, match="If these are classes, this splits them: ") as refused:
         open_split(".", "", "train")
     words = shlex.split(str(refused.value).rpartition(": ")[2])
-    assert words[:3] == ["python", "-m", "vil.data.folders"]
-    call(split_command.main, *words[3:])
+    assert words[:2] == ["vil", "split"]
+    call(main, *words[2:])
     assert capsys.readouterr().out == "".join(
         f"{tmp_path}/a pet_split/{split}: {count} images\n" for split, count in (("train", 8), ("validation", 3))
     )
@@ -101,18 +101,15 @@ def test_a_folder_is_split_by_the_command_that_the_error_names(tmp_path, monkeyp
     five = "; not read as images: 9 '.0', 8 '.1', 7 '.2', 6 '.3', 5 '.4'"
     assert endings(kinds) == f"{five}, ..."
     assert endings(kinds - Counter({".5": 4})) == five
-    with pytest.raises(SystemExit, match="^1$"):
-        call(split_command.main, *words[3:])
-    assert "is already split into train: train on this folder directly, or split one of" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="is already split into train: train on this folder directly, or split one of"):
+        call(main, *words[2:])
     monkeypatch.chdir("train/cat")
-    with pytest.raises(SystemExit, match="^1$"):
-        call(split_command.main, *words[3:])
-    assert "has no class folders, its images lie directly in it" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="has no class folders, its images lie directly in it"):
+        call(main, *words[2:])
     monkeypatch.chdir("..")
     shutil.rmtree("dog")
-    with pytest.raises(SystemExit, match="^1$"):
-        call(split_command.main, *words[3:])
-    assert capsys.readouterr().err == "error: . must have at least two class folders with images, got 1: add folders\n"
+    with pytest.raises(SystemExit, match="^error: . must have at least two class folders .*, got 1: add folders$"):
+        call(main, *words[2:])
 
 
 def pets(folder, count):
@@ -131,10 +128,10 @@ def test_splitting_holds_out_images_of_every_class_and_leaves_the_source_unchang
     monkeypatch.setattr("tempfile.tempdir", "/on/another/disk")
     (gone := source / "dog" / "gone.png").symlink_to("../0.png")
     with pytest.raises(FileNotFoundError, match="pets/dog/gone.png"):
-        split_command.split_folder(source, tmp_path / "one", 0.5)
+        folders.split_folder(source, tmp_path / "one", 0.5)
     gone.unlink()
-    counts = split_command.split_folder(source, tmp_path / "one", 0.5)
-    assert split_command.split_folder(source, tmp_path / "two", 0.5) == counts == dict(train=30, validation=30)
+    counts = folders.split_folder(source, tmp_path / "one", 0.5)
+    assert folders.split_folder(source, tmp_path / "two", 0.5) == counts == dict(train=30, validation=30)
     assert {path: path.read_bytes() for path in source.rglob("*.png")} == before
     assert (tmp_path / "one").stat().st_mode == source.stat().st_mode  # a temporary folder would have a different mode
     one, two = ({p.relative_to(tmp_path / n): p for p in (tmp_path / n).rglob("*.png")} for n in ("one", "two"))
@@ -148,19 +145,19 @@ def test_splitting_holds_out_images_of_every_class_and_leaves_the_source_unchang
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "link", lambda *_: os.stat("nothing"))  # hard links between two disks fail
     for target in ("here/new", "there/is/new"):
-        assert split_command.split_folder(Path("pets"), Path(target), 0.5) == counts
+        assert folders.split_folder(Path("pets"), Path(target), 0.5) == counts
         assert sorted(p.read_bytes() for p in Path(target).rglob("*.png")) == sorted(before.values())
     for share, counts in ((0.999, dict(train=2, validation=58)), (0.001, dict(train=58, validation=2))):
-        assert split_command.split_folder(source, tmp_path / f"{share}", share) == counts
+        assert folders.split_folder(source, tmp_path / f"{share}", share) == counts
     (source / "fox").mkdir()
     Image.new("RGB", (1, 1)).save(source / "fox" / "0.png")
     with pytest.raises(ValueError, match="class folder 'fox' must have at least two images, .* but has one"):
-        split_command.split_folder(source, tmp_path / "three")
+        folders.split_folder(source, tmp_path / "three")
     with pytest.raises(ValueError, match="folder .*none does not exist"):
-        split_command.split_folder(tmp_path / "none", tmp_path / "four")
+        folders.split_folder(tmp_path / "none", tmp_path / "four")
     (tmp_path / "one" / "validation").rename(tmp_path / "one" / "Test")
     with pytest.raises(ValueError, match="one is already split into Test, train: train on this folder"):
-        split_command.split_folder(tmp_path / "one", tmp_path / "five")
+        folders.split_folder(tmp_path / "one", tmp_path / "five")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])
@@ -175,7 +172,7 @@ def test_interrupted_splitting_leaves_no_files(tmp_path, monkeypatch, error):
     monkeypatch.setattr(os, "link", fail)
     monkeypatch.setattr(shutil, "copyfile", fail)
     with pytest.raises(type(error) if isinstance(error, OSError) else error):
-        split_command.split_folder(source, tmp_path / "split")
+        folders.split_folder(source, tmp_path / "split")
     assert [path.name for path in tmp_path.iterdir()] == ["pets"]
 
 
@@ -188,16 +185,14 @@ def test_interrupted_splitting_leaves_no_files(tmp_path, monkeypatch, error):
         ("full", "0.2", "folder .*full must be empty or new"), ("file/new", "0.2", r"\[Errno"),
     ],
 )  # fmt: skip
-def test_a_folder_that_cannot_be_split_is_reported_in_one_line(tmp_path, monkeypatch, capsys, target, share, error):
+def test_a_folder_that_cannot_be_split_is_reported_in_one_line(tmp_path, monkeypatch, target, share, error):
     pets(tmp_path / "cats", 2)
     (tmp_path / "pets").symlink_to("cats")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full" / "old").mkdir(parents=True)
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="^1$"):
-        call(split_command.main, "pets", target, f"--validation={share}")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(f"error: .*{error}", line)
+    with pytest.raises(SystemExit, match=f"^error: .*{error}[^\n]*$"):
+        call(main, "pets", target, f"--validation={share}")
 
 
 def test_class_indices_equal_timms(tmp_path):
@@ -269,7 +264,7 @@ def test_a_missing_split_is_reported_with_the_existing_splits(image_folder, tmp_
     with pytest.raises(ConfigError, match="no split 'test' .*called test.; it has 'more', 'notes', 'train', 'val'$"):
         open_split(str(tmp_path), "", "test")  # the test split must not be used for model selection
     (tmp_path / "val").rename(tmp_path / "test")
-    with pytest.raises(ConfigError, match="'validation' .*has 'more', 'notes', 'test', 'train'. .*folders .*/train "):
+    with pytest.raises(ConfigError, match="'validation' .*has 'more', 'notes', 'test', 'train'. .*vil split .*/train "):
         open_splits(small_config(tmp_path))
 
 

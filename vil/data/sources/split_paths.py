@@ -96,7 +96,7 @@ def _missing_split_hints(root: Path, split: str, present: Sequence[str]) -> str:
     tests = [name for name in present if name.casefold() in ("test", "testing", "test.tar")]
     if tests and is_validation:
         test = tests[0].removesuffix(".tar")
-        hints = f". The split {test!r} is read with --val-split {test} in training and --split {test} in validate.py"
+        hints = f". The split {test!r} is read with --val-split {test} in training and --split {test} in vil validate"
 
     if deeper := [folder for folder in root.glob("*/") if _has_splits(folder)]:
         hints += f". The splits are in {deeper[0].name!r}: set --data-dir {deeper[0]}"
@@ -111,7 +111,7 @@ def _missing_split_hints(root: Path, split: str, present: Sequence[str]) -> str:
 
 def _splitting_command(folder: Path, data_dir: Path) -> str:
     """Return the command that splits a folder of classes into training and validation."""
-    return shlex.join(["python", "-m", "vil.data.folders", str(folder), f"{data_dir.resolve()}_split"])
+    return shlex.join(["vil", "split", str(folder), f"{data_dir.resolve()}_split"])
 
 
 def _has_splits(folder: Path) -> bool:

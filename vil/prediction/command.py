@@ -1,4 +1,4 @@
-"""Command line of `python -m vil.prediction`."""
+"""The work of `vil predict`: print the predictions for image files, and write tables of predictions."""
 
 from __future__ import annotations
 
@@ -13,58 +13,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..config import ConfigError, Parser
+from ..config import ConfigError
 from ..data.sources.class_folders import endings
 from ..data.sources.image_files import list_images
 from ..devices import known_device
 from ..fault_tolerance.files import write_atomically
-from ..fault_tolerance.output import check_outputs, errors_in_a_line, print_result
-from ..fault_tolerance.streams import outlive_output
+from ..fault_tolerance.output import print_result
 from ..security.csv_tables import csv_text
 from ..text import label_of
-from . import __doc__ as description
 from .classifier import Classifier, Prediction, predictions, reason_of
 from .loading import classifier_of
 
 _logger = logging.getLogger(__name__)
-
-
-def main() -> None:
-    logging.basicConfig(format="%(message)s")
-    with errors_in_a_line(OSError):  # for example a full disk
-        unreadable, count = predict_files(parse_options())
-    if unreadable:
-        sys.exit(f"{unreadable} of {count} images cannot be read")
-
-
-def parse_options() -> argparse.Namespace:
-    parser = Parser(
-        prog="python -m vil.prediction", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="FILE|FOLDER",
-        help="path of the trained model: .pt, .safetensors or .onnx file, or folder written by vil.export",
-    )
-    parser.add_argument(
-        "images", nargs="+", type=Path, metavar="IMAGE|FOLDER", help="image files, or folders with images"
-    )
-    parser.add_argument("--topk", type=int, default=5, help="number of classes per image (default: 5)")
-    parser.add_argument("--batch-size", type=int, default=32, help="number of images per forward pass (default: 32)")
-    parser.add_argument("--device", help="device to run on, such as cuda or cpu (default: a GPU if available)")
-    parser.add_argument(
-        "--csv", type=Path, metavar="FILE", help="also write the predictions to a CSV file, one image per row"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the predictions to a JSON file, one image per entry"
-    )
-    options = parser.parse_args()
-    for name in ("topk", "batch_size"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    check_outputs([path for path in (options.csv, options.json) if path])
-    return options
 
 
 def predict_files(options: argparse.Namespace) -> tuple[int, int]:
@@ -127,8 +87,3 @@ def _entry(file: Path, found: list[Prediction]) -> dict[str, Any]:
     """Return the entry of an image in the JSON list."""
     classes = [{"class": p.label, "probability": p.probability, "number": p.number} for p in found]
     return {"file": str(file), "predictions": classes}
-
-
-if __name__ == "__main__":
-    outlive_output("stderr")
-    main()

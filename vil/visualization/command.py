@@ -1,4 +1,4 @@
-"""Command line of `python -m vil.visualization`."""
+"""The work of `vil viz`: plot evidence, scans and receptive fields of a trained model for image files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ from ..data_config import data_config_of
 from ..factory import create_model, from_checkpoint, saved_arguments
 from ..fault_tolerance.files import write_atomically
 from ..fault_tolerance.machine_errors import MachineError
-from ..fault_tolerance.output import errors_in_a_line
 from ..models.vision_longhorn import VisionLonghorn
 from ..prediction import Prediction, predict
 from ..text import label_of
-from . import __doc__ as description
 from .evidence import class_evidence, deletion_curve, effective_receptive_field, patch_sums
 from .plots import plot_receptive_fields, plot_scans, plot_why
 from .traces import reading
@@ -39,44 +37,11 @@ MOST_READ = 64  # maximum number of images over which receptive fields are avera
 SHOWN = 8  # maximum number of images per plot, so that Matplotlib needs only seconds
 
 
-def main() -> None:
-    options = parse_options()
-    try:
-        import matplotlib.figure  # noqa: F401  fail before the model is loaded, which is slow
-    except ImportError as error:
-        sys.exit(f"error: vil.viz needs matplotlib: pip install matplotlib ({error})")
-    with errors_in_a_line(OSError):
-        draw(options)
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m vil.visualization",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--checkpoint", required=True, help="checkpoint written by train_imagenet.py")
-    parser.add_argument("--images", required=True, type=Path, nargs="+", help="image files, or folders with images")
-    parser.add_argument(
-        "--count", type=int, default=3, help=f"number of images to analyse (default: 3); at most {SHOWN} are plotted"
-    )
-    parser.add_argument(
-        "--blocks",
-        type=int,
-        nargs="+",
-        help="indices of the blocks to plot in scans.png (default: first, middle and last block)",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("output/viz"), help="output folder for why.png, scans.png and fields.png"
-    )
-    return parser.parse_args()
-
-
 def draw(options: argparse.Namespace) -> None:
     """Write the plots why.png, scans.png and fields.png to the output folder.
 
     Raises:
-        ConfigError, CheckpointError: The checkpoint is corrupt or was not written by train_imagenet.py, a requested
+        ConfigError, CheckpointError: The checkpoint is corrupt or was not written by `vil train`, a requested
             block does not exist, or no image can be read.
     """
     if options.count < 1:
@@ -113,9 +78,7 @@ def load_models(checkpoint: str) -> tuple[VisionLonghorn, VisionLonghorn]:
     source = Checkpoint(checkpoint)
     name = source.options.get("model")
     if not name:
-        raise ConfigError(
-            f"{checkpoint} must be a checkpoint of train_imagenet.py, but the file does not store a model name"
-        )
+        raise ConfigError(f"{checkpoint} must be a checkpoint of vil train, but the file does not store a model name")
     # load this model first, because loading can correct the image size in the options
     model = from_checkpoint(source)
     torch.manual_seed(0)
@@ -213,7 +176,3 @@ def read_pictures(files: list[Path]) -> list[tuple[Path, Image.Image]]:
     if not found:
         raise ConfigError("--images: none of the files can be read as an image")
     return found
-
-
-if __name__ == "__main__":
-    main()

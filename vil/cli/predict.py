@@ -1,0 +1,53 @@
+"""Predict the classes of images with a trained model, as names and probabilities.
+
+    vil predict --checkpoint output/pets/best.pt photo.jpg
+    vil predict --checkpoint output/pets/best.pt photos --csv photos.csv
+
+A checkpoint is a file written by `vil train`, or a .safetensors file, .onnx file or folder written by `vil export`.
+Images are decoded and preprocessed as in `vil validate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..config import ConfigError, Parser
+from ..fault_tolerance.output import check_outputs, errors_in_a_line
+
+
+def main(words: Sequence[str] | None = None, prog: str = "vil predict") -> None:
+    logging.basicConfig(format="%(message)s")
+    with errors_in_a_line(OSError):  # for example a full disk
+        options = parse_options(words, prog)
+        from ..prediction.command import predict_files
+
+        unreadable, count = predict_files(options)
+    if unreadable:
+        sys.exit(f"{unreadable} of {count} images cannot be read")
+
+
+def parse_options(words: Sequence[str] | None = None, prog: str = "vil predict") -> argparse.Namespace:
+    parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--checkpoint",
+        required=True,
+        metavar="FILE|FOLDER",
+        help="path of the trained model: .pt, .safetensors or .onnx file, or folder written by vil export",
+    )
+    add("images", nargs="+", type=Path, metavar="IMAGE|FOLDER", help="image files, or folders with images")
+    add("--topk", type=int, default=5, help="number of classes per image (default: 5)")
+    add("--batch-size", type=int, default=32, help="number of images per forward pass (default: 32)")
+    add("--device", help="device to run on, such as cuda or cpu (default: a GPU if available)")
+    add("--csv", type=Path, metavar="FILE", help="also write the predictions to a CSV file, one image per row")
+    add("--json", type=Path, metavar="FILE", help="also write the predictions to a JSON file, one image per entry")
+    options = parser.parse_args(words)
+    for name in ("topk", "batch_size"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    check_outputs([path for path in (options.csv, options.json) if path])
+    return options

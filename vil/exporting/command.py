@@ -1,0 +1,40 @@
+"""The work of `vil export`: load or create the model, export it and print a report."""
+
+from __future__ import annotations
+
+import argparse
+
+from torch import nn
+
+from ..config import ConfigError, convert, parse_key_values
+from ..factory import create_model, from_checkpoint
+from . import OPSET, check_options, export_model
+
+
+def export(options: argparse.Namespace) -> None:
+    """Write the exported file or folder, and print what was written.
+
+    Raises:
+        ConfigError, CheckpointError: The model cannot be created or loaded.
+        ExportError: The model cannot be exported as requested.
+        OSError: The file cannot be written.
+    """
+    opset = OPSET if options.opset is None else options.opset
+    check_options(options.out, opset, options.features)
+    arguments = dict(features=options.features, opset=opset, metadata=dict(options.metadata))
+    report = export_model(_model_of(options), options.out, **arguments)
+    # pretrained=True in --model-kwargs loads timm's weights
+    trained = options.checkpoint or parse_key_values(options.model_kwargs).get("pretrained")
+    print(report if trained else f"{report}; weights are random because no --checkpoint was given")
+
+
+def _model_of(options: argparse.Namespace) -> nn.Module:
+    img_size = options.img_size and convert("img_size", options.img_size, "the command line")
+    chosen = {"num_classes": options.num_classes, "img_size": img_size}
+    arguments = {name: value for name, value in chosen.items() if value is not None}
+    arguments |= parse_key_values(options.model_kwargs)
+    if options.checkpoint:
+        return from_checkpoint(options.checkpoint, options.model, use_ema=options.use_ema, **arguments)
+    if not options.model:
+        raise ConfigError("--model or --checkpoint is required")
+    return create_model(options.model, **arguments)
