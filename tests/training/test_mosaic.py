@@ -90,7 +90,9 @@ def test_a_file_that_cannot_be_written_does_not_stop_a_run(tmp_path, caplog):
 
 def test_a_run_with_a_mosaic_has_the_weights_of_a_run_without(tmp_path, image_folder, monkeypatch):
     def weights(name):
-        options = dict(data_dir=str(image_folder), output=str(tmp_path), experiment=name, epochs=1, global_batch_size=16)
+        options = dict(
+            data_dir=str(image_folder), output=str(tmp_path), experiment=name, epochs=1, global_batch_size=16
+        )
         trainer = Trainer(Config(**MODEL | options), torch.device("cpu"), 0, 1)
         trainer.run()
         return trainer.state.model.state_dict(), trainer.state.history[-1]["train_loss"]

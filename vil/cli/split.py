@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import Parser
+from ..data.held_out import SHARE
 from ..fault_tolerance.output import errors_in_a_line
 from ..text import printable
 
@@ -32,7 +33,7 @@ def parse_options(words: Sequence[str] | None, prog: str) -> argparse.Namespace:
     add(
         "--validation",
         type=float,
-        default=0.2,
-        help="share of each class to hold out for validation, between 0 and 1 (default: 0.2)",
+        default=SHARE,
+        help=f"share of each class to hold out for validation, between 0 and 1 (default: {SHARE})",
     )
     return parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""Tests of assigning images to classes by folder names, in image folders, tar files and `vil.data.folders`."""
+"""Tests of assigning images to classes by folder names, in image folders, tar files and `vil split`."""
 
 import logging
 import os
