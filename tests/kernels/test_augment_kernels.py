@@ -37,7 +37,7 @@ of_kernels = pytest.mark.parametrize("where", KERNELS, indirect=True)
 
 @pytest.fixture(params=["reference", *KERNELS])
 def where(request, monkeypatch):
-    """Return the device, the number of trials, the image size, and whether pixels must equal PIL's exactly."""
+    """Device to run the kernels on, with the number of trials, the image size, and whether pixels must equal PIL's."""
     if request.param == "emulated":
         emulate(monkeypatch)
     if request.param == "gpu":
@@ -63,7 +63,7 @@ def batch(images, device):
 
 
 def assert_levels(images, expected, most, share):
-    """Assert that pixel values differ by at most `most`, and only at most a fraction `share` of them per image."""
+    """Assert that at most a fraction `share` of each image's pixel values differ, and by at most `most` levels."""
     for i, (image, truth) in enumerate(zip(images.cpu(), expected, strict=True)):
         levels = (image.int() - truth.int()).abs()
         assert levels.max() <= most, i
@@ -88,10 +88,9 @@ def test_resized_crops_of_any_size_equal_pils(where, interpolation):
             flips.append(numbers.random() < 0.5)
             expected.append(tensor(crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flips[-1] else crop))
         decoded = [tensor(image).to(where.device) for image in images]
-        decoded[0] = decoded[0].mT.contiguous().mT  # one image whose memory layout is transposed
+        decoded[0] = decoded[0].mT.contiguous().mT  # one image has a transposed memory layout
         crops = crop_resize_flip(decoded, np.array(boxes), np.array(flips), size, interpolation)
-        # Horizontal and vertical resampling each may round a sum of exactly half a level up or down in fp32. Small
-        # crops have many such sums.
+        # Small crops have many pixels exactly between two levels, which fp32 sums may round to either level.
         assert_levels(crops, expected, *((0, 0) if where.exact else (2, 0.1)))
 
 
@@ -152,9 +151,9 @@ def random_operation(numbers, name=None):
     name = name or numbers.choice([*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
     ranges = dict(Posterize=(0, 8), Solarize=(0, 256), SolarizeAdd=(0, 110), Rotate=(-30, 30), GaussianBlur=(0.1, 2))
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
-    if name in ("TranslateX", "TranslateY"):  # multiples of 0.5, which sample exactly at the edge
+    if name in ("TranslateX", "TranslateY"):  # shifts by multiples of 0.5 pixels sample exactly at the image's edge
         return name, numbers.randint(-40, 40) / 2
-    if name not in ranges:  # multiples of 0.1, for which many results are integers up to rounding
+    if name not in ranges:  # with multiples of 0.1, the exact result of many pixels is an integer
         return name, numbers.randint(1, 19) / 10
     argument = numbers.uniform(*ranges[name])
     return name, int(argument) if name in ("Posterize", "Solarize", "SolarizeAdd") else argument
@@ -168,7 +167,7 @@ def by_timm(image, name, argument, interpolation="bicubic"):
 
 
 def encoded(operations, size):
-    """Encode (name, argument) of each image and turn as the operation codes and arguments of the kernels."""
+    """Encode each image's sequence of operations, given as (name, argument), as the kernels' codes and arguments."""
     codes = np.zeros((len(operations), len(operations[0])), np.uint8)
     arguments = np.zeros((*codes.shape, batched_transforms.ARGUMENTS))
     for i, turns in enumerate(operations):
@@ -209,7 +208,7 @@ def test_each_image_of_a_batch_gets_its_own_operations_in_each_turn(where, inter
     images = [smooth(height, width, i) for i in range(30)]
     operations = [[random_operation(numbers) for _ in range(3)] for _ in images]
     codes, arguments = encoded(operations, (height, width))
-    codes[::5, 1], codes[0] = 0, 0  # every fifth image skips turn 1; image 0 skips all turns
+    codes[::5, 1], codes[0] = 0, 0  # every fifth image skips the second operation, and image 0 skips all operations
     expected = []
     for i, (image, turns) in enumerate(zip(images, operations)):
         for turn, (name, argument) in enumerate(turns):
@@ -330,7 +329,7 @@ def test_noise_depends_only_on_the_key_and_the_pixel_position(where):
     assert torch.equal(values[1:2], erased(where.device, keys[1:2], "pixel", size))
     for i, j in ((0, 1), (0, 3), (1, 3)):
         assert not (values[i] == values[j]).any()
-    # The noise of a mixing partner is sampled with the partner's key.
+    # The noise that erases a region depends only on the key of the erased image, also if images are mixed.
     partners = dict(mixing=np.array([[0, 12, 0, 10, 0, 0]] * 4, np.float32), partners=np.array([1, 0, 3, 2]))
     assert torch.equal(erased(where.device, keys, "pixel", size, **partners), values[[1, 0, 3, 2]])
 
@@ -360,7 +359,7 @@ def philox(counters, key):
 
 @of_kernels
 def test_the_kernels_noise_is_philox_and_box_mullers(where):
-    answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Random123's known answer for zeros
+    answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Philox4x32-10 of zeros, from the library Random123
     assert philox([[0] * 4], (0, 0)).tolist() == [answer]
     key, (height, width) = 0xDEADBEEF, (9, 11)
     for mode, kind in (("pixel", 2), ("rand", 1)):

@@ -39,7 +39,7 @@ from vil.models.tokens import middle_token
 
 @pytest.fixture
 def reference_kernels(monkeypatch):
-    """Run the operator in fp64 by reference kernels on a CPU; yield a list of whether each block received its norm."""
+    """Replace the kernels by fp64 reference implementations. The yielded list records which blocks received a norm."""
     handed, pack_weights = [], ReferenceKernels.pack_weights
     monkeypatch.setattr(ReferenceKernels, "pack_weights", lambda *a: handed.append(a[3] is None) or pack_weights(*a))
     for module in (block_op, forward, backward):
@@ -66,9 +66,7 @@ def plain():
 @pytest.mark.parametrize("size", [(16, 80), (32, 48)])
 @pytest.mark.parametrize("mixer", ["vil_tiny", "vim_tiny"])
 def test_a_model_of_fused_blocks_equals_the_independent_implementation(mixer, size, reference_kernels):
-    """Models in train mode with stochastic depth, and in eval mode, equal the independent implementation, whether or
-    not blocks pass their norm to the next block.
-    """
+    """In train and eval mode, a model with fused blocks equals an independent implementation in fp64."""
     model = randomised(small(mixer, depth=3, img_size=size, drop_path_rate=0.5))
     x, weights = random_images(5, 3, *size, dtype=torch.float64), dict(model.named_parameters())
     scales = stochastic_depth([0, 0.25, 0.5], len(x), seed=3)
@@ -92,7 +90,7 @@ def test_a_model_of_fused_blocks_equals_the_independent_implementation(mixer, si
 
 @pytest.mark.parametrize("between", ["hook", "eps", "dtype", "unfused"])
 def test_a_norm_is_not_passed_on_if_a_change_intervenes_between_fused_blocks(between, reference_kernels, plain):
-    """A block ignores the previous block's norm if a hook, another eps or dtype, or an unfused block intervenes."""
+    """A hook, another eps, another dtype or an unfused block prevents that a norm is passed to the next block."""
     model = randomised(small(depth=3, img_size=32)).eval()
     if between == "hook":
         model.blocks[0].register_forward_hook(lambda module, args, output: output * torch.arange(32))
@@ -160,9 +158,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_fused_model_is_correct_after_its_modules_or_weights_change(change, reference_kernels, plain):
-    """Outputs and gradients are correct after the first block of a model that has already run is changed, and after
-    the last block is changed as well, so nothing may be cached.
-    """
+    """A model that has already run gives correct outputs and gradients after changes of its blocks."""
     model = randomised(small(depth=2, img_size=32)).train()
     x = random_images(2, 3, 32, 32, dtype=torch.float64)
     model(x).sum().backward()
@@ -206,7 +202,7 @@ def test_a_model_with_parameters_of_the_caller_and_a_hook_on_every_module(refere
 def test_the_operator_and_its_reference_have_the_gradients_of_the_plain_block(
     mixer, scaled, how, tokens, middle, reference_kernels, plain
 ):
-    """Weight folding, projections and hand-written derivatives agree with autograd in fp64, without kernels."""
+    """In fp64, the hand-written backward of the fused block agrees with autograd through the unfused block."""
     plain()
     block = make_block(mixer, 24, dtype=torch.float64)
     x, dy = torch.randn(2, 3, tokens, 24, dtype=torch.float64)
@@ -231,7 +227,7 @@ def test_the_operator_and_its_reference_have_the_gradients_of_the_plain_block(
 
 @pytest.mark.parametrize("middle", [False, True])
 def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(middle, reference_kernels, plain):
-    """In fp64 and without kernels, compiled fused blocks have the gradients of unfused blocks."""
+    """Compiled fused blocks have the gradients of unfused blocks in fp64."""
     chain = Blocks(*[make_block(LonghornMixer, 24, seed=i, dtype=torch.float64) for i in range(3)])
     x, dy = torch.randn(2, 3, 9, 24, dtype=torch.float64)
     plain()
@@ -244,7 +240,7 @@ def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(mid
 
 
 def test_an_image_takes_one_path_from_a_model_to_a_kernel(reference_kernels, monkeypatch):
-    """On the way to a block's first kernel, calls leave vil.models once and never return there."""
+    """The call stack from a model to a block's first kernel leaves vil.models only once."""
     monkeypatch.setattr(block_op, "is_eager", lambda t: True)
     model, paths = small(depth=2, img_size=32).double().eval(), []
     pack_weights = ReferenceKernels.pack_weights
@@ -274,8 +270,7 @@ def test_a_frozen_model_gives_its_images_a_gradient(runs_at_once, reference_kern
 # Tests that need a GPU
 
 
-# Shapes (B, L, C): channels that fill vectors and warps or do not, one token, more tokens than a stretch, and batches
-# that are split into several parts.
+# Shapes (B, L, C) cover partial vectors and warps, a single token, long sequences, and large batches.
 SHAPES = [(4, 197, 384), (1, 50, 100), (3, 1, 64), (2, 1030, 48), (33, 33, 192), (1, 7, 18), (110, 133, 192)]
 TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 
@@ -285,7 +280,7 @@ TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, plain):
-    """Outputs and gradients are close to fp64; otherwise, errors are at most twice those of the unfused block."""
+    """Errors compared with fp64 are within the tolerance, or at most twice the errors of the unfused block."""
     block = make_block(mixer, shape[2], device="cuda")
     x, dy = torch.randn(2, *shape, device="cuda")
     truth = outcome(copy.deepcopy(block).double(), x.double(), dy.double(), class_token_only=middle)
@@ -310,7 +305,7 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
 @pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("shape", [(64, 197, 384), (64, 197, 192), (2, 70, 64)])
 def test_passing_norms_between_blocks_is_bitwise_identical(shape, middle):
-    """Results are bitwise identical if blocks pass norms on. On Hopper, they do for the first two shapes."""
+    """Blocks that pass their output's norm to the next block have bitwise the results of blocks that do not."""
     chain = Blocks(*[make_block(LonghornMixer, shape[2], seed=i) for i in range(3)]).cuda()
     x, dy = torch.randn(2, *shape, device="cuda")
     found = outcome(chain, x, dy, torch.bfloat16, class_token_only=middle)
@@ -321,7 +316,7 @@ def test_passing_norms_between_blocks_is_bitwise_identical(shape, middle):
 
 
 @EMULATED
-# All cases but the first fuse gating with out_proj: for few tokens, for many tokens, and for many tokens on Hopper.
+# All cases except the first fuse the gate with out_proj, by different kernels for few tokens, many tokens and Hopper.
 @pytest.mark.parametrize(
     ("shape", "multiprocessors", "hopper", "dtype", "middle"),
     [
@@ -360,7 +355,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
 
 
 def noted(monkeypatch, project):
-    """Return lists that collect each emulated launch's entry point, and whether each scan projects its step logits."""
+    """Return two lists, which record the launched kernels, and for each scan whether the kernel projects the step."""
     monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
     launched, projecting = [], []
     monkeypatch.setattr(
@@ -402,9 +397,9 @@ def exactly(block, x, dy, dnext, middle):
 
 
 def by_kernels(block, x, dy, dnext, middle, amid_others, dtype):
-    """Return the operator's output and gradients, and the norm that it returns for the next block.
+    """Return the fused operator's outputs (also the norm for the next block) and gradients.
 
-    With `amid_others`, the block also receives a norm, as a block inside a model does.
+    If `amid_others` is True, the operator receives the norm of its input, as inside a model.
     """
     x, normed = x.clone().requires_grad_(), None
     if amid_others:
@@ -423,7 +418,7 @@ def by_kernels(block, x, dy, dnext, middle, amid_others, dtype):
 
 
 def as_foretold(run, foretell):
-    """Wrap a part of the operator to check results against the fake implementation that torch.compile uses."""
+    """Wrap `run` to check that shapes and dtypes equal those of `foretell`, the fake implementation."""
 
     def checked(*arguments):
         results = run(*arguments)
@@ -436,7 +431,7 @@ def as_foretold(run, foretell):
 
 @pytest.fixture
 def autocast_on_gpus():
-    """Return a function that enables CUDA autocast without a GPU, where `torch.autocast` would disable itself."""
+    """Return a function that enables CUDA autocast. Without a GPU, `torch.autocast` would do nothing."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
 
     def switch(enabled, dtype):
@@ -452,7 +447,7 @@ def test_backward_of_a_block_needs_at_most_the_memory_of_five_scan_inputs():
     block, (B, L, C) = make_block(LonghornMixer, 384, device="cuda"), (4, 2048, 384)
     x = torch.randn(B, L, C, device="cuda", requires_grad=True)
     torch.cuda.empty_cache()  # cached memory blocks could be up to 1 MiB larger than requested
-    for _ in range(2):  # the first call's permanent allocations are not counted
+    for _ in range(2):  # only the second call is measured, because the first call also allocates caches
         with torch.autocast("cuda", torch.bfloat16):
             y = block(x)
         before = torch.cuda.memory_allocated()
@@ -533,7 +528,7 @@ def test_models_in_concurrent_threads_and_streams_equal_sequential_runs():
     [("vil_tiny", 64, 8, None), ("vil_tiny", 224, 128, None), ("vil_tiny_pooled", 224, 128, "reduce-overhead")],
 )
 def test_a_compiled_training_step_has_the_gradients_of_the_eager_one(name, size, batch, mode):
-    """Compiled and eager gradients agree in bf16. With 128 images of 224 pixels, blocks pass norms on if on Hopper."""
+    """Compiled and eager gradients agree in bf16, with and without norms that blocks pass to the next block."""
     model = timm.create_model(name, img_size=size, depth=3, num_classes=5).cuda()
     images = torch.randn(batch, 3, size, size, device="cuda")
 

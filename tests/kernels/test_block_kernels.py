@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    """Emulate the kernels on a CPU, as on a GPU older than Hopper with one multiprocessor."""
+    """Emulate the kernels on a CPU. The emulated GPU is older than Hopper and has one multiprocessor."""
     emulator.as_if_on_a_gpu(monkeypatch)
 
 
@@ -57,7 +57,7 @@ def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
 
 
 def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
-    """16-bit parameters are packed, and their gradients unpacked, without other errors than rounding."""
+    """Packing 16-bit parameters, and unpacking their gradients, only rounds the values."""
     weights = block_weights(8, BF16)
     C, D, _, _, K = sizes = weights.sizes()
     packed, _ = kernels.pack_weights(weights, BF16, None, None, 1e-5, True)
@@ -81,7 +81,7 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
 
 
 def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, poison):
-    """On Hopper, the norm after the product with out_proj uses eps; out_proj is 0 here, so tokens stay small."""
+    """On Hopper, the kernel that multiplies by out_proj returns the RMSNorm of its output, computed with eps."""
     emulator.as_if_on_a_gpu(monkeypatch, hopper=True)
     B, L, C = 2, 96, 192
     x, out_proj = small_tokens(B * L, C), torch.zeros(C, 2 * C, dtype=BF16)
@@ -99,7 +99,7 @@ def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, pois
 @pytest.mark.parametrize(("B", "L"), [(11, 16), (13, 5), (5, 21), (2, 600)])
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 33), (BF16, 64)])
 def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dtype, D, B, L, poison):
-    """One CTA processes stretches with even and odd numbers of tiles sequentially in the same shared memory."""
+    """One CTA processes several stretches of tokens sequentially, and reuses shared memory."""
     for H in (L, L // 2 + 1):
         sizes = (B, L, D), (2, B, H, D), (2, B * H, 16), (2, 16, D)
         inputs = *[torch.randn(size).to(dtype) for size in sizes], torch.randn(2, D, 4), torch.randn(2, D)
@@ -183,12 +183,12 @@ def test_convolution_and_projection_are_fused_for_supported_shapes(launched, mon
         return entry, ctas
 
     assert run() == run(dtype=torch.float16) == ("conv_xproj", 2)
-    assert run(B=3, L=97) == ("conv_xproj", 4)  # 147 pairs of tokens, 48 pairs per CTA
-    assert run(R=32) == run()  # projection width P = R + 2 N = 64
-    assert run(L=95)[0] == run(B=16, L=24)[0] == "conv_xproj"  # 96 pairs of tokens or more
+    assert run(B=3, L=97) == ("conv_xproj", 4)  # 147 pairs of tokens need four CTAs with 48 pairs each
+    assert run(R=32) == run()  # rank 32 and 16 states give a projection of 64 channels
+    assert run(L=95)[0] == run(B=16, L=24)[0] == "conv_xproj"  # at least 96 pairs of tokens use the fused kernel
     for other in (
-        dict(L=94),  # too few pairs of tokens for two CTAs of 48 pairs
-        dict(B=16, L=23),  # a CTA's tokens would span more than five sequences
+        dict(L=94),  # 94 pairs of tokens are too few for two CTAs of 48 pairs
+        dict(B=16, L=23),  # the tokens of a CTA would be of more than five sequences
         dict(D=96), dict(R=40), dict(taps=3), dict(dtype=torch.float32), dict(stride=68),
         dict(stride=128, start=4),
     ):  # fmt: skip
@@ -213,7 +213,7 @@ def test_gradients_of_the_step_are_fused_if_registers_hold_the_weights(D, R, dty
     T, N = 1000, 16
     sizes = (2, T, D), (2, T, R), (2, D, R), (2, T, N), (2, T, N)
     dprojected, dstep_proj = kernels.step_proj_backward(*[torch.zeros(size, dtype=dtype) for size in sizes])
-    # As many CTAs as half of the multiprocessors, or one per 16 tokens if these are fewer.
+    # Half of the multiprocessors get a CTA, or one CTA per 16 tokens is launched if these are fewer.
     assert launched == ([("step_proj_backward", 2 * min(63, 66))] if one_kernel else [])
     assert (dprojected.shape, dprojected.dtype) == ((2, T, R + 2 * N), dtype)
     assert (dstep_proj.shape, dstep_proj.dtype) == ((2, 63 if one_kernel else 10, D, R), torch.float32)
@@ -229,7 +229,7 @@ def test_gradients_of_the_step_are_fused_if_registers_hold_the_weights(D, R, dty
 def test_gradients_of_convolutions_keep_a_gpu_busy_as_when_they_were_measured(B, L, most, stretch, parts):
     assert conv_backward.share(B, L, most) == (stretch, parts)
     assert stretch % 4 == 0
-    rounds = -(-B * -(-L // stretch) // (4 * parts))  # rounds in which each part computes four stretches
+    rounds = -(-B * -(-L // stretch) // (4 * parts))  # in each round, each part computes four stretches of tokens
     assert (rounds - 1) * 4 * parts < B * -(-L // stretch)
 
 
@@ -241,8 +241,8 @@ def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(B, L, D, vector
     assert conv.stretch_of(B * D // vector, L, 132) == stretch
 
 
-# Offsets in sparse tensors of more than 2^32 elements, for which only written pages use memory. All images except the
-# last are 0, and only the last CTAs of each grid run.
+# These tests use sparse tensors of more than 2^32 elements, for which only written pages use memory.
+# All images except the last are 0, and only the last CTAs of each grid run.
 L = 50
 
 
@@ -263,7 +263,7 @@ def large(monkeypatch):
 
 
 def end(t):
-    """Return the last image of a batch, or as many tokens at the end of a flat tensor."""
+    """Return the last L tokens, which are the last image of the batch."""
     return t[..., -1:, :, :] if t.dim() > 2 and t.shape[-2] == L else t[..., -L:, :]
 
 
@@ -296,7 +296,7 @@ def test_offsets_of_more_than_32_bits_of_norms_emulated(large):
     assert torch.equal(end(rounded), end(dx).to(BF16))
 
 
-@pytest.mark.parametrize("D", [40, 64])  # D = 40: kernel without projections; D = 64: kernel with projections
+@pytest.mark.parametrize("D", [40, 64])  # the kernel with projections supports D = 64, but not D = 40
 def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeypatch):
     B, P, R = 2**21 + 3, 16, 8
     u, conv, conv_bias = large(B, L, 2 * D)[..., :D], torch.randn(2, D, 4), torch.randn(2, D)
@@ -307,7 +307,7 @@ def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeyp
     truths = ReferenceKernels.conv_xproj(*exactly(end(u), conv, conv_bias, x_proj, step_proj), L)
     for value, truth in list(zip(found, truths, strict=True))[: 3 if D == 64 else 1]:
         close(end(value), truth, BF16, "conv_xproj")
-    # With so many multiprocessors, each CTA has only one group of stretches.
+    # For a GPU with many multiprocessors, the work is divided as finely as possible.
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2**40)
     dv, dprojected, du = large(2, B, L, D), large(2, B * L, P), emulator.sparse((B, L, 2 * D), BF16)[..., D:]
     dfilters = kernels.conv_backward(u, dv, dprojected, x_proj, conv, conv_bias, du)
@@ -318,7 +318,7 @@ def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeyp
 
 
 def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
-    # With so many multiprocessors, each CTA has only one tile.
+    # For a GPU with many multiprocessors, each CTA has only one tile.
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2**40)
     T, D, R, N = 2**25 + 5, 128, 8, 4
     dstep_logits, step, dk, dq = large(2, T, D), large(2, T, R + 2 * N)[..., :R], large(2, T, N), large(2, T, N)
@@ -333,7 +333,7 @@ def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
 def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatch):
     B, C, D = 2**18 + 1, 192, 384
     T = B * L
-    # With so many multiprocessors, each group of warps processes tokens only once.
+    # With this number of multiprocessors, each group of warps processes only one group of tokens.
     emulator.as_if_on_a_gpu(monkeypatch, -(-T // 128), hopper=True)
     monkeypatch.setattr(launches, "launch", functools.partial(emulator.launch, blocks=6))
     x, y, z = large(T, C, dtype=torch.float32), large(2, B, L, D), large(B, L, 2 * D)[..., D:]
@@ -348,7 +348,7 @@ def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatc
     close(end(mean), mean_truth, BF16, "mean")
     for value, expected in zip(norm, normed(end(out), 1e-5), strict=True):
         close(value[-L:], expected, BF16, "norm")
-    # The last CTAs: three slices of channels, each with two rounds of two groups of 64 tokens.
+    # Only the last CTAs of the grid run: three slices of channels, each with 256 tokens.
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 3 * -(-T // 256))
     dout, duz = large(T, C), emulator.sparse((B, L, 2 * D), BF16)
     gated = kernels.gate_outproj_backward(dout, out_proj, mean, z, scale, *duz.chunk(2, dim=-1))

@@ -41,7 +41,7 @@ from vil.models.block import LonghornMixer
 @NVRTC
 @pytest.mark.parametrize(("arch", "dtype"), [("sm_90", "bf16"), ("sm_90", "float"), ("sm_80", "bf16")])
 def test_kernels_of_the_block_compile_without_spills(arch, dtype):
-    """Compile all variants for the kernels' main architecture and dtype, and otherwise the widest of each source."""
+    """Kernels compile without register spills: all variants for sm_90 and bf16, otherwise the widest of each source."""
     types = {name: t for t, name in ELEMENT.items()}
     t, small = types[dtype], dtype != "float"
     packing = [dict(INPUT=dtype, PARAMETER="float", VECTOR=4, WIDTH=width, TAPS=4) for width in (192, 768)]
@@ -88,7 +88,7 @@ def random_tensors(device, *kinds):
 
 
 def on_both(emulated, on_a_gpu):
-    """Parametrize over cases (shape, Hopper, dtype): each emulated and on a GPU, the first emulated also in fp16."""
+    """Parametrize over emulated cases in bf16, the first also in fp16, and over cases on a GPU in bf16 and fp16."""
     cases = [(*case, torch.bfloat16) for case in emulated] + [(*emulated[0], torch.float16)]
     large = [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *on_a_gpu]
     return pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def on_both(emulated, on_a_gpu):
     )  # fmt: skip
 
 
-# (B, L, C, multiprocessors): several tiles and a partial tile, sequences that end inside a tile, and few tokens
+# Cases (B, L, C, multiprocessors) cover complete and partial tiles, and sequences that end inside a tile.
 GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
 
 
@@ -134,7 +134,7 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
         exactly = GateInputs(read.first.double(), read.second.double(), read.lines)
         gated, truth = ReferenceKernels.gate(exactly, z.double(), None if scale_B is None else scale_B.double(), keep)
         expected = x + gated.to(dtype).double().flatten(0, 1) @ out_proj.double().t()
-        assert relative_error(out, expected) < 1e-4  # in `dtype`, single values may be rounded up instead of down
+        assert relative_error(out, expected) < 1e-4  # the gate's output may be rounded differently
         if keep:
             close(mean, truth, dtype, "mean")
         assert len(norm) == (0 if tiles is None else 2)
@@ -142,8 +142,7 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
             close(value, truth, dtype, "norm")
 
 
-# (B, L, C, multiprocessors): groups of 33 to 50 tokens and smaller groups, also in the last of several rounds, and
-# groups of at most 2 tokens
+# Cases (B, L, C, multiprocessors) cover groups of at most 2, up to 32, and 33 to 50 tokens per CTA.
 GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (5, 83, 192, 9), (3, 3, 192, 12), (1, 65, 384, 1)]
 
 
@@ -195,7 +194,8 @@ def test_gate_outproj_backward_is_fused_for_supported_shapes(monkeypatch):
         assert entry(**case) == "gate_backward"
 
 
-TAPS, RANKS = 4, [(8, 4), (24, 8)]  # number of filter taps; pairs (rank, number of states)
+TAPS = 4  # number of filter taps
+RANKS = [(8, 4), (24, 8)]  # pairs of the step's rank and the number of states
 SHAPES = [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36), (2, 67, 4, 128), (5, 26, 4, 64), (9, 21, 4, 33)]
 
 
@@ -252,7 +252,7 @@ def calls_of_unpack_gradients(tokens, B, L, C, D):
     P, R = weights.sizes().padded_P, weights.sizes().padded_R
     dfolded, dfilters, dx_proj = torch.randn(2 * D, C), torch.randn(parts, 2, TAPS + 1, D), torch.randn(2, parts, P, D)
     dstep_proj, dskips, dchannels = torch.randn(2, parts, D, R), torch.randn(parts + 1, 2, D), torch.randn(2, 2, D)
-    # Skip gradients in the layout of pooled blocks, and in the layout of the scan.
+    # The gradients of the skip weights have one memory layout in pooled blocks, and another in the scan.
     for of_skips in (dskips, dchannels[None, :, 0]):
         yield (
             weights.norm, weights.in_proj, weights.sizes(), dfolded, dfilters, dx_proj, dstep_proj, of_skips,
@@ -274,7 +274,7 @@ WRITTEN = {"conv_backward": 1, "gate_backward": 2}  # number of (B, L, D) argume
 
 
 def results(name, kernel, inputs, written):
-    """Return a kernel's or its reference's results, returned or written in place, with partial sums added up."""
+    """Return all results of a kernel or its reference, also those written in place, with partial sums added up."""
     values = kernel(*inputs, *written)
     if name == "conv_backward":
         values = values.sum(0, keepdim=True)

@@ -33,13 +33,13 @@ DECLARED = Source(
 
 
 def of(name):
-    """Return a kernel source that declares the kernel in TINY."""
+    """Return a `Source` for the kernel `tiny`."""
     return Source(name, {"tiny": dict(p=Out("int", restrict=False))})
 
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """Replace the package's kernel sources by TINY and a header, with an empty cache; return the source folder."""
+    """Replace the kernel sources by a small kernel and a header, use an empty cache, and return the source folder."""
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "types.cuh").write_text("// a header\n")
@@ -74,7 +74,7 @@ def test_a_kernel_is_compiled_for_its_architecture_and_with_its_macros(tiny):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Replace compilation by a stub that returns the number of compilations; return a list of what was compiled."""
+    """Replace the compiler by a stub. The returned list records the arguments of each compilation."""
     pytest.importorskip("cuda.bindings")
     found = []
 
@@ -132,7 +132,7 @@ def test_the_environment_selects_the_cache_folder(tiny, compiled, tmp_path, monk
 
 
 def codes(_, sources, cache):
-    """Return the compiled code in a new process, which is given only the source folder."""
+    """Compile the kernels in a new process with the given source folder and cache, and return their code."""
     source.SOURCES = sources
     os.environ["VIL_CACHE_DIR"] = str(cache)
     return [code(value=value) for value in VALUES] * 2

@@ -28,7 +28,7 @@ def on_cpu(scan):
 
 @pytest.mark.parametrize("logit", [-1e4, -100.0, -20.0, -5.0, 0.0, 5.0, 20.0, 80.0])
 def test_time_steps_keep_their_relative_precision(logit):
-    """For a single token, y = dt b x c isolates the softplus dt and its gradient."""
+    """Small time steps keep their relative precision, as the output of a single token, y = dt b x c, shows."""
     inputs = selective_inputs(1, 1, 70, 4, torch.float32)
     inputs[1] = torch.full_like(inputs[1], logit).requires_grad_()
     inputs[-2:] = [torch.zeros_like(t).requires_grad_() for t in inputs[-2:]]
@@ -68,9 +68,10 @@ def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, referen
         y, truth = torch.isfinite(found[0]), torch.isfinite(expected[0])
         if poison != poison:
             assert torch.equal(y, truth)
-        else:  # an infinite step logit (input 1) may have a finite limit
+        else:  # the result for an infinite step logit may be its finite limit
             assert y[~truth].logical_not().all() or which == 1
-        assert torch.isfinite(found[0]).sum() > found[0].numel() / 3  # other images and channels stay finite
+        # Images and channels that do not contain the NaN or infinite value stay finite.
+        assert torch.isfinite(found[0]).sum() > found[0].numel() / 3
         for a, e in zip(found[1:], expected[1:], strict=True):
             assert a[torch.isnan(e)].isfinite().logical_not().all() or poison == poison
 
@@ -115,7 +116,7 @@ def test_a_kernel_has_no_more_threads_than_tasks(threads, monkeypatch):
     for channels in (64, 65, 129, 193):  # a task computes 64 channels
         x, k = torch.randn(1, 2, channels), torch.randn(1, 2, 4)
         longhorn_scan(x, x, k, k, backend="cpu")
-    assert started == [2, 3, 3]  # numbers of threads for 2, 3 and 4 tasks
+    assert started == [2, 3, 3]  # 2, 3 and 4 tasks run on 2, 3 and 3 threads
 
 
 def test_calls_from_several_threads_at_once(threads):
@@ -125,7 +126,7 @@ def test_calls_from_several_threads_at_once(threads):
     wrong = []
 
     def call():
-        torch.set_num_threads(2)  # the setting is per thread
+        torch.set_num_threads(2)  # PyTorch's number of threads is a setting of each Python thread
         for _ in range(10):
             found = outputs_and_gradients(on_cpu(longhorn_scan), [t.detach().requires_grad_() for t in inputs])
             wrong.extend(not torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -46,8 +46,7 @@ def gradients(y, block, x, seed=1):
     return torch.autograd.grad(y, [x, *block.parameters()], dy.to(y.dtype))
 
 
-# Shapes (B, L, C): numbers of tokens around the filter width and the chunk length, and more channels than one task
-# computes.
+# Shapes (B, L, C) with L around the filter width and the chunk length, and with more channels than one task computes.
 @MIXERS
 @pytest.mark.parametrize("shape", [(1, 1, 16), (2, 2, 8), (1, 3, 24), (2, 5, 24), (3, 70, 40), (1, 130, 64)])
 @pytest.mark.parametrize("scaled", [False, True])
@@ -71,7 +70,7 @@ def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison
 
 @MIXERS
 def test_other_filters_and_numbers_of_states(mixer, calls):
-    """Other filter widths and numbers of states give the results of the unfused block, which other tests check."""
+    """A fused block with another filter width and number of states equals the unfused block."""
     block, x = a_block(mixer, 24, conv_width=3, state_size=4), torch.randn(2, 9, 24, requires_grad=True)
     y = block(x)
     assert calls == [True]
@@ -146,12 +145,12 @@ def test_results_do_not_depend_on_the_number_of_threads(mixer):
         torch.set_num_threads(before)
 
 
-# grids with one line, with lines of one patch, with one patch, and with the class token between or inside lines
+# Grids have one row or column, one patch, or the class token between or inside lines.
 @MIXERS
 @pytest.mark.parametrize("pool", ["rows", "columns"])
 @pytest.mark.parametrize("grid", [(3, 4), (4, 3), (3, 3), (7, 5), (1, 5), (5, 1), (1, 1)])
 def test_a_pooled_block_equals_its_parts_in_fp64(mixer, pool, grid, poison, calls):
-    """A fused pooled block equals the unfused one in fp64, which tests/model/test_pooled.py compares with loops."""
+    """A fused pooled block equals the unfused block in fp64."""
     block, x = a_block(mixer, 40, pool=pool), torch.randn(3, grid[0] * grid[1] + 1, 40)
     lines, scale = dispatch.lines_of(block, x, grid), torch.tensor([1.5, 0.0, 2.0])
     with torch.no_grad():
@@ -188,7 +187,7 @@ def test_checkpointing_recomputes_the_same(calls):
     y = Blocks(block)(x, checkpointing=True)
     for a, e in zip(gradients(y, block, x), expected, strict=True):
         assert torch.equal(a, e)
-    assert calls == [True] * 5  # one call for the plain block, and two calls for each block with checkpointing
+    assert calls == [True] * 5  # with checkpointing, the operator runs in forward and again in backward
 
 
 def test_a_second_derivative_is_refused():
@@ -224,7 +223,7 @@ def test_compilers_tracers_and_flop_counters_see_the_unfused_block(calls):
         torch.testing.assert_close(traced(x), expected)
         functional = torch.func.functional_call(block, dict(block.named_parameters()), x)
         torch.testing.assert_close(functional, expected)
-        calls.clear()  # functional_call equals a direct call, and so may run fused
+        calls.clear()  # functional_call may run fused, so its calls do not count
         with FlopCounterMode(display=False) as flops:
             block(x)
         assert flops.get_total_flops() > 0

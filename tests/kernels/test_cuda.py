@@ -23,7 +23,7 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 H200 = 132  # number of multiprocessors
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
-# relative errors of the emulated kernels beyond the rounding of results
+# maximum relative errors of the emulated kernels before the results are rounded
 OWN = {torch.float32: 1e-6, torch.bfloat16: 4e-4, torch.float16: 8e-5}
 OWN_OF_TENSOR_CORES = {torch.float32: 1e-6, torch.bfloat16: 1.2e-3, torch.float16: 6e-4}
 
@@ -99,7 +99,7 @@ def test_memory_kept_for_backward_is_at_most_one_byte_per_element(L):
 
 
 def results_of(f, inputs, dy, **kwargs):
-    """Return the output, and each input's gradient for the output's gradient `dy`."""
+    """Return the output, and the gradients of the inputs for an output gradient of `dy`."""
     y = f(*inputs, **kwargs)
     return [y, *torch.autograd.grad(y, inputs, dy)]
 
@@ -161,7 +161,7 @@ def test_every_variant_equals_the_reference(recurrence, dtype, shape, segment_ch
         return cuda_scan.scan_forward(recurrence, *tensors, reverse, keep, Schedule(variant, segment_chunks))
 
     def results():
-        """Return y, chunk states and gradients of every variant."""
+        """Return the output, the chunk states and the gradients of every kernel variant."""
         _, states = chosen = cuda_scan.scan_forward(recurrence, *tensors, reverse, True)
         backward = {
             v: cuda_scan.scan_backward(recurrence, dy, *tensors, states, reverse, Schedule(v, segment_chunks))
@@ -176,7 +176,7 @@ def test_every_variant_equals_the_reference(recurrence, dtype, shape, segment_ch
     _, states = ys[heuristics.FORWARD_SIMT[recurrence][0]]
     for variant, (y, kept) in ys.items():
         assert_close_to(truth, [[y[g]] for g in range(2)], dtype, variant)
-        # The cost model may choose these variants, which round the factors of tensor-core products.
+        # Tensor-core variants round the factors of products, so their states are less precise.
         if isinstance(variant, ForwardMma | str):
             assert kept.numel() == 0 or relative_error(kept.cpu(), states.cpu().double()) < TOLERANCE[dtype] / 2
         else:
@@ -203,7 +203,7 @@ def test_every_variant_equals_the_reference(recurrence, dtype, shape, segment_ch
 )
 @RECURRENCES
 def test_extreme_logits_and_keys(recurrence, dtype, logit, scale, device):
-    """Results are correct if a third of the step logits is random, a third `logit`, and a third `-logit`."""
+    """Results are correct if many step logits have extreme values, positive or negative."""
     make, reference_scan = of_recurrence(recurrence)
     x, step_logits, k, q, A, skip, bias = in_order(recurrence, [t.detach() for t in make(1, 50, 40, 16, dtype)])
     signs = torch.randint(-1, 2, step_logits.shape, generator=torch.Generator().manual_seed(0))
@@ -226,7 +226,7 @@ def test_extreme_logits_and_keys(recurrence, dtype, logit, scale, device):
 
 
 @pytest.mark.parametrize(
-    ("shape", "rank", "dtype"),  # channels fill CTAs or do not; sequences end inside a tile
+    ("shape", "rank", "dtype"),  # in some cases, channels fill only a part of a CTA, and sequences end inside a tile
     [
         ((2, 50, 40), 8, torch.bfloat16), ((1, 33, 104), 16, torch.float16), ((1, 129, 96), 24, torch.bfloat16),
         ((1, 20, 8), 48, torch.float16),
@@ -237,7 +237,7 @@ def test_two_tokens_at_a_time_project_the_step(shape, rank, dtype, device, poiso
     _, stacked = of_both_directions("longhorn", (B, L, D, 16), dtype, "cpu")
     x, _, k, q, skip, bias = stacked
     random = torch.Generator().manual_seed(0)
-    projected = torch.randn(2, B, L, rank + 32, generator=random).to(dtype)  # step logits are a slice of `projected`
+    projected = torch.randn(2, B, L, rank + 32, generator=random).to(dtype)  # the first `rank` channels are the step
     step_proj = torch.randn(2, D, rank, generator=random).to(dtype)
     step, reverse = projected[..., :rank], [False, True]
     logits = torch.einsum("gblr,gdr->gbld", step.double(), step_proj.double())
@@ -261,16 +261,14 @@ def test_two_tokens_at_a_time_project_the_step(shape, rank, dtype, device, poiso
     for variant in FORWARD_MMA:
         y, kept = results(variant)
         assert_close_to(truth, [[y[g]] for g in range(2)], dtype, variant)
-        # The expected states were computed from rounded step logits.
+        # The tolerance is doubled, because the expected states were computed from rounded step logits.
         assert kept.shape == states.shape
         assert kept.numel() == 0 or relative_error(kept.cpu(), states.cpu().double()) < 2 * TOLERANCE[dtype]
 
 
 @EMULATED
 def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulated, monkeypatch):
-    """Unaligned tensors run on the scalar kernel, even on a GPU with one multiprocessor, for which the cost model
-    prefers the tensor-core kernel.
-    """
+    """Tensors that are not aligned for vector loads run on the scalar kernel, whatever the cost model prefers."""
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
     launched = []
     monkeypatch.setattr(
@@ -287,7 +285,7 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
         return launched
 
     def behind(t, elements):
-        """Return a copy whose rows start `elements` elements after an aligned address."""
+        """Return a copy of `t` in which each row starts `elements` elements after an aligned address."""
         return torch.cat([t[..., :elements], t, t[..., : 8 - elements]], -1)[..., elements:][..., : t.shape[-1]]
 
     assert right(x, logits, k, q) == ["scan/forward_mma"]
@@ -304,7 +302,7 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
 
 @EMULATED
 @pytest.mark.skipif(not emulator.has_sparse(), reason="needs memory that is not reserved")
-@pytest.mark.parametrize("strides", [False, True])  # inputs with large strides, or large results
+@pytest.mark.parametrize("strides", [False, True])  # True: inputs have large strides; False: only results are large
 @RECURRENCES
 def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, monkeypatch):
     """The last image of sparse tensors with more than 2^32 elements is correct. Only written pages use memory."""
@@ -315,9 +313,9 @@ def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, mo
     truth = [results_of(reference_scan, exact(inputs), dy.double(), reverse=True)]
 
     def large(t, image):
-        """Return a large tensor whose last image of direction 1 is `image`.
+        """Return an input with more than 2^32 elements, without using memory for all elements.
 
-        The other images are zeros, or `t` expanded without memory if only results are large.
+        All images are `t` if only the results must be large; otherwise only the last image of direction 1 is `t`.
         """
         if not strides:
             return t.expand(2, 2**21 + 3, -1, -1)
@@ -373,7 +371,7 @@ def test_nan_and_infinity_stay_in_their_channel(recurrence, value, device):
 ])  # fmt: skip
 @RECURRENCES
 def test_gradients_written_over_the_step_logits_are_the_same(recurrence, dtype, shape, segment_chunks, device):
-    """Gradients overwrite step logits only on request, also if the logits are every other token of a tensor."""
+    """On request, the gradients of the step logits overwrite the step logits, also in strided tensors."""
     (B, L, D, N), g = shape, torch.Generator().manual_seed(0)
     L, D = (L, D) if device == "cpu" else (5 * L, 8 * D)  # on a GPU, many CTAs
     x, dy, logits = (torch.randn(2, B, L, D, generator=g).to(device, dtype) for _ in range(3))
@@ -398,7 +396,7 @@ def test_gradients_written_over_the_step_logits_are_the_same(recurrence, dtype, 
 def test_gradients_between_segments_equal_those_without_tensor_cores(
     dtype, tolerance, L, D, segment_chunks, device, monkeypatch, poison
 ):
-    """Tensor cores compute the scalar kernel's gradients between segments, also for extreme steps and keys."""
+    """The tensor-core kernel and the scalar kernel compute the same gradients between segments of a sequence."""
     g = torch.Generator().manual_seed(0)
     x = [torch.randn(2, 1, L, n, generator=g).to(dtype) for n in (D, 16, 16)]
     scale = torch.tensor([1e-2, 0.5, 20])[torch.randint(3, (2, 1, L, 1), generator=g)]
@@ -441,7 +439,7 @@ def test_random_shapes_equal_the_reference(scan, reference_scan, make_inputs, dt
     g = torch.Generator().manual_seed(N)
     for seed in range(4):
         B, L, D = (int(torch.randint(1, high, (), generator=g)) for high in (5, 200, 150))
-        D = D if seed % 2 else 8 * D  # any width, and widths that vector loads support
+        D = D if seed % 2 else 8 * D  # half of the widths are multiples of 8, so that vector loads are used
         assert_right(scan, reference_scan, make_inputs(B, L, D, N, dtype, seed), dtype, reverse=bool(seed // 2))
 
 
@@ -450,7 +448,7 @@ def test_random_shapes_equal_the_reference(scan, reference_scan, make_inputs, dt
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((*size, 16), torch.float32) for size in [(1, 1, 1), (1, 10_000, 3), (300, 3, 40), (1, 64, 768), (2, 65, 64)]]
-    + [((2, 1500, 768, 16), torch.bfloat16), ((3, 1000, 768, 16), torch.bfloat16)],  # several CTAs and segments
+    + [((2, 1500, 768, 16), torch.bfloat16), ((3, 1000, 768, 16), torch.bfloat16)],  # several segments
 )
 def test_extreme_shapes(scan, reference_scan, make_inputs, shape, dtype, poison):
     assert_right(scan, reference_scan, make_inputs(*shape, dtype), dtype)

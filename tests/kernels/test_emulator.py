@@ -74,7 +74,7 @@ def test_threads_that_do_not_wait_for_each_other_read_something_else(launch):
     x, y = torch.randn(64), torch.empty(64)
     for _ in range(20):
         launch("barriers", x, y, 1, ctas=3)
-        assert any(torch.equal(y, x + cta) for cta in range(3))  # the result is that of whichever CTA ran last
+        assert any(torch.equal(y, x + cta) for cta in range(3))  # the CTAs run in any order
         launch("barriers", x, y, 0)
         assert not torch.equal(y, x)
 
@@ -119,14 +119,14 @@ def test_threads_at_different_barriers_do_not_wait_forever(launch):
     with pytest.raises(RuntimeError, match="parts: threads wait at different barriers"):
         launch("parts")
     y = torch.zeros(2)
-    launch("last", y)  # a launch after a failed launch succeeds
+    launch("last", y)  # a failed launch does not break the next launch
     assert y.tolist() == [0, 1]
 
 
 def test_some_of_the_last_ctas_run_of_a_grid_that_is_too_large_for_all(launch):
     y = torch.zeros(2)
     launch("last", y, ctas=2**31 - 1, blocks=1)
-    assert y.long().tolist() == [2**31 - 2 + 2, 2**31]  # fp32 rounds the first value to 2^31
+    assert y.long().tolist() == [2**31 - 2 + 2, 2**31]  # fp32 rounds 2^31 - 2 and 2^31 - 1 to 2^31
     launch("last", y, ctas=1, blocks=5)
     assert y.tolist() == [0, 1]
 

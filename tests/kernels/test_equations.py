@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from vil.kernels.scan import reference
 
 FP64 = dict(dtype=torch.float64)
-# batch size, tokens, model width, inner width, states, rank of the step, filter taps
+# B batch    L tokens    C model width    D inner width    N states    R rank of the step    K filter taps
 B, L, C, D, N, R, K = 2, 7, 6, 12, 4, 3, 4
 EPS = 1e-5
 T = B * L
@@ -100,7 +100,7 @@ def test_segments_pass_on_states_and_gradients():
     S, J, states, passed = 0.0, 0.0, {}, {}
     for t in range(12):
         S = states[t] = decay[t] * S + drive[t]
-    # The gradient of a state is G = dyq + the gradient from later tokens; J = decay G is that of the previous state.
+    # The gradient of each state is G = dyq + J, and the gradient passed to the previous state is J = decay G.
     for t in reversed(range(12)):
         J = passed[t] = decay[t] * (dyq[t] + J)
     state = gradient = 0.0
@@ -124,7 +124,7 @@ def test_two_tokens_are_products_of_channels_and_states():
     first = S + e[0][:, None] * k[0] * (x[0][:, None] - k[0] * S)
     second = first + e[1][:, None] * k[1] * (x[1][:, None] - k[1] * first)
 
-    scale = 2.0 ** -torch.floor(torch.log2(1 + a.sum(-1, keepdim=True)))  # 1 <= scale (1 + k.k) < 2
+    scale = 2.0 ** -torch.floor(torch.log2(1 + a.sum(-1, keepdim=True)))  # the power of 2 with 1 <= scale (1 + k.k) < 2
     e, a, scaled_k = e / scale, a * scale, k * scale
     v = e * x
     assert ((scale * (1 + k.square().sum(-1, keepdim=True)) >= 1) & (e <= 1) & (a.amax(-1, keepdim=True) < 2)).all()
@@ -170,12 +170,12 @@ def norm(x_TC):
 
 
 def test_the_gradients_of_a_block_are_those_of_the_chain():
-    """Equations (a) to (g) of docs/kernels/block.md give autograd's gradients of a block between two other blocks."""
+    """The equations in docs/kernels/block.md give the same gradients of a block as autograd."""
     shapes = (T, C), (C,), (2 * D, C), (C, D), (2, D, K), (2, D), (2, R + 2 * N, D), (2, D, R), (2, D), (2, D)
     x, gamma, W_in, W_out, w, b, Wx, Ws, bias, skip = parameters = leaves(*shapes)
     delta = torch.tensor([1.25, 0.7], **FP64).repeat_interleave(L)[:, None]
 
-    def shifted(t_BLD, by):  # t at token position + by, zero outside the sequence
+    def shifted(t_BLD, by):  # shift by `by` tokens to the left, with zeros outside the sequence
         return F.pad(t_BLD, (0, 0, 3, 3))[:, 3 + by : 3 + by + L]
 
     (xhat, rho) = norm(x)
@@ -224,7 +224,7 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
         duz = torch.cat([du.view(T, D), dz], -1)  # (f)
         folded = duz.T @ xhat
         dxhat = duz @ (W_in * gamma)
-        dx = through_norm(do, dxhat, xhat, rho)  # (g), which is (a) of the previous block
+        dx = through_norm(do, dxhat, xhat, rho)  # equation (g), which is equation (a) of the previous block
         found = (
             dx, (folded * W_in).sum(0), folded * gamma, do.T @ gated, dw, s.sum((1, 2)), dWx, dWs, dbias, dskip,
         )  # fmt: skip

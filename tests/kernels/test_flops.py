@@ -24,7 +24,7 @@ def counted(function, *arguments, **keywords):
 
 
 def forward_by_hand(C, depth, tokens=197, classes=1000, states=16, taps=4):
-    """Return a model's FLOPs per image, from the papers' description.
+    """Return a model's FLOPs per image, counted from the shapes of its layers.
 
     A multiply-add of a product counts 2 FLOPs, and a state element per token counts 7 FLOPs.
     """

@@ -101,7 +101,7 @@ calls = pytest.mark.parametrize("call", CALLS)
 @calls
 @recurrences
 def test_invalid_tensors_are_rejected_by_name_before_any_launch(call, recurrence, launched):
-    # Start with a valid call, because its cached check must not accept later invalid calls.
+    # Start with a valid call, because invalid calls must not match its entry in the cache of accepted calls.
     if "Numba" in call or "reference" in call:
         run(call, CALLS[call](recurrence))
     hostile.assert_each_wrong_tensor_is_refused(call, CALLS[call](recurrence))
@@ -144,8 +144,8 @@ OTHERS = [
     ("scan_backward", dict(recurrence="hippo")),
     ("scan_backward", dict(reverse=[True])),
     ("scan_backward", dict(A_GDN=with_or_without_A)),
-    ("scan_backward", dict(states_GBSND=torch.empty(0))),  # states of a forward pass without saved states
-    ("scan_backward", dict(states_GBSND=torch.zeros(2, 3, 2, 4, 8))),  # states of a longer sequence
+    ("scan_backward", dict(states_GBSND=torch.empty(0))),  # the result of a forward pass that did not save states
+    ("scan_backward", dict(states_GBSND=torch.zeros(2, 3, 2, 4, 8))),  # the states of a sequence with more chunks
     ("scan_backward", dict(states_GBSND=torch.zeros(2, 3, 1, 8, 4))),
     ("reference_scan", dict(recurrence="hippo")),
     ("reference_scan", dict(q_GLBN=None)),
@@ -212,7 +212,7 @@ def test_unsupported_numbers_of_states_are_rejected(N, launched):
     ],
 )
 def test_unsupported_weight_sizes_of_both_directions_are_rejected(name, size, reason, launched):
-    """Numbers of states without kernels are rejected, also for Longhorn, where only x_proj's shape gives the number."""
+    """Weights with an unsupported number of taps, states or ranks are rejected before any kernel is launched."""
     named = block_call("longhorn" if "states" in reason else "selective")
     half, place = len(named["directions"]) // 2, DirectionWeights._fields.index(name)
     for g in (0, half):
@@ -340,9 +340,7 @@ def test_backward_of_a_scan_without_saved_states_is_rejected(launched):
 
 
 def test_a_block_of_the_class_token_alone_has_no_norm_for_the_next(monkeypatch):
-    """A block that computes only the class token returns no norm for the next block, because Hopper's kernels compute
-    norms only for all tokens.
-    """
+    """A block that computes only the class token returns no norm for the next block, even on Hopper."""
     monkeypatch.setattr(kernels, "runs_hopper_kernels", lambda *_: True)
     for only in (False, True):
         named = block_call("longhorn") | dict(class_token_only=only)
@@ -381,7 +379,7 @@ def test_what_fits_is_checked_once_a_kind_and_what_does_not_each_time(monkeypatc
             checked(x, "refused")
     assert len(ran) == len(calls) + 2
     monkeypatch.setattr(checks, "KINDS", len(calls))
-    checked(long, [x], 1)  # one call more than the cache of checks holds
+    checked(long, [x], 1)  # this call exceeds the capacity of the cache of accepted calls
     checked(*calls[0])
     assert len(ran) == len(calls) + 4
 
@@ -416,7 +414,7 @@ def test_invalid_tensors_are_rejected_on_a_gpu_which_stays_usable(call, recurren
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_memory_layout_gives_the_result_of_a_contiguous_copy_on_a_gpu(dtype, layout, call, recurrence, poison):
-    """Tensors in any layout give the results of contiguous copies, whether all tensors or only one have the layout."""
+    """Operators give the same results for tensors in any memory layout as for contiguous copies."""
     named = in_dtype(call, on_this_machine(CALLS[call](recurrence)), dtype)
     change = LAYOUTS[layout]
     for laid_out in (
@@ -428,7 +426,7 @@ def test_any_memory_layout_gives_the_result_of_a_contiguous_copy_on_a_gpu(dtype,
 
 
 def in_dtype(call, named, dtype):
-    """Return the call with its tensors in `dtype`, except tensors whose dtype is fixed."""
+    """Convert the tensors among an operator's arguments to `dtype`, except tensors whose dtype is fixed."""
     if call == "block":
         return named | dict(dtype=dtype, normed=[named["normed"][0].to(dtype), named["normed"][1]])
     if call.startswith("block_backward"):

@@ -19,7 +19,7 @@ EVIL = b"what somebody else wants to be run"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return the path of an empty kernel cache, which VIL_CACHE_DIR names."""
+    """Set VIL_CACHE_DIR to a folder that does not exist yet, and return the folder."""
     monkeypatch.setenv("VIL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", False)
     return tmp_path / "cache"
@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """Replace compilation by a stub that returns large code, a new version each time; return a list of versions."""
+    """Replace the compiler by a stub that returns new code in each call. The returned list records the code."""
     found = []
 
     def compile_cubin(*arguments):
@@ -110,7 +110,7 @@ def test_a_cache_entry_renamed_to_another_key_is_recompiled(folder, compiled):
 
 
 def planted(folder):
-    """Write a valid cache entry with attacker's code and its digest, as another user could."""
+    """Write a cache entry with an attacker's code and the correct digest, as another user could."""
     folder.mkdir(exist_ok=True)
     keys, read = [], cache.read
     with pytest.MonkeyPatch.context() as patch:
@@ -124,10 +124,7 @@ def planted(folder):
 
 
 def test_whoever_can_write_a_cache_entry_controls_the_code_that_runs(folder, monkeypatch):
-    """Whoever can write a cache entry controls the code that runs, so the tests below check who can write.
-
-    Entries of root are trusted, because root can write everything.
-    """
+    """The code in a valid cache entry runs, also in an entry that belongs to root. Digests do not authenticate."""
     folder.mkdir(mode=0o700)
     planted(folder)
     assert code() == EVIL

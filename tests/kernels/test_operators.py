@@ -32,8 +32,8 @@ class Backend(NamedTuple):
 REFERENCE, CPU = Backend("reference", torch.float64, 1e-12), Backend("cpu", torch.float32, 3e-6)
 TRITON = Backend("triton", torch.float32, 1e-5, "cuda" if torch.cuda.is_available() else "cpu")
 CUDA = pytest.param(Backend("cuda", torch.float32, 1e-5, "cuda"), marks=pytest.mark.gpu, id="cuda")
-# Shapes (B, L, D, N) around the chunk lengths (16 tokens in plain PyTorch, 64 otherwise) and the channels per block (64
-# on CPUs, 32 and 16 in Triton). Few values of N for CPUs, because each takes 5 s to compile.
+# Shapes (B, L, D, N) have L around the chunk length: 16 tokens in the reference backend, 64 in other backends.
+# Shapes have D around the number of channels per thread block or task. The cpu backend compiles 5 s for each N.
 SHAPES = {
     REFERENCE: [(1, 1, 1, 1), (2, 5, 3, 4), (1, 17, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)],
     CPU: [(1, 1, 1, 1), (3, 64, 5, 4), (2, 101, 19, 3), (1, 64, 64, 16), (2, 65, 65, 16), (1, 129, 128, 3)],
@@ -49,7 +49,7 @@ def prepared(backend, monkeypatch):
         pytest.importorskip("triton")
         from vil.kernels.scan import triton_scan
 
-        monkeypatch.setattr(triton_scan, "PROGRAMS", 4)  # fewer programs than blocks of channels
+        monkeypatch.setattr(triton_scan, "PROGRAMS", 4)  # launch fewer Triton programs than blocks of channels
         for module in (chunks, triton_scan):
             monkeypatch.setattr(module, "CHUNK", 4)
 
@@ -147,7 +147,7 @@ def test_reverse_scan_equals_flipped_forward_scan(scan, reference_scan, make_inp
 @SCANS
 def test_batch_slices_do_not_change_the_result(scan, reference_scan, make_inputs, monkeypatch):
     inputs = make_inputs(5, 70, 6, 4)
-    for elements in (1, 24 * 2, 24 * 3):  # slice sizes of one, two and three of the five images
+    for elements in (1, 24 * 2, 24 * 3):  # slices of one, two or three images
         monkeypatch.setattr(torch_scan, "SLICE_ELEMENTS", elements)
         assert REFERENCE.error(scan, reference_scan, inputs) < 1e-12
 
@@ -265,7 +265,7 @@ def test_operator_registrations(scan, reference_scan, make_inputs, backend):
 
 
 @SCANS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # fp64 runs the reference, fp32 the cpu backend
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # by the reference and cpu backends
 def test_compiles_without_graph_breaks(scan, reference_scan, make_inputs, dtype):
     inputs = make_inputs(2, 40, 4, 4, dtype)
     compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")

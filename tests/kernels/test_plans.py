@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def composition(x, weights, factor):
-    """Return results of views, allocations, and operators in and out of place, some of which are unused."""
+    """Run views, allocations, and operators in place and out of place. Some of their results are not returned."""
     u, z = (x @ weights[0].t()).chunk(2, dim=-1)
     memory = torch.empty(2, *u.shape, dtype=x.dtype, device=x.device)
     torch.empty(5, device=x.device)
@@ -58,7 +58,7 @@ def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(
 
     x, made = torch.randn(1000), []
     empty = torch.empty
-    # (sizes of allocations, numbers of tensors that each step frees); freed tensors include the sum a + d
+    # expected sizes of the allocations, and expected numbers of tensors that each step frees (including a + d)
     one, four = ([4 * 1024], [1, 4]), ([1024] * 4, [1, 2, 1, 1])
     for small, (sizes, freed) in ((recording.SMALL, one), (4000, one), (3999, four)):
         monkeypatch.setattr(recording, "SMALL", small)
@@ -116,7 +116,7 @@ def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypa
     def t(*size, **kind):
         return torch.zeros(*size, **kind).as_subclass(OnGpu)
 
-    odd, eight = (torch.zeros(3 + i)[i:].as_subclass(OnGpu) for i in (1, 2))  # at 4 and 8 bytes after a multiple of 16
+    odd, eight = (torch.zeros(3 + i)[i:].as_subclass(OnGpu) for i in (1, 2))  # 4 and 8 bytes after a 16-byte boundary
     first = t(3).as_subclass(type("OnFirst", (OnGpu,), dict(get_device=lambda _: 0)))
     calls = [
         (t(3), [t(2, 2)], None, 1), (first, [t(2, 2)], None, 1), (odd, [t(2, 2)], None, 1), (eight, [t(2, 2)], None, 1),
@@ -150,11 +150,9 @@ def test_views_as_another_dtype_may_only_be_passed_to_kernels():
 def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
     mixer, shape, hopper, class_token_only, monkeypatch, poison
 ):
-    """Forward and backward of a replayed block are bitwise identical to direct execution, with a received norm and with
-    the block's own norm, also in a second replay with other tensors.
-    """
+    """A replayed block is bitwise identical to direct execution in forward and backward, also with other tensors."""
     dtype, (B, L, C) = torch.bfloat16, shape
-    launch = launches.launch  # the launch function that records plans
+    launch = launches.launch  # this function records launches in plans
     on_an_emulated_gpu(monkeypatch, hopper=hopper)
     monkeypatch.setattr(launches, "launch", launch)
     monkeypatch.setattr(launches.Launch, "run_with", emulator.run_with)

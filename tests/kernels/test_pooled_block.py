@@ -22,14 +22,14 @@ from vil.kernels.block import pool, pooled_conv_backward, scan_lines, sum_lines
 from vil.kernels.block.lines import Lines
 from vil.models import dispatch
 
-# Grids with the class token between lines or inside a line, with lines of one patch, with one line, and with one patch.
+# Grids have the class token between or inside lines (rows or columns), one line, or lines of one patch.
 GRIDS = [(4, 6), (3, 5), (14, 14), (1, 7), (7, 1), (1, 1), (2, 70)]
 DEVICES = [pytest.param("cpu", marks=EMULATED, id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture
 def case(device, grid, columns, dtype, monkeypatch, poison):
-    """Return the lines of a grid, inputs of all three kernels, and the same inputs in fp64."""
+    """Return the rows or columns of a grid, the inputs of the pooling kernels, and the same inputs in fp64."""
     if device == "cpu":
         emulator.as_if_on_a_gpu(monkeypatch)
     lines, g = Lines.of(*grid, columns), torch.Generator().manual_seed(0)
@@ -66,7 +66,7 @@ def test_pooled_kernels_equal_their_definitions(case, dtype):
         assert torch.equal(value, repeated)
         if value.dim() - expected.dim() == 0 and len(value) != len(expected):
             value, expected = value.sum(0), expected.sum(0)
-        # Values are rounded to `dtype`, because fp32 sums also contain the error of tanh_fast.
+        # Round fp32 sums to `dtype`, because they contain the error of tanh_fast.
         close(value.to(dtype), expected, dtype, str(i))
 
 
@@ -92,10 +92,10 @@ def test_scan_lines_equals_its_definition(B, S, D, R, dtype, recurrence, device,
     bias = random(2, D, dtype=torch.float32)
     assert scan_lines.fits(means, x_proj, step_proj)
     for other in (
-        (means.repeat(1, 133, 1, 1), x_proj, step_proj),  # more images than the kernel supports
-        (means.repeat(1, 1, 65, 1), x_proj, step_proj),  # more lines than the kernel supports
+        (means.repeat(1, 133, 1, 1), x_proj, step_proj),  # the kernel does not support as many images
+        (means.repeat(1, 1, 65, 1), x_proj, step_proj),  # the kernel does not support as many lines
         (means.float(), x_proj, step_proj), (means[..., 64:], x_proj, step_proj),
-        (means, x_proj[:, 16:], step_proj), (means, x_proj[:, 4:], step_proj[..., 4:]),  # 8 states; unsupported ranks
+        (means, x_proj[:, 16:], step_proj), (means, x_proj[:, 4:], step_proj[..., 4:]),  # other sizes
     ):  # fmt: skip
         assert not scan_lines.fits(*other)
     (found, states), (again, _) = (
@@ -105,7 +105,7 @@ def test_scan_lines_equals_its_definition(B, S, D, R, dtype, recurrence, device,
     assert states.shape == (2, B, 0, 16, D)
     exactly = [t if t is None else t.double() for t in (means, x_proj, step_proj, A, bias)]
     truth = scan_lines.reference(recurrence, *exactly)
-    # The tolerance is that of conv_xproj, because the kernel rounds steps, keys and queries.
+    # The kernel rounds steps, keys and queries as the kernel conv_xproj does, so both have the same tolerance.
     close(found, truth, dtype, "conv_xproj")
 
 
@@ -122,7 +122,7 @@ def gpu(device, monkeypatch):
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2.5e-2)])
 def test_a_fused_pooled_block_equals_the_plain_one(dtype, tolerance, mixer, axis, device, gpu, poison, monkeypatch):
-    """A fused pooled block equals the unfused block in fp64, which tests/model/test_pooled.py compares with loops."""
+    """A fused pooled block has the outputs and gradients of the unfused block in fp64."""
     (h, w), C = ((3, 5), 32) if device == "cpu" else ((14, 14), 192)
     block, truth = (make_block(mixer, C, drop_path=0.25, pool=axis).to(device).train() for _ in range(2))
     x, dy = torch.randn(2, 4, h * w + 1, C, device=device)

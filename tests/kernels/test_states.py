@@ -75,7 +75,7 @@ def test_only_in_and_only_out(scan, reference_scan, make_inputs, reverse):
     inputs, initial = make_inputs(1, 9, 3, 4), random(1, 3, 4)
     scan, reference_scan = (functools.partial(function, reverse=reverse) for function in (scan, reference_scan))
     assert relative_error(scan(*inputs, initial_state=initial), reference_scan(*inputs, initial_state=initial)) < 1e-12
-    one = [t[:, :1] if t.dim() == 3 else t for t in inputs[:-2]]  # one token, without skip and bias
+    one = [t[:, :1] if t.dim() == 3 else t for t in inputs[:-2]]  # a single token without skip weights and bias
     for given in (inputs, one):
         for found, expected in zip(*(function(*given, return_final_state=True) for function in (scan, reference_scan))):
             assert relative_error(found, expected) < 1e-12

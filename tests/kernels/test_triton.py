@@ -1,4 +1,4 @@
-"""Tests of how the Triton backend divides sequences into parallel segments. test_operators.py tests its results."""
+"""Tests of how the Triton backend divides sequences into parallel segments."""
 
 import pytest
 import torch
@@ -22,8 +22,7 @@ def error(scan, reference_scan, inputs, **options):
     return max(relative_error(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-# Sequences have three complete chunks and a partial one. They are divided into segments of one chunk, into segments
-# of three chunks and of one, and into a single segment without initial state.
+# Sequences of three complete chunks and a partial chunk are divided into four, two or one segments.
 @SCANS
 @pytest.mark.parametrize(
     ("large", "segment_chunks", "reverse"), [(2**16, None, False), (2**16, 3, True), (32, None, True)]
@@ -32,7 +31,7 @@ def test_segments_equal_the_reference(scan, reference_scan, make_inputs, large, 
     for module in (chunks, triton_scan):  # short chunks, because Triton's interpreter takes milliseconds per token
         monkeypatch.setattr(module, "CHUNK", 2)
     monkeypatch.setattr(triton_scan, "CHANNELS", large)
-    monkeypatch.setattr(triton_scan, "PROGRAMS", 1)  # a single program computes backward of all segments
+    monkeypatch.setattr(triton_scan, "PROGRAMS", 1)  # a single Triton program computes the gradients of all segments
     schedule = triton_scan._schedule(torch.empty(1, 2, 7, 5), 16)
     assert schedule == ((4, 1, 16) if large == 32 else (1, 4, 16))
     if segment_chunks:

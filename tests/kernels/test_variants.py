@@ -48,7 +48,7 @@ def test_ctas_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
             of_keys = 4 * 64 * (2 * N + 1)
             assert warps == 4 or of_keys + 2 * (shared_bytes - of_keys) > 99 * 1024
             assert 1024 <= resident * (shared_bytes + 1024) <= 228 * 1024
-            # Registers suffice for 12 warps per multiprocessor for 16-bit inputs with N = 16 or 32, otherwise for 8.
+            # A multiprocessor has registers for 12 warps with 16-bit inputs and N = 16 or 32, otherwise for 8 warps.
             most = (3 if itemsize == 2 and N in (16, 32) else 2) * 4 // warps
             assert resident == most or (resident + 1) * (shared_bytes + 1024) > 228 * 1024
 
@@ -83,8 +83,8 @@ def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypa
     others = dict(R=12), dict(D=764), dict(recurrence="selective"), dict(N=32), dict(dtype=torch.float32)
     assert not any(projects(8, 6085, **other) for other in others)
     assert not projects(128, 197)
-    assert projects(1, 197)  # although the scan itself would be faster with precomputed logits
-    # Scans that divide sequences into segments do not project the step.
+    assert projects(1, 197)  # scan and projection together are faster, although the scan becomes slower
+    # A scan that divides sequences into segments does not fuse the projection of the step.
     monkeypatch.setattr(heuristics, "choose", lambda *args: Schedule(FORWARD_MMA[0], 4))
     assert [projects(1, L) for L in (256, 257)] == [True, False]
 
@@ -95,7 +95,7 @@ def test_vectors_are_as_wide_as_every_row_of_every_tensor_allows(limit, dimensio
     g = torch.Generator().manual_seed(0)
 
     def view(multiple):
-        """Return a view whose strides are multiples of `multiple`, and most of whose rows start at such a multiple."""
+        """Return a view whose strides are multiples of `multiple`. In most views, rows also start at a multiple."""
         start, *strides, n = (int(i) * multiple for i in torch.randint(1, 5, (5,), generator=g))
         sizes = (2, 3) if dimensions == 3 else (2, 2, 3)
         start += int(torch.randint(4, (), generator=g) == 0)
