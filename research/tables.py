@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from research import clothing, clothing_fair, photographs, recall_results, seeds, transfer
+from research import clothing, clothing_fair, photographs, recall_results, seeds, trainers, transfer
 from research.compare import holm, paired, spread, welch
 from research.predictions import Judged, compare_images
 from research.recall_model import MIXERS
@@ -163,6 +163,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "photographs": partial(of_photographs, photographs.models_table),
     "photographs-differences": partial(of_photographs, photographs.differences_table),
     "literature": lambda: seeds.report(photographs.read(RESULTS / "literature.json")[0]),
+    "trainers": lambda: trainers.trainers_table(RESULTS),
     "weights": weights,
     "transfer": lambda: transfer.ways_table(runs_of("transfer")),
     "transfer-differences": lambda: transfer.differences_table(runs_of("transfer")),
