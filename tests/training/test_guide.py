@@ -28,7 +28,7 @@ def snippets(document):
 
 def command_lines(document):
     text = (ROOT / document).read_text().replace("\\\n", " ")
-    lines = re.findall(r"^    ((?:vil|python|torchrun|pip|make) .*)$", text, re.M)
+    lines = re.findall(r"^(?:    )?((?:vil|python|torchrun|pip|make) .*)$", text, re.M)
     return [shlex.split(line, comments=True) for line in lines]
 
 
