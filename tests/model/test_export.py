@@ -374,9 +374,29 @@ def test_an_operator_of_this_package_in_the_onnx_graph_is_rejected(tmp_path):
     assert logging.getLogger("onnxscript").level == logging.NOTSET
 
 
-def test_torch_onnx_export_fails_and_recommends_export_model(tmp_path):
-    with pytest.raises(torch.onnx.OnnxExporterError, match=r"vil.export.export_model\(model, 'model.onnx'\)"):
-        torch.onnx.export(small("vil_tiny", depth=1), (torch.zeros(1, 3, 16, 24),), tmp_path / "x.onnx", verbose=False)
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny_pooled"])
+def test_torch_onnx_export_fails_and_recommends_export_model(name, dynamo, tmp_path):
+    model, images = small(name, depth=1), torch.zeros(1, 3, 16, 24)
+    with pytest.raises(RuntimeError, match=r"vil.export.export_model\(model, 'model.onnx'\)"), torch.no_grad():
+        torch.onnx.export(model, (images,), tmp_path / "x.onnx", verbose=False, dynamo=dynamo)
+    torch.jit.trace(model, images)  # other tracers are unaffected
+
+
+@pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny_pooled"])
+def test_onnxruntime_quantizes_all_weights_of_matrix_products(name, tmp_path):
+    quantization = pytest.importorskip("onnxruntime.quantization")
+    export_model(small(name, embed_dim=64), tmp_path / "model.onnx")
+    quantization.quantize_dynamic(tmp_path / "model.onnx", tmp_path / "int8.onnx")
+    images = np.random.default_rng(0).normal(size=(2, 3, 16, 24)).astype(np.float32)
+    whole, int8 = (
+        onnxruntime.InferenceSession(tmp_path / file).run(["logits"], {"images": images})[0]
+        for file in ("model.onnx", "int8.onnx")
+    )
+    assert np.abs(whole - int8).max() < 0.1 * np.abs(whole).max()
+    operators = {node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node}
+    assert "MatMulInteger" in operators
+    assert "MatMul" not in operators
 
 
 @pytest.mark.parametrize("missing", ["onnx", "onnxruntime", "onnxscript"])

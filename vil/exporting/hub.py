@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -33,7 +34,10 @@ def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, A
         path = Path(folder) / "config.json"
         # older timm versions need a Path, although the type annotation is str
         save_config_for_hf(model, path, config, dict(arguments))  # type: ignore[arg-type]
-        return path.read_text()
+        written = json.loads(path.read_text())
+    # timm reads num_classes from pretrained_cfg, and transformers sets num_classes itself
+    written.get("model_args", {}).pop("num_classes", None)
+    return json.dumps(written, indent=2)
 
 
 def _selected(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

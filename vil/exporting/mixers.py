@@ -80,8 +80,9 @@ def _directions(mixer: BidirectionalMixer) -> tuple[Any, Any]:
 
 def _project_in(mixer: BidirectionalMixer, h_BLC: Tensor) -> tuple[Tensor, Tensor]:
     """Return the input of the convolution and the input of the output gate, each of shape (B, L, D)."""
-    u_weight, z_weight = mixer.in_proj.weight.chunk(2)
-    return F.linear(h_BLC, u_weight), F.linear(h_BLC, z_weight)
+    weight = mixer.in_proj.weight
+    D = len(weight) // 2
+    return F.linear(h_BLC, weight[:D]), F.linear(h_BLC, weight[D:])  # slices, because ONNX cannot fold a split
 
 
 def scan_of(mixer: BidirectionalMixer, forward_v_BLD: Tensor, backward_v_BLD: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from ..models.block import KNOWN_MIXERS, Block
 from .traced import Exported, program_of
 
+MAX_FOLDED = 2**31  # maximum size of a folded constant in bytes, the limit of an ONNX file
 DOMAIN = "vil.block"  # ONNX domain of the block functions, which are inlined after translation
 
 
@@ -112,14 +113,17 @@ def add_function(model: Any, name: str, body: Any) -> None:
 
 
 def inline_functions(model: Any) -> None:
-    """Optimize each function of an ONNX model once, then inline the functions and merge equal constants."""
+    """Optimize each function of an ONNX model once, then inline the functions, and fold and merge constants."""
     from onnxscript import ir, optimizer
 
     optimizer.optimize(model, inline=False)
     passes = ir.passes.common
+    passes.InlinePass()(model)
+    # onnxruntime quantizes only weights that are initializers, so fold operators on weights, such as transpositions
+    optimizer.fold_constants(model, input_size_limit=MAX_FOLDED, output_size_limit=MAX_FOLDED)
     run_passes = ir.passes.Sequential(
-        passes.InlinePass(),
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        passes.RemoveUnusedNodesPass(),
         passes.DeduplicateInitializersPass(),
         passes.RemoveUnusedOpsetsPass(),
     )
