@@ -19,7 +19,8 @@ Shared modules:
 `flops`     FLOP formulas of the operators for PyTorch's FlopCounterMode
 """
 
-from . import flops
-from .scan.interface import longhorn_scan, selective_scan
+if __name__ != "kernels":  # transformers imports any module named `kernels`, such as the link in a checkout
+    from . import flops
+    from .scan.interface import longhorn_scan, selective_scan
 
 __all__ = ["flops", "longhorn_scan", "selective_scan"]
