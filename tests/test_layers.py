@@ -16,7 +16,7 @@ LAYERS = """
     vil.kernels.block
     vil.kernels
     vil.models.tokens
-    vil.models.dispatch vil.models.pretrained
+    vil.models.dispatch vil.models.pretrained vil.models.shipped
     vil.models.block
     vil.models.vision_longhorn
     vil.models

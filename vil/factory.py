@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from .checkpoint import Checkpoint
 from .config import ConfigError
 from .distributed import warn_on_rank0
 from .initial_weights import describe_initialization, first_blocks, fit_head, num_classes_of
+from .models import shipped
 from .models.tokens import resample_pos_embed
 from .models.vision_longhorn import VisionLonghorn
 from .state_dicts import fitted, load_weights, parts_of
@@ -122,7 +124,8 @@ def create_model(
 
     Args:
         model: Model name in timm.
-        pretrained_path: Weights file, or the `Checkpoint` read from it.
+        pretrained_path: Weights file, the `Checkpoint` read from it, or the name of weights in the package, such as
+            vil_tiny.tiny_in200.
         label_names: Class names of the data by index; empty if unknown.
         arguments: Keyword arguments of the model.
 
@@ -130,6 +133,8 @@ def create_model(
         ConfigError: The model is unknown, does not accept the arguments, or does not fit the weights.
         CheckpointError: The file is missing or corrupt.
     """
+    if isinstance(pretrained_path, str) and not os.path.exists(pretrained_path):
+        pretrained_path = shipped.file_of(pretrained_path) or pretrained_path
     if pretrained_path:
         return _initialized(model, arguments, Checkpoint.of(pretrained_path), label_names)
     try:

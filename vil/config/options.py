@@ -59,7 +59,7 @@ class Config:
         None, "image size in pixels, or height and width; the model's default if not given", low=1
     )
     pretrained_path: str | None = _option(
-        None, "start from these weights; head and position embeddings are adapted to the model"
+        None, "start from this weights file, or from weights of the package such as vil_tiny.tiny_in200"
     )
     drop_path: float = _option(0.0, "stochastic depth rate of the last block", low=0, high=0.99)
     grad_checkpointing: bool = _option(False, "recompute activations in backward to save memory")

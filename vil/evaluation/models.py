@@ -15,6 +15,7 @@ from ..classes import check_order, names_of
 from ..config import ConfigError
 from ..data_config import data_config_of
 from ..factory import create_model, load_model
+from ..models.shipped import file_of
 from .settings import ModelSettings
 from .wrappers import Renormalized, Reordered, Restricted
 
@@ -70,7 +71,7 @@ def _load(settings: ModelSettings) -> nn.Module:
     name = settings.model
     if settings.source:
         return load_model(name, settings.source, settings.use_ema, **settings.arguments)
-    has_weights = timm.is_model_pretrained(name) or "pretrained_cfg_overlay" in settings.arguments
+    has_weights = timm.is_model_pretrained(name) or file_of(name) or "pretrained_cfg_overlay" in settings.arguments
     if timm.is_model(name) and not has_weights:
         raise ConfigError(
             f"timm has no pretrained weights for {name}; set --checkpoint FILE, or --against FILE for the second model"

@@ -48,6 +48,7 @@ from timm.models import (
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from . import shipped
 from .block import KNOWN_MIXERS, BidirectionalMixer, Block, Blocks, LonghornMixer, MambaMixer, RMSNorm, at_least_fp32
 from .dispatch import has_hooks, run_blocks
 from .pretrained import check_architecture, check_classes, rename_published, resample
@@ -194,6 +195,14 @@ def check_size(height: int, width: int, img_size: tuple[int, int]) -> None:
         raise ValueError(
             f"image size must be {img_size}, got {size}: create the model with img_size={size} or "
             f"dynamic_img_size=True, or call its set_input_size()"
+        )
+
+
+def refuse_torch_onnx() -> None:
+    """Raise a NotImplementedError in a call of torch.onnx.export, which does not support the recurrence."""
+    if torch.onnx.is_in_onnx_export():
+        raise NotImplementedError(
+            "torch.onnx.export does not support this model: use vil.export.export_model(model, 'model.onnx')"
         )
 
 
@@ -425,6 +434,8 @@ class VisionLonghorn(nn.Module):
 
     def embed(self, x_B3HW: Tensor) -> Tensor:
         """Embed images (B, 3, H, W) as fp32 tokens (B, L, C)."""
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            refuse_torch_onnx()
         x_BhwC = self.patch_embed(x_B3HW, add_bias=False)
         pos_embed_1LC: Tensor = self.pos_embed
         if self.dynamic_img_size:
@@ -502,7 +513,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -
     return resample(state_dict, model.patch_embed.patch_size, model.patch_embed.grid_size)
 
 
-def _cfg() -> dict[str, Any]:
+def _cfg(**entries: Any) -> dict[str, Any]:
     return {
         "url": "",
         "num_classes": 1000,
@@ -516,7 +527,7 @@ def _cfg() -> dict[str, Any]:
         "first_conv": "patch_embed.proj",
         "classifier": "head",
         "license": "apache-2.0",
-    }
+    } | entries
 
 
 default_cfgs: dict[str, Any] = {}  # read by timm; `register` adds an entry per model
@@ -524,6 +535,9 @@ default_cfgs: dict[str, Any] = {}  # read by timm; `register` adds an entry per 
 
 def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) -> VisionLonghorn:
     out_indices = kwargs.pop("out_indices", 3)
+    if pretrained:
+        source = kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")
+        kwargs["pretrained_cfg"] = shipped.pretrained_cfg(variant, *source)
     return build_model_with_cfg(
         VisionLonghorn,
         variant,
@@ -546,7 +560,8 @@ def register(function: Callable[..., VisionLonghorn]) -> Callable[..., VisionLon
             f"cannot register the model {name} of {__name__}, because {module} has already registered this name: use "
             "the two packages in different processes"
         )
-    default_cfgs.update(generate_default_cfgs({name: _cfg()}))
+    tagged = {tag: _cfg(**entries) for tag, entries in shipped.pretrained_cfgs(name).items()}
+    default_cfgs.update(generate_default_cfgs({**tagged, f"{name}.*": _cfg()}))  # * marks the default
     return register_model(function)
 
 
