@@ -89,7 +89,7 @@ def test_settings_are_chosen_on_validation_and_judged_on_test_from_the_same_draw
     assert {(run["rehearse"], run["top1"]) for run in probes} == {(True, 0.0), (False, 100.0)}
     assert {run["way"] for run in probes} == {"linear, seen", "linear, drawn", "linear, random"}
     weights = [("linear, seen", 0), ("linear, drawn", 0), *(("linear, random", seed) for seed in (0, 1, 100))]
-    assert sorted(results["asked"]) == sorted(weights)  # features of each weight file are computed once
+    assert sorted(results["asked"]) == sorted(weights)  # the features of each weights file were computed only once
 
 
 def test_results_of_other_images_are_not_added_to(study, photographs):

@@ -37,6 +37,6 @@ def test_welchs_test_pairs_nothing():
 
 
 def test_p_values_are_corrected_for_their_number():
-    # Corrected by hand: 3 x 0.01, 2 x 0.04, and then the last p-value, raised to the previous corrected value.
+    # Holm's correction gives 3 x 0.01, 2 x 0.04 and max(0.05, 0.08) for the sorted p-values.
     assert compare.holm([0.04, 0.01, 0.05]) == pytest.approx([0.08, 0.03, 0.08])
     assert compare.holm([0.9, 0.8]) == [1, 1]

@@ -22,7 +22,7 @@ from vil.data.sources.splits import class_names, open_splits
 from vil.fault_tolerance.locks import FolderInUseError
 
 SMALL = dict(classes=3, per_class=4, val_per_class=2, size=32, points=2000)
-# coefficients a, b, c, d, e, f and the probability of each map
+# Each map of a function system has the coefficients a, b, c, d, e, f and a probability.
 SIERPINSKI = [[0.5, 0, 0, 0.5, 0, 0, 1 / 3], [0.5, 0, 0, 0.5, 0.5, 0, 1 / 3], [0.5, 0, 0, 0.5, 0.25, 0.5, 1 / 3]]
 FERN = [[0.8, 0.1, -0.2, 0.7, 0.1, 0.3, 0.6], [0.2, -0.5, 0.4, 0.3, -0.4, 0.2, 0.3], [0.1, 0.2, 0.3, -0.4, 0.5, 0, 0.1]]
 DIVERGING = [[2, 0, 0, 2, 1, 1, 0.5], [2, 0, 0, 3, 1, 0, 0.5], [0] * 7]
@@ -35,7 +35,7 @@ def systems():
 
 @pytest.fixture
 def drawn(systems, monkeypatch):
-    """Make the program use the classes of `systems` instead of sampling classes. Return the list of requests."""
+    """Replace the sampling of classes by the function systems `systems`. The returned list records the calls."""
     asked = []
 
     def draw(count, *of):
@@ -65,7 +65,7 @@ def naive_play(system, start, points, table):
 
 
 def naive_render(points, maps, mask, size):
-    """Paint the patch of each point pixel by pixel, with axes scaled to the inside of the margin."""
+    """Draw the 3x3 patch of each point in plain loops. The points are scaled to the image without its margin."""
     (low_x, low_y), (high_x, high_y) = points.min(0), points.max(0)
     margin, drawn = 6 / 512 * size, np.zeros((size, size), int)
     for (x, y), number in sorted(zip(points.tolist(), maps), key=lambda made: made[1]):
@@ -117,12 +117,12 @@ def test_patches_are_drawn_around_every_point_in_the_order_of_the_maps(mask):
     assert (drawn != expected).sum() <= 3 * np.sum(mask)  # rounding moves some points across the border of a pixel
     backwards = fractals.render(points, 2 - maps, identity(), torch.tensor([mask]), 50)[0].numpy()
     assert ((drawn > 0) == (backwards > 0)).all()
-    assert (drawn + backwards > 4).any()  # a pixel that two maps reach shows the last map
+    assert (drawn + backwards > 4).any()  # at a pixel that two maps reach, the map with the larger index wins
 
 
 def test_maps_are_applied_as_often_as_their_probabilities_say():
     probabilities = np.array([0.05, 0.7, 0.25])
-    apart = np.zeros((1, 3, 7))  # each map moves every point to a constant point of its own
+    apart = np.zeros((1, 3, 7))  # each map is constant, so a point shows which map was applied
     apart[0, :, 4], apart[0, :, 6] = [1, 2, 3], probabilities
     points, maps = play(apart, np.array([3]), 100_000, seed=0)
     assert torch.equal(points[..., 0], 1.0 + maps)
@@ -150,7 +150,7 @@ def test_classes_are_drawn_and_judged_as_published(systems):
 
 def test_candidates_have_2_to_8_maps_with_uniform_coefficients(monkeypatch):
     monkeypatch.setattr(fractals, "play", lambda systems, *_: (torch.zeros(len(systems), 1, 2), None))
-    # accept all candidates as classes
+    # every sampled system passes the test of the filling rate
     monkeypatch.setattr(fractals, "filling_rate", lambda points, size: torch.ones(len(points)))
     candidates = draw_systems(7000, seed=0)
     exists = candidates[..., 6] > 0
@@ -229,7 +229,7 @@ def test_memory_is_bounded_by_points_and_by_pixels():
 
 
 def test_images_that_diverge_are_drawn_again(monkeypatch):
-    edge = np.array(FERN)  # a system that diverges in more than half of all images at this variation
+    edge = np.array(FERN)  # more than half of this system's variations diverge
     edge[0] = [0.97, 0.2, -0.2, 0.97, 0.3, 0, 0.99]
     edge[1:, 6] = 0.005
     edge = padded(edge)[None]
@@ -251,7 +251,7 @@ def test_points_that_are_played_again_come_with_their_maps(monkeypatch):
     options = Fractals(**SMALL | dict(variation=0, points=count))
     first, _ = fractals._points_that_fill(fern, options, places(40), "cpu")
     rates = fractals.filling_rate(first, 32)
-    monkeypatch.setattr(fractals, "KEPT", float(rates.median()))  # half of the images are accepted in the first attempt
+    monkeypatch.setattr(fractals, "KEPT", float(rates.median()))  # half of the images fill enough in the first attempt
     points, maps = fractals._points_that_fill(fern, options, places(40), "cpu")
     assert (fractals.filling_rate(points, 32) >= fractals.KEPT).all()
     assert ((points == first).all((1, 2)) == (rates >= fractals.KEPT)).all()
@@ -314,7 +314,7 @@ def test_a_point_has_the_colour_of_the_map_that_made_it():
     drawn = [(image == colour).all(-1) for colour in palette]
     assert sum(where.sum() for where in drawn[:4]) == 128 * 128
     row, column = (torch.stack([where.nonzero()[:, axis].float().mean() for where in drawn[:4]]) for axis in (0, 1))
-    assert abs(row[1] - row[2]) < 4  # the first two maps generate triangles side by side
+    assert abs(row[1] - row[2]) < 4  # the two lower triangles are side by side
     assert abs(row[3] - row[1]) > 50
     assert abs(column[1] - column[2]) > 50
     assert abs(column[3] - (column[1] + column[2]) / 2) < 4
@@ -408,7 +408,7 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
         signal.signal(signal.SIGINT, before)
     assert stopping.value.code == 130
     assert "stopped: run the same command" in capsys.readouterr().err
-    # the third class was only half finished
+    # the interrupted run kept only complete classes
     assert sorted(path.name for path in stopped.glob("[tv]*/*")) == ["c0000", "c0001"]
     assert all(len(list(path.iterdir())) == 4 for path in stopped.glob("train/*"))
     before = {path: path.stat().st_mtime_ns for path in stopped.glob("train/*/*")}
@@ -419,7 +419,7 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
     assert len(drawn) == 2  # classes are sampled once for each folder, because a file stores them
     assert not (stopped / ".unfinished").exists()
     assert json.loads((stopped / "fractals.json").read_text())["images"] == 18
-    monkeypatch.setattr(fractals, "render_images", None)  # rendering again would fail
+    monkeypatch.setattr(fractals, "render_images", None)  # complete folders must not be rendered again
     write_fractals(stopped, options)
     assert "all there already" in capsys.readouterr().out
 
@@ -430,7 +430,7 @@ def test_after_an_error_no_more_is_written(tmp_path, drawn, monkeypatch, where):
 
     def save(path, pixels):
         begun.append(path)
-        second.wait(60)  # waits for the second batch
+        second.wait(60)  # wait until the second batch has been rendered
         time.sleep(0.05)
         if where == "saving":
             raise OSError("broken")
@@ -450,7 +450,7 @@ def test_after_an_error_no_more_is_written(tmp_path, drawn, monkeypatch, where):
     with pytest.raises(OSError, match="broken"):
         write_fractals(tmp_path / "out", Fractals(**SMALL | dict(per_class=80, size=16, points=512)))
     assert len(batches) == 2
-    assert len(begun) <= 3 * 32  # at most 32 threads run, so most of the first 200 images were not started
+    assert len(begun) <= 3 * 32  # each of at most 32 threads began a few of 200 images
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path, drawn, capsys):
@@ -521,7 +521,7 @@ def test_a_gpu_draws_what_a_cpu_draws(systems, tmp_path):
     options = Fractals(**SMALL | dict(size=128, per_class=20, clutter=2, placement=True, colours=0.2))
     on = {d: render_images(systems, systems, options, places(20), d).cpu() for d in ("cpu", "cuda")}
     differ = (on["cpu"] != on["cuda"]).float().mean((1, 2, 3))
-    assert differ.median() < 0.005  # an image differs entirely if only one device samples it again
+    assert differ.median() < 0.005  # the whole image differs if only one device rejects a sample
     assert (differ > 0.05).sum() <= 1
     for count in (2000, 40_000):  # results do not depend on the number of images rendered at a time
         with pytest.MonkeyPatch.context() as patch:

@@ -34,7 +34,7 @@ def a_run(cell, top1, speed=1000.0):
 
 
 def searched(**by_model):
-    """Return runs that select learning rates, with the given accuracies (default: TRIED)."""
+    """Return finished runs that select learning rates, with accuracies by model and learning rate."""
     return [
         a_run(Cell("rates", model, rate, 100), top1)
         for model in MODELS
@@ -43,7 +43,7 @@ def searched(**by_model):
 
 
 def with_seeds(runs, **top1):
-    """Return `runs` and runs of the study's seeds that have these accuracies on the selection images."""
+    """Add finished runs with the seeds 0, 1, ... and the given validation accuracies to `runs`."""
     more = [a_run(Cell("seeds", model, 0.001, seed), value) for model in top1 for seed, value in enumerate(top1[model])]
     return [*runs, a_run(Cell("compiled", DEIT, 0.001, 100), 1.0, speed=4000.0), *more]
 
@@ -79,10 +79,10 @@ def test_only_the_deviation_decides_whether_further_seeds_are_trained(deviation,
         runs = with_seeds(searched(), **STEADY | {VIL: [40 + v for v in values], VIM: [40 + gap - v for v in values]})
         expected = [Cell("seeds", model, 0.001, seed) for seed in (5, 6, 7) for model in (VIL, VIM)] if more else []
         assert photographs.to_do(runs) == expected
-        # DeiT's runs do not influence the decision
+        # results of DeiT do not change which runs are planned
         assert photographs.to_do(runs[:-1]) == [Cell("seeds", DEIT, 0.001, 4), *expected]
         done, left = expected[:5], expected[5:]
-        # the additional runs do not influence the decision
+        # results of the further runs do not change which runs are planned
         assert photographs.to_do([*runs, *(a_run(cell, 40.0) for cell in done)]) == left
 
 
@@ -97,7 +97,7 @@ def judged_as(runs, top1, images=1000):
 
 TEST = {
     VIL: [46.1, 45.2, 45.9, 46.4, 45.5],
-    # the mean is less than a point below VIL's, but the interval includes larger differences
+    # ViM's mean is less than a point below ViL's mean, but the interval of the difference exceeds the margin
     VIM: [45.2, 45.0, 44.1, 44.6, 45.3],
     POOLED: [45.9, 45.8, 46.0, 45.7, 46.2],
     DEIT: [51.0, 52.5, 50.2, 52.4, 51.9],
@@ -166,7 +166,7 @@ def stubbed(tmp_path, image_folder, monkeypatch):
     for split, name in (("train", "train"), ("choose", "val")):
         (tmp_path / "images" / split).symlink_to(image_folder / name)
     shutil.copytree(image_folder / "val", tmp_path / "images" / "test")
-    for name in CLASSES:  # `test` has six images of each class, and the selection split seven
+    for name in CLASSES:  # the split `test` has six images per class, and the split `choose` seven
         (tmp_path / "images" / "test" / name / "0.png").unlink()
     config = dict(data_dir=str(tmp_path / "images"), val_split="choose", img_size=16, epochs=30, global_batch_size=16)
     config["model_kwargs"] = dict(depth=1, patch_size=8)
@@ -228,7 +228,7 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
     assert [(run["model"], run["lr"], run["top1"]) for run in diverged] == [(DEIT, 0.0005, 0.0), (VIM, 0.002, 0.0)]
     assert diverged[1]["diverged"].endswith("the gradient's norm is nan at step 3 of epoch 2")
     rows = gzip.decompress((root / "out.csv.gz").read_bytes()).decode().splitlines()
-    assert (len(rows), rows[0].count(",")) == (25, 1 + 36)  # header and one row per test image; 36 runs
+    assert (len(rows), rows[0].count(",")) == (25, 1 + 36)  # a header and 24 images; 36 runs
     assert "| vil_tiny | 2" in (shown := capsys.readouterr().out)
     assert "25.00 ± 0.00" in shown  # the class predicted for all images is correct for a quarter of them
 
@@ -238,7 +238,8 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
         call("--minutes", "0")
     assert "not done yet: seeds-0.001/vim_tiny-19" in capsys.readouterr().err
     (root / "images").rename(root / "elsewhere")
-    call(*(words := ["--data-dir", str(root / "elsewhere")]))  # on another machine, only the last run is missing
+    # On another machine without the run folders, only the missing run is trained.
+    call(*(words := ["--data-dir", str(root / "elsewhere")]))
     assert started[49:] == [(VIM, 19, [], 0.001)]
     assert len(json.loads((root / "out.json").read_text())["runs"]) == 49
 
@@ -260,7 +261,7 @@ def test_results_that_are_half_written_are_gone_on_with(stubbed, monkeypatch, ca
 
     def stop(path, content):
         write(path, content)
-        if len(started) > 13:  # in the first judged run, after writing one of its two files
+        if len(started) > 13:  # fail between the two files that the first run with test predictions writes
             raise OSError("no space left")
 
     with monkeypatch.context() as patch:

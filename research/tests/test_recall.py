@@ -66,7 +66,7 @@ def test_a_recall_example_lists_pairs_and_then_asks_for_every_value_once():
 
 def test_distances_follow_the_power_law():
     _, queries = recall_examples(6_000, 64, 4, seed=0, device=CPU)
-    first = (queries[:, 0] - 8) // 2  # only the first sample without replacement has the plain distribution
+    first = (queries[:, 0] - 8) // 2  # later samples depend on earlier ones, because keys are drawn without replacement
     found = torch.bincount(first, minlength=28) / len(first)
     expected = torch.arange(1.0, 29.0) ** (POWER - 1)
     torch.testing.assert_close(found, expected / expected.sum(), atol=0.02, rtol=0)
@@ -169,13 +169,13 @@ def test_the_causal_mixer_is_one_direction_of_the_packages_block(mixer, width):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("shape", "taps"),  # complete and partial strips, several sequences in a program, and fewer tokens than taps
+    ("shape", "taps"),  # the shapes cover complete and partial strips of tokens, and fewer tokens than taps
     [((2, 33, 128), 4), ((1, 70, 70), 4), ((9, 5, 16), 3), ((1, 2, 16), 4), ((1, 40, 3), 1)],
 )
-def test_the_convolutions_kernels_are_silu_of_conv1d_with_its_gradients(dtype, shape, taps):
-    """Run the kernels in Triton's interpreter on a CPU, and compare outputs and gradients with conv1d and SiLU."""
+def test_the_convolution_kernels_equal_silu_of_conv1d_with_gradients(dtype, shape, taps):
+    """The Triton kernels have the outputs and gradients of F.conv1d followed by F.silu."""
     torch.manual_seed(0)
-    # non-contiguous inputs and output gradients
+    # The input and the output gradient are not contiguous.
     u = torch.randn(shape[0], shape[2], shape[1], dtype=dtype).mT.requires_grad_()
     weight, bias = torch.randn(shape[2], taps, requires_grad=True), torch.randn(shape[2], requires_grad=True)
     exact = [t.detach().double().requires_grad_() for t in (u, weight, bias)]
@@ -245,7 +245,7 @@ def test_initialisation_is_zoologys():
     assert mixer.in_proj.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert mixer.out_proj.weight.std().item() == pytest.approx(0.01, rel=0.03)
     assert not mixer.in_proj.bias.any()
-    # Weights are uniform within 1 / sqrt(fan in), and out_proj is divided by the square root of the two layers.
+    # Weights are uniform in [-b, b] with b = 1 / sqrt(fan-in), and weights of out_proj are divided by sqrt(2 layers).
     assert mamba.blocks[1].mixer.in_proj.weight.abs().max().item() == pytest.approx(128**-0.5, rel=1e-2)
     assert mamba.blocks[1].mixer.out_proj.weight.abs().max().item() == pytest.approx(256**-0.5 / 2**0.5, rel=1e-2)
 
@@ -373,7 +373,7 @@ def test_a_worker_that_fails_ends_the_call(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-# recall.work sets the limit; pytest's monkeypatch would leave it deleted
+# `recall.work` changes recompile_limit, which this decorator restores after the test.
 @torch._dynamo.config.patch(recompile_limit=8)
 def test_dropout_follows_from_the_run_whatever_runs_beside_it(device, monkeypatch):
     """Train with a learning rate of 0, so that losses differ only because of dropout."""
@@ -451,7 +451,7 @@ def test_repeated_calls_resume_until_all_runs_are_done(tmp_path, monkeypatch, ca
     text = capfd.readouterr().out
     assert "2 runs, of which 2 are to do" in text
     assert "| longhorn | 0.01 | 2 |" in text
-    monkeypatch.setattr(recall, "train_all", None)  # training again would fail
+    monkeypatch.setattr(recall, "train_all", None)  # finished runs must not be trained again
     run_main(monkeypatch, *settings)
     assert "2 runs, of which 0 are to do" in capfd.readouterr().out
 
@@ -520,7 +520,7 @@ def test_reports_come_from_several_files(tmp_path, monkeypatch, capsys):
 
 
 def study(**ends):
-    """Return runs of two learning rates with these final accuracies. Earlier epochs have a higher accuracy."""
+    """Return runs of two epochs with the given final accuracies by mixer, learning rate and seed."""
     return [
         a_run(mixer=mixer, lr=lr, seed=seed, accuracy=[99.9, end], loss=[None if end == 0 else 1.0])
         for mixer, rates in ends.items()
@@ -546,7 +546,7 @@ def test_the_table_has_medians_shares_and_their_intervals():
         return f"| {mixer} | {rate} | {n} | {median} | {best} | {k} ({low:.0f} to {high:.0f}%) | {finite} | 2 |"
 
     assert lines[2:] == [
-        row("longhorn", 0.001, 4, 92.0, 99.5, 3, 4),  # exactly 90 does not exceed 90
+        row("longhorn", 0.001, 4, 92.0, 99.5, 3, 4),  # a run with exactly 90% has not learned the task
         row("longhorn", 0.01, 3, 50.0, 96.0, 1, 2),
         row("longhorn", "all", 7, 91.0, 99.5, 4, 6),
         row("mamba", 0.001, 4, 1.5, 95.0, 1, 3),
@@ -556,8 +556,8 @@ def test_the_table_has_medians_shares_and_their_intervals():
 
 def test_mixers_are_compared_over_the_rates_and_seeds_that_both_have():
     runs = study(longhorn=([91.0, 93.0, 95.0, 99.5], [96.0, 96.0]), mamba=([0.0, 2.0, 95.0, 1.0],))
-    # Of 8 runs, 5 exceed the limit, 4 of them Longhorn's. The p-value is the sum over all tables that are at most as
-    # probable.
+    # Of 8 runs, 5 exceed 90%, among them 4 of Longhorn.
+    # Fisher's p-value is the sum of the probabilities of all tables that are at most as probable.
     tables = [hypergeom.pmf(k, 8, 5, 4) for k in range(5)]
     p = sum(probability for probability in tables if probability <= tables[4] * (1 + 1e-9))
     text = f"Above 90%: Longhorn 4 of 4 runs, Mamba 1 of 4; Fisher's exact test, two-sided: p = {p:.2g}.\n"
@@ -567,7 +567,7 @@ def test_mixers_are_compared_over_the_rates_and_seeds_that_both_have():
 
 def test_a_seed_is_as_good_as_the_best_of_its_learning_rates():
     runs = study(longhorn=([91.0, 3.0, 95.0], [96.0, 90.0]), mamba=([0.0, 2.0, 99.0], [7.0, 91.5, 99.0]))
-    assert verdict(runs).splitlines()[1:] == [  # the third seed is ignored because it lacks a learning rate
+    assert verdict(runs).splitlines()[1:] == [  # seeds without a run at each learning rate are ignored
         "Best of 2 learning rates, longhorn by seed: 96.0, 90.0; 1 of 2 above 90%.",
         "Best of 2 learning rates, mamba by seed: 7.0, 91.5; 1 of 2 above 90%.",
     ]

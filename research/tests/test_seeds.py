@@ -89,7 +89,7 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
     elsewhere = root / "elsewhere"
     shutil.copytree(image_folder, elsewhere)
     words = [word.replace("/runs", "/others").replace("/out.", "/more.") for word in command]
-    words[words.index("vim_tiny")] = "--earlier"  # replaces the second model
+    words[words.index("vim_tiny")] = "--earlier"  # the second call trains only one model
     words.insert(words.index("--earlier") + 1, str(root / "out.json"))
     words[words.index("--seeds") + 1] = "2"
     run_study([*words, "--data-dir", str(elsewhere)])
@@ -216,7 +216,7 @@ def test_without_a_folder_nothing_is_promised(stubbed, capsys):
     with pytest.raises(SystemExit):
         run_study([*command[:i], *command[i + 2 :], "vim_tiny", "--minutes", "0"])
     said = capsys.readouterr().err
-    assert "not done yet: vil_tiny-0, vim_tiny-0, vil_tiny-1, vim_tiny-1, " in said  # every seed of all models
+    assert "not done yet: vil_tiny-0, vim_tiny-0, vil_tiny-1, vim_tiny-1, " in said  # all runs are missing
     assert "vim_tiny-4; set --folder" in said
 
 
@@ -225,17 +225,17 @@ def test_a_run_whose_end_nobody_noted_counts(stubbed):
     command += ["--seeds", "1", "--out", str(root / "out.json")]
     run_study(command)
     (root / "runs" / "vil_tiny-0" / "sessions.jsonl").unlink()
-    (root / "runs" / "vil_tiny-0-before").mkdir()  # a folder that is not a run folder
+    (root / "runs" / "vil_tiny-0-before").mkdir()  # folders whose names do not end with a seed are ignored
     summary = root / "runs" / "vil_tiny-0" / "summary.csv"
     head, *rows = summary.read_text().splitlines()
     for lines in (
         [line.rpartition(",")[0] for line in (head, *rows)],
         [head, *(f"{row.rpartition(',')[0]}," for row in rows)],
     ):
-        summary.write_text("\n".join(lines))  # a run without EMA weights
+        summary.write_text("\n".join(lines))  # the second summary lacks EMA accuracies
         run_study(command)
         (run,) = json.loads((root / "out.json").read_text())["runs"]
-        # results of the last epoch, not of the best
+        # the reported accuracy is that of the last epoch, not of the best epoch
         assert (run["top1"], run["loss"], run["sessions"]) == (3.5, 3.0, [])
         assert run["curves"].keys() == {*seeds.CURVES} - {"eval_top1_ema"}
     seconds = run["epoch_seconds"], run["training_seconds"], run["evaluation_seconds"]
@@ -267,7 +267,7 @@ def test_a_run_that_cannot_start_leaves_its_gpus_to_others(stubbed):
     gpus.put("3")
 
     (root / "runs" / "vil_tiny-0" / "log.txt").mkdir(parents=True)  # the run's output cannot be written
-    (root / "small.yaml").write_text("epochs: 1")  # config without model_kwargs
+    (root / "small.yaml").write_text("epochs: 1")  # a config may lack model_kwargs
     options = SimpleNamespace(config=root / "small.yaml", processes=None, jobs=1)
     deadline = seeds.Deadline(9)
     assert 9 * 60 - 5 < deadline.time - time.monotonic() <= 9 * 60
@@ -287,7 +287,7 @@ def enlarge(path):
 
 def test_a_folder_has_runs_of_one_recipe_and_of_the_same_images(stubbed):
     root, command = stubbed
-    command[command.index("--folder") + 1] = str(root / "below" / "runs")  # neither this folder nor its parent exists
+    command[command.index("--folder") + 1] = str(root / "below" / "runs")  # the folder's parent does not exist either
     with pytest.raises(SystemExit):
         run_study([*command, "--minutes", "0"])
     command[command.index("--folder") + 1] = str(root / "runs")
@@ -358,7 +358,7 @@ def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stub
     for file in tmp.iterdir():
         shutil.copy(file, root)
     shutil.copytree(root / "images", moved, dirs_exist_ok=True)
-    for folder in ("others", "runs"):  # `runs` contains the earlier run as well
+    for folder in ("others", "runs"):  # the folder `runs` also contains the run in --earlier
         judged[judged.index("--folder") + 1] = str(root / folder)
         run_study([*judged, "--data-dir", str(moved), "--out", str(root / "both.json")])
         assert [run["seed"] for run in json.loads((root / "both.json").read_text())["runs"]] == [0, 1]
@@ -445,7 +445,7 @@ def test_images_that_one_model_alone_gets_right_decide():
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[:6] == ["a, b", "3", "70", "10", "0", "20"]
     assert cells[7] == f"{binomtest(10, 10).pvalue:.2g}"
-    b, c, n = 10.5, 0.5, 102  # Wald's interval with half an image added to each cell
+    b, c, n = 10.5, 0.5, 102  # Wald's interval of the difference, with 0.5 added to each of the four counts
     half = 1.96 * math.sqrt(b + c - (b - c) ** 2 / n)
     assert cells[6] == f"+10.00 ({100 * (b - c - half) / n:+.2f} to {100 * (b - c + half) / n:+.2f})"
 
@@ -459,12 +459,12 @@ def test_a_table_has_means_and_differences_of_the_first_model():
     ]
     _, _, vil, vim, deit = (line.strip("|").split(" | ") for line in seeds.report(runs).splitlines())
     assert vil[1:] == ["1,000", "92.00 ± 2.00", "90.00 92.00 94.00", "2.00", "", " "]
-    # The differences are 1, 0 and 3, with mean 4/3 and standard error sqrt(7/3 / 3). The quantile of t at 2 degrees of
-    # freedom is 4.3027.
+    # The differences are 1, 0 and 3, with a mean of 4/3 and a standard error of sqrt(7/3 / 3).
+    # The 97.5% quantile of Student's t distribution with 2 degrees of freedom is 4.3027.
     half = 4.3027 * math.sqrt(7 / 9)
     assert vim[5] == f"+1.33 ({4 / 3 - half:+.2f} to {4 / 3 + half:+.2f}), p = 0.27"
-    # The variances are 4 and 7/3, with standard error sqrt(19/9). The quantile of t at 3.74 degrees of freedom is
-    # 2.8546.
+    # The variances are 4 and 7/3, so the standard error is sqrt(19/9).
+    # The 97.5% quantile of Student's t distribution with 3.74 degrees of freedom is 2.8546.
     half = 2.8546 * math.sqrt(19 / 9)
     assert vim[6].startswith(f"+1.33 ({4 / 3 - half:+.2f} to {4 / 3 + half:+.2f}), p = 0.4")
     assert deit[2:] == ["80.00", "80.00", "9.00", "", " "]

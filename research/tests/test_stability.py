@@ -72,7 +72,7 @@ def test_the_rate_rises_to_its_peak_and_the_norm_is_that_of_all_gradients():
 
 
 def test_a_row_has_the_distance_from_fp32_in_units_of_the_noise_and_the_plot_every_run(monkeypatch):
-    """Divide distances from fp32 by the noise of 0.5. The bf16 run, which is not finite, has a distance of 0.25."""
+    """Each row of the table shows a run's distance from fp32, also divided by the distance between two fp32 runs."""
 
     def a_run(offset, finite=True):
         norms = torch.tensor([1.0, 2.0, 9.0, math.inf])

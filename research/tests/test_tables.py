@@ -63,7 +63,7 @@ def test_recipes_are_not_compared_before_the_last_run_is_there(plain, found):
 
 @pytest.mark.parametrize("name", ["cifar10", "rehearsal", "rehearsal2"])
 def test_published_runs_are_those_of_their_predictions(name):
-    """Recompute the published accuracies from the predictions file and compare them."""
+    """The published accuracies and comparisons equal those computed from the published predictions."""
     runs, tabled = tables.runs_of(name), tables.TABLES[f"{name}-images"]()
     with gzip.open(tables.RESULTS / f"{name}.csv.gz", "rt") as file:
         head, *rows = [line.strip().split(",") for line in file]

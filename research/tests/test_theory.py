@@ -33,7 +33,7 @@ def minimiser(objective, like: Tensor) -> Tensor:
 
 
 def recall_objective(S_old, k, x, beta):
-    """Return the state's change plus the error of recalling x from k, weighted by beta per channel (eq. 3)."""
+    """Return Longhorn's objective (eq. 3): |S - S_old|^2 plus beta times the squared error of S k compared with x."""
     return lambda S: (S - S_old).square().sum() + (beta * (S @ k - x).square()).sum()
 
 
@@ -78,17 +78,13 @@ def test_the_more_beta_the_better_the_new_pair_is_recalled(g):
 
 
 def test_the_diagonal_form_drops_the_terms_between_different_states(g):
-    """Check that the diagonal form omits the terms eps k_n sum_{m != n} k_m S_m.
-
-    They are of second order in the key, but the update is of first order.
-    """
+    """The diagonal approximation omits only the terms eps k_n sum_{m != n} k_m S_m, which are small for short keys."""
     S_old, k, x, beta = randn(g, D, N), randn(g, N), randn(g, D), rand(g, D)
     eps = (beta / (1 + beta * (k @ k)))[:, None]
     between = torch.outer(k, k) - torch.diag(k.square())
     left_out = diagonal_form(S_old, k, x, beta) - closed_form(S_old, k, x, beta)
     torch.testing.assert_close(left_out, eps * (S_old @ between))
-    # With a key that is 100 times shorter, the update is 100 times smaller, but the omitted terms are 10^4 times
-    # smaller.
+    # If the key is 100 times shorter, the update is 100 times smaller, and the omitted terms are 10^4 times smaller.
     short = k / 100 * 1e-3, k * 1e-3
     errors = [(diagonal_form(S_old, key, x, beta) - closed_form(S_old, key, x, beta)).norm() for key in short]
     assert (errors[0] / errors[1]).item() == pytest.approx(1e-4, rel=1e-3)
@@ -100,8 +96,8 @@ def test_a_state_never_grows_when_there_is_nothing_to_remember(g):
         assert (form(S_old, k, torch.zeros(D, dtype=torch.float64), beta).norm(dim=1) <= S_old.norm(dim=1)).all()
 
 
-# The paper's table of online learners has an objective and the published update for each learner. Each function builds
-# both from random inputs. Gates are in (0, 1).
+# Each function returns a random state, a model's online objective, and its published update of the state.
+# The objectives are from the Longhorn paper's table of online learners.
 
 
 def linear_attention(g):
@@ -121,7 +117,7 @@ def retnet(g):
 
 
 def gla(g):
-    """GLA (Yang et al., 2024): forgets at a rate for each state that depends on the token."""
+    """GLA (Yang et al., 2024): each state has a decay rate that depends on the token."""
     S_old, k, x, alpha = randn(g, D, N), randn(g, N), randn(g, D), rand(g, N)
 
     def objective(S):
@@ -131,10 +127,7 @@ def gla(g):
 
 
 def griffin(g):
-    """Griffin (De et al., 2024), whose RG-LRU has one state for each channel:
-
-    S_t = a S_{t-1} + sqrt(1 - a^2) (i * x).
-    """
+    """Griffin (De et al., 2024): the RG-LRU S_t = a S_{t-1} + sqrt(1 - a^2) (i * x) has one state per channel."""
     S_old, x, alpha, gate = randn(g, D), randn(g, D), rand(g, D), rand(g, D)
     drive = (1 - alpha.square()).sqrt() * gate * x
 
@@ -145,7 +138,7 @@ def griffin(g):
 
 
 def longhorn(g):
-    """Longhorn (Liu et al., 2024): the only objective with a recall error, so the forget gate follows from k."""
+    """Longhorn (Liu et al., 2024): the objective contains the recall error, so the decay depends on the key."""
     S_old, k, x, beta = randn(g, D, N), randn(g, N), randn(g, D), rand(g, D)
     return S_old, recall_objective(S_old, k, x, beta), closed_form(S_old, k, x, beta)
 
@@ -157,9 +150,9 @@ def test_each_online_objective_gives_its_published_update(g, learner):
 
 
 def operator_states(x_BLD, logits_BLD, k_BLN) -> Tensor:
-    """Return the states S_BLDN after each token.
+    """Return the states (B, L, D, N) of `longhorn_scan` after each token.
 
-    Unit queries read one state of every channel at a time from the operator.
+    Each of N unit queries reads one state per channel.
     """
     unit_queries = torch.eye(k_BLN.shape[-1], dtype=k_BLN.dtype)
     states = [longhorn_scan(x_BLD, logits_BLD, k_BLN, q_N.expand_as(k_BLN).contiguous()) for q_N in unit_queries]
@@ -167,19 +160,19 @@ def operator_states(x_BLD, logits_BLD, k_BLN) -> Tensor:
 
 
 def test_the_operator_keeps_0_to_all_of_a_state_for_any_key_and_beta(g):
-    """Check 0 < 1 - eps k_n^2 <= 1, so no initialization or forget gate is needed to keep the state bounded."""
+    """The factor 1 - eps k_n^2 of a state is in (0, 1], so states stay bounded without a forget gate."""
     B = 1000
     k_BLN, logits_BLD = torch.ones(B, 2, N, dtype=torch.float64), 20 * randn(g, B, 2, D)
     k_BLN[:, 1] = randn(g, B, N) * 10.0 ** torch.randint(-6, 7, (B, 1), generator=g)
     k_BLN[0, 1] = torch.tensor([1e3, 0.0, 0.0, 0.0])  # a key of large norm clears a state almost completely
     x_BLD = torch.tensor([1.0, 0.0], dtype=torch.float64).view(1, 2, 1).expand(B, 2, D).contiguous()
-    # A state is written, and then a token without content determines how much of the state is kept.
+    # The first token writes a state. The second token has a value of 0, so the state only decays.
     logits_BLD[:, 0] = logits_BLD[0] = 0
     written, kept = operator_states(x_BLD, logits_BLD, k_BLN).unbind(1)
     share = kept / written
     assert share.min() > 0
     assert share.max() <= 1 + 1e-12
-    assert share.min() < 1e-4  # both ends of the bound are approached
+    assert share.min() < 1e-4  # the shares approach both bounds, 0 and 1
     assert share.max() > 0.999999
 
 
@@ -192,9 +185,9 @@ def test_the_operator_runs_the_diagonal_form_token_by_token(g):
 
 
 def test_the_operator_recalls_every_pair_whose_keys_share_no_state(g):
-    """Recall all pairs whose keys share no state.
+    """The operator recalls the value of every key if each key is a multiple of another unit vector.
 
-    The diagonal form equals Theorem 1 for such keys, and a large beta k.k loses nothing of a value.
+    The diagonal form then equals Theorem 1, and the whole value is stored if beta k.k is large.
     """
     x_LD, k_LN = randn(g, N, D), 1e4 * torch.eye(N, dtype=torch.float64)
     logits_LD = torch.full((N, D), 30.0, dtype=torch.float64)

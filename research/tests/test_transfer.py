@@ -71,7 +71,7 @@ def test_a_setting_that_was_tried_later_and_is_better_takes_the_place_of_the_one
 def test_what_a_stopped_call_has_left_is_reported_as_far_as_all_ways_have_it():
     def size(per_class, *seeds_of_ways):
         found = [row for way in transfer.SETTINGS for row in rows(way, per_class, [50], True)]
-        for i, way in enumerate(transfer.SETTINGS):  # the last number applies to all remaining ways
+        for i, way in enumerate(transfer.SETTINGS):  # the last number of seeds applies to all other methods
             seeds = seeds_of_ways[min(i, len(seeds_of_ways) - 1)]
             found += rows(way, per_class, [60 + seed + i * (seed + 1) for seed in range(seeds)])
         return found
@@ -85,9 +85,9 @@ def test_what_a_stopped_call_has_left_is_reported_as_far_as_all_ways_have_it():
     assert differences.count("| 20 | ") == len(transfer.COMPARED)
     assert "| 60.50 ± 0.71 | 60.00 61.00 |" in ways
     assert f"| 20 | {transfer.FINE_TUNED} | {transfer.SCRATCH} | +1.50 (" in differences
-    # the call was stopped while choosing the learning rate
+    # an earlier call was stopped before the learning rate was selected
     assert tables(rows(transfer.SCRATCH, 5, [60, 70], True) + whole) == expected
-    assert tables(size(5, 4, 3, 0) + whole) == expected  # stopped while training
+    assert tables(size(5, 4, 3, 0) + whole) == expected  # an earlier call was stopped while training reported runs
     assert tables(size(20, 4, 3, 2)) == expected  # the call has more seeds than the earlier call
     assert "| 5 | " in tables(size(5, 3) + whole)[0]
     assert transfer.differences_table(size(20, 1)).count("\n") == 2  # a single seed has no test
@@ -192,7 +192,7 @@ def test_the_benchmark_from_images_to_tables(small_benchmark, weights, tmp_path,
     reported = [run for run in runs if not run["rehearse"]]
     assert [run["seed"] for run in runs if run["rehearse"]] == [100] * 12
     assert sorted(run["seed"] for run in reported) == [0] * 6 + [1] * 6
-    for run in reported:  # the reported runs use the best setting of the rehearsals
+    for run in reported:  # the reported runs use the learning rate or penalty that was best for CHOICE_SEED
         tried = {r["setting"]: r["top1"] for r in runs if r["rehearse"] and r["way"] == run["way"]}
         assert tried[run["setting"]] == max(tried.values())
     assert {run["updates"] for run in runs if "updates" in run} == {2}
@@ -217,7 +217,7 @@ def test_the_benchmark_from_images_to_tables(small_benchmark, weights, tmp_path,
     (tmp_path / "found.json").write_text(json.dumps(content))
     resumed = small_benchmark()
     printed = capsys.readouterr().out
-    # log line of the lost run, and the total time of both calls
+    # stdout has a line for the run that was repeated, and the total seconds of both calls
     said, seconds = printed.partition(" s\n\n")[0].splitlines()
     # the time is printed after the file is written
     assert 0 <= int(seconds) - 1000 - resumed["calls"][1]["seconds"] < 10, said
@@ -274,7 +274,7 @@ def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, weights,
         drawn = split_digits(CLASSES, 1, run["seed"], run["rehearse"])
         assert images == [set(indices.tolist()) for indices in drawn]
         assert asdict(config) | own == asdict(trained[0][0]) | own
-        # from the command line, and from the config file
+        # epochs and device are from the command line, drop_path from the config file
         assert (config.epochs, config.device, config.drop_path) == (1, "cpu", 0.1)
         outcome = run["top1"], run["loss"], run["train_loss"], run["updates"]
         assert outcome == (1000 * config.lr, 4, 5, 7)  # results of the EMA weights after the last epoch

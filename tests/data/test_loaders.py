@@ -41,7 +41,7 @@ def test_an_image_is_augmented_by_timms_transform_with_its_seed(pictures, option
     expected, expected_targets, _ = by_timm(dataset, keys, **of_transform)
     assert torch.equal(images, expected)
     assert targets == expected_targets
-    assert torch.equal(expected, by_timm(dataset, keys)[0]) == (not of_transform)  # the option changes the images
+    assert torch.equal(expected, by_timm(dataset, keys)[0]) == (not of_transform)  # each tested option has an effect
 
 
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
@@ -106,7 +106,7 @@ def test_a_loader_may_be_empty(image_folder):
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """Simulate a GPU that can decode, and return a function that lists the loaders' log messages."""
+    """Simulate a GPU that decodes JPEGs, and return a function that returns the messages logged by loaders."""
     _say_once.cache_clear()
     monkeypatch.setattr("vil.data.plan.decoder_is_missing", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
@@ -170,7 +170,7 @@ def test_pieces_reserve_shared_memory_for_the_data_that_workers_return(photo_fol
     assert piece_bytes(folder, 100) == 64 * 3 * 12 * 16
     streaming = IterableImageDataset("", reader=UserList())
     streaming.set_loader_cfg = lambda num_workers: None
-    assert piece_bytes(streaming, 100) == 100 * 3 * 12 * 16  # a piece of an iterable dataset is a whole batch
+    assert piece_bytes(streaming, 100) == 100 * 3 * 12 * 16  # workers return whole batches of an iterable dataset
 
     monkeypatch.setattr(encoded, "SMALL", 2**20)
     paths = [*(photo_folder / "val").glob("*/*")]

@@ -155,7 +155,7 @@ def test_rank_r_of_n_evaluates_every_nth_image_from_r_on():
 
 
 def test_pieces_form_batches_and_none_is_sampled_before_an_epoch_is_set():
-    """No piece is sampled before an epoch is set, although PyTorch requests pieces when the workers start."""
+    """A sampler yields nothing before an epoch is set, because PyTorch reads from it when the workers start."""
     pieces = Pieces(EvaluationBatches(250, 100, 1, 2), 64, lambda index, seed: (index, seed, 7))
     assert list(pieces) == []
     pieces.ready = True

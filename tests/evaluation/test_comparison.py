@@ -73,7 +73,7 @@ def test_comparison_tables_list_differences_per_class_and_per_confusion(tmp_path
     assert found == expected
     assert list(found) == sorted(found, key=lambda pair: (-abs(found[pair][-1]), pair))
     assert len({abs(row[-1]) for row in found.values()}) > 1
-    write_tables(tmp_path, predictions(targets, best[:, [0, 0]]), {})  # tables of two models with the same predictions
+    write_tables(tmp_path, predictions(targets, best[:, [0, 0]]), {})  # equal predictions have no differing confusions
     assert (tmp_path / "confusions.csv").read_text().split() == ['"class"']
 
 
@@ -125,7 +125,7 @@ def test_measured_throughput_excludes_the_first_call(monkeypatch):
 
         def forward(self, images):
             self.calls += 1
-            clock.now += 10.0 if self.calls == 1 else 0.25  # a slow first call, as for a compiled model
+            clock.now += 10.0 if self.calls == 1 else 0.25  # the first call is slow, as compilation is
             assert torch.is_autocast_enabled("cpu")
             assert torch.is_inference_mode_enabled()
             assert not self.training

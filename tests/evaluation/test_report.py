@@ -65,7 +65,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module", params=[1, 2])
 def found(request, image_folder):
-    """Return the targets, the models' logits and the report page of a split whose first image is unreadable."""
+    """Return targets, predictions, probabilities, image files and report page of a split with an unreadable image."""
     images, rng = open_split(str(image_folder), "", "val"), np.random.default_rng(0)
     targets = np.repeat(np.arange(4), VAL_IMAGES)
     targets[0] = -1
@@ -92,7 +92,7 @@ def test_the_report_page_loads_no_other_files_and_runs_no_scripts(found):
     single = f"only the second {(second & ~first).sum()}, and neither {(~first & ~second).sum()}."
     assert (f"{both}\n{single}<" in found[-1]) == several
     assert found[-1].count(">Validation</") == 2  # "Validation" is the page's title and its heading
-    # Each model's name is a heading above its tables and above its mistakes.
+    # Each model's name is the heading of the model's tables and of the model's misclassified images.
     assert found[-1].count("<h3>vil_tiny, best.pt</h3>") == 2 * 2 * several
 
 
@@ -220,8 +220,8 @@ def test_many_classes_get_a_list_of_the_most_frequent_confusions_instead_of_a_ma
     assert "only for up to 24 classes" in text
     assert len(re.findall("<figure>", text)) == 12
     monkeypatch.setattr("vil.evaluation.report.MAX_MATRIX_CLASSES", 25)
-    cells = re.findall(r" / ([.0-9]+)\)", report_page(*words, images))  # shares in the cells of the confusion matrix
-    assert (len(cells), {*cells}) == (25**2, {"0.00", "1.00"})  # one prediction per class
+    cells = re.findall(r" / ([.0-9]+)\)", report_page(*words, images))  # share in each cell of the matrix
+    assert (len(cells), {*cells}) == (25**2, {"0.00", "1.00"})  # all images of a class have the same prediction
     right = np.broadcast_to(targets[:, None, None], best.shape)
     two = Predictions.of(targets, np.concatenate([right, best], 1), np.full((28, 2, 2), 0.5))
     assert len(Page(report_page(words[0], 2 * words[1], two, *words[3:], images)).tables[-1]) == 1 + 25

@@ -43,9 +43,9 @@ UNREADABLE = "ILSVRC2012_val_00000020.JPEG"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Return image folders {val,other}/class00...class11/* and imagenet/n...
+    """Return a folder of two splits with 12 classes each, and a split with WordNet IDs as class names.
 
-    The images are colour gradients, whose values after preprocessing depend on the crop and the resize.
+    The images are colour gradients, so the pixels that a model receives depend on the crop and the resize.
     """
     root, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
     for split, names, count in (("val", NUMBERS, 5), ("other", NUMBERS, 2), ("imagenet", WORDNET, 3)):
@@ -77,10 +77,7 @@ def small_model(name, seed, num_classes=12, **options):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, folders):
-    """Return weight files and their models:
-
-    {vil,more}.pt as train_imagenet.py writes them, and plain {vit,more vit}.pth.
-    """
+    """Write checkpoints as train_imagenet.py does, and weights as .pth files. Return the folder and the models."""
     root, models = tmp_path_factory.mktemp("models"), {}
     for name, seed, classes in (("vil", 0, 12), ("more", 2, 1000)):
         weights, ema = (small_model("vil_tiny", seed + i, classes, **VIL) for i in (0, 1))
@@ -216,9 +213,7 @@ def reordered(state, order, head="head"):
 @pytest.mark.parametrize("split", ["val", "other"])
 @pytest.mark.parametrize("kind", ["pt", "safetensors", "folder"])
 def test_class_indices_follow_the_checkpoints_class_names(models, folders, command, tmp_path, split, kind):
-    """Compute the original model's accuracy for a checkpoint with classes in another order (torchvision sorts 10 before
-    2).
-    """
+    """A checkpoint whose classes have another order has the accuracy of the original model."""
     expected, _ = command(*VIL_PT, "--split", split)
     state = torch.load(models[0] / "vil.pt", weights_only=True)
     torch.save(reordered(state, [5, 1, 0, 2, 11, 10, 9, 8, 7, 6, 4, 3]), path := tmp_path / "other.pt")
@@ -239,7 +234,7 @@ def test_two_models_with_different_class_orders_are_compared_by_class_name(model
         result, _ = command("--checkpoint", str(first), "--against", str(second), "--split", split)
         assert result["paired"]["agreement"] == 100
         assert len({row["top1"] for row in result["models"]}) == 1
-    unnamed = [*VIT_12, "--split", split] if split == "val" else None  # no class names: the split's order
+    unnamed = [*VIT_12, "--split", split] if split == "val" else None  # this model has no class names
     if unnamed:
         straight, _ = command(*unnamed, "--against", "{models}/vil.pt")
         turned, _ = command(*unnamed, "--against", str(tmp_path / "other.pt"))
@@ -329,7 +324,7 @@ def test_two_models_get_the_same_crops_with_their_own_normalization(models, fold
         words += ["--num-classes", "12", "--against-model-kwargs", *arguments, "--split", "val"]
         own = dict(std=OWN["std"])
         split, weights = "val", ["{models}/vil.pt", None]
-    elif case == "plain":  # model without preprocessing config, for the same image size and classes as the first model
+    elif case == "plain":  # the second model has no preprocessing config
         words = ["--checkpoint", "{models}/vil.pt", "--against", "{models}/vit.pth"]
         words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
         own = dict(mean=OF_VIT["mean"], std=OF_VIT["std"])
@@ -558,7 +553,7 @@ def test_invalid_input_is_reported_without_a_traceback(models, folders, command,
 
 
 def test_more_processes_than_images_are_rejected(models, folders, tmp_path):
-    """More processes than images are rejected, because a process without images lacks the number of classes."""
+    """The world size must be at most the number of images, because every process needs an image."""
     (path, *_) = (folders / "val" / "class03").iterdir()
     (tmp_path / "val" / "class03").mkdir(parents=True)
     shutil.copy(path, tmp_path / "val" / "class03")

@@ -15,7 +15,7 @@ MIXERS = [LonghornMixer, MambaMixer]
 
 
 def make_block(mixer, dim, drop_path=0.0, seed=0, pool=None, **dd):
-    """Return a block with random parameters, so that none is a neutral value such as 0 or 1."""
+    """Return a block in which also the biases and the norm and skip weights have random values."""
     torch.manual_seed(seed)
     block = Block(dim, mixer, drop_path, pool)
     with torch.no_grad():
@@ -95,9 +95,7 @@ def operator_on_a_cpu():
 
 
 def close(value, truth, dtype, name, roundings=1):
-    """Assert equality up to rounding: of the result, of saved products, and of the factors that `conv_xproj`
-    multiplies.
-    """
+    """Assert that a value equals an fp64 reference, up to the rounding of the result and of intermediate values."""
     own = {torch.float32: 1e-6, torch.bfloat16: 1e-4, torch.float16: 2e-5}[value.dtype]
     if name == "conv_xproj":
         own = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]

@@ -23,7 +23,7 @@ import torch
 from vil.kernels.cuda import hardware, launches, source
 
 EMULATED = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-# C++ replacement of each regular expression for PTX or other GPU code
+# C++ code that replaces GPU code, such as inline PTX. The keys are regular expressions.
 MEANING = {
     r'asm\("{.reg .b16 a, b;.*?"r"\(word\)\);': "f.at[0] = from_fp16(word & 0xffff), f.at[1] = from_fp16(word >> 16);",
     r'asm\("cvt.rn.bf16x2.f32 .*?;"[^;]*;': "word = to_bf16(low) | to_bf16(high) << 16;",
@@ -111,7 +111,7 @@ def _compiled(program: str) -> Path:
 
 
 def kept(key: str, suffix: str, make: Callable[[Path], object]) -> Path:
-    """Return the cached file of this key, which `make` writes once for all test processes and runs."""
+    """Return the cached file of a key. If no test process has created the file, `make` writes the file."""
     file = CACHE / (hashlib.sha256(key.encode()).hexdigest() + suffix)
     if not file.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def as_if_on_a_gpu(monkeypatch, multiprocessors=1, hopper=False, shared_bytes=22
         monkeypatch.setattr(hardware, question, lambda device, answer=answer: answer)
 
 
-_needed: list | None = None  # kernels collected inside `compiling`, or None outside
+_needed: list | None = None  # inside the context `compiling`, the kernels to compile; otherwise None
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ def compiling():
 
 
 def launch(of, entry, macros, ctas, threads, arguments, shared_bytes=0, *, blocks=None):
-    """Emulate a kernel launch, or only the last `blocks` blocks of the grid, for tensors too large to compute."""
+    """Emulate a kernel launch. For huge tensors, `blocks` limits the emulation to the last blocks of the grid."""
     checked = launches.Launch(of, entry, macros, ctas, threads, arguments, shared_bytes)
     if _needed is not None:
         _needed.append((of, tuple(sorted(macros.items()))))
@@ -165,7 +165,7 @@ def launch(of, entry, macros, ctas, threads, arguments, shared_bytes=0, *, block
 
 
 def run_with(checked, values, stream=None, *, blocks=None):
-    """Emulate `Launch.run_with`, which passes raw addresses, so tensors get no NaN guards."""
+    """Emulate `Launch.run_with`, which gets only the addresses of tensors, so tensors have no NaN guards."""
     library, entries = _library(checked.source, tuple(sorted(checked.macros.items())))
     first, shared_bytes = (
         0 if blocks is None else max(0, checked.ctas - blocks),
@@ -180,13 +180,15 @@ def run_with(checked, values, stream=None, *, blocks=None):
         raise RuntimeError(f"{checked.entry}: {failure.decode()}")
 
 
-GUARD, COPIED = 1 << 14, 1 << 28  # bytes of a guard; maximum size in bytes of a tensor that is copied between guards
+GUARD = 1 << 14  # size in bytes of the NaN guard before and after a tensor
+COPIED = 1 << 28  # maximum size in bytes of a tensor that gets guards
 
 
 @contextlib.contextmanager
 def _guarded(entry: str, tensors: list[torch.Tensor]):
-    """Yield the offset of each tensor's copy between NaN guards that must not be written; copy results back at
-    the end.
+    """Run a kernel on copies of tensors between NaN guards, check that the guards are unchanged, and copy back.
+
+    Yields a function that returns the offset of a tensor's copy from the tensor, in bytes.
     """
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
     storages = {start: storage for start, storage in storages.items() if storage.nbytes() <= COPIED}
@@ -207,11 +209,11 @@ def _guarded(entry: str, tensors: list[torch.Tensor]):
         content.copy_(now)
 
 
-_sparse: list | None = None  # large tensors allocated inside `sparse_where_large`, or None outside
+_sparse: list | None = None  # inside `sparse_where_large`, the allocated large tensors; otherwise None
 
 
 def sparse(size, dtype=torch.float32, stride=None) -> torch.Tensor:
-    """Return a tensor of zeros of up to terabytes, surrounded by zeros. Only pages that are written use memory."""
+    """Return a tensor of zeros that may have terabytes, because only pages that are written use memory."""
     if _sparse is not None:
         _limit_memory(None)
     stride = stride or [math.prod(size[i + 1 :]) for i in range(len(size))]

@@ -1,4 +1,4 @@
-"""Training runs of real processes that tests can signal, kill or deprive of files and memory.
+"""Training runs in separate processes that tests can signal, kill or deprive of files and memory.
 
 The processes are forked from a process that has imported all modules, so a run starts in a fraction of a second. Ranks
 communicate over gloo on CPUs and over NCCL on GPUs.
@@ -156,7 +156,7 @@ class Torchrun:
         return self.launcher.exitcode
 
     def cut_the_power(self) -> None:
-        os.kill(self.launcher.pid, signal.SIGSTOP)  # so that torchrun cannot react to its workers' death
+        os.kill(self.launcher.pid, signal.SIGSTOP)  # a stopped torchrun cannot react to the death of its workers
         for process in (*self.workers, self.launcher.pid):
             os.kill(process, signal.SIGKILL)
 

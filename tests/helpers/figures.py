@@ -1,4 +1,4 @@
-"""Access to the Matplotlib figures of which code under test saves images."""
+"""Access to the Matplotlib figures that the tested code saves."""
 
 import re
 from pathlib import Path

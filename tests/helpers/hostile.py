@@ -43,7 +43,7 @@ def run(call, named):
 
 
 def places(named):
-    """Iterate over the positions of a call's tensors: the argument's name, and the index if the argument is a list."""
+    """Yield the name of each tensor argument and None, or for a list of tensors the name and each index."""
     for name, value in named.items():
         if isinstance(value, torch.Tensor):
             yield name, None
@@ -52,7 +52,7 @@ def places(named):
 
 
 def changed(named, place, change):
-    """Return the call with the tensor at `place` changed, or None if the change does not apply."""
+    """Return the named arguments with `change` applied to the tensor at `place`, or None if `change` returns None."""
     name, i = place
     t = change(named[name] if i is None else named[name][i])
     if t is None:
@@ -64,7 +64,7 @@ def on_this_machine(named):
     return tree_map_only(torch.Tensor, torch.Tensor.cuda, named) if GPU else named
 
 
-# Invalid tensor arguments
+# Changes that make a tensor argument invalid
 
 
 def longer(dim):
@@ -90,7 +90,7 @@ WRONG = {
     "complex": lambda t: t.to(torch.complex64),
     "elsewhere": lambda t: t.cpu() if t.is_cuda else t.to("meta"),
 }
-# Tensors that determine the expected dtype or device, or the only tensors with a certain dimension.
+# Operators compare the dtype, the device or a dimension of other tensors with these tensors.
 FIRST = ("x_GBLD", "x_BLC", "norm_C", "q_GLBN", "dx_BMC", ("saved", 0))
 
 

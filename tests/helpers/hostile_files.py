@@ -1,4 +1,4 @@
-"""Files of at most 1 MB that are expensive to read, and the CPU time and memory that reading each file takes.
+"""Measure CPU time and memory for reading files of at most 1 MB that were crafted to be expensive.
 
 Print the seconds and megabytes of each file: python tests/helpers/hostile_files.py [PART OF A NAME]
 """
@@ -385,7 +385,7 @@ def files() -> dict[str, Callable[[], bytes]]:
 @dataclass
 class Cost:
     seconds: float  # CPU time, because other programs may use the machine
-    megabytes: float  # peak memory growth of this process or of the decoding sandbox
+    megabytes: float  # peak growth of the memory of this process or of the sandbox that decodes images
     outcome: str
 
 

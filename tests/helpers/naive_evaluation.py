@@ -14,7 +14,10 @@ from timm.data import create_transform
 
 
 def saved_logits(model, folder, numbers, unreadable=(), **options):
-    """Return (names, targets_N, logits_NC) of the images folder/CLASS/*, with each class's index from `numbers`."""
+    """Return file names, class indices (N,) and logits (N, C) of the images in a folder of class folders.
+
+    `numbers` maps class names to class indices.
+    """
     transform = create_transform(options.pop("input_size"), is_training=False, **options)
     names, targets, logits = [], [], []
     for path in sorted(Path(folder).glob("*/*")):

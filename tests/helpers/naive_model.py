@@ -23,7 +23,7 @@ OURS = {
         for g in (0, 1)
     ],
 }
-PUBLISHED = {  # hustvl/Vim: vim/models_mamba.py and mamba-1p1p1/mamba_ssm/modules/mamba_simple.py
+PUBLISHED = {  # names of ViM's published weights, as in vim/models_mamba.py of github.com/hustvl/Vim
     "block": "layers.{}.",
     "norm": "norm_f.weight",
     "directions": [
@@ -58,7 +58,7 @@ def recurrence_inputs(u, w, names):
 
 
 def check_known(w):
-    """Assert that this module reads all weights; otherwise, its result would not be the model's."""
+    """Assert that this module reads all weights of a block, because a block with other weights needs other code."""
     read = {"norm.weight", "mixer.in_proj.weight", "mixer.out_proj.weight"}
     for names in (*OURS["directions"], *PUBLISHED["directions"]):
         read |= {f"{names[name]}.{kind}" for name in ("conv", "step") for kind in ("weight", "bias")}

@@ -38,7 +38,7 @@ def rate_of(epoch, o):
 
 
 def layer_of(name):
-    """Return a parameter's layer index for layer decay: stem, first block, last block with norm, head."""
+    """Return a parameter's layer for layer decay: 0 for the stem, 1 and 2 for the blocks, and 3 for the head."""
     stem = name in ("cls_token", "pos_embed") or name.startswith("patch_embed")
     return 0 if stem else {"blocks.0": 1, "blocks.1": 2, "norm.wei": 2}.get(name[:8], 3)
 
@@ -48,7 +48,7 @@ def is_decayed(name, parameter):
 
 
 def mixed(images, targets, classes, place, o):
-    """Apply mixup: mix eight images at a time, and their smoothed one-hot targets, with the same in reversed order."""
+    """Apply mixup to groups of eight images. A group and its targets are mixed with the group in reversed order."""
     one_hot = torch.eye(classes)[targets] * (1 - o.smoothing) + o.smoothing / classes
     if o.mixup == 0:
         return images, one_hot
@@ -112,7 +112,7 @@ def evaluated(model, images, targets):
     """Return the mean cross-entropy, and top-1 and top-5 accuracy in percent."""
     with torch.no_grad():
         logits = model.eval()(images).double()
-    ranks = (logits > logits.gather(1, targets[:, None])).sum(1)  # number of classes whose logit exceeds the target's
+    ranks = (logits > logits.gather(1, targets[:, None])).sum(1)  # number of classes with a larger logit
     loss = (logits.logsumexp(1) - logits.gather(1, targets[:, None])[:, 0]).mean().item()
     return {
         "loss": loss,
@@ -138,7 +138,7 @@ def grown(source, model):
 
 
 def train(folder, options, micro_batch=None, changes=(0, {}), teacher=None, phases=({},)):
-    """Reproduce a run of train_imagenet.py with these options on the splits of `folder`.
+    """Train as train_imagenet.py does with the given options, in plain PyTorch.
 
     Args:
         changes: (step, options): options that replace others from this step on (steps start at 0), as after resuming.

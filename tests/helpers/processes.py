@@ -56,7 +56,7 @@ def fork_server() -> None:
 
 
 class Forked(CONTEXT.Process):
-    """Process forked from the server, in the environment that all tests share instead of the current test's."""
+    """Process that is forked from the fork server, with the same environment variables for all tests."""
 
     def start(self):
         with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
@@ -83,7 +83,7 @@ def train_command(folder, image_folder, **options):
 
 
 def run(command, count=1, check=True, output=None, pictures=False):
-    """Run a Python command line in `count` forked processes, and return a CompletedProcess.
+    """Run a Python command in `count` forked processes, like `subprocess.run`.
 
     Stdout goes to `output` if given. Curves are plotted only if `pictures` is set, because plotting takes longer than a
     small run.
@@ -128,7 +128,7 @@ def _exit_codes(processes):
         process.start()
     for process in processes:
         process.join(300)
-        process.kill()  # no effect on processes that have ended
+        process.kill()  # only kills a process that has not ended in time
         process.join()
     return [process.exitcode for process in processes]
 
@@ -180,7 +180,7 @@ def become(rank, processes, port, stdout, stderr):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
     for standard, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
-    logging.getLogger().handlers.clear()  # remove pytest's handlers, which the fork has copied
+    logging.getLogger().handlers.clear()  # the fork copied pytest's log handlers
     # Reopen stdout and stderr, because pytest may have replaced the Python objects.
     sys.stdout, sys.stderr = (os.fdopen(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
 
@@ -194,8 +194,8 @@ def free_port() -> int:
     raise OSError("found no free port in 20000-31999 after 100 attempts")
 
 
-# The server is forked last, because its children need the functions above. Programs other than pytest use
-# multiprocessing's own server, because their functions are not defined yet. Python 3.14's server would need a key.
+# The fork server starts here, because its children need the functions above.
+# Outside of pytest, multiprocessing's own server starts later. Python 3.14's server would need an authentication key.
 if "pytest" in sys.modules and sys.version_info < (3, 14) and not UNDER_TEST:
     fork_server()
 else:

@@ -1,4 +1,4 @@
-"""Reference implementations in place of a block's kernels."""
+"""Reference implementations of the kernels of a block, in plain PyTorch."""
 
 import torch
 
@@ -60,7 +60,10 @@ class ReferenceKernels:
 
 
 def in_tiles(out_proj):
-    """Return out_proj in wgmma's memory layout: tiles of 32 input channels and all outputs, in 64-byte rows."""
+    """Return the weights of out_proj in the memory layout of Hopper's wgmma instruction.
+
+    Each tile has 32 input channels and all output channels, in rows of 64 bytes.
+    """
     (C, D), outputs = out_proj.shape, torch.arange(len(out_proj))
     place = outputs // 16 * 16 + outputs % 4 // 2 * 8 + outputs % 16 // 4 * 2 + outputs % 2
     eighths = torch.arange(4) ^ place[:, None] // 2 % 4

@@ -30,7 +30,7 @@ def of_recurrence(recurrence):
 
 
 def in_order(recurrence, inputs):
-    """Reorder a public scan's inputs to x, step logits, k, q, A, skip and bias, with None for absent inputs."""
+    """Reorder the inputs of `longhorn_scan` or `selective_scan` to x, step logits, k, q, A, skip and bias."""
     x, step_logits, *rest = inputs
     A = rest.pop(0) if recurrence == "selective" else None
     k, q, skip, bias = rest if len(rest) > 2 else (*rest, None, None)
@@ -38,7 +38,7 @@ def in_order(recurrence, inputs):
 
 
 def of_both_directions(recurrence, shape, dtype, device):
-    """Return the inputs of each direction, with parameters in fp32, and both directions' inputs stacked."""
+    """Return a list of each direction's inputs, with fp32 parameters, and the stacked inputs of both directions."""
     make, _ = of_recurrence(recurrence)
     pair = [[t.detach() if t.dim() == 3 else t.detach().float() for t in make(*shape, dtype, seed)] for seed in (0, 1)]
     return pair, [torch.stack(tensors).to(device) for tensors in zip(*pair)]
@@ -62,14 +62,14 @@ def exact(inputs):
 
 
 def outputs_and_gradients(f, inputs, dy_dtype=torch.float64, **kwargs):
-    """Return the output of f, and every input's gradient for a random gradient of the output, rounded to `dy_dtype`."""
+    """Return the output of `f` and the gradients of all inputs. The output gradient is random, with `dy_dtype`."""
     y = f(*inputs, **kwargs)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return [y, *torch.autograd.grad(y, inputs, dy.to(dy_dtype).to(y.dtype))]
 
 
 class StandIn:
-    """Stand-in for a backend's module: runs the reference, but asserts that real backends would support the inputs."""
+    """Stub of a backend that checks its inputs like the GPU backends, and computes with the reference."""
 
     def __init__(self):
         self.kept, self.state_sizes, self.dtypes = [], [], []
@@ -94,7 +94,7 @@ class StandIn:
     def backward(self, recurrence, dy, x, step_logits, k, q, A, skip, step_bias, states, reverse):
         leaves = [t if t is None else t.detach().double() for t in (x, step_logits, k, q, A, skip, step_bias)]
         given = [t.requires_grad_() for t in leaves if t is not None]
-        with ThreadPoolExecutor(1) as another:  # an operator disables autograd in its own thread
+        with ThreadPoolExecutor(1) as another:  # autograd is disabled in the thread that runs an operator's backward
             y = another.submit(self.y, recurrence, *leaves, reverse).result()
         found = iter(torch.autograd.grad(y, given, dy.double()))
         *per_token, dA, dskip, dbias = (t if t is None else next(found) for t in leaves)

@@ -207,7 +207,7 @@ def test_blocks_that_differ_only_in_weights_share_one_onnx_function():
         onnx_graph.call(kinds, block, torch.zeros(1, 7, 32))
     assert len(kinds) == 2
     assert onnx_graph.is_known(block)
-    block.__class__ = type("Mine", (Block,), {})  # subclass, whose forward may differ from Block's
+    block.__class__ = type("Mine", (Block,), {})  # a subclass may override Block.forward
     assert not onnx_graph.is_known(block)
 
 
@@ -250,7 +250,7 @@ def test_recurrences_in_onnxruntime_equal_the_reference():
     generator, session = torch.Generator().manual_seed(1), session_of_scans()
     for (B, L), name in itertools.product(((1, 1), (1, 2), (4, 1), (2, 41)), ("longhorn", "selective")):
         x, logits, k, q = (torch.randn(2, B, L, size, generator=generator).double() for size in (6, 6, 5, 5))
-        for scale in (1, 30):  # at scale 30, steps saturate at 0 and 1, and large keys clear the state
+        for scale in (1, 30):  # scale 30 also covers steps close to 0 and 1, and large keys
             logits, k = logits * scale, k * scale
             rates = -torch.rand(2, 6, 5, generator=generator).double() * scale
             if name == "selective":
@@ -342,7 +342,7 @@ def test_the_tolerance_of_outputs_is_relative_for_large_and_absolute_for_small_v
         else:
             with pytest.raises(ExportError, match="logits differs from the model's by"):
                 exporting.compare(model, exported, run)
-    assert counts == {1, 3}  # two batch sizes, because a file may support only one
+    assert counts == {1, 3}  # the check runs two batch sizes, because a file may support only one batch size
 
 
 class Sums(BidirectionalMixer):
@@ -441,7 +441,7 @@ def test_the_command_exports_the_given_weights_and_model_arguments(trained, comm
     saved = torch.load("best.pt")
     average = {name: 0.9 * value for name, value in saved["state_dict"].items()}
     torch.save(saved | dict(state_dict_ema=average), "both.pt")
-    halves = dict(rtol=2e-3, atol=1e-3)  # tolerance for weights rounded to fp16
+    halves = dict(rtol=2e-3, atol=1e-3)  # the exported weights are rounded to fp16
     for words, expected in ((["--use-ema"], average), (["--no-use-ema"], saved["state_dict"])):
         torch.testing.assert_close(exported("--checkpoint", "both.pt", *words).state_dict(), expected, **halves)
     model = exported("--checkpoint", "both.pt", "--img-size", "24", "--model-kwargs", "drop_rate=0.5")

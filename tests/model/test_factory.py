@@ -99,7 +99,7 @@ def test_preprocessing_equals_that_of_the_run(trained, tmp_path):
     assert two.pretrained_cfg["input_size"] == (2, 224, 224)
     export_model(two, tmp_path / "two.safetensors", mean=[0.5, 0.4], std=[0.2])
     assert vil.from_checkpoint(tmp_path / "two.safetensors").pretrained_cfg["mean"] == [0.5, 0.4]
-    # The configs of models created later are unchanged.
+    # Changing one model's pretrained_cfg does not change the pretrained_cfg of other models.
     assert timm.create_model("vil_tiny", depth=1).pretrained_cfg["crop_pct"] == 0.875
 
 
@@ -193,7 +193,7 @@ def test_weights_of_other_programs_require_the_model_name(tmp_path):
 
 
 def test_num_classes_0_returns_the_input_of_the_head(trained, tmp_path):
-    """With num_classes=0, a model returns its head's input, also for other programs' weights with or without a head."""
+    """With num_classes=0, a model returns the input of its head, also if the weights file has no head."""
     path, saved = trained
     weights, arguments = saved["state_dict"], dict(img_size=16, **saved["config"]["model_kwargs"])
     torch.save(weights, tmp_path / "plain.pth")

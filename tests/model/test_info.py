@@ -77,7 +77,7 @@ def test_the_reported_commit_is_that_of_the_packages_checkout(tmp_path, monkeypa
     assert info.git_commit() == unknown
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "commit", "--quiet", "--allow-empty", "-m", "around it")
-    assert info.git_commit() == unknown  # the surrounding repository does not track the package's files
+    assert info.git_commit() == unknown  # a repository in a parent folder does not count
     git(checkout, "init", "--quiet")
     assert info.git_commit() == "unknown: git failed"  # the repository has no commit yet
     (package / "other").touch()
@@ -103,14 +103,14 @@ def test_the_reported_commit_is_that_of_the_packages_checkout(tmp_path, monkeypa
         assert info.git_commit() == head
     (package / "other").write_text("changed")
     assert info.git_commit() == head + "-dirty"
-    monkeypatch.setenv("PATH", str(tmp_path))  # as if git were not installed
+    monkeypatch.setenv("PATH", str(tmp_path))  # with this PATH, git is not found
     assert info.git_commit() == "unknown: git failed"
     assert capfd.readouterr() == ("", "")  # git's own error messages are not printed
 
 
 def test_help_and_version_options_print_help_and_version(monkeypatch, capsys):
     assert vil.__version__ == importlib.metadata.version("vision-longhorn")
-    monkeypatch.setattr(vil, "__version__", vil.__version__)  # so that monkeypatch restores the version after the test
+    monkeypatch.setattr(vil, "__version__", vil.__version__)  # lets monkeypatch restore the version after the test
     with monkeypatch.context() as not_installed:
         find = importlib.metadata.version
         not_installed.setattr(importlib.metadata, "version", lambda name: find(f"no {name}"))

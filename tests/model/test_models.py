@@ -105,7 +105,7 @@ def test_pooling():
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Simulate the fused operator; return a list of whether each block computed only the middle token."""
+    """Simulate the fused operator. The returned list records which blocks computed only the middle token."""
     middles = []
 
     def operator(x, weights, options, scale, normed=None):
@@ -357,7 +357,7 @@ def test_pruning_removes_blocks_that_the_intermediates_do_not_need():
     assert len(model.blocks) == 2
     assert model.num_classes == 0
     torch.testing.assert_close(model.forward_intermediates(x, indices=[1], intermediates_only=True), expected)
-    torch.testing.assert_close(model(x), tokens)  # all tokens, without final norm and head
+    torch.testing.assert_close(model(x), tokens)  # the pruned model has no final norm and no head
 
     model = small(depth=4).eval()
     model.load_state_dict(weights)
@@ -430,9 +430,7 @@ def test_a_model_of_another_dtype(name, dtype):
 
 
 def test_low_precision_models_do_not_round_parameters_that_are_added_or_normalized():
-    """In low precision, patches are rounded like matrix products, but position embeddings, biases, norms and decay
-    rates are exact until they are used.
-    """
+    """In bf16 models, added or normalized tensors (position embeddings, biases, norms, decay rates) are not rounded."""
     model = randomised(small("vim_tiny", depth=1)).bfloat16()
     exact = {name: t.detach().double() for name, t in model.named_parameters()}
     close = functools.partial(torch.testing.assert_close, check_dtype=False, atol=1e-6)
@@ -535,7 +533,7 @@ def test_compiles_for_a_second_image_size():
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for height in (48, 80):
         x = random_images(2, 3, height, 48)
-        torch._dynamo.mark_dynamic(x, 2)  # otherwise the first size would be compiled by itself
+        torch._dynamo.mark_dynamic(x, 2)  # compile one graph for all image heights
         actual, expected = compiled(x), model(x)
         torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(gradients(actual, model), gradients(expected, model))
@@ -598,7 +596,7 @@ def test_every_model_rejects_gradient_penalties_with_the_same_message(name, fuse
     (again,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     torch.testing.assert_close(again, dx, rtol=1e-3, atol=1e-5)
     with pytest.raises(NotImplementedError, match="differentiable once.*gradient penalties"):
-        torch.autograd.grad(again.square().sum(), x, retain_graph=True)  # without weight gradients
+        torch.autograd.grad(again.square().sum(), x, retain_graph=True)  # second derivative by the input only
     with pytest.raises(NotImplementedError, match="differentiable once.*gradient penalties"):
         again.square().sum().backward()
 
@@ -609,7 +607,7 @@ def test_a_replaced_step_projection_adds_its_bias_once(name):
     expected = model(x)
     for direction in model.blocks[0].mixer.directions:
         ours, (D, R) = direction.step_proj.state_dict(), direction.step_proj.weight.shape
-        direction.step_proj = torch.nn.Linear(R, D)  # replacement layer, as loralib inserts
+        direction.step_proj = torch.nn.Linear(R, D)  # loralib also replaces layers by other classes
         direction.step_proj.load_state_dict(ours)
     torch.testing.assert_close(model(x), expected)
 

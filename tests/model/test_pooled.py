@@ -16,7 +16,10 @@ GRIDS = [(3, 4), (4, 3), (3, 3), (1, 5), (5, 1), (1, 1), (2, 2)]
 
 
 def one_direction(direction, u, groups):
-    """Return one direction's output y (L, D) for tokens u (L, D) in reading order; each group shares a state update."""
+    """Return the output (L, D) of one scan direction for tokens (L, D) in scan order, in plain loops.
+
+    The recurrence reads the mean of each group of tokens.
+    """
     w = dict(direction.named_parameters())
     D, R = w["step_proj.weight"].shape
     padded = torch.cat([u.new_zeros(3, D), u])
@@ -100,7 +103,7 @@ def test_pooled_models_support_timms_interface(name):
     model.zero_grad()
     model.set_grad_checkpointing()
     calls = []
-    # Gradient checkpointing supports hooks on modules that receive the grid.
+    # With gradient checkpointing, forward hooks still run.
     watched = model.blocks, model.blocks[0].norm
     handles = [m.register_forward_hook(lambda module, *_: calls.append(type(module))) for m in watched]
     model(images).sum().backward()

@@ -83,7 +83,7 @@ def test_predictions_equal_the_models_softmax_for_every_image_source(checkpoint,
     transparent = np.pad(pixels, [(0, 0), (0, 0), (0, 1)])
     others = [path, Image.fromarray(pixels), pixels, pixels.astype(np.uint16) << 8, transparent]
     again = [*vil.predict(checkpoint, others, topk=3, batch_size=3), vil.predict(checkpoint, pixels, topk=3)]
-    # the last image of a batch in one array
+    # An array (B, H, W, 3) is a batch of images.
     for other in [*again, *vil.predict(model, np.stack([pixels, pixels]), topk=3)]:
         assert [p.label for p in other] == [p.label for p in found]
         assert [p.probability for p in other] == pytest.approx([p.probability for p in found], rel=1e-5)

@@ -96,7 +96,7 @@ def test_load_state_dict_accepts_the_content_of_a_published_checkpoint():
     model.load_state_dict({"model": weights, "epoch": 299})
     assert torch.equal(model.blocks[1].mixer.in_proj.weight, weights["layers.1.mixer.in_proj.weight"])
     assigned = timm.create_model("vim_tiny", device="meta", **SMALL)
-    assert not any(assigned.load_state_dict(weights, assign=True))  # neither missing nor unexpected keys
+    assert not any(assigned.load_state_dict(weights, assign=True))  # no keys are missing or unexpected
     assert assigned.blocks[1].norm.weight.data_ptr() == weights["layers.1.norm.weight"].data_ptr()
 
 

@@ -37,7 +37,7 @@ class Lightning(torch.nn.Module):
 
 
 def assert_loads(path, truth):
-    """Assert that `from_checkpoint`, and `create_model` as called by training, load these weights from a file."""
+    """Assert that `from_checkpoint` and `create_model` load the weights `truth` from a file."""
     for model in (
         from_checkpoint(path, "vil_tiny", **KWARGS),
         create_model("vil_tiny", path, **KWARGS),

@@ -50,7 +50,7 @@ def images():
 
 
 def lines_of(pool):
-    """Return, in order, the groups of tokens that share a state update: single tokens, or lines in pooled blocks."""
+    """Return the tokens that each scan step reads, in order: a single token, or a row or column in pooled blocks."""
     if pool is None:
         return [[token] for token in range(TOKENS)]
     patches = torch.tensor([token for token in range(TOKENS) if token != CLASS_TOKEN]).view(GRID)
@@ -186,7 +186,7 @@ def test_a_deletion_curve_is_the_probability_after_occlusion_by_the_mean_colour(
             expected.append(model(hidden).softmax(-1)[0, number].item())
         assert curve[i].tolist() == pytest.approx(expected)
     curve, blank = deletion_curve(model, images, maps), images.mean((2, 3), keepdim=True).expand_as(images)
-    assert curve.shape == (2, 11)  # 11 points, because patches are hidden in ten steps by default
+    assert curve.shape == (2, 11)  # the default of ten steps gives 11 points
     for step, seen in ((0, images), (10, blank)):
         expected = model(seen).softmax(-1).gather(1, model(images).argmax(-1, keepdim=True))[:, 0]
         torch.testing.assert_close(curve[:, step], expected.detach())
@@ -238,7 +238,7 @@ def test_the_scan_plot_shows_each_image_beside_its_traces(name, step, blocks, im
                 panel = 7 * row + 1 + 2 * field + g
                 np.testing.assert_allclose(arrays[panel], pair[g].view(GRID), rtol=1e-6, atol=1e-12)
                 np.testing.assert_allclose(limits[panel], (least, most), rtol=1e-6, atol=1e-12)
-    assert len(figure.axes) == 10 * len(rows)  # seven maps per row, and three colour bars
+    assert len(figure.axes) == 10 * len(rows)  # each row has seven images and three colour bars
     titles = [axis.get_title().replace("\n", " ") for axis in maps_of(figure)[1:7]]
     ways = ("first to last", "last to first")
     assert titles == [f"{field}, {way}" for field in ("relevance", step, "state norm") for way in ways]
@@ -327,7 +327,7 @@ def checkpoint_of_a_run(path, weights, **options):
     ],
 )  # fmt: skip
 def test_the_command_plots_a_checkpoint_on_image_folders(words, options, files, blocks, tmp_path, monkeypatch, capsys):
-    """The command plots the first image of each folder, then the second of each, with the data of vil.viz's figures."""
+    """The command plots images from alternating folders, with the values that the functions of vil.viz return."""
     kwargs = dict(embed_dim=16, depth=4, patch_size=8)
     torch.manual_seed(7)
     model = timm.create_model("vil_tiny", num_classes=3, img_size=16, **kwargs).eval()
@@ -355,7 +355,7 @@ def test_the_command_plots_a_checkpoint_on_image_folders(words, options, files, 
     asked, count = images[:4], min(2, len(files))
     with torch.no_grad():
         best = model(images[:count]).softmax(-1).max(-1)
-    titles = [  # titles short enough for adjacent images
+    titles = [  # long names are truncated, so that titles do not overlap
         f"{name[2:][-30:]}".replace("\n", "?") + f"\n{NAMES[number][:30]} ({p:.1%})"
         for name, p, number in zip(files, *map(torch.Tensor.tolist, best))
     ]

@@ -93,7 +93,7 @@ def test_timm_and_training_load_the_file_with_a_new_head(packed, caplog):
     assert all(torch.equal(first[n], weights[n].half().float()) for n in first if not n.startswith("head."))
 
 
-# other names of heads: `fc`, and `head.linear` in a model with a second head
+# Models of timm name their head differently, for example `fc` or `head.linear`.
 @pytest.mark.parametrize("name", ["resnet10t", "levit_128s"])
 def test_training_loads_another_timm_models_file_with_or_without_its_head(name, tmp_path, caplog):
     weights = timm.create_model(name, num_classes=7).state_dict()

@@ -8,7 +8,7 @@ from faults import Run
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory, image_folder):
-    """Return a function that trains an uninterrupted `Run`, once for each world size and set of options."""
+    """Return a function that trains an uninterrupted run and caches the run by world size and options."""
 
     @functools.cache
     def trained(processes=2, **options):

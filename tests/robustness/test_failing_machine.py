@@ -130,7 +130,7 @@ def test_a_run_retries_until_the_disk_recovers(start, data, undisturbed):
     one = start(1, prepare=functools.partial(break_in_step, 3, [*intact], (0.01,) * 3000), data_dir=str(data))
     while not all(path.is_symlink() for path in intact):
         assert one.is_running()
-    time.sleep(0.5)  # time in which the run reaches a failing file
+    time.sleep(0.5)  # in this time, the run reaches a file that cannot be read
     assert one.is_running()
     mend_disk(intact)
     assert_same(one.finished(), undisturbed(1).result())
@@ -236,7 +236,7 @@ def test_evaluating_only_unreadable_images_fails(image_folder, uninterrupted, tm
 def test_dangling_links_are_rejected_at_the_start(image_folder, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(image_folder, data)
-    for name in ("bee/99.png", "wasp"):  # link to an image, and link to a class folder
+    for name in ("bee/99.png", "wasp"):  # an image and a class folder are dangling links
         (link := data / "train" / name).symlink_to(tmp_path / "missing" / "mount")
         with pytest.raises(ConfigError, match=f"links in .* have no target, such as .*{name}.*: mount the disk"):
             open_split(str(data), "", "train")
@@ -313,7 +313,7 @@ def test_an_io_error_in_a_tar_file_raises_a_machine_error(image_folder, tmp_path
         tar.add(image_folder / "val", "val")
     loader = evaluation_loader(open_split(str(tmp_path), "", "val"), DATA_CONFIG, CPU, 0, 4, 0, 1)
     batches = iter(loader)
-    next(batches)  # the reader keeps the file open
+    next(batches)  # from now on, the tar file is open
     folder = os.open(tmp_path, os.O_RDONLY)
     there = {fd: os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
     opened = [int(fd) for fd, path in there.items() if path == str(tmp_path / "val.tar")]
@@ -451,7 +451,7 @@ def test_a_deleted_best_checkpoint_is_reported_as_missing(image_folder, tmp_path
     assert best.row is best_row(history)
     (tmp_path / "run" / "best.pt").unlink()
     assert best.find(history) == "is missing"
-    # without best.pt, any next epoch is the best
+    # Without best.pt, any finished epoch counts as the best epoch.
     assert best.is_beaten_by(dict(history[0], eval_top1=0.0, eval_top1_ema=0.0))
 
 

@@ -40,7 +40,7 @@ def test_a_file_is_written_atomically(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_atomically(path, fail)
     assert path.read_bytes() == b"two"
-    with pytest.raises(OSError, match=r"No space left on device: '.*summary\.csv'$"):  # error while writing the content
+    with pytest.raises(OSError, match=r"No space left on device: '.*summary\.csv'$"):  # a write fails
         write_atomically(path, lambda file: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match=rf"^\[[^]]*\] [^']*: '{tmp_path}'$"):  # the target is a folder
         write_atomically(tmp_path, "four")
@@ -119,10 +119,10 @@ def test_a_folder_is_locked_by_one_run(tmp_path, monkeypatch):
         assert half.exists()  # the holder may be writing this file
         with FolderLock(tmp_path / "other"):
             pass
-        (tmp_path / "run" / ".holder").unlink()  # the holder may not have written this file yet
+        (tmp_path / "run" / ".holder").unlink()  # a process that just acquired the lock has not written .holder yet
         with pytest.raises(FolderInUseError, match="run is in use: another process. Stop that run first"):
             FolderLock(tmp_path / "run")
-    with FolderLock(tmp_path / "run"):  # the first lock has been released
+    with FolderLock(tmp_path / "run"):  # a released lock can be acquired again
         pass
 
 
@@ -155,7 +155,7 @@ def test_a_file_system_without_locks_causes_a_warning_and_no_stale_lock(number, 
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", failing_flock)
-    for _ in range(2):  # the second lock finds the files of a crashed run
+    for _ in range(2):  # the second time, the folder has the lock files of a process that did not release the lock
         lock = FolderLock(tmp_path)
     lock.release()
     assert f"{tmp_path} cannot be locked ({os.strerror(number)})" in caplog.text
@@ -294,14 +294,14 @@ def test_a_run_continues_when_its_terminal_is_closed(image_folder, tmp_path):
     while b"micro-batches of" not in said:  # the run prints these words before the first step
         said += os.read(screen, 1000)
     os.close(terminal)
-    os.close(screen)  # sends SIGHUP, and writing fails from now on
+    os.close(screen)  # closing the terminal sends SIGHUP, and writing to the terminal fails from now on
     process.join(100)
     assert process.exitcode == 0
     assert len(checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()["history"]) == 2
 
 
 def hasten(log):
-    """Shorten one run's wait for the lock, and delay the other run's training until the wait has ended."""
+    """Let a waiting run give up on the lock after 0.1 seconds, while the other run holds the lock."""
     locks.PATIENCE = 0.1
     before(training_loop.Trainer, "run", lambda: wait_for("is in use", log))
 

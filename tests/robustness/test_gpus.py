@@ -55,7 +55,7 @@ def test_a_model_trains_on_a_non_current_device():
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-SUMMED = dict(global_batch_size=32, batch_size=8)  # two micro-batches on each of two GPUs
+SUMMED = dict(global_batch_size=32, batch_size=8)  # each of two GPUs accumulates two micro-batches
 
 
 @pytest.mark.parametrize("options", [{}, {"amp_dtype": "float16"}], ids=str)

@@ -1,4 +1,4 @@
-"""Compare batched random erasing, mixup and cutmix with timm's, which are applied to one group of images at a time."""
+"""Tests that batched random erasing, mixup and cutmix equal timm's implementations."""
 
 import math
 
@@ -54,7 +54,7 @@ def augmented_by_timm(images, targets, config, num_classes, epoch, position):
     ids=lambda options: " ".join(options) or "recipe",
 )  # fmt: skip
 def test_a_batch_is_erased_and_mixed_like_timms(options):
-    """Compare augmenting all groups of a batch at once with timm's result per group. The last group has four images."""
+    """Random erasing, mixup and cutmix of a batch in one call equal timm's results for groups of images."""
     config = dict(RECIPE, seed=0) | options
     images, targets = random_images(68, 3, 12, 20), torch.arange(68) % 10
     given = images.clone()
@@ -81,7 +81,7 @@ def test_erased_regions_get_independent_noise_per_image(mode):
     assert torch.equal(noisy, again)
     assert torch.equal(noisy[32:], part)
     values = [noisy[i][:, erased[i]] for i in range(96) if erased[i].any()]
-    if mode == "rand":  # one random colour per image
+    if mode == "rand":  # the mode "rand" erases with one random colour per image
         assert all((v == v[:, :1]).all() for v in values)
         values = [v[:, :1] for v in values]
     starts = torch.stack([v[:, 0] for v in values])

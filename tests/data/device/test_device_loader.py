@@ -65,9 +65,9 @@ def test_batches_equal_timms_transform_of_each_image(photo_folder, device, optio
     options = dict(options)
     # workers decode images of at most this number of pixels
     monkeypatch.setattr(encoded, "SMALL", options.pop("SMALL", encoded.SMALL))
-    # maximum number of pixels of batches that are transformed together
+    # Batches are transformed together if they have at most this number of pixels.
     monkeypatch.setattr(plan, "PIXELS_TOGETHER", options.pop("TOGETHER", 2**20))
-    # number of images in a piece, which a worker returns at once
+    # A worker returns this number of images at a time.
     monkeypatch.setattr(plan, "PIECE", options.pop("PIECE", plan.PIECE))
     loader, keys = on_device(photo_folder, device, **options)
     images, targets = joined(loader)
@@ -159,7 +159,7 @@ def test_evaluation_images_equal_timms_transform_of_each_image(photo_folder, dev
 
 
 def epochs(folder, device, count=3, first=0, first_step=0, **options):
-    """Return the batches of `count` epochs, the first of which starts at `first_step`, and their loader."""
+    """Return the batches of `count` epochs, and the loader. The first epoch starts at the step `first_step`."""
     loader, _ = on_device(folder, device, **options)
     found = []
     for epoch in range(first, first + count):
@@ -224,7 +224,7 @@ def test_repeated_augmentation_fills_the_cache_before_the_first_batch(
     assert len(loader.cache.images) in read
     assert loader.dataset.unreadable.count == 0
     keys = [key for batch in loader.batches for key in batch]
-    assert len(keys) == 48  # keys of the epoch are unchanged
+    assert len(keys) == 48  # filling the cache does not change the images of an epoch
     without, _ = on_device(files, device)
     monkeypatch.setattr(without, "gathered", lambda: iter(()))
     assert [list(without), without.cache.images] == [[], {}]
@@ -326,7 +326,7 @@ def test_waiting_times_for_the_model_and_the_thread_are_measured(six_batches, mo
     begin = time.perf_counter()
     list(six_batches)
     for_model, for_thread = six_batches.waits
-    assert for_model > 2 * 0.05  # the thread waits for the model from the fourth batch on
+    assert for_model > 2 * 0.05  # the last three batches are prepared before the model needs them
     assert for_thread > 5 * 0.02
     assert for_model + for_thread < time.perf_counter() - begin
 

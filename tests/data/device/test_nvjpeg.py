@@ -57,7 +57,7 @@ def test_decoding_waits_for_queued_kernels_that_read_the_memory():
         torch.cuda.empty_cache()
         before = torch.full((size,), 7, dtype=torch.uint8, device=device)
         torch.cuda.synchronize()
-        torch.cuda._sleep(2 * 10**8)  # clock cycles, which take about 0.1 seconds
+        torch.cuda._sleep(2 * 10**8)  # keep the GPU busy for about 0.1 seconds
         read, memory = before.sum(), before.data_ptr()
         del before
         (image,) = decode([file])
@@ -106,7 +106,7 @@ def test_memory_is_allocated_only_for_sizes_within_the_limit(monkeypatch):
 
 @pytest.fixture
 def library(monkeypatch):
-    """Stub nvJPEG and a GPU. Return the recorded calls, a dict of status codes, and the destinations of the pixels."""
+    """Replace nvJPEG and the GPU by stubs that record calls and return configurable status codes."""
     asked, answers, destinations = [], {}, []
 
     def create(backend, *_):

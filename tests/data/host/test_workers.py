@@ -112,7 +112,7 @@ def test_workers_and_training_use_separate_cores(machine, monkeypatch, wanted, t
         workers.share_cores(CPU, wanted)
         monkeypatch.delenv("OMP_NUM_THREADS")
         workers.share_cores(CUDA, wanted)
-        assert torch.get_num_threads() == 3  # unchanged if the user sets --workers, or on a GPU
+        assert torch.get_num_threads() == 3  # --workers and GPUs do not change the number
         workers.share_cores(CPU, wanted)
         assert torch.get_num_threads() == threads
     finally:
@@ -183,7 +183,7 @@ def test_too_little_shared_memory_for_one_worker_is_rejected_with_the_remedy(mac
     with pytest.raises(ConfigError, match="at least 130 MiB:"):
         chosen(in_use=12)
     machine(16, processes=8)
-    with pytest.raises(ConfigError, match="at least 240 MiB:"):  # 240 bytes are the total for all local ranks
+    with pytest.raises(ConfigError, match="at least 240 MiB:"):  # 8 ranks need 30 MiB each
         chosen()
     assert chosen(requested=0) == (0, None)
 
@@ -203,7 +203,7 @@ def test_shared_memory_is_unlimited_without_a_shared_memory_folder(machine, monk
 
 @pytest.fixture
 def started(image_folder):
-    """Return a function that creates an evaluation loader, and returns the loader and its workers."""
+    """Return a function that creates an evaluation loader with workers. The function returns loader and workers."""
     before = set(multiprocessing.active_children())
     new = lambda: set(multiprocessing.active_children()) - before  # noqa: E731
 
@@ -239,7 +239,7 @@ def test_a_worker_reports_full_shared_memory_in_one_line(started, monkeypatch, o
     assert not image.is_shared()  # only workers use shared memory
     monkeypatch.setattr(workers, "get_worker_info", lambda: "one")
     with pytest.raises(ConfigError, match="2 MiB free, 3 MiB needed for images"):
-        workers.into_shared_memory(*image.split([MIB, 2 * MIB]))  # each of the two tensors would fit, but not both
+        workers.into_shared_memory(*image.split([MIB, 2 * MIB]))  # only one of the two tensors fits
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_a_worker_ignores_all_signals_except_its_parents(started, monkeypatch, s
     """Workers survive signals that a scheduler sends to all processes, because the parent still needs images."""
     monkeypatch.setattr("vil.data.loaders.STALLED", 60)
     threads = torch.get_num_threads()
-    try:  # a different number of threads makes PyTorch start threads in a worker before this package's code runs
+    try:  # with another number of threads, PyTorch starts threads in a worker before the worker handles signals
         torch.set_num_threads(threads + 2)
         loader, (worker,) = started(batch_size=2, streams=streams)
     finally:
@@ -366,7 +366,7 @@ def test_an_unused_loader_in_a_reference_cycle_stops_its_workers_silently(image_
     del loader
     others = set(threading.enumerate())
     gc.collect()
-    for thread in set(threading.enumerate()) - others:  # feeder threads of multiprocessing queues
+    for thread in set(threading.enumerate()) - others:  # multiprocessing queues have feeder threads
         thread.join()
     assert not said
     assert not any(child.is_alive() for child in children)

@@ -40,7 +40,7 @@ def packed(request):
 
 
 def by_file(images):
-    """Return a dict from the last parts of each image's path to the image's class name."""
+    """Return the class name of each image, by the last three parts of the image's path."""
     names = {index: name for name, index in class_names(images).items()}
     return {"/".join(images.filename(i).split("/")[-3:]): names[images.reader[i][1]] for i in range(len(images))}
 
@@ -137,7 +137,7 @@ def test_two_unicode_forms_of_a_name_are_one_class(tmp_path, packed, caplog):
     assert num_classes == 2
     assert [*by_file(val).values()] == [*by_file(train).values()] == [NFC, "tea"]
     assert "no images of" not in caplog.text
-    write(tmp_path, f"both/{NFC}/0.png", f"both/{NFD}/0.png")  # two Unicode normalizations that look the same
+    write(tmp_path, f"both/{NFC}/0.png", f"both/{NFD}/0.png")  # NFC and NFD of a name look the same
     with pytest.raises(ConfigError, match="must differ after Unicode normalization"):
         open_split(str(tmp_path), "", "both")
 
@@ -235,7 +235,7 @@ def test_a_missing_validation_split_is_reported_with_the_test_split_as_remedy(tm
 def test_a_linked_class_folder_is_named_after_the_link(tmp_path, caplog):
     write(tmp_path, "train/ant/0.png", "store/x/0.png", "store/x/1.png")
     (tmp_path / "train" / "bee").symlink_to(tmp_path / "store" / "x")
-    (tmp_path / "train" / "wasp").symlink_to(tmp_path / "train" / "ant")  # a second class with the same images
+    (tmp_path / "train" / "wasp").symlink_to(tmp_path / "train" / "ant")  # the class has the images of another class
     with caplog.at_level(logging.WARNING):
         images = open_split(str(tmp_path), "", "train")
     assert class_names(images) == {"ant": 0, "bee": 1}

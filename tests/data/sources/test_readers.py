@@ -67,5 +67,5 @@ def test_a_split_is_judged_by_files_sampled_from_the_whole_split(photo_folder, t
         (folder / f"{i}.jpg").write_bytes(encode(PHOTO.resize((9, 9)) if kind == "GIF" else PHOTO, format=kind))
     os.mkfifo(folder / "pipe.jpg")
     images = open_split(str(tmp_path), "", "odd")
-    assert readers.has_jpegs(images)  # three of the five images are JPEGs; a pipe is reported only when it is read
-    assert readers.typical_pixels(images) == math.prod(PHOTO.size)  # mean over the files that need no sandbox
+    assert readers.has_jpegs(images)  # most of the images are JPEGs
+    assert readers.typical_pixels(images) == math.prod(PHOTO.size)  # files that need a sandbox are left out

@@ -58,7 +58,7 @@ def test_splits_are_found_by_common_names(tmp_path, wanted, there, found, tar, c
     lines = [record.getMessage() for record in caplog.records]
     if wanted in (found, "train", "validation"):
         assert lines == []
-    else:  # an alternative to the requested folder is logged
+    else:  # using another folder than the requested one is logged
         assert lines == [f"{tmp_path} has no split {wanted!r}: {found}{'.tar' * tar} in its place"]
 
 
