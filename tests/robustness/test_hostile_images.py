@@ -326,7 +326,7 @@ def sandbox_process(seconds=60, most_bytes=None):
 
 def decode_by(process, content):
     """Decode a file in a sandbox process, and return the image's size and pixels (empty if the process has ended)."""
-    process.stdin.write(len(content).to_bytes(8, "little") + content)
+    process.stdin.write(sandbox_server.REQUEST.pack(len(content), False) + content)
     process.stdin.flush()
     count, *size = sandbox_server.REPLY.unpack(process.stdout.read(sandbox_server.REPLY.size).ljust(16, b"\0"))
     return tuple(size), process.stdout.read(count)

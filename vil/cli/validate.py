@@ -67,6 +67,11 @@ def _parser(prog: str | None) -> Parser:
     add("--data-dir", help="folder that contains the split")
     add("--dataset", help="timm dataset name, such as hfds/NAME; '' for folders and tar files")
     add("--split", help="name of the split (default: validation)")
+    add(
+        "--apply-exif-orientation",
+        action=argparse.BooleanOptionalAction,
+        help="rotate images by their EXIF orientation; by default as in the training of the checkpoint",
+    )
     add("--num-classes", help="number of classes of the model")
     add("--img-size", nargs="+", metavar="SIZE", help="image size, or height and width")
     add("--crop-pct", help="share of the image inside the centre crop")

@@ -43,6 +43,9 @@ class Config:
         above=0, high=0.9,
     )  # fmt: skip
     num_classes: int | None = _option(None, "number of classes; read from the dataset if not given", low=1)
+    apply_exif_orientation: bool = _option(
+        False, "rotate images by their EXIF orientation, as prediction does; timm's programs ignore the orientation"
+    )
     workers: int | None = _option(
         None, "data loading workers of each process; depends on the available cores if not given", low=0, high=1024
     )

@@ -91,7 +91,7 @@ def resolve_settings(options: argparse.Namespace) -> tuple[DataSettings, list[Mo
         model_kwargs=parse_key_values(options.model_kwargs),
     )
     source = Checkpoint(options.checkpoint) if options.checkpoint else None
-    data = resolve_data(options.data_dir, options.dataset, options.split, source)
+    data = resolve_data(options.data_dir, options.dataset, options.split, source, options.apply_exif_orientation)
     first = resolve_model(given, source)
     if not options.against:
         return data, [first]

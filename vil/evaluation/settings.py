@@ -25,12 +25,14 @@ class DataSettings:
 
     Attributes:
         val_fraction: Share of each class that training held out of the split; None evaluates the whole split.
+        apply_exif_orientation: Whether to rotate images by their EXIF orientation.
     """
 
     data_dir: str | None
     dataset: str
     split: str
     val_fraction: float | None = None
+    apply_exif_orientation: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,11 @@ class EvaluationSettings:
 
 
 def resolve_data(
-    data_dir: str | None, dataset: str | None, split: str | None, source: Checkpoint | None
+    data_dir: str | None,
+    dataset: str | None,
+    split: str | None,
+    source: Checkpoint | None,
+    apply_exif_orientation: bool | None = None,
 ) -> DataSettings:
     """Return the split given on the command line, otherwise the validation split of the run in the checkpoint.
 
@@ -120,10 +126,12 @@ def resolve_data(
             the command line, or the folder has no validation split and no class folders.
     """
     saved = source.options if source else {}
+    saved_rotation = saved.get("apply_exif_orientation", False)
     data = DataSettings(
         data_dir=saved.get("data_dir") if data_dir is None else data_dir,
         dataset=(saved.get("dataset") if dataset is None else dataset) or "",
         split=split or saved.get("val_split", "validation"),
+        apply_exif_orientation=saved_rotation if apply_exif_orientation is None else apply_exif_orientation,
     )
     if not data_dir and not data.dataset and not Path(data.data_dir or ".").is_dir():
         raise ConfigError(f"data_dir {data.data_dir} stored in {source} does not exist on this machine: set --data-dir")

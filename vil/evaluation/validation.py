@@ -15,7 +15,7 @@ from ..config import ConfigError
 from ..data.host.workers import share_cores
 from ..data.loaders import evaluation_loader
 from ..data.sources.images import UnreadableSplitError
-from ..data.sources.splits import class_names, count_images, describe_split
+from ..data.sources.splits import apply_exif_orientation, class_names, count_images, describe_split
 from ..devices import autocast
 from .comparison import Comparison
 from .evaluator import Evaluation, Evaluator
@@ -99,6 +99,7 @@ def _open(first: EvaluatedModel, data: DataSettings, rank: int, world_size: int)
         first.settings.owner,
         data.val_fraction,
     )
+    apply_exif_orientation(split.images, data.apply_exif_orientation)
     count = count_images(split.images)
     if world_size > count:
         raise ConfigError(f"world size must be at most the number of images, {count}, got {world_size}")

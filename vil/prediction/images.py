@@ -14,14 +14,18 @@ Picture: TypeAlias = str | os.PathLike | Image.Image | np.ndarray
 
 
 def open_picture(image: Any) -> Image.Image:
-    """Convert an image file, Pillow image or array to 8-bit RGB, with the same colour conversion as in training."""
+    """Convert an image file, Pillow image or array to 8-bit RGB, with the same colour conversion as in training.
+
+    Image files and Pillow images are rotated by their EXIF orientation.
+    """
     from ..data.sources.images import read_image
+    from ..security.exif import to_upright_rgb
     from ..security.image_decoding import to_rgb
 
     if isinstance(image, (str, os.PathLike)):
         return read_image(image)
     if isinstance(image, Image.Image):
-        return to_rgb(image)
+        return to_upright_rgb(image)
     return to_rgb(_from_array(np.asarray(image)))
 
 

@@ -13,11 +13,13 @@ from PIL import Image, UnidentifiedImageError
 
 # Pillow supports about forty formats, and detects a format by content; an EPS file would start Ghostscript.
 Image.init()
+HEIC = "HEIF"  # Pillow's name of the format, which only the sandbox registers
 FORMATS = tuple(f for f in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF") if f in Image.OPEN)
 
 MOST_BYTES = 2**29  # maximum file size in bytes, because some decoders read the whole file into memory
 MOST_PIXELS = 89_478_485  # maximum number of pixels, above which Pillow would warn; Pillow's RGB image takes 0.36 GB
 MOST_ELONGATED = 100  # maximum aspect ratio; a narrower image would be huge once its shorter side has the model's size
+HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")  # bytes 8 to 12 of a HEIC file
 LEAST_TILE = 2**22  # pixels; larger TIFF tiles must not exceed the image's size
 
 # numbers of TIFF tags
@@ -53,8 +55,11 @@ def open_image(file: BinaryIO) -> Any:
         UnfitImageError: The file is not an image in one of `FORMATS`, or its header exceeds a limit.
     """
     try:
-        image: Any = Image.open(file, formats=FORMATS)
+        image: Any = Image.open(file, formats=[*FORMATS, HEIC] if HEIC in Image.OPEN else FORMATS)
     except UnidentifiedImageError as error:  # Pillow's message contains only a memory address
+        file.seek(4)
+        if file.read(4) == b"ftyp" and file.read(4) in HEIC_BRANDS and HEIC not in Image.OPEN:
+            raise UnfitImageError("HEIC images need the package pillow-heif: pip install pillow-heif") from error
         raise UnfitImageError(f"file must be an image in one of the formats {', '.join(FORMATS)}") from error
 
     width, height = image.size

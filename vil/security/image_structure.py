@@ -19,6 +19,8 @@ COLOURS = {0xE0: b"JFIF", 0xEE: b"Adobe"}  # JPEG segments that specify the colo
 METADATA = {*range(0xE0, 0xF0), 0xFE}
 SCAN = 0xDA
 PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"IDAT", b"IEND")
+JPEG_START = b"\xff\xd8\xff"
+PNG_START = b"\x89PNG\r\n\x1a\n"
 
 
 def strip_metadata(data: bytes) -> bytes | None:
@@ -29,9 +31,9 @@ def strip_metadata(data: bytes) -> bytes | None:
     Raises:
         UnfitImageError: The file is a JPEG with more than `MOST_SCANS` scans.
     """
-    if data[:3] == b"\xff\xd8\xff":
+    if data.startswith(JPEG_START):
         return _strip_jpeg(data)
-    if data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 24:
+    if data.startswith(PNG_START) and len(data) > 24:
         return _strip_png(data)
     return None
 

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import errno
 import functools
+import importlib.util
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from PIL import Image
 
 from . import sandbox_server
 from .image_decoding import MOST_PIXELS, UnfitImageError
-from .sandbox_server import REPLY
+from .sandbox_server import REPLY, REQUEST
 
 SIGKILL = getattr(signal, "SIGKILL", 0)  # Windows has no signals
 
@@ -29,9 +30,9 @@ class LateImageError(UnfitImageError):
     """Decoding an image exceeded the timeout."""
 
 
-def decode_in_sandbox(data: bytes) -> Image.Image:
+def decode_in_sandbox(data: bytes, is_upright: bool = False) -> Image.Image:
     """Decode an image file in the sandbox of this process (see `Sandbox.decode`)."""
-    return sandbox_of(os.getpid()).decode(data)
+    return sandbox_of(os.getpid()).decode(data, is_upright)
 
 
 @functools.cache
@@ -52,8 +53,8 @@ class Sandbox:
         self._process: subprocess.Popen | None = None
         self._lock = threading.Lock()
 
-    def decode(self, data: bytes) -> Image.Image:
-        """Return the first image of a file as 8-bit RGB.
+    def decode(self, data: bytes, is_upright: bool = False) -> Image.Image:
+        """Return the first image of a file as 8-bit RGB, rotated by its EXIF orientation if `is_upright`.
 
         Raises:
             LateImageError: Decoding exceeded the timeout.
@@ -63,7 +64,7 @@ class Sandbox:
         """
         with self._lock:
             try:
-                size, content = self._request(data)
+                size, content = self._request(data, is_upright)
             except BaseException:
                 self.close()
                 raise
@@ -71,7 +72,7 @@ class Sandbox:
             raise UnfitImageError(content.decode())
         return Image.frombytes("RGB", size, content)
 
-    def _request(self, data: bytes) -> tuple[tuple[int, int], bytes]:
+    def _request(self, data: bytes, is_upright: bool) -> tuple[tuple[int, int], bytes]:
         """Decode the image in `data`. Return its size and pixels, or the size (0, 0) and an error message."""
         if self._process is None or self._process.poll() is not None:
             self.close()
@@ -82,7 +83,7 @@ class Sandbox:
         timeout = threading.Timer(sandbox_server.SECONDS, process.kill)
         timeout.start()
         try:
-            reply = _exchange(process, data)
+            reply = _exchange(process, data, is_upright)
         finally:
             timeout.cancel()
             timeout.join()
@@ -109,12 +110,12 @@ class Sandbox:
         self._process = None
 
 
-def _exchange(process: subprocess.Popen, data: bytes) -> tuple[tuple[int, int], bytes] | None:
+def _exchange(process: subprocess.Popen, data: bytes, is_upright: bool) -> tuple[tuple[int, int], bytes] | None:
     """Send a file to the process and return its reply, or None if the process exits before sending a complete reply."""
     assert process.stdin
     assert process.stdout
     try:
-        process.stdin.write(len(data).to_bytes(8, "little") + data)
+        process.stdin.write(REQUEST.pack(len(data), is_upright) + data)
         process.stdin.flush()
     except BrokenPipeError:  # the process exited, for example because the file exceeds its memory limit
         return None
@@ -128,14 +129,16 @@ def _exchange(process: subprocess.Popen, data: bytes) -> tuple[tuple[int, int], 
 
 
 def _start() -> subprocess.Popen:
-    """Start the sandbox process with the Pillow and NumPy installations of this process.
+    """Start the sandbox process with the Pillow, pillow-heif and NumPy installations of this process.
 
     The interpreter runs isolated (-I, -S) and in the root folder, so that it imports no modules from the current
     folder, which may contain untrusted files. The process imports `security` as a top-level package, because importing
     `vil` would import PyTorch.
     """
     # folders of the packages, searched after the standard library
-    folders = [str(Path(str(file)).absolute().parents[1]) for file in (__file__, PIL.__file__, np.__file__)]
+    heif = importlib.util.find_spec("pillow_heif")
+    files = [__file__, PIL.__file__, np.__file__, *([heif.origin] if heif else [])]
+    folders = [str(Path(str(file)).absolute().parents[1]) for file in files]
     code = (
         f"import sys; sys.path += {folders!r}; from security.sandbox_server import serve; "
         "serve(sys.stdin.buffer, sys.stdout.buffer)"

@@ -1,22 +1,25 @@
 """Main loop of the sandbox process, which decodes image files within time and memory limits.
 
-A request is the length of an image file (8 bytes), followed by the file. A reply is the header `REPLY`, followed by the
-pixels or by the decoder's error message. Only Pillow, NumPy and the standard library can be imported in this module,
+A request is the header `REQUEST`, followed by an image file. A reply is the header `REPLY`, followed by the pixels or
+by the decoder's error message. Only Pillow, pillow-heif, NumPy and the standard library can be imported in this module,
 because `sandbox` starts the process without other packages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import signal
 import struct
 import sys
 from typing import BinaryIO
 
-from .image_decoding import FORMATS, UnfitImageError, decode
+from .exif import to_upright_rgb
+from .image_decoding import FORMATS, UnfitImageError, open_image, to_rgb
 
 SECONDS = 10  # timeout per image file
 MEMORY = 5 * 2**28  # maximum address space for decoding, in bytes; images within the size limits need less
+REQUEST = struct.Struct("<QB")  # header: number of bytes that follow, and whether to apply the EXIF orientation
 REPLY = struct.Struct("<QII")  # header: number of bytes that follow, image width and height (0 and 0 for an error)
 MOST_ERROR = 1000  # maximum length of an error message, in characters
 
@@ -24,15 +27,17 @@ MOST_ERROR = 1000  # maximum length of an error message, in characters
 def serve(requests: BinaryIO, replies: BinaryIO, seconds: int = SECONDS) -> None:
     """Decode image files until the stream of requests ends."""
     _ignore_scheduler_signals()
+    _register_heic()
     _limit_threads()
     _limit_memory()
     replies.write(b"\n")  # tell the parent process that this process has started
     replies.flush()
 
-    while length := requests.read(8):
-        data = requests.read(int.from_bytes(length, "little"))
+    while header := requests.read(REQUEST.size):
+        length, is_upright = REQUEST.unpack(header)
+        data = requests.read(length)
         _set_alarm(2 * seconds)  # a fallback if the parent, which kills this process after `seconds`, has died
-        size, content = _decode_or_explain(data)
+        size, content = _decode_or_explain(data, is_upright)
         _set_alarm(0)
         replies.write(REPLY.pack(len(content), *size))
         replies.write(content)
@@ -40,10 +45,11 @@ def serve(requests: BinaryIO, replies: BinaryIO, seconds: int = SECONDS) -> None
         del data, content
 
 
-def _decode_or_explain(data: bytes) -> tuple[tuple[int, int], bytes]:
+def _decode_or_explain(data: bytes, is_upright: bool) -> tuple[tuple[int, int], bytes]:
     """Return the size and pixels of the image in `data`, or the size (0, 0) and the error message of the decoder."""
     try:
-        image = decode(io.BytesIO(data))
+        opened = open_image(io.BytesIO(data))
+        image = to_upright_rgb(opened) if is_upright else to_rgb(opened)
         return image.size, image.tobytes()
     except Exception as error:  # decoders have no common exception type
         reason = str(error) if isinstance(error, UnfitImageError) else repr(error)
@@ -55,6 +61,14 @@ def _ignore_scheduler_signals() -> None:
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def _register_heic() -> None:
+    """Let Pillow open HEIC images if pillow-heif is installed."""
+    with contextlib.suppress(ImportError):
+        import pillow_heif
+
+        pillow_heif.register_heif_opener(decode_threads=1, thumbnails=False)
 
 
 def _limit_threads() -> None:

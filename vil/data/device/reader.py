@@ -8,6 +8,7 @@ import math
 import numpy as np
 from PIL import Image
 
+from ...security.exif import exif_orientation
 from ...security.image_decoding import UnfitImageError, open_image
 from ...security.image_structure import strip_metadata
 from ..host.reader import ImageReader
@@ -56,7 +57,8 @@ class EncodedReader(ImageReader):
         file, target = open_indexed(self.dataset.reader, index)
         with file:
             data = read_bytes(file)
-        if (plain := strip_metadata(data)) is not None:
+        is_rotated = self.is_upright and exif_orientation(data) != 1
+        if not is_rotated and (plain := strip_metadata(data)) is not None:
             header = open_image(io.BytesIO(plain))
             size = header.height, header.width
             if is_small(math.prod(size)):

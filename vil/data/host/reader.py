@@ -38,6 +38,7 @@ class ImageReader(Dataset):
         self.dataset = dataset
         self.transform = transform
         self.is_training = is_training
+        self.is_upright = getattr(dataset.reader, "is_upright", False)  # set by `apply_exif_orientation`
         self.unreadable = Unreadable(len(dataset))
 
     def __len__(self) -> int:
@@ -58,7 +59,7 @@ class ImageReader(Dataset):
                 self.unreadable.refuse_late(i)
                 path = os.path.join(getattr(self.dataset.reader, "root", ""), name)
                 data, target = retry_reading(path, functools.partial(self._file, i))
-                return retry_reading(path, functools.partial(image_of, data)), target
+                return retry_reading(path, functools.partial(image_of, data, self.is_upright)), target
             except MachineError:
                 raise
             except Exception as error:  # decoders can raise any type of exception

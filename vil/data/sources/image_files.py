@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -16,6 +17,9 @@ from ...fault_tolerance.machine_errors import retry
 
 # timm only knows the extensions of JPEG and PNG, but `vil.security` also decodes other formats
 add_img_extensions((".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif"))
+HEIC_EXTENSIONS = (".heic", ".heif")
+if importlib.util.find_spec("pillow_heif"):
+    add_img_extensions(HEIC_EXTENSIONS)
 
 
 def list_images(
@@ -47,6 +51,8 @@ def list_images(
             "the images, or mount their folder there",
             len(links_left_out), folder, os.path.relpath(links_left_out[0], folder),
         )  # fmt: skip
+    if heic := sum(found.others[extension] for extension in HEIC_EXTENSIONS):
+        warn_on_rank0(__name__, "%d HEIC files in %r are left out: to read them, pip install pillow-heif", heic, folder)
     found.files.sort()
     return sorted(found.files, key=natural_key)
 

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from PIL import Image
 
 from ...fault_tolerance.machine_errors import WorkersError, retry_reading
+from ...security.exif import exif_orientation, upright
 from ...security.image_decoding import FORMATS, UnfitImageError, decode, length_of
 from ...security.image_structure import strip_metadata
 from ...security.sandbox import LateImageError, decode_in_sandbox
@@ -55,7 +56,7 @@ def read_bytes(file: str | os.PathLike | BinaryIO) -> bytes:
 
 
 def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
-    """Return the first image of a file as 8-bit RGB.
+    """Return the first image of a file as 8-bit RGB, rotated by its EXIF orientation.
 
     A JPEG or PNG whose structure bounds its cost is decoded in this process without its metadata, any other file under
     the limits of `sandbox`.
@@ -66,22 +67,23 @@ def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
         MachineError: The machine cannot read the file at a path, or start the sandbox, or has killed the sandbox.
     """
     if not isinstance(file, (str, os.PathLike)):
-        return image_of(read_bytes(file))
+        return image_of(read_bytes(file), is_upright=True)
     path = os.fspath(file)
     if not os.path.lexists(path):  # a missing path is most likely misspelled, so do not retry for ten seconds
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     data = retry_reading(path, lambda: read_bytes(path))
-    return retry_reading(path, lambda: image_of(data))
+    return retry_reading(path, lambda: image_of(data, is_upright=True))
 
 
-def image_of(data: bytes) -> Image.Image:
-    """Return the first image of a file's content (see `read_image`)."""
+def image_of(data: bytes, is_upright: bool = False) -> Image.Image:
+    """Return the first image of a file's content (see `read_image`), rotated only if `is_upright`."""
     if (plain := strip_metadata(data)) is None:
-        return decode_in_sandbox(data)
+        return decode_in_sandbox(data, is_upright)
     try:
-        return decode(io.BytesIO(plain))
+        image = decode(io.BytesIO(plain))
     except Exception as error:  # decoders can raise any type of exception, including OSError
         raise UnfitImageError(reason(error)) from error
+    return upright(image, exif_orientation(data)) if is_upright else image
 
 
 def reason(error: Exception) -> str:

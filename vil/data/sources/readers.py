@@ -12,12 +12,15 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.data.readers.reader_image_tar import ReaderImageTar
 
+from ...security.exif import exif_orientation
 from ...security.image_decoding import open_image
 from ...security.image_structure import strip_metadata
 from .images import open_file, read_bytes
 
 TAR_READERS = (ReaderImageTar, ReaderImageInTar)
 SAMPLE = 32  # files that are inspected before a split is loaded
+ROTATION_SAMPLE = 1000  # files whose EXIF orientation is read before a split is loaded
+HEAD_BYTES = 2**14  # first bytes of a file, in which cameras write the EXIF orientation
 LARGE_FILE = 2**18  # file size in bytes that is assumed if the sizes are unknown
 
 
@@ -78,6 +81,24 @@ def typical_file_bytes(dataset) -> float:
     return sum(sizes) / len(sizes) if sizes else LARGE_FILE
 
 
-def _sample(dataset) -> list[int]:
-    """Return the indices of some images from the whole split."""
-    return list(range(0, len(dataset), max(1, len(dataset) // SAMPLE)))[:SAMPLE]
+def count_rotated(dataset) -> tuple[int, int]:
+    """Return how many files of a folder have an EXIF orientation other than 1, and the number of inspected files.
+
+    At most `ROTATION_SAMPLE` files are inspected, by their first `HEAD_BYTES` bytes. Other sources than folders are not
+    inspected.
+    """
+    if not isinstance(dataset.reader, ReaderImageFolder):
+        return 0, 0
+    sample = _sample(dataset, ROTATION_SAMPLE)
+    rotated = 0
+    for i in sample:
+        with contextlib.suppress(Exception):  # loading the image reports the error
+            file, _ = open_indexed(dataset.reader, i)
+            with file:
+                rotated += exif_orientation(file.read(HEAD_BYTES)) != 1
+    return rotated, len(sample)
+
+
+def _sample(dataset, most: int = SAMPLE) -> list[int]:
+    """Return the indices of at most `most` images from the whole split."""
+    return list(range(0, len(dataset), max(1, len(dataset) // most)))[:most]

@@ -61,6 +61,7 @@ class Shards(ReaderWds):
     """
 
     num_classes: int | None
+    is_upright = False  # set by `apply_exif_orientation`
 
     def __init__(self, root: str | None, num_classes: int | None = None, **kwargs):
         if not root:
@@ -204,7 +205,9 @@ class Shards(ReaderWds):
                 return None
             if self.num_classes and target >= self.num_classes:
                 self._reject_class(target, self.num_classes, sample)
-            image = retry_reading(sample["__key__"], lambda: image_of(getfirst(sample, self.input_key)))
+            image = retry_reading(
+                sample["__key__"], lambda: image_of(getfirst(sample, self.input_key), self.is_upright)
+            )
             return dict(image=image, target=target)
         except (MachineError, LabelError):
             raise

@@ -22,6 +22,7 @@ from .class_folders import ClassReader
 from .folders import FolderReader
 from .image_files import is_hidden
 from .images import open_file, restrict_pillow
+from .readers import count_rotated
 from .split_paths import find_split
 from .synthetic import SyntheticImages
 from .tars import TarReader
@@ -252,6 +253,8 @@ def open_splits(config: Config):
         names = sorted(known, key=lambda name: known[name])
         val, present = follow_classes(val, names, "training", *location, config.val_split)
         _warn_of_missing_classes(config.val_split, known, present)
+    for images in (train, val):
+        apply_exif_orientation(images, config.apply_exif_orientation)
     return train, val, num_classes
 
 
@@ -311,6 +314,11 @@ def limit_classes(images, num_classes: int) -> None:
     images.reader.num_classes = num_classes
 
 
+def apply_exif_orientation(images, is_applied: bool) -> None:
+    """Set whether the images of a split are rotated by their EXIF orientation."""
+    images.reader.is_upright = is_applied
+
+
 def class_names(images) -> dict[str, int]:
     """Return a dict from class names to class indices, which is empty if the dataset does not store class names."""
     return dict(getattr(getattr(images, "reader", None), "class_to_idx", None) or {})
@@ -329,4 +337,9 @@ def count_images(images) -> int:
 def describe_split(name: str, images) -> str:
     """Return a line that describes a split."""
     reader = images.reader
-    return f"{name}: {reader if isinstance(reader, ClassReader) else f'{count_images(images)} images'}"
+    line = f"{name}: {reader if isinstance(reader, ClassReader) else f'{count_images(images)} images'}"
+    rotated, inspected = count_rotated(images)
+    if not rotated:
+        return line
+    effect = "is applied" if getattr(reader, "is_upright", False) else "is ignored without --apply-exif-orientation"
+    return f"{line}; {rotated} of {inspected} files specify an EXIF rotation, which {effect}"
