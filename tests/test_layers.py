@@ -42,7 +42,7 @@ LAYERS = """
 """
 RANKS = {room: rank for rank, line in enumerate(LAYERS.splitlines()) for room in line.split()}
 DEPENDENCIES = "torch torchvision timm yaml safetensors PIL numpy numba llvmlite jinja2"
-OPTIONAL = "triton cuda tqdm sklearn matplotlib onnx onnxruntime onnxscript wandb webdataset"
+OPTIONAL = "triton cuda tqdm sklearn matplotlib onnx onnxruntime onnxscript wandb webdataset pillow_heif"
 PATHS = [path for top in ("vil", "research") for path in (ROOT / top).rglob("*.py")]
 PATHS += [ROOT / "train_imagenet.py", ROOT / "validate.py"]
 

@@ -213,7 +213,7 @@ def test_decoding_stops_at_a_time_or_memory_limit_and_is_not_retried_after_a_tim
         images.read_image(io.BytesIO(sharing(2**22, 900)))
     monkeypatch.setattr(sandbox_server, "SECONDS", 3)
     asked, decode = [], images.decode_in_sandbox
-    monkeypatch.setattr(images, "decode_in_sandbox", lambda data: asked.append(data) or decode(data))
+    monkeypatch.setattr(images, "decode_in_sandbox", lambda data, *rest: asked.append(data) or decode(data, *rest))
     comments = b"GIF89a" + bytes((8, 0, 8, 0, 0, 0, 0, 0x21, 0xFE)) + b"\1a" * 2**22
     loader, _ = loader_of(folder_of(tmp_path, {"gif": comments}), "evaluation")
     start = time.monotonic()
