@@ -60,7 +60,7 @@ def room(module):
 
 
 def imported(module):
-    """Return all modules that a module imports, also inside functions."""
+    """Yield all modules that a module imports at the top level or inside functions."""
     path = MODULES[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""Plant bugs into the CUDA sources one at a time; the emulated tests should detect each bug: `make cuda-mutants`.
+"""Mutation testing of the CUDA sources (`make cuda-mutants`): emulated tests should detect each inserted bug.
 
 python tools/cuda_mutants.py [--jobs 2] [word ...]  # mutants whose file or description contains one of the words
 python tools/cuda_mutants.py --check  # only report stale quotes
@@ -47,8 +47,8 @@ class Mutant(NamedTuple):
     after: str
 
 
-# Each mutant has a description and a unique quote of the source with ⟦original→replacement⟧, or the texts before and
-# after.
+# A mutant has a description, and a unique quote of the source that contains ⟦original→replacement⟧.
+# Alternatively, the quotes before and after the change are given.
 # fmt: off
 TABLE = {
     "cuda/async_copies.cuh": [
@@ -434,7 +434,7 @@ def tests_of(mutants: list[Mutant]) -> list[str]:
 
 
 def start(mutant: Mutant | None, folder: Path, files: list[str]) -> tuple[int, Run]:
-    """Start these tests in a child process, with a mutant or with the original sources."""
+    """Start the test files in a child process, with a mutant or with the original sources."""
     folder.mkdir()
     run = Run(mutant, folder / "log", time.monotonic())
     pid = os.fork()
@@ -450,7 +450,7 @@ def start(mutant: Mutant | None, folder: Path, files: list[str]) -> tuple[int, R
         path = sources / mutant.file
         path.write_text(path.read_text().replace(mutant.before, mutant.after))
         cache.mkdir()
-        for library in emulator.CACHE.iterdir():  # libraries of unchanged kernels
+        for library in emulator.CACHE.iterdir():  # unchanged kernels need not be compiled again
             (cache / library.name).symlink_to(library)
         source.SOURCES, emulator.CACHE = sources, cache
     code = 3
@@ -479,10 +479,10 @@ def why_stale(mutant: Mutant) -> str | None:
 
 
 def report_stale() -> int:
-    """Print the mutants that cannot be planted and the sources that have no mutant; return the number of both."""
+    """Print the mutants whose quote is not in the sources, and the sources without a mutant. Return their number."""
     stale = [f"{m.file}: {m.shows}: STALE: {why}" for m in MUTANTS if (why := why_stale(m))]
     files = {path.relative_to(source.SOURCES).as_posix() for path in source.SOURCES.glob("*/*.cu*")}
-    # emulator.cpp replaces sm90.cuh
+    # The emulator replaces sm90.cuh, so mutants of sm90.cuh would not be detected.
     without = sorted(files - {"cuda/sm90.cuh", "cuda/types.cuh"} - {m.file for m in MUTANTS})
     for line in [*stale, *(f"{file}: no mutant" for file in without)]:
         print(line)

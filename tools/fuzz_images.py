@@ -46,7 +46,7 @@ from vil.fault_tolerance import machine_errors
 from vil.security import sandbox
 from vil.visualization import command as viz
 
-AT_ONCE = 100  # number of files on disk at a time
+AT_ONCE = 100  # maximum number of generated files on disk
 PATHS = ("training", "device", "evaluation")
 DATA_CONFIG = dict(
     input_size=(3, 32, 32), crop_pct=0.875, crop_mode="center", interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3
@@ -55,11 +55,11 @@ NUMBERS = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 9000, 60000, 2**24
 
 
 def corpus(formats: str = "") -> dict[str, bytes]:
-    """Return intact files by format and variant, for names that contain `formats`."""
+    """Return a dict of intact image files by name. Only names that contain `formats` are included."""
     files = {}
     for name, (image, kind, options) in variants().items():
         if formats in name:
-            if options.get("save_all"):  # new images each time, because Pillow stores a format's settings in them
+            if options.get("save_all"):  # create new images, because Pillow stores settings of a format in saved images
                 options["append_images"] = [image.convert("RGB").rotate(90), image.convert("RGB").rotate(180)]
             image.copy().save(file := io.BytesIO(), kind, **options)
             files[name] = file.getvalue()
@@ -109,7 +109,7 @@ def metadata() -> tuple[bytes, Image.Exif, PngImagePlugin.PngInfo]:
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     exif = Image.Exif()
     exif[274], exif[305] = 6, "software"
-    return profile[:24] + bytes(12) + profile[36:], exif, text  # without the creation time of the profile
+    return profile[:24] + bytes(12) + profile[36:], exif, text  # the profile's creation time is set to 0
 
 
 def chunk(name: bytes, data: bytes) -> bytes:
@@ -123,10 +123,10 @@ def segments(marker: int, data: bytes, count: int = 1) -> bytes:
 
 
 def tiff(pixels: bytes, tags: dict[int, int], order: str = "<") -> bytes:
-    """Return a 32x24 greyscale TIFF with tags overridden by number; Pillow cannot write such files."""
+    """Return a 32x24 greyscale TIFF in which `tags`, a dict from tag number to value, replaces tags."""
     tags = {256: 32, 257: 24, 258: 8, 259: 1, 262: 1, 273: 0, 277: 1, 278: 24, 279: len(pixels)} | tags
     start = 14 + 12 * len(tags)
-    tags |= {name: start for name in (273, 324) if name in tags}  # offset of the strip or tile
+    tags |= {name: start for name in (273, 324) if name in tags}  # the pixels follow the tags
     entries = (struct.pack(f"{order}HHII", name, 4, 1, value) for name, value in sorted(tags.items()))
     mark = b"II*\0" if order == "<" else b"MM\0*"
     return mark + struct.pack(f"{order}IH", 8, len(tags)) + b"".join(entries) + bytes(4) + pixels
@@ -148,7 +148,7 @@ def large(kind: str, width: int, height: int, **options) -> bytes:
 
 def slow(name: str, chance: random.Random) -> bytes:
     """Return a valid or almost valid file that costs more time or memory than typical images of its size."""
-    n = int(2 ** chance.uniform(8, 24))  # approximate size in bytes
+    n = int(2 ** chance.uniform(8, 24))  # approximate size of the file in bytes
     side = int(2 ** chance.uniform(0, 13.5))
     size = side, min(max(1, int(side * 2 ** chance.uniform(-7, 7))), 16000, 2**26 // side)
     small, jpeg = large("PNG", 9, 7), large("JPEG", 9, 7)
@@ -219,7 +219,7 @@ def write_number(content: bytearray, chance: random.Random) -> bytearray:
 
 
 def splice(content: bytearray, chance: random.Random) -> bytearray:
-    """Replace the end of the file by the end of another file of the corpus."""
+    """Replace the end of a file by the end of another intact file."""
     other = chance.choice(SPLICED)
     return content[: chance.randrange(len(content))] + other[chance.randrange(len(other)) :]
 
@@ -282,8 +282,8 @@ class Outcome:
     images: int = 0
     unreadable: int = 0
     seconds: float = 0.0
-    megabytes: float = 0.0  # peak growth of this process, plus that of the guard's processes
-    slowest: tuple[float, str] = (0.0, "")  # seconds and name of the slowest file
+    megabytes: float = 0.0  # peak growth of the memory of this process and of the sandbox processes
+    slowest: tuple[float, str] = (0.0, "")  # the slowest file's seconds and name
     errors: collections.Counter = field(default_factory=collections.Counter)  # counts of errors by type
     names: set[str] = field(default_factory=set)  # names of unreadable files
     ended_by: str = ""
@@ -335,7 +335,7 @@ def drawn(file: str) -> bool:
 
 @contextlib.contextmanager
 def noted(outcome: Outcome):
-    """Record read errors and the slowest file in the outcome."""
+    """Record read errors and the slowest file in `outcome`, inside the context."""
 
     class Noted(logging.Handler):
         def emit(self, record):
@@ -409,7 +409,7 @@ def main() -> None:
             count = min(AT_ONCE, options.count - first)
             write_files(root, count, options.seed + first, options.formats, options.slow)
             for path in options.paths:
-                on_gpu = options.device.type == "cuda"  # the driver reserves more address space than there is memory
+                on_gpu = options.device.type == "cuda"  # the driver's address space would exceed the limit
                 run = read_all if on_gpu else in_a_child
                 outcome = run(root, path, options.device, None if on_gpu else 2.5)
                 errors = ", ".join(f"{name} {count}" for name, count in outcome.errors.most_common())

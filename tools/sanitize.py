@@ -23,7 +23,7 @@ from vil.kernels.scan import heuristics as variants
 from vil.kernels.scan import triton_scan
 from vil.models.block import Block, Blocks, LonghornMixer, MambaMixer
 
-B, L, D, N = 1, 70, 35, 16  # L exceeds a chunk; D exceeds a thread block and is not a multiple of any vector width
+B, L, D, N = 1, 70, 35, 16  # sizes that exceed a chunk and a thread block, and do not support vector loads
 REVERSE = [False, True]
 
 
@@ -41,9 +41,9 @@ def main() -> None:
 
 
 def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
-    for channels in (D, 40):  # without vector loads, and with vector loads
+    for channels in (D, 40):  # 35 channels do not support vector loads, and 40 channels do
         tensors = in_order(recurrence, of_both_directions(recurrence, (B, L, channels, N), dtype, "cuda")[1])
-        for segment_chunks in (2, 1):  # both chunks in one segment, or one segment each
+        for segment_chunks in (2, 1):  # the two chunks of the sequence form one segment or two segments
             for variant in variants.forward_variants(recurrence, N, dtype.itemsize, channels % 8 == 0):
                 schedule = variants.Schedule(variant, segment_chunks)
                 _, states = scan.scan_forward(recurrence, *tensors, REVERSE, True, schedule)
@@ -68,8 +68,7 @@ def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
 
 def block(recurrence: str, dtype: torch.dtype) -> None:
     mixer = {"longhorn": LonghornMixer, "selective": MambaMixer}[recurrence]
-    # Together, these sizes select every kernel: with and without vector loads, with enough inputs to fill the GPU
-    # (`step_proj_backward` and `conv_xproj`), with `gate_outproj` (two kernels except on Hopper), and with few tokens.
+    # Together, the block widths and numbers of multiprocessors select every kernel of a block.
     is_hopper = hardware.is_hopper(torch.device("cuda", 0))
     for width, multiprocessors, on_hopper in (
         (16, 1, False), (18, 1, False), (64, 1, False), (192, 1, is_hopper), (192, 1, False), (192, 64, False)

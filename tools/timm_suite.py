@@ -18,8 +18,8 @@ import timm
 
 import vil  # noqa: F401  registers the models
 
-# Changes to timm's test file: our models are listed as not convolutional, and our module is listed as having
-# forward_intermediates().
+# These lines are added to timm's test file.
+# timm then tests forward_intermediates(), and does not expect the models of this package to be convolutional.
 FILTERS = f"""
 NON_STD_FILTERS += {timm.list_models(module="vision_longhorn")}
 FEAT_INTER_FILTERS += ["vision_longhorn"]
@@ -28,9 +28,9 @@ ANCHOR = "NUM_NON_STD = len(NON_STD_FILTERS)\n"
 
 
 class Select:
-    """Pytest plugin that selects the tests of these models.
+    """Pytest plugin that selects the tests of the given models.
 
-    Tests of torch.jit.script are not selected, because these models do not support TorchScript, which PyTorch has
+    Tests of torch.jit.script are not selected, because this package does not support TorchScript, which PyTorch has
     deprecated.
     """
 

@@ -52,7 +52,7 @@ PARTS = ["config", "label_names", "history", "progress", "optimizer", "state_dic
 
 @pytest.fixture(scope="module")
 def small():
-    """Return the weights of a model with the options SMALL."""
+    """Return the state dict of a small model."""
     torch.manual_seed(0)
     return timm.create_model("vil_tiny", **SAME).state_dict()
 
@@ -212,7 +212,7 @@ def test_split_names_in_a_checkpoint_cannot_leave_the_data_folder(dataset, split
 
 
 def test_random_shard_splits_are_rejected_or_expand_to_files_in_the_folder():
-    """Expand accepted split names with webdataset: the files must lie in the data folder and be at most 100,000."""
+    """Every accepted split name expands to at most 100,000 files, all of them in the data folder."""
     from webdataset.shardlists import expand_urls
 
     words = [*"./|0a,-{}:$", "..", "tar", "{0..3}", "{0..299}", "{0..999999}", "{HOME}", "{.,a}", "|36", "::", "pipe:"]
@@ -235,7 +235,7 @@ def test_random_shard_splits_are_rejected_or_expand_to_files_in_the_folder():
 
 
 def compressed():
-    """Return a PyTorch archive with compressed parts. No part expands to more than the file's size."""
+    """Return a PyTorch archive with compressed parts, each of which is at most as large as the file."""
     content = io.BytesIO(saved([*(torch.rand(10**5) for _ in range(2)), *(torch.zeros(15 * 10**4) for _ in range(3))]))
     with zipfile.ZipFile(content) as plain, zipfile.ZipFile(made := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as file:
         for part in plain.infolist():
@@ -264,7 +264,7 @@ def text(word):
 
 
 def hexed(times):
-    """Return an archive whose pickle doubles a text `times` times by _codecs.encode, which PyTorch allows."""
+    """Return an archive whose pickle calls _codecs.encode to double the length of a text `times` times."""
     return program_of(b"c_codecs\nencode\n" * times, text("a"), (text("hex") + b"\x86R") * times)
 
 
@@ -286,7 +286,7 @@ def nested(times, width):
 
 
 def odd_safetensors(count, dimensions):
-    """Return a safetensors file of empty tensors: its header can have any size."""
+    """Return a safetensors file that has only a header, with `count` empty tensors of many dimensions."""
     header = {f"{i}": dict(dtype="F32", shape=[0] * dimensions, data_offsets=[0, 0]) for i in range(count)}
     return struct.pack("<Q", len(text := json.dumps(header).encode())) + text
 
@@ -380,7 +380,7 @@ def test_a_changed_tensor_fails_the_checksum(tmp_path, small):
     path.write_bytes(content[:1_900_000] + b"1" + content[1_900_001:])
     with pytest.raises(CheckpointError, match="Bad CRC-32"):
         checkpoint.Checkpoint(path).weights()
-    assert weight_files.digest({"b": torch.ones(2), "a": torch.arange(3)}) == "c0ac27d2"  # digest in existing files
+    assert weight_files.digest({"b": torch.ones(2), "a": torch.arange(3)}) == "c0ac27d2"  # as in older files
 
 
 def test_a_file_replaced_during_reading_is_read_consistently(tmp_path, small, write):
@@ -633,7 +633,7 @@ def test_mutated_checkpoints_are_rejected_in_one_line_or_resumed(uninterrupted, 
             trainer.state.meter.collect()
         except FORESEEN as error:
             refusals[seed] = str(error)
-        trainer = None  # releases the lock on the run folder
+        trainer = None  # deleting the trainer releases the lock on the run folder
     assert 0.1 < len(refusals) / COUNT < 0.98
     for message in refusals.values():
         assert re.fullmatch(r"[^\n]*(generated.pt|model|num_classes)[^\n]*", message)
@@ -652,7 +652,7 @@ def test_a_cached_tar_index_runs_no_code_and_may_be_damaged(image_folder, tmp_pa
     (tmp_path / "val.tar").write_bytes(b"none")
     with pytest.raises(ConfigError, match="cannot open the split 'val' of .*ReadError"):
         open_split(str(tmp_path), "", "val")
-    assert len(caplog.messages) == 1  # val.tar has no list, so it causes no message
+    assert len(caplog.messages) == 1  # val.tar has no index file, so the only message is about the index of train.tar
 
 
 # configs

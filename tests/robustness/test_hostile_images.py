@@ -151,7 +151,7 @@ def folder_of(root, contents):
 
 
 def loader_of(root, path, workers=0, device=CPU, transform_device=None):
-    """Return a loader, and an iterable of the loader's batches before normalization."""
+    """Return a loader, and an iterable over the loader's batches (uint8 images before normalization)."""
     if path == "evaluation":
         loader = evaluation_loader(open_split(str(root), "", "val"), DATA_CONFIG, device, workers, 4, 0, 1)
         return loader, loader.images
@@ -206,7 +206,7 @@ def test_vil_viz_opens_images_with_the_limits_of_the_loaders(tmp_path, ghostscri
 
 
 def test_decoding_stops_at_a_time_or_memory_limit_and_is_not_retried_after_a_timeout(tmp_path, caplog, monkeypatch):
-    """Format limits do not stop these files; a timeout and a memory limit do."""
+    """A file that passes all checks of its structure is limited by a timeout and a memory limit for decoding."""
     with pytest.raises(
         images.UnfitImageError, match="MemoryError|not decoded"
     ):  # on a busy machine, the timeout can come before the memory limit
@@ -252,7 +252,7 @@ def test_photographs_are_decoded_without_the_sandbox(name):
         place = content.index(b"\xff\xc2") + 5
         large = content[:place] + struct.pack(">HH", 8000, 8000) + content[place + 4 :]
         assert not is_bounded(large)
-        # invalid bytes at the start of a segment
+        # A segment must start with a valid marker.
         for odd in (b"\0\xe0", b"\xff\xff", b"\xff\xbf", b"\xff\xd9", b"\xff\xdf"):
             others = content[:2] + b"\xff\xe0\0\2" + odd + b"\0\2" + content[2:]
             assert not is_bounded(others)
@@ -263,7 +263,7 @@ def test_photographs_are_decoded_without_the_sandbox(name):
     for length, is_in_proportion in ((most := 2**20 + 8 * width * height, True), (most + 1, False)):
         assert is_bounded(content.ljust(length, b"\0")) == is_in_proportion
     for kind in (b"tEXt", b"IDAT") if name == "png" else ():
-        # number of chunks besides the header and the end
+        # The file has `count` chunks, a header and an end chunk.
         for count in (most := image_structure.MOST_PARTS + 9, most + 1):
             many = png(header(8, 8), *[(kind, b"")] * count, (b"IEND", b""))
             assert is_bounded(many) == (count == most)
@@ -404,7 +404,7 @@ def read_in(rank, folder, variable):
 
 @pytest.mark.parametrize("variable", [None, "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"])
 def test_a_sandbox_imports_no_module_from_its_working_folder(tmp_path, variable):
-    """The working folder may be an untrusted dataset, and Python's variables may name it by a relative path."""
+    """A sandbox does not import modules of an untrusted working folder, whatever environment variables specify."""
     for name in HOSTILE_MODULES:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     (tmp_path / "image.gif").write_bytes(encode(RGB, "GIF"))
@@ -447,7 +447,7 @@ def test_links_out_of_the_dataset_and_duplicate_links_are_skipped(tmp_path, capl
     links |= {"bee/out": outside, "bee/out.jpg": outside / "1.jpg", "bee/two.jpg": "../ant/1.png", "gnat": "../more"}
     (root / "one.jpg").write_bytes(SMALL_JPEG)
     links["bee/second.jpg"] = one = "../../one.jpg"
-    (root / "train" / "bee" / ".#one.jpg").symlink_to(one)  # a lock file of an editor, which sorts first by name
+    (root / "train" / "bee" / ".#one.jpg").symlink_to(one)  # an editor's lock file is first in alphabetical order
     followed = {"bee/first.jpg": one, "beetle": "../more/inner", "cat": "../more", "bee/notes.txt": "/etc/passwd"}
     (root / "two.jpg").write_bytes(SMALL_JPEG)
     (root / "more" / "2.jpg").symlink_to("../two.jpg")  # a link inside a linked folder
@@ -649,7 +649,7 @@ def test_control_characters_in_file_names_are_escaped_in_logs(tmp_path, caplog):
 
 
 def test_other_packages_in_a_worker_cannot_open_further_image_formats(tmp_path, ghostscript):
-    """Packages that provide a dataset may open images themselves."""
+    """Packages that open images themselves in a worker cannot open more image formats."""
 
     class Opening(Rows):
         def __getitem__(self, index):
@@ -820,7 +820,7 @@ def test_images_in_shards_are_decoded_like_files(tmp_path, caplog, ghostscript, 
 
 
 def test_an_epoch_of_shards_counts_the_images_of_all_ranks(tmp_path, monkeypatch, pillow):
-    # share of one of two ranks
+    # Each of two ranks reads half of the samples.
     monkeypatch.setattr("vil.data.sources.shards.Shards.__len__", lambda shards: shards.num_samples // 2)
     options = SMALL | dict(global_batch_size=8, output=str(tmp_path), experiment="run")
     run = Trainer(dataclasses.replace(write_shards(tmp_path, {}), **options), CPU, 0, 1)
@@ -984,7 +984,7 @@ def test_large_and_broken_samples_are_counted_and_logged(tmp_path, caplog, monke
             member.type, member.size = kind, 2**28
             tar.addfile(member)
         info["splits"]["validation"]["filenames"].append(file.name)
-    endless = tarfile.TarInfo("endless.txt")  # only the header is written
+    endless = tarfile.TarInfo("endless.txt")  # the header claims 2^60 bytes, and the file ends after the header
     endless.size = 2**60
     (tmp_path / "endless.tar").write_bytes(endless.tobuf())
     info["splits"]["validation"]["filenames"].append("endless.tar")
@@ -1006,7 +1006,7 @@ def test_large_and_broken_samples_are_counted_and_logged(tmp_path, caplog, monke
     assert "local-shards" not in caplog.text
     assert caplog.text.count("behind the broken header of a member") == 2
     assert caplog.text.count(f"extended header of a member is too large: {2**28} bytes") == len(notes)
-    again, _ = open_evaluation_split(str(tmp_path), "wds/x", "validation", 4)  # the call that validate.py makes
+    again, _ = open_evaluation_split(str(tmp_path), "wds/x", "validation", 4)  # validate.py calls this function
     targets = torch.cat([targets for _, targets in evaluation_loader(again, DATA_CONFIG, CPU, 0, 4, 0, 1)])
     assert sorted(targets.tolist()) == [UNREADABLE] * 6 + [2, 2, 3]
     assert not (tmp_path / "ran").exists()
@@ -1070,7 +1070,7 @@ def test_shuffling_equals_webdatasets_up_to_a_memory_limit(tmp_path, monkeypatch
     monkeypatch.setattr("vil.data.sources.shards.MOST_SHUFFLED", 50)
     source = iter(samples)
     waiting = [60 - source.__length_hint__() - given for given, _ in enumerate(reader._shuffled(source), start=1)]
-    # samples of 9 bytes: 5 waiting ones, and the one that is returned
+    # A limit of 50 bytes allows 5 waiting samples of 9 bytes, in addition to the returned sample.
     assert (len(waiting), max(waiting)) == (60, 50 // 9 + 1)
 
 
@@ -1092,7 +1092,7 @@ def test_datasets_of_other_packages_are_opened_by_timm(monkeypatch, pillow):
     monkeypatch.setattr("vil.data.sources.splits.create_dataset", lambda *names, **options: (*names, options))
     monkeypatch.setattr("vil.data.sources.splits.class_names", lambda _: {})
     assert open_split("/cache", "hfds/X/y", "test", seed=3) == ("hfds/X/y", dict(root="/cache", split="test", seed=3))
-    # the limit on formats also applies to images that these packages open
+    # Pillow's formats are also limited for images that other packages open.
     assert tuple(Image.ID) == image_decoding.FORMATS
 
 

@@ -55,7 +55,7 @@ def test_a_checkpoint_is_due_after_each_interval_of_steps_from_the_first_step(cl
     assert [step for step in range(71, 2000) if timer.decide(step).is_due] == [570, 1070, 1570]
     clock.seconds += 1e9
     assert not timer.decide(2069).is_due
-    assert timer.decide(2090).is_due  # a late decision: the next checkpoint is 500 steps after this one
+    assert timer.decide(2090).is_due  # the following checkpoint is due 500 steps after this late one
     assert [timer.decide(step).is_due for step in (2589, 2590)] == [False, True]
     assert not timer_of(None).decide(10**12).is_due
 
@@ -83,9 +83,7 @@ def test_a_signal_makes_a_checkpoint_due_and_stops_the_run(number, monkeypatch):
 
 
 def what_timers_say(rank):
-    """Return the decisions of two ranks: the clock of rank 0 expires after the second step, rank 1 gets a signal
-    later.
-    """
+    """Return a rank's decisions after each of five steps. A checkpoint is due on rank 0, and rank 1 gets a signal."""
     distributed.init_process_group("cpu")
     clock = SimpleNamespace(seconds=0.0)
     interruption.time = SimpleNamespace(monotonic=lambda: clock.seconds)
@@ -207,7 +205,7 @@ class Session:
         self.process.start()
 
     def press_when(self, condition, number):
-        """Send the signal to the session when the condition holds, and return stderr after the run has ended."""
+        """Wait until `condition` holds, send a signal to all processes of the run, and return the run's stderr."""
         while not condition():
             assert self.process.is_alive(), self.errors.read_text()
             time.sleep(0.01)
@@ -284,7 +282,7 @@ def stand_in_for_slurm(folder, monkeypatch, commands):
 @pytest.mark.parametrize(
     ("status", "job", "requeued"),
     [
-        (1, "JobState=RUNNING PreemptTime=None", False),  # a failing run would fail again
+        (1, "JobState=RUNNING PreemptTime=None", False),  # a failed run is not requeued, because it would fail again
         (75, "JobState=RUNNING PreemptTime=2026-11-27T12:00:00", True),
         (75, "JobState=CANCELLED PreemptTime=2026-11-27T12:00:00", False),
         (0, "JobState=RUNNING PreemptTime=2026-11-27T12:00:00", False),
@@ -356,13 +354,13 @@ def test_a_signal_to_the_job_scripts_saves_and_stops_the_run(image_folder, tmp_p
     process = start_in_a_terminal(["bash", str(ROOT / "scripts" / script), *config])
     last = wait_for_a_checkpoint(process, tmp_path)
     launcher = process_of("--nproc-per-node", str(tmp_path))
-    # the process group's store; --standalone would open a second store, whose values it unpickles
+    # Only the process group's store listens. torchrun --standalone would open a second store, which unpickles data.
     assert listening(launcher) == 1
     assert script == "slurm.sh" or b"\0GLOO_SOCKET_IFNAME=lo\0" in (launcher / "environ").read_bytes()
     if number == signal.SIGHUP:  # simulates a closed terminal that signals only torchrun
         os.kill(int(launcher.name), signal.SIGHUP)
         errors = process.communicate(timeout=120)[1]
-    else:  # with --signal=B:, Slurm signals only the script before the time limit
+    else:  # with --signal=B:, Slurm signals the batch script but not its processes before the time limit
         options = re.findall("^#SBATCH (.*)", (ROOT / "scripts" / script).read_text(), re.M)
         assert {"--signal=B:USR1@300", "--requeue", "--open-mode=append"} < set(options)
         process.send_signal(number)

@@ -46,7 +46,7 @@ def meet(rank):
     return [*outcomes, calls, dist.is_initialized()]
 
 
-LARGE = 2**24 + 1  # fp32 cannot represent this number
+LARGE = 2**24 + 1  # the smallest positive integer that fp32 cannot represent
 FROM_FIRST = "{'rank': 0, 'list': [1.5, 'text', None, True], 'tensor': tensor([0, 1, 2])}"
 
 
@@ -92,7 +92,7 @@ def test_hosts_communicate_over_gloo_and_a_missing_rank_is_reported_in_one_line(
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Unset launchers' environment variables, and return a function that sets a test's variables."""
+    """Unset the environment variables of torchrun and Slurm, and return a function that sets variables."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_"))] + ["RANK", "WORLD_SIZE"]:
         monkeypatch.delenv(name, raising=False)
     return lambda variables: [monkeypatch.setenv(*pair.split("=")) for pair in variables.split()]
@@ -104,7 +104,7 @@ PLACE = "MASTER_ADDR=localhost MASTER_PORT=29500"
 @pytest.mark.parametrize(
     ("variables", "found", "lacks"),
     [
-        # environment of an salloc shell
+        # A shell started by salloc has these variables.
         ("SLURM_NTASKS=4 SLURM_PROCID=0", "SLURM_NTASKS=4", "MASTER_ADDR, MASTER_PORT"),
         (f"SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 {PLACE}", "SLURM_NTASKS=4", "step, got 1"),
         ("SLURM_NTASKS=4", "SLURM_NTASKS=4", "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT"),
@@ -198,11 +198,11 @@ def join_and_leave_late(rank):
     times: list = []
     distributed.init_process_group("cpu")
     times.append(time.monotonic())
-    time.sleep(rank / 2)  # simulates the rank that writes the last checkpoint
+    time.sleep(rank / 2)  # one rank ends later than the other, as a rank that writes the last checkpoint does
     times.append(time.monotonic())
     distributed.destroy_process_group()
     times.append(time.monotonic())
-    time.sleep(0.5)  # a process that has left must not count as lost
+    time.sleep(0.5)  # a process that has destroyed its process group must not count as lost
     return times
 
 

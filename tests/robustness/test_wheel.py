@@ -15,7 +15,7 @@ import torch
 import yaml
 from processes import ROOT
 
-# first steps of a user, in a process that cannot import from the checkout
+# This program uses the installed wheel as a user does. It cannot import from the checkout.
 USE = """
 import contextlib, importlib.metadata, json, runpy, sys
 import timm, torch, vil, vil.visualization

@@ -1,4 +1,4 @@
-"""Tests of the calculations that determine the tables of benchmarks."""
+"""Tests of the FLOPs, training hours and throughput that the benchmarks report."""
 
 import flops
 import hours

@@ -12,8 +12,8 @@ from vil.config import FIELDS, SYNONYMS, Config, ConfigError, load_config, parse
 from vil.config.values import convert, kind_of
 from vil.security.checkpoint_options import options_of_checkpoint
 
-# ViM's published hyperparameters (main.py, pt-vim-t.sh and pt-vim-s.sh) under timm's names. Options that ViM does not
-# set have the defaults of timm's transforms.
+# Hyperparameters in ViM's published main.py, pt-vim-t.sh and pt-vim-s.sh, under timm's names.
+# Options of transforms that ViM does not set have timm's defaults.
 SHARED = dict(
     epochs=300, opt="adamw", opt_betas=(0.9, 0.999), opt_eps=1e-8, sched="cosine", warmup_epochs=5, min_lr=1e-5,
     aa="rand-m9-mstd0.5-inc1", color_jitter=0.3, train_interpolation="bicubic", scale=(0.08, 1.0),
@@ -46,7 +46,7 @@ def test_recipes_equal_vims_published_ones(name, size, recipe):
     expected = SHARED | SIZES[size] | recipe | dict(model=f"vil_{size}", experiment=name)
     config = load_config("", ["-c", str(path)])
     assert {option: getattr(config, option) for option in expected} == expected
-    assert set(SHARED) - set(yaml.safe_load(path.read_text())) <= {  # options that a recipe may omit
+    assert set(SHARED) - set(yaml.safe_load(path.read_text())) <= {  # a recipe may omit these options
         "scale", "ratio", "hflip", "clip_grad", "layer_decay", "img_size", "train_split", "val_split", "data_dir",
         "pretrained_path", "seed", "grad_checkpointing", "torchcompile", "amp", "amp_dtype", "synthetic", "dataset",
         "bce_loss", "teacher", "phases",
@@ -212,7 +212,7 @@ def test_names_of_options_in_other_packages_are_answered_with_a_suggestion(tmp_p
     assert {*SYNONYMS} == {*answers.values()}
 
 
-DIGITS = "9" * 5000  # more digits than Python converts to a string
+DIGITS = "9" * 5000  # Python does not convert integers of more than 4,300 digits
 
 
 @pytest.mark.parametrize("text", [
@@ -275,8 +275,7 @@ def test_an_invalid_command_line_is_rejected(words, message):
         load_config("", words.split())
 
 
-# args.yaml of a run with timm's train.py: options that the run sets, then options that are disabled, have timm's
-# default or only affect speed
+# Options in the args.yaml of a run of timm's train.py that the run has set.
 SET = dict(
     aa="rand-m9-mstd0.5-inc1", amp=True, clip_grad=5.0, crop_pct=1.0, epochs=310, hflip=0.5, lr=0.005, min_lr=5e-6,
     mixup=0.8, model="deit_tiny_patch16_224", model_ema=True, model_ema_decay=0.9998, opt="lamb",

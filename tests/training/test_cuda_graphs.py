@@ -33,7 +33,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class StandIn:
-    """Stub of torch.cuda for testing `Replayed` on a CPU. Replaying a graph calls the function."""
+    """Stub of torch.cuda for testing `Replayed` on a CPU. Replaying a graph calls the captured function again."""
 
     def __init__(self, monkeypatch):
         self.draws, self.mode, self.within, self.waits = torch.zeros(1), 0, [], []
@@ -74,12 +74,12 @@ def test_a_function_runs_in_a_trial_then_is_captured_and_replayed(monkeypatch):
     replayed = gpu.replayed(int, changed=())
     assert gpu.within == [(0, True), ("error", True), ("capturing", False)]
     assert (gpu.mode, gpu.draws.item(), gpu.total.item()) == (0, 0, 9)
-    assert gpu.waits == ["main", "aside"]  # synchronized before and after the trial run
+    assert gpu.waits == ["main", "aside"]  # the streams are synchronized before and after the warm-up
     for x in (torch.arange(3.0), torch.ones(3), torch.ones(5)):
         assert torch.equal(out := replayed(x), 2 * x)
         assert (out is replayed.outputs) == (len(x) == 3)
     gpu.within.clear()
-    gpu.replayed(int, tried=True)  # an optimizer step, for example, must not run in a trial
+    gpu.replayed(int, tried=True)  # with tried=True, the function is captured without a warm-up
     assert gpu.within == [("capturing", False)]
 
 
@@ -173,7 +173,7 @@ def test_a_graph_computes_the_same_as_its_function(between, sizes):
     calls = step.calls
     torch.testing.assert_close(outcome(step, replayed, sizes), expected, rtol=0, atol=0)
     if between is as_it_is:
-        # only batches of other sizes call the Python function
+        # Batches of the captured size replay the graph, and other batches call the function.
         assert step.calls == calls + sum(size != 8 for size in sizes)
 
 

@@ -34,7 +34,7 @@ def command_lines(document):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Run the guide's commands with a small, briefly trained model, and return the folder of the results."""
+    """Run the commands in docs/guide.md with a small model and few epochs, and return the working folder."""
     monkeypatch.chdir(tmp_path)
     for words in command_lines("docs/guide.md"):
         if words[:3] == ["python", "-m", "vil.data.digits"]:
@@ -107,7 +107,7 @@ def test_the_guides_custom_mixer_runs():
     mixer = found["model"].blocks[0].mixer
     with torch.inference_mode():
         before = found["model"](images)
-        for direction in mixer.directions:  # normalizing a key to norm 1 removes the factor
+        for direction in mixer.directions:  # keys with norm 1 do not depend on the scale of x_proj
             rank, states, _ = direction.split
             direction.x_proj.weight[rank : rank + states] *= 3
         torch.testing.assert_close(found["model"](images), before, rtol=1e-4, atol=1e-5)

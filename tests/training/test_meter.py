@@ -73,9 +73,9 @@ def train(meter, clock, steps, wait, work, loss=1.0, norm=1.0):
 
 def test_an_epochs_time_starts_with_loading_and_ends_with_the_last_step(clock):
     meter = EpochMeter()
-    clock.now += 100  # seconds before the epoch begins
+    clock.now += 100  # the first batch is requested 100 seconds later
     train(meter, clock, 5, wait=3.0, work=5)
-    clock.now += 2  # seconds until the device finishes the last step
+    clock.now += 2  # the device finishes the last step 2 seconds later
     meter.collect()
     clock.now += 1000  # seconds of evaluation, which the epoch's time excludes
     row = meter.summary(global_batch_size=12)
@@ -103,7 +103,7 @@ def test_a_restored_meter_continues_the_epoch(clock):
         meter.times.waited_for_gpu = 2.0
     second = EpochMeter()
     second.load_state_dict(first.state_dict())
-    clock.now += 1e6  # seconds until the run is resumed
+    clock.now += 1e6  # the run is resumed 10^6 seconds later
     for meter in (whole, second):
         train(meter, clock, 2, wait=4.0, work=1, loss=0.7, norm=1.1)
         meter.collect()
@@ -137,7 +137,7 @@ def test_means_are_computed_over_all_ranks():
 
 
 def looked(clock, steps, caplog):
-    """Return the messages logged for epochs whose steps wait the given seconds for data, host and GPU."""
+    """Return the logged warnings for epochs with the given seconds per step of waiting and work."""
     bottleneck, for_model, for_preparation = Bottleneck(5), 0.0, 0.0
     with caplog.at_level("WARNING"):
         for epoch in steps:

@@ -54,27 +54,26 @@ def get(number):
 
 
 def stopped_at(call, number=signal.SIGKILL):
-    """Return a function that makes rank 0 send itself a signal before its `call`-th update."""
+    """Return a function that lets rank 0 receive a signal before optimizer step number `call`."""
     return functools.partial(before, Update, "__call__", functools.partial(get, number), call)
 
 
 def ended_while_it_begins():
-    """Send SIGTERM when the second phase loads its checkpoint, so that the last checkpoint is the end of a phase."""
+    """Send SIGTERM when the second phase begins, so that the last checkpoint is that of the first phase."""
     before(Checkpointer, "load", functools.partial(get, signal.SIGTERM), call=2)
 
 
 def told_to_stop_while_it_saves(call):
-    """Return a function that sends SIGTERM at the `call`-th save, the last one of a phase."""
+    """Return a function that sends SIGTERM when checkpoint number `call` is saved, at the end of a phase."""
     return functools.partial(before, Checkpointer, "save", functools.partial(get, signal.SIGTERM), call)
 
 
 @pytest.mark.parametrize(
     "stops",
     [
-        # interrupted before the fifth update, and after the eighth update, the last of the first phase
+        # The first run is killed before step 5, and the second run is stopped after step 8, the last step of phase 1.
         [(stopped_at(5), -9), (told_to_stop_while_it_saves(5), 75)],
-        # interrupted after the eighth update, before the ninth, before the fourteenth (second epoch of the second
-        # phase) and before the twentieth
+        # Four runs are interrupted after step 8 (the last step of phase 1), and before the steps 9, 14 and 20.
         [(ended_while_it_begins, -15), (stopped_at(1), -9), (stopped_at(6), -9), (stopped_at(7, signal.SIGTERM), 75)],
     ],
     ids=["in and at the end of the first", "between, in the second and the third"],

@@ -218,7 +218,7 @@ def test_mismatched_weights_and_unreadable_files_have_different_messages(tmp_pat
         ("", None, "0", None), ("", "auto", "0", None), ("", None, "1", None), ("", "other.pt", "1", "other.pt"),
         ("last previous", "auto", "0", "last.pt"), ("previous", "auto", "0", "previous.pt"),
         ("last", "other.pt", "0", "other.pt"),
-        # a process that torchrun restarted
+        # A process that torchrun restarted resumes from its run folder.
         ("last previous", None, "2", "last.pt"), ("last", "other.pt", "1", "last.pt"),
     ],
 )  # fmt: skip
@@ -257,7 +257,7 @@ def test_a_broken_checkpoint_is_renamed_and_the_previous_one_is_used(tmp_path, c
     assert "last.pt cannot be read as a checkpoint" in caplog.text
     assert re.search("resuming from .*previous.pt.* renamed to .*last.broken", caplog.text)
     (tmp_path / "previous.pt").write_bytes(b"this too")
-    for _ in range(2):  # a second attempt must fail as well
+    for _ in range(2):  # the second attempt must raise the same error
         with pytest.raises(CheckpointError, match="no checkpoint in .* can be read; start another run"):
             find_resumed("auto", tmp_path)
 

@@ -50,7 +50,7 @@ def test_each_start_of_a_run_appends_its_command_and_environment(tmp_path, monke
 
 def test_the_summary_has_one_row_per_epoch(tmp_path, no_pictures):
     report = Reporter(tmp_path, Config(), {}, "1 x cpu")
-    history = [HISTORY[0] | dict(phase=1.0), *HISTORY[1:]]  # only the first row has a phase
+    history = [HISTORY[0] | dict(phase=1.0), *HISTORY[1:]]  # the column "phase" is empty in other rows
     for epoch in (1, 2, 3):
         report(history[:epoch])
     with open(tmp_path / "summary.csv") as file:
@@ -144,7 +144,7 @@ def test_plotting_takes_at_most_a_hundredth_of_a_run(tmp_path, monkeypatch):
 
     def plot(history, note):
         drawn.append(len(history))
-        now[0] += 3  # seconds that plotting takes
+        now[0] += 3  # plotting takes 3 seconds
         return b""
 
     monkeypatch.setattr("vil.training.summary.plot_history", plot)
@@ -288,7 +288,7 @@ def reporter(folder):
 def test_a_resumed_run_continues_its_wandb_run(tmp_path, wandb, caplog):
     for epochs in ((1, 2), (3,)):
         report = reporter(tmp_path / "run")
-        report.catch_up(HISTORY[: epochs[0] - 1])  # the log already contains these epochs
+        report.catch_up(HISTORY[: epochs[0] - 1])  # the earlier process has already logged these epochs
         for epoch in epochs:
             report(HISTORY[:epoch])
     reporter(tmp_path / "other")

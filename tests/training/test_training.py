@@ -349,7 +349,7 @@ def test_a_training_state_that_no_run_writes_is_rejected(uninterrupted, tmp_path
 
 def test_garbage_is_collected_before_a_graph_capture_and_not_during_it():
     earlier = torch.nn.Identity()
-    earlier.itself, left = [earlier], weakref.ref(earlier)  # a reference cycle, like a run with its CUDA graph
+    earlier.itself, left = [earlier], weakref.ref(earlier)  # only the garbage collector frees a reference cycle
     del earlier
     with nothing_collected():
         assert left() is None
@@ -390,7 +390,7 @@ def test_non_square_images_work_in_training_validation_export_and_prediction(ima
 
 @pytest.mark.parametrize("error", [AssertionError, AttributeError])
 def test_a_model_without_activation_checkpointing_support_is_rejected(monkeypatch, error):
-    if error is AttributeError:  # models without support for the option
+    if error is AttributeError:  # some models of timm lack this method
         monkeypatch.delattr(timm.models.dla.DLA, "set_grad_checkpointing")
     with pytest.raises(ConfigError, match="dla46_c does not support activation checkpointing") as refused:
         build_model(Config(model="dla46_c", grad_checkpointing=True), 4)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 CPU = torch.device("cpu")
 CLASSES = 7  # more than five classes, so that top-5 accuracy can be below 100%
-# PLAIN disables augmentation. Every other option has a value that differs from all others.
+# Augmentation is disabled. The other options have different values, so that confusing two options fails a test.
 PLAIN = dict(aa=None, color_jitter=None, hflip=0.0, scale=(1.0, 1.0), ratio=(1.0, 1.0), reprob=0.0, crop_pct=1.0)
 OPTIONS = PLAIN | dict(
     model="vil_tiny", model_kwargs=dict(embed_dim=16, depth=2, patch_size=8), img_size=16, drop_path=0.0, seed=3,
@@ -96,7 +96,7 @@ def test_a_run_equals_the_naive_implementation(folder, tmp_path, options, micro_
     truth = train(folder, OPTIONS | options, micro_batch)
     trainer(folder, tmp_path, **options).run()
     assert_same_run(tmp_path, truth)
-    # If all results were equal, the comparison would be weak.
+    # The runs must have varied accuracies, because equal accuracies would hide errors.
     assert len({row["eval_top1"] for row in truth.rows} | {row["eval_top1_ema"] for row in truth.rows}) > 2
     assert any(row["eval_top1"] < row["eval_top5"] < 100 for row in truth.rows)
     assert max(truth.norms) > options.get("clip_grad", 0)
@@ -250,7 +250,7 @@ def test_a_terminal_shows_one_progress_bar(folder, tmp_path, monkeypatch, rank, 
 
 
 def means_after(rank, folder, output, method):
-    """Set BatchNorm means to the rank, train one epoch, and return the means of the model and its EMA."""
+    """Fill BatchNorm's running means with the rank, call `method` of the trainer, and return the set of means."""
     options = dict(model="test_byobnet", model_kwargs={}, img_size=None, workers=0, epochs=1, warmup_epochs=0)
     options |= dict(data_dir=str(folder), output=str(output), experiment="run", checkpoint_interval="1")
     run = Trainer(Config(**OPTIONS | options), *distributed.init_process_group("cpu"))
@@ -347,7 +347,7 @@ def test_the_best_checkpoint_is_the_best_of_model_and_ema_weights(
     saved = torch.load(path, weights_only=True)
     assert (saved["epoch"], len(saved["history"]), saved["best"]) == (epoch, epoch, best)
     assert saved["progress"]["losses"] == []  # best.pt stores the end of an epoch, and no steps of the next epoch
-    weights = checkpoint.Checkpoint(path).weights()  # the weights that fine-tuning loads
+    weights = checkpoint.Checkpoint(path).weights()  # fine-tuning loads these weights
     assert all(torch.equal(tensor, saved[best][name]) for name, tensor in weights.items())
     assert "best" not in checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()
 

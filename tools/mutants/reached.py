@@ -20,7 +20,7 @@ NOTICED = os.path.abspath("../noticed.txt")
 
 
 def in_this_process() -> None:
-    """Make mutmut record function calls in this process. Functions of a script are recorded under the file's name."""
+    """Let mutmut record the functions that this process calls, and use the mutant in MUTANT_UNDER_TEST."""
     trampoline.record_trampoline_hit = record
     trampoline.get_mutant_under_test = lambda: named_as_here(os.environ.get("MUTANT_UNDER_TEST", ""))
 
@@ -60,7 +60,7 @@ class Reached:
         first.join()
 
     def take(self) -> set[str]:
-        """Return the functions called since the last call of this method."""
+        """Return the functions that have been called since `take` was called last."""
         record.cache_clear()
         names = set(self.file.read_text().split()) if self.file.exists() else set()
         self.file.write_text("")

@@ -50,7 +50,7 @@ def copy_repository() -> list[Path]:
 
 
 def what_tests_reach(files: list[str], paths: list[Path], jobs: int) -> dict[str, dict]:
-    """Return the seconds and called functions of each test, from the cache or, for changed files, from a run."""
+    """Return the duration and the called functions of each test. Only changed test files are run again."""
     cache = WORK / "reached.json"
     known = json.loads(cache.read_text()) if cache.exists() else {}
     others = hashlib.sha256()
@@ -109,7 +109,7 @@ def run_mutants(mutants, tests: dict[str, dict], jobs: int) -> None:
             data.save()
     (WORK / "temporary").mkdir(exist_ok=True)
     plan.sort(key=lambda planned: planned[0])
-    # as a control, also run the tests of some mutants that do not exist; these must survive
+    # As a control, some runs have no mutant, so their tests must pass.
     plan = [(*planned[:2], f"{NOTHING}{i}", planned[3]) for i, planned in enumerate(plan) if i % 20 == 0] + plan
     plan.sort(key=lambda planned: planned[0])
     data_of, results = {name: data for _, data, name, _ in plan}, []
@@ -129,7 +129,7 @@ def run_mutants(mutants, tests: dict[str, dict], jobs: int) -> None:
         for seconds, _, name, chosen in plan:
             while not runner.has_capacity():
                 wait_for_one()
-            # mutmut applies half of this limit to wall time
+            # mutmut stops a test run after half of this limit in wall time
             runner.submit(name, chosen, math.ceil(2 * (2 * seconds + 15)), seconds)
         runner.signal_work_complete()
         while runner.pending_count():
@@ -144,7 +144,7 @@ def run_mutants(mutants, tests: dict[str, dict], jobs: int) -> None:
 
 
 def read_listed() -> list[tuple[str, str, set[str]]]:
-    """Return file, function and changed lines of each block of listed.txt."""
+    """Return the file, function and changed lines of each mutant in listed.txt."""
     blocks = []
     for block in LISTED.read_text().split("\n\n"):
         lines = [line for line in block.splitlines() if line and not line.startswith("#")]
@@ -167,7 +167,7 @@ def functions_of(path: Path) -> dict[str, str]:
 
 
 def report_stale() -> None:
-    """Print the blocks of listed.txt that quote lines that their function does not contain."""
+    """Print the entries of listed.txt whose quoted lines are no longer in the function."""
     for path, function, changes in read_listed():
         file = ROOT / path
         source = functions_of(file).get(function, "") if file.is_file() else ""

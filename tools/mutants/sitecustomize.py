@@ -1,6 +1,4 @@
-"""Plant the mutant in every Python process that a mutant's test starts, and record the functions that each process
-calls.
-"""
+"""Python imports this module at startup, so that every process started by a test uses the mutant under test."""
 
 import os
 

@@ -70,7 +70,7 @@ class Cluster:
         assert os.listdir("/sys/class/net") == ["lo"] or os.getpid() < 10, "start this by unshare, as cluster.py says"
         self.folder, self.daemons, self.nodes = folder, [], {}
         command("hostname", "head")
-        command("mount", "-t", "tmpfs", "tmpfs", "/run")  # ip stores named network namespaces in /run
+        command("mount", "-t", "tmpfs", "tmpfs", "/run")  # the command `ip netns` needs a writable /run
         (folder / "state").mkdir()
         hosts = folder / "hosts"
         addresses = {"localhost": "127.0.0.1", "head": "10.0.0.1"} | {f"node{i}": f"10.0.0.1{i}" for i in range(nodes)}
@@ -137,7 +137,7 @@ class Cluster:
                 line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if words in line and (process / "ns/net").stat().st_ino == network:
                     found.append(int(process.name))
-            except OSError:  # the process has just ended
+            except OSError:  # reading /proc fails if the process has just ended
                 continue
         return found
 
@@ -148,7 +148,7 @@ class Cluster:
 
 
 class Job:
-    """Job that `sbatch` starts with these arguments."""
+    """Job that is submitted by `sbatch` with the arguments `words`."""
 
     def __init__(self, log: Path, *words: str | os.PathLike):
         self.log = log

@@ -18,7 +18,7 @@ from cluster import Cluster, Job, command, wait_until
 from faults import OPTIONS, assert_same, result
 from processes import ROOT
 
-EPOCHS = 30  # epochs of a run, which take about 20 seconds
+EPOCHS = 30  # number of epochs per run; a run takes about 20 seconds
 RECIPE = dict(checkpoint_interval="none", model_ema_decay=0.9)
 
 
@@ -101,7 +101,7 @@ def test_the_notice_of_a_preemption_makes_it_save_and_queue_again(training, undi
 
 
 def test_a_time_limit_makes_it_save_and_queue_again_before(training, undisturbed):
-    """Save and requeue before the time limit.
+    """A run saves a checkpoint and is requeued before the job's time limit.
 
     The script's --signal asks for five minutes, and Slurm sends it 30 to 60 seconds early.
     """
@@ -114,7 +114,7 @@ def test_a_time_limit_makes_it_save_and_queue_again_before(training, undisturbed
 
 @pytest.mark.parametrize("partition", ["normal", "graceful"])
 def test_a_job_of_a_higher_priority_takes_its_nodes_and_gives_them_back(training, undisturbed, tmp_path, partition):
-    """Requeue the run when a job of higher priority takes its nodes.
+    """A run whose nodes are taken by a job of higher priority is requeued and resumes.
 
     Slurm takes the nodes at once, or after a grace period of a minute in which it signals the step but not the script.
     """
