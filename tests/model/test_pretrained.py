@@ -3,15 +3,19 @@
 import json
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
+from processes import call
 from safetensors import safe_open
 from safetensors.torch import load_file
 from timm.data import resolve_data_config
 
 import vil
 from vil.classes import names_of
+from vil.cli import predict
 from vil.evaluation import models as evaluated
 from vil.factory import create_model
 from vil.models.shipped import FILES
@@ -106,3 +110,16 @@ def test_class_names_in_the_package_are_those_of_the_weights():
     for name, file in FILES.items():
         with safe_open(file, "pt") as weights:
             assert list(timm.get_pretrained_cfg(name).label_names) == json.loads(weights.metadata()["label_names"])
+
+
+def test_predict_without_a_checkpoint_uses_the_pretrained_model(tmp_path, monkeypatch, capsys, caplog):
+    monkeypatch.chdir(tmp_path)
+    Image.fromarray(np.full((90, 120, 3), 200, np.uint8)).save("photo.png")
+    call(predict.main, "photo.png", "--device", "cpu")
+    model = timm.create_model("vil_tiny_pooled", pretrained=True)
+    expected = vil.predict(model, "photo.png")
+    found = [f"{prediction.label} {prediction.probability:.1%}" for prediction in expected]
+    assert capsys.readouterr().out == f"photo.png: {'; '.join(found)}\n"
+    assert len(found) == 5
+    (message,) = caplog.messages
+    assert message.startswith("using vil_tiny_pooled.tiny_in200, which recognizes the 200 classes of Tiny ImageNet")

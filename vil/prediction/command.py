@@ -22,7 +22,7 @@ from ..fault_tolerance.output import print_result
 from ..security.csv_tables import csv_text
 from ..text import label_of
 from .classifier import Classifier, Prediction, predictions, reason_of
-from .loading import classifier_of
+from .loading import classifier_of, pretrained_classifier
 
 _logger = logging.getLogger(__name__)
 
@@ -30,7 +30,8 @@ _logger = logging.getLogger(__name__)
 def predict_files(options: argparse.Namespace) -> tuple[int, int]:
     """Print predictions, write the requested files, and return the numbers of unreadable images and of all images."""
     files = image_files(options.images)
-    classifier = classifier_of(options.checkpoint, known_device(options.device))
+    device = known_device(options.device)
+    classifier = classifier_of(options.checkpoint, device) if options.checkpoint else pretrained_classifier(device)
     found = print_predictions(classifier, files, options.topk, options.batch_size)
     if options.csv:
         rows = [_row(file, classes) for file, classes in found]

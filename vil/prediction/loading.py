@@ -13,12 +13,14 @@ from ..classes import names_of
 from ..config import ConfigError
 from ..data_config import data_config_of
 from ..devices import default_device
-from ..factory import from_checkpoint
+from ..factory import create_model, from_checkpoint
 from ..wrappers import unwrapped
 from .classifier import Classifier
 from .onnx_file import classifier_of_onnx
 
 _logger = logging.getLogger(__name__)
+
+PRETRAINED = "vil_tiny_pooled.tiny_in200"  # model that predicts if no checkpoint is given
 
 
 def classifier_of(model: nn.Module | str | os.PathLike, device: str | None = None) -> Classifier:
@@ -34,6 +36,14 @@ def classifier_of(model: nn.Module | str | os.PathLike, device: str | None = Non
     if path.suffix == ".onnx":
         return classifier_of_onnx(path)
     return _classifier_of_model(from_checkpoint(path).to(device or default_device()))
+
+
+def pretrained_classifier(device: str | None = None) -> Classifier:
+    """Return a Classifier with pretrained weights of the package, and log which classes it recognizes."""
+    _logger.warning(
+        "using %s, which recognizes the 200 classes of Tiny ImageNet: set --checkpoint for others", PRETRAINED
+    )
+    return _classifier_of_model(create_model(PRETRAINED, pretrained=True).to(device or default_device()))
 
 
 def _classifier_of_model(model: Any) -> Classifier:
