@@ -77,7 +77,7 @@ AT_ONCE = dict(cuda=2**26, cpu=2**22)
 # An iterated function system becomes a class if 100,000 points fill at least 0.2 of the pixels of a 512 x 512 image.
 FILLING, JUDGED_POINTS, JUDGED_SIZE = 0.2, 100_000, 512
 COARSE_SIZE, COARSE_POINTS = 32, 4096
-PROMISING = 0.3  # minimum share of filled coarse pixels of a class; lower shares are rejected without more points
+PROMISING = 0.3  # minimum share of coarse pixels that a candidate must fill before it is rendered with more points
 KEPT = 0.1  # minimum share of filled coarse pixels of an image; emptier images are sampled again
 ATTEMPTS = 100  # maximum number of attempts to sample an image
 MARGIN = 6 / 512  # margin of an image relative to the side of the image

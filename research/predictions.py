@@ -1,4 +1,4 @@
-"""Files with the predicted class of each image, and comparison of two models by the images that each gets right."""
+"""Files with the predicted class of each image, and comparison of two models by McNemar's test."""
 
 from __future__ import annotations
 

@@ -314,7 +314,7 @@ def test_a_point_has_the_colour_of_the_map_that_made_it():
     drawn = [(image == colour).all(-1) for colour in palette]
     assert sum(where.sum() for where in drawn[:4]) == 128 * 128
     row, column = (torch.stack([where.nonzero()[:, axis].float().mean() for where in drawn[:4]]) for axis in (0, 1))
-    assert abs(row[1] - row[2]) < 4  # the two lower triangles are side by side
+    assert abs(row[1] - row[2]) < 4  # the triangles of the first two maps are side by side
     assert abs(row[3] - row[1]) > 50
     assert abs(column[1] - column[2]) > 50
     assert abs(column[3] - (column[1] + column[2]) / 2) < 4
@@ -450,7 +450,8 @@ def test_after_an_error_no_more_is_written(tmp_path, drawn, monkeypatch, where):
     with pytest.raises(OSError, match="broken"):
         write_fractals(tmp_path / "out", Fractals(**SMALL | dict(per_class=80, size=16, points=512)))
     assert len(batches) == 2
-    assert len(begun) <= 3 * 32  # each of at most 32 threads began a few of 200 images
+    # At most 32 threads save images, so an early error stops most of the 200 images.
+    assert len(begun) <= 3 * 32
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path, drawn, capsys):

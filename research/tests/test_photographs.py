@@ -228,7 +228,8 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
     assert [(run["model"], run["lr"], run["top1"]) for run in diverged] == [(DEIT, 0.0005, 0.0), (VIM, 0.002, 0.0)]
     assert diverged[1]["diverged"].endswith("the gradient's norm is nan at step 3 of epoch 2")
     rows = gzip.decompress((root / "out.csv.gz").read_bytes()).decode().splitlines()
-    assert (len(rows), rows[0].count(",")) == (25, 1 + 36)  # a header and 24 images; 36 runs
+    # The file has a header, 24 rows for the test images, and 36 columns for the runs.
+    assert (len(rows), rows[0].count(",")) == (25, 1 + 36)
     assert "| vil_tiny | 2" in (shown := capsys.readouterr().out)
     assert "25.00 ± 0.00" in shown  # the class predicted for all images is correct for a quarter of them
 

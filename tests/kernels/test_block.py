@@ -90,7 +90,7 @@ def test_a_model_of_fused_blocks_equals_the_independent_implementation(mixer, si
 
 @pytest.mark.parametrize("between", ["hook", "eps", "dtype", "unfused"])
 def test_a_norm_is_not_passed_on_if_a_change_intervenes_between_fused_blocks(between, reference_kernels, plain):
-    """A hook, another eps, another dtype or an unfused block prevents that a norm is passed to the next block."""
+    """A block does not pass its norm to the next block after a hook, or if the next block has another eps or dtype."""
     model = randomised(small(depth=3, img_size=32)).eval()
     if between == "hook":
         model.blocks[0].register_forward_hook(lambda module, args, output: output * torch.arange(32))
@@ -305,7 +305,7 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
 @pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("shape", [(64, 197, 384), (64, 197, 192), (2, 70, 64)])
 def test_passing_norms_between_blocks_is_bitwise_identical(shape, middle):
-    """Blocks that pass their output's norm to the next block have bitwise the results of blocks that do not."""
+    """Blocks that pass the norm of their output to the next block are bitwise identical to blocks that do not."""
     chain = Blocks(*[make_block(LonghornMixer, shape[2], seed=i) for i in range(3)]).cuda()
     x, dy = torch.randn(2, *shape, device="cuda")
     found = outcome(chain, x, dy, torch.bfloat16, class_token_only=middle)

@@ -88,7 +88,7 @@ def random_tensors(device, *kinds):
 
 
 def on_both(emulated, on_a_gpu):
-    """Parametrize over emulated cases in bf16, the first also in fp16, and over cases on a GPU in bf16 and fp16."""
+    """Parametrize a test over shapes on an emulated GPU and on a real GPU, in bf16 and fp16."""
     cases = [(*case, torch.bfloat16) for case in emulated] + [(*emulated[0], torch.float16)]
     large = [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *on_a_gpu]
     return pytest.mark.parametrize(

@@ -95,7 +95,8 @@ def test_scan_lines_equals_its_definition(B, S, D, R, dtype, recurrence, device,
         (means.repeat(1, 133, 1, 1), x_proj, step_proj),  # the kernel does not support as many images
         (means.repeat(1, 1, 65, 1), x_proj, step_proj),  # the kernel does not support as many lines
         (means.float(), x_proj, step_proj), (means[..., 64:], x_proj, step_proj),
-        (means, x_proj[:, 16:], step_proj), (means, x_proj[:, 4:], step_proj[..., 4:]),  # other sizes
+        # The kernel does not support these numbers of states and ranks.
+        (means, x_proj[:, 16:], step_proj), (means, x_proj[:, 4:], step_proj[..., 4:]),
     ):  # fmt: skip
         assert not scan_lines.fits(*other)
     (found, states), (again, _) = (

@@ -40,7 +40,7 @@ def test_a_file_is_written_atomically(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_atomically(path, fail)
     assert path.read_bytes() == b"two"
-    with pytest.raises(OSError, match=r"No space left on device: '.*summary\.csv'$"):  # a write fails
+    with pytest.raises(OSError, match=r"No space left on device: '.*summary\.csv'$"):  # I/O errors name the target file
         write_atomically(path, lambda file: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match=rf"^\[[^]]*\] [^']*: '{tmp_path}'$"):  # the target is a folder
         write_atomically(tmp_path, "four")

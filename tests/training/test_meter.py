@@ -73,9 +73,9 @@ def train(meter, clock, steps, wait, work, loss=1.0, norm=1.0):
 
 def test_an_epochs_time_starts_with_loading_and_ends_with_the_last_step(clock):
     meter = EpochMeter()
-    clock.now += 100  # the first batch is requested 100 seconds later
+    clock.now += 100  # the time before the first batch is requested does not count
     train(meter, clock, 5, wait=3.0, work=5)
-    clock.now += 2  # the device finishes the last step 2 seconds later
+    clock.now += 2  # the time until the device finishes the last step counts
     meter.collect()
     clock.now += 1000  # seconds of evaluation, which the epoch's time excludes
     row = meter.summary(global_batch_size=12)
@@ -103,7 +103,7 @@ def test_a_restored_meter_continues_the_epoch(clock):
         meter.times.waited_for_gpu = 2.0
     second = EpochMeter()
     second.load_state_dict(first.state_dict())
-    clock.now += 1e6  # the run is resumed 10^6 seconds later
+    clock.now += 1e6  # the time until a run resumes does not count
     for meter in (whole, second):
         train(meter, clock, 2, wait=4.0, work=1, loss=0.7, norm=1.1)
         meter.collect()

@@ -54,7 +54,7 @@ def get(number):
 
 
 def stopped_at(call, number=signal.SIGKILL):
-    """Return a function that lets rank 0 receive a signal before optimizer step number `call`."""
+    """Return a function that sends a signal to rank 0 before optimizer step number `call`."""
     return functools.partial(before, Update, "__call__", functools.partial(get, number), call)
 
 

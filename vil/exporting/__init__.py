@@ -31,7 +31,7 @@ WEIGHTS = (
     ".safetensors",
     "",
 )  # extensions of weights: a .safetensors file, or a folder that contains model.safetensors
-TOLERANCE = 1e-4  # maximum difference between the outputs of model and file, relative to the largest output or 1
+TOLERANCE = 1e-4  # maximum difference between outputs of model and file, relative to max(1, the largest output)
 TOLERANCE_OF_HALVES = 2e-2  # tolerance for weights in half precision
 PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
 

@@ -68,7 +68,7 @@ def arguments_of(model: Any) -> dict[str, Any]:
     arguments = {name: value for name, value in recorded.items() if name in MODEL_KWARGS}
     if hasattr(model, "set_input_size"):
         arguments["img_size"] = input_size(model)[1:]
-    patch_size = getattr(model, "_model_args", {}).get("patch_size")  # timm's set_input_size may set a patch size
+    patch_size = getattr(model, "_model_args", {}).get("patch_size")  # a patch size set by set_input_size
     if patch_size:
         arguments["patch_size"] = patch_size
     return arguments

@@ -170,7 +170,7 @@ class Trainer:
         for number, batch in enumerate(state.meter.timed(batches), start=1):
             completes_step = number % self.data.batches_per_step == 0
             if completes_step:
-                all_loaded = self.loading.begin_check()  # runs during the forward pass
+                all_loaded = self.loading.begin_check()  # the check runs during the forward pass
             with state.meter.paused():
                 self.mosaic.add(batch.images, batch.targets)
 
