@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 def _runs_command() -> bool:
     """Return whether this process runs the `vil` command, also as `python -m vil`."""
     program = (sys.argv or [""])[0]
-    if program == "-m":  # the module is not located yet
+    if program == "-m":  # during `python -m vil`, sys.argv[0] is "-m" until Python has located the module
         program = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv else ""
     return Path(program).stem == "vil"
 

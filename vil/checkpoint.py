@@ -171,7 +171,7 @@ class Checkpoint:
             raise BrokenCheckpointError.because(file_of(self.path), error) from error
 
     def _folder_preprocessing(self) -> dict[str, Any]:
-        path = self.path / "config.json"  # timm reads config.json from model folders, too
+        path = self.path / "config.json"  # timm also reads config.json from model folders
         if not path.is_file():
             return {}
         try:

@@ -58,7 +58,7 @@ def init_process_group(device: str) -> tuple[torch.device, int, int]:
         ConfigError: The process group cannot be initialized.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # otherwise processes would survive a killed torchrun and disturb the next run
+        # Processes that survive a killed torchrun would disturb the next run.
         terminate_with_parent()
 
     # CPU tensors use gloo, which does not wait for a GPU and fails at once if a process exits
@@ -127,7 +127,7 @@ def _environment_problem() -> str | None:
     variable = _world_size_variable()
     if variable is None or os.environ[variable] == "1":
         return None
-    by_slurm = "SLURM_PROCID" in os.environ  # timm distinguishes Slurm from torchrun by SLURM_PROCID, too
+    by_slurm = "SLURM_PROCID" in os.environ  # timm also distinguishes Slurm from torchrun by SLURM_PROCID
     remedy = f"unset {variable} to run in one process, or start all processes with torchrun"
     if by_slurm:
         remedy += ", or with srun and MASTER_ADDR and MASTER_PORT"

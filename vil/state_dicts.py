@@ -71,7 +71,7 @@ def find_state_dict(content: Any, use_ema: bool | None, ema_is_best: bool | None
 
     prefers_ema = ema_is_best is not False if use_ema is None else use_ema
     candidates = emas if emas and (prefers_ema or not others) else others
-    whole = Found((), False, content)  # a plain state dict
+    whole = Found((), False, content)  # candidate if the file is a plain state dict
     if not any(_has_tensors(one.tensors) for one in [*candidates, whole]):
         elsewhere = _below(content)
         if elsewhere:

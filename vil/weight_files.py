@@ -76,8 +76,8 @@ def read_file(path: str | Path, whole: bool = True) -> Any:
 
     try:
         return retry(read)
-    except Exception as error:  # readers raise various types for corrupt files
-        if is_machine_error(error):  # an I/O error; the file itself may be intact
+    except Exception as error:  # readers raise exceptions of various types for corrupt files
+        if is_machine_error(error):  # after an I/O error, the file itself may be intact
             raise CheckpointError(
                 f"failed to read {path}: {cause_of(error)}. To continue, {remedy_for(error)}"
             ) from error

@@ -63,7 +63,7 @@ def load_config(
     if file:
         defaults = _options_of_file(file, given)
     elif saved_options and resumed not in (None, "auto"):
-        folder = Path(resumed).resolve().parent  # continue in the folder of the checkpoint
+        folder = Path(resumed).resolve().parent  # the run continues in the folder of its checkpoint
         defaults = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed, given)}
     _check_phases(defaults, given, file or resumed)
 
@@ -133,7 +133,7 @@ def _options_of_file(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     translation = from_timm(read_yaml(path), path, given)
     options = checked(translation.options, path, translation.errors)
     ignored = translation.ignored
-    from ..distributed import is_rank0  # imports PyTorch
+    from ..distributed import is_rank0  # importing this module imports PyTorch
 
     if ignored and is_rank0():
         names = ", ".join(ignored)

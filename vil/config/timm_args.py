@@ -54,7 +54,7 @@ def from_timm(values: Mapping[Any, Any], source: str, given: Mapping[str, Any]) 
         elif _is_empty(value):
             ignored.append(str(name))
         elif name in RENAMED or name in MODEL_ARGUMENTS:
-            continue  # translated below
+            continue  # these options are translated below
         elif _changes_training(name, value, in_effect):
             unsupported[str(name)] = value
         else:

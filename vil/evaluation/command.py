@@ -139,7 +139,7 @@ def report(validation: Validation, options: argparse.Namespace) -> None:
         write_files(validation, as_json, options)
         if options.report:
             text += f"\n{options.report / PAGE}"
-    except OSError as error:  # for example a full disk
+    except OSError as error:  # raised for example if the disk is full
         raise LostResultError(f"failed to write the results: {error}") from error
     finally:
         if options.json == "-":

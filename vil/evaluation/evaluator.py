@@ -71,7 +71,7 @@ class Evaluator:
         self.device = device
         self.precision = precision
         self.graph_shape = (batch_size, *input_size) if batch_size and device.type == "cuda" else None
-        self.run: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]] | None = None  # set in the first call
+        self.run: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]] | None = None  # set at first call
 
     @torch.inference_mode()
     def __call__(self, loader, observe: Callable[[Tensor, list[Tensor]], None] | None = None) -> list[Evaluation]:

@@ -157,7 +157,7 @@ def _find_images(data: DataSettings, folder: str, source: Checkpoint | None) -> 
 
 
 def _is_folder_of_run(held_out: DataSettings, source: Checkpoint) -> bool:
-    """Return whether a run trained on this folder. A moved folder is recognized by its number of training images."""
+    """Return whether a run trained on a folder. A moved folder is recognized by its number of training images."""
     train, _ = hold_out(open_split(held_out.data_dir, "", held_out.split), held_out.val_fraction or SHARE)
     expected = source.content.get("num_images")
     if len(train) == expected:

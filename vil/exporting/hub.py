@@ -32,7 +32,7 @@ def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, A
         config["label_names"] = metadata["label_names"]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
-        # older timm versions need a Path, although the type annotation is str
+        # Older versions of timm need a Path, although the parameter is annotated as str.
         save_config_for_hf(model, path, config, dict(arguments))  # type: ignore[arg-type]
         written = json.loads(path.read_text())
     # timm reads num_classes from pretrained_cfg, and transformers sets num_classes itself

@@ -82,11 +82,11 @@ def _project_in(mixer: BidirectionalMixer, h_BLC: Tensor) -> tuple[Tensor, Tenso
     """Return the input of the convolution and the input of the output gate, each of shape (B, L, D)."""
     weight = mixer.in_proj.weight
     D = len(weight) // 2
-    return F.linear(h_BLC, weight[:D]), F.linear(h_BLC, weight[D:])  # slices, because ONNX cannot fold a split
+    return F.linear(h_BLC, weight[:D]), F.linear(h_BLC, weight[D:])  # ONNX folds slices of weights, but not splits
 
 
 def scan_of(mixer: BidirectionalMixer, forward_v_BLD: Tensor, backward_v_BLD: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the scans of both directions; return their outputs y_LGBD without skip connections and their inputs x_LGBD.
+    """Run the scans of both directions without skip connections. Return outputs and inputs, each (L, G, B, D).
 
     Args:
         mixer: The mixer.

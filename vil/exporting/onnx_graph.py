@@ -22,7 +22,7 @@ class Kind(NamedTuple):
     modules: str
     pool: str | None
     grid: tuple[int, int] | None
-    tokens: tuple[int, ...]  # (L, C)
+    tokens: tuple[int, ...]  # shape (L, C) of the tokens of an image
 
 
 class BlockFunction(NamedTuple):

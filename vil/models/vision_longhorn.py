@@ -318,7 +318,7 @@ class VisionLonghorn(nn.Module):
 
     def init_weights(self) -> None:
         """Initialize every parameter, for example after the model was built on the meta device."""
-        for module in reversed(list(self.modules())):  # children before parents
+        for module in reversed(list(self.modules())):  # initialize children before their parents
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
 

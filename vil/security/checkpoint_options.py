@@ -133,7 +133,7 @@ def _is_plain_split(split: str, dataset: str) -> bool:
     """Return whether a split is a plain path such as a/b, with no suffix except those of its dataset reader."""
     if len(split) > 200:
         return False
-    if split == "." and not dataset:  # the data folder itself
+    if split == "." and not dataset:  # the split "." is the data folder itself
         return True
     if dataset.lower().startswith("wds/"):  # shard range and number of images, such as x-{0000..0099}.tar|50000
         split = re.sub(r"\|\d{1,12}$", "", split)

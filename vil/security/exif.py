@@ -10,8 +10,8 @@ from PIL import Image
 from .image_decoding import to_rgb
 from .image_structure import CHUNK_BYTES, JPEG_START, MOST_PARTS, PNG_START, SCAN
 
-EXIF_SEGMENT = 0xE1  # JPEG marker
-ORIENTATION = 0x0112  # EXIF tag
+EXIF_SEGMENT = 0xE1  # JPEG marker of the segment with EXIF tags
+ORIENTATION = 0x0112  # number of the EXIF tag for the image's orientation
 TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

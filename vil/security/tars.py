@@ -44,7 +44,7 @@ class Member:
     """Member of a tar file."""
 
     name: str
-    size: int  # bytes, as claimed by the member's header
+    size: int  # number of bytes that the member's header claims
     is_file: bool
 
 
@@ -115,7 +115,7 @@ def check_tar(file: BinaryIO, depth: int = 0) -> None:
             if member.is_file and member.name.lower().endswith(".tar"):
                 check_tar(file, depth + 1)
             file.seek(start + _blocks(member.size))
-    except (tarfile.HeaderError, OverflowError):  # tarfile stops reading at an invalid header, too
+    except (tarfile.HeaderError, OverflowError):  # Python's tarfile also stops reading at an invalid header
         return
 
 

@@ -88,7 +88,7 @@ def _load_legacy(file: BinaryIO, unpickler: Unpickler) -> Any:
         if not unpickler.whole:
             return content
         keys = unpickler.run(file)
-    except MemoryError:  # a string claims more bytes than any file can have
+    except MemoryError:  # raised if a string in the pickle claims more bytes than any file can have
         raise TorchFileError("the file is truncated within a pickle") from None
 
     if set(keys) != unpickler.storages.keys():

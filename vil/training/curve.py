@@ -114,7 +114,7 @@ def _plot_panel(axis: Any, title: str, history: list[dict[str, Any]]) -> None:
     axis.grid(alpha=0.3)
     _cut_off_first_epoch(axis, plotted)
     if len(PANELS[title]) > 1:
-        # above the panel, so that the legend covers no line
+        # Place the legend above the panel, so that it covers no line.
         axis.legend(
             loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize="small",
             borderaxespad=0, borderpad=0.2, handlelength=1, columnspacing=1,

@@ -27,7 +27,7 @@ SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
 class StoppedError(RuntimeError):
     """Raised after writing a checkpoint if images cannot be loaded."""
 
-    status = 1  # exit status of the process
+    status = 1  # exit status of the training process
 
 
 class PreemptedError(StoppedError):

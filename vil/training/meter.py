@@ -154,7 +154,7 @@ def peak_memory() -> int:
         return torch.cuda.max_memory_allocated()
     try:
         import resource
-    except ImportError:  # Windows
+    except ImportError:  # Windows has no module `resource`
         return 0
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, and in KiB on Linux
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

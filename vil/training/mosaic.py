@@ -17,9 +17,9 @@ from .run_info import RunInfo
 
 _logger = logging.getLogger(__name__)
 
-ROWS, COLUMNS = 4, 8  # images of the mosaic
-LARGEST_SIDE = 160  # pixels; larger images are scaled down
-LONGEST_NAME = 16  # characters of a class name
+ROWS, COLUMNS = 4, 8  # number of images per column and per row of the mosaic
+LARGEST_SIDE = 160  # pixels; maximum side of a plotted image
+LONGEST_NAME = 16  # maximum number of characters of a class name in a title
 SMALLEST_SHARE = 0.005  # smallest share of a mixed class that is written
 
 
@@ -38,8 +38,9 @@ class Mosaic:
         self.smoothing = run.phase.config.smoothing
         self.mean = torch.tensor(data_config["mean"]).view(3, 1, 1)
         self.std = torch.tensor(data_config["std"]).view(3, 1, 1)
-        self.missing = ROWS * COLUMNS if rank == 0 and not missing_matplotlib() else 0  # images
-        self.images: list[Tensor] = []  # (B, 3, h, w) normalized
+        # number of images to collect until the mosaic is full
+        self.missing = ROWS * COLUMNS if rank == 0 and not missing_matplotlib() else 0
+        self.images: list[Tensor] = []  # batches (B, 3, h, w) of normalized images
         self.targets: list[Tensor] = []
 
     def add(self, images_B3HW: Tensor, targets: Tensor) -> None:

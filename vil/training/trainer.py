@@ -100,7 +100,6 @@ class Trainer:
         options = stored_options(config, splits.num_classes)
         broadcast_from_rank0(lambda: check_size(self.phase, splits.num_classes))
 
-        # model and data
         share_cores(device, config.workers)
         seed_everything(config.seed)
         model = build_model(self.phase.initial_config, splits.num_classes, label_names=splits.label_names).to(device)
@@ -182,7 +181,7 @@ class Trainer:
                 continue
 
             if not all_loaded():
-                self.checkpoint(Decision(cannot_load=True))  # raises a StoppedError
+                self.checkpoint(Decision(cannot_load=True))  # `checkpoint` raises a StoppedError
             state.meter.add(loss, self.update())
             loss = torch.zeros_like(loss)
 

@@ -103,7 +103,7 @@ def checked_blocks(blocks: list[int] | None, depth: int) -> list[int]:
 
 def titles_of(model: VisionLonghorn, files: Sequence[Path], pictures: Sequence[Image.Image]) -> list[str]:
     """Return a title per image with the file name and the predicted class, short enough for adjacent plots."""
-    predicted = cast("list[list[Prediction]]", predict(model, pictures, topk=1))  # a list per image
+    predicted = cast("list[list[Prediction]]", predict(model, pictures, topk=1))  # one list per image
     titles = []
     for path, (best,) in zip(files, predicted):
         name = label_of("/".join(path.parts[-2:]))[-30:]
