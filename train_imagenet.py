@@ -13,4 +13,4 @@ from vil.fault_tolerance.streams import outlive_output
 
 if __name__ == "__main__":
     outlive_output()
-    main()
+    main(chooses_recipe=False)

@@ -126,6 +126,7 @@ RANGES = {
     "distillation_alpha",
     (ABOVE_0, OPEN): "opt_eps layer_decay clip_grad scale ratio distillation_tau",
     (0, 1024): "workers", (0, 0.99): "drop_path", (ABOVE_0, 2): "crop_pct", (0, 2**32 - 1): "seed",
+    (ABOVE_0, 0.9): "val_fraction",
 }  # fmt: skip
 
 

@@ -23,11 +23,23 @@ from ..config import load_config
 from ..fault_tolerance.output import errors_in_a_line
 
 
-def main(words: Sequence[str] | None = None, prog: str | None = None) -> NoReturn:
-    """Train with the options from the command line, then exit with the status of the run."""
+def main(words: Sequence[str] | None = None, prog: str | None = None, chooses_recipe: bool = True) -> NoReturn:
+    """Train with the options from the command line, then exit with the status of the run.
+
+    Args:
+        words: Words of the command line; None uses `sys.argv`.
+        prog: Name of the program in `--help`; None uses the name of the script.
+        chooses_recipe: Whether weights and recipe are chosen by the number of images if there is no config file.
+    """
     logging.basicConfig(format="%(message)s")
+
+    def complete(options: dict[str, Any], has_config: bool) -> dict[str, Any]:
+        from ..training.own_folder import complete_options
+
+        return complete_options(options, has_config or not chooses_recipe)
+
     with errors_in_a_line():
-        config = load_config(__doc__, words, saved_options=_saved_options, prog=prog)
+        config = load_config(__doc__, words, saved_options=_saved_options, prog=prog, complete=complete)
     from ..training.command import run
 
     run(config)

@@ -40,6 +40,7 @@ def load_config(
     arguments: Sequence[str] | None = None,
     saved_options: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None,
     prog: str | None = None,
+    complete: Callable[[dict[str, Any], bool], dict[str, Any]] | None = None,
 ) -> Config:
     """Load the config file `-c FILE` and the command-line options, which override the config file.
 
@@ -49,6 +50,8 @@ def load_config(
         saved_options: Function that reads the options in a checkpoint, given the file and the command-line options. It
             is called for `--resume FILE` without `-c`.
         prog: Name of the program in `--help`; None uses the name of the script.
+        complete: Function that adds options which are not given, from the given options and whether they include a
+            config file. It is not called for `--resume FILE`.
 
     Raises:
         ConfigError: An option or value is invalid, or a phase in the file overrides a command-line option. The message
@@ -67,7 +70,10 @@ def load_config(
         defaults = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed, given)}
     _check_phases(defaults, given, file or resumed)
 
-    config = Config(**{**defaults, **given})
+    options = {**defaults, **given}
+    if complete and resumed in (None, "auto"):
+        options = complete(options, bool(file))
+    config = Config(**options)
     if not config.experiment:
         config.experiment = Path(file).stem if file else config.model
     return config
@@ -78,6 +84,7 @@ def _parser(description: str, prog: str | None) -> Parser:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=prog, description=description, formatter_class=formatter, allow_abbrev=False)
     help = "YAML file of options, or the name of a config of this package"
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="folder of images, the same as --data-dir")
     parser.add_argument("-c", "--config", metavar="NAME|FILE", help=help)
     for name, field in FIELDS.items():
         flag = _flag_of(name)
@@ -122,6 +129,11 @@ def _number_of_words(name: str) -> str | None:
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options set on the command line, converted to their types."""
     given = {name: value for name, value in options.items() if value is not None}
+    folder = given.pop("folder", None)
+    if folder and "data_dir" in given:
+        raise ConfigError(f"the folder is given twice, as {shown(folder)} and --data-dir {shown(given['data_dir'])}")
+    if folder:
+        given["data_dir"] = folder
     input_size = given.pop("input_size", None)
     if input_size and not given.get("img_size"):
         given["img_size"] = img_size_of(input_size, SOURCE)

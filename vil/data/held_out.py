@@ -28,7 +28,11 @@ def held_out(names: Sequence[str], classes: Sequence[Hashable], share: float = S
     is_held_out = [False] * len(names)
     for images in images_of_class.values():
         images.sort(key=lambda image: hashlib.sha256(names[image].encode(errors="surrogateescape")).digest())
-        count = min(len(images) - 1, max(1, round(share * len(images))))
-        for image in images[:count]:
+        for image in images[: count_held_out(len(images), share)]:
             is_held_out[image] = True
     return is_held_out
+
+
+def count_held_out(num_images: int, share: float = SHARE) -> int:
+    """Return how many images of a class are held out."""
+    return min(num_images - 1, max(1, round(share * num_images)))

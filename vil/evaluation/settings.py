@@ -10,10 +10,8 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..config import ConfigError
-from ..data.held_out import SHARE
-from ..data.sources.layout import find_layout
+from ..data.sources.layout import Layout, find_layout
 from ..data.sources.split_paths import WHOLE, split_in
-from ..data.sources.splits import hold_out, open_split
 from ..security.checkpoint_options import confirm_dataset
 
 _logger = logging.getLogger(__name__)
@@ -144,32 +142,36 @@ def resolve_data(
 def _find_images(data: DataSettings, folder: str, source: Checkpoint | None) -> DataSettings:
     """Return settings for the images that training held out, the validation split, or all images of class folders."""
     saved = source.options if source else {}
+    fraction = saved.get("val_fraction")
     has_split = Path(folder).is_dir() and split_in(Path(folder), data.split) is not None
-    if has_split and not saved.get("val_fraction"):
+    if has_split and not (fraction and _is_same(folder, saved.get("data_dir"))):
         return data
     layout = find_layout(folder)
-    if source and saved.get("val_fraction") and layout.train_split == saved["train_split"]:
-        held_out = replace(data, data_dir=layout.data_dir, split=layout.train_split, val_fraction=saved["val_fraction"])
-        if _is_folder_of_run(held_out, source):
-            return held_out
+    is_split_alike = layout.train_split == saved.get("train_split")
+    if source and fraction and is_split_alike and _is_folder_of_run(layout, fraction, source):
+        return replace(data, data_dir=layout.data_dir, split=layout.train_split, val_fraction=fraction)
     split = layout.val_split or (WHOLE if layout.train_split == WHOLE else data.split)
     return replace(data, data_dir=layout.data_dir, split=split)
 
 
-def _is_folder_of_run(held_out: DataSettings, source: Checkpoint) -> bool:
+def _is_folder_of_run(layout: Layout, fraction: float, source: Checkpoint) -> bool:
     """Return whether a run trained on a folder. A moved folder is recognized by its number of training images."""
-    train, _ = hold_out(open_split(held_out.data_dir, "", held_out.split), held_out.val_fraction or SHARE)
+    count = layout.num_images - layout.count_held_out(fraction)
     expected = source.content.get("num_images")
-    if len(train) == expected:
+    if count == expected:
         return True
-    if Path(held_out.data_dir or "").resolve() != Path(source.options.get("data_dir") or "").resolve():
+    if not _is_same(layout.data_dir, source.options.get("data_dir")):
         return False
     if expected:
         _logger.warning(
             "%s has changed since training (%d training images, was %d): some of the held-out images may have been "
-            "trained on", held_out.data_dir, len(train), expected,
+            "trained on", layout.data_dir, count, expected,
         )  # fmt: skip
     return True
+
+
+def _is_same(folder: str, other: str | None) -> bool:
+    return Path(folder).resolve() == Path(other or "").resolve()
 
 
 def resolve_model(given: ModelOptions, source: Checkpoint | None, option: str = "--model") -> ModelSettings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from timm.data.readers.reader import Reader
@@ -38,7 +38,7 @@ class ClassFolders:
     """
 
     def __init__(self, files: Sequence[str], folders: Sequence[str], where: str, known: Sequence[str] = ()):
-        paths = _class_paths(folders, where, known)
+        paths = class_paths(folders, where, known)
         common = posixpath.commonpath(paths)
         self.root = posixpath.dirname(common) if common in paths else common
 
@@ -84,7 +84,7 @@ class ClassFolders:
         return notes
 
 
-def _class_paths(folders: Sequence[str], where: str, known: Sequence[str]) -> set[str]:
+def class_paths(folders: Iterable[str], where: str, known: Sequence[str] = ()) -> set[str]:
     """Return the paths of the class folders.
 
     Raises:

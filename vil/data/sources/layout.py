@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 import tarfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,8 @@ from timm.data import get_img_extensions
 
 from ...classes import quoted
 from ...config import ConfigError
-from .class_folders import endings
+from ..held_out import count_held_out
+from .class_folders import class_paths, endings
 from .image_files import folders_in, list_images
 from .split_paths import SPLIT_NAMES, WHOLE, split_in
 
@@ -27,13 +28,22 @@ class Layout(NamedTuple):
         data_dir: Folder that contains the splits or class folders.
         train_split: Name of the training split; `WHOLE` if there are only class folders.
         val_split: Name of the validation split; None if there is none.
-        num_images: Number of images of the training split.
+        class_sizes: Number of images of each class in the training split, in no particular order.
     """
 
     data_dir: str
     train_split: str
     val_split: str | None
-    num_images: int
+    class_sizes: tuple[int, ...]
+
+    @property
+    def num_images(self) -> int:
+        """Number of images of the training split."""
+        return sum(self.class_sizes)
+
+    def count_held_out(self, share: float) -> int:
+        """Return how many of these images are held out for validation."""
+        return sum(count_held_out(size, share) for size in self.class_sizes)
 
 
 def find_layout(folder: str) -> Layout:
@@ -65,22 +75,30 @@ def find_layout(folder: str) -> Layout:
         assert train is not None  # its classes are known
         return _layout_of_splits(root, train)
     _check_classes(root, classes, files)
-    return Layout(folder, WHOLE, None, sum(path in classes for path in folders))
+    return Layout(folder, WHOLE, None, _class_sizes(folders, folder))
+
+
+def _class_sizes(folders: Sequence[str], where: str) -> tuple[int, ...]:
+    """Return the number of images of each class, without images that are in no class folder."""
+    sizes = Counter(folders)
+    return tuple(sorted(sizes[path] for path in class_paths(folders, where)))
 
 
 def _layout_of_splits(root: Path, train: Path) -> Layout:
     validation = "validation" if split_in(root, "validation") else None
     if train.is_dir():
         files = list_images(str(train), str(root))
-        if {*folders_in(str(train), files)} == {""}:
+        folders = folders_in(str(train), files)
+        if {*folders} == {""}:
             raise _unknown_classes(train, files)
-        return Layout(str(root), "train", validation, len(files))
+        return Layout(str(root), "train", validation, _class_sizes(folders, str(train)))
     try:
         with tarfile.open(train) as tar:
-            count = sum(Path(name).suffix.lower() in get_img_extensions() for name in tar.getnames())
+            paths = [Path(name) for name in tar.getnames()]
     except (OSError, tarfile.TarError) as error:
         raise ConfigError(f"cannot read {train}: {error}") from error
-    return Layout(str(root), "train", validation, count)
+    folders = [str(path.parent) for path in paths if path.suffix.lower() in get_img_extensions()]
+    return Layout(str(root), "train", validation, _class_sizes(folders, str(train)))
 
 
 def _folders_with_training_split(classes: Iterable[str]) -> list[str]:

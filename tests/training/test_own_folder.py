@@ -1,0 +1,199 @@
+"""Tests of the options that are chosen for a folder of images."""
+
+import functools
+import json
+import shutil
+
+import pytest
+import torch
+from PIL import Image
+from processes import call
+
+from vil.checkpoint import Checkpoint
+from vil.cli import validate
+from vil.config import Config, ConfigError
+from vil.errors import CheckpointError
+from vil.training import own_folder
+from vil.training.own_folder import BLOCKS, IMG_SIZE, WEIGHTS, choose_recipe, complete_options
+from vil.training.trainer import Trainer
+
+complete = functools.partial(complete_options, has_config=False)
+
+
+def write(root, *folders, count=10):
+    for folder in folders:
+        (root / folder).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (8, 8)).save(root / folder / f"{i}.png")
+    return str(root)
+
+
+@pytest.fixture
+def photos(tmp_path, monkeypatch):
+    """Return a folder with ten images in each of two class folders. The working folder is empty."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return write(tmp_path / "photos", "cat", "dog")
+
+
+def test_all_options_are_chosen_and_named_in_the_log(photos, caplog):
+    options = complete({"data_dir": photos, "device": "cpu"})
+    config = Config(**options)
+    assert (config.data_dir, config.train_split, config.val_fraction, config.experiment) == (photos, ".", 0.2, "photos")
+    assert (config.model, config.pretrained_path) == ("vil_tiny_pooled", str(WEIGHTS["vil_tiny_pooled"]))
+    assert (config.img_size, config.model_kwargs) == (IMG_SIZE["cpu"], {"patch_size": 8, "depth": BLOCKS["cpu"]})
+    assert (config.global_batch_size, config.layer_decay, config.drop_path, config.smoothing) == (4, None, 0.1, 0.1)
+    assert config.epochs == choose_recipe(16, "cpu", {})["epochs"]
+    log = caplog.text
+    assert (
+        "20 images; no validation split, so 20% of each class are held out for validation (set --val-fraction)" in log
+    )
+    for name in ("model", "pretrained_path", "img_size", "model_kwargs", "epochs", "global_batch_size", "lr"):
+        assert f"--{name.replace('_', '-')} " in log
+    assert "recipe for 16 training images on a CPU" in log
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"epochs": 3}, {"lr": 1e-2}, {"global_batch_size": 6}, {"img_size": 96}, {"val_fraction": 0.5},
+        {"model": "vil_tiny"}, {"model": "vil_small"}, {"model": "resnet18"}, {"pretrained_path": None},
+        {"experiment": "first"}, {"drop_path": 0.0}, {"layer_decay": 0.5}, {"warmup_epochs": 1},
+    ],
+)  # fmt: skip
+def test_given_options_win(photos, given, caplog):
+    options = complete({"data_dir": photos, "device": "cpu", **given})
+    config = Config(**options)
+    assert {name: options[name] for name in given} == given
+    assert config.warmup_epochs < config.epochs
+    assert config.global_batch_size <= 16
+    for name in given:
+        assert f"--{name.replace('_', '-')} " not in caplog.text
+    if given.get("model") in ("vil_small", "resnet18"):  # no weights are shipped for these models
+        assert (config.pretrained_path, config.img_size, config.model_kwargs) == (None, None, {})
+
+
+def test_given_model_arguments_are_added_to_the_chosen_ones(photos):
+    options = complete({"data_dir": photos, "device": "cpu", "model_kwargs": {"depth": 2}})
+    assert options["model_kwargs"] == {"patch_size": 8, "depth": 2}
+
+
+def test_a_config_leaves_only_the_splits_to_choose(photos):
+    given = {"data_dir": photos, "epochs": 3}
+    splits = {"train_split": ".", "val_fraction": 0.2}
+    assert complete_options(given, has_config=True) == given | splits | {"model_kwargs": {}}
+
+
+def test_given_splits_are_not_detected(tmp_path):
+    folder = write(tmp_path, "train/cat", "train/dog", "test/cat", "test/dog", "more/cat", "more/dog")
+    chosen = complete({"data_dir": folder, "device": "cpu"})
+    assert (chosen["train_split"], chosen["val_fraction"]) == ("train", 0.2)
+    chosen = complete({"data_dir": folder, "device": "cpu", "val_split": "test"})
+    assert (chosen["train_split"], chosen["val_split"], "val_fraction" in chosen) == ("train", "test", False)
+    chosen = complete({"data_dir": folder, "device": "cpu", "train_split": "more", "val_fraction": 0.5})
+    assert (chosen["train_split"], chosen["val_fraction"], chosen["global_batch_size"]) == ("more", 0.5, 4)
+
+
+def test_the_test_split_is_named_if_it_is_not_used(tmp_path, caplog):
+    complete({"data_dir": write(tmp_path, "train/cat", "train/dog", "test/cat"), "device": "cpu"})
+    assert "the split 'test' is not used (set --val-split test to validate on it)" in caplog.text
+
+
+@pytest.mark.parametrize("given", [{}, {"synthetic": 9}, {"dataset": "hfds/x", "data_dir": "."}])
+def test_other_data_keep_the_default_options(given):
+    assert complete(given) == given
+
+
+def test_folders_of_many_images_keep_the_default_recipe(photos, monkeypatch, caplog):
+    monkeypatch.setattr(own_folder, "MOST_IMAGES", 15)
+    config = Config(**complete({"data_dir": photos, "device": "cpu"}))
+    assert (config.pretrained_path, config.epochs) == (None, Config().epochs)
+    assert "training starts from random weights with the default options" in caplog.text
+
+
+def test_run_folders_between_the_class_folders_are_rejected(photos, monkeypatch):
+    monkeypatch.chdir(photos)
+    with pytest.raises(ConfigError, match="photos/output, must be outside of .* read as a class: set --output FOLDER"):
+        complete({"data_dir": ".", "device": "cpu"})
+    assert complete({"data_dir": ".", "device": "cpu", "output": "../runs"})["experiment"] == "photos"
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_recipes_have_enough_steps_and_batches_that_fit(device):
+    for num_images in [*range(2, 100), 500, 1000, 3000, 10_000, 100_000]:
+        recipe = choose_recipe(num_images, device, {})
+        steps = num_images // recipe["global_batch_size"]
+        assert steps >= 1
+        assert recipe["warmup_epochs"] < recipe["epochs"] / 2
+        if num_images >= 50:
+            assert steps * recipe["epochs"] >= 500
+    shorter = [choose_recipe(number, device, {})["epochs"] for number in (20, 200, 2000, 20_000)]
+    assert shorter == sorted(shorter, reverse=True)
+    assert "epochs" not in choose_recipe(500, device, {"epochs": 7})
+    assert choose_recipe(500, device, {"epochs": 7})["warmup_epochs"] == 0
+
+
+COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return the folder of a short run on class folders with twelve images of each color."""
+    folder = tmp_path_factory.mktemp("run")
+    for name, color in COLORS.items():
+        (folder / "colors" / name).mkdir(parents=True)
+        for i in range(12):
+            Image.new("RGB", (40, 40), tuple(value + i for value in color)).save(folder / "colors" / name / f"{i}.png")
+    given = {"data_dir": str(folder / "colors"), "device": "cpu", "epochs": 2, "model_kwargs": {"depth": 1}}
+    config = Config(**complete(given | {"output": str(folder), "workers": 0, "experiment": "run"}))
+    Trainer(config, torch.device("cpu"), 0, 1).run()
+    return folder
+
+
+def evaluated(run, *words, capsys):
+    """Return the results of validate.py for the run's best.pt."""
+    call(validate.main, "--checkpoint", run / "run/best.pt", "--json", "-", "--workers", 0, "--device", "cpu", *words)
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_evaluates_its_held_out_images_again(run, tmp_path, capsys, caplog, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    history = Checkpoint(run / "run/last.pt").training_state()["history"]
+    held_out = evaluated(run, capsys=capsys)
+    assert held_out["images"] == history[-1]["eval_images"] == 6
+    assert held_out["top1"] == max(max(row["eval_top1"], row["eval_top1_ema"]) for row in history)
+    assert (held_out["data_dir"], held_out["split"]) == (str(run / "colors"), ".")
+
+    # the folder has been moved, and passed as another path
+    shutil.copytree(run / "colors", tmp_path / "moved/colors")
+    assert evaluated(run, "--data-dir", "moved", capsys=capsys)["images"] == 6
+    assert evaluated(run, "--split", ".", capsys=capsys)["images"] == 36
+    assert "has changed since training" not in caplog.text
+
+    # other images of the same classes, in class folders or with a validation split
+    for name in COLORS:
+        (tmp_path / "moved/colors" / name / "0.png").unlink()
+    assert evaluated(run, "--data-dir", "moved", capsys=capsys)["images"] == 33
+    shutil.copytree(tmp_path / "moved/colors/red", tmp_path / "new/val/red")
+    assert evaluated(run, "--data-dir", "new", capsys=capsys)["images"] == 11
+
+
+def test_a_folder_that_changed_since_training_is_reported(run, capsys, caplog):
+    (run / "colors/red/0.png").rename(run / "0.png")
+    try:
+        assert evaluated(run, capsys=capsys)["images"] == 6
+    finally:
+        (run / "0.png").rename(run / "colors/red/0.png")
+    assert (
+        "colors has changed since training (29 training images, was 30): some of the held-out images may" in caplog.text
+    )
+
+
+def test_resuming_keeps_the_options_of_the_run(run, monkeypatch):
+    monkeypatch.chdir(run)
+    given = {"data_dir": "colors", "device": "cpu", "output": ".", "experiment": "run", "resume": "auto"}
+    config = Config(**complete(given))
+    assert (config.epochs, config.model_kwargs, config.val_fraction) == (2, {"depth": 1, "patch_size": 8}, 0.2)
+    assert config.pretrained_path is None  # so that the log does not announce other weights
+    with pytest.raises(CheckpointError, match="val_fraction must be 0.2, as in .*last.pt, got 0.3"):
+        Trainer(Config(**complete(given | {"val_fraction": 0.3})), torch.device("cpu"), 0, 1)

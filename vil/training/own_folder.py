@@ -1,0 +1,179 @@
+"""Choice of splits, weights and recipe for a folder of images.
+
+`choose_recipe` and the constants above it are the whole rule. docs/guide.md has the measurements behind the rule.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from timm.layers import to_2tuple
+
+from ..checkpoint import Checkpoint, options_to_resume
+from ..config import ConfigError
+from ..config.values import checked, read_yaml
+from ..data.held_out import SHARE
+from ..data.sources.class_folders import ClassReader
+from ..data.sources.layout import Layout, find_layout
+from ..data.sources.split_paths import WHOLE, split_in
+from ..data.sources.splits import count_images, open_split
+from ..devices import known_device
+from ..distributed import warn_on_rank0
+
+PACKAGE = Path(__file__).parents[1]
+FINETUNE = PACKAGE / "configs" / "finetune.yaml"
+WEIGHTS = {  # model -> weights with which training starts; the first model is the default
+    "vil_tiny_pooled": PACKAGE / "weights" / "vil_tiny_pooled_photographs.safetensors",
+    "vil_tiny": PACKAGE / "weights" / "vil_tiny_photographs.safetensors",
+}
+MOST_IMAGES = 100_000  # training images; more images are trained from random weights with the default options
+
+BATCH_SIZES = (4, 8, 16, 32)
+STEPS_PER_EPOCH = 12  # minimum, as far as the batch sizes permit
+STEPS = {"cpu": 500, "gpu": 5000}  # optimizer steps of a run, as far as the numbers of epochs permit
+EPOCHS = {"cpu": (10, 60), "gpu": (20, 100)}  # fewest and most epochs
+# On a CPU, a third of the patches and half of the blocks make training six times as fast.
+IMG_SIZE = {"cpu": 64, "gpu": 224}
+BLOCKS = {"cpu": 12, "gpu": 24}
+
+
+def choose_recipe(num_images: int, device: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that depend on the number of training images, unless they are given.
+
+    Args:
+        num_images: Number of training images.
+        device: "cpu" or "gpu".
+        given: Options of the user, by name.
+    """
+    largest = max([size for size in BATCH_SIZES if size <= num_images / STEPS_PER_EPOCH], default=BATCH_SIZES[0])
+    batch_size = given.get("global_batch_size", max(1, min(largest, num_images)))
+    fewest, most = EPOCHS[device]
+    enough = math.ceil(STEPS[device] / max(1, num_images // batch_size))
+    epochs = given.get("epochs", min(most, max(fewest, enough)))
+    recipe = {
+        "epochs": epochs,
+        "global_batch_size": batch_size,
+        "lr": 1e-3,
+        "layer_decay": None,
+        "warmup_epochs": epochs // 10,
+    }
+    return {name: value for name, value in recipe.items() if name not in given}
+
+
+def complete_options(given: Mapping[str, Any], has_config: bool) -> dict[str, Any]:
+    """Add the options of a run on a folder that the user has not given, and log the choices.
+
+    Args:
+        given: Options of the user, by name.
+        has_config: Whether `given` contains a config file's options. Then only the splits are chosen.
+
+    Returns:
+        The given and the chosen options. `data_dir` is the folder that contains the splits or class folders.
+
+    Raises:
+        ConfigError: The folder does not show the classes of its images (see `find_layout`), or the run folder would be
+            between the class folders.
+        CheckpointError: The checkpoint in the run folder or the file in `pretrained_path` cannot be read.
+    """
+    if not given.get("data_dir") or given.get("dataset") or given.get("synthetic"):
+        return dict(given)
+    layout = _layout(given)
+    if not has_config:
+        given = {"experiment": Path(given["data_dir"]).resolve().name or "images", **given}
+        last = Path(given.get("output", "output")) / given["experiment"] / "last.pt"
+        if given.get("resume") == "auto" and last.is_file():
+            return {**options_to_resume(str(last), dict(given)), **given, "data_dir": layout.data_dir}
+    _check_output(layout, given)
+
+    chosen = _choose_splits(layout, given)
+    if not has_config:
+        share = given.get("val_fraction") or chosen.get("val_fraction")
+        num_held_out = layout.count_held_out(share) if share else 0
+        chosen |= _choose_training(layout.num_images - num_held_out, given)
+    kwargs = {**chosen.get("model_kwargs", {}), **(given.get("model_kwargs") or {})}
+    return {**chosen, **given, "data_dir": layout.data_dir, "model_kwargs": kwargs}
+
+
+def _layout(given: Mapping[str, Any]) -> Layout:
+    """Return the layout of the data folder. Splits whose names are given are not detected."""
+    if "train_split" not in given:
+        return find_layout(given["data_dir"])
+    train = open_split(given["data_dir"], "", given["train_split"])
+    sizes = Counter(train.reader.targets).values() if isinstance(train.reader, ClassReader) else [count_images(train)]
+    return Layout(given["data_dir"], given["train_split"], "validation", tuple(sizes))
+
+
+def _check_output(layout: Layout, given: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if images of the run folder would be read as a class."""
+    output = Path(given.get("output", "output")).resolve()
+    if layout.train_split == WHOLE and output.is_relative_to(Path(layout.data_dir).resolve()):
+        raise ConfigError(
+            f"the folder of runs, {output}, must be outside of the class folders' folder {layout.data_dir}, because "
+            "its images would be read as a class: set --output FOLDER"
+        )
+
+
+def _choose_splits(layout: Layout, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the splits, and log which images are used for what."""
+    chosen: dict[str, Any] = {"train_split": layout.train_split}
+    folder = layout.data_dir if layout.train_split == WHOLE else str(Path(layout.data_dir) / layout.train_split)
+    line = f"{folder}: {layout.num_images} images"
+    if layout.val_split or "val_split" in given:
+        line += f"; validation on the split {given.get('val_split', layout.val_split)!r} (set --val-split)"
+    elif not given.get("val_fraction"):
+        chosen["val_fraction"] = SHARE
+        line += f"; no validation split, so {SHARE:.0%} of each class are held out for validation (set --val-fraction)"
+        if split_in(Path(layout.data_dir), "test"):
+            line += "; the split 'test' is not used (set --val-split test to validate on it)"
+    warn_on_rank0(__name__, "%s", line)
+    return chosen
+
+
+def _choose_training(num_images: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of model, weights and recipe, and log them."""
+    if num_images > MOST_IMAGES:
+        warn_on_rank0(
+            __name__, "more than %d training images, so training starts from random weights with the default options, "
+            "ViM's recipe for ImageNet (set -c CONFIG, or --pretrained-path)", MOST_IMAGES,
+        )  # fmt: skip
+        return {}
+    device = "cpu" if known_device(given.get("device")) == "cpu" else "gpu"
+    start = _choose_start(given, device)
+    recipe = choose_recipe(num_images, device, given)
+    shown = {name: value for name, value in start.items() if name not in given}
+    warn_on_rank0(__name__, "model and weights: %s", _as_flags(shown))
+    line = f"recipe for {num_images} training images on a {device.upper()}: -c finetune {_as_flags(recipe)}"
+    warn_on_rank0(__name__, "%s", line)
+    warn_on_rank0(__name__, "set any of these options to change it; -c CONFIG replaces the recipe")
+    return {**checked(read_yaml(str(FINETUNE)), str(FINETUNE)), **start, **recipe}
+
+
+def _choose_start(given: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return the options of the model and of the weights with which training starts."""
+    if path := given.get("pretrained_path"):
+        saved = Checkpoint(path, whole=False).options
+        return {name: saved[name] for name in ("model", "img_size", "model_kwargs") if saved.get(name)}
+    model = given.get("model", next(iter(WEIGHTS)))
+    if model not in WEIGHTS:
+        return {"model": model, "pretrained_path": None}
+    img_size = given.get("img_size") or IMG_SIZE[device]
+    patch_size = 8 if max(to_2tuple(img_size)) < 128 else 16
+    kwargs = {"patch_size": patch_size, "depth": BLOCKS[device]}
+    return {"model": model, "pretrained_path": str(WEIGHTS[model]), "img_size": img_size, "model_kwargs": kwargs}
+
+
+def _as_flags(options: Mapping[str, Any]) -> str:
+    """Return options in the form of the command line."""
+    words = []
+    for name, value in options.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, dict):
+            words += [f"{key}={setting}" for key, setting in value.items()]
+        else:
+            words.append("none" if value is None else str(value))
+    return shlex.join(words)
