@@ -14,7 +14,7 @@ from vil.cli import validate
 from vil.config import Config, ConfigError
 from vil.errors import CheckpointError
 from vil.training import own_folder
-from vil.training.own_folder import BLOCKS, IMG_SIZE, WEIGHTS, choose_recipe, complete_options
+from vil.training.own_folder import BLOCKS, IMG_SIZE, choose_recipe, complete_options
 from vil.training.trainer import Trainer
 
 complete = functools.partial(complete_options, has_config=False)
@@ -40,7 +40,7 @@ def test_all_options_are_chosen_and_named_in_the_log(photos, caplog):
     options = complete({"data_dir": photos, "device": "cpu"})
     config = Config(**options)
     assert (config.data_dir, config.train_split, config.val_fraction, config.experiment) == (photos, ".", 0.2, "photos")
-    assert (config.model, config.pretrained_path) == ("vil_tiny_pooled", str(WEIGHTS["vil_tiny_pooled"]))
+    assert (config.model, config.pretrained_path) == ("vil_tiny_pooled", "vil_tiny_pooled.tiny_in200")
     assert (config.img_size, config.model_kwargs) == (IMG_SIZE["cpu"], {"patch_size": 8, "depth": BLOCKS["cpu"]})
     assert (config.global_batch_size, config.layer_decay, config.drop_path, config.smoothing) == (4, None, 0.1, 0.1)
     assert config.epochs == choose_recipe(16, "cpu", {})["epochs"]
@@ -57,7 +57,8 @@ def test_all_options_are_chosen_and_named_in_the_log(photos, caplog):
     "given",
     [
         {"epochs": 3}, {"lr": 1e-2}, {"global_batch_size": 6}, {"img_size": 96}, {"val_fraction": 0.5},
-        {"model": "vil_tiny"}, {"model": "vil_small"}, {"model": "resnet18"}, {"pretrained_path": None},
+        {"model": "vil_tiny"}, {"pretrained_path": "vil_tiny.tiny_in200"}, {"model": "vil_small"},
+        {"model": "resnet18"}, {"pretrained_path": None},
         {"experiment": "first"}, {"drop_path": 0.0}, {"layer_decay": 0.5}, {"warmup_epochs": 1},
     ],
 )  # fmt: skip
@@ -69,6 +70,8 @@ def test_given_options_win(photos, given, caplog):
     assert config.global_batch_size <= 16
     for name in given:
         assert f"--{name.replace('_', '-')} " not in caplog.text
+    if "vil_tiny" in given.values() or "vil_tiny.tiny_in200" in given.values():
+        assert (config.model, config.pretrained_path) == ("vil_tiny", "vil_tiny.tiny_in200")
     if given.get("model") in ("vil_small", "resnet18"):  # no weights are shipped for these models
         assert (config.pretrained_path, config.img_size, config.model_kwargs) == (None, None, {})
 

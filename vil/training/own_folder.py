@@ -24,13 +24,10 @@ from ..data.sources.split_paths import WHOLE, split_in
 from ..data.sources.splits import count_images, open_split
 from ..devices import known_device
 from ..distributed import warn_on_rank0
+from ..models.shipped import TAG, file_of
 
-PACKAGE = Path(__file__).parents[1]
-FINETUNE = PACKAGE / "configs" / "finetune.yaml"
-WEIGHTS = {  # model -> weights with which training starts; the first model is the default
-    "vil_tiny_pooled": PACKAGE / "weights" / "vil_tiny_pooled_photographs.safetensors",
-    "vil_tiny": PACKAGE / "weights" / "vil_tiny_photographs.safetensors",
-}
+FINETUNE = Path(__file__).parents[1] / "configs" / "finetune.yaml"
+MODEL = "vil_tiny_pooled"
 MOST_IMAGES = 100_000  # training images; more images are trained from random weights with the default options
 
 BATCH_SIZES = (4, 8, 16, 32)
@@ -155,16 +152,18 @@ def _choose_training(num_images: int, given: Mapping[str, Any]) -> dict[str, Any
 
 def _choose_start(given: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Return the options of the model and of the weights with which training starts."""
-    if path := given.get("pretrained_path"):
+    path = given.get("pretrained_path")
+    if path and not file_of(path):
         saved = Checkpoint(path, whole=False).options
         return {name: saved[name] for name in ("model", "img_size", "model_kwargs") if saved.get(name)}
-    model = given.get("model", next(iter(WEIGHTS)))
-    if model not in WEIGHTS:
+    model = given.get("model", (path or MODEL).removesuffix(f".{TAG}"))
+    if not file_of(model):
         return {"model": model, "pretrained_path": None}
     img_size = given.get("img_size") or IMG_SIZE[device]
     patch_size = 8 if max(to_2tuple(img_size)) < 128 else 16
     kwargs = {"patch_size": patch_size, "depth": BLOCKS[device]}
-    return {"model": model, "pretrained_path": str(WEIGHTS[model]), "img_size": img_size, "model_kwargs": kwargs}
+    weights = f"{model.removesuffix(f'.{TAG}')}.{TAG}"
+    return {"model": model, "pretrained_path": weights, "img_size": img_size, "model_kwargs": kwargs}
 
 
 def _as_flags(options: Mapping[str, Any]) -> str:
