@@ -11,6 +11,7 @@ from processes import call
 
 from vil.checkpoint import Checkpoint
 from vil.cli import validate
+from vil.cli.main import run as run_vil
 from vil.config import Config, ConfigError
 from vil.errors import CheckpointError
 from vil.training import own_folder
@@ -22,7 +23,7 @@ complete = functools.partial(complete_options, has_config=False)
 
 def write(root, *folders, count=10):
     for folder in folders:
-        (root / folder).mkdir(parents=True)
+        (root / folder).mkdir(parents=True, exist_ok=True)
         for i in range(count):
             Image.new("RGB", (8, 8)).save(root / folder / f"{i}.png")
     return str(root)
@@ -60,6 +61,7 @@ def test_all_options_are_chosen_and_named_in_the_log(photos, caplog):
         {"model": "vil_tiny"}, {"pretrained_path": "vil_tiny.tiny_in200"}, {"model": "vil_small"},
         {"model": "resnet18"}, {"pretrained_path": None},
         {"experiment": "first"}, {"drop_path": 0.0}, {"layer_decay": 0.5}, {"warmup_epochs": 1},
+        {"apply_exif_orientation": False},
     ],
 )  # fmt: skip
 def test_given_options_win(photos, given, caplog):
@@ -154,7 +156,7 @@ def run(tmp_path_factory):
 
 
 def evaluated(run, *words, capsys):
-    """Return the results of validate.py for the run's best.pt."""
+    """Return the results of `vil validate` for the run's best.pt."""
     call(validate.main, "--checkpoint", run / "run/best.pt", "--json", "-", "--workers", 0, "--device", "cpu", *words)
     return json.loads(capsys.readouterr().out)
 
@@ -200,3 +202,45 @@ def test_resuming_keeps_the_options_of_the_run(run, monkeypatch):
     assert config.pretrained_path is None  # so that the log does not announce other weights
     with pytest.raises(CheckpointError, match="val_fraction must be 0.2, as in .*last.pt, got 0.3"):
         Trainer(Config(**complete(given | {"val_fraction": 0.3})), torch.device("cpu"), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("folders", "lines"),
+    [
+        ("cat dog", ["train: 16 images of 2 classes", "validation: 4 images of 2 classes"]),
+        ("pets/cat pets/dog/big pets/dog/small", ["train: 24 images of 3", "validation: 6 images of 3"]),
+        (
+            "data/train/cat data/train/dog data/val/cat data/val/dog",
+            ["train: 20 images of 2", "validation: 20 images of"],
+        ),
+        ("training/cat training/dog test/cat", ["train: 16 images of 2", "validation: 4 images of 2"]),
+    ],
+)
+def test_folders_of_any_layout_train_without_options(tmp_path, folders, lines, monkeypatch, caplog, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "photos", *folders.split())
+    short = "--device", "cpu", "--workers", "0", "--epochs", "1", "--model-kwargs", "depth=1"
+    with pytest.raises(SystemExit) as ended:
+        run_vil(["train", "photos", *short])
+    assert ended.value.code in (0, None)
+    for line in lines:
+        assert line in caplog.text
+    run_vil(["validate", "--checkpoint", "output/photos/best.pt", "--device", "cpu", "--workers", "0"])
+    assert f"on {lines[1].split()[1]} images" in capsys.readouterr().out
+
+
+def test_a_flat_folder_is_rejected_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "photos", ".")
+    with pytest.raises(
+        SystemExit, match="^error: photos has 10 images such as '0.png', '1.png', but no class folders, "
+    ):
+        run_vil(["train", "photos"])
+    assert not (tmp_path / "output").exists()
+
+
+def test_too_few_images_for_a_config_name_the_command_that_fits(photos):
+    with pytest.raises(
+        SystemExit, match="batch_size must be at most 16, .* so that `vil train FOLDER` chooses a recipe"
+    ):
+        run_vil(["train", photos, "-c", "vil_tiny", "--device", "cpu", "--workers", "0"])

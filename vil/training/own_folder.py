@@ -40,7 +40,7 @@ BLOCKS = {"cpu": 12, "gpu": 24}
 
 
 def choose_recipe(num_images: int, device: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that depend on the number of training images, unless they are given.
+    """Return the options in which the recipe differs from the config `finetune`, unless they are given.
 
     Args:
         num_images: Number of training images.
@@ -58,6 +58,7 @@ def choose_recipe(num_images: int, device: str, given: Mapping[str, Any]) -> dic
         "lr": 1e-3,
         "layer_decay": None,
         "warmup_epochs": epochs // 10,
+        "apply_exif_orientation": True,
     }
     return {name: value for name, value in recipe.items() if name not in given}
 
@@ -173,6 +174,6 @@ def _as_flags(options: Mapping[str, Any]) -> str:
         words.append(f"--{name.replace('_', '-')}")
         if isinstance(value, dict):
             words += [f"{key}={setting}" for key, setting in value.items()]
-        else:
+        elif value is not True:
             words.append("none" if value is None else str(value))
     return shlex.join(words)
