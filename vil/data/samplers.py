@@ -15,6 +15,7 @@ import numpy as np
 from ..config import Config, ConfigError
 
 FEW = 8  # the log recommends more steps if an epoch has fewer than FEW steps and the run fewer than FEW**3
+SMALL = 4  # batch size from which on the log does not recommend smaller batches
 
 
 def split_global_batch(config: Config, world_size: int) -> tuple[int, int]:
@@ -100,7 +101,7 @@ class TrainingBatches:
         line = f"an epoch has {self.steps} steps of {self.global_batch} images, {whole} has {self.steps * epochs} steps"
         if left_out:
             line += f"; each epoch skips {left_out} of {self.num_images} images, chosen at random"
-        if self.steps >= FEW or self.steps * epochs >= FEW**3:
+        if self.steps >= FEW or self.steps * epochs >= FEW**3 or self.global_batch <= SMALL:
             return line
         smaller = max(2, self.num_images // FEW // 2 * 2)
         return f"{line}; for more steps, set --global-batch-size {smaller} with a lower --lr, or more --epochs"
