@@ -356,7 +356,7 @@ def test_the_command_plots_a_checkpoint_on_image_folders(words, options, files, 
     with torch.no_grad():
         best = model(images[:count]).softmax(-1).max(-1)
     titles = [  # long names are truncated, so that titles do not overlap
-        f"{name[2:][-30:]}".replace("\n", "?") + f"\n{NAMES[number][:30]} ({p:.1%})"
+        f"{'/'.join(name.split('/')[-2:])[-24:]}".replace("\n", "?") + f"\npredicted: {NAMES[number][:20]} ({p:.1%})"
         for name, p, number in zip(files, *map(torch.Tensor.tolist, best))
     ]
     scans = plot_scans(model, images[:count], shown[:count], titles, blocks)
@@ -380,6 +380,29 @@ def test_the_command_plots_a_checkpoint_on_image_folders(words, options, files, 
     assert f"why.png: {count} images; {said}\n" in printed
     assert "hidden: evidence 0." in said
     assert f"fields.png: over {len(files)} images" in printed
+
+
+@pytest.mark.parametrize(
+    ("classes", "file", "expected"),
+    [
+        (["cat", "dog"], "val/dog/1.png", "dog"),
+        (["a/cat", "b/cat", "dog"], "val/b/cat/1.png", "b/cat"),  # classes with equal folder names
+        (["cafe\u0301", "n01440764"], "caf\u00e9/1.png", "cafe\u0301"),  # another Unicode form of the name
+        (["cafe\u0301", "n01440764"], "n01440764/1.png", "tench"),
+        (["cat", "dog"], "cat.png", None),
+        ([], "dog/1.png", None),
+    ],
+)
+def test_the_true_class_is_the_class_with_the_name_of_the_images_folder(classes, file, expected, tmp_path):
+    model = timm.create_model(
+        "vil_tiny", num_classes=len(classes) or 2, img_size=16, embed_dim=16, depth=1, patch_size=8
+    )
+    model.pretrained_cfg = {**model.pretrained_cfg, "label_names": classes}
+    found = viz.true_class_of(tmp_path / file, model)
+    assert (found and found.partition(",")[0]) == expected
+    (title,) = viz.titles_of(model, [tmp_path / file], [Image.new("RGB", (16, 16))])
+    assert title.count("\n") == 1 + (expected is not None)
+    assert ("\ntrue: " in title) == (expected is not None)
 
 
 def test_the_command_accepts_file_names_and_at_most_64_images(tmp_path, monkeypatch, capsys):

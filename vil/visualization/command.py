@@ -16,6 +16,7 @@ from timm.data import create_transform
 from torch import Tensor
 
 from ..checkpoint import Checkpoint
+from ..classes import ends_of, names_of, normal
 from ..config import ConfigError
 from ..data.sources.image_files import list_images
 from ..data.sources.images import read_image
@@ -25,6 +26,7 @@ from ..fault_tolerance.files import write_atomically
 from ..fault_tolerance.machine_errors import MachineError
 from ..models.vision_longhorn import VisionLonghorn
 from ..prediction import Prediction, predict
+from ..prediction.loading import classifier_of
 from ..text import label_of
 from .evidence import class_evidence, deletion_curve, effective_receptive_field, patch_sums
 from .plots import plot_receptive_fields, plot_scans, plot_why
@@ -102,13 +104,28 @@ def checked_blocks(blocks: list[int] | None, depth: int) -> list[int]:
 
 
 def titles_of(model: VisionLonghorn, files: Sequence[Path], pictures: Sequence[Image.Image]) -> list[str]:
-    """Return a title per image with the file name and the predicted class, short enough for adjacent plots."""
+    """Return a title per image with the file name, the true class if known, and the predicted class.
+
+    Titles are short enough for adjacent plots.
+    """
     predicted = cast("list[list[Prediction]]", predict(model, pictures, topk=1))  # one list per image
     titles = []
     for path, (best,) in zip(files, predicted):
-        name = label_of("/".join(path.parts[-2:]))[-30:]
-        titles.append(f"{name}\n{label_of(best.label)[:30]} ({best.probability:.1%})")
+        lines = [label_of("/".join(path.parts[-2:]))[-24:]]
+        true_class = true_class_of(path, model)
+        if true_class is not None:
+            lines.append(f"true: {label_of(true_class)[:24]}")
+        lines.append(f"predicted: {label_of(best.label)[:20]} ({best.probability:.1%})")
+        titles.append("\n".join(lines))
     return titles
+
+
+def true_class_of(path: Path, model: VisionLonghorn) -> str | None:
+    """Return the model's class that has the name of the image's folder, or None if no class has this name."""
+    indices = {normal(name): index for index, name in enumerate(names_of(model))}
+    folders = map(normal, ends_of(path.absolute().parent.as_posix()))
+    index = next((indices[folder] for folder in folders if folder in indices), None)
+    return None if index is None else classifier_of(model).label_names[index]
 
 
 def receptive_fields(model: VisionLonghorn, untrained: VisionLonghorn, images: Tensor) -> dict[str, Tensor]:
@@ -137,7 +154,7 @@ def why(model: VisionLonghorn, images: Tensor, shown: Tensor, titles: list[str])
     fifths = ", ".join(f"{name} {curve[:, 2].mean():.2f}" for name, curve in curves.items())
     whole = f"probability of the class {curves['evidence'][:, 0].mean():.2f}"
     summary = f"mean over {len(images)} images: {whole}, with a fifth of the patches hidden: {fifths}"
-    maps = {"evidence for the class": evidence, "what the class token reads": read}
+    maps = {"evidence for the predicted class": evidence, "what the class token reads": read}
     return plot_why(shown, titles, maps, curves), summary
 
 

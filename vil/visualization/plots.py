@@ -110,7 +110,7 @@ def plot_scans(
             image_axis.imshow(_as_array(shown[i]))
             image_axis.set_ylabel(f"block {b}")
             if b == blocks[0]:
-                image_axis.set_title(titles[i], fontsize=8, parse_math=False)
+                image_axis.set_title(titles[i], fontsize=7, parse_math=False)
             _plot_trace(figure, map_axes, _maps_of(model, traces[b], i, images.shape))
 
     column_titles = [f"{field},\n{direction}" for field in fields for direction in DIRECTIONS]
