@@ -32,6 +32,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.open, self.tables, self.captions, self.pictures, self.references = [], [], [], [], []
+        self.alternatives = []  # alternative texts of the images
         self.feed(text)
         assert self.open == []
 
@@ -40,6 +41,7 @@ class Page(HTMLParser):
         self.references += [attributes[name] for name in ("src", "href") if name in attributes]
         assert tag != "script"
         if tag == "img":
+            self.alternatives.append(attributes["alt"])
             self.pictures.append(Image.open(io.BytesIO(base64.b64decode(attributes["src"].partition(",")[2]))))
         elif tag == "figcaption":
             self.captions.append("")
@@ -61,6 +63,11 @@ class Page(HTMLParser):
             self.captions[-1] += text
         elif self.open[-1:] in (["td"], ["th"]):
             self.tables[-1][-1][-1] += text
+
+
+def section(text, title):
+    """Return the part of a page below the heading `title`, up to the next heading of the same level."""
+    return Page(text.partition(f"<h2>{title}</h2>")[2].partition("<h2>")[0].partition("</main>")[0])
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -92,8 +99,8 @@ def test_the_report_page_loads_no_other_files_and_runs_no_scripts(found):
     single = f"only the second {(second & ~first).sum()}, and neither {(~first & ~second).sum()}."
     assert (f"{both}\n{single}<" in found[-1]) == several
     assert found[-1].count(">Validation</") == 2  # "Validation" is the page's title and its heading
-    # Each model's name is the heading of the model's tables and of the model's misclassified images.
-    assert found[-1].count("<h3>vil_tiny, best.pt</h3>") == 2 * 2 * several
+    # Each model's name is the heading of the model's tables, of its mistakes and of its correct predictions.
+    assert found[-1].count("<h3>vil_tiny, best.pt</h3>") == 2 * 3 * several
 
 
 def test_names_of_folders_files_and_classes_need_not_be_utf_8(image_folder, tmp_path):
@@ -107,7 +114,8 @@ def test_names_of_folders_files_and_classes_need_not_be_utf_8(image_folder, tmp_
     models = [MODEL | dict(weights=str(folder / "best.pt"), images=14)]
     page = report_page(f"Validation on {folder}", models, judged, names, [str(folder)], images)
     write_atomically(tmp_path / "index.html", page)
-    assert len(Page((tmp_path / "index.html").read_text(encoding="utf-8")).captions) == VAL_IMAGES
+    captions = Page((tmp_path / "index.html").read_text(encoding="utf-8")).captions
+    assert len(captions) == 2 * VAL_IMAGES  # a class of mistakes and a class of correct predictions
 
 
 def test_class_metrics_and_confusions_equal_scikit_learns(found):
@@ -138,27 +146,75 @@ def test_class_metrics_and_confusions_equal_scikit_learns(found):
         assert counts == confusion_matrix(targets, said).tolist()
         assert matrices[m][0] == ["", *truth] == ["", *(row[0] for row in matrices[m][1:])]
         expected += confusion_matrix(targets, said, normalize="true").flatten().tolist()
-    cells = re.findall(r"background: rgb\(([ 0-9]+) / ([.0-9]+)\)", text)
+    cells = re.findall(r'<td class="(\w+)" style="--share: ([.0-9]+)"', text)
     assert [float(strength) for _, strength in cells] == pytest.approx(expected, abs=0.006)
     # Cells of correct predictions are green.
-    assert [colour == "46 160 67" for colour, _ in cells] == [*np.eye(4).flatten()] * models
+    assert [mark == "right" for mark, _ in cells] == [*np.eye(4).flatten()] * models
+
+
+def captions_of(page):
+    return [caption.replace("\n", "") for caption in page.captions]
+
+
+def caption_of(found, i, m):
+    targets, best, shares, files, _ = found
+    said = "".join(f"{NAMES[n]} {100 * share:.1f}%" for n, share in zip(best[i, m, :3], shares[i, m, :3]))
+    return f"true class {NAMES[targets[i]]}{said}{'/'.join(files[i].split('/')[-2:])}"
 
 
 def test_misclassified_images_are_shown_most_confident_first(found):
     targets, best, shares, files, text = found
-    page, captions, pictures = Page(text), [], []
+    page, captions, pictures, alternatives = section(text, "The most confident mistakes"), [], [], []
     for m in range(best.shape[1]):
         wrong = np.flatnonzero(best[:, m, 0] != targets)
         for i in wrong[np.argsort(-shares[wrong, m, 0])][:32]:
-            said = "".join(f"{NAMES[n]} {100 * share:.1f}%" for n, share in zip(best[i, m, :3], shares[i, m, :3]))
-            captions.append(f"true class {NAMES[targets[i]]}{said}{'/'.join(files[i].split('/')[-2:])}")
+            captions.append(caption_of(found, i, m))
             pictures.append(files[i])
-    assert [caption.replace("\n", "") for caption in page.captions] == captions
+            alternatives.append(f"true class {NAMES[targets[i]]}, predicted {NAMES[best[i, m, 0]]}")
+    assert captions_of(page) == captions
+    assert page.alternatives == alternatives
     for shown, file in zip(page.pictures, pictures, strict=True):
         truth = Image.open(file)
         assert shown.size == truth.size
         assert np.abs(np.asarray(shown).astype(int) - np.asarray(truth)).mean(axis=(0, 1)).max() < 60
         np.testing.assert_allclose(np.asarray(shown).mean((0, 1)), np.asarray(truth).mean((0, 1)), atol=4)
+
+
+def test_correctly_classified_images_are_shown_in_the_order_of_the_split(found, monkeypatch):
+    targets, best, _, _, text = found
+    correct = [np.flatnonzero(best[:, m, 0] == targets) for m in range(best.shape[1])]
+    assert max(map(len, correct)) <= 16
+    assert captions_of(section(text, "Correct predictions")) == [
+        caption_of(found, i, m) for m, images in enumerate(correct) for i in images
+    ]
+
+
+def test_a_comparison_shows_the_images_on_which_the_models_differ(found):
+    targets, best, shares, _, text = found
+    if best.shape[1] == 1:
+        assert "models differ" not in text
+        return
+    (first, second), is_right = best[:, :, 0].T, best[:, :, 0] == targets[:, None]
+    page = section(text, "Images on which the models differ")
+    captions, titles = [], []
+    for title, right in (
+        ("Only the first model is correct", [True, False]),
+        ("Only the second model is correct", [False, True]),
+        ("Both models are wrong", [False, False]),
+    ):
+        images = np.flatnonzero((is_right == right).all(1) & (first != second))
+        error = np.where(is_right, 0, shares[..., 0]).max(1)
+        captions += [
+            (NAMES[targets[i]], f"first model: {NAMES[first[i]]} {100 * shares[i, 0, 0]:.1f}%",
+             f"second model: {NAMES[second[i]]} {100 * shares[i, 1, 0]:.1f}%")
+            for i in images[np.argsort(-error[images])]
+        ]  # fmt: skip
+        titles.append(f"<h3>{title}: {len(images)} images</h3>")
+    assert all(title in text for title in titles)
+    assert len(captions) == len(page.captions) > 3
+    for (truth, one, other), caption, alternative in zip(captions, captions_of(page), page.alternatives):
+        assert caption.startswith(f"true class {truth}{one}{other}")
+        assert alternative == f"true class {truth}, " + ", ".join(re.sub(r" [.0-9]+%", "", t) for t in (one, other))
 
 
 def test_the_page_shows_the_calibration_of_each_models_top_1_predictions(found):
@@ -203,13 +259,15 @@ def test_many_classes_get_a_list_of_the_most_frequent_confusions_instead_of_a_ma
     targets[:9] = 40
     judged = Predictions.of(targets, best, np.full(best.shape, 0.5))
     monkeypatch.setattr("vil.evaluation.report.THUMBNAIL_SIZE", 10)
+    monkeypatch.setattr("vil.evaluation.report.MAX_CORRECT", 3)
     words = "Validation", [MODEL | dict(images=28)], judged, {40: "a\n", 50: "b"}, []
     text = report_page(*words, images)
     shutil.make_archive(str(tmp_path / "val"), "tar", image_folder / "val")
     of_others = open_split(str(tmp_path), "", "val"), IterableImageDataset("", reader=[])
     page, of_tar, of_stream = (Page(report_page(*words, others)) for others in (images, *of_others))
-    # The page shows at most 12 of the 13 misclassified images.
-    assert [max(picture.size) for picture in page.pictures] == [10] * 12
+    # The page shows at most 12 of the 13 misclassified images and 3 of the 15 correctly classified ones.
+    assert [max(picture.size) for picture in page.pictures] == [10] * (12 + 3)
+    assert [caption.split()[2][:2] for caption in page.captions[12:]] == ["9", "16", "23"]
     assert [picture.tobytes() for picture in of_tar.pictures] == [picture.tobytes() for picture in page.pictures]
     assert of_stream.pictures == []  # an iterable dataset has no images by index
     assert of_stream.captions[0].split()[:3] == page.captions[0].split()[:3]
@@ -218,10 +276,9 @@ def test_many_classes_get_a_list_of_the_most_frequent_confusions_instead_of_a_ma
     assert rows[:2] == [["true class", "predicted class", "images"], ["a?", "b", "9"]]
     assert rows[2:] == [[f"{i}", f"{i + 46}", "1"] for i in range(24, 27)]
     assert "only for up to 24 classes" in text
-    assert len(re.findall("<figure>", text)) == 12
+    assert len(re.findall("<figure>", text)) == 12 + 3
     monkeypatch.setattr("vil.evaluation.report.MAX_MATRIX_CLASSES", 25)
-    # Each cell of the confusion matrix shows a share of the images.
-    cells = re.findall(r" / ([.0-9]+)\)", report_page(*words, images))
+    cells = re.findall(r"--share: ([.0-9]+)\"", report_page(*words, images))  # share in each cell of the matrix
     assert (len(cells), {*cells}) == (25**2, {"0.00", "1.00"})  # all images of a class have the same prediction
     right = np.broadcast_to(targets[:, None, None], best.shape)
     two = Predictions.of(targets, np.concatenate([right, best], 1), np.full((28, 2, 2), 0.5))

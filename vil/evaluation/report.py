@@ -1,4 +1,4 @@
-"""Self-contained HTML report on one or two models: accuracy per class, confusions, calibration and mistakes."""
+"""Self-contained HTML report on one or two models: accuracy per class, confusions, calibration and example images."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from .tables import confusion_counts
 
 MAX_MATRIX_CLASSES = 30  # maximum number of classes in a confusion matrix
 MAX_CONFUSIONS = 40  # maximum number of listed confusions
-MAX_MISTAKES = 32  # maximum number of images shown for each model
+MAX_MISTAKES = 32  # maximum number of misclassified images shown for each model
+MAX_CORRECT = 16  # maximum number of correctly classified images shown for each model
+MAX_DIFFERING = 16  # maximum number of images shown for each way in which two models differ
 THUMBNAIL_SIZE = 160  # maximum side of a thumbnail in pixels
-GREEN, RED = "46 160 67", "207 34 46"
 
 NameOf = Callable[[int], str]
 
@@ -36,6 +37,7 @@ def report_page(
     names: dict[int, str],
     notes: Sequence[str],
     images: Any,
+    curve: bytes | None = None,
 ) -> str:
     """Render the report as an HTML page.
 
@@ -46,6 +48,7 @@ def report_page(
         names: Class names by class index.
         notes: Additional remarks on the evaluation.
         images: timm dataset. Thumbnails are shown unless this is an iterable dataset.
+        curve: PNG of the training curve, if the report is on a training run.
     """
 
     def name_of(index: int) -> str:
@@ -57,7 +60,7 @@ def report_page(
         model
         | _calibration(predictions, m)
         | _confusions(confusion_counts(predictions)[m], present, name_of)
-        | {"mistakes": _mistakes(predictions, m, name_of, images)}
+        | _examples(predictions, m, name_of, images)
         for m, model in enumerate(models)
     ]
     environment = jinja2.Environment(autoescape=True)
@@ -65,7 +68,9 @@ def report_page(
     page = template.render(
         title=title,
         models=sections,
+        curve=base64.b64encode(curve).decode() if curve else None,
         several=several,
+        differing=_differing(predictions, name_of, images) if several else [],
         notes=notes,
         paired=ContingencyTable.of(*predictions.top1_NM.T) if several else None,
         classes=_classes(predictions, name_of),
@@ -100,13 +105,13 @@ def _confusions(counts: Counter[tuple[int, int]], present: Sequence[int], name_o
 
 
 def _cell(counts: Counter[tuple[int, int]], target: int, predicted: int) -> dict[str, Any]:
-    """Return the count, share of the true class's images, and colour of a confusion-matrix cell."""
+    """Return the count, share of the true class's images, and CSS class of a confusion-matrix cell."""
     images_of_class = sum(images for (other, _), images in counts.items() if other == target)
     count = counts[target, predicted]
     return {
         "count": count,
         "share": count / max(1, images_of_class),
-        "colour": GREEN if target == predicted else RED,
+        "mark": "right" if target == predicted else "wrong",
     }
 
 
@@ -134,22 +139,57 @@ def _class_scores(predictions: Predictions, m: int, target: int, name_of: NameOf
     }
 
 
-def _mistakes(predictions: Predictions, m: int, name_of: NameOf, images: Any) -> list[dict[str, Any]]:
-    """Return a model's wrong predictions with thumbnails, most confident first."""
-    probabilities_NK = predictions.probabilities_NMK[:, m]
-    mistakes = np.flatnonzero(~predictions.top1_NM[:, m]).tolist()
-    mistakes.sort(key=lambda n: -probabilities_NK[n, 0])
+def _examples(predictions: Predictions, m: int, name_of: NameOf, images: Any) -> dict[str, Any]:
+    """Return the most confident mistakes of a model, and correctly classified images from the whole split."""
+    mistakes = np.flatnonzero(~predictions.top1_NM[:, m])
+    correct = np.flatnonzero(predictions.top1_NM[:, m])
+    by_confidence = mistakes[np.argsort(-predictions.probabilities_NMK[mistakes, m, 0], kind="stable")]
+    spread = np.linspace(0, len(correct) - 1, min(MAX_CORRECT, len(correct))).astype(int)
+    return {
+        "mistakes": [_example(predictions, n, [m], name_of, images) for n in by_confidence[:MAX_MISTAKES]],
+        "correct": [_example(predictions, n, [m], name_of, images) for n in correct[spread]],
+    }
+
+
+def _differing(predictions: Predictions, name_of: NameOf, images: Any) -> list[dict[str, Any]]:
+    """Return the images for which two models predict different classes, grouped by which model is correct.
+
+    The images of a group are sorted by the highest probability of a wrong prediction, highest first.
+    """
+    first_N, second_N = predictions.top1_NM.T
+    differs_N = predictions.predicted_NM[:, 0] != predictions.predicted_NM[:, 1]
+    groups = {
+        "Only the first model is correct": differs_N & first_N & ~second_N,
+        "Only the second model is correct": differs_N & ~first_N & second_N,
+        "Both models are wrong": differs_N & ~first_N & ~second_N,
+    }
+    error_N = np.where(predictions.top1_NM, 0, predictions.probabilities_NMK[..., 0]).max(1)
     shown = []
-    for n in mistakes[:MAX_MISTAKES]:
-        best = zip(predictions.classes_NMK[n, m, :3], probabilities_NK[n])
-        shown.append(
-            {
-                "is": name_of(predictions.targets_N[n]),
-                "said": [(name_of(predicted), 100 * probability) for predicted, probability in best],
-                **_picture(images, predictions.indices_N[n]),
-            }
-        )
+    for title, is_member_N in groups.items():
+        members = np.flatnonzero(is_member_N)
+        members = members[np.argsort(-error_N[members], kind="stable")]
+        examples = [_example(predictions, n, [0, 1], name_of, images) for n in members[:MAX_DIFFERING]]
+        shown.append({"title": title, "images": len(members), "examples": examples})
     return shown
+
+
+def _example(predictions: Predictions, n: int, models: Sequence[int], name_of: NameOf, images: Any) -> dict[str, Any]:
+    """Return the true class, predictions and thumbnail of an image: three predictions of one model, or one of each."""
+    owners = [""] if len(models) == 1 else ["first model: ", "second model: "]
+    said = [
+        {
+            "owner": owner,
+            "name": name_of(predictions.classes_NMK[n, m, k]),
+            "share": 100 * predictions.probabilities_NMK[n, m, k],
+            "mark": "right" if predictions.correct_NMK[n, m, k] else "wrong" if k == 0 else "",
+        }
+        for m, owner in zip(models, owners)
+        for k in range(min(3 if len(models) == 1 else 1, predictions.classes_NMK.shape[2]))
+    ]
+    true_class = name_of(predictions.targets_N[n])
+    best = ", ".join(f"{line['owner']}{line['name']}" for line in said[: len(models)])
+    alt = f"true class {true_class}, predicted {best}" if len(models) == 1 else f"true class {true_class}, {best}"
+    return {"is": true_class, "said": said, "alt": alt, **_picture(images, predictions.indices_N[n])}
 
 
 def _picture(images: Any, index: int) -> dict[str, str]:
