@@ -66,6 +66,7 @@ def no_pictures(monkeypatch):
     # Plotting takes longer than a small training run.
     monkeypatch.setattr("vil.training.summary.plot_history", lambda *_: b"")
     monkeypatch.setattr("vil.training.mosaic.Mosaic._plot", lambda _: b"")
+    monkeypatch.setattr("vil.training.trainer.is_reported", lambda *_: False)
 
 
 @pytest.fixture

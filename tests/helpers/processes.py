@@ -117,10 +117,11 @@ def _run(words, environment, pictures, *place):
 
 
 def draw_nothing():
-    from vil.training import mosaic, summary
+    from vil.training import mosaic, summary, trainer
 
     summary.plot_history = lambda *_: b""
     mosaic.Mosaic._plot = lambda _: b""
+    trainer.is_reported = lambda *_: False
 
 
 def _exit_codes(processes):

@@ -110,6 +110,8 @@ class Reporter:
             line += f" {problem}"
         if self.plots:
             line += f", training curve: {self.folder / 'curve.png'}"
+        if (self.folder / "report.html").is_file():
+            line += f", report: {self.folder / 'report.html'}"
         return line
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+from collections.abc import Iterator
 from itertools import takewhile
 
 import torch
 from timm.utils import distribute_bn
+from torch import Tensor
 
 from ..config import Config
 from ..data.host.workers import share_cores
@@ -24,7 +26,8 @@ from ..data.sources.images import UnreadableSplitError
 from ..data_config import chosen_data_config
 from ..devices import autocast
 from ..distributed import all_reduce_sum, broadcast_from_rank0
-from ..evaluation.evaluator import Evaluator
+from ..evaluation.evaluator import Evaluation, Evaluator
+from ..evaluation.predictions import PredictionCollector
 from ..fault_tolerance.locks import FolderLock
 from .announce import announce, describe_setup
 from .bottleneck import Bottleneck
@@ -32,6 +35,7 @@ from .building import build_model, build_state, build_teacher
 from .checkpointer import Checkpointer
 from .data import Data, Splits
 from .divergence import check_divergence
+from .final_report import is_reported, write_final_report
 from .forward_backward import ForwardBackward
 from .gradients import FlatGradients
 from .history import evaluation_columns
@@ -95,7 +99,7 @@ class Trainer:
 
         # reject invalid options before building anything large
         batch_size, _ = split_global_batch(config, world_size)
-        splits = Splits.open(config)
+        self.splits = splits = Splits.open(config)
         check_phases(config, world_size, splits.num_images, splits.num_classes)
         options = stored_options(config, splits.num_classes)
         broadcast_from_rank0(lambda: check_size(self.phase, splits.num_classes))
@@ -157,6 +161,9 @@ class Trainer:
             if not self.phase.is_last:
                 self.signals.restore_handlers()
                 self.checkpoint_if_due()  # a signal may have arrived since the last check
+            elif is_reported(self.splits, self.world_size):
+                run, best = self.run_info, self.checkpointer.best
+                write_final_report(run, self.splits, best, state.history, self.rank, self.evaluate_weights)
         if self.phase.is_last:
             progress.finish_run(state.history, self.checkpointer.best)
 
@@ -212,12 +219,26 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Evaluate the model and its EMA on the validation split. A signal interrupts the evaluation."""
         self.average_batch_norms()
-        batches = self.loading.until_failure(self.data.val_loader)
-        results = self.evaluator(takewhile(lambda _: not self.signals.received, batches))
+        results = self.evaluator(self.validation_batches())
         if results[0].is_blind:
             self.loading.fail(UnreadableSplitError("no image of the validation split can be read"))
         unreadable = all_reduce_sum(torch.tensor(self.data.take_unreadable())).item() + results[0].unreadable
         return {**evaluation_columns(results), "unreadable_images": unreadable}
+
+    def evaluate_weights(self, weights: dict[str, Tensor], observe: PredictionCollector) -> Evaluation:
+        """Evaluate other weights of the model on the validation split, then restore the weights."""
+        model = self.state.model
+        before = {name: t.to("cpu", copy=True) for name, t in model.state_dict().items()}
+        model.load_state_dict(weights)
+        try:
+            return self.evaluator(self.validation_batches(), lambda targets, logits: observe(targets, logits[:1]))[0]
+        finally:
+            model.load_state_dict(before)
+
+    def validation_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over the validation split. A signal or a failure to load images ends the iteration."""
+        batches = self.loading.until_failure(self.data.val_loader)
+        return takewhile(lambda _: not self.signals.received, batches)
 
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint if one is due, and stop if requested. All ranks must call this after the same step."""

@@ -1,0 +1,100 @@
+"""Report page on the best epoch of a run, saved as report.html when the run ends."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint import Checkpoint, CheckpointError
+from ..data.sources.splits import count_images, streams
+from ..distributed import broadcast_from_rank0
+from ..evaluation.evaluator import Evaluation
+from ..evaluation.predictions import PredictionCollector, Predictions
+from ..evaluation.report import report_page
+from ..fault_tolerance.files import write_atomically
+from ..fault_tolerance.machine_errors import MachineError
+from .best import BestCheckpoint
+from .curve import missing_matplotlib, note_on_losses, plot_history
+from .data import Splits
+from .history import best_row
+from .run_info import RunInfo
+
+_logger = logging.getLogger(__name__)
+
+# A run with a larger validation split writes no report, because evaluating best.pt once more would take long.
+MOST_IMAGES = 10_000
+MOST_CLASSES = 200
+
+# evaluates weights on the validation split, and passes the targets and logits of each batch to the collector
+Evaluate = Callable[[dict[str, Tensor], PredictionCollector], Evaluation]
+
+
+def is_reported(splits: Splits, world_size: int) -> bool:
+    """Return whether a run writes report.html: only for real images that are read by index, up to the limits above."""
+    if streams(splits.validation) or not hasattr(splits.validation, "reader"):
+        return False
+    return world_size <= count_images(splits.validation) <= MOST_IMAGES and splits.num_classes <= MOST_CLASSES
+
+
+def write_final_report(
+    run: RunInfo, splits: Splits, best: BestCheckpoint, history: list[dict[str, Any]], rank: int, evaluate: Evaluate
+) -> None:
+    """Evaluate best.pt on the validation split, and write report.html. All ranks must call this together.
+
+    The run is complete without the report, so a failure is only logged. A signal ends the evaluation without a report.
+    """
+    found = broadcast_from_rank0(functools.partial(_best_weights, best, history))
+    if found is None:
+        return
+    key, weights = found
+    collector = PredictionCollector()
+    result = evaluate(weights, collector)
+    if result.images + result.unreadable < count_images(splits.validation):
+        if rank == 0:
+            _logger.warning("%s/report.html is not written, because the evaluation was interrupted", run.folder)
+        return
+
+    predictions = Predictions.of(*collector.gather())
+    if rank > 0:
+        return
+    try:
+        page = _page(run, splits, history, key == "state_dict_ema", result, predictions)
+        write_atomically(run.folder / "report.html", page)
+    except (OSError, MachineError) as error:
+        _logger.warning("failed to write %s/report.html: %s", run.folder, error)
+
+
+def _best_weights(best: BestCheckpoint, history: list[dict[str, Any]]) -> list | None:
+    """Return the key and the content of the better state dict in best.pt, or None if best.pt lacks the best epoch."""
+    try:
+        if best.find(history):
+            return None
+        content = Checkpoint(best.path).content
+        return [content["best"], content[content["best"]]]
+    except CheckpointError as error:
+        _logger.warning("%s/report.html is not written: %s", best.path.parent, error)
+        return None
+
+
+def _page(
+    run: RunInfo, splits: Splits, history: list[dict[str, Any]], is_ema: bool, result: Evaluation,
+    predictions: Predictions,
+) -> str:  # fmt: skip
+    config = run.phase.config
+    epoch = best_row(history)["epoch"]
+    weights = f"best.pt, epoch {epoch:.0f} of {config.total_epochs}" + ", EMA weights" * is_ema
+    columns = {name: getattr(result, name) for name in ("images", "top1", "top1_interval", "top5", "loss")}
+    notes = [f"{result.unreadable} unreadable images were skipped"] if result.unreadable else []
+    return report_page(
+        title=f"{config.model} on {config.data_dir or config.dataset}, {config.val_split}",
+        models=[{"model": config.model, "weights": weights, **columns}],
+        predictions=predictions,
+        names=dict(enumerate(run.label_names)),
+        notes=notes,
+        images=splits.validation,
+        curve=None if missing_matplotlib() else plot_history(history, note_on_losses(config)),
+    )
