@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 
-PIXELS = 300  # longer side of a shrunk image
+PIXELS = 300  # longer side of a shrunk image in pixels
 QUALITY = 85
 
 

@@ -308,8 +308,8 @@ class Place(NamedTuple):
     """Position of an image in the data set."""
 
     split: str
-    number: int  # index of its class
-    image: int  # index within its class and split
+    number: int  # index of the image's class
+    image: int  # index of the image within the class and split
 
 
 def render_images(
@@ -568,7 +568,7 @@ def _save_images(
         try:
             for rows in _pieces(len(places), at_once(fractals.points, fractals.size, device)):
                 images = render_images(systems, clutter, fractals, places[rows], device).numpy(force=True)
-                wait_for(saved)  # wait for the previous images, which were saved while the current images were rendered
+                wait_for(saved)  # images of the previous batch are saved while the next batch is rendered
                 saved = threads.map(save, images, places[rows])
             wait_for(saved)
         except BaseException:
@@ -581,7 +581,7 @@ def _save_jpeg(path: Path, pixels: np.ndarray) -> None:
         with open(path, "w+b") as file:
             Image.fromarray(pixels).save(file, "JPEG", quality=QUALITY)
             file.seek(-2, os.SEEK_END)
-            if file.read() != b"\xff\xd9":  # end-of-image marker: PIL does not notice partial writes
+            if file.read() != b"\xff\xd9":  # Pillow does not notice partial writes, which lack the end-of-image marker
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
-PADDING = 4  # pixels on each side
+PADDING = 4  # number of pixels to add on each side
 
 
 def pad_class(source: Path, target: Path) -> None:

@@ -107,7 +107,7 @@ def missing_of(ends: dict[str, int], runs: Runs) -> list[Cell]:
 
 
 def beyond(accuracies: dict[float, float]) -> float | None:
-    """Return the next learning rate outside RATES if the best one is at an edge, otherwise None."""
+    """Return the next learning rate outside RATES if the best one is the lowest or highest in RATES, otherwise None."""
     best = max(RATES, key=accuracies.__getitem__)
     return {min(RATES): min(RATES) / 2, max(RATES): 2 * max(RATES)}.get(best)
 
@@ -129,7 +129,7 @@ def top1_to_choose_on(runs: Runs, model: str, curve: str = "eval_top1") -> BySee
 
 
 def top1_of_test(runs: Runs, judged: Judged | None, ends: dict[str, int] = PROTOCOL) -> dict[str, BySeed]:
-    """Return the test top-1 by model and seed for seeds below `ends`, or {} if a run is unfinished."""
+    """Return the test top-1 by model and seed, for seeds below `ends[model]`. Return {} if a run is unfinished."""
     if to_do(runs) or not judged or missing_of(ends, runs):
         return {}
     top1 = dict(zip(judged.runs, 100 * judged.right_NM.mean(axis=0)))
@@ -138,7 +138,7 @@ def top1_of_test(runs: Runs, judged: Judged | None, ends: dict[str, int] = PROTO
 
 
 class Study:
-    """Runs of the study: the results so far, which are also stored in the file `out`, and the folder of the runs.
+    """Study of several models: trains the planned runs and stores the results in the file `options.out`.
 
     Raises:
         SystemExit: Earlier results or runs in the folder have another recipe or other images.

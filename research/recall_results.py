@@ -40,7 +40,7 @@ class Run:
     accuracy: list[float] = field(default_factory=list)
     loss: list[float | None] = field(default_factory=list)
     gradient_norm: list[float | None] = field(default_factory=list)
-    # commit, device, torch version, epochs and seconds of each program call
+    # Each call of the program adds an entry with commit, device, torch version, epochs and seconds.
     sittings: list[dict] = field(default_factory=list)
 
     @property

@@ -159,7 +159,7 @@ class Deadline:
 
     def __enter__(self) -> None:
         self.handlers = {number: signal.signal(number, self._pass) for number in SCHEDULER_SIGNALS}
-        self.hearing = signals_handled_in_thread()  # this thread waits for the runs' threads
+        self.hearing = signals_handled_in_thread()  # the main thread waits for other threads and cannot handle signals
         self.hearing.__enter__()
 
     def __exit__(self, *error) -> None:
@@ -286,7 +286,7 @@ def train(
         status = process.wait()
     finally:
         gpus.put(mine)
-    stopped |= status == PREEMPTED  # the run was stopped by a signal from another process
+    stopped |= status == PREEMPTED  # another process may have stopped the run by a signal
     row = dict(seconds=round(time.monotonic() - start, 1), stopped=stopped, epochs=len(read_summary(path)))
     where = machine()
     row |= dict(commit=where["commit"], gpu=where["gpu"], processes=options.processes, jobs=options.jobs)
@@ -322,7 +322,7 @@ def model_arguments(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_run(folder: Path, model: str, seed: int, images: int, evaluated: int) -> dict[str, Any]:
-    """Return the record of a finished run, with the results of the last epoch, the curves and the times.
+    """Return the results of a finished run: accuracy and loss of the last epoch, curves over epochs, and durations.
 
     Args:
         folder: Folder of the runs.
@@ -401,7 +401,7 @@ def top1_by_seed(runs: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
 
 
 def report(runs: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of each model's mean and deviation over seeds, and of the first model's differences."""
+    """Return a Markdown table of each model's mean and deviation over seeds, and of differences to the first model."""
     top1 = top1_by_seed(runs)
     first = next(iter(top1), "")
     difference = f"{first} minus this model (95% interval), paired by seed"

@@ -43,7 +43,7 @@ RUNS = {"fp32": ("fp32", 0), "fp32, other images": ("fp32", 1), "bf16": ("bf16",
 
 @dataclass
 class Run:
-    losses: Tensor  # loss of each step, (S,)
+    losses: Tensor  # training loss of each step, (S,)
     gradient_norms: Tensor
     skipped: int  # number of steps that the gradient scaler skipped because of an overflow
     finite: bool

@@ -26,7 +26,7 @@ from vil.fault_tolerance.files import write_atomically
 
 RESULTS = seeds.ROOT / "research" / "results"
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-# studies that compare ViL with ViM: name of the results and link to the page
+# The keys name result files of studies that compare ViL with ViM, and the values are Markdown links to the studies.
 STUDIES = {
     "rehearsal2": "[easier fractals](rehearsal.md#easier-images)",
     "rehearsal": "[fractals](rehearsal.md)",
@@ -35,7 +35,7 @@ STUDIES = {
     "digits_few": "[20 digits of each class](small_images.md#few-digits)",
 }
 
-# recipes for ViL that are compared with the recipe of the photographs: name of the results and label
+# The keys name result files of ViL trained with other recipes, and the values describe the recipes.
 RECIPES = {"recipes_teacher": "a teacher", "recipes_bce": "3-Augment, binary cross-entropy"}
 RECIPE_SEEDS = 3
 

@@ -72,7 +72,7 @@ from vil.training.trainer import Trainer
 SCRATCH, FINE_TUNED = "from scratch", "fine-tuned"
 PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS = "linear, features", "linear, features of random weights", "linear, pixels"
 KERNEL_MACHINE = "RBF kernel, pixels"
-RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates to select from
 PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)  # C of the classifiers; larger values are weaker penalties
 SETTINGS = dict.fromkeys((SCRATCH, FINE_TUNED), RATES)
 SETTINGS |= dict.fromkeys((PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS, KERNEL_MACHINE), PENALTIES)
@@ -232,7 +232,7 @@ def processes(jobs: int) -> AbstractContextManager[Executor | None]:
     """Return a process pool for parallel runs, or None if this process does all runs sequentially."""
     if jobs == 1:
         return nullcontext()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # number of threads per process
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each process uses one thread
     context = multiprocessing.get_context("spawn")
     gpus = context.Queue()
     for gpu, _ in zip(cycle(visible_gpus() or [""]), range(jobs)):
@@ -243,7 +243,7 @@ def processes(jobs: int) -> AbstractContextManager[Executor | None]:
 def begin_process(gpus: Queue[str]) -> None:
     """Initialize a worker process: assign it one of the GPUs, and disable log messages up to warnings."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
-    # with "spawn", the inherited start method, each worker of a loader would take ten seconds to start
+    # With the inherited start method "spawn", a loader's workers would take ten seconds to start.
     multiprocessing.set_start_method(None, force=True)
     # SIGKILL, because the trainer handles SIGTERM by ending only the current run
     terminate_with_parent(signal.SIGKILL)
