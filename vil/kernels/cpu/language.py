@@ -241,7 +241,7 @@ def exp2_clamped(x):
 
 @_exactly
 def exp2(x):
-    """Return 2^x, at least 2^-126. Results of 2^127 and above are infinity. NaN gives NaN."""
+    """Return 2^x, clamped to [2^-126, 2^126] for x up to 127 and infinite for larger x. NaN gives NaN."""
     return _INFINITY if x > _LARGEST + ONE else exp2_clamped(x)
 
 
