@@ -46,9 +46,8 @@ def test_all_options_are_chosen_and_named_in_the_log(photos, caplog):
     assert (config.global_batch_size, config.layer_decay, config.drop_path, config.smoothing) == (4, None, 0.1, 0.1)
     assert config.epochs == choose_recipe(16, "cpu", {})["epochs"]
     log = caplog.text
-    assert (
-        "20 images; no validation split, so 20% of each class are held out for validation (set --val-fraction)" in log
-    )
+    assert "20 images of 2 classes; no validation split, so 20% of each class are held out for validation" in log
+    assert "(set --val-fraction)" in log
     for name in ("model", "pretrained_path", "img_size", "model_kwargs", "epochs", "global_batch_size", "lr"):
         assert f"--{name.replace('_', '-')} " in log
     assert "recipe for 16 training images on a CPU" in log

@@ -1,7 +1,11 @@
-"""Train an image classifier on ImageNet with ViM's recipe, or on any folder of images.
+"""Train an image classifier on any folder of images, or on ImageNet with ViM's recipe.
 
+    vil train photos
     vil train -c vil_tiny --data-dir /imagenet
     torchrun --nproc_per_node=8 -m vil train -c vil_tiny --data-dir /imagenet --resume auto
+
+Without a config file, the splits, weights and recipe are chosen by the content of the folder, and the log names each
+choice with the option that changes it. docs/guide.md lists the arrangements of folders that are detected.
 
 Config files use timm's option names, and the command line overrides the config file. The config file specifies the
 *global* batch size. Each process splits its share of the global batch into micro-batches of at most `batch_size`

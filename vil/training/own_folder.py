@@ -120,7 +120,7 @@ def _choose_splits(layout: Layout, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the splits, and log which images are used for what."""
     chosen: dict[str, Any] = {"train_split": layout.train_split}
     folder = layout.data_dir if layout.train_split == WHOLE else str(Path(layout.data_dir) / layout.train_split)
-    line = f"{folder}: {layout.num_images} images"
+    line = f"{folder}: {layout.num_images} images of {len(layout.class_sizes)} classes"
     if layout.val_split or "val_split" in given:
         line += f"; validation on the split {given.get('val_split', layout.val_split)!r} (set --val-split)"
     elif not given.get("val_fraction"):
@@ -147,7 +147,7 @@ def _choose_training(num_images: int, given: Mapping[str, Any]) -> dict[str, Any
     warn_on_rank0(__name__, "model and weights: %s", _as_flags(shown))
     line = f"recipe for {num_images} training images on a {device.upper()}: -c finetune {_as_flags(recipe)}"
     warn_on_rank0(__name__, "%s", line)
-    warn_on_rank0(__name__, "set any of these options to change it; -c CONFIG replaces the recipe")
+    warn_on_rank0(__name__, "each of these options can be set on the command line; -c CONFIG replaces the whole recipe")
     return {**checked(read_yaml(str(FINETUNE)), str(FINETUNE)), **start, **recipe}
 
 
