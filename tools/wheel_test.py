@@ -34,7 +34,7 @@ Path("photos/sea/0.jpg").rename("photo.jpg")
 def quick_start() -> list[str]:
     """Return the shell commands of the README's section "Quick start"."""
     section = re.split(r"^## ", (ROOT / "README.md").read_text().split("\n## Quick start\n")[1], flags=re.M)[0]
-    return re.findall(r"^    ((?:pip|vil|python) .*)$", section, re.M)
+    return re.findall(r"^((?:pip|vil|python) .*)$", section, re.M)
 
 
 def run(command: str, folder: Path, environment: dict[str, str]) -> None:

@@ -123,7 +123,7 @@ def test_the_readmes_lines_run(monkeypatch):
     exec(compile(lines, "README.md", "exec"), found)
     assert found["logits"].shape == (1, 10)
     assert {tuple(features.shape) for features in found["maps"]} == {(1, 192, 20, 30)}
-    assert found["started"].num_classes == 10
+    assert found["pretrained"].num_classes == 10
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
