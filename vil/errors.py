@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+
 from .text import printable
 
 
@@ -17,3 +20,12 @@ class CheckpointError(RuntimeError):
 
     def __init__(self, message: str):
         super().__init__(printable(message))
+
+
+def reject_url(path: str | os.PathLike, error: type[Exception] = ConfigError) -> None:
+    """Raise an error if a path that does not exist is a URL, because only files on this machine are read."""
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", os.fspath(path))  # pathlib removes one of the two slashes
+    if found:
+        raise error(
+            f"{found[1]}://{os.fspath(path)[found.end() :]} is a URL: download the file and pass its path instead"
+        )

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from .errors import CheckpointError
+from .errors import CheckpointError, reject_url
 from .fault_tolerance.machine_errors import cause_of, is_machine_error, remedy_for, retry
 from .security import torch_files
 from .security.errors import TorchFileError
@@ -60,6 +60,7 @@ def read_file(path: str | Path, whole: bool = True) -> Any:
     """
     path = file_of(path)
     if not path.is_file():
+        reject_url(path, CheckpointError)
         best = path.with_name("best.pt")
         is_run_folder = path.name == IN_FOLDER and best.is_file()
         hint = f": set {best}, or last.pt for --resume" if is_run_folder else ""

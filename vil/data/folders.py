@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from ..distributed import warn_on_rank0
+from ..errors import reject_url
 from .held_out import SHARE, held_out
 from .sources.class_folders import ClassFolders
 from .sources.image_files import folders_in, list_images
@@ -38,6 +39,7 @@ def split_folder(source: Path, target: Path, validation: float = SHARE) -> dict[
     if target.is_relative_to(source.resolve()):
         raise ValueError(f"target must be outside {source}, got {target}: choose a folder beside the source folder")
     if not source.is_dir():
+        reject_url(source, ValueError)
         raise ValueError(f"folder {source} does not exist: set the folder that contains the class folders")
     files_of_class = _files_of_classes(source)
     if target.exists() and any(target.iterdir()):

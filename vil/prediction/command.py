@@ -17,6 +17,7 @@ from ..config import ConfigError
 from ..data.sources.class_folders import endings
 from ..data.sources.image_files import list_images
 from ..devices import known_device
+from ..errors import reject_url
 from ..fault_tolerance.files import write_atomically
 from ..fault_tolerance.output import print_result
 from ..security.csv_tables import csv_text
@@ -47,6 +48,8 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     left_out: Counter[str] = Counter()
     for path in paths:
+        if not path.exists():
+            reject_url(path)
         inside = [Path(name) for name in list_images(str(path), str(path), left_out)] if path.is_dir() else [path]
         if not inside:
             raise ConfigError(f"there are no images in {path}{endings(left_out)}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import ConfigError
+from ..errors import reject_url
 from ..security.checkpoint_options import check_preprocessing, options_of_checkpoint
 from ..text import label_of, printable
 from .classifier import Classifier, reason_of
@@ -36,6 +37,7 @@ def classifier_of_onnx(path: Path) -> Classifier:
     except ImportError as error:
         raise ConfigError(f"{path} needs the package onnxruntime: pip install onnxruntime ({error})") from error
     if not path.is_file():
+        reject_url(path)
         raise ConfigError(f"{path} does not exist or is not a regular file")
 
     try:

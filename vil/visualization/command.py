@@ -21,6 +21,7 @@ from ..config import ConfigError
 from ..data.sources.image_files import list_images
 from ..data.sources.images import read_image
 from ..data_config import data_config_of
+from ..errors import reject_url
 from ..factory import create_model, from_checkpoint, saved_arguments
 from ..fault_tolerance.files import write_atomically
 from ..fault_tolerance.machine_errors import MachineError
@@ -166,6 +167,7 @@ def image_files(paths: list[Path]) -> list[Path]:
     """
     for path in paths:
         if not path.exists():
+            reject_url(path)
             raise ConfigError(f"--images: {path} does not exist")
     folders = [map(Path, list_images(str(path), str(path))) if path.is_dir() else [path] for path in paths]
     files = [path for files in zip_longest(*folders) for path in files if path]

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from PIL import Image
 
+from ...errors import reject_url
 from ...fault_tolerance.machine_errors import WorkersError, retry_reading
 from ...security.exif import exif_orientation, upright
 from ...security.image_decoding import FORMATS, UnfitImageError, decode, length_of
@@ -62,7 +63,7 @@ def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
     the limits of `sandbox`.
 
     Raises:
-        UnfitImageError: The file is not an image, damaged or beyond the limits.
+        UnfitImageError: The file is not an image, damaged or beyond the limits, or the path is a URL.
         FileNotFoundError: There is no such file.
         MachineError: The machine cannot read the file at a path, or start the sandbox, or has killed the sandbox.
     """
@@ -70,6 +71,7 @@ def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
         return image_of(read_bytes(file), is_upright=True)
     path = os.fspath(file)
     if not os.path.lexists(path):  # a missing path is most likely misspelled, so do not retry for ten seconds
+        reject_url(path, UnfitImageError)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     data = retry_reading(path, lambda: read_bytes(path))
     return retry_reading(path, lambda: image_of(data, is_upright=True))

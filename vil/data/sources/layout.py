@@ -13,6 +13,7 @@ from timm.data import get_img_extensions
 
 from ...classes import quoted
 from ...config import ConfigError
+from ...errors import reject_url
 from ..held_out import count_held_out
 from .class_folders import class_paths, endings
 from .image_files import folders_in, list_images
@@ -55,6 +56,7 @@ def find_layout(folder: str) -> Layout:
     """
     root = Path(folder)
     if not root.is_dir():
+        reject_url(folder)
         raise ConfigError(f"data_dir {folder} is not a folder: pass a folder that has one folder of images per class")
     train = split_in(root, "train")
     if train and (train.is_file() or split_in(root, "validation")):

@@ -11,6 +11,7 @@ from timm.data import get_img_extensions
 from ...classes import quoted
 from ...config import ConfigError
 from ...distributed import warn_on_rank0
+from ...errors import reject_url
 
 WHOLE = "."  # name of the split that is the data folder itself
 # names of the folders and tar files that are found for a split name in a run's options
@@ -27,6 +28,7 @@ def find_split(data_dir: str | None, split: str) -> Path:
         raise ConfigError("data_dir is required, the folder that contains the splits: set --data-dir")
     root = Path(data_dir)
     if not root.is_dir():
+        reject_url(data_dir)
         raise ConfigError(f"data_dir {data_dir} is not a folder: set --data-dir to the folder that contains the splits")
 
     if split == WHOLE:
