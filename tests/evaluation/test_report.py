@@ -158,7 +158,7 @@ def captions_of(page):
 
 def caption_of(found, i, m):
     targets, best, shares, files, _ = found
-    said = "".join(f"{NAMES[n]} {100 * share:.1f}%" for n, share in zip(best[i, m, :3], shares[i, m, :3]))
+    said = "".join(f"{NAMES[n]} ({100 * share:.1f}%)" for n, share in zip(best[i, m, :3], shares[i, m, :3]))
     return f"true class {NAMES[targets[i]]}{said}{'/'.join(files[i].split('/')[-2:])}"
 
 
@@ -205,16 +205,16 @@ def test_a_comparison_shows_the_images_on_which_the_models_differ(found):
         images = np.flatnonzero((is_right == right).all(1) & (first != second))
         error = np.where(is_right, 0, shares[..., 0]).max(1)
         captions += [
-            (NAMES[targets[i]], f"first model: {NAMES[first[i]]} {100 * shares[i, 0, 0]:.1f}%",
-             f"second model: {NAMES[second[i]]} {100 * shares[i, 1, 0]:.1f}%")
+            (NAMES[targets[i]], f"first model: {NAMES[first[i]]} ({100 * shares[i, 0, 0]:.1f}%)",
+             f"second model: {NAMES[second[i]]} ({100 * shares[i, 1, 0]:.1f}%)")
             for i in images[np.argsort(-error[images])]
         ]  # fmt: skip
-        titles.append(f"<h3>{title}: {len(images)} images</h3>")
+        titles.append(f"<h3>{title}: {len(images)} image{'s' * (len(images) != 1)}</h3>")
     assert all(title in text for title in titles)
     assert len(captions) == len(page.captions) > 3
     for (truth, one, other), caption, alternative in zip(captions, captions_of(page), page.alternatives):
         assert caption.startswith(f"true class {truth}{one}{other}")
-        assert alternative == f"true class {truth}, " + ", ".join(re.sub(r" [.0-9]+%", "", t) for t in (one, other))
+        assert alternative == f"true class {truth}, " + ", ".join(re.sub(r" \([.0-9]+%\)", "", t) for t in (one, other))
 
 
 def test_the_page_shows_the_calibration_of_each_models_top_1_predictions(found):

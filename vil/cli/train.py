@@ -10,7 +10,8 @@ choice with the option that changes it. docs/guide.md lists the arrangements of 
 Config files use timm's option names, and the command line overrides the config file. The config file specifies the
 *global* batch size. Each process splits its share of the global batch into micro-batches of at most `batch_size`
 images, so that results do not depend on the number of GPUs. Optional `phases` are trained sequentially. The run folder
-OUTPUT/EXPERIMENT contains config.yaml, info.txt, summary.csv, curve.png, last.pt and best.pt.
+OUTPUT/EXPERIMENT contains config.yaml, info.txt, summary.csv, the plots augmented.png and curve.png, last.pt, best.pt
+and, for a validation split of moderate size, report.html.
 
 Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint and exits with status 75. `--resume auto` resumes the run, also on a
 different number of processes, with the same result as an uninterrupted run. docs/reliability.md lists other failures
