@@ -113,7 +113,7 @@ def main() -> None:
     words = ["-c", str(CONFIG), *RECIPE, *training_options]
     with TemporaryDirectory(dir=transfer.fast_folder(options.jobs)) as folder, transfer.processes(options.jobs) as pool:
         training = partial(train, options.data_dir, words, files, folder)
-        do_all(results, pool, options.jobs, training, lambda: with_weights(files))
+        do_all(results, pool, options.jobs, training, lambda rows: planned(rows, with_weights(files)))
     print(f"{results.seconds:.0f} s", rates_table(results.rows), ways_table(results.rows), sep="\n\n")
     print(differences_table(results.rows))
 
@@ -148,13 +148,17 @@ def train(data: Path, words: list[str], files: dict[str, Path], folder: str, run
 
 
 def do_all(
-    results: Results, pool: Executor | None, jobs: int, training: Callable[[Run], dict], pretrained: Callable[[], set]
+    results: Results,
+    pool: Executor | None,
+    jobs: int,
+    training: Callable[[Any], dict],
+    plan: Callable[[Rows], Iterable],
 ) -> None:
-    """Train the runs that are missing in the results, in the order of `planned`, with `jobs` runs at a time."""
-    running: dict[Future, Run] = {}
+    """Train the runs that are missing in the results, in the order of `plan`, with `jobs` runs at a time."""
+    running: dict[Future, Any] = {}
     while True:
         busy = set(running.values())
-        ready = [r for r in planned(results.rows, pretrained()) if r not in results and r not in busy]
+        ready = [r for r in plan(results.rows) if r not in results and r not in busy]
         if not pool and ready:
             record(results, ready[0], training(ready[0]))
             continue
@@ -166,7 +170,7 @@ def do_all(
             record(results, running.pop(future), future.result())
 
 
-def record(results: Results, run: Run, outcome: dict[str, Any]) -> None:
+def record(results: Results, run: Any, outcome: dict[str, Any]) -> None:
     results.add(run, outcome)
     results.write()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from research import clothing, clothing_fair, photographs, recall_results, seeds, trainers, transfer
+from research import clothing, clothing_fair, imagenette, photographs, recall_results, seeds, trainers, transfer
 from research.compare import holm, paired, spread, welch
 from research.predictions import Judged, compare_images
 from research.recall_model import MIXERS
@@ -112,6 +112,10 @@ def of_fair_clothing(table: Callable[..., str]) -> str:
     return table(clothing_fair.read(RESULTS / "clothing_fair.json"))
 
 
+def of_imagenette(table: Callable[..., str]) -> str:
+    return table(clothing_fair.read(RESULTS / "imagenette.json"))
+
+
 def recipes(plain: dict[int, float], found: dict[str, dict[int, float]]) -> str:
     """Return a Markdown table that compares ViL's test accuracy with other recipes and with the baseline recipe.
 
@@ -172,6 +176,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "clothing-fair-rates": partial(of_fair_clothing, clothing_fair.rates_table),
     "clothing-fair": partial(of_fair_clothing, clothing_fair.ways_table),
     "clothing-fair-differences": partial(of_fair_clothing, clothing_fair.differences_table),
+    "imagenette-rates": partial(of_imagenette, imagenette.rates_table),
+    "imagenette": partial(of_imagenette, imagenette.models_table),
+    "imagenette-differences": partial(of_imagenette, imagenette.differences_table),
     "recipes": of_recipes,
     **{name: lambda name=name: seeds.report(runs_of(name)) for name in STUDIES},
     **{f"{name}-images": partial(image_by_image, name) for name in ("cifar10", "rehearsal", "rehearsal2")},
