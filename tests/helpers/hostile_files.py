@@ -63,7 +63,7 @@ def png(
 
 @functools.cache
 def zeros(count: int, *, level: int = 9) -> bytes:
-    """Return `count` zero bytes, compressed by zlib."""
+    """Return `count` zero bytes, a multiple of 16 MiB, compressed by zlib."""
     packer = zlib.compressobj(level)
     return b"".join(packer.compress(bytes(2**24)) for _ in range(count >> 24)) + packer.flush()
 
