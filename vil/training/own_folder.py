@@ -9,6 +9,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..data.sources.splits import count_images, open_split
 from ..devices import known_device
 from ..distributed import warn_on_rank0
 from ..models.shipped import TAG, file_of
+from ..weight_files import BrokenCheckpointError
 
 FINETUNE = Path(__file__).parents[1] / "configs" / "finetune.yaml"
 MODEL = "vil_tiny_pooled"
@@ -83,9 +85,8 @@ def complete_options(given: Mapping[str, Any], has_config: bool) -> dict[str, An
     layout = _layout(given)
     if not has_config:
         given = {"experiment": Path(given["data_dir"]).resolve().name or "images", **given}
-        last = Path(given.get("output", "output")) / given["experiment"] / "last.pt"
-        if given.get("resume") == "auto" and last.is_file():
-            return {**options_to_resume(str(last), dict(given)), **given, "data_dir": layout.data_dir}
+        if given.get("resume") == "auto" and (saved := _options_of_run(given)):
+            return {**saved, **given, "data_dir": layout.data_dir}
     _check_output(layout, given)
 
     chosen = _choose_splits(layout, given)
@@ -100,10 +101,23 @@ def complete_options(given: Mapping[str, Any], has_config: bool) -> dict[str, An
 def _layout(given: Mapping[str, Any]) -> Layout:
     """Return the layout of the data folder. Splits whose names are given are not detected."""
     if "train_split" not in given:
-        return find_layout(given["data_dir"])
+        try:
+            return find_layout(given["data_dir"])
+        except OSError as error:
+            raise ConfigError(f"cannot read the folder {given['data_dir']}: {error}") from error
     train = open_split(given["data_dir"], "", given["train_split"])
     sizes = Counter(train.reader.targets).values() if isinstance(train.reader, ClassReader) else [count_images(train)]
     return Layout(given["data_dir"], given["train_split"], "validation", tuple(sizes))
+
+
+def _options_of_run(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the options in the newest readable checkpoint of the run folder, or None if there is none."""
+    folder = Path(given.get("output", "output")) / given["experiment"]
+    for path in (folder / "last.pt", folder / "previous.pt"):
+        with suppress(BrokenCheckpointError):
+            if path.is_file():
+                return options_to_resume(str(path), dict(given))
+    return None
 
 
 def _check_output(layout: Layout, given: Mapping[str, Any]) -> None:
