@@ -2,7 +2,6 @@
 
 import errno
 import functools
-import importlib
 import io
 import json
 import os
@@ -23,6 +22,7 @@ from processes import call, in_processes, run, script, train_command
 
 from vil import checkpoint
 from vil.checkpoint import CheckpointError
+from vil.cli import predict, viz
 from vil.config import Config, ConfigError
 from vil.data.device.cache import CachedImage, DecodedCache
 from vil.data.loaders import evaluation_loader, training_loader
@@ -337,18 +337,15 @@ def test_an_io_error_on_the_device_path_raises_a_machine_error(image_folder, tmp
         list(loader.images)
 
 
-@pytest.mark.parametrize("command", ["vil.prediction", "vil.visualization"])
+@pytest.mark.parametrize("command", [predict, viz], ids=["predict", "viz"])
 def test_a_command_fails_with_one_line_on_an_io_error(uninterrupted, image_folder, tmp_path, command):
-    main = importlib.import_module(f"{command}.__main__").main
     (folder := tmp_path / "images").mkdir()
     shutil.copy(image_folder / "val" / "ant" / "1.png", folder)
     (folder / "lost.png").symlink_to("/missing/mount/1.png")
-    words = (
-        ["--images", str(folder), "--out", str(tmp_path / "out")] if command == "vil.visualization" else [str(folder)]
-    )
+    words = ["--images", str(folder), "--out", str(tmp_path / "out")] if command is viz else [str(folder)]
     words = ["--checkpoint", uninterrupted / "run" / "best.pt", *words]
     with pytest.raises(SystemExit, match=r"^error: cannot read .*lost.png.*: No such file[^\n]*mount the disk[^\n]*$"):
-        call(main, *words)
+        call(command.main, *words)
 
 
 def open_without_permission(rank, folder):

@@ -5,7 +5,7 @@
 
 Without --checkpoint, the pretrained model vil_tiny_pooled.tiny_in200 recognizes the 200 classes of Tiny ImageNet. A
 checkpoint is a file written by `vil train`, or a .safetensors file, .onnx file or folder written by `vil export`.
-Images are decoded and preprocessed as in `vil validate`.
+Images are rotated by their EXIF orientation, and preprocessed as in `vil validate`.
 """
 
 from __future__ import annotations
