@@ -167,11 +167,13 @@ def test_a_run_evaluates_its_held_out_images_again(run, tmp_path, capsys, caplog
     assert held_out["images"] == history[-1]["eval_images"] == 6
     assert held_out["top1"] == max(max(row["eval_top1"], row["eval_top1_ema"]) for row in history)
     assert (held_out["data_dir"], held_out["split"]) == (str(run / "colors"), ".")
+    assert "held-out images: 6 images of 3 classes" in caplog.text
 
     # the folder has been moved, and passed as another path
     shutil.copytree(run / "colors", tmp_path / "moved/colors")
     assert evaluated(run, "--data-dir", "moved", capsys=capsys)["images"] == 6
     assert evaluated(run, "--split", ".", capsys=capsys)["images"] == 36
+    assert "all images: 36 images of 3 classes" in caplog.text
     assert "has changed since training" not in caplog.text
 
     # other images of the same classes, in class folders or with a validation split

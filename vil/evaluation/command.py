@@ -157,7 +157,7 @@ def write_files(validation: Validation, as_json: str, options: argparse.Namespac
         write_atomically(options.plot, plot_comparison(names, validation.comparison, validation.predictions))
     if options.report and validation.predictions:
         data = validation.data
-        title = f"Validation of {' and '.join(names)} on {data.data_dir or data.dataset}, {data.split}"
+        title = f"Validation of {' and '.join(names)} on {data.data_dir or data.dataset}, {data.images}"
         page = report_page(
             title,
             validation.rows(),

@@ -32,6 +32,13 @@ class DataSettings:
     val_fraction: float | None = None
     apply_exif_orientation: bool = False
 
+    @property
+    def images(self) -> str:
+        """Name of the evaluated images, for messages and titles."""
+        if self.val_fraction:
+            return "held-out images"
+        return "all images" if self.split == WHOLE else self.split
+
 
 @dataclass(frozen=True)
 class ModelOptions:

@@ -104,7 +104,7 @@ def _open(first: EvaluatedModel, data: DataSettings, rank: int, world_size: int)
     if world_size > count:
         raise ConfigError(f"world size must be at most the number of images, {count}, got {world_size}")
     if rank == 0:
-        _logger.warning("%s", describe_split("validation" if data.val_fraction else data.split, split.images))
+        _logger.warning("%s", describe_split(data.images, split.images))
     return split
 
 
