@@ -22,7 +22,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@echo "pip now installs PyTorch and the other packages into .venv, which downloads several GB."
+	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
 data/digits: .venv/installed
@@ -32,9 +33,11 @@ data/digits: .venv/installed
 
 demo: .venv/installed data/digits
 	rm -rf output/digits
+	@echo "Next, a small ViL is trained on handwritten digits for 16 epochs, after kernels are compiled for this CPU."
 	$(BIN)/vil train -c digits
-	$(BIN)/vil validate --checkpoint output/digits/last.pt --workers 1
-	@echo "training curve: $(CURDIR)/output/digits/curve.png"
+	@echo "Next, the best checkpoint is validated. Validation loads the image files again and prints an interval."
+	$(BIN)/vil validate --checkpoint output/digits/best.pt --workers 0
+	@echo "Training curve: $(CURDIR)/output/digits/curve.png"
 
 test: .venv/installed
 	$(PYTEST) $(PATHS)

@@ -1,8 +1,8 @@
 r"""Train ViL, ViM and DeiT with the same recipe and several seeds, and compare their accuracy.
 
     python -m vil.data.digits data/digits
-    python -m research.seeds -c configs/digits.yaml --out output/digits.json
-    python -m research.seeds -c configs/digits.yaml --jobs 15 --device cpu      # 15 runs at a time
+    python -m research.seeds -c research/configs/digits.yaml --out output/digits.json
+    python -m research.seeds -c research/configs/digits.yaml --jobs 15 --device cpu      # 15 runs at a time
 
 Every run calls `train_imagenet.py` with the same config, budget and recipe; the reported accuracy is that after the
 last epoch. A seed determines the initial weights, the order of the images and their augmentation. The models are
@@ -79,7 +79,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Return the study's options and the options to pass to train_imagenet.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("-c", "--config", type=Path, default=ROOT / "configs" / "digits.yaml")
+    add("-c", "--config", type=Path, default=ROOT / "research" / "configs" / "digits.yaml")
     add("--data-dir", help="folder of the images (default: the config's)")
     add("--models", nargs="+", default=MODELS, help="the first is compared with the others")
     add("--seeds", type=int, default=5, help="number of seeds, counted from 0")
