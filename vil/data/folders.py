@@ -29,8 +29,8 @@ def split_folder(source: Path, target: Path, validation: float = SHARE) -> dict[
 
     Raises:
         ConfigError: `source` has no class folders.
-        ValueError: `source` is already split, a class has fewer than two images, or `target` is not empty or lies
-            inside `source`.
+        ValueError: `validation` is not between 0 and 1, `source` is missing, already split or has fewer than two
+            classes, a class has fewer than two images, or `target` is not empty or lies inside `source`.
         OSError: A file cannot be read or written. `target` is not created in this case.
     """
     if not 0 < validation < 1:
