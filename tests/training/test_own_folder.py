@@ -75,6 +75,9 @@ def test_given_options_win(photos, given, caplog):
         assert (config.model, config.pretrained_path) == ("vil_tiny", "vil_tiny.tiny_in200")
     if given.get("model") in ("vil_small", "resnet18"):  # no weights are shipped for these models
         assert (config.pretrained_path, config.img_size, config.model_kwargs) == (None, None, {})
+        assert (
+            "--pretrained-path none (random weights, because the package has no weights of this model)" in caplog.text
+        )
 
 
 def test_given_model_arguments_are_added_to_the_chosen_ones(photos):

@@ -157,8 +157,10 @@ def _choose_training(num_images: int, given: Mapping[str, Any]) -> dict[str, Any
     device = "cpu" if known_device(given.get("device")) == "cpu" else "gpu"
     start = _choose_start(given, device)
     recipe = choose_recipe(num_images, device, given)
-    shown = {name: value for name, value in start.items() if name not in given}
-    warn_on_rank0(__name__, "model and weights: %s", _as_flags(shown))
+    if flags := _as_flags({name: value for name, value in start.items() if name not in given}):
+        is_random = start.get("pretrained_path", "") is None
+        note = " (random weights, because the package has no weights of this model)" if is_random else ""
+        warn_on_rank0(__name__, "%s", f"model and weights: {flags}{note}")
     line = f"recipe for {num_images} training images on a {device.upper()}: -c finetune {_as_flags(recipe)}"
     warn_on_rank0(__name__, "%s", line)
     warn_on_rank0(__name__, "each of these options can be set on the command line; -c CONFIG replaces the whole recipe")
