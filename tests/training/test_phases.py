@@ -175,10 +175,10 @@ def test_options_outside_phases_are_the_defaults_of_phases():
     assert config.phases == [dict(epochs=3, lr=1e-3), dict(epochs=7, lr=1e-4)]
     assert [config.epochs_of_phase(n) for n in range(2)] == [range(3), range(3, 10)]
     assert config.of_phase(1).of_phase(0) == config.of_phase(0)  # a checkpoint of any phase stores all phases
-    of_run = "amp amp_dtype augment_on_device checkpoint_interval cuda_graphs data_dir dataset device experiment "
-    of_run += "interpolation log_interval log_tensorboard log_wandb model model_ema model_kwargs num_classes output "
-    of_run += "phases pretrained_path resume seed synthetic teacher teacher_checkpoint torchcompile train_split "
-    of_run += "val_split workers"
+    of_run = "amp amp_dtype apply_exif_orientation augment_on_device checkpoint_interval cuda_graphs data_dir dataset "
+    of_run += "device experiment interpolation log_interval log_tensorboard log_wandb model model_ema model_kwargs "
+    of_run += "num_classes output phases pretrained_path resume seed synthetic teacher teacher_checkpoint torchcompile "
+    of_run += "train_split val_fraction val_split workers"
     assert sorted(FIELDS.keys() - PHASE_OPTIONS) == of_run.split()
 
 

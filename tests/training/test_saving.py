@@ -176,7 +176,7 @@ OF_OTHERS = [dict(model=dict(a=torch.ones(1)), args=Namespace(model="vim")), dic
 @pytest.mark.parametrize("content", [*OF_OTHERS, dict(version=3)])
 def test_files_of_other_programs_cannot_be_resumed(content, tmp_path):
     torch.save(content, tmp_path / "other.pt")
-    with pytest.raises(CheckpointError, match="other.pt is not a checkpoint of train_imagenet.py"):
+    with pytest.raises(CheckpointError, match="other.pt is not a checkpoint of vil train"):
         checkpoint.Checkpoint(tmp_path / "other.pt").training_state()
     save_file({"a": torch.ones(1)}, tmp_path / "weights.safetensors")
     for name in ("other.pt", "weights.safetensors"):
