@@ -41,7 +41,7 @@ def classifier_of(model: nn.Module | str | os.PathLike, device: str | None = Non
 def pretrained_classifier(device: str | None = None) -> Classifier:
     """Return a Classifier with pretrained weights of the package, and log which classes it recognizes."""
     _logger.warning(
-        "using %s, which recognizes the 200 classes of Tiny ImageNet: set --checkpoint for others", PRETRAINED
+        "using %s, which recognizes the 200 classes of Tiny ImageNet; for other classes, set --checkpoint", PRETRAINED
     )
     return _classifier_of_model(create_model(PRETRAINED, pretrained=True).to(device or default_device()))
 
