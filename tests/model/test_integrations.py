@@ -1,0 +1,56 @@
+"""Tests of docs/integrations.md: each snippet runs if the packages that it imports are installed."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from PIL import Image
+from processes import ROOT
+
+PAGE = (ROOT / "docs/integrations.md").read_text()
+SECTIONS = dict(section.split("\n", 1) for section in re.split(r"^## ", PAGE, flags=re.M)[1:])
+BLOCK = re.compile(r"^```(?:python|bash)\n(.*?)^```", re.M | re.S)
+BLOCKS = {title: found[1] for title, text in SECTIONS.items() if (found := BLOCK.search(text))}
+SNIPPETS = {title: block for title, block in BLOCKS.items() if title != "timm's scripts"}
+
+
+def packages(snippet):
+    """Return the top-level packages that a snippet imports."""
+    for node in ast.walk(ast.parse(snippet)):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module.split(".")[0]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+
+
+def run(*words, folder):
+    """Run Python in a new process, because some of the packages change global settings when they are imported."""
+    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("title", SNIPPETS)
+def test_a_snippet_runs(title, tmp_path):
+    missing = {name for name in packages(SNIPPETS[title]) if not find_spec(name)}
+    if missing:
+        pytest.skip(f"not installed: {', '.join(sorted(missing))}")
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 120, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.jpg")
+    ended = run("-c", SNIPPETS[title], folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_every_section_has_one_snippet_or_a_reason():
+    assert SECTIONS.keys() - BLOCKS.keys() == {"lightly"}
+    assert len(BLOCK.findall(PAGE)) == len(BLOCKS)
+
+
+def test_the_line_for_timms_scripts_registers_the_models(tmp_path):
+    (tmp_path / "validate.py").write_text("import sys, timm; print(timm.is_model(sys.argv[3]))")
+    python, *words = shlex.split(BLOCKS["timm's scripts"])
+    assert python == "python"
+    assert run(*words, folder=tmp_path).stdout == "True\n"
