@@ -389,8 +389,8 @@ def _points_that_fill(
             attempts_B[failed] += 1
             if attempts_B.max() == ATTEMPTS:
                 raise ConfigError(
-                    f"class {numbers_B[attempts_B.argmax()]} has an empty image after {ATTEMPTS} attempts: choose a "
-                    f"variation below {f.variation} or more than {f.points} points"
+                    f"class {numbers_B[attempts_B.argmax()]} has an empty image after {ATTEMPTS} attempts: set a "
+                    f"--variation below {f.variation}, or --points above {f.points}"
                 )
             judged, made_by = play_some(failed, points)
             rows_B = torch.from_numpy(failed).to(device)

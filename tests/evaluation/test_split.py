@@ -39,23 +39,23 @@ def test_a_split_without_some_classes_keeps_the_trained_class_indices(image_fold
     with pytest.raises(ConfigError, match="has classes that best.pt does not have: 'cat'"):
         open_evaluation_split(str(tmp_path), "", "val", 4, ["ant", "bee", "crow", "dog"], "best.pt")
     # Without the model's class names, only the numbers of classes are compared.
-    with pytest.raises(ConfigError, match="has 3 classes but the model 4"):
+    with pytest.raises(ConfigError, match="has 3 classes, but the model has 4"):
         open_evaluation_split(str(tmp_path), "", "val", 4)
 
 
 def test_folders_with_unknown_names_must_match_the_models_number_of_classes(image_folder, tmp_path):
     assert open_evaluation_split(str(image_folder), "", "val", 4)[1] is None
-    with pytest.raises(ConfigError, match="has 4 classes but the model 1000"):
+    with pytest.raises(ConfigError, match="has 4 classes, but the model has 1000"):
         open_evaluation_split(str(image_folder), "", "val", 1000)
     root, ids = str(tmp_path), ImageNetInfo().label_names()
     for name in (ids[7], ids[301]):
         shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / name)
     assert open_evaluation_split(root, "", "some", 1000)[1] == [7, 301]
     # Only a model with 1000 classes is assumed to have ImageNet's class names.
-    with pytest.raises(ConfigError, match="has 2 classes but the model 21"):
+    with pytest.raises(ConfigError, match="has 2 classes, but the model has 21"):
         open_evaluation_split(root, "", "some", 21)
     shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / "ant")  # "ant" is not a WordNet id of ImageNet
-    with pytest.raises(ConfigError, match="has 3 classes but the model 1000"):
+    with pytest.raises(ConfigError, match="has 3 classes, but the model has 1000"):
         open_evaluation_split(root, "", "some", 1000)
 
 

@@ -500,7 +500,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         ([*VIL_PT, "--num-classes", "10"], "has 12 classes, but the model has 10"),
         ([*VIL_PT, "--model", "vim_tiny"], "does not fit the model"),
         ([*VIL_PT, "--model-kwargs", "depth=3"], "does not fit the model"),
-        ([*VIT_12, "--split", "other"], "has 11 classes but the model 12 (num_classes)"),
+        ([*VIT_12, "--split", "other"], "has 11 classes, but the model has 12 (num_classes)"),
         ([*VIL_PT, "--data-dir", "nowhere"], "error: data_dir nowhere is not a folder"),
         ([*VIL_PT, "--split", "holdout"], "has no split 'holdout'"),
         ([*VIL_PT, "--against", "nowhere.pt"], "checkpoint nowhere.pt does not exist"),

@@ -259,8 +259,8 @@ def test_onnx_metadata_is_validated_like_a_checkpoints_options(tmp_path):
         (dict(op="Shape"), r"must return logits .* got shape \(4,\)"),
         (dict(op="ReduceMean", axes=[0, 2, 3], keepdims=0), r"must return logits .* got shape \(3,\)"),
         (dict(op="ReduceMean", axes=[0, 2], keepdims=0), r"must return logits .* got shape \(3, 8\)"),
-        (dict(op="ReduceMean", given="x", **mean), r"given.onnx fails for images of shape \(1, 3, 8, 8\): .*'x'"),
-        (dict(op="ReduceMean", side=9, **mean), "given.onnx fails for images .* Got: 8 Expected: 9"),
+        (dict(op="ReduceMean", given="x", **mean), r"given.onnx on images of shape \(1, 3, 8, 8\) failed: .*'x'"),
+        (dict(op="ReduceMean", side=9, **mean), "given.onnx on images .* Got: 8 Expected: 9"),
     ):  # fmt: skip
         given, side = change.pop("given", "images"), change.pop("side", None)
         of_floats = onnx.TensorProto.INT64 if change["op"] == "Shape" else onnx.TensorProto.FLOAT

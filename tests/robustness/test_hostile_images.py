@@ -913,7 +913,7 @@ def test_tars_with_sparse_members_or_huge_headers_are_rejected(tmp_path, name, p
     (tmp_path / "train.tar").write_bytes(TARS[name] + bytes(1024))
     with pytest.raises(
         ConfigError,
-        match="cannot open the split 'train' of .*: (sparse members are not|extended header .* too large)",
+        match="cannot open the split 'train' of .*: (sparse files in a tar|extended header .* too large)",
     ):
         open_split(str(tmp_path), "", "train")
     if name == "in a tar file":  # shards do not open nested tar files

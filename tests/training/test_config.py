@@ -256,7 +256,7 @@ def test_a_huge_integer_in_a_checkpoint_raises_only_config_errors(name):
         ("--weight-deacy 1", "unknown option 'weight_deacy' on the command line; did you mean 'weight_decay'"),
         ("--weight-deacy=1", "unknown option 'weight_deacy' on the command line; did you mean 'weight_decay'"),
         ("--epoch 3", "unknown option 'epoch' on the command line; did you mean 'epochs'"),
-        ("photos vil_tiny", "'vil_tiny' on the command line is not a value of any option"),
+        ("photos vil_tiny", "no option of the command line takes the value 'vil_tiny'"),
         ("photos --data-dir pets", "the folder is given twice, as 'photos' and --data-dir 'pets'"),
         ("--lr fast", "option 'lr' in the command line must be float, got 'fast'"),
         ("--model-kwargs depth", "form KEY=VALUE, got 'depth'"),

@@ -26,7 +26,9 @@ class Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
             if not word.startswith("-"):
-                raise ConfigError(f"{shown(word)} on {SOURCE} is not a value of any option")
+                raise ConfigError(
+                    f"no option of {SOURCE} takes the value {shown(word)}: remove the word, or put an option before it"
+                )
             name = word.split("=")[0].lstrip("-").replace("-", "_")
             raise ConfigError(unknown_option(name, f"on {SOURCE}", vars(options)))
         return options

@@ -37,7 +37,9 @@ def split_folder(source: Path, target: Path, validation: float = SHARE) -> dict[
         raise ValueError(f"the share of validation must be between 0 and 1, got {validation}")
     target = target.resolve()
     if target.is_relative_to(source.resolve()):
-        raise ValueError(f"target must be outside {source}, got {target}: choose a folder beside the source folder")
+        raise ValueError(
+            f"target folder must not be inside the source folder {source}, got {target}: choose another target"
+        )
     if not source.is_dir():
         reject_url(source, ValueError)
         raise ValueError(f"folder {source} does not exist: set the folder that contains the class folders")

@@ -56,7 +56,9 @@ def classifier_of_onnx(path: Path) -> Classifier:
         try:
             (logits,) = session.run(["logits"], {"images": images.numpy()})
         except Exception as error:  # onnxruntime's errors have no common base class
-            raise ConfigError(f"{path} fails for images of shape {tuple(images.shape)}: {reason_of(error)}") from error
+            raise ConfigError(
+                f"running {path} on images of shape {tuple(images.shape)} failed: {reason_of(error)}"
+            ) from error
         return torch.from_numpy(logits)
 
     return Classifier(run, torch.device("cpu"), metadata.data_config, metadata.label_names)

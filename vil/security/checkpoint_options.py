@@ -97,7 +97,9 @@ def _check_model_kwargs(arguments: dict[str, Any], source: str) -> None:
 def _check_choices(options: dict[str, Any], source: str) -> None:
     for name, choices in choices_of_options().items():
         if options.get(name) is not None and options[name] not in choices:
-            raise ConfigError(f"{source} has {name} {shown(options[name])}, which this option does not support")
+            raise ConfigError(
+                f"{name} in {source} must be a choice listed by vil train --help, got {shown(options[name])}"
+            )
 
 
 def _check_sizes(options: dict[str, Any], source: str) -> None:
@@ -121,8 +123,8 @@ def _check_data(options: dict[str, Any], source: str) -> None:
     for name in ("train_split", "val_split"):
         if not _is_plain_split(options.get(name, "x"), dataset):
             raise ConfigError(
-                f"{source} has {name} {shown(options[name])}, which is not a plain name: use only letters, digits, "
-                "spaces and the characters . _ + - /"
+                f"{name} in {source} must be a plain name of letters, digits, spaces and . _ + - /, "
+                f"got {shown(options[name])}"
             )
     data_dir = options.get("data_dir") or ""
     if not dataset and re.search(r"^pipe:|://|[\0-\x1f]", data_dir):

@@ -97,7 +97,7 @@ def _grey_to_rgb(image: Any) -> Image.Image:
     has_range = image.mode != "F" and (image.mode != "I" or image.format in ("PNG", "PPM"))
     if not has_range:
         raise UnfitImageError(
-            f"{image.format} pixels of mode {image.mode!r} have no defined white; convert the image to 8 bits"
+            f"{image.format} images of mode {image.mode!r} do not define the value of white; convert to 8 bits"
         )
 
     tags = image.tag_v2 if image.format == "TIFF" else {}

@@ -21,7 +21,9 @@ MOST_DIMENSIONS = 64
 def call(function: Any, arguments: Any) -> Any:
     """Call one of the functions in `GLOBALS`, the only functions that a pickle can name."""
     if not isinstance(function, FunctionType) or type(arguments) is not tuple:  # *arguments would iterate over a tensor
-        raise TorchFileError(f"the file calls {type(function).__name__} with arguments that weights do not need")
+        raise TorchFileError(
+            f"the file calls an object of type {type(function).__name__}; save only the state_dict() of the model"
+        )
     return function(*arguments)
 
 

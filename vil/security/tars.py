@@ -61,7 +61,7 @@ def members(stream: Any) -> Iterator[Member]:
             return
         found = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
         if found.type == tarfile.GNUTYPE_SPARSE:
-            raise tarfile.ReadError("sparse members are not supported, because their size is unbounded")
+            raise tarfile.ReadError("sparse files in a tar file are not supported, because their size is unbounded")
         if found.type in NOTES:
             notes = _read_notes(stream, found)
             if found.type == tarfile.GNUTYPE_LONGNAME:
@@ -86,7 +86,7 @@ def _read_notes(stream: Any, found: tarfile.TarInfo) -> bytes:
         raise tarfile.ReadError(f"extended header of a member is too large: {found.size} bytes")
     notes = stream.read(_blocks(found.size))[: found.size]
     if b"GNU.sparse." in notes:
-        raise tarfile.ReadError("sparse members are not supported, because their size is unbounded")
+        raise tarfile.ReadError("sparse files in a tar file are not supported, because their size is unbounded")
     return notes
 
 

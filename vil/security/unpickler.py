@@ -83,7 +83,9 @@ class Unpickler(pickle._Unpickler):
         kind, dtype, key, _, count = fields[:5]
         is_storage = kind == "storage" and isinstance(dtype, torch.dtype) and type(key) is str
         if not is_storage or fields[5:] not in ((), (None,)):
-            raise TorchFileError("a persistent id in its pickle is not a tensor storage; save only its state_dict()")
+            raise TorchFileError(
+                "the file refers to an object that is not a tensor storage; save only the state_dict() of the model"
+            )
 
         if key not in self.storages:
             length = count * dtype.itemsize
@@ -113,7 +115,7 @@ class Unpickler(pickle._Unpickler):
     def _set_items(self, container: Any, items: list[Any]) -> None:
         if type(container) not in (dict, OrderedDict):
             raise TorchFileError(
-                f"its pickle uses an object of type {type(container).__name__} as a dict; save only its state_dict()"
+                f"the file sets items of a {type(container).__name__}; save only the state_dict() of the model"
             )
         for key, value in zip(items[::2], items[1::2]):
             if not isinstance(key, (str, int, type(None))) or (type(key) is int and abs(key) > LARGEST_KEY):
@@ -125,7 +127,9 @@ class Unpickler(pickle._Unpickler):
         state = self.stack.pop()
         instance = self.stack[-1]
         if type(instance) not in (OrderedDict, argparse.Namespace) or type(state) is not dict:
-            raise TorchFileError(f"it sets attributes of {type(instance).__name__}, which weights do not need")
+            raise TorchFileError(
+                f"the file sets attributes of a {type(instance).__name__}; save only the state_dict() of the model"
+            )
         instance.__dict__ = state  # a copy for each of many objects that share one dict would take too much memory
 
     dispatch[pickle.REDUCE[0]] = load_reduce

@@ -52,7 +52,7 @@ def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
         if type(block.mixer) not in KNOWN_MIXERS:
             name = type(block.mixer).__name__
             raise TypeError(
-                f"mixer must be LonghornMixer or MambaMixer, got {name}: add its recurrence to "
+                f"mixer must be LonghornMixer or MambaMixer, got {name}: add the recurrence of {name} to "
                 "vil/visualization/traces.py"
             )
     with _recorded_tokens(model) as recorded:

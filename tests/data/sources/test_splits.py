@@ -180,8 +180,8 @@ def test_interrupted_splitting_leaves_no_files(tmp_path, monkeypatch, error):
     ("target", "share", "error"),
     [
         *(("split", share, "between 0 and 1, got ") for share in ("nan", "inf", "0", "1", "-1")),
-        ("pets", "0.2", "must be outside pets, got .*cats"), ("pets/split", "0.2", "must be outside pets, got .*split"),
-        ("cats/split", "0.2", "must be outside pets, got .*split"),
+        ("pets", "0.2", "must not be inside .* pets, got .*cats"), ("pets/split", "0.2", "must not be inside .* pets, got .*split"),
+        ("cats/split", "0.2", "must not be inside .* pets, got .*split"),
         ("full", "0.2", "folder .*full must be empty or new"), ("file/new", "0.2", r"\[Errno"),
     ],
 )  # fmt: skip
@@ -274,7 +274,9 @@ def test_splits_must_have_the_same_classes(image_folder, tmp_path):
     (tmp_path / "images" / "val" / "bee").rename(tmp_path / "images" / "val" / "wasp")
     with pytest.raises(ConfigError, match=r"'validation' has classes that training does not have: 'wasp'"):
         open_splits(config)
-    with pytest.raises(ConfigError, match=r"the split 'train' of .* has 4 classes but the model 1000 \(num_classes\)"):
+    with pytest.raises(
+        ConfigError, match=r"the split 'train' of .* has 4 classes, but the model has 1000 \(num_classes\)"
+    ):
         open_splits(small_config(image_folder, num_classes=1000))
     shutil.rmtree(tmp_path / "images" / "val" / "wasp")  # the other classes keep their indices
     for packed in (False, True):

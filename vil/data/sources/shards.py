@@ -274,7 +274,7 @@ def _open_local(url: str, *_, **__) -> BinaryIO:
     """
     path = _path_of(url)
     if path.endswith("info.json") and os.path.getsize(path) > MOST_INFO:
-        raise UnfitImageError(f"{path!r} has more than {MOST_INFO} bytes")
+        raise UnfitImageError(f"file {path!r} must have at most {MOST_INFO} bytes")
     listed = any((folder / "_info.json").exists() for folder in Path(path).parents)
     if listed and not os.path.lexists(path):  # do not retry, because _info.json shows that the disk is mounted
         raise UnfitImageError(f"there is no file {path!r}")

@@ -86,7 +86,7 @@ def check_count(images, num_classes: int | None, split: str, data_dir: str | Non
     classes = len(class_names(images))
     if classes and num_classes and classes != num_classes:
         raise ConfigError(
-            f"the split {split!r} of {data_dir} has {classes} classes but the model {num_classes} (num_classes)"
+            f"the split {split!r} of {data_dir} has {classes} classes, but the model has {num_classes} (num_classes)"
         )
 
 

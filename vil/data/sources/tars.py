@@ -29,7 +29,7 @@ class TarReader(ClassReader, ReaderImageInTar):
         ReaderImageInTar.__init__(self, root, cache_tarinfo=None if use_list else False)
         # `check_tar` rejects tar files with sparse members, but timm's list of members can still claim one
         if any(member.issparse() for member, *_ in self.samples):
-            raise ValueError("sparse members are not supported, because their size is unbounded")
+            raise ValueError("sparse files in a tar file are not supported, because their size is unbounded")
         members = [_path_of(member, child) for member, _, child in self.samples]
         shown = [i for i, path in enumerate(members) if not any(map(is_hidden, path.split("/")))]
         hidden = len(members) - len(shown)

@@ -59,7 +59,8 @@ def _check(
     if backward:
         check_given(dy_GBLD=dy, states_GBSND=states)
     if (A is None) != (recurrence == "longhorn"):
-        raise ValueError(f"A_GDN must {'be a tensor' if A is None else 'be None'} for the {recurrence} recurrence")
+        expected = "a tensor" if A is None else "None"
+        raise ValueError(f"A_GDN must be {expected} for the {recurrence} recurrence, got {type(A).__name__}")
     sizes: dict[str, int] = {}
     of_x, fp32 = ("x_GBLD", x, "GBLD", x.dtype), torch.float32
     check(
