@@ -180,7 +180,8 @@ def test_interrupted_splitting_leaves_no_files(tmp_path, monkeypatch, error):
     ("target", "share", "error"),
     [
         *(("split", share, "between 0 and 1, got ") for share in ("nan", "inf", "0", "1", "-1")),
-        ("pets", "0.2", "must not be inside .* pets, got .*cats"), ("pets/split", "0.2", "must not be inside .* pets, got .*split"),
+        ("pets", "0.2", "must not be inside .* pets, got .*cats"),
+        ("pets/split", "0.2", "must not be inside .* pets, got .*split"),
         ("cats/split", "0.2", "must not be inside .* pets, got .*split"),
         ("full", "0.2", "folder .*full must be empty or new"), ("file/new", "0.2", r"\[Errno"),
     ],
