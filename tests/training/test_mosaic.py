@@ -1,6 +1,7 @@
 """Tests of the mosaic of augmented images that a run writes at its start."""
 
 import logging
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,8 +21,8 @@ NAMES = ["ant", "bee\n$", "a class with a long name"]
 MODEL = dict(model="vil_tiny", model_kwargs=dict(embed_dim=16, depth=1, patch_size=8), img_size=16, workers=0)
 
 
-def mosaic(folder, smoothing=0.1, rank=0):
-    run = SimpleNamespace(folder=folder, label_names=NAMES, phase=SimpleNamespace(config=Config(smoothing=smoothing)))
+def mosaic(folder, smoothing=0.1, rank=0, names=NAMES):
+    run = SimpleNamespace(folder=folder, label_names=names, phase=SimpleNamespace(config=Config(smoothing=smoothing)))
     return Mosaic(run, DATA, rank)
 
 
@@ -74,6 +75,13 @@ def test_the_labels_agree_with_the_mixing_of_a_batch(tmp_path, monkeypatch):
         parts = [line.rpartition(" ") for line in title.split("\n")] if "%" in title else [(title, "", "100%")]
         level = sum(levels[name] * float(share.rstrip("%")) / 100 for name, _, share in parts)
         assert 255 * float(image.mean()) == pytest.approx(level, abs=2.5)
+
+
+def test_class_names_that_the_font_lacks_cause_no_warnings(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mosaic(tmp_path, names=["\u732b"]).add(torch.zeros(32, 3, 8, 8), torch.zeros(32, dtype=torch.long))
+    assert (tmp_path / "augmented.png").exists()
 
 
 def test_large_images_are_scaled_down_on_their_device(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import warnings
 from typing import Any
 
 import torch
@@ -78,7 +79,9 @@ class Mosaic:
             axis.set_axis_off()
             axis.set_title(label, fontsize=8, pad=2, parse_math=False)
         png = io.BytesIO()
-        figure.savefig(png, format="png", dpi=DOTS_PER_INCH)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a class name in another script
+            figure.savefig(png, format="png", dpi=DOTS_PER_INCH)
         return png.getvalue()
 
     def _labels(self, targets: Tensor) -> list[str]:
