@@ -199,16 +199,17 @@ def test_a_checkpoints_dataset_is_opened_only_if_the_command_line_confirms_it(wr
 @pytest.mark.parametrize(
     ("dataset", "splits"),
     [
-        ("", "../x x/../y .. ... /x x//y x/ x:y x|5 x{0..3} x[:10%] $HOME ~/x \\x x\n"),
+        ("", "../x x/../y .. ./. ... /x x//y x/ x:y x|5 x{0..3} x[:10%] $HOME ~/x \\x x\n"),
         ("wds/x", "../{0..3}.tar {0..3}/../x.tar /x.tar x:y a::b a{b,c} {.,x}./x.tar {a..z} {0..3}{0..3} {0..999999}"),
         ("wds/x", "{0..3..1} ${HOME}/x.tar {WDS_X}.tar x|a x|5|5 x|5/../y pipe:x x[:10%] {" + "0" * 200 + "1..2}"),
-        ("hfds/x", "train[/x] train[a] https://x/y ../x x{0..3} x|5"),
+        ("hfds/x", ". train[/x] train[a] https://x/y ../x x{0..3} x|5"),
     ],
 )
 def test_split_names_in_a_checkpoint_cannot_leave_the_data_folder(dataset, splits):
     for split in splits.split(" "):
         with pytest.raises(ConfigError, match="val_split in the checkpoint x must be a plain name"):
             options_of_checkpoint(dict(dataset=dataset, val_split=split), "x")
+    assert options_of_checkpoint(dict(val_split="."), "x")["val_split"] == "."  # the data folder itself
 
 
 def test_random_shard_splits_are_rejected_or_expand_to_files_in_the_folder():
