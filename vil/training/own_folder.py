@@ -36,6 +36,7 @@ BATCH_SIZES = (4, 8, 16, 32)
 STEPS_PER_EPOCH = 12  # minimum, as far as the batch sizes permit
 STEPS = {"cpu": 500, "gpu": 5000}  # optimizer steps of a run, as far as the numbers of epochs permit
 EPOCHS = {"cpu": (10, 60), "gpu": (20, 100)}  # fewest and most epochs
+LR = 1e-3  # learning rate for the largest batch size; proportional to the square root of smaller batch sizes
 # On a CPU, a third of the patches and half of the blocks make training six times as fast.
 IMG_SIZE = {"cpu": 64, "gpu": 224}
 BLOCKS = {"cpu": 12, "gpu": 24}
@@ -54,10 +55,11 @@ def choose_recipe(num_images: int, device: str, given: Mapping[str, Any]) -> dic
     fewest, most = EPOCHS[device]
     enough = math.ceil(STEPS[device] / max(1, num_images // batch_size))
     epochs = given.get("epochs", min(most, max(fewest, enough)))
+    lr = LR * math.sqrt(min(1, batch_size / BATCH_SIZES[-1]))
     recipe = {
         "epochs": epochs,
         "global_batch_size": batch_size,
-        "lr": 1e-3,
+        "lr": float(f"{lr:.1g}"),
         "layer_decay": None,
         "warmup_epochs": epochs // 10,
         "apply_exif_orientation": True,
