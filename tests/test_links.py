@@ -4,6 +4,7 @@ import re
 
 import pytest
 import tables
+import wheel_test
 import yaml
 from processes import ROOT
 
@@ -58,3 +59,9 @@ def test_workflows_run_existing_targets_and_tests_and_pin_actions_to_commits():
         assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action) for action in re.findall(r"uses: (\S+)", text))
         for folder, names in re.findall(r"(tests/\w+/test_){([a-z_,]+)}\.py", text):
             assert all((ROOT / f"{folder}{name}.py").exists() for name in names.split(","))
+
+
+def test_the_readmes_quick_start_installs_predicts_trains_and_predicts():
+    install, *commands = wheel_test.quick_start()
+    assert re.match(r'pip install "?vision-longhorn', install)
+    assert [command.split()[:2] for command in commands] == [["vil", word] for word in ("predict", "train", "predict")]

@@ -7,7 +7,6 @@ The wheel stays in dist/. In the commands of the quick start, the wheel's path r
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -52,7 +51,7 @@ def main() -> None:
         run("rm -rf build dist && pip wheel --no-deps --wheel-dir dist .", ROOT, environment)
         (wheel,) = ROOT.glob("dist/*.whl")
         install, *commands = quick_start()
-        run(re.sub(r"vision-longhorn(\[[\w,]+])?", rf"{shlex.quote(str(wheel))}\1", install), empty, environment)
+        run(re.sub(r"vision-longhorn(\[[\w,]+])?", rf"{wheel}\1", install), empty, environment)
         subprocess.run(["python", "-c", PHOTOS], check=True, cwd=empty, env=environment)
         for command in commands:
             run(command, empty, environment)
