@@ -54,3 +54,9 @@ def test_the_line_for_timms_scripts_registers_the_models(tmp_path):
     python, *words = shlex.split(BLOCKS["timm's scripts"])
     assert python == "python"
     assert run(*words, folder=tmp_path).stdout == "True\n"
+
+
+@pytest.mark.parametrize("names", ["kernels, vil", "vil, kernels"])
+def test_a_library_may_import_the_link_kernels_of_a_checkout(names):
+    ended = run("-c", f"import {names}; from vil.kernels import longhorn_scan", folder=ROOT)
+    assert ended.returncode == 0, ended.stderr
