@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from .models.block import Longhorn
     from .models.vision_longhorn import VisionLonghorn
     from .prediction import predict
+    from .training.run import train
 
-__all__ = ["Longhorn", "VisionLonghorn", "from_checkpoint", "predict"]
+__all__ = ["Longhorn", "VisionLonghorn", "from_checkpoint", "predict", "train"]
 
 # public name -> module, and the name in that module; the modules are imported on first use
 SOURCES = {
@@ -23,6 +24,7 @@ SOURCES = {
     "export": ("vil.exporting", None),
     "from_checkpoint": ("vil.factory", "from_checkpoint"),
     "predict": ("vil.prediction", "predict"),
+    "train": ("vil.training.run", "train"),
     "viz": ("vil.visualization", None),
 }
 

@@ -40,7 +40,7 @@ def is_rank0() -> bool:
     ignored.
     """
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    return rank == "0" or os.environ.get(_world_size_variable() or "", "1") == "1"
+    return rank == "0" or os.environ.get(world_size_variable() or "", "1") == "1"
 
 
 def warn_on_rank0(module: str, message: str, *values: object) -> None:
@@ -112,7 +112,7 @@ def init_distributed_device(
     return own_device, process.rank, process.world_size
 
 
-def _world_size_variable() -> str | None:
+def world_size_variable() -> str | None:
     """Return the name of the environment variable from which timm and PyTorch read the world size, or None."""
     return next((name for name in ("WORLD_SIZE", "SLURM_NTASKS") if name in os.environ), None)
 
@@ -124,7 +124,7 @@ def _environment_problem() -> str | None:
     MASTER_ADDR and MASTER_PORT. In an interactive Slurm job, or with a leftover variable, the world size counts
     processes that were never started.
     """
-    variable = _world_size_variable()
+    variable = world_size_variable()
     if variable is None or os.environ[variable] == "1":
         return None
     by_slurm = "SLURM_PROCID" in os.environ  # timm also distinguishes Slurm from torchrun by SLURM_PROCID

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from .initial_weights import describe_initialization, first_blocks, fit_head, nu
 from .models import shipped
 from .models.tokens import resample_pos_embed
 from .models.vision_longhorn import VisionLonghorn
+from .security.checkpoint_options import MODEL_KWARGS
 from .state_dicts import fitted, load_weights, parts_of
 from .text import nearest, one_line, printable
 
@@ -189,6 +191,11 @@ def _creation_error(
         source: Weights file for the initialization, if any.
         weights: State dict of the file.
     """
+    if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
+        similar = nearest(unknown[1], MODEL_KWARGS)
+        return ConfigError(f"cannot create the model {model}: unknown argument {unknown[1]!r}{similar}")
+    if isinstance(error, ValueError):
+        return ConfigError(f"cannot create the model {model}: {error}")
     if not isinstance(error, RuntimeError):
         return ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}")
     reason = printable(one_line(error, 2000) + parts_of(weights or ()))  # the error may contain untrusted tensor names

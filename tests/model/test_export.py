@@ -473,6 +473,8 @@ def test_the_command_warns_if_weights_are_random(command, monkeypatch, capsys):
         (["--checkpoint", "none.pt"], "error: checkpoint none.pt does not exist"),
         ([], "error: --model or --checkpoint is required"),
         (["--model", "vil_tinny"], "did you mean 'vil_tiny'"),
+        (["--model", "vil_tiny", "--num-classes", "-3"], "error: --num-classes must be at least 0, got -3"),
+        (["--model", "vil_tiny", "--model-kwargs", "dept=4"], "unknown argument 'dept'; did you mean 'depth'"),
         (
             ["--checkpoint", "none.pt", "--out", "model.txt"],
             "error: extension of model.txt must be .onnx",

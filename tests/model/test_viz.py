@@ -437,7 +437,7 @@ def test_the_command_accepts_file_names_and_at_most_64_images(tmp_path, monkeypa
         (["empty"], "--images: found no images in empty"),
         (["missing.png"], "--images: missing.png does not exist"),
         (["text.png"], "--images: none of the files can be read"),
-        (["many", "--out", "text.png"], "File exists: 'text.png'"),
+        (["many", "--out", "text.png"], "text.png exists but is not a folder; move it"),
         (["many", "--count", 0], "--count must be at least 1, got 0"),
         (["many", "--blocks", 0, 1], "--blocks must be between 0 and 0 for this model, got 1"),
         (["many", "--blocks", -1], "--blocks must be between 0 and 0 for this model, got -1"),
@@ -448,7 +448,7 @@ def test_the_command_accepts_file_names_and_at_most_64_images(tmp_path, monkeypa
         with pytest.raises(SystemExit, match=f"^error: .*{message}"):
             command(*words)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match="^error: vil.viz needs matplotlib: pip install"):
+    with pytest.raises(SystemExit, match="^error: vil viz needs matplotlib: pip install"):
         command("empty")
 
 

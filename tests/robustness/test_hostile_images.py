@@ -605,6 +605,14 @@ def test_a_worker_reports_a_split_without_readable_images_in_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_is_tried_three_times_is_counted_once_per_epoch(tmp_path):
+    root = folder_of(tmp_path / "images", {"a line": UNFIT["a line"]})
+    reader = ImageReader(open_split(str(root), "", "train"), None, is_training=False)
+    for _ in range(2):
+        assert [reader.read(12)[1] for _ in range(3)] == [UNREADABLE] * 3
+        assert (reader.unreadable.take(), reader.unreadable.take()) == (1, 0)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_unreadable_files_are_counted_in_each_epoch_and_logged_once(tmp_path, workers):
     root = folder_of(tmp_path / "images", {name: UNFIT[name] for name in ("eps", "floats", "nothing", "a line")})

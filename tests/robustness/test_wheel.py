@@ -15,10 +15,12 @@ import torch
 import yaml
 from processes import ROOT
 
+import vil
+
 # This program uses the installed wheel as a user does. It cannot import from the checkout.
 USE = """
-import contextlib, importlib.metadata, json, runpy, sys
-import timm, torch, vil, vil.visualization
+import contextlib, importlib.metadata, json, sys
+import timm, torch, vil, vil.cli.main, vil.visualization
 from vil.kernels import longhorn_scan
 from vil.kernels.cuda.source import SOURCES
 
@@ -34,16 +36,22 @@ found = dict(
     scan=list(longhorn_scan(*(torch.rand(1, 3, n) for n in (8, 8, 4, 4))).shape),
 )
 
-def command(module, *words):
-    sys.argv = [module, *words]
+def command(line):
     with contextlib.suppress(SystemExit):
-        runpy.run_module(module, run_name="__main__")
+        vil.cli.main.run(line.split())
 
-data = ["--data-dir", sys.argv[1], "--device", "cpu", "--workers", "0"]
-small = ["--model-kwargs", "embed_dim=32", "depth=1", "patch_size=8", "--img-size", "16", "--global-batch-size", "8"]
-command("vil.cli.train", *data, *small, "--epochs", "1", "--warmup-epochs", "0", "--experiment", "run")
-command("vil.cli.validate", *data, "--checkpoint", "output/run/last.pt", "--no-use-ema", "--json", "found.json")
-command("vil.info")
+photos, on_cpu = sys.argv[1], "--device cpu --workers 0"
+small = "--model-kwargs embed_dim=32 depth=1 patch_size=8 --img-size 16 --global-batch-size 8 --pretrained-path none"
+train = f"train {photos} {on_cpu} {small} --warmup-epochs 0 --experiment run"
+command(f"{train} --epochs 1")
+command(f"{train} --epochs 2 --resume auto")
+last = "--checkpoint output/run/last.pt"
+command(f"validate {photos} {on_cpu} {last} --no-use-ema --json found.json --report report")
+command(f"predict {photos}/val/ant --device cpu {last} --csv predictions.csv")
+command(f"export {last} --no-use-ema --out exported.safetensors")
+command("info")
+run = vil.train(photos, "none", device="cpu", workers=0, config="digits", experiment="python", epochs=1)
+found["python"] = run.history
 print(json.dumps(found))
 """
 
@@ -89,6 +97,8 @@ def test_the_wheel_trains_and_validates_without_the_checkout(wheel, image_folder
     (site / "dependencies.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     (empty := tmp_path / "empty").mkdir()
     command = [python, "-I", "-c", USE, str(image_folder)]
+    help = subprocess.run([tmp_path / "venv/bin/vil", "--help"], capture_output=True, text=True, check=True)
+    assert "usage: vil [-h] COMMAND ..." in help.stdout
     ended = subprocess.run(command, capture_output=True, text=True, cwd=empty, env=environment(), timeout=300)
     assert ended.returncode == 0, ended.stderr
     *report, found = ended.stdout.splitlines()
@@ -101,10 +111,15 @@ def test_the_wheel_trains_and_validates_without_the_checkout(wheel, image_folder
     assert found["kernels"] == {str(path.relative_to(kernels)): path.read_text() for path in kernels.rglob("*.cu*")}
     run = empty / "output" / "run"
     assert {path.name for path in run.iterdir()} >= {"config.yaml", "info.txt", "summary.csv", "last.pt", "best.pt"}
-    (row,) = csv.DictReader((run / "summary.csv").read_text().splitlines())
+    *_, row = csv.DictReader((run / "summary.csv").read_text().splitlines())
+    assert row["epoch"] == "2"
     validated = json.loads((empty / "found.json").read_text())
     assert validated["images"] == 28
     assert validated["top1"] == pytest.approx(float(row["eval_top1"]))
+    assert (empty / "report" / "index.html").exists()
+    assert len((empty / "predictions.csv").read_text().splitlines()) == 1 + 7
+    assert vil.from_checkpoint(empty / "exported.safetensors").num_classes == 4
+    assert [row["epoch"] for row in found["python"]] == [1]
     torch.manual_seed(0)
     model = timm.create_model("vil_tiny", depth=2, img_size=64).eval()
     with torch.inference_mode():

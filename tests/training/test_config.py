@@ -258,9 +258,10 @@ def test_a_huge_integer_in_a_checkpoint_raises_only_config_errors(name):
         ("--epoch 3", "unknown option 'epoch' on the command line; did you mean 'epochs'"),
         ("photos vil_tiny", "no option of the command line takes the value 'vil_tiny'"),
         ("photos --data-dir pets", "the folder is given twice, as 'photos' and --data-dir 'pets'"),
+        ("photos --amp yes", "no option of the command line takes the value 'yes': .* because --amp takes no value"),
         ("--lr fast", "option 'lr' in the command line must be float, got 'fast'"),
         ("--model-kwargs depth", "form KEY=VALUE, got 'depth'"),
-        ("-c nowhere.yaml", "config file nowhere.yaml does not exist; configs of this package: digits, "),
+        ("-c nowhere.yaml", "config file nowhere.yaml does not exist; configs of this package are digits, "),
         ("--resume", "^argument --resume: expected one argument$"),
         ("--model-kwargs depth=2 drop_path_rate=0.1", "must not contain drop_path_rate; set --drop-path instead$"),
         (
@@ -275,6 +276,20 @@ def test_a_huge_integer_in_a_checkpoint_raises_only_config_errors(name):
 def test_an_invalid_command_line_is_rejected(words, message):
     with pytest.raises(ConfigError, match=message):
         load_config("", words.split())
+
+
+def test_names_of_options_may_have_underscores_and_timms_short_forms():
+    config = load_config(
+        "", ["photos", "-b", "8", "-j", "3", "--global_batch_size=64", "--no_amp", "--weight_decay", "0.2"]
+    )
+    assert (config.data_dir, config.batch_size, config.workers) == ("photos", 8, 3)
+    assert (config.global_batch_size, config.amp, config.weight_decay) == (64, False, 0.2)
+
+
+@pytest.mark.parametrize("policy", ["rand-foo", "rand-m9-mstd", "rand-m9-tweight", "augmix-foo", "v0-foo", "foo"])
+def test_a_policy_with_a_part_that_timm_would_ignore_is_rejected(policy):
+    with pytest.raises(ConfigError, match=f"^aa must be a timm policy such as .*, got '{policy}': "):
+        load_config("", ["--aa", policy])
 
 
 # Options in the args.yaml of a run of timm's train.py that the run has set.

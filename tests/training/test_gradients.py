@@ -31,6 +31,18 @@ def test_gradients_accumulate_in_the_parameters_grad():
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.gpu
+def test_gradients_of_a_graph_on_another_stream_do_not_warn(recwarn):
+    model, images = nn.Linear(3, 5).cuda(), torch.ones(2, 3, device="cuda")
+    gradients = FlatGradients(model.parameters())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        kept = model(images)  # keeps the parameters' AccumulateGrad nodes of this stream alive
+    torch.cuda.synchronize()
+    gradients.add(model(images).sum())
+    assert kept.grad_fn
+    assert not recwarn.list
+
+
 def test_parameters_must_be_float32():
     with pytest.raises(TypeError, match=r"parameters must be float32, got torch\.float16"):
         FlatGradients(nn.Linear(2, 2).half().parameters())

@@ -92,18 +92,21 @@ def test_arguments_of_timms_vision_transformers_are_restored(tmp_path):
     assert vil.from_checkpoint(path).blocks[0].attn.num_heads == 3
 
 
+UNREADABLE = "^checkpoints with these options could not be loaded again: .*"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (dict(model="deit_tiny_patch16_224", model_kwargs=dict(class_token=False, global_pool="avg")),
-         "the model argument 'class_token', but a checkpoint may only set embed_dim, depth, "),
-        (dict(model_kwargs=dict(dpth=3)), "the model argument 'dpth', .*; did you mean 'depth'"),
-        (dict(train_split="../train"), r"train_split in .* must be a plain name .*got '\.\./train'"),
-        (dict(val_split="train[:10%]"), r"val_split in .* must be a plain name .*got 'train\[:10%\]'"),
-        (dict(dataset="https://x/y"), "has dataset 'https://x/y', but a checkpoint may only name a dataset"),
+         "^unknown model argument 'class_token'; training supports embed_dim, depth, "),
+        (dict(model_kwargs=dict(dpth=3)), "^unknown model argument 'dpth'; did you mean 'depth'"),
+        (dict(train_split="../train"), rf"{UNREADABLE}train_split in .* must be a plain name .*got '\.\./train'"),
+        (dict(val_split="train[:10%]"), rf"{UNREADABLE}val_split in .* must be a plain name .*got 'train\[:10%\]'"),
+        (dict(dataset="https://x/y"), f"{UNREADABLE}has dataset .https://x/y., but a checkpoint may only name"),
     ],
 )  # fmt: skip
 def test_a_run_whose_checkpoints_could_not_be_read_does_not_start(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=f"checkpoints with these options could not be loaded again: .*{message}"):
+    with pytest.raises(ConfigError, match=message):
         written(tmp_path, **dict(synthetic=64, img_size=16, num_classes=4, workers=0, global_batch_size=8) | options)
     assert not (tmp_path / "run").exists()

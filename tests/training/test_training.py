@@ -302,7 +302,10 @@ def test_the_tensors_loaded_from_pretrained_weights_are_logged(tmp_path, caplog)
             ["--resume", "auto", "--data-dir", "IMAGES", "--model", "vim_tiny"],
             "last.pt, got 'vim_tiny': resume with the same value",
         ),
-        (["--data-dir", "IMAGES", "--opt", "fusedadamw", "--device", "cpu"], "cannot create the optimizer fusedadamw"),
+        (
+            ["--data-dir", "IMAGES", "--opt", "fusedadamw", "--experiment", "new"],
+            "cannot create the optimizer fusedadamw",
+        ),
         (["--data-dir", "IMAGES", "--output", "TMP/small file"], "small file"),
         (["--data-dir", "IMAGES", "--output", "TMP/.lock"], "cannot write to TMP/.lock/run: "),
         (["--data-dir", "IMAGES", "--output", "TMP/.holder"], "cannot write to TMP/.holder/run: "),
@@ -415,7 +418,7 @@ def test_a_failing_rank_prints_its_error_and_exits_at_once(monkeypatch, tmp_path
         print("epoch 1")
         raise error
 
-    monkeypatch.setattr(program, "train", train)
+    monkeypatch.setattr("vil.training.command.train", train)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with open(tmp_path / "output", "w") as output, contextlib.redirect_stdout(output):

@@ -13,10 +13,11 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from ..errors import ConfigError
 from ..fault_tolerance.early_signals import exit_on_signals
-from ..fault_tolerance.output import errors_in_a_line
+from ..fault_tolerance.output import errors_in_a_line, print_result
 from ..fault_tolerance.streams import outlive_output
 from ..text import nearest, shown
 
@@ -45,9 +46,14 @@ def main() -> None:
 
 def run(words: Sequence[str]) -> None:
     """Run the subcommand named by the first word, with the other words as options."""
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     name = words[0] if words else "--help"
-    if name in ("-h", "--help", "help"):
+    if name in ("-h", "--help"):
         _parser().print_help()
+        return
+    if name == "--version":
+        print_result(f"vil {version('vision-longhorn')}")
         return
     with errors_in_a_line():
         check_command(name)
@@ -57,14 +63,15 @@ def run(words: Sequence[str]) -> None:
 def check_command(name: str) -> None:
     """Raise a ConfigError if there is no subcommand of this name."""
     if name not in COMMANDS:
-        similar = nearest(name, COMMANDS)
-        raise ConfigError(f"unknown command {shown(name)}{similar}; choose one of {', '.join(COMMANDS)}")
+        remedy = nearest(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command {shown(name)}{remedy}")
 
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser that prints the help of `vil`."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="vil", description=__doc__, formatter_class=formatter)
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary)

@@ -43,6 +43,10 @@ def parse_options(words: Sequence[str] | None = None, prog: str | None = None) -
         ConfigError: An option is unknown or has an invalid value.
     """
     options = _parser(prog).parse_args(words)
+    if options.folder:
+        if options.data_dir:
+            raise ConfigError(f"the folder is given twice, as {options.folder!r} and --data-dir {options.data_dir!r}")
+        options.data_dir = options.folder
     if not options.against and (options.plot or options.against_model):
         raise ConfigError("--against-model and --plot need a second model; set --against")
     for name in ("num_classes", "img_size", "crop_pct", "interpolation", "batch_size", "workers"):
@@ -56,6 +60,7 @@ def parse_options(words: Sequence[str] | None = None, prog: str | None = None) -
 def _parser(prog: str | None) -> Parser:
     parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("folder", nargs="?", metavar="FOLDER", help="folder that contains the split, the same as --data-dir")
     add("--model", help="timm model name; by default the one that the checkpoint stores")
     add("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="keyword arguments of the model")
     add("--checkpoint", help="weights file; by default the pretrained weights of timm")
@@ -76,8 +81,8 @@ def _parser(prog: str | None) -> Parser:
     add("--img-size", nargs="+", metavar="SIZE", help="image size, or height and width")
     add("--crop-pct", help="share of the image inside the centre crop")
     add("--interpolation", help="interpolation of the resize")
-    add("--batch-size", default=128, help="batch size of each process (default: 128)")
-    add("--workers", help="data loading workers of each process; by default chosen by the number of cores")
+    add("-b", "--batch-size", default=128, help="batch size of each process (default: 128)")
+    add("-j", "--workers", help="data loading workers of each process; by default chosen by the number of cores")
     add("--device", help="device; by default a GPU if available")
     add("--amp", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast on GPUs")
     add("--json", metavar="FILE", help="also write the results to a JSON file; - for stdout")

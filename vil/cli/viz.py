@@ -31,7 +31,8 @@ def parse_options(words: Sequence[str] | None = None, prog: str = "vil viz") -> 
     parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--checkpoint", required=True, help="checkpoint written by vil train")
-    add("--images", required=True, type=Path, nargs="+", help="image files, or folders with images")
+    add("files", nargs="*", type=Path, metavar="IMAGE|FOLDER", help="image files, or folders with images")
+    add("--images", default=[], type=Path, nargs="+", metavar="IMAGE|FOLDER", help="the same as IMAGE|FOLDER")
     add("--count", type=int, default=3, help="number of images to analyse (default: 3); the first 8 are plotted")
     add(
         "--blocks",
@@ -40,4 +41,8 @@ def parse_options(words: Sequence[str] | None = None, prog: str = "vil viz") -> 
         help="indices of the blocks to plot in scans.png (default: first, middle and last block)",
     )
     add("--out", type=Path, default=Path("output/viz"), help="output folder for why.png, scans.png and fields.png")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    options.images = [*options.files, *options.images]
+    if not options.images:
+        raise ConfigError("images are required: give image files or folders with images")
+    return options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,43 @@ from .timm_args import from_timm, img_size_of
 from .values import checked, kind_of, may_be_pair, read_yaml, unknown_option
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # folder of this package's configs
+SHORT_FLAGS = {"batch_size": ["-b"], "workers": ["-j"]}  # timm's
 SOURCE = "the command line"  # describes in error messages where an option was set
 
 _logger = logging.getLogger(__name__)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse parser that raises one-line ConfigErrors and suggests similar names for unknown options."""
+    """argparse parser that raises one-line ConfigErrors and suggests similar names for unknown options.
+
+    The names of options may have underscores instead of hyphens.
+    """
 
     def parse_args(self, args=None, namespace=None):
-        options, unknown = self.parse_known_args(args, namespace)
+        words = [self._hyphenated(word) for word in (sys.argv[1:] if args is None else args)]
+        options, unknown = self.parse_known_args(words, namespace)
         for word in unknown:
             if not word.startswith("-"):
-                raise ConfigError(
-                    f"no option of {SOURCE} takes the value {shown(word)}: remove the word, or put an option before it"
-                )
+                raise ConfigError(f"no option of {SOURCE} takes the value {shown(word)}: {self._remedy(words, word)}")
             name = word.split("=")[0].lstrip("-").replace("-", "_")
+            if name in vars(options) and word.split("=")[0] not in self._option_string_actions:
+                raise ConfigError(f"{name} is not an option: give the value without {word.split('=')[0]}")
             raise ConfigError(unknown_option(name, f"on {SOURCE}", vars(options)))
         return options
+
+    def _remedy(self, words: Sequence[str], word: str) -> str:
+        """Return the remedy for a word that no option takes, such as "yes" in `--amp yes`."""
+        before = words[words.index(word) - 1]
+        option = self._option_string_actions.get(before)
+        if option and option.nargs == 0:
+            return f"remove the word, because {before} takes no value"
+        return "remove the word, or put an option before it"
+
+    def _hyphenated(self, word: str) -> str:
+        """Return a word of the command line with hyphens in the option's name, as in --data-dir for --data_dir."""
+        name, sign, value = word.partition("=")
+        hyphenated = name.replace("_", "-")
+        return f"{hyphenated}{sign}{value}" if hyphenated in self._option_string_actions else word
 
     def error(self, message):
         raise ConfigError(message)
@@ -60,10 +80,28 @@ def load_config(
             contains the option, and a similar name for an unknown option.
     """
     options = vars(_parser(description, prog).parse_args(arguments))
-    file = _path_of_config(options.pop("config"))
-    given = _checked_options(options)
-    resumed = given.get("resume")
+    file = path_of_config(options.pop("config"))
+    return resolve_config(_checked_options(options), file, saved_options, complete)
 
+
+def resolve_config(
+    given: dict[str, Any],
+    file: str | None = None,
+    saved_options: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None,
+    complete: Callable[[dict[str, Any], bool], dict[str, Any]] | None = None,
+) -> Config:
+    """Return the options of a run from the given options, which override a config file or a checkpoint's options.
+
+    Args:
+        given: Checked options of the user, by name.
+        file: Config file.
+        saved_options: As for `load_config`.
+        complete: As for `load_config`.
+
+    Raises:
+        ConfigError: As for `load_config`.
+    """
+    resumed = given.get("resume")
     defaults: dict[str, Any] = {}
     if file:
         defaults = _options_of_file(file, given)
@@ -89,18 +127,18 @@ def _parser(description: str, prog: str | None) -> Parser:
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="folder of images, the same as --data-dir")
     parser.add_argument("-c", "--config", metavar="NAME|FILE", help=help)
     for name, field in FIELDS.items():
-        flag = _flag_of(name)
+        flags = [_flag_of(name), *SHORT_FLAGS.get(name, ())]
         help = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
         if kind_of(name)[0] is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help)
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=help)
         else:
             bare = field.metadata["bare"]
-            parser.add_argument(flag, nargs=_number_of_words(name), const=bare, metavar="VALUE", help=help)
+            parser.add_argument(*flags, nargs=_number_of_words(name), const=bare, metavar="VALUE", help=help)
     parser.add_argument("--input-size", nargs=3, metavar="VALUE", help="timm's form of --img-size: 3, height and width")
     return parser
 
 
-def _path_of_config(given: str | None) -> str | None:
+def path_of_config(given: str | None) -> str | None:
     """Return the path of a config file. A name without an extension denotes a config of this package.
 
     Raises:
@@ -111,8 +149,8 @@ def _path_of_config(given: str | None) -> str | None:
     names = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
     if given in names:
         return str(SHIPPED / f"{given}.yaml")
-    similar = nearest(Path(given).stem, names)
-    raise ConfigError(f"config file {given} does not exist{similar}; configs of this package: {', '.join(names)}")
+    remedy = nearest(Path(given).stem, names) or f"; configs of this package are {', '.join(names)}"
+    raise ConfigError(f"config file {given} does not exist{remedy}")
 
 
 def _flag_of(name: str) -> str:

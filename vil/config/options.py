@@ -162,7 +162,6 @@ class Config:
     log_wandb: bool = _option(False, "also log each epoch to Weights & Biases")
 
     def __post_init__(self):
-        from timm.data import create_transform
         from timm.optim import get_optimizer_info
 
         self.model_kwargs = self.model_kwargs or {}
@@ -185,11 +184,7 @@ class Config:
         if wrong := unknown_models(vars(self)):
             raise ConfigError(wrong[0])
         check_choices(vars(self))
-        try:
-            create_transform(16, is_training=True, auto_augment=self.aa)
-        except Exception as error:  # timm's parsers of augmentation policies raise exceptions of various types
-            known = "such as rand-m9-mstd0.5-inc1 or 3a"
-            raise ConfigError(f"aa must be a timm policy {known}, got {self.aa!r}: {error}") from error
+        check_policy(self.aa)
         for name in ("scale", "ratio"):
             limits = getattr(self, name)
             if len(limits) != 2 or limits[0] > limits[1]:
@@ -231,6 +226,23 @@ class Config:
     @property
     def mixing(self) -> bool:
         return self.mixup_prob > 0 and (self.mixup > 0 or self.cutmix > 0)
+
+
+def check_policy(policy: str | None) -> None:
+    """Raise a ConfigError if timm cannot parse an augmentation policy or would ignore a part of the policy."""
+    from timm.data import create_transform
+
+    expected = f"aa must be a timm policy such as rand-m9-mstd0.5-inc1 or 3a, got {shown(policy)}"
+    try:
+        create_transform(16, is_training=True, auto_augment=policy)
+    except Exception as error:  # timm's policy parsers raise various types
+        raise ConfigError(f"{expected}: {error}") from error
+    kind, *sections = (policy or "").split("-")
+    known = POLICY_SECTIONS.get(kind, "mstd0.5")
+    for section in sections:
+        has_number = re.fullmatch(r"[a-z]+\d.*", section) and not section.startswith("t")
+        if not has_number and section not in known.split():
+            raise ConfigError(f"{expected}: {kind} has no section {section!r}; sections are {known}")
 
 
 def choices_of_options() -> dict[str, list[str]]:
@@ -281,6 +293,12 @@ def unknown_models(values: Mapping[str, Any]) -> list[str]:
         if not timm.is_model(model)
     ]
 
+
+# examples of the sections of timm's augmentation policies
+POLICY_SECTIONS = {
+    "rand": "m9 n2 p0.5 mstd0.5 mmax10 inc1 tweights t3a t3aw",
+    "augmix": "m3 w3 d2 a1 b1 mstd0.5",
+}
 
 # options that may differ between phases
 PHASE_OPTIONS = (

@@ -27,7 +27,7 @@ def parse_key_values(words: Sequence[str]) -> dict[str, Any]:
     """
     for word in words:
         if "=" not in word:
-            raise ConfigError(f"arguments must have the form KEY=VALUE, got {word!r}")
+            raise ConfigError(f"model arguments must have the form KEY=VALUE, got {word!r}")
     return {key: _parse_yaml(value, f"the value of {key}") for key, value in (word.split("=", 1) for word in words)}
 
 

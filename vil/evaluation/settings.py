@@ -194,6 +194,8 @@ def resolve_model(given: ModelOptions, source: Checkpoint | None, option: str = 
     """
     saved = source.options | source.preprocessing if source else {}
     name = saved.get("model") if given.model is None else given.model
+    if not name and source is None:
+        raise ConfigError(f"{option} or a checkpoint of vil train is required")
     if not name:
         raise ConfigError(f"{option} is required, unless a checkpoint of vil train stores the model's name")
     saved_kwargs = dict(saved.get("model_kwargs") or {})

@@ -19,6 +19,8 @@ def export(options: argparse.Namespace) -> None:
         ExportError: The model cannot be exported as requested.
         OSError: The file cannot be written.
     """
+    if (options.num_classes or 0) < 0:
+        raise ConfigError(f"--num-classes must be at least 0, got {options.num_classes}")
     opset = OPSET if options.opset is None else options.opset
     check_options(options.out, opset, options.features)
     arguments = dict(features=options.features, opset=opset, metadata=dict(options.metadata))

@@ -45,6 +45,18 @@ def signals_handled_in_thread() -> Iterator[None]:
 
 
 @contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Restore the process's signal handlers on exit. Other threads than the main thread cannot set handlers."""
+    handlers = {number: signal.getsignal(number) for number in (*SCHEDULER_SIGNALS, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler or signal.SIG_DFL)
+
+
+@contextmanager
 def signals_blocked() -> Iterator[None]:
     """Block schedulers' signals and Ctrl-C for threads and processes that start inside the `with` block."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows

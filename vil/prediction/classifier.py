@@ -126,4 +126,6 @@ def predictions(
 
 def reason_of(error: Exception) -> str:
     """Return an exception as one printable line for a message."""
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
     return printable(one_line(error, MAX_REASON)) or type(error).__name__

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,8 @@ class FlatGradients:
 
     def add(self, loss: Tensor) -> None:
         """Add the gradients of a loss to the buffer with one fused call, instead of one addition per parameter."""
-        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        with stream_mismatches_ignored():
+            gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         used = [(p.grad, gradient) for p, gradient in zip(self.parameters, gradients) if gradient is not None]
         totals, parts = zip(*used)
         torch._foreach_add_(list(totals), list(parts))
@@ -52,3 +54,18 @@ class FlatGradients:
 
     def zero(self) -> None:
         self.flat.zero_()
+
+
+@contextmanager
+def stream_mismatches_ignored() -> Iterator[None]:
+    """Silence PyTorch's warning that a parameter's AccumulateGrad node was created on another CUDA stream.
+
+    The warm-up, the capture and eager steps use different streams. The mismatch only makes one stream wait for the
+    other, because `torch.autograd.grad` returns the gradients instead of accumulating them in such a node.
+    """
+    set_warning = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda enabled: None)
+    set_warning(False)
+    try:
+        yield
+    finally:
+        set_warning(True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class PreemptedError(StoppedError):
 class SignalWatch:
     """Records SIGTERM and SIGUSR1 from cluster schedulers and SIGINT (Ctrl-C), instead of ending the process.
 
-    A second SIGINT terminates the process at once.
+    A second SIGINT terminates the process at once, or raises KeyboardInterrupt if SIGINT did so before. A watch that is
+    created in another thread than the main thread records no signals.
 
     Attributes:
         received: Whether a signal has been received.
@@ -47,12 +49,14 @@ class SignalWatch:
 
     def __init__(self):
         self.received = False
-        self.handlers_before = {number: signal.signal(number, self._record) for number in SIGNALS}
+        watched = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self.handlers_before = {number: signal.signal(number, self._record) for number in watched}
 
     def _record(self, number: int, *_) -> None:
         self.received = True
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            raises = self.handlers_before[signal.SIGINT] is signal.default_int_handler
+            signal.signal(signal.SIGINT, signal.default_int_handler if raises else signal.SIG_DFL)
             if is_rank0():
                 write_now("\nfinishing the step and writing a checkpoint; Ctrl-C again quits without a checkpoint\n")
 

@@ -60,10 +60,8 @@ def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]
     resume = _resolve_resume(resume, folder)
     if resume not in (None, "auto"):
         return Path(resume), Checkpoint(resume).training_state()
-    if found and resume is None:
-        raise CheckpointError(
-            f"{folder} already contains a run: resume with --resume auto, or start another run with --experiment NAME"
-        )
+    if resume is None:
+        _check_empty(folder)
     broken: list[Path] = []
     for path in found:
         try:
@@ -81,6 +79,13 @@ def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]
     return None
 
 
+def _check_empty(folder: Path) -> None:
+    if any(path.is_file() for path in _checkpoints_in(folder)):
+        raise CheckpointError(
+            f"{folder} already contains a run: resume with --resume auto, or start another run with --experiment NAME"
+        )
+
+
 def _checkpoints_in(folder: Path) -> list[Path]:
     """Return the paths of the existing last.pt and previous.pt of a run folder, newest first."""
     try:
@@ -95,15 +100,21 @@ def _resolve_resume(resume: str | None, folder: Path) -> str | None:
     return "auto" if is_restarted and _checkpoints_in(folder) else resume
 
 
-def check_size(phase: Phase, num_classes: int) -> None:
-    """Reject the checkpoint of another model before allocating memory for the weights.
+def resumes(phase: Phase, num_classes: int) -> bool:
+    """Return whether the run resumes from a checkpoint.
+
+    The checkpoint of another model is rejected here, before memory for the weights is allocated.
 
     Raises:
-        CheckpointError: The weights in `resume` do not fit the model, or a decisive option differs.
+        CheckpointError: The folder already contains a run and `resume` is not set, the weights in `resume` do not fit
+            the model, or a decisive option differs.
     """
-    path = _resolve_resume(phase.config.resume, folder_of(phase.config))
+    folder = folder_of(phase.config)
+    path = _resolve_resume(phase.config.resume, folder)
+    if path is None:
+        _check_empty(folder)
     if path is None or path == "auto":
-        return
+        return bool(_checkpoints_in(folder))
     saved = Checkpoint(path, whole=False).training_state()
     config = phase.that_wrote(saved).config
     decisive = {name: value for name, value in saved["config"].items() if name in DECISIVE}
@@ -111,6 +122,7 @@ def check_size(phase: Phase, num_classes: int) -> None:
     with torch.device("meta"):
         model = build_model(dataclasses.replace(config, pretrained_path=None), num_classes)
     load_weights(model, saved["state_dict"], path)
+    return True
 
 
 def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:

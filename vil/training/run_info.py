@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config, ConfigError
-from ..security.checkpoint_options import options_of_checkpoint
+from ..security.checkpoint_options import MODEL_KWARGS, options_of_checkpoint
+from ..text import nearest, shown
 from .data import Splits
 from .phases import Phase
 from .teacher import Teacher
@@ -71,6 +72,10 @@ def stored_options(config: Config, num_classes: int) -> dict[str, Any]:
     Raises:
         ConfigError: The value of an option is not allowed in a checkpoint.
     """
+    for name in config.model_kwargs or {}:
+        if name not in MODEL_KWARGS:
+            remedy = nearest(name, MODEL_KWARGS) or f"; training supports {', '.join(MODEL_KWARGS)}"
+            raise ConfigError(f"unknown model argument {shown(name)}{remedy}")
     options = dataclasses.asdict(config) | {"num_classes": num_classes}
     # store an absolute path, because the checkpoint may be loaded from another working directory
     if config.data_dir and Path(config.data_dir).is_dir():

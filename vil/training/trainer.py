@@ -44,13 +44,18 @@ from .losses import Loss
 from .mosaic import Mosaic
 from .phases import Phase, check_phases
 from .progress import Progress
-from .resumption import check_size, first_phase
+from .resumption import first_phase, resumes
 from .run_info import RunInfo, stored_options
 from .update import Update
 
 
-def train(config: Config, device: torch.device, rank: int, world_size: int) -> None:
-    """Train the remaining phases of a run. Most runs have only one phase."""
+def train(config: Config, device: torch.device, rank: int, world_size: int) -> list[dict[str, float]]:
+    """Train the remaining phases of a run. Most runs have only one phase.
+
+    Returns:
+        History of the run: one row per epoch, as in summary.csv.
+    """
+    history: list[dict[str, float]] = []
     lock = None
     first = broadcast_from_rank0(functools.partial(first_phase, config))
     for phase in range(first, config.num_phases):
@@ -59,10 +64,12 @@ def train(config: Config, device: torch.device, rank: int, world_size: int) -> N
 
         # the next phase keeps the lock of the run folder and resumes from the last checkpoint
         lock = trainer.checkpointer.lock
+        history = trainer.state.history
         config = dataclasses.replace(config, resume="auto")
         del trainer
         gc.collect()  # free the CUDA graphs and loaders of this phase before the next phase starts
         torch.cuda.empty_cache()
+    return history
 
 
 class Trainer:
@@ -102,11 +109,14 @@ class Trainer:
         self.splits = splits = Splits.open(config)
         check_phases(config, world_size, splits.num_images, splits.num_classes)
         options = stored_options(config, splits.num_classes)
-        broadcast_from_rank0(lambda: check_size(self.phase, splits.num_classes))
+        is_resumed = broadcast_from_rank0(lambda: resumes(self.phase, splits.num_classes))
 
         share_cores(device, config.workers)
         seed_everything(config.seed)
-        model = build_model(self.phase.initial_config, splits.num_classes, label_names=splits.label_names).to(device)
+        initial = self.phase.initial_config
+        if is_resumed:  # the checkpoint replaces the initial weights
+            initial = dataclasses.replace(initial, pretrained_path=None)
+        model = build_model(initial, splits.num_classes, label_names=splits.label_names).to(device)
         data_config = chosen_data_config(
             model, img_size=config.img_size, crop_pct=config.crop_pct, interpolation=config.interpolation
         )

@@ -62,6 +62,8 @@ def draw(options: argparse.Namespace) -> None:
     titles = titles_of(model, files[: len(shown)], pictures[: len(shown)])
 
     out: Path = options.out
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} exists but is not a folder; move it, or set another folder with --out")
     out.mkdir(parents=True, exist_ok=True)
     figure, summary = why(model, analysed, shown, titles)
     save(figure, out / "why.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import io
 import logging
@@ -102,6 +103,8 @@ def restrict_pillow() -> None:
 class Unreadable:
     """Counter of unreadable images over all workers of a loader. A warning names each image once.
 
+    An image that is tried several times is counted once per call of `take`.
+
     Args:
         numbers: Number of images that are distinguished.
     """
@@ -109,6 +112,7 @@ class Unreadable:
     def __init__(self, numbers: int):
         self._count = multiprocessing.Value("q", 0)
         self._states = multiprocessing.RawArray("b", numbers)  # 0, `NAMED` or `LATE`
+        self._counted = multiprocessing.RawArray("b", numbers)  # 1 if the image is counted since the last `take`
 
     @property
     def count(self) -> int:
@@ -117,7 +121,8 @@ class Unreadable:
     def add(self, number: int, name: str, error: Exception) -> None:
         """Count an unreadable image, and log its name and the reason unless its `number` has been logged before."""
         with self._count.get_lock():
-            self._count.value += 1
+            self._count.value += not self._counted[number]
+            self._counted[number] = 1
             is_known = self._states[number]
             self._states[number] = LATE if isinstance(error, LateImageError) else NAMED
         if not is_known:  # %r escapes control characters in the name, which a terminal would obey
@@ -133,4 +138,6 @@ class Unreadable:
         with self._count.get_lock():
             count = self._count.value
             self._count.value = 0
+            if count:
+                ctypes.memset(self._counted, 0, len(self._counted))
         return count

@@ -1,0 +1,141 @@
+"""Training in Python: `vil.train` and the run that it returns."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint import options_to_resume
+from ..config import Config, ConfigError
+from ..config.command_line import path_of_config, resolve_config
+from ..config.values import checked
+from ..devices import known_device
+from ..distributed import init_process_group, world_size_variable
+from ..factory import from_checkpoint
+from ..fault_tolerance.signals import handlers_restored
+from ..prediction import Prediction, predict
+from ..prediction.images import Picture
+from . import trainer
+from .own_folder import complete_options
+from .run_info import folder_of
+
+SOURCE = "the arguments of vil.train"  # describes in error messages where an option was set
+
+
+@dataclass(frozen=True)
+class Run:
+    """Finished training run.
+
+    Attributes:
+        folder: Run folder, which also contains last.pt, summary.csv, curve.png and the report.
+        history: One dict per epoch with the columns of summary.csv, such as `epoch`, `train_loss` and `eval_top1`.
+        best_checkpoint: Checkpoint of the epoch with the highest top-1 accuracy on the validation split.
+    """
+
+    folder: Path
+    history: list[dict[str, float]]
+    best_checkpoint: Path
+
+    def predict(
+        self, images: Picture | Iterable[Picture], topk: int = 5, *, batch_size: int = 32
+    ) -> list[Prediction] | list[list[Prediction]]:
+        """Predict the classes of images with the best checkpoint, as `vil.predict` does."""
+        return predict(self._best_model, images, topk, batch_size=batch_size)
+
+    @functools.cached_property
+    def _best_model(self) -> nn.Module:
+        return from_checkpoint(self.best_checkpoint)
+
+
+def train(
+    data: str | os.PathLike | None = None,
+    weights: str | os.PathLike | None = None,
+    *,
+    config: str | os.PathLike | None = None,
+    **options: Any,
+) -> Run:
+    """Train an image classifier in this process, as the command `vil train` does.
+
+    Without a config, the splits, the weights and the recipe are chosen by the content of the folder. Lines on stderr
+    name the choices.
+
+    Args:
+        data: Folder of images, with one folder per class or with splits; None if `dataset` or `synthetic` is set.
+        weights: Weights to start from: a file, or a name that `timm.list_pretrained` lists; None to choose weights by
+            the folder, and "none" for random weights.
+        config: Config file, or the name of a config of this package, such as "vil_tiny".
+        options: Options of `vil train`, with underscores instead of hyphens, such as `epochs=20` or `resume="auto"`.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        ConfigError: An option is unknown or invalid, or does not fit the data.
+        CheckpointError: A checkpoint cannot be read, or the run folder already contains a run.
+        FolderInUseError: Another process trains in the run folder.
+        DivergenceError: The loss is not finite.
+        StoppedError: A signal such as Ctrl-C stopped the run, or images cannot be read. The run has written a
+            checkpoint, from which `resume="auto"` continues.
+    """
+    chosen = options_of_run(data, weights, config, options)
+    threads = torch.get_num_threads()
+    try:
+        with handlers_restored():
+            device, rank, size = init_process_group(known_device(chosen.device))
+            history = trainer.train(chosen, device, rank, size)
+    except BaseException as error:
+        free_frames(error)
+        raise
+    finally:
+        torch.set_num_threads(threads)
+    folder = folder_of(chosen).resolve()
+    return Run(folder, history, folder / "best.pt")
+
+
+def options_of_run(
+    data: str | os.PathLike | None,
+    weights: str | os.PathLike | None,
+    config: str | os.PathLike | None,
+    options: dict[str, Any],
+) -> Config:
+    """Return the options of a run from the arguments of `train`.
+
+    Raises:
+        ConfigError: An option is unknown, invalid or given twice, or several processes were started.
+        CheckpointError: A checkpoint cannot be read.
+    """
+    if (variable := world_size_variable()) and os.environ[variable] != "1":
+        raise ConfigError(
+            f"vil.train trains in one process, got {variable}={os.environ[variable]}: unset {variable}, or run "
+            "torchrun -m vil train"
+        )
+    given = {name: _plain(value) for name, value in options.items()}
+    for name, argument, value in (("data_dir", "data", data), ("pretrained_path", "weights", weights)):
+        if value is not None and name in given:
+            raise ConfigError(f"{name} is given twice, as {argument} and as {name}")
+        if value is not None:
+            given[name] = _plain(value)
+    file = path_of_config(None if config is None else os.fspath(config))
+    return resolve_config(checked(given, SOURCE), file, options_to_resume, complete_options)
+
+
+def free_frames(error: BaseException | None) -> None:
+    """Free the model and the lock of the run folder, which a notebook would keep alive with the traceback."""
+    while error:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+    gc.collect()
+
+
+def _plain(value: Any) -> Any:
+    """Return paths as strings, which options contain."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
