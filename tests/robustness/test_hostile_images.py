@@ -1027,7 +1027,7 @@ def test_samples_with_an_out_of_range_class_stop_evaluation_and_are_skipped_in_t
     with pytest.raises(ConfigError, match="classes of shards must be 0 to 1, got 2 in .*validation-0.tar: number them"):
         list(evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1))
     assert {target for _, target in train} == {1}
-    assert "its class is 2, of 2" in caplog.text
+    assert "the class index must be below 2, got 2" in caplog.text
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="webdataset downloads shards with curl")
