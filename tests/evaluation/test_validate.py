@@ -487,7 +487,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
     [
         ([], "--model is required"),
         *(([*VIL_PT, f"--{word}", "x"], "need a second model; set --against") for word in ("against-model", "plot")),
-        (["--model", "vil_tiny"], "timm has no pretrained weights for vil_tiny; set --checkpoint FILE"),
+        (["--model", "vil_small"], "timm has no pretrained weights for vil_small; set --checkpoint FILE"),
         (
             [*VIL_PT, "--against", "vim_tiny"],
             "no pretrained weights for vim_tiny; set --checkpoint FILE, or --against FILE",

@@ -625,8 +625,9 @@ def test_registered_with_timm():
         )
         assert model.num_features == model.head_hidden_size == model.embed_dim == 32
         assert model(torch.empty(2, 3, 48, 48, device="meta")).shape == (2, 7)
-        with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
-            small(name, pretrained=True)
+        if f"{name}.tiny_in200" not in timm.list_pretrained("vi*"):
+            with pytest.raises(RuntimeError, match=f"{name} has no pretrained weights"):
+                small(name, pretrained=True)
         # Code that strips prefix tokens must find none, because the class token is in the middle.
         assert model.num_prefix_tokens == 0
 
