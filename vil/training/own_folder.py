@@ -88,7 +88,8 @@ def complete_options(given: Mapping[str, Any], has_config: bool) -> dict[str, An
     if not has_config:
         given = {"experiment": Path(given["data_dir"]).resolve().name or "images", **given}
         if given.get("resume") == "auto" and (saved := _options_of_run(given)):
-            return {**saved, **given, "data_dir": layout.data_dir}
+            kwargs = {**(saved.get("model_kwargs") or {}), **(given.get("model_kwargs") or {})}
+            return {**saved, **given, "data_dir": layout.data_dir, "model_kwargs": kwargs}
     _check_output(layout, given)
 
     chosen = _choose_splits(layout, given)
