@@ -98,7 +98,7 @@ def test_the_wheel_trains_and_validates_without_the_checkout(wheel, image_folder
     (empty := tmp_path / "empty").mkdir()
     command = [python, "-I", "-c", USE, str(image_folder)]
     help = subprocess.run([tmp_path / "venv/bin/vil", "--help"], capture_output=True, text=True, check=True)
-    assert "usage: vil [-h] COMMAND ..." in help.stdout
+    assert help.stdout.startswith("usage: vil ")
     ended = subprocess.run(command, capture_output=True, text=True, cwd=empty, env=environment(), timeout=300)
     assert ended.returncode == 0, ended.stderr
     *report, found = ended.stdout.splitlines()
