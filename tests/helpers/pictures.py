@@ -86,13 +86,13 @@ def joined(loader):
 
 
 def by_timm(dataset, keys, input_size=(3, 12, 16), **options):
-    """Return images augmented by timm, each with its own seed, their targets, and the number of unreadable images.
+    """Return images augmented by timm, each with its own seed, their targets, and the number of unreadable files.
 
     As in timm, the next image replaces an unreadable one.
     """
     options = {TIMMS_NAMES.get(name, name): value for name, value in options.items()}
     transform = create_transform(input_size, is_training=True, use_prefetcher=True, **MEANS | RECIPE | options)
-    images, targets, broken = [], [], 0
+    images, targets, broken = [], [], set()
     for index, seed in keys:
         for i in range(index, index + 3):
             name = dataset.filename(i % len(dataset))
@@ -100,8 +100,8 @@ def by_timm(dataset, keys, input_size=(3, 12, 16), **options):
                 image = Image.open(Path(dataset.reader.root) / name).convert("RGB")
                 break
             except OSError:
-                broken += 1
+                broken.add(name)
         seed_all(seed)
         images.append(torch.as_tensor(transform(image)))
         targets.append("axby".index(name[0]) // 2)
-    return torch.stack(images), targets, broken
+    return torch.stack(images), targets, len(broken)
