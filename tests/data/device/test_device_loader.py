@@ -82,7 +82,7 @@ def test_batches_equal_timms_transform_of_each_image(photo_folder, device, optio
     assert differences.median() < exact
     assert differences.quantile(0.9) < nearly_all
     assert differences.max() < most
-    assert loader.dataset.unreadable.count == broken >= 4
+    assert loader.dataset.unreadable.count == broken >= 2
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 30), (3, 2)], ids=str)
