@@ -176,8 +176,13 @@ def tiny_imagenet_top1(model: str, study: str, column: int) -> str:
 def results_of_tiny_models() -> str:
     """Tabulate the test top-1 on Tiny ImageNet after training from scratch."""
     rows = [
-        [f"`{name}`", tiny_imagenet_top1(name, "photographs", 4), tiny_imagenet_top1(name, "literature", 2)]
-        for name in ("vil_tiny_pooled", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224")
+        [label, tiny_imagenet_top1(name, "photographs", 4), tiny_imagenet_top1(name, "literature", 2)]
+        for label, name in (
+            ("`vil_tiny_pooled`", "vil_tiny_pooled"),
+            ("`vil_tiny`", "vil_tiny"),
+            ("`vim_tiny`", "vim_tiny"),
+            ("DeiT-tiny", "deit_tiny_patch16_224"),
+        )
     ]
     return table(["test top-1 in %", "30 epochs, patches of 4 pixels", "300 epochs, patches of 8 pixels"], rows)
 

@@ -2,7 +2,7 @@
 
     python tools/wheel_test.py
 
-The wheel stays in dist/. In the commands of the quick start, the wheel's path replaces the name `vision-longhorn`.
+The wheel stays in dist/. In the commands of the quick start, the wheel's path replaces the path `.` of the clone.
 """
 
 import os
@@ -51,7 +51,7 @@ def main() -> None:
         run("rm -rf build dist && pip wheel --no-deps --wheel-dir dist .", ROOT, environment)
         (wheel,) = ROOT.glob("dist/*.whl")
         install, *commands = quick_start()
-        run(re.sub(r"vision-longhorn(\[[\w,]+])?", rf"{wheel}\1", install), empty, environment)
+        run(re.sub(r'"\.(\[[\w,]+])"', rf'"{wheel}\1"', install), empty, environment)
         subprocess.run(["python", "-c", PHOTOS], check=True, cwd=empty, env=environment)
         for command in commands:
             run(command, empty, environment)
