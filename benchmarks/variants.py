@@ -225,7 +225,7 @@ def cpu_seconds(model: str, case: Case, device: torch.device, fused: bool, backe
 
 
 def in_turn(case: Case, graphs: list[Callable], device: torch.device) -> list[float]:
-    """Replay the graphs in turns and return the median images/s of each graph."""
+    """Replay the CUDA graphs alternately, and return the median images/s of each graph."""
     speeds: list[list[float]] = [[] for _ in graphs]
     for _ in range(ROUNDS):
         for graph, speed in zip(graphs, speeds):

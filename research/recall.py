@@ -264,7 +264,7 @@ def state_file(out: Path | None, run: Run) -> Path | None:
 def work(
     index: int, device_type: str, hands: list[list[Run]], results, at_a_time: int, deadline: float, out: Path | None
 ) -> None:
-    """Train the runs of one process, and alternate between `at_a_time` of the runs."""
+    """Train the runs of one process. `at_a_time` runs take turns on the GPU."""
     device = torch.device(device_type, index if device_type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)

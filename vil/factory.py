@@ -146,7 +146,7 @@ def create_model(
 
 
 def _initialized(model: str, arguments: dict[str, Any], source: Checkpoint, label_names: Sequence[str]) -> nn.Module:
-    """Create a model and initialize the model with all tensors of a weights file that fit."""
+    """Create a model, and load the tensors of a weights file whose names and shapes match the model."""
     given = first_blocks(source.weights(), arguments.get("depth"))
     weights = _adapted(model, arguments, given, source, is_start=True)
     weights, head = fit_head(model, weights, source.label_names if label_names else (), label_names)

@@ -1,4 +1,4 @@
-"""Tests of the CUDA backend: kernels compile without register spills, and are correct on a GPU and emulated."""
+"""Tests of the CUDA backend: kernels compile without register spills, and equal the reference on a GPU and emulated on a CPU."""
 
 import itertools
 import math

@@ -347,7 +347,9 @@ def test_the_best_checkpoint_is_the_best_of_model_and_ema_weights(
     path = tmp_path / "run" / "best.pt"
     saved = torch.load(path, weights_only=True)
     assert (saved["epoch"], len(saved["history"]), saved["best"]) == (epoch, epoch, best)
-    assert saved["progress"]["losses"] == []  # best.pt stores the end of an epoch, and no steps of the next epoch
+    assert (
+        saved["progress"]["losses"] == []
+    )  # best.pt stores the state at the end of an epoch, before the first step of the next epoch
     weights = checkpoint.Checkpoint(path).weights()  # fine-tuning loads these weights
     assert all(torch.equal(tensor, saved[best][name]) for name, tensor in weights.items())
     assert "best" not in checkpoint.Checkpoint(tmp_path / "run" / "last.pt").training_state()

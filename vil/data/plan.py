@@ -17,7 +17,7 @@ from .samplers import EvaluationBatches, TrainingBatches
 from .sources.readers import has_jpegs, typical_file_bytes, typical_pixels
 from .sources.splits import streams
 
-# target number of pixels that the device augments at a time, because kernel launches dominate for fewer pixels
+# target number of pixels per augmentation step on the device; with fewer pixels, launch overhead dominates
 PIXELS_TOGETHER = 2**20
 MARGIN = 1.5  # shared memory reserved per image, relative to the typical image size
 

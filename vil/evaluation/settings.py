@@ -1,4 +1,4 @@
-"""Validation settings from the command line, which overrides checkpoints."""
+"""Validation settings: options of the command line, then settings stored in the checkpoint."""
 
 from __future__ import annotations
 

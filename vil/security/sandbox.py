@@ -1,4 +1,4 @@
-"""Sandbox: a process with time and memory limits that decodes images of unbounded decoding cost."""
+"""Sandbox: a process with time and memory limits for decoding images whose decoding cost cannot be bounded in advance."""
 
 from __future__ import annotations
 

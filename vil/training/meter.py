@@ -134,7 +134,7 @@ class EpochMeter:
         return {"losses": self.losses, "norms": self.norms, **asdict(self.times)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the collected steps of an unfinished epoch.
+        """Restore the losses and gradient norms of an unfinished epoch.
 
         Raises:
             KeyError, TypeError, ValueError: The state was not returned by `state_dict`.

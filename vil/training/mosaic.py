@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 ROWS, COLUMNS = 4, 8  # number of images per column and per row of the mosaic
 LARGEST_SIDE = 160  # pixels; maximum side of a plotted image
 LONGEST_NAME = 16  # maximum number of characters of a class name in a title
-SMALLEST_SHARE = 0.005  # smallest share of a mixed class that is written
+SMALLEST_SHARE = 0.005  # minimum share of the second class in a mixed image's label; smaller shares are not shown
 
 
 class Mosaic:

@@ -65,7 +65,7 @@ class Shards(ReaderWds):
 
     def __init__(self, root: str | None, num_classes: int | None = None, **kwargs):
         if not root:
-            raise ConfigError("data_dir is required, the folder or URL of the shards: set --data-dir")
+            raise ConfigError("data_dir is required: set --data-dir to the folder or URL of the shards")
         for name in (root, kwargs["split"]):
             if re.match(r"\W*pipe:", name, re.IGNORECASE):
                 raise ConfigError(f"data_dir must be a folder or a URL and the split a name, got the command {name!r}")

@@ -25,7 +25,7 @@ def find_split(data_dir: str | None, split: str) -> Path:
         ConfigError: `data_dir` is not a folder, the split is missing, or names differ only in case.
     """
     if not data_dir:
-        raise ConfigError("data_dir is required, the folder of the images: pass FOLDER or --data-dir FOLDER")
+        raise ConfigError("data_dir is required: pass the folder of the images as FOLDER or --data-dir FOLDER")
     root = Path(data_dir)
     if not root.is_dir():
         reject_url(data_dir)

@@ -162,6 +162,6 @@ def _check_weights(residual: Row, scale_B: Tensor | None, weights: BlockWeights)
     check_choice("number of states in x_proj", N, backends.STATE_SIZES)
     check_choice("number of taps in conv", sizes["K"], TAPS)
     if D > backends.CHANNELS or E * C > WEIGHTS:
-        limits = f"{backends.CHANNELS} channels and in_proj of {WEIGHTS} elements"
-        raise ValueError(f"D must be at most {limits}, got {D} and {E * C}")
+        limits = f"D must be at most {backends.CHANNELS}, and in_proj must have at most {WEIGHTS} elements"
+        raise ValueError(f"{limits}, got D = {D} and {E * C} elements")
     return sizes
