@@ -1,4 +1,4 @@
-"""Tests of research/trainers.py: the table shows the difference of the trainers only after all five runs of timm's trainer."""
+"""Tests of research/trainers.py: the difference appears after all five runs of timm's trainer."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Tests of the CUDA backend: kernels compile without register spills, and equal the reference on a GPU and emulated on a CPU."""
+"""Tests of the CUDA backend: kernels compile without register spills and equal the reference, on a GPU or emulated."""
 
 import itertools
 import math

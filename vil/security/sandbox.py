@@ -1,4 +1,4 @@
-"""Sandbox: a process with time and memory limits for decoding images whose decoding cost cannot be bounded in advance."""
+"""Sandbox: a process with limits on time and memory that decodes images of unpredictable cost."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class DeviceLoader(PieceLoader):
                     break
         finally:
             pieces.batches = batches
-            self.dataset.unreadable.take()  # an unreadable image is counted for the log when the batch with the image is delivered
+            self.dataset.unreadable.take()  # count an unreadable image when its batch is delivered
 
     def _on_stream(self) -> AbstractContextManager:
         return torch.cuda.stream(self.stream) if self.stream else nullcontext()
