@@ -48,6 +48,13 @@ def test_an_error_in_the_words_is_one_line_without_importing_pytorch(words, erro
     assert ended.stderr.count("\n") == 1
 
 
+def test_the_version_has_a_short_option(capsys):
+    run(["-V"])
+    run(["--version"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+
+
 def test_the_models_are_registered_only_outside_the_command():
     code = "import sys; sys.argv = [{!r}]; import vil, sys; print('timm' in sys.modules); vil.from_checkpoint"
     for program, is_imported in (("vil", False), ("/usr/bin/vil", False), ("vil.exe", False), ("train.py", True)):

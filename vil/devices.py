@@ -24,7 +24,8 @@ def known_device(name: str | None) -> str:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device must be a PyTorch device such as cuda or cpu, got {name!r}") from error
+        hint = "; did you mean 'cuda'?" if "gpu" in name.lower() else ""
+        raise ConfigError(f"device must be a PyTorch device such as cuda or cpu, got {name!r}{hint}") from error
     if device.type == "cpu":
         return name
     backend: Any = getattr(torch, device.type, None)

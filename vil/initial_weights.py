@@ -10,7 +10,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from .classes import first_difference, order_of
+from .classes import first_difference, normal, order_of
 from .state_dicts import fitted
 
 
@@ -47,9 +47,11 @@ def fit_head(
     head = [name for name in names if name in weights and len(weights[name]) == len(own_names)]
     order = order_of(own_names, label_names)
     if order is None:
-        difference = first_difference(own_names, label_names, "the file", "the data")
+        reason = ""
+        if {*map(normal, own_names)} & {*map(normal, label_names)}:  # otherwise every class is new
+            reason = f", because {first_difference(own_names, label_names, 'the file', 'the data')}"
         without_head = {name: tensor for name, tensor in weights.items() if name not in head}
-        return without_head, f"; the head is randomly initialized, because {difference}"
+        return without_head, f"; new head for {len(label_names)} classes{reason}"
     if order == [*range(len(order))]:
         return weights, ""
     return weights | {

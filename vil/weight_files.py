@@ -62,9 +62,9 @@ def read_file(path: str | Path, whole: bool = True) -> Any:
     if not path.is_file():
         reject_url(path, CheckpointError)
         best = path.with_name("best.pt")
-        is_run_folder = path.name == IN_FOLDER and best.is_file()
-        hint = f": set {best}, or last.pt for --resume" if is_run_folder else ""
-        raise CheckpointError(f"checkpoint {path} does not exist{hint}")
+        if path.name == IN_FOLDER and best.is_file():
+            raise CheckpointError(f"{path.parent} is the folder of a run, not a checkpoint: use {best}")
+        raise CheckpointError(f"checkpoint {path} does not exist")
     if path.suffix in (".onnx", ".pt2"):
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint; the file is an exported program: export a .safetensors file to "

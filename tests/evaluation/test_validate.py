@@ -486,14 +486,14 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "--model is required"),
+        ([], "no model is given: set --checkpoint FILE or --model NAME"),
         *(([*VIL_PT, f"--{word}", "x"], "need a second model; set --against") for word in ("against-model", "plot")),
         (["--model", "vil_small"], "timm has no pretrained weights for vil_small; set --checkpoint FILE"),
         (
             [*VIL_PT, "--against", "vim_tiny"],
             "no pretrained weights for vim_tiny; set --checkpoint FILE, or --against FILE",
         ),
-        ([*VIL_PT, "--batchsize", "64"], "unknown option 'batchsize' on the command line; did you mean 'batch_size'"),
+        ([*VIL_PT, "--batchsizes", "64"], "unknown option 'batchsizes' on the command line; did you mean 'batch_size'"),
         ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; did you mean 'workers'"),
         # the error does not suggest `model_ema`, an option of training only
         ([*VIL_PT, "--ema"], "unknown option 'ema' on the command line; did you mean 'use_ema'"),
@@ -502,7 +502,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         ([*VIL_PT, "--model", "vim_tiny"], "does not fit the model"),
         ([*VIL_PT, "--model-kwargs", "depth=3"], "does not fit the model"),
         ([*VIT_12, "--split", "other"], "has 11 classes, but the model has 12 (num_classes)"),
-        ([*VIL_PT, "--data-dir", "nowhere"], "error: data_dir nowhere is not a folder"),
+        ([*VIL_PT, "--data-dir", "nowhere"], "error: the data folder 'nowhere' does not exist: pass "),
         ([*VIL_PT, "--split", "holdout"], "has no split 'holdout'"),
         ([*VIL_PT, "--against", "nowhere.pt"], "checkpoint nowhere.pt does not exist"),
         *(

@@ -48,14 +48,16 @@ def test_a_head_with_the_same_classes_is_reordered_by_name(tmp_path, caplog):
     assert "rows" not in caplog.messages[0]
 
 
-@pytest.mark.parametrize(("names", "word"), [(CLASSES, "'ant'"), (["1", "10", "11", "x"], "class 3 is '2'")])
+@pytest.mark.parametrize(
+    ("names", "word"), [(CLASSES, f"; new head for {len(CLASSES)} classes"), (["1", "10", "11", "x"], "class 3 is '2'")]
+)
 def test_a_head_with_other_classes_is_reinitialized(tmp_path, caplog, names, word):
     path, weights = written(tmp_path, ["1", "10", "11", "2"], **ARGUMENTS)
     found = started(path, names)
     assert torch.equal(found["norm.weight"], weights["norm.weight"])
     for row in weights["head.weight"]:
         assert not (found["head.weight"] == row).all(1).any()
-    (line,) = [message for message in caplog.messages if "the head is randomly initialized" in message]
+    (line,) = [message for message in caplog.messages if "new head for" in message]
     assert word in line
 
 

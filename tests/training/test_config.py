@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import re
 
 import pytest
@@ -256,7 +257,8 @@ def test_a_huge_integer_in_a_checkpoint_raises_only_config_errors(name):
         ("--weight-deacy 1", "unknown option 'weight_deacy' on the command line; did you mean 'weight_decay'"),
         ("--weight-deacy=1", "unknown option 'weight_deacy' on the command line; did you mean 'weight_decay'"),
         ("--epoch 3", "unknown option 'epoch' on the command line; did you mean 'epochs'"),
-        ("photos vil_tiny", "no option of the command line takes the value 'vil_tiny'"),
+        ("photos vil_tiny", "only one folder is accepted, got 'photos' and 'vil_tiny'"),
+        ("--data-dir=photos pets cats", "only one folder is accepted, got 'pets' and 'cats'"),
         ("photos --data-dir pets", "the folder is given twice, as 'photos' and --data-dir 'pets'"),
         ("photos --amp yes", "no option of the command line takes the value 'yes': .* because --amp takes no value"),
         ("--lr fast", "option 'lr' in the command line must be float, got 'fast'"),
@@ -280,10 +282,11 @@ def test_an_invalid_command_line_is_rejected(words, message):
 
 def test_names_of_options_may_have_underscores_and_timms_short_forms():
     config = load_config(
-        "", ["photos", "-b", "8", "-j", "3", "--global_batch_size=64", "--no_amp", "--weight_decay", "0.2"]
+        "", ["photos", "-b", "8", "-j", "3", "--global_batch_size=64", "--noamp", "--weight_decay", "0.2"]
     )
     assert (config.data_dir, config.batch_size, config.workers) == ("photos", 8, 3)
     assert (config.global_batch_size, config.amp, config.weight_decay) == (64, False, 0.2)
+    assert load_config("", ["--data-dir=~/photos"]).data_dir == os.path.expanduser("~/photos")
 
 
 @pytest.mark.parametrize("policy", ["rand-foo", "rand-m9-mstd", "rand-m9-tweight", "augmix-foo", "v0-foo", "foo"])

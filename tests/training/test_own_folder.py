@@ -80,6 +80,10 @@ def test_given_options_win(photos, given, caplog):
         )
 
 
+def test_an_empty_experiment_is_named_after_the_folder(photos):
+    assert complete({"data_dir": photos, "device": "cpu", "experiment": ""})["experiment"] == "photos"
+
+
 def test_given_model_arguments_are_added_to_the_chosen_ones(photos):
     options = complete({"data_dir": photos, "device": "cpu", "model_kwargs": {"depth": 2}})
     assert options["model_kwargs"] == {"patch_size": 8, "depth": 2}

@@ -296,7 +296,7 @@ def test_the_tensors_loaded_from_pretrained_weights_are_logged(tmp_path, caplog)
     ("words", "message"),
     [
         (["--epochs", "many"], "error: option 'epochs' in the command line must be int, got 'many'"),
-        (["--data-dir", "nowhere"], "error: data_dir nowhere is not a folder"),
+        (["--data-dir", "nowhere"], "error: the data folder 'nowhere' does not exist: pass "),
         (["--resume", "nowhere.pt", "--data-dir", "IMAGES"], "error: checkpoint nowhere.pt does not exist"),
         (
             ["--resume", "auto", "--data-dir", "IMAGES", "--model", "vim_tiny"],

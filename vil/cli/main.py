@@ -52,7 +52,7 @@ def run(words: Sequence[str]) -> None:
     if name in ("-h", "--help"):
         _parser().print_help()
         return
-    if name == "--version":
+    if name in ("-V", "--version"):
         print_result(f"vil {version('vision-longhorn')}")
         return
     with errors_in_a_line():
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     """Return the parser that prints the help of `vil`."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="vil", description=__doc__, formatter_class=formatter)
-    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    parser.add_argument("-V", "--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def parse_options(words: Sequence[str] | None = None, prog: str | None = None) -
         if options.data_dir:
             raise ConfigError(f"the folder is given twice, as {options.folder!r} and --data-dir {options.data_dir!r}")
         options.data_dir = options.folder
+    if options.data_dir:
+        options.data_dir = os.path.expanduser(options.data_dir)
     if not options.against and (options.plot or options.against_model):
         raise ConfigError("--against-model and --plot need a second model; set --against")
     for name in ("num_classes", "img_size", "crop_pct", "interpolation", "batch_size", "workers"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ _logger = logging.getLogger(__name__)
 class Parser(argparse.ArgumentParser):
     """argparse parser that raises one-line ConfigErrors and suggests similar names for unknown options.
 
-    The names of options may have underscores instead of hyphens.
+    Hyphens and underscores in the names of options are optional.
     """
 
     def parse_args(self, args=None, namespace=None):
@@ -32,6 +33,12 @@ class Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(words, namespace)
         for word in unknown:
             if not word.startswith("-"):
+                folder = getattr(options, "folder", None)
+                if folder and not self._is_after_switch(words, word):
+                    raise ConfigError(
+                        f"only one folder is accepted, got {shown(folder)} and {shown(word)}: remove one, or quote a "
+                        "path that contains spaces"
+                    )
                 raise ConfigError(f"no option of {SOURCE} takes the value {shown(word)}: {self._remedy(words, word)}")
             name = word.split("=")[0].lstrip("-").replace("-", "_")
             if name in vars(options) and word.split("=")[0] not in self._option_string_actions:
@@ -41,17 +48,20 @@ class Parser(argparse.ArgumentParser):
 
     def _remedy(self, words: Sequence[str], word: str) -> str:
         """Return the remedy for a word that no option takes, such as "yes" in `--amp yes`."""
-        before = words[words.index(word) - 1]
-        option = self._option_string_actions.get(before)
-        if option and option.nargs == 0:
-            return f"remove the word, because {before} takes no value"
+        if self._is_after_switch(words, word):
+            return f"remove the word, because {words[words.index(word) - 1]} takes no value"
         return "remove the word, or put an option before it"
 
+    def _is_after_switch(self, words: Sequence[str], word: str) -> bool:
+        """Return whether a word follows an option that takes no value, such as --amp."""
+        option = self._option_string_actions.get(words[words.index(word) - 1])
+        return bool(option and option.nargs == 0)
+
     def _hyphenated(self, word: str) -> str:
-        """Return a word of the command line with hyphens in the option's name, as in --data-dir for --data_dir."""
+        """Return a word of the command line with the hyphens of the option, as in --data-dir for --data_dir."""
         name, sign, value = word.partition("=")
-        hyphenated = name.replace("_", "-")
-        return f"{hyphenated}{sign}{value}" if hyphenated in self._option_string_actions else word
+        known = {_letters(flag): flag for flag in self._option_string_actions if flag.startswith("--")}
+        return f"{known[_letters(name)]}{sign}{value}" if name.startswith("--") and _letters(name) in known else word
 
     def error(self, message):
         raise ConfigError(message)
@@ -111,6 +121,8 @@ def resolve_config(
     _check_phases(defaults, given, file or resumed)
 
     options = {**defaults, **given}
+    if options.get("data_dir"):
+        options["data_dir"] = os.path.expanduser(options["data_dir"])  # the shell keeps ~ in --data-dir=~/photos
     if complete and resumed in (None, "auto"):
         options = complete(options, bool(file))
     config = Config(**options)
@@ -151,6 +163,10 @@ def path_of_config(given: str | None) -> str | None:
         return str(SHIPPED / f"{given}.yaml")
     remedy = nearest(Path(given).stem, names) or f"; configs of this package are {', '.join(names)}"
     raise ConfigError(f"config file {given} does not exist{remedy}")
+
+
+def _letters(flag: str) -> str:
+    return flag.replace("-", "").replace("_", "")
 
 
 def _flag_of(name: str) -> str:

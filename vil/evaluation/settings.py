@@ -195,7 +195,7 @@ def resolve_model(given: ModelOptions, source: Checkpoint | None, option: str = 
     saved = source.options | source.preprocessing if source else {}
     name = saved.get("model") if given.model is None else given.model
     if not name and source is None:
-        raise ConfigError(f"{option} or a checkpoint of vil train is required")
+        raise ConfigError(f"no model is given: set --checkpoint FILE or {option} NAME for timm's pretrained weights")
     if not name:
         raise ConfigError(f"{option} is required, unless a checkpoint of vil train stores the model's name")
     saved_kwargs = dict(saved.get("model_kwargs") or {})

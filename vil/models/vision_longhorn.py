@@ -143,9 +143,11 @@ class PatchEmbed(nn.Module):
         grid_size = patch_grid(img_size, patch_size, stride, pad=self.dynamic_img_size)
         covered = tuple((g - 1) * s + p for g, s, p in zip(grid_size, stride, patch_size))
         if covered != img_size and not self.dynamic_img_size:
+            size = str(covered[0]) if covered[0] == covered[1] else f"{covered[0]} {covered[1]}"
             raise ValueError(
                 f"img_size {img_size} must be covered by patches of {patch_size} at stride {stride}, which cover "
-                f"{covered}: set img_size={covered}, or set dynamic_img_size=True to pad images"
+                f"{covered}: set img_size={covered} (--img-size {size}), or set dynamic_img_size=True "
+                "(--model-kwargs dynamic_img_size=True) to pad images"
             )
         if patch_size != self.patch_size:
             old = self.proj

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from PIL import Image
+from timm.data import get_img_extensions
 from torch import nn
 
 from ..config import ConfigError
@@ -40,6 +42,7 @@ def predict(
     """
     if min(topk, batch_size) < 1:
         raise ConfigError(f"topk and batch_size must be at least 1, got {topk} and {batch_size}")
+    _check_arguments(model, images)
     classifier = classifier_of(model)
     if isinstance(images, (str, os.PathLike, Image.Image)) or getattr(images, "ndim", 4) < 4:  # one image, not a batch
         (found,) = classifier([images], topk)
@@ -57,6 +60,14 @@ def predict(
         else:
             several.append(found)
     return several
+
+
+def _check_arguments(model: object, images: object) -> None:
+    """Raise a ConfigError if `model` is the path of an image, or `images` the path of a folder."""
+    if isinstance(model, (str, os.PathLike)) and Path(model).suffix.lower() in get_img_extensions():
+        raise ConfigError(f"the first argument must be a model or checkpoint and the second the images, got {model!s}")
+    if isinstance(images, (str, os.PathLike)) and os.path.isdir(images):
+        raise ConfigError(f"images must be files, got the folder {str(images)!r}: pass a list of the folder's files")
 
 
 def _name(image: object) -> str:

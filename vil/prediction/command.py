@@ -27,19 +27,23 @@ from .loading import classifier_of, pretrained_classifier
 
 _logger = logging.getLogger(__name__)
 
+MODEL_SUFFIXES = (".pt", ".pth", ".safetensors", ".onnx", ".pt2")
+
 
 def predict_files(options: argparse.Namespace) -> tuple[int, int]:
     """Print predictions, write the requested files, and return the numbers of unreadable images and of all images."""
     files = image_files(options.images)
     device = known_device(options.device)
     classifier = classifier_of(options.checkpoint, device) if options.checkpoint else pretrained_classifier(device)
-    found = print_predictions(classifier, files, options.topk, options.batch_size)
+    is_json_printed = options.json == Path("-")
+    found = print_predictions(classifier, files, options.topk, options.batch_size, is_quiet=is_json_printed)
     if options.csv:
         rows = [_row(file, classes) for file, classes in found]
         write_atomically(options.csv, csv_text(rows, list(rows[0]) if rows else ["file"]))
     if options.json:
         entries = [_entry(file, classes) for file, classes in found]
-        write_atomically(options.json, json.dumps(entries, indent=2) + "\n")
+        text = json.dumps(entries, indent=2)
+        print_result(text) if is_json_printed else write_atomically(options.json, text + "\n")
     return len(files) - len(found), len(files)
 
 
@@ -50,6 +54,8 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             reject_url(path)
+        if path.suffix in MODEL_SUFFIXES:
+            raise ConfigError(f"{path} is a model, not an image: set --checkpoint {path}")
         inside = [Path(name) for name in list_images(str(path), str(path), left_out)] if path.is_dir() else [path]
         if not inside:
             raise ConfigError(f"there are no images in {path}{endings(left_out)}")
@@ -60,9 +66,9 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def print_predictions(
-    classifier: Classifier, files: Sequence[Path], topk: int, batch_size: int
+    classifier: Classifier, files: Sequence[Path], topk: int, batch_size: int, is_quiet: bool = False
 ) -> list[tuple[Path, list[Prediction]]]:
-    """Print one line of predictions per image, and return the predictions of all readable images."""
+    """Print one line of predictions per image unless `is_quiet`, and return the predictions of all readable images."""
     read = []
     with tqdm(total=len(files), unit="img", disable=None if len(files) > batch_size else True) as bar:
         for file, found in predictions(classifier, files, topk, batch_size):
@@ -70,10 +76,12 @@ def print_predictions(
             if isinstance(found, Exception):
                 tqdm.write(f"{str(file)!r} cannot be read as an image: {reason_of(found)}", file=sys.stderr)
                 continue
+            read.append((file, found))
+            if is_quiet:
+                continue
             classes = "; ".join(f"{p.label} {p.probability:.1%}" for p in found)
             with bar.external_write_mode():
                 print_result(f"{label_of(str(file))}: {classes}")
-            read.append((file, found))
     return read
 
 

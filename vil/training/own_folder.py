@@ -86,7 +86,7 @@ def complete_options(given: Mapping[str, Any], has_config: bool) -> dict[str, An
         return dict(given)
     layout = _layout(given)
     if not has_config:
-        given = {"experiment": Path(given["data_dir"]).resolve().name or "images", **given}
+        given = {**given, "experiment": given.get("experiment") or Path(given["data_dir"]).resolve().name or "images"}
         if given.get("resume") == "auto" and (saved := _options_of_run(given)):
             kwargs = {**(saved.get("model_kwargs") or {}), **(given.get("model_kwargs") or {})}
             return {**saved, **given, "data_dir": layout.data_dir, "model_kwargs": kwargs}

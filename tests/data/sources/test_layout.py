@@ -82,8 +82,13 @@ def test_folders_without_known_classes_are_rejected(tmp_path, folders, message):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ConfigError, match=message):
         find_layout(str(tmp_path))
-    with pytest.raises(ConfigError, match="nothing is not a folder"):
+    with pytest.raises(ConfigError, match="nothing' does not exist"):
         find_layout("nothing")
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(ConfigError, match="Photos' does not exist: did you mean 'photos'"):
+        find_layout(str(tmp_path / "Photos"))
+    with pytest.raises(ConfigError, match="notes.txt' is not a folder: pass a folder"):
+        find_layout(str(tmp_path / "notes.txt"))
 
 
 def test_class_folders_are_divided_like_the_split_command_divides_them(tmp_path, caplog):

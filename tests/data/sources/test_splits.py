@@ -246,7 +246,7 @@ def test_a_missing_split_is_reported_with_the_existing_splits(image_folder, tmp_
     for dataset, data_dir in (("", None), ("", ""), ("wds/x", None), ("wds/x", "")):
         with pytest.raises(ConfigError, match="^data_dir is required"):
             open_splits(small_config(image_folder, data_dir=data_dir, dataset=dataset))
-    with pytest.raises(ConfigError, match="data_dir .*nowhere is not a folder"):
+    with pytest.raises(ConfigError, match="the data folder .*nowhere' does not exist"):
         open_splits(small_config(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="has no split 'holdout' .*called holdout.; it has nothing"):
         open_split(str(tmp_path), "", "holdout")

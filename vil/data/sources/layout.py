@@ -17,7 +17,7 @@ from ...errors import reject_url
 from ..held_out import count_held_out
 from .class_folders import class_paths, endings
 from .image_files import folders_in, list_images
-from .split_paths import SPLIT_NAMES, WHOLE, split_in
+from .split_paths import SPLIT_NAMES, WHOLE, missing_folder, split_in
 
 NAMES = {"test", "testing", *SPLIT_NAMES["train"], *SPLIT_NAMES["validation"]}
 
@@ -57,7 +57,7 @@ def find_layout(folder: str) -> Layout:
     root = Path(folder)
     if not root.is_dir():
         reject_url(folder)
-        raise ConfigError(f"data_dir {folder} is not a folder: pass a folder that has one folder of images per class")
+        raise missing_folder(root, "pass a folder that has one folder of images per class")
     train = split_in(root, "train")
     if train and (train.is_file() or split_in(root, "validation")):
         return _layout_of_splits(root, train)

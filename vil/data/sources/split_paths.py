@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from timm.data import get_img_extensions
@@ -12,6 +13,7 @@ from ...classes import quoted
 from ...config import ConfigError
 from ...distributed import warn_on_rank0
 from ...errors import reject_url
+from ...text import nearest
 
 WHOLE = "."  # name of the split that is the data folder itself
 # names of the folders and tar files that are found for a split name in a run's options
@@ -29,7 +31,7 @@ def find_split(data_dir: str | None, split: str) -> Path:
     root = Path(data_dir)
     if not root.is_dir():
         reject_url(data_dir)
-        raise ConfigError(f"data_dir {data_dir} is not a folder: set --data-dir to the folder that contains the splits")
+        raise missing_folder(root, "pass the folder that contains the splits")
 
     if split == WHOLE:
         return root
@@ -45,6 +47,16 @@ def find_split(data_dir: str | None, split: str) -> Path:
         f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(_synonyms(split))}); it has {listed}"
         + _missing_split_hints(root, split, present)
     )
+
+
+def missing_folder(path: Path, remedy: str) -> ConfigError:
+    """Return the error for a data folder that does not exist or is a file, with a similar name in the same place."""
+    if path.exists():
+        return ConfigError(f"the data folder {str(path)!r} is not a folder: {remedy}")
+    with suppress(OSError):
+        if similar := nearest(path.name, [other.name for other in path.parent.iterdir() if other.is_dir()]):
+            remedy = similar.removeprefix("; ")
+    return ConfigError(f"the data folder {str(path)!r} does not exist: {remedy}")
 
 
 def split_in(root: Path, split: str) -> Path | None:
