@@ -19,8 +19,6 @@ from pathlib import Path
 from ..config import ConfigError, Parser
 from ..fault_tolerance.output import check_outputs, errors_in_a_line
 
-STDOUT = Path("-")  # value of --json that prints the JSON instead of the lines of predictions
-
 
 def main(words: Sequence[str] | None = None, prog: str = "vil predict") -> None:
     logging.basicConfig(format="%(message)s")
@@ -47,10 +45,10 @@ def parse_options(words: Sequence[str] | None = None, prog: str = "vil predict")
     add("-b", "--batch-size", type=int, default=32, help="number of images per forward pass (default: 32)")
     add("--device", help="device to run on, such as cuda or cpu (default: a GPU if available)")
     add("--csv", type=Path, metavar="FILE", help="also write the predictions to a CSV file, one image per row")
-    add("--json", type=Path, metavar="FILE", help="also write the predictions to a JSON file; - for stdout")
+    add("--json", type=Path, metavar="FILE", help="also write the predictions to a JSON file; - prints only the JSON")
     options = parser.parse_args(words)
     for name in ("topk", "batch_size"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    check_outputs([path for path in (options.csv, options.json) if path and path != STDOUT])
+    check_outputs([path for path in (options.csv, options.json) if path and path != Path("-")])
     return options

@@ -43,7 +43,10 @@ def predict_files(options: argparse.Namespace) -> tuple[int, int]:
     if options.json:
         entries = [_entry(file, classes) for file, classes in found]
         text = json.dumps(entries, indent=2)
-        print_result(text) if is_json_printed else write_atomically(options.json, text + "\n")
+        if is_json_printed:
+            print_result(text)
+        else:
+            write_atomically(options.json, text + "\n")
     return len(files) - len(found), len(files)
 
 
