@@ -29,6 +29,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
+def counted(count: int, noun: str, nouns: str | None = None) -> str:
+    """Return a count with the noun in the singular or the plural, such as "1 image" and "2 images"."""
+    return f"{count} {noun if count == 1 else nouns or noun + 's'}"
+
+
 def printable(text: str) -> str:
     """Replace unprintable characters, such as terminal escapes, with "?"."""
     return "".join(character if character.isprintable() else "?" for character in text)

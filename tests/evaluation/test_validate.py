@@ -188,14 +188,14 @@ def test_reported_metrics_equal_those_computed_from_saved_logits(
     told = dict(model=name, split=split, use_ema=model == "vil ema", data_dir=str(folders), num_classes=12)
     told |= dict(unreadable=0, published={}, parameters=parameters(models[1][model]))
     assert {key: result[key] for key in told} == told
-    assert ("; EMA weights;" in printed) == told["use_ema"]
+    assert ("; EMA weights" in printed) == told["use_ema"]
     if model == "larger":  # command-line model arguments are merged with the checkpoint's
         assert result["model_kwargs"] == SMALL["model_kwargs"] | dict(drop_path_rate=0.5)
     assert printed.startswith(
         f"{name}: top-1 {expected['top1']:.2f}% (95% interval {low:.2f} to {high:.2f}), top-5 {expected['top5']:.2f}%, "
-        f"loss {expected['loss']:.4f} on {len(targets)} images, {result['images_per_second']:.0f} images/s; "
+        f"loss {expected['loss']:.4f} on {len(targets)} images, {result['images_per_second']:.0f} images/s"
     )
-    assert printed.rstrip().endswith("published accuracies are for ImageNet-1k, but this model has 12 classes")
+    assert "published" not in printed
 
 
 def logits_of_imagenet(model, folders, **options):
@@ -245,7 +245,7 @@ def test_models_with_different_classes_are_rejected_naming_the_first_difference(
     state = torch.load(models[0] / "vil.pt", weights_only=True)
     state["label_names"] = [*state["label_names"][:7], "shark", *state["label_names"][8:]]
     torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(SystemExit, match="'other' has classes that .*other.pt does not have: 'class07'"):
+    with pytest.raises(SystemExit, match="'other' of .* has classes that .*other.pt does not have: 'class07'"):
         command("--checkpoint", "{tmp}/other.pt")
     with pytest.raises(SystemExit, match="class 7 is 'shark' in .*other.pt, but 'class07' in .*vil.pt: the models and"):
         command(*VIL_PT, "--against", "{tmp}/other.pt")
@@ -286,7 +286,7 @@ def test_subsets_of_imagenets_classes_are_evaluated_among_themselves(models, fol
     assert result["published"] == {"ViL-tiny": [76.4, None], "ViM-tiny": [76.1, 93.0]}
     assert "predictions restricted to the 12 classes of this split" in printed
     assert f" on {result['images']} images, " in printed
-    assert "1 unreadable images were skipped" in printed
+    assert "1 unreadable image was skipped" in printed
     assert ("evaluated with ReaL labels, excluding images without a ReaL label" in printed) == real
     assert printed.rstrip().endswith("published top-1 on ImageNet-1k: ViL-tiny 76.4, ViM-tiny 76.1 (top-5 93.0)")
 
@@ -388,7 +388,7 @@ def test_two_processes_report_the_comparison_of_one_process(models, folders, tmp
     assert ended.stdout.count("| top-1 % |") == 1
     assert re.findall("(?m)^(.*): 36 images of 12 classes", ended.stderr) == ["imagenet"]
     printed = ended.stdout
-    assert "1 unreadable images were skipped" in printed
+    assert "1 unreadable image was skipped" in printed
 
     names, targets, first = logits_of_imagenet(loaded["more ema"], folders, **AS_SAVED)
     second = logits_of_imagenet(loaded["more vit"], folders, **AS_SAVED | dict(mean=(0.5,) * 3, std=(0.5,) * 3))[2]

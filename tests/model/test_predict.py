@@ -157,7 +157,7 @@ def test_tables_are_written_even_without_readable_images_and_with_a_broken_pipe(
     words = ["--checkpoint", checkpoint, photos / "notes.txt", "--csv", tmp_path / "x.csv", "--json", tmp_path / "x"]
     monkeypatch.setattr(sys, "argv", ["vil", "predict", *map(str, words)])
     monkeypatch.setattr(sys, "stderr", Closed())
-    with pytest.raises(SystemExit, match=r"^1 of 1 images cannot be read$"):
+    with pytest.raises(SystemExit, match=r"^1 of 1 image cannot be read$"):
         runpy.run_module("vil", run_name="__main__")
     assert ((tmp_path / "x.csv").read_text(), (tmp_path / "x").read_text()) == ('"file"\n', "[]\n")
 

@@ -206,6 +206,10 @@ def test_visualization_leaves_the_model_unchanged(images):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def shortened(name):
+    return name if len(name) <= 24 else "…" + name[-23:]
+
+
 def maps_of(figure):
     """Return a figure's axes except colour bars."""
     return [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
@@ -356,7 +360,7 @@ def test_the_command_plots_a_checkpoint_on_image_folders(words, options, files, 
     with torch.no_grad():
         best = model(images[:count]).softmax(-1).max(-1)
     titles = [  # long names are truncated, so that titles do not overlap
-        f"{'/'.join(name.split('/')[-2:])[-24:]}".replace("\n", "?") + f"\npredicted: {NAMES[number][:20]} ({p:.1%})"
+        shortened("/".join(name.split("/")[-2:])).replace("\n", "?") + f"\npredicted: {NAMES[number][:20]} ({p:.1%})"
         for name, p, number in zip(files, *map(torch.Tensor.tolist, best))
     ]
     scans = plot_scans(model, images[:count], shown[:count], titles, blocks)

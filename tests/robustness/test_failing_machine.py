@@ -213,7 +213,7 @@ def test_evaluating_only_unlabelled_samples_fails(image_folder, uninterrupted, t
     words = ["--checkpoint", str(uninterrupted / "run" / "best.pt"), "--data-dir", str(data), "--dataset", "wds/x"]
     ended = run([*script("validate.py"), *words, "--workers", "0", "--split", "val"], check=False)
     assert ended.returncode == 1
-    assert "no image of the split 'val' has a class label" in ended.stderr
+    assert f"no image of the split 'val' of {data} has a class label" in ended.stderr
 
 
 def test_evaluating_only_unreadable_images_fails(image_folder, uninterrupted, tmp_path):
@@ -225,7 +225,7 @@ def test_evaluating_only_unreadable_images_fails(image_folder, uninterrupted, tm
     words = ["--checkpoint", str(best), "--data-dir", str(data), "--workers", "1", "--split", "val"]
     ended = run([*script("validate.py"), *words], check=False)
     assert ended.returncode == 1
-    assert "no image of the split 'val' can be read" in ended.stderr
+    assert f"no image of the split 'val' of {data} can be read" in ended.stderr
     assert "top-1" not in ended.stdout
     ended = run(train_command(tmp_path, data), check=False)
     assert ended.returncode == 1

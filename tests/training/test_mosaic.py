@@ -77,6 +77,25 @@ def test_the_labels_agree_with_the_mixing_of_a_batch(tmp_path, monkeypatch):
         assert 255 * float(image.mean()) == pytest.approx(level, abs=2.5)
 
 
+def test_a_run_with_few_images_writes_them_at_its_end_without_empty_rows(tmp_path, monkeypatch):
+    figures = kept_figures(monkeypatch)
+    written = mosaic(tmp_path)
+    written.finish()
+    assert not (tmp_path / "augmented.png").exists()
+    written.add(torch.zeros(10, 3, 16, 16), torch.zeros(10, dtype=torch.long))
+    written.finish()
+    (figure,) = figures
+    assert len(tiles(figure)) == 10
+    assert len(figure.axes) == 2 * COLUMNS
+    # The tiles fill the figure, except for one line of text above each row.
+    top = max(axis.get_position().y1 for axis in figure.axes)
+    assert (1 - top) * figure.get_figheight() == pytest.approx(0.17)
+    later = mosaic(tmp_path)  # a resumed run keeps the mosaic of its start
+    later.add(torch.zeros(1, 3, 16, 16), torch.zeros(1, dtype=torch.long))
+    later.finish()
+    assert len(figures) == 1
+
+
 def test_class_names_that_the_font_lacks_cause_no_warnings(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

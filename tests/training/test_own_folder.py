@@ -95,12 +95,13 @@ def test_a_config_leaves_only_the_splits_to_choose(photos):
     assert complete_options(given, has_config=True) == given | splits | {"model_kwargs": {}}
 
 
-def test_given_splits_are_not_detected(tmp_path):
+def test_given_splits_are_not_detected(tmp_path, caplog):
     folder = write(tmp_path, "train/cat", "train/dog", "test/cat", "test/dog", "more/cat", "more/dog")
     chosen = complete({"data_dir": folder, "device": "cpu"})
     assert (chosen["train_split"], chosen["val_fraction"]) == ("train", 0.2)
     chosen = complete({"data_dir": folder, "device": "cpu", "val_split": "test"})
     assert (chosen["train_split"], chosen["val_split"], "val_fraction" in chosen) == ("train", "test", False)
+    assert f"validation on {folder}/test (set --val-split)" in caplog.text
     chosen = complete({"data_dir": folder, "device": "cpu", "train_split": "more", "val_fraction": 0.5})
     assert (chosen["train_split"], chosen["val_fraction"], chosen["global_batch_size"]) == ("more", 0.5, 4)
 

@@ -274,6 +274,7 @@ def test_changes_of_options_are_logged_unless_harmless(tmp_path, caplog):
     saved = dict.fromkeys(f"{harmless} log_wandb cuda_graphs augment_on_device".split(), 1)
     check_same_options(saved, dict.fromkeys(saved, 2), tmp_path)
     check_same_options({"lr": 0.1}, {"lr": 0.1, "new": 3}, tmp_path)
+    check_same_options({"lr": 0.1}, {"lr": 0.2}, tmp_path, is_finished=True)
     assert caplog.text == ""
     others = {"lr": 0.2, "mixup": 0.8, "seed": 5}
     check_same_options({"lr": 0.1, "mixup": 0.8, "seed": 4}, others, tmp_path)

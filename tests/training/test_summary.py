@@ -42,6 +42,8 @@ def test_each_start_of_a_run_appends_its_command_and_environment(tmp_path, monke
     first, second = (folder / "info.txt").read_text().strip().split("\n\n")
     assert first.splitlines()[0].endswith("  train_imagenet.py --epochs 3")
     assert second.splitlines()[0].endswith("  train_imagenet.py --epochs 3 --resume")
+    Reporter(folder, Config(), saved | dict(epochs=9), "1 x cpu", is_finished=True)
+    assert (folder / "config.yaml").read_text() == config
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}", first.partition("  ")[0])
     assert dict(line.split(maxsplit=1) for line in second.splitlines()[1:-1])["commit"] == git_commit()
     assert second.splitlines()[-1] == "1 x cpu"
@@ -154,6 +156,10 @@ def test_plotting_takes_at_most_a_hundredth_of_a_run(tmp_path, monkeypatch):
     for epoch in range(1, 151):
         now[0] += 5
         report(history := [*history, row(epoch)])
+        if epoch == 65:
+            report.finish_plot()  # a stopped run plots the epochs that were not plotted
+            assert drawn.pop() == 65
+    report.finish_plot()
     assert drawn == [1, 61, 121, 150]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ..config import ConfigError, Parser
 from ..fault_tolerance.output import check_outputs, errors_in_a_line
+from ..text import counted
 
 
 def main(words: Sequence[str] | None = None, prog: str = "vil predict") -> None:
@@ -28,7 +29,7 @@ def main(words: Sequence[str] | None = None, prog: str = "vil predict") -> None:
 
         unreadable, count = predict_files(options)
     if unreadable:
-        sys.exit(f"{unreadable} of {count} images cannot be read")
+        sys.exit(f"{unreadable} of {counted(count, 'image')} cannot be read")
 
 
 def parse_options(words: Sequence[str] | None = None, prog: str = "vil predict") -> argparse.Namespace:

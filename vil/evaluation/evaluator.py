@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..cuda_graphs import Replayed
 from ..data.sources.images import UNREADABLE
+from ..text import counted
 from .statistics import wilson_interval
 
 
@@ -32,6 +33,11 @@ class Evaluation:
     def is_blind(self) -> bool:
         """Whether no image could be read, so that there is no result."""
         return self.unreadable > 0 and self.images == 0
+
+    @property
+    def unreadable_note(self) -> str:
+        """Remark on the unreadable images."""
+        return f"{counted(self.unreadable, 'unreadable image')} {'was' if self.unreadable == 1 else 'were'} skipped"
 
     @property
     def top1(self) -> float:

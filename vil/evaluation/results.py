@@ -113,7 +113,7 @@ def validation_line(name: str, num_classes: int, result: Evaluation, notes: Sequ
 
 def _published_note(name: str, num_classes: int) -> list[str]:
     if num_classes != IMAGENET_CLASSES:
-        return [f"published accuracies are for ImageNet-1k, but this model has {num_classes} classes"]
+        return []
     peers = [
         f"{peer} {accuracy.top1}" + (f" (top-5 {accuracy.top5})" if accuracy.top5 else "")
         for peer, accuracy in published_for(name).items()

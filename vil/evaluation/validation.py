@@ -15,6 +15,7 @@ from ..config import ConfigError
 from ..data.host.workers import share_cores
 from ..data.loaders import evaluation_loader
 from ..data.sources.images import UnreadableSplitError
+from ..data.sources.split_paths import called
 from ..data.sources.splits import apply_exif_orientation, class_names, count_images, describe_split
 from ..devices import autocast
 from .comparison import Comparison
@@ -63,7 +64,7 @@ def validate(
     evaluator = Evaluator(classifiers, first.data_config["input_size"], device, precision, settings.batch_size)
     collector = PredictionCollector()
     results = evaluator(_with_progress(loader, rank), collector)
-    _check_images(results[0], data.split)
+    _check_images(results[0], data)
 
     predictions = None
     if settings.keep_predictions or labels is not None or len(models) > 1:
@@ -133,10 +134,10 @@ def _with_progress(loader: Any, rank: int) -> Iterable[Any]:
     return tqdm(loader, total=len(loader), unit="batch", disable=None if rank == 0 else True)
 
 
-def _check_images(result: Evaluation, split: str) -> None:
+def _check_images(result: Evaluation, data: DataSettings) -> None:
     if not result.images:
         missing = "can be read" if result.unreadable else "has a class label"
-        raise UnreadableSplitError(f"no image of the split {split!r} {missing}")
+        raise UnreadableSplitError(f"no image of {called(data.split, data.data_dir)} {missing}")
 
 
 def _notes(
@@ -157,5 +158,5 @@ def _notes(
     if settings.real_labels is not None:
         notes.append("evaluated with ReaL labels, excluding images without a ReaL label")
     if result.unreadable:
-        notes.append(f"{result.unreadable} unreadable images were skipped")
+        notes.append(result.unreadable_note)
     return notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -162,8 +163,23 @@ def check_options(path: Path, opset: int, features: Sequence[int] = ()) -> None:
         raise ExportError(f"{path} stores only weights; features need an .onnx or .pt2 file")
     if not path.parent.is_dir():
         raise ExportError(f"folder {path.parent} does not exist: create it first")
+    if not path.suffix and path.is_dir() and not _accepts_export(path):
+        raise ExportError(f"folder {path} contains other files than an earlier export: choose a new folder")
     if path.suffix == ".onnx":
         onnx_packages()
+
+
+def _accepts_export(folder: Path) -> bool:
+    """Return whether a folder has only hidden files and a README.md, or the files of an earlier export."""
+    names = {file.name for file in folder.iterdir() if not file.name.startswith(".")}
+    if names <= {"README.md"}:
+        return True
+    if not names >= {"config.json", "model.safetensors"}:
+        return False
+    try:
+        return "architecture" in json.loads((folder / "config.json").read_bytes())
+    except (ValueError, TypeError, RecursionError):  # the file is not JSON, or not a mapping
+        return False
 
 
 def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:

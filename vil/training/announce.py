@@ -70,6 +70,6 @@ def _warn_of_short_ema(config: Config, steps: int) -> None:
     shorter = max(0.5, 1 - 10 / steps)
     _logger.warning(
         "model_ema_decay %s averages over about %.0f steps, but this run has only %d, so the EMA weights will stay "
-        "close to the initial weights. Set --model-ema-decay %.4g to average over a tenth of the run",
-        decay, averaged, steps, shorter,
+        "close to the initial weights. Set --model-ema-decay %.4g to average over about %.0f steps, or train longer",
+        decay, averaged, steps, shorter, 1 / (1 - shorter),
     )  # fmt: skip

@@ -88,7 +88,7 @@ def _page(
     epoch = best_row(history)["epoch"]
     weights = f"best.pt, epoch {epoch:.0f} of {config.total_epochs}" + ", EMA weights" * is_ema
     columns = {name: getattr(result, name) for name in ("images", "top1", "top1_interval", "top5", "loss")}
-    notes = [f"{result.unreadable} unreadable images were skipped"] if result.unreadable else []
+    notes = [result.unreadable_note] if result.unreadable else []
     return report_page(
         title=f"{config.model} on {config.data_dir or config.dataset}, {config.val_split}",
         models=[{"model": config.model, "weights": weights, **columns}],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import warnings
 from typing import Any
 
@@ -21,6 +22,7 @@ _logger = logging.getLogger(__name__)
 ROWS, COLUMNS = 4, 8  # number of images per column and per row of the mosaic
 LARGEST_SIDE = 160  # pixels; maximum side of a plotted image
 LONGEST_NAME = 16  # maximum number of characters of a class name in a title
+TITLE_HEIGHT = 0.17  # inches; height of one line of a title
 SMALLEST_SHARE = 0.005  # minimum share of the second class in a mixed image's label; smaller shares are not shown
 
 
@@ -56,8 +58,15 @@ class Mosaic:
         self.images.append(_scaled_down(images_B3HW[: self.missing]))
         self.targets.append(targets[: self.missing])
         self.missing -= len(self.images[-1])
-        if self.missing:
-            return
+        if not self.missing:
+            self._write()
+
+    def finish(self) -> None:
+        """Write augmented.png if the run had fewer images than the mosaic has room for."""
+        if self.images and not self.path.exists():  # a resumed run keeps the mosaic of its start
+            self._write()
+
+    def _write(self) -> None:
         try:
             write_atomically(self.path, self._plot())
         except OSError as error:
@@ -71,12 +80,17 @@ class Mosaic:
         images_BHW3 = images_B3HW.clamp(0, 1).permute(0, 2, 3, 1).numpy()
         labels = self._labels(torch.cat(self.targets).cpu())
 
-        height, width = images_BHW3.shape[1:3]
-        figure = Figure(figsize=(1.5 * COLUMNS, (1.5 * height / width + 0.4) * ROWS))
-        figure.subplots_adjust(left=0.005, right=0.995, bottom=0.005, top=0.93, wspace=0.05, hspace=0.3)
-        for axis, image_HW3, label in zip(figure.subplots(ROWS, COLUMNS).flat, images_BHW3, labels):
-            axis.imshow(image_HW3)
+        rows = math.ceil(len(labels) / COLUMNS)
+        title = TITLE_HEIGHT * (1 + any("\n" in label for label in labels))
+        height = 1.42 * images_BHW3.shape[1] / images_BHW3.shape[2]  # inches; a column is 1.42 inches wide
+        total = rows * (height + title) + 0.06
+        figure = Figure(figsize=(1.5 * COLUMNS, total))
+        figure.subplots_adjust(0.005, 0.06 / total, 0.995, 1 - title / total, wspace=0.05, hspace=title / height)
+        axes = [*figure.subplots(rows, COLUMNS, squeeze=False).flat]
+        for axis in axes:
             axis.set_axis_off()
+        for axis, image_HW3, label in zip(axes, images_BHW3, labels):
+            axis.imshow(image_HW3)
             axis.set_title(label, fontsize=8, pad=2, parse_math=False)
         png = io.BytesIO()
         with warnings.catch_warnings():

@@ -9,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .best import BestCheckpoint
+from .interruption import StoppedError
 from .phases import Phase
 from .run_info import RunInfo
 from .summary import Reporter, epoch_line
@@ -38,7 +39,8 @@ class Progress:
         self.phase: Phase = run.phase
         self.reporter: Reporter | None = None
         if rank == 0:
-            self.reporter = Reporter(run.folder, self.phase.config, run.options, setup)
+            is_finished = len(history) >= self.phase.config.total_epochs
+            self.reporter = Reporter(run.folder, self.phase.config, run.options, setup, is_finished)
             self.reporter.catch_up(history)
             _logger.warning(setup)
         self.steps_per_epoch = steps_per_epoch
@@ -57,8 +59,10 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, _, error: BaseException | None, __) -> None:
         self.bar.close()
+        if self.reporter and isinstance(error, StoppedError):
+            self.reporter.finish_plot()
 
     def start_epoch(self, epoch: int) -> None:
         config = self.phase.config

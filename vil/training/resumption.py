@@ -133,7 +133,8 @@ def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:
     """
     config = run.phase.that_wrote(saved).config
     is_within_epoch = bool(saved["progress"].get("losses"))
-    check_same_options(saved["config"], stored_options(config, run.num_classes), path, is_within_epoch)
+    is_finished = len(saved["history"]) >= config.total_epochs
+    check_same_options(saved["config"], stored_options(config, run.num_classes), path, is_within_epoch, is_finished)
 
     names = saved["label_names"]
     if names and run.label_names and order_of(names, run.label_names) != [*range(len(names))]:
@@ -151,12 +152,12 @@ def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:
 
 
 def check_same_options(
-    saved: dict[str, Any], current: dict[str, Any], path: Path, is_within_epoch: bool = False
+    saved: dict[str, Any], current: dict[str, Any], path: Path, is_within_epoch: bool = False, is_finished: bool = False
 ) -> None:
     """Compare the options in a checkpoint with the options of the run that resumes from the checkpoint.
 
     Raises:
-        CheckpointError: A decisive option differs. Other differences are only logged.
+        CheckpointError: A decisive option differs. Other differences are only logged, unless the run `is_finished`.
     """
     for name in [name for name in saved if saved[name] != current.get(name)]:
         if name in DECISIVE:
@@ -169,5 +170,5 @@ def check_same_options(
                 f"{name} must be {saved[name]} until the end of the epoch in {path}, got {current.get(name)}: finish "
                 "the epoch with the same value"
             )
-        if name not in HARMLESS:
+        if name not in HARMLESS and not is_finished:
             _logger.warning("resuming with %s %r, was %r", name, current.get(name), saved[name])

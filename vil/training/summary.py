@@ -15,6 +15,7 @@ from ..config import Config
 from ..fault_tolerance.files import write_atomically
 from ..info import format_environment
 from ..security.csv_tables import csv_text
+from ..text import counted
 from .curve import missing_matplotlib, note_on_losses, plot_history
 from .history import format_best
 from .loggers import open_loggers
@@ -35,19 +36,23 @@ class Reporter:
         config: Options of the run.
         saved_config: Options in the form stored in checkpoints.
         setup: One line about devices, micro-batch size and image loading.
+        is_finished: Whether the run has no epochs left to train. Then config.yaml keeps the options of its training.
 
     Raises:
         ConfigError: A requested logger needs a package that is not installed.
     """
 
-    def __init__(self, folder: Path, config: Config, saved_config: dict[str, Any], setup: str):
+    def __init__(
+        self, folder: Path, config: Config, saved_config: dict[str, Any], setup: str, is_finished: bool = False
+    ):
         self.folder = folder
         self.total_epochs = config.total_epochs
         self.note = note_on_losses(config)
         folder.mkdir(parents=True, exist_ok=True)
         self.loggers = open_loggers(config, saved_config, folder)
-        self._write_start(saved_config, setup)
+        self._write_start(None if is_finished else saved_config, setup)
 
+        self.unplotted: list[dict[str, Any]] = []  # history rows, if curve.png lacks the last of them
         self.next_plot = 0.0  # earliest time of the next plot, in seconds of time.monotonic
         problem = missing_matplotlib()
         self.plots = problem is None
@@ -56,12 +61,16 @@ class Reporter:
                 "%s will have no augmented.png and curve.png (%s); run pip install matplotlib", folder, problem
             )
 
-    def _write_start(self, saved_config: dict[str, Any], setup: str) -> None:
-        """Write config.yaml, and append the time, command line and environment of this start to info.txt."""
+    def _write_start(self, saved_config: dict[str, Any] | None, setup: str) -> None:
+        """Write config.yaml, and append the time, command line and environment of this start to info.txt.
+
+        If `saved_config` is None, config.yaml is not written.
+        """
         info = self.folder / "info.txt"
         start = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}  {' '.join(sys.argv)}\n{format_environment()}{setup}\n\n"
         try:
-            write_atomically(self.folder / "config.yaml", yaml.safe_dump(saved_config, sort_keys=False))
+            if saved_config is not None:
+                write_atomically(self.folder / "config.yaml", yaml.safe_dump(saved_config, sort_keys=False))
             before = info.read_bytes() if info.is_file() else b""
             # paths on the command line may be invalid UTF-8
             write_atomically(info, before + start.encode(errors="replace"))
@@ -96,12 +105,22 @@ class Reporter:
     def _plot(self, history: list[dict[str, Any]]) -> None:
         """Plot curve.png, unless plotting would take more than 1% of the time, as in runs with short epochs."""
         is_last = len(history) == self.total_epochs
-        if not self.plots or (time.monotonic() < self.next_plot and not is_last):
+        if not self.plots:
+            return
+        if time.monotonic() < self.next_plot and not is_last:
+            self.unplotted = history
             return
         begin = time.monotonic()
+        self.unplotted = []
         write_atomically(self.folder / "curve.png", plot_history(history, self.note))
         end = time.monotonic()
         self.next_plot = end + (end - begin) / PLOTTING_SHARE
+
+    def finish_plot(self) -> None:
+        """Plot curve.png when a run stops, if the last epochs are missing in the plot."""
+        if self.unplotted:
+            with suppress(OSError):
+                write_atomically(self.folder / "curve.png", plot_history(self.unplotted, self.note))
 
     def closing_line(self, history: list[dict[str, Any]], problem: str | None = None) -> str:
         """Return a line with the best epoch's accuracy and the path of best.pt, or the problem with best.pt."""
@@ -120,7 +139,8 @@ def epoch_line(history: list[dict[str, Any]], epochs: int) -> str:
     row = history[-1]
     phase = f", phase {row['phase']:.0f}" if "phase" in row else ""
     ema = f" (EMA {row['eval_top1_ema']:.2f}%)" if "eval_top1_ema" in row else ""
-    unreadable = f", {row['unreadable_images']:.0f} unreadable images" if row.get("unreadable_images") else ""
+    count = round(row.get("unreadable_images", 0))
+    unreadable = f", {counted(count, 'unreadable image')}" if count else ""
     return (
         f"epoch {row['epoch']:.0f}/{epochs}{phase}: training loss {row['train_loss']:.4f}, validation loss "
         f"{row['eval_loss']:.4f}, top-1 {row['eval_top1']:.2f}%{ema}, best {format_best(history)}, "

@@ -167,6 +167,7 @@ class Trainer:
                 state.finish_epoch(row)
                 self.checkpointer.save()
                 progress.finish_epoch(state.history)
+            self.mosaic.finish()
 
             if not self.phase.is_last:
                 self.signals.restore_handlers()

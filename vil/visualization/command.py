@@ -114,7 +114,8 @@ def titles_of(model: VisionLonghorn, files: Sequence[Path], pictures: Sequence[I
     predicted = cast("list[list[Prediction]]", predict(model, pictures, topk=1))  # one list per image
     titles = []
     for path, (best,) in zip(files, predicted):
-        lines = [label_of("/".join(path.parts[-2:]))[-24:]]
+        name = label_of("/".join(path.parts[-2:]))
+        lines = [name if len(name) <= 24 else f"…{name[-23:]}"]
         true_class = true_class_of(path, model)
         if true_class is not None:
             lines.append(f"true: {label_of(true_class)[:24]}")

@@ -54,7 +54,7 @@ def test_splits_are_found_by_common_names(tmp_path, wanted, there, found, tar, c
             (tmp_path / f"{name}.tar").touch()  # a folder takes precedence over the .tar file
     images = open_split(str(tmp_path), "", wanted)
     assert [os.path.basename(name) for name in images.filenames()] == [f"{found}.png"]
-    assert describe_split(wanted, images) == f"{wanted}: 1 images of 1 classes, from 1 of 'a' to 1 of 'a'"
+    assert describe_split(wanted, images) == f"{wanted}: 1 image of 1 class, 'a'"
     lines = [record.getMessage() for record in caplog.records]
     if wanted in (found, "train", "validation"):
         assert lines == []
@@ -273,12 +273,14 @@ def test_splits_must_have_the_same_classes(image_folder, tmp_path):
     shutil.copytree(image_folder, tmp_path / "images")
     config = small_config(tmp_path / "images", num_classes=4)
     (tmp_path / "images" / "val" / "bee").rename(tmp_path / "images" / "val" / "wasp")
-    with pytest.raises(ConfigError, match=r"'validation' has classes that training does not have: 'wasp'"):
+    with pytest.raises(ConfigError, match=r"'validation' of .* has classes that training does not have: 'wasp'"):
         open_splits(config)
     with pytest.raises(
         ConfigError, match=r"the split 'train' of .* has 4 classes, but the model has 1000 \(num_classes\)"
     ):
         open_splits(small_config(image_folder, num_classes=1000))
+    with pytest.raises(ConfigError, match="^the folder .*/train has 4 classes, but the model has 1000"):
+        open_split(str(image_folder / "train"), "", ".", 1000)
     shutil.rmtree(tmp_path / "images" / "val" / "wasp")  # the other classes keep their indices
     for packed in (False, True):
         for split in ("train", "val") if packed else ():

@@ -13,6 +13,7 @@ from timm.utils.misc import natural_key
 from ...classes import check_distinct, ends_of, normal, quoted
 from ...config import ConfigError
 from ...distributed import warn_on_rank0
+from ...text import counted
 
 
 class ClassFolders:
@@ -148,7 +149,8 @@ class ClassReader(Reader):
         names = {index: name for name, index in self.class_to_idx.items()}
         counts = Counter(self.targets).most_common()
         most, fewest = (f"{count} of {names[index]!r}" for index, count in (counts[0], counts[-1]))
-        images = f"{len(self.targets)} images of {len(counts)} classes, from {fewest} to {most}"
+        classes = f"from {fewest} to {most}" if len(counts) > 1 else repr(names[counts[0][0]])
+        images = f"{counted(len(self.targets), 'image')} of {counted(len(counts), 'class', 'classes')}, {classes}"
         return "; ".join([images, *self.folders.notes()]) + endings(self.left_out)
 
 

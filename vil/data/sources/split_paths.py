@@ -59,6 +59,11 @@ def missing_folder(path: Path, remedy: str) -> ConfigError:
     return ConfigError(f"the data folder {str(path)!r} does not exist: {remedy}")
 
 
+def called(split: str, data_dir: str | None) -> str:
+    """Return what messages call a split."""
+    return f"the folder {data_dir}" if split == WHOLE else f"the split {split!r} of {data_dir}"
+
+
 def split_in(root: Path, split: str) -> Path | None:
     """Return the folder or tar file of a split in the folder `root`, or None if the split is missing.
 

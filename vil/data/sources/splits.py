@@ -23,7 +23,7 @@ from .folders import FolderReader
 from .image_files import is_hidden
 from .images import open_file, restrict_pillow
 from .readers import count_rotated
-from .split_paths import find_split
+from .split_paths import called, find_split
 from .synthetic import SyntheticImages
 from .tars import TarReader
 
@@ -60,7 +60,7 @@ def open_split(
     except ConfigError:
         raise
     except Exception as error:  # damaged data can raise any type of exception
-        raise ConfigError(f"cannot open the split {split!r} of {data_dir}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"cannot open {called(split, data_dir)}: {type(error).__name__}: {error}") from error
     check_count(images, num_classes, split, data_dir)
     return images
 
@@ -86,7 +86,7 @@ def check_count(images, num_classes: int | None, split: str, data_dir: str | Non
     classes = len(class_names(images))
     if classes and num_classes and classes != num_classes:
         raise ConfigError(
-            f"the split {split!r} of {data_dir} has {classes} classes, but the model has {num_classes} (num_classes)"
+            f"{called(split, data_dir)} has {classes} classes, but the model has {num_classes} (num_classes)"
         )
 
 
@@ -115,7 +115,7 @@ def follow_classes(
     if unknown := [name for name in names if found[name] is None]:
         paths = {name: folders.inside(path) for path, name in folders.names.items()} if folders else {}
         hint = _hint(paths.get(unknown[0], unknown[0]), len(names), known)
-        raise ConfigError(f"the split {split!r} has classes that {owner} does not have: {quoted(unknown)}{hint}")
+        raise ConfigError(f"{called(split, data_dir)} has classes that {owner} does not have: {quoted(unknown)}{hint}")
 
     indices = {name: index for name, index in found.items() if index is not None}
     indices_of_known = {name: index for index, name in enumerate(known)}
@@ -295,7 +295,7 @@ def _warn_of_missing_classes(split: str, known: Mapping[str, int], present: Iter
     indices = {*present}
     if missing := [name for name, index in known.items() if index not in indices]:
         warn_on_rank0(
-            __name__, "the split %r has no images of %d of the %d classes: %s",
+            __name__, "warning: the split %r has no images of %d of the %d classes, so accuracies say nothing about %s",
             split, len(missing), len(known), quoted(missing),
         )  # fmt: skip
 
