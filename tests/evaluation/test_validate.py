@@ -521,12 +521,12 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         *(
             (["--checkpoint", "nowhere.pt", *words.split()], message)  # rejected before any file is read
             for words, message in {
-                "--batch-size 0": "'batch_size' in the command line must be at least 1",
+                "--batch-size 0": "--batch-size must be at least 1",
                 "--workers -1": "at least 0",
                 "--workers 100000": "at most 1024",
-                "--crop-pct nan": "'crop_pct' in the command line must be a finite",
+                "--crop-pct nan": "--crop-pct must be a finite",
                 "--interpolation cubic": "unknown interpolation 'cubic'; did you mean 'bicubic'",
-                "--img-size 0": "'img_size' in the command line must be at least 1",
+                "--img-size 0": "--img-size must be at least 1",
                 "--num-classes 0": "at least 1",
                 "--json {tmp}": "exists but is not a regular file",
                 "--json {tmp}/pipe": "/pipe: the path exists but is not a regular file",

@@ -106,7 +106,7 @@ def error_of_validation():
         (dict(model="no_model"), "has model 'no_model', which is not a model of timm or this package"),
         (dict(model_kwargs=dict(checkpoint_path="/etc/passwd")), "has the model argument 'checkpoint_path'"),
         (dict(model_kwargs=dict(patch_size=[8, 8, 8])), r"has patch_size \[8, 8, 8\]"),
-        (dict(model_kwargs="depth"), "option 'model_kwargs' in the checkpoint .* must be dict, got 'depth'"),
+        (dict(model_kwargs="depth"), "option 'model_kwargs' in the checkpoint .* must be a mapping, got 'depth'"),
         (dict(model_kwargs=dict(global_pool="/x")), "but global_pool must be one of '', 'token', 'avg'$"),
         (dict(num_classes=10**6 + 1), "has num_classes 1000001, but num_classes must be at most 1000000$"),
         (dict(img_size=8193), "has img_size 8193, but img_size must be at most 8192$"),
@@ -538,7 +538,8 @@ OF_ANOTHER_KIND = [
     ),
     *(("optimizer", value, "does not fit this run: TypeError") for value in ([], None, 7)),
     ("optimizer", {}, "does not fit this run: KeyError: 'param_groups'"), ("state_dict", {}, "keys: 35 missing"),
-    ("config", dict(lr=torch.zeros(2)), "must be float"), ("progress", {}, "does not fit this run: KeyError: 'losses'"),
+    ("config", dict(lr=torch.zeros(2)), "must be a number"),
+    ("progress", {}, "does not fit this run: KeyError: 'losses'"),
     ("progress", dict(losses=[1.0], norms=[]), "ValueError: progress must have one loss .* per step, got 1 and 0$"),
 ]  # fmt: skip
 

@@ -295,7 +295,7 @@ def test_the_tensors_loaded_from_pretrained_weights_are_logged(tmp_path, caplog)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--epochs", "many"], "error: option 'epochs' in the command line must be int, got 'many'"),
+        (["--epochs", "many"], "error: --epochs must be an integer, got 'many'"),
         (["--data-dir", "nowhere"], "error: the data folder 'nowhere' does not exist: pass "),
         (["--resume", "nowhere.pt", "--data-dir", "IMAGES"], "error: checkpoint nowhere.pt does not exist"),
         (

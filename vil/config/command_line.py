@@ -13,11 +13,11 @@ from typing import Any
 from ..text import nearest, shown
 from .options import FIELDS, Config, ConfigError
 from .timm_args import from_timm, img_size_of
-from .values import checked, kind_of, may_be_pair, read_yaml, unknown_option
+from .values import COMMAND_LINE, checked, kind_of, may_be_pair, read_yaml, unknown_option
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # folder of this package's configs
 SHORT_FLAGS = {"batch_size": ["-b"], "workers": ["-j"]}  # timm's
-SOURCE = "the command line"  # describes in error messages where an option was set
+SOURCE = COMMAND_LINE  # describes in error messages where an option was set
 
 _logger = logging.getLogger(__name__)
 

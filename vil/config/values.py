@@ -16,6 +16,11 @@ from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError, unkno
 
 MOST_BYTES = 2**17  # maximum size of a config file in bytes, because YAML parsing needs much time and memory per byte
 LONGEST_NUMBER = 400  # maximum number of characters in a number; more than the largest float needs
+COMMAND_LINE = "the command line"  # source of options, for messages
+KINDS = {
+    int: "an integer", float: "a number", bool: "true or false", str: "a text", tuple: "a list of numbers",
+    dict: "a mapping",
+}  # fmt: skip
 _TYPES = typing.get_type_hints(Config)
 
 
@@ -176,12 +181,17 @@ def convert(name: str, value: Any, source: str) -> Any:
     except (TypeError, ValueError, OverflowError):
         pass
     if converted is None:
-        expected = f"{kind.__name__}{' or a pair (height and width)' * may_be_pair(name)}"
-        raise ConfigError(f"option {name!r} in {source} must be {expected}, got {shown(value)}")
+        expected = f"{KINDS[kind]}{' or a pair (height and width)' * may_be_pair(name)}"
+        raise ConfigError(f"{_called(name, source)} must be {expected}, got {shown(value)}")
     for number in converted if kind is tuple else [converted] if kind in (int, float) else []:
         if complaint := _out_of_range(number, **{key: FIELDS[name].metadata[key] for key in ("low", "high", "above")}):
-            raise ConfigError(f"option {name!r} in {source} must be {complaint}, got {shown(value)}")
+            raise ConfigError(f"{_called(name, source)} must be {complaint}, got {shown(value)}")
     return converted
+
+
+def _called(name: str, source: str) -> str:
+    """Return what messages call an option."""
+    return f"--{name.replace('_', '-')}" if source == COMMAND_LINE else f"option {name!r} in {source}"
 
 
 def _checked_phases(value: Any, source: str) -> list[dict[str, Any]]:

@@ -139,7 +139,7 @@ def _choose_splits(layout: Layout, given: Mapping[str, Any]) -> dict[str, Any]:
     folder = layout.data_dir if layout.train_split == WHOLE else str(Path(layout.data_dir) / layout.train_split)
     line = f"{folder}: {layout.num_images} images of {len(layout.class_sizes)} classes"
     if layout.val_split or "val_split" in given:
-        split = given.get("val_split") or layout.val_split
+        split = str(given.get("val_split") or layout.val_split)
         line += f"; validation on {split_in(Path(layout.data_dir), split) or repr(split)} (set --val-split)"
     elif not given.get("val_fraction"):
         chosen["val_fraction"] = SHARE
