@@ -472,10 +472,10 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
     with pytest.raises(SystemExit):
         call(validate.main, "--help")
     printed = capsys.readouterr().out
-    lines = re.findall(r"^  (?:-h, )?--([\w-]+)(.*(?:\n {4,}.*)*)", printed, re.MULTILINE)
+    lines = re.findall(r"^  (?:-\w(?: [A-Z_]+)?, )?--([\w-]+)(.*(?:\n {4,}.*)*)", printed, re.MULTILINE)
     explained = {name.replace("-", "_"): re.split(r"\s{2,}", text)[-1] for name, text in lines}
     defaults = vars(call(validate.parse_options))
-    assert explained.keys() == {"help", *defaults}
+    assert {*explained, "folder"} == {"help", *defaults}
     for name, text in explained.items():
         assert len(text.split()) > 1, name
         if stated := re.search(r"\(default: (.*)\)", text):
