@@ -242,7 +242,7 @@ def test_images_that_diverge_are_drawn_again(monkeypatch):
     assert torch.equal(render_images(edge, edge, options, places(40)[30:]), images[30:])
     monkeypatch.setattr(fractals, "ATTEMPTS", 3)
     two = np.stack([padded(SIERPINSKI), padded(DIVERGING)])
-    with pytest.raises(ConfigError, match="class 1 has an empty image .* variation below 0.1"):
+    with pytest.raises(ConfigError, match="class 1 has an empty image .*--variation below 0.1"):
         render_images(two, edge, Fractals(**SMALL | dict(variation=0.1)), [*places(3), *places(3, number=1)])
 
 

@@ -84,6 +84,8 @@ def complete_options(given: Mapping[str, Any], has_config: bool) -> dict[str, An
     """
     if not given.get("data_dir") or given.get("dataset") or given.get("synthetic"):
         return dict(given)
+    if has_config and _has_splits(given):  # nothing to choose, and listing ImageNet's files would take minutes
+        return dict(given)
     layout = _layout(given)
     if not has_config:
         given = {**given, "experiment": given.get("experiment") or Path(given["data_dir"]).resolve().name or "images"}
@@ -99,6 +101,14 @@ def complete_options(given: Mapping[str, Any], has_config: bool) -> dict[str, An
         chosen |= _choose_training(layout.num_images - num_held_out, given)
     kwargs = {**chosen.get("model_kwargs", {}), **(given.get("model_kwargs") or {})}
     return {**chosen, **given, "data_dir": layout.data_dir, "model_kwargs": kwargs}
+
+
+def _has_splits(given: Mapping[str, Any]) -> bool:
+    """Return whether the training split is given, or the data folder has both splits under their usual names."""
+    root = Path(given["data_dir"])
+    if "train_split" in given or not root.is_dir():
+        return "train_split" in given
+    return bool(split_in(root, "train") and split_in(root, "validation"))
 
 
 def _layout(given: Mapping[str, Any]) -> Layout:

@@ -161,7 +161,7 @@ def _check(recurrence, q_GLBN, inputs, backward=False, dy_GLBD=None, chunk_state
         check_given(dy_GLBD=dy_GLBD, chunk_states_GSBND=chunk_states_GSBND)
     rows = _INPUTS[recurrence]
     if len(inputs) != len(rows):
-        raise ValueError(f"the {recurrence} recurrence must get {len(rows)} input tensors, got {len(inputs)}")
+        raise ValueError(f"inputs of the {recurrence} recurrence must be {len(rows)} tensors, got {len(inputs)}")
     sizes: dict[str, int] = {}
     of_q, dtype = ("q_GLBN", q_GLBN, "GLBN", None), q_GLBN.dtype
     check(sizes, of_q, *((name, t, layout, dtype) for (name, layout), t in zip(rows, inputs)))
