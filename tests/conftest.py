@@ -1,5 +1,7 @@
 """Fixtures shared by all tests of the package; `fixtures` also sets up the environment that tests need."""
 
+import logging
+
 import pytest
 import torch
 from fixtures import image_folder, no_pictures, poison, signal_handlers, uninterrupted  # noqa: F401
@@ -9,3 +11,5 @@ def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     torch.manual_seed(0)  # pytest-randomly does not seed PyTorch
+    # xdist cannot send captured log lines with names that are not UTF-8, and `vil export` logs more than warnings
+    logging.getLogger("vil.exporting").setLevel(logging.NOTSET)
