@@ -63,12 +63,12 @@ def test_splits_are_found_by_common_names(tmp_path, wanted, there, found, tar, c
 
 
 def test_a_folder_is_split_by_the_command_that_the_error_names(tmp_path, monkeypatch, capsys):
-    files = {"cat": "png jpg webp bmp gif tif ppm WEBP jpeg", "dog": "PNG png HEIC txt txt txt"}
+    files = {"cat": "png jpg webp bmp gif tif ppm WEBP jpeg", "dog": "PNG png PSD txt txt txt"}
     for name, suffixes in files.items():
         for i, suffix in enumerate(suffixes.split()):
             path = tmp_path / "a pet" / name / f"{i}.{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
-            if suffix in ("HEIC", "txt"):
+            if suffix in ("PSD", "txt"):
                 path.write_text("none")
             else:
                 Image.new("RGB", (4, 4)).save(path)
@@ -95,7 +95,7 @@ def test_a_folder_is_split_by_the_command_that_the_error_names(tmp_path, monkeyp
         (tmp_path / "a pet" / name).rename(tmp_path / "a pet/train" / name)
         (tmp_path / "a pet/train" / name / "README").touch()
     assert describe_split("train", open_split(".", "", "train")).endswith(
-        "; not read as images: 4 'hidden', 3 '.txt', 2 'README', 1 '.heic'"
+        "; not read as images: 4 'hidden', 3 '.txt', 2 'README', 1 '.psd'"
     )
     kinds = Counter({f".{i}": 9 - i for i in range(6)})
     five = "; not read as images: 9 '.0', 8 '.1', 7 '.2', 6 '.3', 5 '.4'"
