@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from fixtures import image_folder, no_pictures, poison, signal_handlers, uninterrupted  # noqa: F401
+from fixtures import image_folder, no_pictures, poison, process_state, uninterrupted  # noqa: F401
 
 
 def pytest_runtest_setup(item):

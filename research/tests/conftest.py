@@ -1,3 +1,3 @@
 """Make the fixtures of the package's tests available to the tests of the studies."""
 
-from fixtures import image_folder, no_pictures, signal_handlers  # noqa: F401
+from fixtures import image_folder, no_pictures, process_state  # noqa: F401

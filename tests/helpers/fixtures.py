@@ -20,21 +20,32 @@ if not has_gpu:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads TRITON_INTERPRET at its first import
 
 from processes import run, train_command
+from timm.data import get_img_extensions, set_img_extensions
 
 # A shell's background jobs ignore SIGINT, and child processes inherit ignored signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
 CLASSES = ("ant", "bee", "cat", "dog")
 TRAIN_IMAGES, VAL_IMAGES = 17, 7  # images per class; not multiples of the batch size
 
 
-@pytest.fixture(autouse=True)
-def signal_handlers():
-    """Restore the signal handlers that a test's `Trainer` replaces."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    yield
-    for number, handler in handlers.items():
+def reset_signal_handlers():
+    for number, handler in HANDLERS.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def process_state():
+    """Reset what a `Trainer`, possibly that of a module's fixture, and tests change in the process.
+
+    These are the signal handlers and the file extensions that timm reads as images.
+    """
+    extensions = get_img_extensions()
+    reset_signal_handlers()
+    yield
+    reset_signal_handlers()
+    set_img_extensions(extensions)
 
 
 @pytest.fixture(scope="session")
