@@ -222,7 +222,7 @@ def play(
     B, M, _ = systems_BM7.shape
     steps = -(-points // CHAINS)
     sums_BM = torch.from_numpy(systems_BM7[..., 6]).cumsum(1)
-    # Divide by the last cumulative probability, because it must not be below a random number in [0, 1).
+    # Normalize the cumulative probabilities, because rounding could leave the last one below a random number in [0, 1).
     sums_BM = sums_BM.div_(sums_BM[:, -1:].clone()).to(device, torch.float32)
     # An affine map is stored as rows (a, c), (b, d) and (e, f), which are multiplied by x, y and 1.
     maps = torch.from_numpy(systems_BM7[..., [0, 2, 1, 3, 4, 5]]).to(device, torch.float32).reshape(B * M, 6)

@@ -44,7 +44,7 @@ SEEDS, FURTHER_SEEDS = range(5), range(5, 8)
 PROTOCOL = dict.fromkeys(MODELS, FURTHER_SEEDS.stop)  # exclusive upper bound of each model's seeds
 # Additional seeds were planned after the first differences were known, so no significance test uses them.
 EXTENSIONS = ({VIL: 12, VIM: 12}, {VIL: 12, VIM: 20})
-WIDEST = 0.5  # percentage points; further seeds are trained if the interval of ViL minus ViM has a larger half-width
+WIDEST = 0.5  # percentage points; largest half-width of a confidence interval for which no further seeds are trained
 MARGIN = 1.0  # percentage points; models are equivalent if the interval of their difference is within this margin
 OPTIONS = {"rates": ["--epochs", "8"], "compiled": ["--epochs", "2", "--torchcompile"], "seeds": []}
 DIVERGED = r"the (loss|gradient norm|gradient's norm) is (nan|inf|-inf) at step"

@@ -11,5 +11,5 @@ def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     torch.manual_seed(0)  # pytest-randomly does not seed PyTorch
-    # xdist cannot send captured log lines with names that are not UTF-8, and `vil export` logs more than warnings
+    # undo the log level of `vil export`, because xdist cannot send log lines with file names that are not UTF-8
     logging.getLogger("vil.exporting").setLevel(logging.NOTSET)

@@ -47,8 +47,7 @@ class Mutant(NamedTuple):
     after: str
 
 
-# A mutant has a description, and a unique quote of the source that contains ⟦original→replacement⟧.
-# Alternatively, the quotes before and after the change are given.
+# A row is (description, unique source quote with ⟦original→replacement⟧), or (description, quote, changed quote).
 # fmt: off
 TABLE = {
     "cuda/async_copies.cuh": [

@@ -18,8 +18,8 @@ import timm
 
 import vil  # noqa: F401  registers the models
 
-# These lines are added to timm's test file.
-# timm then tests forward_intermediates(), and does not expect the models of this package to be convolutional.
+# FILTERS is added to timm's test file.
+# The filters make timm test forward_intermediates(), and treat this package's models as non-convolutional.
 FILTERS = f"""
 NON_STD_FILTERS += {timm.list_models(module="vision_longhorn")}
 FEAT_INTER_FILTERS += ["vision_longhorn"]

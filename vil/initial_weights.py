@@ -48,7 +48,8 @@ def fit_head(
     order = order_of(own_names, label_names)
     if order is None:
         reason = ""
-        if {*map(normal, own_names)} & {*map(normal, label_names)}:  # otherwise every class is new
+        # no reason is given if the file and the data have no class in common
+        if {*map(normal, own_names)} & {*map(normal, label_names)}:
             reason = f", because {first_difference(own_names, label_names, 'the file', 'the data')}"
         without_head = {name: tensor for name, tensor in weights.items() if name not in head}
         return without_head, f"; new head for {len(label_names)} classes{reason}"

@@ -18,10 +18,10 @@ from .errors import CheckpointError
 # keys of the state dict in checkpoints of timm, PyTorch's tutorials, DeiT and DeepSpeed
 RAW = ("state_dict", "model_state_dict", "model", "net", "module")
 EMA = ("state_dict_ema", "model_ema", "ema")
-# Wrappers such as torch.compile, DistributedDataParallel and LightningModule add these parts to parameter names.
+# parts that torch.compile, FSDP and activation checkpointing insert into parameter names
 INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-IN_FRONT = "module."
-OF_ALL = ("model.", "net.")
+IN_FRONT = "module."  # prefix of parameter names in DataParallel, DistributedDataParallel and AveragedModel
+OF_ALL = ("model.", "net.")  # prefixes of parameter names in a LightningModule with a model in this attribute
 MOST_RESAMPLED = 2**26  # maximum number of values by which resampling to another image size may enlarge weights
 MOST_DIMENSIONS = 64  # PyTorch's maximum number of tensor dimensions
 COUNTER = "n_averaged"  # PyTorch's AveragedModel has this buffer in addition to the module
@@ -71,7 +71,7 @@ def find_state_dict(content: Any, use_ema: bool | None, ema_is_best: bool | None
 
     prefers_ema = ema_is_best is not False if use_ema is None else use_ema
     candidates = emas if emas and (prefers_ema or not others) else others
-    whole = Found((), False, content)  # candidate if the file is a plain state dict
+    whole = Found((), False, content)  # the whole file, which may be a state dict itself
     if not any(_has_tensors(one.tensors) for one in [*candidates, whole]):
         elsewhere = _below(content)
         if elsewhere:
@@ -103,7 +103,7 @@ def _search(content: dict[Any, Any], keys: tuple[str, ...] = (), is_ema: bool = 
         elif not keys:
             found += _search(value, one.keys, one.is_ema)
             empty.append(one)
-    return found or empty[:1]  # loading an empty state dict later reports the missing weights
+    return found or empty[:1]  # loading an empty state dict reports missing weights
 
 
 def _below(content: dict[Any, Any]) -> list[Found]:

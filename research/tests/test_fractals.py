@@ -150,7 +150,7 @@ def test_classes_are_drawn_and_judged_as_published(systems):
 
 def test_candidates_have_2_to_8_maps_with_uniform_coefficients(monkeypatch):
     monkeypatch.setattr(fractals, "play", lambda systems, *_: (torch.zeros(len(systems), 1, 2), None))
-    # every sampled system passes the test of the filling rate
+    # With this stub, every sampled function system fills all pixels, so no system is rejected.
     monkeypatch.setattr(fractals, "filling_rate", lambda points, size: torch.ones(len(points)))
     candidates = draw_systems(7000, seed=0)
     exists = candidates[..., 6] > 0
@@ -210,7 +210,7 @@ def test_an_image_does_not_depend_on_how_many_there_are_or_come_with_it(systems)
 
 
 def test_every_image_has_random_numbers_of_its_own():
-    twins = np.stack([padded(FERN)] * 2)  # two classes of the same system
+    twins = np.stack([padded(FERN)] * 2)  # two classes with the same function system
     wanted = [Place(split, number, image) for split in fractals.SPLITS for number in (0, 1) for image in (0, 1)]
     images = render_images(twins, twins, Fractals(**SMALL), wanted)
     assert len({image.numpy().tobytes() for image in images}) == 12
@@ -229,7 +229,7 @@ def test_memory_is_bounded_by_points_and_by_pixels():
 
 
 def test_images_that_diverge_are_drawn_again(monkeypatch):
-    edge = np.array(FERN)  # more than half of this system's variations diverge
+    edge = np.array(FERN)  # function system of which most random variations diverge
     edge[0] = [0.97, 0.2, -0.2, 0.97, 0.3, 0, 0.99]
     edge[1:, 6] = 0.005
     edge = padded(edge)[None]
@@ -251,7 +251,8 @@ def test_points_that_are_played_again_come_with_their_maps(monkeypatch):
     options = Fractals(**SMALL | dict(variation=0, points=count))
     first, _ = fractals._points_that_fill(fern, options, places(40), "cpu")
     rates = fractals.filling_rate(first, 32)
-    monkeypatch.setattr(fractals, "KEPT", float(rates.median()))  # half of the images fill enough in the first attempt
+    # half of the images reach the minimum filling rate KEPT in the first attempt
+    monkeypatch.setattr(fractals, "KEPT", float(rates.median()))
     points, maps = fractals._points_that_fill(fern, options, places(40), "cpu")
     assert (fractals.filling_rate(points, 32) >= fractals.KEPT).all()
     assert ((points == first).all((1, 2)) == (rates >= fractals.KEPT)).all()
@@ -314,7 +315,7 @@ def test_a_point_has_the_colour_of_the_map_that_made_it():
     drawn = [(image == colour).all(-1) for colour in palette]
     assert sum(where.sum() for where in drawn[:4]) == 128 * 128
     row, column = (torch.stack([where.nonzero()[:, axis].float().mean() for where in drawn[:4]]) for axis in (0, 1))
-    assert abs(row[1] - row[2]) < 4  # the triangles of the first two maps are side by side
+    assert abs(row[1] - row[2]) < 4  # maps 1 and 2 draw triangles side by side
     assert abs(row[3] - row[1]) > 50
     assert abs(column[1] - column[2]) > 50
     assert abs(column[3] - (column[1] + column[2]) / 2) < 4

@@ -262,7 +262,7 @@ def test_results_that_are_half_written_are_gone_on_with(stubbed, monkeypatch, ca
 
     def stop(path, content):
         write(path, content)
-        if len(started) > 13:  # fail between the two files that the first run with test predictions writes
+        if len(started) > 13:  # fail after the first of the two files that a run with test predictions writes
             raise OSError("no space left")
 
     with monkeypatch.context() as patch:

@@ -66,7 +66,7 @@ def test_a_recall_example_lists_pairs_and_then_asks_for_every_value_once():
 
 def test_distances_follow_the_power_law():
     _, queries = recall_examples(6_000, 64, 4, seed=0, device=CPU)
-    first = (queries[:, 0] - 8) // 2  # later samples depend on the first one, because no distance occurs twice
+    first = (queries[:, 0] - 8) // 2  # only the first query is independent, because distances do not repeat
     found = torch.bincount(first, minlength=28) / len(first)
     expected = torch.arange(1.0, 29.0) ** (POWER - 1)
     torch.testing.assert_close(found, expected / expected.sum(), atol=0.02, rtol=0)

@@ -358,7 +358,7 @@ def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stub
     for file in tmp.iterdir():
         shutil.copy(file, root)
     shutil.copytree(root / "images", moved, dirs_exist_ok=True)
-    for folder in ("others", "runs"):  # the folder `runs` also contains the run in --earlier
+    for folder in ("others", "runs"):  # the folder `runs` also contains the run of the --earlier file
         judged[judged.index("--folder") + 1] = str(root / folder)
         run_study([*judged, "--data-dir", str(moved), "--out", str(root / "both.json")])
         assert [run["seed"] for run in json.loads((root / "both.json").read_text())["runs"]] == [0, 1]

@@ -172,7 +172,7 @@ def test_the_operator_keeps_0_to_all_of_a_state_for_any_key_and_beta(g):
     share = kept / written
     assert share.min() > 0
     assert share.max() <= 1 + 1e-12
-    assert share.min() < 1e-4  # the shares approach both bounds, 0 and 1
+    assert share.min() < 1e-4  # the kept share of a state approaches both bounds, 0 and 1
     assert share.max() > 0.999999
 
 

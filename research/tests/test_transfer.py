@@ -87,10 +87,11 @@ def test_what_a_stopped_call_has_left_is_reported_as_far_as_all_ways_have_it():
     assert f"| 20 | {transfer.FINE_TUNED} | {transfer.SCRATCH} | +1.50 (" in differences
     # an earlier call was stopped before the learning rate was selected
     assert tables(rows(transfer.SCRATCH, 5, [60, 70], True) + whole) == expected
-    assert tables(size(5, 4, 3, 0) + whole) == expected  # an earlier call was stopped while training reported runs
+    # an earlier call was stopped before all methods had been trained
+    assert tables(size(5, 4, 3, 0) + whole) == expected
     assert tables(size(20, 4, 3, 2)) == expected  # the call has more seeds than the earlier call
     assert "| 5 | " in tables(size(5, 3) + whole)[0]
-    assert transfer.differences_table(size(20, 1)).count("\n") == 2  # a single seed has no test
+    assert transfer.differences_table(size(20, 1)).count("\n") == 2  # one seed permits no significance test
 
 
 def as_a_run_that_tells_its_process(path):

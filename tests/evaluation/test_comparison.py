@@ -73,7 +73,7 @@ def test_comparison_tables_list_differences_per_class_and_per_confusion(tmp_path
     assert found == expected
     assert list(found) == sorted(found, key=lambda pair: (-abs(found[pair][-1]), pair))
     assert len({abs(row[-1]) for row in found.values()}) > 1
-    write_tables(tmp_path, predictions(targets, best[:, [0, 0]]), {})  # equal predictions have no differing confusions
+    write_tables(tmp_path, predictions(targets, best[:, [0, 0]]), {})  # equal predictions give an empty table
     assert (tmp_path / "confusions.csv").read_text().split() == ['"class"']
 
 
@@ -125,7 +125,7 @@ def test_measured_throughput_excludes_the_first_call(monkeypatch):
 
         def forward(self, images):
             self.calls += 1
-            clock.now += 10.0 if self.calls == 1 else 0.25  # the first call is slow, as compilation is
+            clock.now += 10.0 if self.calls == 1 else 0.25  # the first call is slow, as if it compiled
             assert torch.is_autocast_enabled("cpu")
             assert torch.is_inference_mode_enabled()
             assert not self.training
@@ -169,7 +169,7 @@ def test_the_printed_table_of_two_models():
     assert text[12] == "A note."
     result["models"][1]["published"] = {}  # the models' papers publish no results for this image size
     assert "| published top-1 / top-5 % | 76.4 / - | - / - |  |" in comparison_text(result)
-    # Peak memory is measured on GPUs only, and no results are published for these classes.
+    # evaluation on a CPU, which measures no peak memory, of models without published results
     result["models"] = [row | dict(peak_mib=None, published={}) for row in result["models"]]
     text = comparison_text(result)
     assert "| peak MiB | - | - |  |" in text

@@ -90,7 +90,7 @@ WRONG = {
     "complex": lambda t: t.to(torch.complex64),
     "elsewhere": lambda t: t.cpu() if t.is_cuda else t.to("meta"),
 }
-# Operators compare the dtype, the device or a dimension of other tensors with these tensors.
+# Operators compare other tensors with those in FIRST, so an error about one of FIRST may name another tensor.
 FIRST = ("x_GBLD", "x_BLC", "norm_C", "q_GLBN", "dx_BMC", ("saved", 0))
 
 

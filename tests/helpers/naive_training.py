@@ -112,7 +112,8 @@ def evaluated(model, images, targets):
     """Return the mean cross-entropy, and top-1 and top-5 accuracy in percent."""
     with torch.no_grad():
         logits = model.eval()(images).double()
-    ranks = (logits > logits.gather(1, targets[:, None])).sum(1)  # number of classes with a larger logit
+    # rank of the target class: number of classes with a larger logit
+    ranks = (logits > logits.gather(1, targets[:, None])).sum(1)
     loss = (logits.logsumexp(1) - logits.gather(1, targets[:, None])[:, 0]).mean().item()
     return {
         "loss": loss,

@@ -28,7 +28,7 @@ MISSING = {
     },
 }  # fmt: skip
 MODULES = {"darwin": ("triton", "cuda"), "win32": ("triton", "cuda", "fcntl", "resource", "pwd", "grp", "termios")}
-# imported before functions are removed, because these libraries check the platform
+# libraries that fail if they are imported after `become` has removed functions
 LIBRARIES = ("timm", "torch.utils.data")
 
 

@@ -88,7 +88,7 @@ def run(command, count=1, check=True, output=None, pictures=False):
     Stdout goes to `output` if given. Curves are plotted only if `pictures` is set, because plotting takes longer than a
     small run.
     """
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # ranks cannot share a GPU, so hide it
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # hide GPUs, because ranks cannot share a GPU
     with tempfile.TemporaryDirectory() as folder:
         files = [output or os.path.join(folder, name) for name in ("stdout", "stderr")]
         where = count, free_port(), *files
@@ -129,7 +129,7 @@ def _exit_codes(processes):
         process.start()
     for process in processes:
         process.join(300)
-        process.kill()  # only kills a process that has not ended in time
+        process.kill()  # has no effect if the process has ended
         process.join()
     return [process.exitcode for process in processes]
 
@@ -195,8 +195,8 @@ def free_port() -> int:
     raise OSError("found no free port in 20000-31999 after 100 attempts")
 
 
-# The fork server starts here, because its children need the functions above.
-# Outside of pytest, multiprocessing's own server starts later. Python 3.14's server would need an authentication key.
+# The fork server starts at the end of this module, because its child processes need the module's functions.
+# Outside of pytest, multiprocessing starts its own server. Since Python 3.14, a server needs an authentication key.
 if "pytest" in sys.modules and sys.version_info < (3, 14) and not UNDER_TEST:
     fork_server()
 else:

@@ -153,7 +153,7 @@ def random_operation(numbers, name=None):
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
     if name in ("TranslateX", "TranslateY"):  # shifts by multiples of 0.5 pixels sample exactly at the image's edge
         return name, numbers.randint(-40, 40) / 2
-    if name not in ranges:  # with multiples of 0.1, the exact result of many pixels is an integer
+    if name not in ranges:  # factors in steps of 0.1, for which many pixels have an integer as exact result
         return name, numbers.randint(1, 19) / 10
     argument = numbers.uniform(*ranges[name])
     return name, int(argument) if name in ("Posterize", "Solarize", "SolarizeAdd") else argument

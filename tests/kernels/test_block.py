@@ -316,7 +316,7 @@ def test_passing_norms_between_blocks_is_bitwise_identical(shape, middle):
 
 
 @EMULATED
-# All cases except the first fuse the gate with out_proj, by different kernels for few tokens, many tokens and Hopper.
+# Case 2 runs gate and out_proj in the kernel for few tokens, and cases 4 and 5 in the Hopper kernel.
 @pytest.mark.parametrize(
     ("shape", "multiprocessors", "hopper", "dtype", "middle"),
     [

@@ -149,7 +149,7 @@ def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, e
         return entry, ctas if fused else None
 
     assert run() == run(dtype=torch.float16) == (entry, ctas)
-    # Other widths and dtypes, and rows that vector loads cannot read, use separate kernels for gating and product.
+    # Other widths, other dtypes and unaligned rows use separate kernels for the gate and for the product with out_proj.
     if entry != "gate_outproj":
         assert run(columns=C + 1)[0] == "gate"
     assert run(dtype=torch.float32)[0] == run(D=3 * C)[0] == "gate"
@@ -188,7 +188,7 @@ def test_convolution_and_projection_are_fused_for_supported_shapes(launched, mon
     assert run(L=95)[0] == run(B=16, L=24)[0] == "conv_xproj"  # at least 96 pairs of tokens use the fused kernel
     for other in (
         dict(L=94),  # 94 pairs of tokens are too few for two CTAs of 48 pairs
-        dict(B=16, L=23),  # the tokens of a CTA would be of more than five sequences
+        dict(B=16, L=23),  # a CTA's tokens would span more than five sequences
         dict(D=96), dict(R=40), dict(taps=3), dict(dtype=torch.float32), dict(stride=68),
         dict(stride=128, start=4),
     ):  # fmt: skip
@@ -229,7 +229,7 @@ def test_gradients_of_the_step_are_fused_if_registers_hold_the_weights(D, R, dty
 def test_gradients_of_convolutions_keep_a_gpu_busy_as_when_they_were_measured(B, L, most, stretch, parts):
     assert conv_backward.share(B, L, most) == (stretch, parts)
     assert stretch % 4 == 0
-    rounds = -(-B * -(-L // stretch) // (4 * parts))  # in each round, each part computes four stretches of tokens
+    rounds = -(-B * -(-L // stretch) // (4 * parts))  # each partial sum adds 4 stretches of tokens per round
     assert (rounds - 1) * 4 * parts < B * -(-L // stretch)
 
 

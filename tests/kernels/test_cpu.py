@@ -68,7 +68,7 @@ def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, referen
         y, truth = torch.isfinite(found[0]), torch.isfinite(expected[0])
         if poison != poison:
             assert torch.equal(y, truth)
-        else:  # the result for an infinite step logit may be its finite limit
+        else:  # for an infinite step logit, the CPU kernel may return the finite limit of the output
             assert y[~truth].logical_not().all() or which == 1
         # Images and channels that do not contain the NaN or infinite value stay finite.
         assert torch.isfinite(found[0]).sum() > found[0].numel() / 3
@@ -141,7 +141,7 @@ def test_calls_from_several_threads_at_once(threads):
 
 
 def _scan_in_a_worker(inputs, queue):
-    torch.set_num_threads(1)  # as in DataLoader workers, because OpenMP threads do not survive a fork
+    torch.set_num_threads(1)  # DataLoader workers also use one thread, because OpenMP threads do not survive a fork
     queue.put(longhorn_scan(*inputs, backend="cpu").sum().item())
 
 

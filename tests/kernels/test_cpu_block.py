@@ -145,7 +145,7 @@ def test_results_do_not_depend_on_the_number_of_threads(mixer):
         torch.set_num_threads(before)
 
 
-# Grids have one row or column, one patch, or the class token between or inside lines.
+# The class token is in the middle of the tokens, so even, odd and single numbers of rows and columns differ.
 @MIXERS
 @pytest.mark.parametrize("pool", ["rows", "columns"])
 @pytest.mark.parametrize("grid", [(3, 4), (4, 3), (3, 3), (7, 5), (1, 5), (5, 1), (1, 1)])
@@ -223,7 +223,7 @@ def test_compilers_tracers_and_flop_counters_see_the_unfused_block(calls):
         torch.testing.assert_close(traced(x), expected)
         functional = torch.func.functional_call(block, dict(block.named_parameters()), x)
         torch.testing.assert_close(functional, expected)
-        calls.clear()  # functional_call may run fused, so its calls do not count
+        calls.clear()  # forget the calls of functional_call, which may run fused
         with FlopCounterMode(display=False) as flops:
             block(x)
         assert flops.get_total_flops() > 0

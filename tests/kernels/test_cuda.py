@@ -448,7 +448,7 @@ def test_random_shapes_equal_the_reference(scan, reference_scan, make_inputs, dt
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((*size, 16), torch.float32) for size in [(1, 1, 1), (1, 10_000, 3), (300, 3, 40), (1, 64, 768), (2, 65, 64)]]
-    + [((2, 1500, 768, 16), torch.bfloat16), ((3, 1000, 768, 16), torch.bfloat16)],  # divided into several segments
+    + [((2, 1500, 768, 16), torch.bfloat16), ((3, 1000, 768, 16), torch.bfloat16)],  # sequences split into segments
 )
 def test_extreme_shapes(scan, reference_scan, make_inputs, shape, dtype, poison):
     assert_right(scan, reference_scan, make_inputs(*shape, dtype), dtype)

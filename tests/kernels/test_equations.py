@@ -124,7 +124,7 @@ def test_two_tokens_are_products_of_channels_and_states():
     first = S + e[0][:, None] * k[0] * (x[0][:, None] - k[0] * S)
     second = first + e[1][:, None] * k[1] * (x[1][:, None] - k[1] * first)
 
-    scale = 2.0 ** -torch.floor(torch.log2(1 + a.sum(-1, keepdim=True)))  # the power of 2 with 1 <= scale (1 + k.k) < 2
+    scale = 2.0 ** -torch.floor(torch.log2(1 + a.sum(-1, keepdim=True)))  # so that 1 <= scale * (1 + sum(a)) < 2
     e, a, scaled_k = e / scale, a * scale, k * scale
     v = e * x
     assert ((scale * (1 + k.square().sum(-1, keepdim=True)) >= 1) & (e <= 1) & (a.amax(-1, keepdim=True) < 2)).all()

@@ -94,7 +94,7 @@ def test_the_document_has_the_table_that_the_command_prints(capsys, monkeypatch)
     assert capsys.readouterr().out in (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
     for size, width in (("tiny", 192), ("small", 384), ("base", 768)):
         by_hand = forward_by_hand(width, depth=24)
-        scans = 2 * 24 * 2 * 197 * (2 * width) * 16  # the difference between 9 and 7 FLOPs per state element
+        scans = 2 * 24 * 2 * 197 * (2 * width) * 16  # counting 9 instead of 7 FLOPs per state element
         for kind in ("vil", "vim"):
             _, total, field, _ = measured[f"{kind}_{size}"]
             assert (total * 1e9, field * 1e9) == pytest.approx((by_hand, by_hand + scans), rel=1e-12)

@@ -159,7 +159,7 @@ def test_cache_entries_writable_by_others_are_not_run_and_warned_about_once(
         assert len(compiled) == 3
         assert sorted(os.listdir(folder)) == names
     else:
-        assert len(compiled) == 2  # the current user's entry replaces the untrusted one
+        assert len(compiled) == 2  # the first call replaces the untrusted cache entry
         assert stat.S_IMODE(entry.stat().st_mode) == 0o600
         assert code() == found[0]
 

@@ -58,7 +58,8 @@ def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(
 
     x, made = torch.randn(1000), []
     empty = torch.empty
-    # expected sizes of the allocations, and expected numbers of tensors that each step frees (including a + d)
+    # The first list has the expected number of elements of each allocation.
+    # The second list has the expected number of tensors that each step frees, including the temporary a + d.
     one, four = ([4 * 1024], [1, 4]), ([1024] * 4, [1, 2, 1, 1])
     for small, (sizes, freed) in ((recording.SMALL, one), (4000, one), (3999, four)):
         monkeypatch.setattr(recording, "SMALL", small)

@@ -22,7 +22,7 @@ from vil.kernels.block import pool, pooled_conv_backward, scan_lines, sum_lines
 from vil.kernels.block.lines import Lines
 from vil.models import dispatch
 
-# Grids have the class token between or inside lines (rows or columns), one line, or lines of one patch.
+# The class token is in the middle of the tokens, so even, odd and single numbers of rows and columns differ.
 GRIDS = [(4, 6), (3, 5), (14, 14), (1, 7), (7, 1), (1, 1), (2, 70)]
 DEVICES = [pytest.param("cpu", marks=EMULATED, id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -92,8 +92,8 @@ def test_scan_lines_equals_its_definition(B, S, D, R, dtype, recurrence, device,
     bias = random(2, D, dtype=torch.float32)
     assert scan_lines.fits(means, x_proj, step_proj)
     for other in (
-        (means.repeat(1, 133, 1, 1), x_proj, step_proj),  # the kernel does not support as many images
-        (means.repeat(1, 1, 65, 1), x_proj, step_proj),  # the kernel does not support as many lines
+        (means.repeat(1, 133, 1, 1), x_proj, step_proj),  # too many images for the kernel
+        (means.repeat(1, 1, 65, 1), x_proj, step_proj),  # too many rows or columns for the kernel
         (means.float(), x_proj, step_proj), (means[..., 64:], x_proj, step_proj),
         # The kernel does not support these numbers of states and ranks.
         (means, x_proj[:, 16:], step_proj), (means, x_proj[:, 4:], step_proj[..., 4:]),

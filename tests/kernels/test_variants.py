@@ -11,7 +11,7 @@ from vil.kernels.cuda.elements import vector_width
 from vil.kernels.scan import cuda_scan, heuristics
 from vil.kernels.scan.heuristics import FORWARD_MMA, Backward, ForwardMma, ForwardSimt, Schedule
 
-H200, A100 = 132, 108  # numbers of multiprocessors
+H200, A100 = 132, 108  # number of multiprocessors of each GPU
 RECURRENCES = pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
 
 

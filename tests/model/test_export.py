@@ -36,7 +36,7 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 
 SMALL = dict(embed_dim=32, depth=2, patch_size=8, img_size=(16, 24), num_classes=5)
-# script that runs an exported file without importing this package, or PyTorch for .onnx files
+# Script that runs exported files without importing this package, and .onnx files without importing PyTorch.
 ELSEWHERE = """
 import json, sys
 import numpy as np
@@ -250,7 +250,7 @@ def test_recurrences_in_onnxruntime_equal_the_reference():
     generator, session = torch.Generator().manual_seed(1), session_of_scans()
     for (B, L), name in itertools.product(((1, 1), (1, 2), (4, 1), (2, 41)), ("longhorn", "selective")):
         x, logits, k, q = (torch.randn(2, B, L, size, generator=generator).double() for size in (6, 6, 5, 5))
-        for scale in (1, 30):  # scale 30 also covers steps close to 0 and 1, and large keys
+        for scale in (1, 30):  # factor 30 also gives large keys, and step sizes close to 0 and 1
             logits, k = logits * scale, k * scale
             rates = -torch.rand(2, 6, 5, generator=generator).double() * scale
             if name == "selective":
@@ -475,10 +475,8 @@ def test_the_command_warns_if_weights_are_random(command, monkeypatch, capsys):
         (["--model", "vil_tinny"], "did you mean 'vil_tiny'"),
         (["--model", "vil_tiny", "--num-classes", "-3"], "error: --num-classes must be at least 0, got -3"),
         (["--model", "vil_tiny", "--model-kwargs", "dept=4"], "unknown argument 'dept'; did you mean 'depth'"),
-        (
-            ["--checkpoint", "none.pt", "--out", "model.txt"],
-            "error: extension of model.txt must be .onnx",
-        ),  # rejected before the checkpoint is read
+        # The extension of the output is checked before the checkpoint is read.
+        (["--checkpoint", "none.pt", "--out", "model.txt"], "error: extension of model.txt must be .onnx"),
     ],
 )
 def test_invalid_arguments_are_reported_in_one_line(words, message, command):

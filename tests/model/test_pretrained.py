@@ -95,7 +95,7 @@ def test_training_starts_from_weights_by_name(name, tmp_path, monkeypatch):
     model = create_model("vil_tiny", name, img_size=32, depth=1, num_classes=3)
     trained = load_file(FILES["vil_tiny.tiny_in200"])
     assert torch.equal(model.blocks[0].mixer.in_proj.weight, trained["blocks.0.mixer.in_proj.weight"].float())
-    monkeypatch.chdir(tmp_path)  # a file of this name takes precedence
+    monkeypatch.chdir(tmp_path)  # a local file takes precedence over packaged weights with the same name
     torch.save({**trained, "norm.weight": torch.full((192,), 7.0)}, name)
     assert create_model("vil_tiny", name, img_size=32, depth=1, num_classes=3).norm.weight.unique() == 7
 

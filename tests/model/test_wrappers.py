@@ -30,7 +30,7 @@ WRAPPERS = {
     "DataParallel of compiled": lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
     "EMA of AveragedModel": lambda model: ModelEmaV3(AveragedModel(model)),
 }
-# These wrappers cover all attributes that hold a wrapped model, and nested wrappers.
+# FEW covers nested wrappers, and all attribute names under which wrappers store a model.
 FEW = pytest.mark.parametrize("wrapped", ["compiled DataParallel", "ModelEma", "EMA of AveragedModel"], indirect=True)
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
 

@@ -116,7 +116,7 @@ def test_a_folder_is_locked_by_one_run(tmp_path, monkeypatch):
         half.write_text("half of a checkpoint")
         with pytest.raises(FolderInUseError, match=message):
             FolderLock(tmp_path / "run")
-        assert half.exists()  # the holder may be writing this file
+        assert half.exists()  # the process that holds the lock may still be writing the file
         with FolderLock(tmp_path / "other"):
             pass
         (tmp_path / "run" / ".holder").unlink()  # a process that just acquired the lock has not written .holder yet

@@ -426,7 +426,7 @@ def in_the_byte_order_of(order):
 
 def program():
     with zipfile.ZipFile(content := io.BytesIO(saved([1, 2])), "a") as file:
-        file.writestr("archive/constants.pkl", b"")  # PyTorch recognizes a TorchScript archive by this part
+        file.writestr("archive/constants.pkl", b"")  # PyTorch recognizes TorchScript by this file name
     return content.getvalue()
 
 
@@ -448,11 +448,8 @@ def exported():
         ("model.pth", exported(), "PytorchStreamReader failed|expected a file written by"),
         ("model.onnx", onnx := b"\x08\n\x12\x07pytorch", "is an exported program"),
         ("onnx.bin", onnx, "expected a file written by"),
-        (
-            "order.pt",
-            in_the_byte_order_of("big"),
-            "the file's byte order must be",
-        ),  # PyTorch crashes on shapes of another byte order
+        # PyTorch crashes on shapes in a non-native byte order.
+        ("order.pt", in_the_byte_order_of("big"), "the file's byte order must be"),
         ("program.pt", program(), "it is a TorchScript program"),
         ("legacy.tar", bytes(10240), "expected a file written by"),
         ("code.pt", saved(pathlib.PurePosixPath("x")), r"the file holds pathlib.*PurePosixPath, .* may run code"),

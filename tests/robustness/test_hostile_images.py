@@ -166,7 +166,7 @@ def named(log):
     return [record.args[0] for record in log.records if record.name == "vil.data.sources.images"]
 
 
-# no image file stops a run
+# unreadable images do not stop a run
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -247,7 +247,7 @@ def test_photographs_are_decoded_without_the_sandbox(name):
             assert is_bounded(several)
     twice = large_header(SMALL_JPEG, 24, 32, 2)  # decoders differ in which of two frame headers they use
     assert not is_bounded(twice)
-    # each scan of a progressive JPEG may cover all pixels, so large ones are not bounded
+    # a large progressive JPEG has unbounded decoding cost, because each of its scans may cover all pixels
     if name == "jpeg progressive":
         place = content.index(b"\xff\xc2") + 5
         large = content[:place] + struct.pack(">HH", 8000, 8000) + content[place + 4 :]
@@ -464,7 +464,7 @@ def test_links_out_of_the_dataset_and_duplicate_links_are_skipped(tmp_path, capl
     by_link = open_split(str(tmp_path / "link"), "", "train")
     assert {by_link.filename(i) for i in range(len(by_link))} == names
     (outside / "ant").mkdir()
-    (outside / "ant" / "1.jpg").write_bytes(SMALL_JPEG)  # next to class folders, 1.jpg of the root belongs to no class
+    (outside / "ant" / "1.jpg").write_bytes(SMALL_JPEG)  # beside this class folder, outside/1.jpg has no class
     (root / "test").symlink_to(outside)  # the split itself may lie elsewhere
     assert [path for path, _ in open_split(str(root), "", "test").reader.samples] == [f"{root}/test/ant/1.jpg"]
     assert {str(path.relative_to(root / "train")) for path in viz.image_files([root / "train"])} == names - linked
@@ -574,7 +574,7 @@ def test_among_a_million_broken_files_training_fails_after_fewer_than_200_attemp
 def test_a_long_run_of_broken_files_is_replaced_by_the_next_readable_image(caplog):
     rows = Million(lambda index: index >= 50_000)
     assert next(readers(rows))[100, 0][1] >= 50_000
-    # a readable image nearby is the replacement
+    # an unreadable image is replaced by the readable image with the closest following index
     assert next(readers(Million(lambda index: index >= 109)))[100, 0][1] == 109
     # after the last image, the search continues with the first
     image, target = next(readers(Rows(encode(RGB, "PNG"), SMALL_JPEG, b"")))[2, 0]

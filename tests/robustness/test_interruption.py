@@ -54,7 +54,8 @@ def test_a_checkpoint_is_due_after_each_interval_of_steps_from_the_first_step(cl
     assert [step for step in range(71, 2000) if timer.decide(step).is_due] == [570, 1070, 1570]
     clock.seconds += 1e9
     assert not timer.decide(2069).is_due
-    assert timer.decide(2090).is_due  # the following checkpoint is due 500 steps after this late one
+    # a checkpoint due at step 2070 is written at step 2090, so the next checkpoint is due at step 2590
+    assert timer.decide(2090).is_due
     assert [timer.decide(step).is_due for step in (2589, 2590)] == [False, True]
     assert not timer_of(None).decide(10**12).is_due
 
@@ -73,7 +74,7 @@ def test_a_signal_makes_a_checkpoint_due_and_stops_the_run(number, monkeypatch):
         os.kill(os.getpid(), number)
     decision = timer.decide(2)
     assert (decision.writes_checkpoint, decision.stops) == (True, True)
-    if number == signal.SIGINT:  # a second Ctrl-C raises KeyboardInterrupt, as before the watch
+    if number == signal.SIGINT:  # a second Ctrl-C raises KeyboardInterrupt, as Python does by default
         assert signal.getsignal(number) == signal.default_int_handler
     else:
         os.kill(os.getpid(), number)  # the process survives a second signal of a scheduler

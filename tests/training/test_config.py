@@ -295,7 +295,7 @@ def test_a_policy_with_a_part_that_timm_would_ignore_is_rejected(policy):
         load_config("", ["--aa", policy])
 
 
-# Options in the args.yaml of a run of timm's train.py that the run has set.
+# options that a user has set, in an args.yaml written by timm's train.py
 SET = dict(
     aa="rand-m9-mstd0.5-inc1", amp=True, clip_grad=5.0, crop_pct=1.0, epochs=310, hflip=0.5, lr=0.005, min_lr=5e-6,
     mixup=0.8, model="deit_tiny_patch16_224", model_ema=True, model_ema_decay=0.9998, opt="lamb",

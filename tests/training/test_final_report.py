@@ -14,7 +14,7 @@ from vil.training.trainer import Trainer, train
 
 MODEL = dict(model="vil_tiny", model_kwargs=dict(embed_dim=16, depth=1, patch_size=8), img_size=16, workers=0)
 CPU = torch.device("cpu")
-CLASSES, IMAGES = ("ant", "bee", "cat", "dog"), 28  # of the validation split of `image_folder`
+CLASSES, IMAGES = ("ant", "bee", "cat", "dog"), 28  # classes and number of images in image_folder/validation
 
 
 def config(image_folder, output, **options):

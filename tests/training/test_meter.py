@@ -75,7 +75,7 @@ def test_an_epochs_time_starts_with_loading_and_ends_with_the_last_step(clock):
     meter = EpochMeter()
     clock.now += 100  # the time before the first batch is requested does not count
     train(meter, clock, 5, wait=3.0, work=5)
-    clock.now += 2  # the time until the device finishes the last step counts
+    clock.now += 2  # the epoch's time includes the wait until the device finishes the last step
     meter.collect()
     clock.now += 1000  # seconds of evaluation, which the epoch's time excludes
     row = meter.summary(global_batch_size=12)

@@ -52,7 +52,7 @@ def test_each_epoch_reports_its_time_and_the_remaining_time(monkeypatch, tmp_pat
         run.finish_epoch()
     assert [line.partition("images/s, ")[2] for line in run.lines] == [
         "epoch time 02:00, 08:00 remaining",
-        "epoch time 01:20, 05:00 remaining",  # three epochs of the mean time, 1:40
+        "epoch time 01:20, 05:00 remaining",  # 3 epochs are left, and epochs took 1:40 on average
     ]
 
 

@@ -52,7 +52,7 @@ def test_each_start_of_a_run_appends_its_command_and_environment(tmp_path, monke
 
 def test_the_summary_has_one_row_per_epoch(tmp_path, no_pictures):
     report = Reporter(tmp_path, Config(), {}, "1 x cpu")
-    history = [HISTORY[0] | dict(phase=1.0), *HISTORY[1:]]  # the column "phase" is empty in other rows
+    history = [HISTORY[0] | dict(phase=1.0), *HISTORY[1:]]  # only the first row has a phase
     for epoch in (1, 2, 3):
         report(history[:epoch])
     with open(tmp_path / "summary.csv") as file:
@@ -108,7 +108,7 @@ def test_an_outlying_first_epoch_is_cut_off_and_its_value_is_written_below_the_p
     low, high = long["gradient norm"].get_ylim()
     assert (1.5 < low < 2, 4 < high < 4.5) == (True, True)
     assert long["gradient norm"].get_xlabel() == "epoch (epoch 1 is cut off: 41.2)"
-    assert long["images/s"].get_xlabel() == "epoch (epoch 1 is cut off: 3)"  # not of the validation speed
+    assert long["images/s"].get_xlabel() == "epoch (epoch 1 is cut off: 3)"  # training speed only
     assert long["loss"].get_xlabel() == "epoch"
     assert short["gradient norm"].get_ylim()[1] > 41.25  # a short run shows all epochs
 

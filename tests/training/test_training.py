@@ -286,7 +286,7 @@ def test_the_tensors_loaded_from_pretrained_weights_are_logged(tmp_path, caplog)
     assert torch.equal(model.blocks[1].mixer.in_proj.weight, source["blocks.1.mixer.in_proj.weight"])
     deit = dict(depth=1, embed_dim=48, img_size=32, num_classes=4)
     weights = timm.create_model("deit_tiny_patch16_224", **deit).state_dict()
-    weights = {name: t.double() / 3 for name, t in weights.items()}  # loading rounds fp64 weights
+    weights = {name: t.double() / 3 for name, t in weights.items()}  # fp64 weights, rounded to fp32 when loaded
     _, said = started(weights, "deit_tiny_patch16_224", **deit)
     assert re.search("initialized from .*weights.pth: (\\d+) of \\1 tensors unchanged$", said)
     assert "resampled: pos_embed" in started(weights, "deit_tiny_patch16_224", **deit | dict(img_size=64))[1]

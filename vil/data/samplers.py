@@ -15,7 +15,7 @@ import numpy as np
 from ..config import Config, ConfigError
 
 FEW = 8  # the log recommends more steps if an epoch has fewer than FEW steps and the run fewer than FEW**3
-SMALL = 4  # batch size from which on the log does not recommend smaller batches
+SMALL = 4  # the log recommends smaller batches only if the global batch size exceeds SMALL
 
 
 def split_global_batch(config: Config, world_size: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from ..models.shipped import file_of
 from .settings import ModelSettings
 from .wrappers import Renormalized, Reordered, Restricted
 
-# With these settings, all models are evaluated with the values of the first model.
+# preprocessing options of the first model with which both models are evaluated
 SHARED_PREPROCESSING = ("crop_pct", "crop_mode", "interpolation")
 
 _logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from ..text import label_of, one_line
 
 T = TypeVar("T")
 
-BACK_OFFS = (0.1, 0.4, 1.5, 3.0, 5.0)  # seconds between successive attempts to read a file; 10 in total
+BACK_OFFS = (0.1, 0.4, 1.5, 3.0, 5.0)  # seconds to wait before each retry of a read; 10 seconds in total
 REMEDIES = {
     "make room on the disk": (errno.ENOSPC, errno.EDQUOT),
     "give this user the permission": (errno.EACCES, errno.EPERM),

@@ -23,7 +23,7 @@ RECURRENCES = ("longhorn", "selective")
 STATE_SIZES = (4, 8, 16, 32, 64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIRECTIONS = 63  # maximum number of directions, because kernels receive `reverse` as the bits of one integer
-TOKENS, CHANNELS = 2**31 - 2**10, 2**29 - 1  # kernels use 32 bits for token indices and for the bytes of a token
+TOKENS, CHANNELS = 2**31 - 2**10, 2**29 - 1  # limits of 32-bit token indices and of 32-bit byte offsets in a token
 
 
 def choose(backend: str, x: Tensor, state_size: int, directions: int) -> str:

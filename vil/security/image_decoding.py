@@ -13,14 +13,14 @@ from PIL import Image, UnidentifiedImageError
 
 # Pillow supports about forty formats, and detects a format by content; an EPS file would start Ghostscript.
 Image.init()
-HEIC = "HEIF"  # Pillow's name of the format, which only the sandbox registers
+HEIC = "HEIF"  # Pillow's name of the HEIC format; only the decoding sandbox registers the format
 FORMATS = tuple(f for f in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF") if f in Image.OPEN)
 
 MOST_BYTES = 2**29  # maximum file size in bytes, because some decoders read the whole file into memory
 MOST_PIXELS = 89_478_485  # maximum number of pixels, above which Pillow would warn; Pillow's RGB image takes 0.36 GB
 MOST_ELONGATED = 100  # maximum aspect ratio; a narrower image would be huge once its shorter side has the model's size
 HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")  # bytes 8 to 12 of a HEIC file
-LEAST_TILE = 2**22  # pixels; larger TIFF tiles must not exceed the image's size
+LEAST_TILE = 2**22  # TIFF tiles of up to 2^22 pixels may be larger than the image
 
 # numbers of TIFF tags
 BITS_PER_SAMPLE = 258

@@ -7,10 +7,9 @@ import struct
 from .image_decoding import MOST_PIXELS, UnfitImageError
 
 MOST_SCANS = 100  # maximum scans per JPEG, because each scan may cover all pixels; encoders write about ten
-MOST_SCANNED = 2**28  # maximum number of pixels decoded in all scans of a JPEG, for example 26 megapixels in ten scans
-# A JPEG may have MOST_PARTS segments before its first scan, and a PNG MOST_PARTS chunks plus one per CHUNK_BYTES.
-MOST_PARTS = 1000
-CHUNK_BYTES = 2**10
+MOST_SCANNED = 2**28  # maximum total number of pixels in a JPEG's scans; each scan may cover the whole image
+MOST_PARTS = 1000  # maximum number of segments before the first scan of a JPEG
+CHUNK_BYTES = 2**10  # a PNG may have MOST_PARTS chunks, and one more chunk per CHUNK_BYTES of the file
 # JPEG markers
 FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 BASELINE_FRAMES = {0xC0, 0xC1}

@@ -15,7 +15,7 @@ from .unpickler import Unpickler
 
 MAGIC = 0x1950A86A20F9469CFC6C  # value of the first pickle in a legacy file
 PROTOCOL = 1001  # value of the second pickle in a legacy file
-SLACK = 2**24  # bytes that the values of a file may take in addition to twice the file size
+SLACK = 2**24  # loaded values may take twice the file size plus SLACK bytes
 PIECE = 2**20  # maximum number of bytes per read
 
 

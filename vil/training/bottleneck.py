@@ -68,7 +68,7 @@ class Bottleneck:
             self._warn(times.minus(before), how_loaded)
 
     def _warn(self, interval: HostTimes, how_loaded: str) -> None:
-        # If the host never waits for the GPU, the GPU finishes its work early and idles.
+        # If the host is the bottleneck, the host never waits for the GPU.
         waited_for_gpu = interval.waited_for_gpu - interval.waited_at_looks + interval.waited_for_model
         if not is_rank0() or waited_for_gpu >= IDLE * interval.seconds:
             return

@@ -63,7 +63,7 @@ class Mosaic:
 
     def finish(self) -> None:
         """Write augmented.png if the run had fewer images than the mosaic has room for."""
-        if self.images and not self.path.exists():  # a resumed run keeps the mosaic of its start
+        if self.images and not self.path.exists():  # a resumed run keeps its first mosaic
             self._write()
 
     def _write(self) -> None:
@@ -94,7 +94,8 @@ class Mosaic:
             axis.set_title(label, fontsize=8, pad=2, parse_math=False)
         png = io.BytesIO()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a class name in another script
+            # Matplotlib's font may lack characters of the class names
+            warnings.filterwarnings("ignore", message="Glyph .* missing from")
             figure.savefig(png, format="png", dpi=DOTS_PER_INCH)
         return png.getvalue()
 

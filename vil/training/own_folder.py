@@ -30,12 +30,12 @@ from ..weight_files import BrokenCheckpointError
 
 FINETUNE = Path(__file__).parents[1] / "configs" / "finetune.yaml"
 MODEL = "vil_tiny_pooled"
-MOST_IMAGES = 100_000  # training images; more images are trained from random weights with the default options
+MOST_IMAGES = 100_000  # with more training images, a run uses the default options and random initial weights
 
 BATCH_SIZES = (4, 8, 16, 32)
-STEPS_PER_EPOCH = 12  # minimum, as far as the batch sizes permit
-STEPS = {"cpu": 500, "gpu": 5000}  # optimizer steps of a run, as far as the numbers of epochs permit
-EPOCHS = {"cpu": (10, 60), "gpu": (20, 100)}  # fewest and most epochs
+STEPS_PER_EPOCH = 12  # minimum number of steps per epoch, if the smallest batch size permits
+STEPS = {"cpu": 500, "gpu": 5000}  # target number of optimizer steps; the limits in EPOCHS take precedence
+EPOCHS = {"cpu": (10, 60), "gpu": (20, 100)}  # minimum and maximum number of epochs
 LR = 1e-3  # learning rate for the largest batch size; proportional to the square root of smaller batch sizes
 # On a CPU, a third of the patches and half of the blocks make training six times as fast.
 IMG_SIZE = {"cpu": 64, "gpu": 224}
@@ -84,7 +84,8 @@ def complete_options(given: Mapping[str, Any], has_config: bool) -> dict[str, An
     """
     if not given.get("data_dir") or given.get("dataset") or given.get("synthetic"):
         return dict(given)
-    if has_config and _has_splits(given):  # nothing to choose, and listing ImageNet's files would take minutes
+    # nothing is left to choose, so do not list the files, which would take minutes for ImageNet
+    if has_config and _has_splits(given):
         return dict(given)
     layout = _layout(given)
     if not has_config:

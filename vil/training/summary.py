@@ -52,7 +52,7 @@ class Reporter:
         self.loggers = open_loggers(config, saved_config, folder)
         self._write_start(None if is_finished else saved_config, setup)
 
-        self.unplotted: list[dict[str, Any]] = []  # history rows, if curve.png lacks the last of them
+        self.unplotted: list[dict[str, Any]] = []  # history rows to plot when the run ends, if curve.png is outdated
         self.next_plot = 0.0  # earliest time of the next plot, in seconds of time.monotonic
         problem = missing_matplotlib()
         self.plots = problem is None

@@ -136,7 +136,7 @@ def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
         raise ConfigError(_other_classes(name, known.num_classes, num_classes))
     try:
         return timm.create_model(name, pretrained=True)
-    except Exception as error:  # network and hub packages raise many types
+    except Exception as error:  # network and hub packages raise many exception types
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"failed to download the weights of teacher {name} ({reason}): set --teacher-checkpoint FILE to read them "

@@ -112,7 +112,7 @@ def test_workers_and_training_use_separate_cores(machine, monkeypatch, wanted, t
         workers.share_cores(CPU, wanted)
         monkeypatch.delenv("OMP_NUM_THREADS")
         workers.share_cores(CUDA, wanted)
-        assert torch.get_num_threads() == 3  # --workers and GPUs do not change the number
+        assert torch.get_num_threads() == 3  # OMP_NUM_THREADS or a GPU keeps the number of threads
         workers.share_cores(CPU, wanted)
         assert torch.get_num_threads() == threads
     finally:
@@ -239,7 +239,7 @@ def test_a_worker_reports_full_shared_memory_in_one_line(started, monkeypatch, o
     assert not image.is_shared()  # only workers use shared memory
     monkeypatch.setattr(workers, "get_worker_info", lambda: "one")
     with pytest.raises(ConfigError, match="2 MiB free, 3 MiB needed for images"):
-        workers.into_shared_memory(*image.split([MIB, 2 * MIB]))  # only one of the two tensors fits
+        workers.into_shared_memory(*image.split([MIB, 2 * MIB]))  # the two tensors need 3 MiB
 
 
 @pytest.mark.parametrize(
@@ -289,9 +289,8 @@ def test_an_exception_of_other_code_is_not_reported_as_a_worker_failure():
 
 
 def test_a_hanging_worker_stops_the_run(started, monkeypatch):
-    assert (
-        loaders.STALLED > workers.PIECE * sandbox_server.SECONDS
-    )  # the timeout exceeds the time limit for decoding a whole piece
+    # The timeout exceeds the time limit for decoding all images that a worker loads at a time.
+    assert loaders.STALLED > workers.PIECE * sandbox_server.SECONDS
     monkeypatch.setattr(loaders, "STALLED", 0.2)
     # seconds until PyTorch terminates a worker that does not exit
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
@@ -305,7 +304,8 @@ def test_a_worker_ignores_all_signals_except_its_parents(started, monkeypatch, s
     """Workers survive signals that a scheduler sends to all processes, because the parent still needs images."""
     monkeypatch.setattr("vil.data.loaders.STALLED", 60)
     threads = torch.get_num_threads()
-    try:  # with another number of threads, PyTorch starts threads in a worker before the worker handles signals
+    try:
+        # PyTorch then starts threads in a worker before the worker sets its signal handlers
         torch.set_num_threads(threads + 2)
         loader, (worker,) = started(batch_size=2, streams=streams)
     finally:

@@ -242,7 +242,7 @@ def test_a_class_may_have_the_name_of_a_split(tmp_path):
 
 
 def test_a_missing_split_is_reported_with_the_existing_splits(image_folder, tmp_path):
-    # the current folder must not be used instead
+    # a missing data_dir must not stand for the current folder
     for dataset, data_dir in (("", None), ("", ""), ("wds/x", None), ("wds/x", "")):
         with pytest.raises(ConfigError, match="^data_dir is required"):
             open_splits(small_config(image_folder, data_dir=data_dir, dataset=dataset))

@@ -293,7 +293,7 @@ def _contrast(images: Tensor, factor: Tensor) -> Tensor:
     return _enhance(images, (mean + 0.5).floor(), factor)
 
 
-# timm's operations that do not move pixels, as functions of an image batch and one argument (B, 1, 1, 1) per image
+# timm's operations that do not move pixels, as functions of images and of arguments with shape (B, 1, 1, 1)
 POINTWISE = {
     "AutoContrast": lambda images, _: TF.autocontrast(images),
     "Equalize": lambda images, _: TF.equalize(images),

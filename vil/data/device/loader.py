@@ -117,7 +117,8 @@ class DeviceLoader(PieceLoader):
         if self.stream:
             for tensor in (group.images, group.targets):
                 tensor.record_stream(torch.cuda.current_stream(self.device))
-        for file in group.rejected:  # not in the thread, because timm's transforms use the global RNGs
+        # run timm's transforms in the main thread, because they use the global RNGs
+        for file in group.rejected:
             image, target = self.dataset.finish(int(file["index"]), int(file["seed"]))
             row = int(file["row"])
             group.images[row] = image.to(self.device)

@@ -167,7 +167,7 @@ def _recorder(name: str):
         return lambda operations, factor, **_: [*operations, ("Color", (1.0 - factor,))]
     if name == "GaussianBlurRand":
         return lambda operations, factor, **_: [*operations, ("GaussianBlur", (random.uniform(0.1, 2.0 * factor),))]
-    # the suffix only selects how timm computes the argument, which timm has computed already
+    # the suffixes of timm's operation names only select the formula of an argument that timm has computed already
     name = name.removesuffix("Increasing").removesuffix("Original")
     _check_supported(name, (*CODES, *GEOMETRIC), "operation of aa")
     return partial(_record, name)

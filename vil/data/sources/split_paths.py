@@ -16,7 +16,7 @@ from ...errors import reject_url
 from ...text import nearest
 
 WHOLE = "."  # name of the split that is the data folder itself
-# names of the folders and tar files that are found for a split name in a run's options
+# accepted names of each split's folder or tar file
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 
 

@@ -27,7 +27,7 @@ class TarReader(ClassReader, ReaderImageInTar):
 
     def __init__(self, root: str, known: Sequence[str] = (), use_list: bool = True):
         ReaderImageInTar.__init__(self, root, cache_tarinfo=None if use_list else False)
-        # `check_tar` rejects tar files with sparse members, but timm's list of members can still claim one
+        # `check_tar` rejects sparse members of the tar file, but timm's cached list may contain additional members
         if any(member.issparse() for member, *_ in self.samples):
             raise ValueError("sparse files in a tar file are not supported, because their size is unbounded")
         members = [_path_of(member, child) for member, _, child in self.samples]

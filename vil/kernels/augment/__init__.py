@@ -66,7 +66,7 @@ def crop_resize_flip(
     lengths_B2 = boxes_B4[:, 2:]
     support_B2 = (1 + (interpolation == "bicubic")) * np.maximum(lengths_B2 / resized_B2, 1)
     taps_B2 = np.minimum(2 * np.ceil(support_B2).astype(np.int64) + 1, lengths_B2)
-    ends = ((2 + taps_B2) * size).cumsum()  # offset at which the resizing weights of each crop's axis end
+    ends = ((2 + taps_B2) * size).cumsum()  # end offsets of the weights that resize each crop's height and width
     starts_B2 = np.concatenate([[0], ends[:-1]]).reshape(-1, 2)
     crops["axes"] = np.stack([lengths_B2, resized_B2, offsets_B2, starts_B2], axis=2)
     records, weights = _to_device(crops, device), torch.empty(int(ends[-1]), dtype=torch.int32, device=device)

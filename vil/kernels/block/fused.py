@@ -28,7 +28,7 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -
     backend = backends.backend_for(device)
     if backend == "cuda":
         return None if backends.transformed() else block_op.block
-    # on CPUs, a block runs unfused under compilers, modes and functional transforms
+    # on CPUs, a block runs unfused in torch.compile, dispatch modes, functional transforms and autocast
     hidden = dtype == FP32 and backends.unobserved(x_BLC) and not torch.is_autocast_enabled("cpu")
     # the fused pooled block on CPUs does not support backward
     if backend != "cpu" or not hidden or (pooled and torch.is_grad_enabled()):

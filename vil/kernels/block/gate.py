@@ -34,7 +34,7 @@ class GateInputs(NamedTuple):
 
     first: Tensor  # (B, L, D): output of the first direction or, in a pooled block, the summed skip connections
     second: Tensor  # output (B, L, D) of the second direction or, in a pooled block, summed scan outputs (B, S, D)
-    lines: Lines | None = None  # rows or columns of a pooled block
+    lines: Lines | None = None  # rows or columns whose tokens a pooled block averages
 
     def arguments(self) -> dict:
         """Return the gate kernel's arguments for both tensors, and for the rows or columns of a pooled block."""

@@ -66,7 +66,7 @@ class BlockWeights(NamedTuple):
     norm: Tensor  # (C,)
     in_proj: Tensor  # (2D, C): u, then z
     out_proj: Tensor  # (C, D)
-    directions: tuple[DirectionWeights, DirectionWeights]  # of the forward and the backward direction
+    directions: tuple[DirectionWeights, DirectionWeights]  # weights of the forward and backward scan
 
     def flat(self) -> list[Tensor]:
         """Return all weights as one list, with A_log only for the selective recurrence."""
@@ -152,7 +152,7 @@ class SavedForBackward(NamedTuple):
     states: Tensor  # (2, B, S, N, D), states between chunks of tokens
     packed: Tensor  # packed weights
     A: Tensor | None  # (2, D, N), only for the selective recurrence
-    pooled: Tensor | None  # (2, B, S, D): row or column means that a pooled block has scanned
+    pooled: Tensor | None  # (2, B, S, D): averaged rows or columns, the scan's input in a pooled block
     xhat: Tensor | None  # xhat and rstd of `Normed`, or None if xhat and rstd were inputs of the block
     rstd: Tensor | None
 

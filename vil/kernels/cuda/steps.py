@@ -86,7 +86,7 @@ def call_operator(
         return _call_product(call, args[0], args[1], results[0][1])
 
     def prepare(tensors):
-        if has_nested_views:  # lists or keyword arguments also contain views
+        if has_nested_views:  # views inside lists or keyword arguments
             return tree_map(lambda leaf: view_in(tensors, leaf) if isinstance(leaf, View) else leaf, (args, kwargs))
         own = args.copy()
         for i in view_indices:

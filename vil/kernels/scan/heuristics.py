@@ -27,7 +27,7 @@ from .forward_simt import ForwardSimt
 from .segments import SegmentGradientsMma, SegmentStates
 
 LAUNCHES = 8000  # cost in cycles of the additional kernel launches if a sequence is split into segments
-STEP_LOGITS = 8000  # cost in cycles of a matrix product for step logits, which the ForwardMma kernel makes unnecessary
+STEP_LOGITS = 8000  # cycles that the ForwardMma kernel saves, because it also computes the product for step logits
 PASSED = 20 / 13  # cycles per passed state: 5 reads or writes of 4 bytes, at 13 bytes per cycle and multiprocessor
 
 
@@ -111,9 +111,9 @@ def cycles(
     with so few tokens that no warp waits for them. They share schedulers with the warps that start at the same time.
     """
     warp_channels, resident_warps = variant.occupancy(N, itemsize)
-    one_each = warp_channels * SCHEDULERS * multiprocessors  # number of channels with one warp per scheduler
+    one_each = warp_channels * SCHEDULERS * multiprocessors  # number of channels that gives each scheduler one warp
     waves = math.ceil(channels / (one_each * resident_warps))
-    # an incomplete last wave is as slow as a full wave, because its CTAs run on the few multiprocessors that are idle
+    # count an incomplete last wave as full, because its CTAs share the few multiprocessors that are already idle
     warps = min(math.ceil((channels + short) / one_each), math.ceil(resident_warps))
     return waves * (variant.start + tokens * variant.cycles[warps - 1])
 

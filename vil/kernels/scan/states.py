@@ -35,10 +35,10 @@ class Inputs(NamedTuple):
 class Tokens(NamedTuple):
     """Values of the additional tokens with which a scan writes an initial state or reads the final state."""
 
-    writing: float  # step logit of tokens that write a state
-    reading: float  # step logit of tokens that read a state
-    key: Callable[[Tensor], Tensor]  # scale of a writing token's key, as a function of the step logit
-    x: float  # scale of a writing token's x
+    writing: float  # logit of the step size of the tokens that write an initial state
+    reading: float  # logit of the step size of the tokens that read the final state
+    key: Callable[[Tensor], Tensor]  # maps the logit `writing` to the factor of a one-hot key
+    x: float  # factor of the initial state in the scan's input x
 
 
 TOKENS = {
