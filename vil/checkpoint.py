@@ -168,7 +168,9 @@ class Checkpoint:
                 found["crop_mode"] = metadata["crop_mode"]
             return found
         except (ValueError, RecursionError, AttributeError, TypeError) as error:
-            raise BrokenCheckpointError.because(file_of(self.path), error) from error
+            raise BrokenCheckpointError(
+                f"mean and std in the metadata of {file_of(self.path)} must be JSON; the file may be corrupt"
+            ) from error
 
     def _folder_preprocessing(self) -> dict[str, Any]:
         path = self.path / "config.json"  # timm also reads config.json from model folders
@@ -202,9 +204,11 @@ class Checkpoint:
             found = find_state_dict(self.content, use_ema, self.ema_is_best)
             weights = without_wrappers(found.tensors)
         except StateDictError as error:
-            raise CheckpointError(f"{self.path} {error}") from error
+            raise CheckpointError(f"{self.path}: {error}") from error
         except Exception as error:  # the file is not a dict, or has keys that are not strings
-            raise BrokenCheckpointError.because(file_of(self.path), error) from error
+            raise BrokenCheckpointError(
+                f"{file_of(self.path)} cannot be read as a checkpoint; the file must contain a dict with strings as keys"
+            ) from error
         check_weights(weights, self.path)
         if found.is_ema and not (use_ema or self.is_ours) and is_rank0():
             _logger.warning("%s: using the EMA weights %s", self.path, found)

@@ -123,7 +123,7 @@ def check_order(names: Sequence[str], wanted: Sequence[str], owner: str, other: 
         return None
     order = order_of(names, wanted)
     if order is None:
-        raise ConfigError(f"{first_difference(names, wanted, owner, other)}: {remedy}")
+        raise ConfigError(f"the classes differ because {first_difference(names, wanted, owner, other)}: {remedy}")
     return None if order == [*range(len(order))] else order
 
 

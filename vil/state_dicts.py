@@ -62,12 +62,12 @@ def find_state_dict(content: Any, use_ema: bool | None, ema_is_best: bool | None
         TypeError: The content is not a dict.
     """
     if not isinstance(content, dict):
-        raise TypeError(f"{type(content).__name__} is not a dict")
+        raise TypeError(f"content of a checkpoint must be a dict, got {type(content).__name__}")
     found = _search(content)
     emas = [one for one in found if one.is_ema]
     others = [one for one in found if not one.is_ema]
     if use_ema and not emas:
-        raise StateDictError("has no EMA weights")
+        raise StateDictError("the checkpoint has no EMA weights")
 
     prefers_ema = ema_is_best is not False if use_ema is None else use_ema
     candidates = emas if emas and (prefers_ema or not others) else others
@@ -76,13 +76,15 @@ def find_state_dict(content: Any, use_ema: bool | None, ema_is_best: bool | None
         elsewhere = _below(content)
         if elsewhere:
             keys = ", ".join(RAW + EMA)
-            raise StateDictError(f"has no state dict under the keys {keys}: {_to_extract(elsewhere)}")
+            raise StateDictError(
+                f"the checkpoint has no state dict under the keys {keys}, only at {_to_extract(elsewhere)}"
+            )
     if not candidates:
         return whole
 
     first, *others = candidates
     if not all(_same(first.tensors, other.tensors) for other in others):
-        raise StateDictError(f"has several state dicts: {_to_extract(candidates)}")
+        raise StateDictError(f"the checkpoint has several different state dicts: {_to_extract(candidates)}")
     return first
 
 
@@ -150,7 +152,9 @@ def without_wrappers(weights: dict[str, Any]) -> dict[str, Any]:
     while (unwrapped := _without_outer_wrappers(names)) != names:
         names = unwrapped
     if len(set(names.values())) < len(names):
-        raise StateDictError(f"has tensors whose names differ only in the prefixes of wrappers: {_groups(names)}")
+        raise StateDictError(
+            f"parameter names differ only in prefixes of wrappers such as DataParallel: {_groups(names)}"
+        )
     return {short: weights[name] for name, short in names.items()}
 
 

@@ -205,7 +205,7 @@ def _guarded(entry: str, tensors: list[torch.Tensor]):
         before, now, behind = copies[start].split([GUARD, len(content), GUARD])
         if not (torch.equal(before, nan) and torch.equal(behind, nan)):
             which = [i for i, t in enumerate(tensors) if t.untyped_storage().data_ptr() == start]
-            raise RuntimeError(f"{entry} writes outside its tensors {which}")
+            raise RuntimeError(f"kernel {entry} writes beyond the memory of its arguments {which}")
         content.copy_(now)
 
 

@@ -94,7 +94,7 @@ def test_memory_outside_tensors_is_nan_and_must_not_be_written(launch):
     for outside in (-1, 64, 100):
         launch("moves", x, y, outside, 63, threads=32)
         assert y[63].isnan()
-        with pytest.raises(RuntimeError, match=r"moves writes outside its tensors \[1\]"):
+        with pytest.raises(RuntimeError, match=r"kernel moves writes beyond the memory of its arguments \[1\]"):
             launch("moves", x, y, 0, outside, threads=32)
         assert not y[:63].any()
 

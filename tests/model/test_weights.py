@@ -170,7 +170,7 @@ def test_an_exported_folder_is_read_by_timm_and_vil_with_names_and_preprocessing
     assert Path("README.md").read_text() == card
     (tmp_path / "a file").write_text("")
     Path("config.json").write_text("[1]")
-    with pytest.raises(ExportError, match="^folder .*mine contains other files than an earlier export: choose a new"):
+    with pytest.raises(ExportError, match="^folder .*mine contains files that are not from an earlier export: choose"):
         export_model(model, folder)
     assert Path("config.json").read_text() == "[1]"
     with pytest.raises(ExportError, match="a file must be a folder, but a file"):

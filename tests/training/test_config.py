@@ -260,7 +260,7 @@ def test_a_huge_integer_in_a_checkpoint_raises_only_config_errors(name):
         ("photos vil_tiny", "only one folder is accepted, got 'photos' and 'vil_tiny'"),
         ("--data-dir=photos pets cats", "only one folder is accepted, got 'pets' and 'cats'"),
         ("photos --data-dir pets", "the folder is given twice, as 'photos' and --data-dir 'pets'"),
-        ("photos --amp yes", "no option of the command line takes the value 'yes': .* because --amp takes no value"),
+        ("photos --amp yes", "'yes' on the command line is not an option's value: .* because --amp accepts no value"),
         ("--lr fast", "--lr must be a number, got 'fast'"),
         ("--model-kwargs depth", "form KEY=VALUE, got 'depth'"),
         ("-c nowhere.yaml", "config file nowhere.yaml does not exist; configs of this package are digits, "),
@@ -401,7 +401,7 @@ def test_an_image_size_is_a_number_or_height_and_width(words, size):
         ("--img-size 192 256 3", "--img-size must be an integer or a pair"),
         ("--img-size 192 0", "--img-size must be at least 1"),
         ("--img-size 192 none", "--img-size must be an integer or a pair"),
-        ("--input-size 1 192 192", "'input_size' in the command line must be 3, height and width"),
+        ("--input-size 1 192 192", "'input_size' in the command line must be \\(3, height, width\\)"),
         ("--input-size 3 192 x", "--img-size must be an integer"),
     ],
 )

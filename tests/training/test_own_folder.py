@@ -125,7 +125,7 @@ def test_folders_of_many_images_keep_the_default_recipe(photos, monkeypatch, cap
 
 def test_run_folders_between_the_class_folders_are_rejected(photos, monkeypatch):
     monkeypatch.chdir(photos)
-    with pytest.raises(ConfigError, match="photos/output, must be outside of .* read as a class: set --output FOLDER"):
+    with pytest.raises(ConfigError, match="--output must be outside .*photos, got .*photos/output: .* read as a class"):
         complete({"data_dir": ".", "device": "cpu"})
     assert complete({"data_dir": ".", "device": "cpu", "output": "../runs"})["experiment"] == "photos"
 

@@ -39,21 +39,22 @@ class Parser(argparse.ArgumentParser):
                         f"only one folder is accepted, got {shown(folder)} and {shown(word)}: remove one, or quote a "
                         "path that contains spaces"
                     )
-                raise ConfigError(f"no option of {SOURCE} takes the value {shown(word)}: {self._remedy(words, word)}")
+                raise ConfigError(f"{shown(word)} on {SOURCE} is not an option's value: {self._remedy(words, word)}")
             name = word.split("=")[0].lstrip("-").replace("-", "_")
             if name in vars(options) and word.split("=")[0] not in self._option_string_actions:
-                raise ConfigError(f"{name} is not an option: give the value without {word.split('=')[0]}")
+                flag = word.split("=")[0]
+                raise ConfigError(f"{flag} is not an option: remove {flag}, and pass only the value of {name}")
             raise ConfigError(unknown_option(name, f"on {SOURCE}", vars(options)))
         return options
 
     def _remedy(self, words: Sequence[str], word: str) -> str:
-        """Return the remedy for a word that no option takes, such as "yes" in `--amp yes`."""
+        """Return the remedy for a word that is not the value of an option, such as "yes" in `--amp yes`."""
         if self._is_after_switch(words, word):
-            return f"remove the word, because {words[words.index(word) - 1]} takes no value"
+            return f"remove the word, because {words[words.index(word) - 1]} accepts no value"
         return "remove the word, or put an option before it"
 
     def _is_after_switch(self, words: Sequence[str], word: str) -> bool:
-        """Return whether a word follows an option that takes no value, such as --amp."""
+        """Return whether a word follows an option that accepts no value, such as --amp."""
         option = self._option_string_actions.get(words[words.index(word) - 1])
         return bool(option and option.nargs == 0)
 
@@ -146,7 +147,7 @@ def _parser(description: str, prog: str | None) -> Parser:
         else:
             bare = field.metadata["bare"]
             parser.add_argument(*flags, nargs=_number_of_words(name), const=bare, metavar="VALUE", help=help)
-    parser.add_argument("--input-size", nargs=3, metavar="VALUE", help="timm's form of --img-size: 3, height and width")
+    parser.add_argument("--input-size", nargs=3, metavar="VALUE", help="timm's form of --img-size: 3 HEIGHT WIDTH")
     return parser
 
 

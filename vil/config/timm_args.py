@@ -150,7 +150,7 @@ def img_size_of(input_size: Any, source: str) -> int | tuple[int, int]:
         ConfigError: `input_size` does not have three values, or the number of channels is not 3.
     """
     if not isinstance(input_size, (list, tuple)) or len(input_size) != 3 or input_size[0] not in (3, "3"):
-        raise ConfigError(f"option 'input_size' in {source} must be 3, height and width, got {shown(input_size)}")
+        raise ConfigError(f"option 'input_size' in {source} must be (3, height, width), got {shown(input_size)}")
     return convert("img_size", input_size[1:], source)
 
 

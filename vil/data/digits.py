@@ -51,7 +51,8 @@ def split_digits(
         fewest = min(map(len, of_class))
         if fewest < train_per_class:
             raise ValueError(
-                f"train_per_class must be at most {fewest}, the images of the rarest digit, got {train_per_class}"
+                f"train_per_class must be at most {fewest} (the number of images of the rarest digit), got "
+                f"{train_per_class}"
             )
         train = np.concatenate(of_class)
     return train, held_out

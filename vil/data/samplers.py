@@ -36,8 +36,8 @@ def split_global_batch(config: Config, world_size: int) -> tuple[int, int]:
     micro_batch = share // accumulation
     if config.mixing and micro_batch % 2:
         raise ConfigError(
-            f"micro-batch size must be even because mixup pairs images, got {micro_batch}: change batch_size, or "
-            f"global_batch_size {config.global_batch_size}, which is {share} images per rank"
+            f"micro-batch size must be even because mixup pairs images, got {micro_batch}: change batch_size "
+            f"or global_batch_size ({share} images per rank)"
         )
     return micro_batch, accumulation
 

@@ -164,7 +164,7 @@ def check_options(path: Path, opset: int, features: Sequence[int] = ()) -> None:
     if not path.parent.is_dir():
         raise ExportError(f"folder {path.parent} does not exist: create it first")
     if not path.suffix and path.is_dir() and not _accepts_export(path):
-        raise ExportError(f"folder {path} contains other files than an earlier export: choose a new folder")
+        raise ExportError(f"folder {path} contains files that are not from an earlier export: choose a new folder")
     if path.suffix == ".onnx":
         onnx_packages()
 

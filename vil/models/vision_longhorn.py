@@ -145,9 +145,9 @@ class PatchEmbed(nn.Module):
         if covered != img_size and not self.dynamic_img_size:
             size = str(covered[0]) if covered[0] == covered[1] else f"{covered[0]} {covered[1]}"
             raise ValueError(
-                f"img_size {img_size} must be covered by patches of {patch_size} at stride {stride}, which cover "
-                f"{covered}: set img_size={covered} (--img-size {size}), or set dynamic_img_size=True "
-                "(--model-kwargs dynamic_img_size=True) to pad images"
+                f"patches of {patch_size} at stride {stride} must cover the image, got img_size={img_size}: set "
+                f"img_size={covered} (--img-size {size}), or pad images with dynamic_img_size=True "
+                "(--model-kwargs dynamic_img_size=True)"
             )
         if patch_size != self.patch_size:
             old = self.proj

@@ -49,12 +49,10 @@ def _load_archive(file: BinaryIO, unpickler: Unpickler) -> Any:
         parts = {part.filename: part for part in archive.infolist()}
         folder = next(iter(parts)).partition("/")[0]
         if f"{folder}/constants.pkl" in parts:
-            raise TorchFileError("it is a TorchScript program, which can run code; save only its state_dict()")
+            raise TorchFileError("the file is a TorchScript program, which can run code; save only the state_dict()")
         if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
             # a compressed part can be a decompression bomb
-            raise TorchFileError(
-                "its parts are compressed, which torch.save never does; save the file again with torch.save"
-            )
+            raise TorchFileError("the file is a compressed zip archive; save the file again with torch.save")
         for part in parts.values():
             if not part.CRC:  # with torch.serialization.set_crc32_options(False), torch.save stores no checksums
                 del part.CRC
@@ -92,7 +90,7 @@ def _load_legacy(file: BinaryIO, unpickler: Unpickler) -> Any:
         raise TorchFileError("the file is truncated within a pickle") from None
 
     if set(keys) != unpickler.storages.keys():
-        raise TorchFileError("its list of storages does not match the storages of its tensors; the file is damaged")
+        raise TorchFileError("the list of storages does not match the tensors in the file; the file is damaged")
     for key in keys:
         file.read(8)  # skip the number of elements, which the pickle contains as well
         _read_values(unpickler.storages[key], file)

@@ -67,8 +67,8 @@ def _label_loss(config: Config, num_classes: int) -> nn.Module:
     right_target = 1 - smoothing + wrong_target
     if threshold is not None and not wrong_target <= threshold < right_target:
         raise ConfigError(
-            f"bce_target_thresh must be between {wrong_target:.4g} and {right_target:.4g}, the targets of wrong and "
-            f"right classes with smoothing {smoothing:g} and {num_classes} classes, got {threshold:g}"
+            f"bce_target_thresh must be between {wrong_target:.4g} and {right_target:.4g}, the smoothed targets of "
+            f"wrong and right classes, got {threshold:g}"
         )
     # BinaryCrossEntropy smooths only class indices, because mixed targets are already smoothed
     return BinaryCrossEntropy(smoothing=smoothing, target_threshold=threshold, sum_classes=config.bce_sum)

@@ -137,10 +137,10 @@ def _options_of_run(given: Mapping[str, Any]) -> dict[str, Any] | None:
 def _check_output(layout: Layout, given: Mapping[str, Any]) -> None:
     """Raise a ConfigError if images of the run folder would be read as a class."""
     output = Path(given.get("output", "output")).resolve()
-    if layout.train_split == WHOLE and output.is_relative_to(Path(layout.data_dir).resolve()):
+    data_dir = Path(layout.data_dir).resolve()
+    if layout.train_split == WHOLE and output.is_relative_to(data_dir):
         raise ConfigError(
-            f"the folder of runs, {output}, must be outside of the class folders' folder {layout.data_dir}, because "
-            "its images would be read as a class: set --output FOLDER"
+            f"--output must be outside {data_dir}, got {output}: images that the run writes would be read as a class"
         )
 
 

@@ -103,7 +103,9 @@ class Teacher:
                 "--img-size"
             ) from error
         if logits.shape != (1, num_classes):
-            raise ConfigError(_other_classes(self.name, logits.shape[-1], num_classes))
+            raise ConfigError(
+                f"teacher {self.name} must have {num_classes} classes like the run, got logits {tuple(logits.shape)}"
+            )
         return counter.get_total_flops() / 1e9
 
 
@@ -125,15 +127,13 @@ def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
     """Load a teacher on the CPU, with weights from a checkpoint or timm's pretrained weights."""
     if path:
         source = checkpoint.Checkpoint(path)
-        said = source.options.get("num_classes")
-        if said not in (None, num_classes):
-            raise ConfigError(_other_classes(path, said, num_classes))
+        if (own := source.options.get("num_classes")) is not None:
+            _check_num_classes(path, own, num_classes)
         return from_checkpoint(source, name, num_classes=num_classes)
     known = timm.get_pretrained_cfg(name)
     if known is None or not known.has_weights:
         raise ConfigError(f"timm has no pretrained weights for teacher {name}; set --teacher-checkpoint FILE")
-    if known.num_classes != num_classes:
-        raise ConfigError(_other_classes(name, known.num_classes, num_classes))
+    _check_num_classes(name, known.num_classes, num_classes)
     try:
         return timm.create_model(name, pretrained=True)
     except Exception as error:  # network and hub packages raise many exception types
@@ -144,5 +144,6 @@ def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
         ) from error
 
 
-def _other_classes(teacher: str | None, found: int, wanted: int) -> str:
-    return f"teacher {teacher} must have {wanted} classes like the run, got {found}"
+def _check_num_classes(teacher: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise ConfigError(f"teacher {teacher} must have {expected} classes like the run, got {found}")

@@ -171,12 +171,12 @@ def test_a_missing_library_is_reported_with_the_remedy(monkeypatch):
     from cuda import pathfinder
 
     def missing(name):
-        raise pathfinder.DynamicLibNotFoundError(f"no {name}\nhere" + " or there" * 99)
+        raise pathfinder.DynamicLibNotFoundError(f"no folder has {name}:\n" + "/usr/lib " * 99)
 
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", missing)
     for cached in (nvjpeg._path, nvjpeg._library, nvjpeg._quick_library):
         cached.cache_clear()
     with pytest.raises(
-        DecodingError, match=r"nvJPEG is missing \(no nvjpeg here or .{82}\): pip install 'cuda-toolkit\[nvjpeg\]'"
+        DecodingError, match=r"nvJPEG is missing \(no folder has nvjpeg: .{78}\): pip install 'cuda-toolkit\[nvjpeg\]'"
     ):
         JpegDecoder(torch.device("cuda", 0))

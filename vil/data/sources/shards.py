@@ -68,7 +68,7 @@ class Shards(ReaderWds):
             raise ConfigError("data_dir is required: set --data-dir to the folder or URL of the shards")
         for name in (root, kwargs["split"]):
             if re.match(r"\W*pipe:", name, re.IGNORECASE):
-                raise ConfigError(f"data_dir must be a folder or a URL and the split a name, got the command {name!r}")
+                raise ConfigError(f"data_dir and split must not be commands, got {name!r}: set a folder or a URL")
         enter_secure_mode()
         super().__init__(root if "://" in root else f"{LOCAL}:{os.path.abspath(root)}", **kwargs)
         self.unreadable = Unreadable(NUMBERS)

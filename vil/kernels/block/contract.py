@@ -103,11 +103,10 @@ def check_backward(
 
 
 def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:
-    if lines and (min(lines[:2]) < 1 or lines.L != L or class_token_only):
-        raise ValueError(
-            f"lines must have number x length = {L - 1} and class_token_only=False, got {tuple(lines)} "
-            f"and class_token_only={class_token_only}"
-        )
+    if lines and class_token_only:
+        raise ValueError(f"lines must be empty if class_token_only is True, got {tuple(lines)}")
+    if lines and (min(lines[:2]) < 1 or lines.L != L):
+        raise ValueError(f"number x length of lines must be the {L - 1} patches of an image, got {tuple(lines)}")
 
 
 def _saved_rows(recurrence: str, lines: Lines | None, saved: list[Tensor], dtype: torch.dtype) -> list[Row]:
