@@ -207,7 +207,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {error}") from error
         except Exception as error:  # the file is not a dict, or has keys that are not strings
             raise BrokenCheckpointError(
-                f"{file_of(self.path)} cannot be read as a checkpoint; the file must contain a dict with strings as keys"
+                f"{file_of(self.path)} cannot be read as a checkpoint; the file must contain a dict with string keys"
             ) from error
         check_weights(weights, self.path)
         if found.is_ema and not (use_ema or self.is_ours) and is_rank0():
