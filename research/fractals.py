@@ -175,7 +175,7 @@ def _with_probabilities(maps_BM6: np.ndarray) -> np.ndarray:
 
 
 def vary(systems_BM7: np.ndarray, uniform_BM6: np.ndarray, variation: float) -> np.ndarray:
-    """Multiply each coefficient of the systems by a weight from [1 - variation, 1 + variation].
+    """Multiply each coefficient of the function systems by a weight from [1 - variation, 1 + variation].
 
     The maps keep their probabilities, as in the code of FractalDB's authors.
 
@@ -251,7 +251,7 @@ def _apply(maps: Tensor, points: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def filling_rate(points_BN2: Tensor, size: int) -> Tensor:
-    """Return the share of the size x size pixels that contain a point, (B,); 0 if a point is not finite."""
+    """Return each image's share of size x size pixels with at least one point, or 0 if a point is not finite."""
     B, device = len(points_BN2), points_BN2.device
     index_BN, finite_B = _pixels(points_BN2, torch.eye(3, 2, device=device).expand(B, 3, 2), size)
     hits = torch.zeros(B, size * size, dtype=torch.bool, device=device).scatter_(1, index_BN, True)
@@ -259,7 +259,7 @@ def filling_rate(points_BN2: Tensor, size: int) -> Tensor:
 
 
 def render(points_BN2: Tensor, maps_BN: Tensor, frames_B32: Tensor, masks_B33: Tensor, size: int) -> Tensor:
-    """Draw a 3x3 patch around each point. Where patches overlap, the map with the largest index wins.
+    """Draw a 3x3 patch around each point. In overlapping patches, the affine map with the largest index wins.
 
     Args:
         points_BN2: Points of `play`. Their bounding box becomes the square from -1 to 1.
@@ -355,7 +355,7 @@ def render_images(
 def _uniform(
     seed: int, places: Sequence[Place], part: int, width: int, attempts: Iterable[int] = itertools.repeat(0)
 ) -> np.ndarray:
-    """Return independent random numbers (B, width) in [0, 1) for each image, part and attempt."""
+    """Return random numbers (B, width) in [0, 1) that differ by image, by purpose (`part`) and by attempt."""
     found = np.empty((len(places), width))
     rows_of = defaultdict(list)
     for row, (place, attempt) in enumerate(zip(places, attempts)):
@@ -370,7 +370,7 @@ def _uniform(
 def _points_that_fill(
     systems: np.ndarray, f: Fractals, places: Sequence[Place], device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Vary the system of each image's class, and return the points and map indices of the chaos game.
+    """Vary the function system of each image's class, and return the points and map indices of the chaos game.
 
     A variation whose points fill almost nothing is sampled again.
     """
@@ -401,7 +401,7 @@ def _points_that_fill(
 def _piece(
     uniform_B9: np.ndarray, clutter: np.ndarray, f: Fractals, masks_B33: Tensor, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Render one small fractal per image, and return the map indices with palettes (B, C, 3) of a single colour."""
+    """Render one small fractal per image. Return `render`'s map indices, and single-colour palettes (B, C, 3)."""
     which, shades, placement = np.split(uniform_B9, [2, 5], axis=1)
     others = clutter[(which[:, 0] * len(clutter)).astype(np.int64)]
     starts_B = (which[:, 1] * TABLE).astype(np.int64)
@@ -418,7 +418,7 @@ def _over(images: Tensor, drawn_BHW: Tensor, palettes_BC3: Tensor) -> Tensor:
 
 
 def _palettes(f: Fractals, places: Sequence[Place], uniform_BC3: np.ndarray, device: torch.device | str) -> Tensor:
-    """Return each image's colours (B, C, 3) in uint8: the background colour, and one colour per map."""
+    """Return each image's palette (B, C, 3) in uint8: the background colour, then one colour per affine map."""
     if f.colours is None:
         shades = np.zeros(uniform_BC3.shape)
         shades[:, 1:] = GREY
@@ -431,7 +431,7 @@ def _palettes(f: Fractals, places: Sequence[Place], uniform_BC3: np.ndarray, dev
 
 
 def _frames(uniform_B4: np.ndarray, smallest: float, largest: float) -> np.ndarray:
-    """Return frames (B, 3, 2) that rotate the square by any angle, scale it, and move it anywhere inside the image."""
+    """Return affine maps (B, 3, 2) that rotate, scale and move a fractal's bounding square inside the image."""
     angle, size, *place = uniform_B4.T
     angle, size = 2 * np.pi * angle, smallest + (largest - smallest) * size
     cos, sin = np.cos(angle), np.sin(angle)
@@ -457,7 +457,7 @@ def _pieces(count: int, most: int) -> Iterator[slice]:
 
 
 def _key(seed: int, purpose: int, *rest: int) -> tuple[int, ...]:
-    """Return a key of exactly four numbers, because NumPy ignores zeros at the end of a key."""
+    """Return a NumPy seed of four numbers, because NumPy treats seeds that differ only in trailing zeros as equal."""
     return (seed, purpose, *rest, *[0] * (3 - len(rest)))
 
 

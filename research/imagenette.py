@@ -82,7 +82,7 @@ def train(data: Path, words: list[str], folder: str, run: Run) -> dict[str, Any]
 
 
 def planned(rows: Rows) -> Iterator[Run]:
-    """Yield the runs that can be trained now and the finished runs, in the registered order."""
+    """Yield the finished runs and the runs that can be trained now, in the preregistered order."""
     for models, seeds in STAGES:
         yield from (Run(model, rate, CHOICE_SEED, True) for model in models for rate in rates_to_try(rows, model))
         rates = {model: chosen(rows, model) for model in models}
@@ -99,7 +99,7 @@ def tried(rows: Rows, model: str) -> dict[float, float]:
 
 
 def rates_to_try(rows: Rows, model: str) -> Sequence[float]:
-    """Return FIRST_RATES, and the next rate if the best one of them is at an edge."""
+    """Return the learning rates FIRST_RATES, and one more rate if the lowest or highest of FIRST_RATES is the best."""
     found = tried(rows, model)
     if not all(rate in found for rate in FIRST_RATES):
         return FIRST_RATES
@@ -143,7 +143,7 @@ def models_table(rows: Rows) -> str:
 
 
 def differences_table(rows: Rows) -> str:
-    """Return a Markdown table of the registered differences, with Holm's correction when all of them are known."""
+    """Return a Markdown table of the preregistered differences, with Holm's p-values if all differences are known."""
     table = [["model", "minus", "points (95% interval)", "p (Welch)", "p (Holm)"]]
     gaps = [welch(by_seed(rows, first), by_seed(rows, second)) for first, second in TESTED]
     known = [gap for gap in gaps if gap]

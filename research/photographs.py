@@ -98,7 +98,7 @@ def extension(runs: Runs) -> list[Cell]:
 
 
 def missing_of(ends: dict[str, int], runs: Runs) -> list[Cell]:
-    """Return the planned runs without results whose seeds are beyond the protocol's seeds and below `ends[model]`."""
+    """Return the runs without results for each model's additional seeds, `FURTHER_SEEDS.stop` to `ends[model] - 1`."""
     have = {cell_of(run) for run in runs}
     rates = {model: run["lr"] for model in ends for run in of_seeds(runs, model)}
     seeds_behind = range(FURTHER_SEEDS.stop, max(ends.values()))
@@ -218,7 +218,10 @@ def rates_table(runs: Runs) -> str:
 
 
 def images_per_second(runs: Runs) -> dict[str, float]:
-    """Return the training throughput by GPU, as the fastest run's median over epochs, because GPUs may be throttled."""
+    """Return the training throughput by GPU model: the largest of the runs' median throughputs over epochs.
+
+    Slower runs are ignored, because their GPUs may have been throttled.
+    """
     by_gpu: dict[str, list[float]] = {}
     for run in runs:
         speeds = run["curves"]["images_per_second"]

@@ -149,7 +149,7 @@ class Training:
             sums.zero_()
 
     def begin_turn(self, step: int) -> None:
-        """Seed the generator before some steps, so that dropout does not depend on runs trained at the same time."""
+        """Seed the generator at the start of each turn of a run, so that dropout does not depend on other runs."""
         self.generator.manual_seed(1_000_003 * self.run.seed + step)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -244,7 +244,7 @@ def queued(device: torch.device) -> torch.cuda.Event | None:
 
 
 def ended(event: torch.cuda.Event | None) -> Iterator[None]:
-    """Yield until the GPU reaches the event, so that a run queues at most 2 x `STEPS_A_TURN` steps ahead of the GPU."""
+    """Yield until the GPU has reached `event`, which limits each run to 2 x `STEPS_A_TURN` queued steps."""
     while event and not event.query():
         yield
 

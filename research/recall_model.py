@@ -155,7 +155,7 @@ class RecallModel(nn.Module):
         return F.linear(self.norm(last(x_BTC, queries_BP)), self.embedding.weight)
 
     def loss(self, pairs_BS: Tensor, queries_BP: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the values of the repeated keys, in fp32."""
+        """Return the mean cross-entropy, in fp32, between the predicted and the correct values of all queries."""
         logits_BPV = self(pairs_BS, queries_BP).float()
         return F.cross_entropy(logits_BPV.flatten(0, 1), pairs_BS[:, 1::2].flatten().long())
 

@@ -63,7 +63,7 @@ def comparisons() -> str:
 
 
 def equal_time() -> str:
-    """Return a Markdown table of validation accuracy after the training time of ViL, and of ViM's final accuracy."""
+    """Return a Markdown table of the accuracy of ViL and ViM after ViL's training time, and of ViM's final accuracy."""
     head = [
         "images",
         "seconds of training",
@@ -145,7 +145,7 @@ def of_recipes() -> str:
 
 
 def weights() -> str:
-    """Return a Markdown table of the top-1 on digits of each method, with weights pre-trained on generated images."""
+    """Return a Markdown table of each method's top-1 on digits, with weights pre-trained on generated images."""
     table = [
         ["pixels", "images per class", "samples", *transfer.SETTINGS, f"{transfer.FINE_TUNED} minus {transfer.SCRATCH}"]
     ]

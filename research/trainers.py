@@ -1,7 +1,8 @@
-"""Table of timm's train.py and this package's trainer (research/trainers.md), from research/results/trainers.
+"""Table that compares the accuracy of timm's train.py and this package's trainer, for research/trainers.md.
 
-The folder has a folder for each run of timm's train.py, with the program's args.yaml and summary.csv, and with the
-JSON file of validate.py on the test images. The runs of this package are those of the photographs study.
+The input folder research/results/trainers has a folder for each run of timm's train.py, with args.yaml and summary.csv
+of train.py, and with the JSON file of validate.py on the test images. The runs of this package are those of the
+photographs study.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SEEDS = range(5)
 
 
 def runs_of_timm(folder: Path) -> tuple[BySeed, BySeed]:
-    """Return the test top-1 and the EMA weights' top-1 on the selection images, by seed of the finished runs."""
+    """Return two dicts by seed of timm's finished runs: test top-1, and EMA top-1 on the images for selection."""
     tests, averages = {}, {}
     for seed in SEEDS:
         run = folder / f"deit-{seed}"
@@ -30,7 +31,7 @@ def runs_of_timm(folder: Path) -> tuple[BySeed, BySeed]:
 
 
 def trainers_table(results: Path) -> str:
-    """Return a Markdown table of both trainers, with the registered difference if timm's trainer has all seeds."""
+    """Return a Markdown table of each trainer's accuracy, and of the difference if timm's trainer has all runs."""
     runs, judged = photographs.read(results / "photographs.json")
     ours = photographs.top1_of_test(runs, judged)[photographs.DEIT]
     ours_averaged = photographs.top1_to_choose_on(runs, photographs.DEIT, "eval_top1_ema")

@@ -130,13 +130,13 @@ class Results:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Machine, commit, duration and number of runs of each program call that finished runs, in order."""
+        """For each call of the program that finished at least one run: machine, commit, number of runs and seconds."""
         runs, seconds = len(self.rows) - self.found, round(time.monotonic() - self.start)
         return [*self.earlier_calls, *([dict(self.machine, runs=runs, seconds=seconds)] if runs else [])]
 
     @property
     def seconds(self) -> float:
-        """Total seconds of all program calls that finished runs."""
+        """Total duration in seconds of all calls of the program in which at least one run was finished."""
         return sum(call["seconds"] for call in self.calls)
 
     def __contains__(self, run: Any) -> bool:
@@ -204,7 +204,7 @@ def do_missing(
     runs: Sequence[Run], results: Results, pool: Executor | None, prepare: Callable[[Run], None],
     training: Callable[[Run], dict], probe: Callable[[Run], dict],
 ) -> None:  # fmt: skip
-    """Run what `results` lacks and add the accuracies.
+    """Run those of `runs` that `results` does not contain, and add their top-1 to `results`.
 
     Methods that train the model call `prepare` and then `training`, in parallel processes if `pool` is given. Other
     methods call `probe`.
@@ -306,7 +306,7 @@ def train_on(images: Path, words: list[str], folder: str, run: Any) -> dict[str,
 
 
 class Features:
-    """Callable that returns the features (1797, C) of all digits that a method uses.
+    """Callable that returns the features (1797, C) that a method extracts from all 1797 digits.
 
     Args:
         config: Options of the runs, for the model and the preprocessing.
@@ -386,7 +386,7 @@ def by_seed(rows: Sequence[dict[str, Any]], way: str, per_class: int) -> dict[in
 
 
 def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, float]]]:
-    """Return the top-1 by images per class, method and seed. Seeds that a method lacks are left out."""
+    """Return {images per class: {method: {seed: top-1}}}, only with the seeds that all methods have."""
     found, ways = {}, dict.fromkeys(row["way"] for row in rows)
     for per_class in dict.fromkeys(row["per_class"] for row in rows if not row["rehearse"]):
         of_ways = {way: by_seed(rows, way, per_class) for way in ways}
@@ -396,7 +396,7 @@ def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, fl
 
 
 def ways_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table of each method's mean and deviation over the seeds that all methods have."""
+    """Return a Markdown table of the mean and standard deviation of each method's top-1, over the common seeds."""
     table = [["images per class", "method", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
     for per_class, ways in complete(rows).items():
         for way, own in ways.items():

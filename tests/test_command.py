@@ -1,4 +1,4 @@
-"""Tests of the `vil` command: its subcommands, and help and errors that do not wait for PyTorch."""
+"""Tests of the subcommands of `vil`, and of help and error messages that appear before PyTorch is imported."""
 
 import subprocess
 import sys

@@ -166,7 +166,7 @@ def _without_outer_wrappers(names: dict[str, str]) -> dict[str, str]:
 
     averaged = {name: short for name, short in names.items() if short != COUNTER}
     if averaged and all(short.startswith(IN_FRONT) for short in averaged.values()):
-        names = averaged  # the file is of an AveragedModel, whose counter the model does not have
+        names = averaged  # drop the counter of PyTorch's AveragedModel
     names = {name: short.removeprefix(IN_FRONT) for name, short in names.items()}
 
     for wrapper in OF_ALL:

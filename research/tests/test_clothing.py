@@ -33,7 +33,7 @@ def names(images, split):
 
 @pytest.fixture
 def study(photographs, monkeypatch, capsys):
-    """Return the program's results and each run's arguments. A run's accuracy depends only on its learning rate."""
+    """Run the program with a stub of the training, and return its results, the runs' arguments, and its stdout."""
     given, asked = [], []
 
     def train_on(images, words, folder, run):

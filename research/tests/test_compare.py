@@ -1,4 +1,4 @@
-"""Tests that differences over seeds, intervals and p-values equal independently written formulas."""
+"""Tests of research/compare.py: differences, confidence intervals and p-values equal independently written formulas."""
 
 import math
 

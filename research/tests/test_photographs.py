@@ -87,7 +87,7 @@ def test_only_the_deviation_decides_whether_further_seeds_are_trained(deviation,
 
 
 def judged_as(runs, top1, images=1000):
-    """Return predictions that have the accuracies in `top1`, given by model and seed."""
+    """Return predictions with an accuracy of `top1[model][seed]` percent for each run."""
     names = [f"{run['model']}-{run['seed']}" for run in runs if run["stage"] == "seeds"]
     places = [name.rsplit("-", 1) for name in names]
     right = [round(images / 100 * top1[model][int(seed)]) for model, seed in places]
@@ -231,7 +231,7 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
     # The file has a header, 24 rows for the test images, and 36 columns for the runs.
     assert (len(rows), rows[0].count(",")) == (25, 1 + 36)
     assert "| vil_tiny | 2" in (shown := capsys.readouterr().out)
-    assert "25.00 ± 0.00" in shown  # the class predicted for all images is correct for a quarter of them
+    assert "25.00 ± 0.00" in shown  # all predictions are one class, to which a quarter of the images belong
 
     (root / "out.json").write_text(json.dumps(found | dict(runs=found["runs"][:-1])))
     (root / "runs").rename(root / "gone")

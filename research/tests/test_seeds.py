@@ -173,7 +173,7 @@ def test_every_run_has_its_own_model_and_seed_and_goes_on_by_itself(stubbed):
 
 
 def send_sigterm_once(started):
-    """Send SIGTERM to this thread, which does not handle signals, once the file exists."""
+    """Send SIGTERM to the calling thread as soon as the file `started` exists."""
     while not started.exists():
         time.sleep(0.01)
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
@@ -463,7 +463,7 @@ def test_a_table_has_means_and_differences_of_the_first_model():
     # The 97.5% quantile of Student's t distribution with 2 degrees of freedom is 4.3027.
     half = 4.3027 * math.sqrt(7 / 9)
     assert vim[5] == f"+1.33 ({4 / 3 - half:+.2f} to {4 / 3 + half:+.2f}), p = 0.27"
-    # The variances are 4 and 7/3, so the standard error is sqrt(19/9).
+    # The variances of 3 runs each are 4 and 7/3, so the standard error is sqrt(4/3 + 7/9).
     # The 97.5% quantile of Student's t distribution with 3.74 degrees of freedom is 2.8546.
     half = 2.8546 * math.sqrt(19 / 9)
     assert vim[6].startswith(f"+1.33 ({4 / 3 - half:+.2f} to {4 / 3 + half:+.2f}), p = 0.4")

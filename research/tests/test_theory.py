@@ -38,7 +38,7 @@ def recall_objective(S_old, k, x, beta):
 
 
 def closed_form(S_old, k, x, beta):
-    """Compute theorem 1: S_t = (I - eps k k^T) S_{t-1} + eps x k, written for rows of channels."""
+    """Return the new state S_t = (I - eps k k^T) S_{t-1} + eps x k of theorem 1, with one row per channel."""
     eps = (beta / (1 + beta * (k @ k)))[:, None]
     return S_old - eps * (S_old @ k)[:, None] * k + eps * x[:, None] * k
 
@@ -72,7 +72,7 @@ def test_the_more_beta_the_better_the_new_pair_is_recalled(g):
     S_old, k, x = randn(g, D, N), randn(g, N), randn(g, D)
     weights = torch.tensor([0.0, 0.1, 1.0, 10.0, 1e9], dtype=torch.float64)
     errors = torch.stack([(closed_form(S_old, k, x, b.expand(D)) @ k - x).abs() for b in weights])
-    torch.testing.assert_close(errors[0], (S_old @ k - x).abs())  # with beta = 0 the error does not change
+    torch.testing.assert_close(errors[0], (S_old @ k - x).abs())  # beta = 0 keeps the recall error
     assert (errors[1:] < errors[:-1]).all()
     assert errors[-1].max() < 1e-8
 
@@ -159,8 +159,8 @@ def operator_states(x_BLD, logits_BLD, k_BLN) -> Tensor:
     return torch.stack(states, dim=-1)
 
 
-def test_the_operator_keeps_0_to_all_of_a_state_for_any_key_and_beta(g):
-    """The factor 1 - eps k_n^2 of a state is in (0, 1], so states stay bounded without a forget gate."""
+def test_the_scan_never_enlarges_a_state_for_any_key_and_beta(g):
+    """`longhorn_scan` multiplies states by factors in (0, 1], so states stay bounded without a forget gate."""
     B = 1000
     k_BLN, logits_BLD = torch.ones(B, 2, N, dtype=torch.float64), 20 * randn(g, B, 2, D)
     k_BLN[:, 1] = randn(g, B, N) * 10.0 ** torch.randint(-6, 7, (B, 1), generator=g)
@@ -184,8 +184,8 @@ def test_the_operator_runs_the_diagonal_form_token_by_token(g):
         torch.testing.assert_close(state, S)
 
 
-def test_the_operator_recalls_every_pair_whose_keys_share_no_state(g):
-    """The operator recalls the value of every key if each key is a multiple of another unit vector.
+def test_the_scan_recalls_every_pair_whose_keys_share_no_state(g):
+    """`longhorn_scan` recalls the value of every key if each key uses a different element of the state.
 
     The diagonal form then equals Theorem 1, and the whole value is stored if beta k.k is large.
     """

@@ -1,4 +1,4 @@
-"""Tests of research/trainers.py: the difference appears after all five runs of timm's trainer."""
+"""Tests of research/trainers.py: the table compares the trainers once all five runs of timm's train.py have ended."""
 
 import json
 import shutil

@@ -71,7 +71,8 @@ def test_a_setting_that_was_tried_later_and_is_better_takes_the_place_of_the_one
 def test_what_a_stopped_call_has_left_is_reported_as_far_as_all_ways_have_it():
     def size(per_class, *seeds_of_ways):
         found = [row for way in transfer.SETTINGS for row in rows(way, per_class, [50], True)]
-        for i, way in enumerate(transfer.SETTINGS):  # the last number of seeds applies to all other methods
+        # the last entry of `seeds_of_ways` applies to all further methods
+        for i, way in enumerate(transfer.SETTINGS):
             seeds = seeds_of_ways[min(i, len(seeds_of_ways) - 1)]
             found += rows(way, per_class, [60 + seed + i * (seed + 1) for seed in range(seeds)])
         return found

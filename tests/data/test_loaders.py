@@ -1,4 +1,4 @@
-"""Tests of training and evaluation loaders against timm's transforms, and of the choice between workers and device."""
+"""Tests that loaders equal timm's transforms, and that either workers or the device augments images, as appropriate."""
 
 import math
 import shutil
@@ -101,7 +101,7 @@ def test_a_loader_may_be_empty(image_folder):
         assert sum(len(batch) for batch, _ in loader) == count
 
 
-# choice between workers and device
+# augmentation on the device or in workers
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def piece_bytes(dataset, batch_size, on_device=None):
 
 
 def test_pieces_reserve_shared_memory_for_the_data_that_workers_return(photo_folder, monkeypatch, tmp_path):
-    """A piece contains prepared images, pixels of small images, or encoded files, which may be larger than average."""
+    """The reserved memory is the size of prepared images, or 1.5 times the mean size of pixels or encoded files."""
     folder = open_split(str(photo_folder), "", "val")
     assert piece_bytes(folder, 2) == 2 * 3 * 12 * 16
     assert piece_bytes(folder, 100) == 64 * 3 * 12 * 16

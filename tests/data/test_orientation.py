@@ -86,7 +86,7 @@ def test_damaged_exif_tags_do_not_rotate_or_reject_an_image(content):
 
 
 def transformed(path, transform, seed=None):
-    """Return a file as timm's transform makes it of the upright image."""
+    """Apply timm's transform to an image file that PIL has rotated upright."""
     if seed is not None:
         seed_all(seed)
     return torch.as_tensor(transform(ImageOps.exif_transpose(Image.open(path)).convert("RGB")))

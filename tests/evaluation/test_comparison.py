@@ -90,7 +90,7 @@ def test_names_in_tables_are_never_read_as_formulas(tmp_path):
 
 
 def test_the_comparison_plot_shows_differences_with_intervals_and_class_accuracies(monkeypatch):
-    """Plot six images of classes 0, 0, 1, 1, 2 and one unreadable image, with the two best classes of two models."""
+    """Plot the comparison of two models on five images of three classes and one unreadable image."""
     targets, figures = np.array([0, 0, 1, 1, 2, -1]), kept_figures(monkeypatch)
     first = [[0, 1], [0, 2], [1, 0], [2, 1], [0, 1], [0, 1]]
     second = [[0, 2], [1, 0], [2, 1], [2, 0], [0, 1], [1, 0]]

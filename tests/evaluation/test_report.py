@@ -278,7 +278,7 @@ def test_many_classes_get_a_list_of_the_most_frequent_confusions_instead_of_a_ma
     assert "only for up to 24 classes" in text
     assert len(re.findall("<figure>", text)) == 12 + 3
     monkeypatch.setattr("vil.evaluation.report.MAX_MATRIX_CLASSES", 25)
-    cells = re.findall(r"--share: ([.0-9]+)\"", report_page(*words, images))  # share in each cell of the matrix
+    cells = re.findall(r"--share: ([.0-9]+)\"", report_page(*words, images))  # cells of the confusion matrix
     assert (len(cells), {*cells}) == (25**2, {"0.00", "1.00"})  # all images of a class have the same prediction
     right = np.broadcast_to(targets[:, None, None], best.shape)
     two = Predictions.of(targets, np.concatenate([right, best], 1), np.full((28, 2, 2), 0.5))

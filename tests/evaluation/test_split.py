@@ -27,7 +27,7 @@ def test_folders_may_be_named_by_wordnet_id_or_class_index(names, tmp_path):
 
 
 def test_a_split_without_some_classes_keeps_the_trained_class_indices(image_folder, tmp_path):
-    """A split that lacks some classes is evaluated among all classes, as a validation split is during training."""
+    """If a split lacks some of the model's classes, images of the other classes keep the class indices of training."""
     for name in ("ant", "cat", "dog"):
         shutil.copytree(image_folder / "val" / name, tmp_path / "val" / name)
     shutil.make_archive(str(tmp_path / "packed"), "tar", tmp_path / "val")

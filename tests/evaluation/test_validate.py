@@ -374,7 +374,7 @@ def test_two_models_get_the_same_crops_with_their_own_normalization(models, fold
 
 
 def test_two_processes_report_the_comparison_of_one_process(models, folders, tmp_path):
-    """Two processes report the results of one process.
+    """Evaluation in two processes reports the same comparison as evaluation in one process.
 
     The split has ReaL labels by image index, some of ImageNet's classes, and an unreadable image.
     """

@@ -165,7 +165,7 @@ def launch(of, entry, macros, ctas, threads, arguments, shared_bytes=0, *, block
 
 
 def run_with(checked, values, stream=None, *, blocks=None):
-    """Emulate `Launch.run_with`, which gets only the addresses of tensors, so tensors have no NaN guards."""
+    """Emulate `Launch.run_with`. Tensors have no NaN guards, because `values` contains only the tensors' addresses."""
     library, entries = _library(checked.source, tuple(sorted(checked.macros.items())))
     first, shared_bytes = (
         0 if blocks is None else max(0, checked.ctas - blocks),
@@ -181,7 +181,7 @@ def run_with(checked, values, stream=None, *, blocks=None):
 
 
 GUARD = 1 << 14  # size in bytes of the NaN guard before and after a tensor
-COPIED = 1 << 28  # maximum size in bytes of a tensor that gets guards
+COPIED = 1 << 28  # maximum size in bytes of a tensor with NaN guards
 
 
 @contextlib.contextmanager
@@ -213,7 +213,7 @@ _sparse: list | None = None  # inside `sparse_where_large`, the allocated large 
 
 
 def sparse(size, dtype=torch.float32, stride=None) -> torch.Tensor:
-    """Return a tensor of zeros that may have terabytes, because only pages that are written use memory."""
+    """Return a tensor of zeros of any size, even terabytes, because only written pages use memory."""
     if _sparse is not None:
         _limit_memory(None)
     stride = stride or [math.prod(size[i + 1 :]) for i in range(len(size))]

@@ -119,7 +119,9 @@ class Run:
 
 
 class Torchrun:
-    """Run started by torchrun that writes to `output`/run. torchrun and its workers are forked like other processes.
+    """Training run started by torchrun, with the run folder `output`/run.
+
+    torchrun is forked from the tests' fork server, and forks the training processes.
 
     Args:
         output: Output folder of the run.
@@ -192,7 +194,7 @@ def assert_same(result: dict, truth: dict) -> None:
 
 
 def before(owner: type, method: str, act: Callable[[], None], call: int = 1, rank: int = 0) -> None:
-    """Return a `prepare` function that makes one process call `act` before a given call of a method."""
+    """Patch a method so that one rank runs `act` immediately before the method's n-th call (n = `call`)."""
     original, calls = getattr(owner, method), []
 
     def called(*arguments):

@@ -37,10 +37,7 @@ def reset_signal_handlers():
 
 @pytest.fixture(autouse=True)
 def process_state():
-    """Reset what a `Trainer`, possibly that of a module's fixture, and tests change in the process.
-
-    These are the signal handlers and the file extensions that timm reads as images.
-    """
+    """Reset signal handlers before and after each test, and timm's image extensions after each test."""
     extensions = get_img_extensions()
     reset_signal_handlers()
     yield

@@ -43,7 +43,7 @@ def run(call, named):
 
 
 def places(named):
-    """Yield the name of each tensor argument and None, or for a list of tensors the name and each index."""
+    """Yield (name, None) for each tensor argument, and (name, index) for each tensor in a list argument."""
     for name, value in named.items():
         if isinstance(value, torch.Tensor):
             yield name, None

@@ -373,7 +373,7 @@ def zeros_in_a_tar() -> bytes:
 
 @functools.cache
 def files() -> dict[str, Callable[[], bytes]]:
-    """Return, by file name, a function that creates the file."""
+    """Return a dict from file names to functions that return the file's content."""
     for collect in (_jpegs, _pngs, _others, _checkpoints, _tars):
         collect()
     return FILES

@@ -38,7 +38,7 @@ def rate_of(epoch, o):
 
 
 def layer_of(name):
-    """Return a parameter's layer for layer decay: 0 for the stem, 1 or 2 for blocks, 2 for the norm, 3 for the head."""
+    """Return a parameter's layer-decay index in a model of two blocks: stem 0, blocks 1 and 2, final norm 2, head 3."""
     stem = name in ("cls_token", "pos_embed") or name.startswith("patch_embed")
     return 0 if stem else {"blocks.0": 1, "blocks.1": 2, "norm.wei": 2}.get(name[:8], 3)
 

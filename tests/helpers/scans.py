@@ -1,4 +1,4 @@
-"""Helpers of the scan tests: inputs of both recurrences, reference implementations, and error measures."""
+"""Helpers for tests of `longhorn_scan` and `selective_scan`: inputs, reference implementations and error measures."""
 
 from concurrent.futures import ThreadPoolExecutor
 

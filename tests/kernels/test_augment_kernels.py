@@ -37,7 +37,7 @@ of_kernels = pytest.mark.parametrize("where", KERNELS, indirect=True)
 
 @pytest.fixture(params=["reference", *KERNELS])
 def where(request, monkeypatch):
-    """Device to run the kernels on, with the number of trials, the image size, and whether pixels must equal PIL's."""
+    """Settings of a test: device, number of trials, image size, and whether pixels must equal PIL's pixels exactly."""
     if request.param == "emulated":
         emulate(monkeypatch)
     if request.param == "gpu":

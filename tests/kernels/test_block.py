@@ -239,8 +239,8 @@ def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(mid
     assert reference_kernels == [False, True, True]
 
 
-def test_an_image_takes_one_path_from_a_model_to_a_kernel(reference_kernels, monkeypatch):
-    """The call stack from a model to a block's first kernel leaves vil.models only once."""
+def test_models_call_kernels_only_through_dispatch(reference_kernels, monkeypatch):
+    """Models reach kernels only through vil.models.dispatch, and vil.kernels never calls back into vil.models."""
     monkeypatch.setattr(block_op, "is_eager", lambda t: True)
     model, paths = small(depth=2, img_size=32).double().eval(), []
     pack_weights = ReferenceKernels.pack_weights
@@ -329,7 +329,7 @@ def test_passing_norms_between_blocks_is_bitwise_identical(shape, middle):
 def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
     mixer, shape, multiprocessors, hopper, dtype, middle, monkeypatch, autocast_on_gpus
 ):
-    """All kernels of a block run emulated, forward and backward. PyTorch computes the products of cuBLAS."""
+    """A fused block with emulated kernels, and PyTorch instead of cuBLAS, equals an independent implementation."""
     tolerance = 2.5e-2 if dtype == torch.bfloat16 else 3e-3
     blocks.on_an_emulated_gpu(monkeypatch, multiprocessors, hopper)
     project = hopper and mixer is LonghornMixer
@@ -355,7 +355,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
 
 
 def noted(monkeypatch, project):
-    """Return two lists, which record the launched kernels, and for each scan whether the kernel projects the step."""
+    """Return two lists that record the launched kernels, and whether each scan kernel also multiplies by step_proj."""
     monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
     launched, projecting = [], []
     monkeypatch.setattr(
@@ -379,8 +379,9 @@ def noted(monkeypatch, project):
 
 
 def exactly(block, x, dy, dnext, middle):
-    """Return the output and the gradients of the independent block in fp64. `dnext` is the gradient of the output's
-    RMSNorm without weight.
+    """Return the output and gradients of an independent implementation of the block in fp64.
+
+    `dnext` is the gradient of a following RMSNorm without weight.
     """
     (scale,) = stochastic_depth([0.25], len(x), seed=1, dtype=x.dtype)
     assert scale.all()

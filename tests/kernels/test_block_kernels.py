@@ -80,8 +80,8 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
         close(value, truth, value.dtype, "gradient")
 
 
-def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, poison):
-    """On Hopper, the kernel that multiplies by out_proj returns the RMSNorm of its output, computed with eps."""
+def test_the_emulated_hopper_kernel_returns_the_norm_with_eps(monkeypatch, poison):
+    """On Hopper, the kernel of gate and out_proj also returns the RMSNorm of its output, with the given eps."""
     emulator.as_if_on_a_gpu(monkeypatch, hopper=True)
     B, L, C = 2, 96, 192
     x, out_proj = small_tokens(B * L, C), torch.zeros(C, 2 * C, dtype=BF16)
@@ -213,7 +213,7 @@ def test_gradients_of_the_step_are_fused_if_registers_hold_the_weights(D, R, dty
     T, N = 1000, 16
     sizes = (2, T, D), (2, T, R), (2, D, R), (2, T, N), (2, T, N)
     dprojected, dstep_proj = kernels.step_proj_backward(*[torch.zeros(size, dtype=dtype) for size in sizes])
-    # Half of the multiprocessors get a CTA, or one CTA per 16 tokens is launched if these are fewer.
+    # Each direction has one CTA per 16 tokens, but at most half as many CTAs as multiprocessors.
     assert launched == ([("step_proj_backward", 2 * min(63, 66))] if one_kernel else [])
     assert (dprojected.shape, dprojected.dtype) == ((2, T, R + 2 * N), dtype)
     assert (dstep_proj.shape, dstep_proj.dtype) == ((2, 63 if one_kernel else 10, D, R), torch.float32)

@@ -28,7 +28,7 @@ def on_cpu(scan):
 
 @pytest.mark.parametrize("logit", [-1e4, -100.0, -20.0, -5.0, 0.0, 5.0, 20.0, 80.0])
 def test_time_steps_keep_their_relative_precision(logit):
-    """Small time steps keep their relative precision, as the output of a single token, y = dt b x c, shows."""
+    """Small time steps keep their relative precision. The output of a single token is proportional to the time step."""
     inputs = selective_inputs(1, 1, 70, 4, torch.float32)
     inputs[1] = torch.full_like(inputs[1], logit).requires_grad_()
     inputs[-2:] = [torch.zeros_like(t).requires_grad_() for t in inputs[-2:]]

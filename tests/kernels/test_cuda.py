@@ -203,7 +203,7 @@ def test_every_variant_equals_the_reference(recurrence, dtype, shape, segment_ch
 )
 @RECURRENCES
 def test_extreme_logits_and_keys(recurrence, dtype, logit, scale, device):
-    """Results are correct if many step logits have extreme values, positive or negative."""
+    """Results are correct for very large positive or negative logits of the step size, and for large keys."""
     make, reference_scan = of_recurrence(recurrence)
     x, step_logits, k, q, A, skip, bias = in_order(recurrence, [t.detach() for t in make(1, 50, 40, 16, dtype)])
     signs = torch.randint(-1, 2, step_logits.shape, generator=torch.Generator().manual_seed(0))
@@ -237,7 +237,7 @@ def test_two_tokens_at_a_time_project_the_step(shape, rank, dtype, device, poiso
     _, stacked = of_both_directions("longhorn", (B, L, D, 16), dtype, "cpu")
     x, _, k, q, skip, bias = stacked
     random = torch.Generator().manual_seed(0)
-    projected = torch.randn(2, B, L, rank + 32, generator=random).to(dtype)  # the first `rank` channels are the step
+    projected = torch.randn(2, B, L, rank + 32, generator=random).to(dtype)  # step, keys and queries
     step_proj = torch.randn(2, D, rank, generator=random).to(dtype)
     step, reverse = projected[..., :rank], [False, True]
     logits = torch.einsum("gblr,gdr->gbld", step.double(), step_proj.double())

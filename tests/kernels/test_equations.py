@@ -224,7 +224,7 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
         duz = torch.cat([du.view(T, D), dz], -1)  # (f)
         folded = duz.T @ xhat
         dxhat = duz @ (W_in * gamma)
-        dx = through_norm(do, dxhat, xhat, rho)  # equation (g), which is equation (a) of the previous block
+        dx = through_norm(do, dxhat, xhat, rho)  # (g), gradient of the block's input
         found = (
             dx, (folded * W_in).sum(0), folded * gamma, do.T @ gated, dw, s.sum((1, 2)), dWx, dWs, dbias, dskip,
         )  # fmt: skip

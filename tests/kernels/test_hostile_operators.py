@@ -110,8 +110,8 @@ def test_invalid_tensors_are_rejected_by_name_before_any_launch(call, recurrence
 
 @calls
 @recurrences
-def test_fake_implementations_reject_the_same_arguments(call, recurrence):
-    """Fake implementations for torch.compile reject the same arguments, on the meta device."""
+def test_fake_implementations_reject_wrong_tensors(call, recurrence):
+    """The operators' fake implementations for torch.compile reject invalid tensors on the meta device."""
     named = tree_map_only(torch.Tensor, lambda t: t.to("meta"), CALLS[call](recurrence))
     run(call, named)
     hostile.assert_each_wrong_tensor_is_refused(call, named, but=["elsewhere"])
@@ -227,7 +227,7 @@ def sizes_of(named):
 
 
 def results(call, named):
-    """Return an operator's results, with packed weights split into parts, because the padding is arbitrary."""
+    """Return an operator's results, with packed weights split into parts to drop the padding between parts."""
     found = run(call, named)
     if call == "block" and named["keep"]:
         found[2][3] = list(kernels.PackedWeights.of(found[2][3], sizes_of(named)))
@@ -247,9 +247,7 @@ def test_any_memory_layout_gives_the_result_of_a_contiguous_copy(layout, call, r
 @pytest.mark.parametrize("call", ["scan", "scan_backward", "block", "block_backward"])
 @recurrences
 def test_one_tensor_at_an_odd_address_changes_nothing(call, recurrence, launched):
-    """Results are the same if one tensor is unaligned, like a weight inside a flat buffer, although all others allow
-    vector loads.
-    """
+    """Results do not change if one tensor is unaligned and the other tensors permit vector loads."""
     named = CALLS[call](recurrence)
     expected = results(call, named)
     for place in places(named):

@@ -32,9 +32,9 @@ class Backend(NamedTuple):
 REFERENCE, CPU = Backend("reference", torch.float64, 1e-12), Backend("cpu", torch.float32, 3e-6)
 TRITON = Backend("triton", torch.float32, 1e-5, "cuda" if torch.cuda.is_available() else "cpu")
 CUDA = pytest.param(Backend("cuda", torch.float32, 1e-5, "cuda"), marks=pytest.mark.gpu, id="cuda")
-# Shapes (B, L, D, N) have L around the chunk length: 16 tokens in the reference backend, 64 in other backends.
-# Shapes have D around the number of channels per thread block or task. The cpu backend compiles 5 s for each N.
-SHAPES = {
+# Sequences are shorter or longer than a chunk, which has 16 tokens in the reference backend and 64 in other backends.
+# Widths D are smaller or larger than a thread block. State sizes N are few, because the cpu backend compiles 5 s each.
+SHAPES = {  # (B, L, D, N)
     REFERENCE: [(1, 1, 1, 1), (2, 5, 3, 4), (1, 17, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)],
     CPU: [(1, 1, 1, 1), (3, 64, 5, 4), (2, 101, 19, 3), (1, 64, 64, 16), (2, 65, 65, 16), (1, 129, 128, 3)],
     TRITON: [(2, 3, 35, 3), (1, 1, 1, 16), (1, 4, 5, 33)]

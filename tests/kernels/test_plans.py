@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def composition(x, weights, factor):
-    """Run views, allocations, and operators in place and out of place. Some of their results are not returned."""
+    """Create views and tensors, call in-place and out-of-place operators, and return some of the results."""
     u, z = (x @ weights[0].t()).chunk(2, dim=-1)
     memory = torch.empty(2, *u.shape, dtype=x.dtype, device=x.device)
     torch.empty(5, device=x.device)
@@ -148,12 +148,12 @@ def test_views_as_another_dtype_may_only_be_passed_to_kernels():
 @pytest.mark.parametrize(
     ("mixer", "shape", "hopper"), [(LonghornMixer, (2, 33, 192), True), (MambaMixer, (1, 70, 36), False)]
 )
-def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
+def test_replaying_an_emulated_block_equals_running_the_block(
     mixer, shape, hopper, class_token_only, monkeypatch, poison
 ):
-    """A replayed block is bitwise identical to direct execution in forward and backward, also with other tensors."""
+    """Replaying a recorded block, also with other tensors, is bitwise identical to running the block directly."""
     dtype, (B, L, C) = torch.bfloat16, shape
-    launch = launches.launch  # this function records launches in plans
+    launch = launches.launch  # original function, which records launches for a `Plan`
     on_an_emulated_gpu(monkeypatch, hopper=hopper)
     monkeypatch.setattr(launches, "launch", launch)
     monkeypatch.setattr(launches.Launch, "run_with", emulator.run_with)
@@ -168,7 +168,7 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
     run_forward, run_backward = forward.forward.__wrapped__, backward.backward.__wrapped__
 
     def unpacked(results):
-        """Split packed weights into parts, because padding between parts is arbitrary."""
+        """Split packed weights into parts, to drop the undefined padding between parts."""
         sizes = weights_of(make_block(mixer, C)).sizes()
         parts = kernels.PackedWeights.of(results[6], sizes)
         return [*results[:6], torch.cat([part.double().flatten() for part in parts]), *results[7:]]

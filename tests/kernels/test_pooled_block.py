@@ -29,7 +29,7 @@ DEVICES = [pytest.param("cpu", marks=EMULATED, id="emulated"), pytest.param("cud
 
 @pytest.fixture
 def case(device, grid, columns, dtype, monkeypatch, poison):
-    """Return the rows or columns of a grid, the inputs of the pooling kernels, and the same inputs in fp64."""
+    """Return the pooled rows or columns as `Lines`, the inputs of the pooling kernels, and the inputs in fp64."""
     if device == "cpu":
         emulator.as_if_on_a_gpu(monkeypatch)
     lines, g = Lines.of(*grid, columns), torch.Generator().manual_seed(0)

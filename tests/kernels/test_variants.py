@@ -1,4 +1,4 @@
-"""Tests of the kernel variant and segment length chosen for typical inputs, and of bounds for all inputs."""
+"""Tests that kernel variants and segment lengths are valid for all inputs, and as measured for typical inputs."""
 
 import itertools
 
@@ -48,7 +48,7 @@ def test_ctas_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
             of_keys = 4 * 64 * (2 * N + 1)
             assert warps == 4 or of_keys + 2 * (shared_bytes - of_keys) > 99 * 1024
             assert 1024 <= resident * (shared_bytes + 1024) <= 228 * 1024
-            # A multiprocessor has registers for 12 warps with 16-bit inputs and N = 16 or 32, otherwise for 8 warps.
+            # Registers permit 12 warps per multiprocessor for 16-bit inputs with 16 or 32 states, otherwise 8 warps.
             most = (3 if itemsize == 2 and N in (16, 32) else 2) * 4 // warps
             assert resident == most or (resident + 1) * (shared_bytes + 1024) > 228 * 1024
 
@@ -95,7 +95,7 @@ def test_vectors_are_as_wide_as_every_row_of_every_tensor_allows(limit, dimensio
     g = torch.Generator().manual_seed(0)
 
     def view(multiple):
-        """Return a view whose strides are multiples of `multiple`. In most views, rows also start at a multiple."""
+        """Return a view whose strides and, in 3 of 4 views, storage offset are multiples of `multiple`."""
         start, *strides, n = (int(i) * multiple for i in torch.randint(1, 5, (5,), generator=g))
         sizes = (2, 3) if dimensions == 3 else (2, 2, 3)
         start += int(torch.randint(4, (), generator=g) == 0)

@@ -235,7 +235,7 @@ class Scans(torch.nn.Module):
 
 
 def session_of_scans():
-    """Return an onnxruntime session that runs both recurrences for D = 6 channels and N = 5 states."""
+    """Return an onnxruntime session of the Longhorn and selective scans with 6 channels and 5 states per channel."""
     dims = {letter: Dim(letter, min=1, max=4096) for letter in "LB"}
     shapes = [("L", 2, "B", size) for size in (6, 6, 5, 5)] + [(2, 5, 6)]
     dynamic = tuple({i: dims[size] for i, size in enumerate(shape) if size in dims} for shape in shapes)

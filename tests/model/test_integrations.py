@@ -29,7 +29,7 @@ def packages(snippet):
 
 
 def run(*words, folder):
-    """Run Python in a new process, because some of the packages change global settings when they are imported."""
+    """Run Python in a new process, because importing some of the integrated packages changes global settings."""
     return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300)
 
 

@@ -596,7 +596,7 @@ def test_every_model_rejects_gradient_penalties_with_the_same_message(name, fuse
     (again,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     torch.testing.assert_close(again, dx, rtol=1e-3, atol=1e-5)
     with pytest.raises(NotImplementedError, match="differentiable once.*gradient penalties"):
-        torch.autograd.grad(again.square().sum(), x, retain_graph=True)  # second derivative by the input only
+        torch.autograd.grad(again.square().sum(), x, retain_graph=True)  # second derivative with respect to x
     with pytest.raises(NotImplementedError, match="differentiable once.*gradient penalties"):
         again.square().sum().backward()
 

@@ -80,7 +80,7 @@ def expected_trace(model, block, g, images):
     logits = F.linear(b, w[names["step"] + ".weight"], w[names["step"] + ".bias"])
     place = (list(reversed(lines)) if g else lines).index([CLASS_TOKEN])
     relevance = []
-    # Both recurrences are linear in v, so each line's contribution can be computed separately.
+    # Scans are linear in v, so the contribution of each row or column can be computed separately.
     for line in torch.eye(len(lines), dtype=v.dtype):
         alone = naive_model.scan(line[:, None] * v, logits, k, q, rates)
         relevance.append(alone[:, place].norm(dim=-1))

@@ -234,7 +234,7 @@ def is_bounded(content):
 
 @pytest.mark.parametrize("name", ["jpeg", "jpeg progressive", "png"])
 def test_photographs_are_decoded_without_the_sandbox(name):
-    """Photographs of bounded cost are decoded in the loader's process, because the sandbox would be slower."""
+    """Images with a bounded decoding cost are decoded in the loader's process, which is faster than the sandbox."""
     content = fuzz_images.corpus(name)[name]
     assert is_bounded(content)
     for scans in (100, 101) if name == "jpeg" else ():  # repeated scans of one component in a baseline frame
@@ -465,7 +465,7 @@ def test_links_out_of_the_dataset_and_duplicate_links_are_skipped(tmp_path, capl
     assert {by_link.filename(i) for i in range(len(by_link))} == names
     (outside / "ant").mkdir()
     (outside / "ant" / "1.jpg").write_bytes(SMALL_JPEG)  # beside this class folder, outside/1.jpg has no class
-    (root / "test").symlink_to(outside)  # the split itself may lie elsewhere
+    (root / "test").symlink_to(outside)  # a split's folder may be a link
     assert [path for path, _ in open_split(str(root), "", "test").reader.samples] == [f"{root}/test/ant/1.jpg"]
     assert {str(path.relative_to(root / "train")) for path in viz.image_files([root / "train"])} == names - linked
 
@@ -634,7 +634,7 @@ def test_unreadable_files_are_counted_in_each_epoch_and_logged_once(tmp_path, wo
 @pytest.mark.skipif(sys.platform != "linux", reason="loaders do not fork there")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_an_image_that_timed_out_in_one_worker_is_not_retried_by_another(caplog):
-    """In a later epoch, another worker may read the file that timed out."""
+    """Workers share the list of files that timed out, because another worker may get a file in a later epoch."""
     unreadable, late = images.Unreadable(2), sandbox.LateImageError("not decoded")
     forked = multiprocessing.get_context("fork").Process(target=unreadable.add, args=(1, "name", late))
     forked.start()
@@ -1100,7 +1100,7 @@ def test_datasets_of_other_packages_are_opened_by_timm(monkeypatch, pillow):
     monkeypatch.setattr("vil.data.sources.splits.create_dataset", lambda *names, **options: (*names, options))
     monkeypatch.setattr("vil.data.sources.splits.class_names", lambda _: {})
     assert open_split("/cache", "hfds/X/y", "test", seed=3) == ("hfds/X/y", dict(root="/cache", split="test", seed=3))
-    # Pillow's formats are also limited for images that other packages open.
+    # Pillow accepts only FORMATS, even for images that other packages open.
     assert tuple(Image.ID) == image_decoding.FORMATS
 
 

@@ -83,7 +83,7 @@ def test_a_signal_makes_a_checkpoint_due_and_stops_the_run(number, monkeypatch):
 
 
 def what_timers_say(rank):
-    """Return a rank's decisions after each of five steps. A checkpoint is due on rank 0, and rank 1 gets a signal."""
+    """Return for each of five steps whether a rank's timer saves and stops. Rank 1 gets SIGTERM in step 5."""
     distributed.init_process_group("cpu")
     clock = SimpleNamespace(seconds=0.0)
     interruption.time = SimpleNamespace(monotonic=lambda: clock.seconds)
@@ -381,7 +381,7 @@ def test_a_second_ctrl_c_exits_immediately(start):
 
 
 def take_a_minute_in_a_step():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # like the command, and unlike Python's own handler
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in `vil train`, a second Ctrl-C kills the process
     before(Update, "__call__", take_a_minute, call=2)
 
 

@@ -55,7 +55,7 @@ class StandIn:
         self.mode = 0
 
     def step(self, draw, x):
-        """Function under test, which changes a sum and the generator's state."""
+        """Function to capture: add to `self.total`, call `draw`, and return 2 * x."""
         self.within.append((self.mode, gc.isenabled()))
         self.draws += 1
         self.total += x.sum() + draw()

@@ -137,7 +137,7 @@ def test_means_are_computed_over_all_ranks():
 
 
 def looked(clock, steps, caplog):
-    """Return the logged warnings for epochs with the given seconds per step of waiting and work."""
+    """Simulate epochs from each step's seconds of waiting and work, and return the logged warnings."""
     bottleneck, for_model, for_preparation = Bottleneck(5), 0.0, 0.0
     with caplog.at_level("WARNING"):
         for epoch in steps:

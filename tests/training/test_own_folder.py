@@ -208,9 +208,9 @@ def test_resuming_keeps_the_options_of_the_run(run, monkeypatch):
     given = {"data_dir": "colors", "device": "cpu", "output": ".", "experiment": "run", "resume": "auto"}
     config = Config(**complete(given))
     assert (config.epochs, config.model_kwargs, config.val_fraction) == (2, {"depth": 1, "patch_size": 8}, 0.2)
-    again = Config(**complete(given | {"model_kwargs": {"depth": 1}}))  # the given argument of the first start
+    again = Config(**complete(given | {"model_kwargs": {"depth": 1}}))  # the user's option in the first call
     assert again.model_kwargs == config.model_kwargs
-    assert config.pretrained_path is None  # so that the log does not announce other weights
+    assert config.pretrained_path is None  # a resumed run does not log pretrained weights
     (run / "run/last.pt").rename(run / "kept.pt")
     (run / "run/last.pt").write_bytes(b"damaged")
     assert Config(**complete(given)).epochs == 2  # as in previous.pt

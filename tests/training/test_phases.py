@@ -73,7 +73,7 @@ def told_to_stop_while_it_saves(call):
     [
         # The first run is killed before step 5, and the second run is stopped after step 8, the last step of phase 1.
         [(stopped_at(5), -9), (told_to_stop_while_it_saves(5), 75)],
-        # Four runs are interrupted after step 8 (the last step of phase 1), and before the steps 9, 14 and 20.
+        # The first run ends at the end of phase 1. The following runs are interrupted before the steps 9, 14 and 20.
         [(ended_while_it_begins, -15), (stopped_at(1), -9), (stopped_at(6), -9), (stopped_at(7, signal.SIGTERM), 75)],
     ],
     ids=["in and at the end of the first", "between, in the second and the third"],

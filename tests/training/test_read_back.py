@@ -44,7 +44,7 @@ def written(folder, **options):
 
 
 def read_back(path, *words):
-    """Read a checkpoint as training state, as a model and with --resume, and return the config of --resume."""
+    """Return the config that --resume restores from a checkpoint, after reading it as training state and as a model."""
     checkpoint.Checkpoint(path).training_state()
     vil.from_checkpoint(path)
     return load_config("", ["--resume", str(path), *words], checkpoint.options_to_resume)

@@ -1,4 +1,4 @@
-"""Tests of `vil.train`: it trains as the command does, raises exceptions and leaves the process as before."""
+"""Tests of the function `vil.train`, which trains like `vil train`, raises exceptions and restores signal handlers."""
 
 import csv
 import os

@@ -1,4 +1,4 @@
-"""Compare all numbers that a run writes with the plain implementation `naive_training`, for non-default options."""
+"""Tests that runs with non-default options write the same numbers as the plain implementation `naive_training`."""
 
 import io
 import re

@@ -235,7 +235,7 @@ def check_policy(policy: str | None) -> None:
     expected = f"aa must be a timm policy such as rand-m9-mstd0.5-inc1 or 3a, got {shown(policy)}"
     try:
         create_transform(16, is_training=True, auto_augment=policy)
-    except Exception as error:  # timm's policy parsers raise various types
+    except Exception as error:  # timm's policy parsers raise various exception types
         raise ConfigError(f"{expected}: {error}") from error
     kind, *sections = (policy or "").split("-")
     known = POLICY_SECTIONS.get(kind, "mstd0.5")

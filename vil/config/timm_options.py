@@ -14,7 +14,7 @@ MODEL_ARGUMENTS = {
     "gp": "global_pool",
 }
 
-# for each unsupported timm option, the value with which timm trains as this package does
+# unsupported timm options, with the value for which timm's train.py trains like this package
 UNSUPPORTED = {
     "amp_impl": "native",
     "apex_amp": False,
@@ -108,7 +108,7 @@ UNSUPPORTED = {
     "warmup_prefix": False,
 }
 
-# for each key, the timm options that have an effect only if the key's option is on
+# options of timm (keys), and the options that have no effect without them (values)
 ONLY_WITH = {
     "aug_splits": ["resplit", "split_bn"],
     "bce_loss": ["bce_pos_weight"],

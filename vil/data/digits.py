@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-REHEARSED = 45  # validation images per class with --rehearse, about as many as in the held-out quarter of the dataset
+REHEARSED = 45  # number of validation images per class with --rehearse, about a quarter of each class
 
 
 def split_digits(

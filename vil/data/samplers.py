@@ -14,7 +14,7 @@ import numpy as np
 
 from ..config import Config, ConfigError
 
-FEW = 8  # the log recommends more steps if an epoch has fewer than FEW steps and the run fewer than FEW**3
+FEW = 8  # the log recommends more steps to runs of fewer than FEW**3 steps with fewer than FEW steps per epoch
 SMALL = 4  # the log recommends smaller batches only if the global batch size exceeds SMALL
 
 

@@ -28,10 +28,8 @@ _logger = logging.getLogger(__name__)
 
 __all__ = ["ExportError", "Report", "export_model"]
 
-WEIGHTS = (
-    ".safetensors",
-    "",
-)  # extensions of weights: a .safetensors file, or a folder that contains model.safetensors
+# extensions of exported weights: a .safetensors file, or a folder (no extension) that contains model.safetensors
+WEIGHTS = (".safetensors", "")
 TOLERANCE = 1e-4  # maximum difference between outputs of model and file, relative to max(1, the largest output)
 TOLERANCE_OF_HALVES = 2e-2  # tolerance for weights in half precision
 PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")

@@ -532,7 +532,7 @@ def _cfg(**entries: Any) -> dict[str, Any]:
     } | entries
 
 
-default_cfgs: dict[str, Any] = {}  # read by timm; `register` adds an entry per model
+default_cfgs: dict[str, Any] = {}  # timm reads the models' default configs here; `register` adds them
 
 
 def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) -> VisionLonghorn:

@@ -12,7 +12,7 @@ from .meter import EpochMeter, Times
 
 _logger = logging.getLogger(__name__)
 
-IDLE = 0.02  # the GPU is assumed to idle if the host waits for the GPU during a smaller fraction of the time
+IDLE = 0.02  # if the host waits for the GPU during less than this share of the time, the GPU is assumed to idle
 
 
 @dataclass

@@ -36,7 +36,7 @@ BATCH_SIZES = (4, 8, 16, 32)
 STEPS_PER_EPOCH = 12  # minimum number of steps per epoch, if the smallest batch size permits
 STEPS = {"cpu": 500, "gpu": 5000}  # target number of optimizer steps; the limits in EPOCHS take precedence
 EPOCHS = {"cpu": (10, 60), "gpu": (20, 100)}  # minimum and maximum number of epochs
-LR = 1e-3  # learning rate for the largest batch size; proportional to the square root of smaller batch sizes
+LR = 1e-3  # learning rate for the largest batch size; the square root rule reduces it for smaller ones
 # On a CPU, a third of the patches and half of the blocks make training six times as fast.
 IMG_SIZE = {"cpu": 64, "gpu": 224}
 BLOCKS = {"cpu": 12, "gpu": 24}

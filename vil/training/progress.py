@@ -16,7 +16,7 @@ from .summary import Reporter, epoch_line
 
 _logger = logging.getLogger(__name__)
 
-SECONDS_BETWEEN_LINES = 60  # minimum interval between two lines within an epoch, without a terminal
+SECONDS_BETWEEN_LINES = 60  # minimum seconds between progress lines if there is no terminal
 
 
 class Progress:

@@ -260,7 +260,7 @@ def outlive(worker):
 
 @STREAMS
 def test_a_worker_killed_while_idle_is_reported_in_one_line(started, streams):
-    """PyTorch raises the error wherever the main thread is, and the run still reports it in one line."""
+    """If a worker is killed between two batches, PyTorch raises from a signal handler, and the run reports one line."""
     loader, (worker,) = started(streams=streams)
     next(iter(loader))
     with pytest.raises(ConfigError, match="reduce --workers"):

@@ -40,7 +40,7 @@ def packed(request):
 
 
 def by_file(images):
-    """Return the class name of each image, by the last three parts of the image's path."""
+    """Return a dict from the last three parts of each image's path to the image's class name."""
     names = {index: name for name, index in class_names(images).items()}
     return {"/".join(images.filename(i).split("/")[-3:]): names[images.reader[i][1]] for i in range(len(images))}
 

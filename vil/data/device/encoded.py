@@ -64,7 +64,7 @@ class EncodedBatch:
     operations: np.ndarray  # (N, T) opcodes of up to T operations per file; 0 means no operation
     arguments: np.ndarray  # (N, T, ARGUMENTS)
     contents: list[Tensor]  # one tensor per file or, in a worker's result, one tensor with the content of all files
-    finished_rows: np.ndarray  # indices in the batch of images that workers have augmented
+    finished_rows: np.ndarray  # positions of `finished` in the batch
     finished: list[Tensor]  # augmented images (n, 3, H, W) uint8
 
 

@@ -30,7 +30,7 @@ from .images import UNREADABLE, Unreadable, image_of, open_file
 
 LOCAL = "local-shards"  # URL scheme of the files that webdataset may open
 LABELS = "cls", "json"  # file name extensions of labels
-NUMBERS = 2**20  # number of hash values of sample names, by which unreadable samples are distinguished
+NUMBERS = 2**20  # number of possible hash values of sample names, which identify unreadable samples
 MOST_LABEL = 2**20  # maximum bytes of a label
 MOST_IMAGE = 2**28  # maximum bytes of an image, because a small compressed shard can contain huge members
 MOST_INFO = 2**24  # maximum bytes of _info.json

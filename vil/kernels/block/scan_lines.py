@@ -19,8 +19,8 @@ SOURCE = Source("block/scan_lines", {
     ),
 })  # fmt: skip
 
-# number of channels per CTA, and maximum number of means: one chunk, so that backward needs no saved states
-CHANNELS, MOST_LINES = 32, CHUNK
+CHANNELS = 32  # number of channels per CTA
+MOST_LINES = CHUNK  # maximum number of pooled tokens, because backward has no saved states between chunks
 
 
 def fits(means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:

@@ -28,7 +28,7 @@ from .. import cache
 
 _logger = logging.getLogger(__name__)
 
-COUNTERS = 2  # number of counters at the start of a kernel's arguments: next task and next thread
+COUNTERS = 2  # number of counters at the start of a kernel's arguments: indices of the next task and thread
 LANES = 64  # channels per task: four 512-bit vectors, so that all states of a task fit in the L1 cache
 FAST = {"contract", "reassoc"}  # LLVM fast-math flags that allow reordering sums but preserve NaN and infinity
 # builtins that Numba needs but torch.export replaces while tracing

@@ -10,7 +10,7 @@ import torch
 HOPPER = (9, 0)  # compute capability of H100 and H200 GPUs
 SCHEDULERS = 4  # number of schedulers per multiprocessor
 CTA_BYTES = 99 * 1024  # bytes of shared memory per CTA that every GPU since sm_80 supports
-# bytes of shared memory per H200 multiprocessor, of which each CTA uses 1 KiB more than requested
+# bytes of shared memory per H200 multiprocessor; CUDA adds 1 KiB to the request of each CTA
 MULTIPROCESSOR_BYTES = 228 * 1024
 
 

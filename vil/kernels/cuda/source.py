@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parents[1]
-# tensor dtypes that kernel parameters of C++ pointer types accept; pointers to structs accept any dtype
+# tensor dtypes by C++ type of a kernel's pointer parameters; pointers to structs accept any dtype
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "float": torch.float32, "int": torch.int32, "u8": torch.uint8,
 }  # fmt: skip

@@ -99,7 +99,7 @@ def scan_backward(
     dstep_logits = step_logits if overwrite_step_logits else new(x.shape)
     dchannels = new(G, 2, D, dtype=torch.float32)
     dA = new((G, D, N) if A_GDN is not None else 0, dtype=torch.float32)
-    # each CTA writes sums of dk and dq over its channels, and of dchannels and dA over its tokens
+    # CTAs write partial sums: dk and dq over the CTA's channels, parameter gradients over the CTA's tokens
     segments_of_all, columns, tokens_of_all = B * segments, dchannels.numel() + dA.numel(), G * B * L
     key_partials = new(kernel.ctas, G, B, L, 2, N, dtype=torch.float32)
     channel_partials = new(segments_of_all, columns, dtype=torch.float32)

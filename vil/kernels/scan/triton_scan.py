@@ -277,7 +277,7 @@ def _backward_kernel(
                     eps_G_ND = step_1D * G_ND
                     dx_1D = _over_states(k_N1 * eps_G_ND)
                     eps_deps_1D = _over_states(k_N1 * eps_G_ND * residual_ND)
-                    # the clamp makes eps * exp(-step_logit) equal to the limit 1 if exp overflows
+                    # exp is clamped, because 0 times infinity would be NaN
                     dstep_logit_1D = eps_deps_1D * step_1D * tl.minimum(tl.exp(-step_logit_1D), 3e38)
                     # the last term is the gradient through k.k, because dL/d(k.k) = -eps^2 * dL/deps
                     dk_ND = eps_G_ND * (2 * residual_ND - x_1D) - 2 * k_N1 * (step_1D * eps_deps_1D)
