@@ -45,7 +45,10 @@ class CountOutputs(TorchDispatchMode):
 
 
 def measure(name: str, img_size: int) -> tuple[float, float, float, float]:
-    """Return millions of parameters, GFLOPs, GFLOPs at 9 FLOPs per state element, and millions of activations."""
+    """Return a model's parameters (millions), GFLOPs in two conventions, and activations (millions).
+
+    The second number of GFLOPs counts 9 FLOPs for each element of a scan's state.
+    """
     with torch.device("meta"):
         model, image = create_model(name, img_size=img_size).eval(), torch.empty(1, 3, img_size, img_size)
     for module in model.modules():

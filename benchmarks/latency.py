@@ -63,7 +63,10 @@ def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
 
 
 def report(times: dict[str, list[float]], other: str | None = None) -> None:
-    """Print minimum and median times, and each minimum over the minimum of `other` (default: the last entry)."""
+    """Print each entry's minimum and median time, and the ratio of its minimum to that of `other`.
+
+    `other` is the last entry by default.
+    """
     other = other or [*times][-1]
     for name, t in times.items():
         ratio = min(t) / min(times[other])
@@ -78,7 +81,7 @@ def one_image(names: list[str], img_size: int, rounds: int) -> dict[str, list[fl
 
 
 def step_of_two_images(names: list[str], img_size: int, rounds: int) -> dict[str, list[float]]:
-    """Measure forward and backward in fp32 on two images."""
+    """Time the forward and backward pass of each model in fp32 on two images."""
     images = torch.randn(2, 3, img_size, img_size)
 
     def step(model):
@@ -115,7 +118,7 @@ def scans(recurrence: str, B: int, D: int, L: int, rounds: int, N: int = 16) -> 
 
 
 def training_steps(rounds: int) -> dict[str, list[float]]:
-    """Measure forward, backward and AdamW of configs/digits.yaml's model."""
+    """Time training steps (forward, backward and AdamW) of the model in configs/digits.yaml."""
     model = timm.create_model("vil_tiny", embed_dim=64, depth=4, patch_size=8, img_size=32, num_classes=10).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     images, labels = torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))

@@ -1,4 +1,4 @@
-"""Measure how much host time each private PyTorch function saves in eager mode, on one GPU in one process.
+"""Measure how much host time this package saves by calling private PyTorch functions, in eager mode on one GPU.
 
     python benchmarks/private_apis.py                            # less than a minute on an H200
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def in_turn(step: Callable, without: Callable) -> tuple[list[float], list[float]]:
-    """Return median microseconds (host, total) per step, first with and then without the private function."""
+    """Return median (host, total) microseconds per step with a private PyTorch function, and without the function."""
     times: dict[str, list[tuple[float, float]]] = {"private": [], "public": []}
     for _ in range(ROUNDS):
         times["private"].append(round_of(step))

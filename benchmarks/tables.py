@@ -141,9 +141,7 @@ def speed() -> str:
 
 
 def sizes() -> str:
-    """Tabulate the models of the package. GFLOPs are read from docs/architecture.md, which benchmarks/flops.py
-    prints.
-    """
+    """Tabulate the models of the package, with GFLOPs from the table in docs/architecture.md."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     measured = {r["model"]: r for r in measured_models() if (r["task"], r["img_size"]) == ("train", 224)}
     rows = []

@@ -143,7 +143,7 @@ def described(device: torch.device) -> str:
 
 
 def save(path: Path, results: list[list[Result]], device: torch.device) -> None:
-    """Write a row for each model and case with the results of all modes and the kernel times of the best mode."""
+    """Write the throughput and memory of each model, case and mode, and kernel times of the fastest mode, to a file."""
     rows = []
     for of_model in results:
         rows.append(dict(model=of_model[0].model, **of_model[0].case._asdict()))
@@ -178,7 +178,7 @@ def measure(model: str, case: Case, modes: list[str], device: torch.device) -> l
 
 
 def note_kernels(results: list[Result], device: torch.device) -> None:
-    """Profile a step in the fastest mode, and store the milliseconds of each kernel in its result."""
+    """Profile a step in the fastest mode, and store the milliseconds per kernel group in the result of this mode."""
     if (best := best_of(results)) and device.type == "cuda":
         step = build_step(best.model, best.case, best.mode.startswith("compiled"), device)
         best.kernel_ms = kernel_milliseconds(step)

@@ -58,11 +58,11 @@ CPU_CASES = [
 
 
 class Variant(NamedTuple):
-    """Simpler alternative to a kernel variant, a context that selects the alternative, and benchmark cases by model."""
+    """Benchmark of a kernel variant against the next simpler variant."""
 
-    simpler: str
-    without: Callable[[], contextlib.AbstractContextManager]
-    cases: dict[str, list[str]]
+    simpler: str  # description of the next simpler variant
+    without: Callable[[], contextlib.AbstractContextManager]  # context in which models use the simpler variant
+    cases: dict[str, list[str]]  # cases by model
 
 
 def no(*_, **__) -> bool:
@@ -177,7 +177,7 @@ def compare(model: str, case: Case, names: list[str], device: torch.device, amp:
 
 
 def scan_backends(device: torch.device) -> None:
-    """Print the speedup of unfused blocks by the Triton scan over the scan in plain PyTorch."""
+    """Print how much faster unfused blocks are with the Triton scan than with the plain PyTorch scan."""
     case, graphs = Case("infer", 224, 8), []
     for backend in ("triton", "reference"):
         with scans_by(backend):

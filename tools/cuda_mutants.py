@@ -427,7 +427,7 @@ class Run(NamedTuple):
 
 
 def tests_of(mutants: list[Mutant]) -> list[str]:
-    """Return the test files that should detect these mutants."""
+    """Return the test files that should detect the given mutants."""
     every = (TESTS.get(m.file, FOLDERS[Path(m.file).parent.name]) for m in mutants)
     return list(dict.fromkeys(file for files in every for file in files))
 
@@ -478,7 +478,7 @@ def why_stale(mutant: Mutant) -> str | None:
 
 
 def report_stale() -> int:
-    """Print the mutants whose quote is not in the sources, and the sources without a mutant. Return their number."""
+    """Print mutants whose original code is in no CUDA source, and CUDA sources without a mutant. Return the count."""
     stale = [f"{m.file}: {m.shows}: STALE: {why}" for m in MUTANTS if (why := why_stale(m))]
     files = {path.relative_to(source.SOURCES).as_posix() for path in source.SOURCES.glob("*/*.cu*")}
     # The emulator replaces sm90.cuh, so mutants of sm90.cuh would not be detected.

@@ -225,7 +225,7 @@ def splice(content: bytearray, chance: random.Random) -> bytearray:
 
 
 def change_chunks(content: bytearray, chance: random.Random) -> bytearray:
-    """Change the chunks of a PNG, with valid checksums, or the segments of another file that begin with 0xff."""
+    """Randomly change a PNG's chunks, with valid checksums, or the parts of another file between its 0xff bytes."""
     if not content.startswith(b"\x89PNG"):
         parts = content.split(b"\xff")
         chance.shuffle(parts) if chance.random() < 0.1 else parts.insert(
@@ -335,7 +335,7 @@ def drawn(file: str) -> bool:
 
 @contextlib.contextmanager
 def noted(outcome: Outcome):
-    """Record read errors and the slowest file in `outcome`, inside the context."""
+    """Record read errors and the slowest file in `outcome` while the context is active."""
 
     class Noted(logging.Handler):
         def emit(self, record):

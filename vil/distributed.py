@@ -170,7 +170,7 @@ def _rendezvous(url: str, **kwargs):
 
 
 def _wait_for_all(store: dist.Store, rank: int, world_size: int) -> None:
-    """Wait for all processes after a restart, because torchrun may restart although another machine is lost."""
+    """Wait until all processes have restarted, because torchrun may restart while another machine is missing."""
     store.set(f"rank {rank}", "")
     try:
         store.wait([f"rank {other}" for other in range(world_size)], datetime.timedelta(seconds=RESTART_TIMEOUT))

@@ -15,7 +15,7 @@ from .state_dicts import fitted
 
 
 def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
-    """Return the weights of the first `depth` blocks and of all other layers, also under ViM's published names."""
+    """Return a state dict without the blocks after the first `depth`. ViM's key names are also accepted."""
     if not isinstance(depth, int):
         return weights
     blocks = {name: re.match(r"(?:blocks|layers)\.(\d+)\.", name) for name in weights}

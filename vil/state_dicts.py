@@ -159,7 +159,7 @@ def without_wrappers(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_outer_wrappers(names: dict[str, str]) -> dict[str, str]:
-    """Remove the prefixes of one layer of wrappers from parameter names, the values of the dict `names`."""
+    """Remove one layer of wrapper prefixes from the values of `names`, which are parameter names."""
     names = dict(names)
     for wrapper in INSIDE:
         names = {name: short.replace(wrapper, "") for name, short in names.items()}

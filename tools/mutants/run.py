@@ -167,7 +167,7 @@ def functions_of(path: Path) -> dict[str, str]:
 
 
 def report_stale() -> None:
-    """Print the entries of listed.txt whose quoted lines are no longer in the function."""
+    """Print the mutants in listed.txt that change a line which no longer exists in the mutated function."""
     for path, function, changes in read_listed():
         file = ROOT / path
         source = functions_of(file).get(function, "") if file.is_file() else ""

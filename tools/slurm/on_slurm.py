@@ -1,4 +1,4 @@
-"""Tests on two nodes of a real Slurm that a run by scripts/slurm.sh survives every kind of interruption unchanged.
+"""Tests on a two-node Slurm cluster that interrupted jobs of scripts/slurm.sh resume with identical results.
 
     make slurm-test    as root, with Debian's slurm-wlm, munge and iproute2; about ten minutes
 

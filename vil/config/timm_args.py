@@ -114,7 +114,10 @@ def _changes_training(name: str, value: Any, options: Mapping[str, Any]) -> bool
 
 
 def _rename(values: Mapping[Any, Any], options: dict[Any, Any], source: str) -> list[str]:
-    """Add `values` that have another name in timm to `options`. Return error messages about contradictory options."""
+    """Copy options with timm's names from `values` to `options`, renamed to this package's names.
+
+    Returns error messages about contradictory options.
+    """
     errors = []
     for name, ours in RENAMED.items():
         value = values.get(name)

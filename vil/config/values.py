@@ -190,7 +190,7 @@ def convert(name: str, value: Any, source: str) -> Any:
 
 
 def _called(name: str, source: str) -> str:
-    """Return what messages call an option."""
+    """Return the description of an option for messages, such as "--img-size" or "option 'img_size' in FILE"."""
     return f"--{name.replace('_', '-')}" if source == COMMAND_LINE else f"option {name!r} in {source}"
 
 

@@ -18,10 +18,10 @@ from .sources.split_paths import SPLIT_NAMES
 
 
 def split_folder(source: Path, target: Path, validation: float = SHARE) -> dict[str, int]:
-    """Create `target`/{train,validation}/CLASS from `source`/CLASS, with the images that training would hold out.
+    """Split the class folders `source`/CLASS into `target`/train/CLASS and `target`/validation/CLASS.
 
-    The same file names always give the same splits (see `vil.data.held_out`). The classes are found as in training
-    (see `ClassFolders`), and class folders keep their paths. New files are hard links, or copies if the file system
+    The validation images are those that training would hold out. The same file names always give the same splits (see
+    `vil.data.held_out`). The classes are found as in training (see `ClassFolders`), and class folders keep their paths. New files are hard links, or copies if the file system
     does not support hard links.
 
     Returns:

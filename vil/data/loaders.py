@@ -87,7 +87,7 @@ class TrainingLoader:
 
     @property
     def waits(self) -> Waits:
-        """Total seconds in all epochs that the run waited for the model to free memory, and for batches."""
+        """Seconds that the run has waited for the model to free memory, and for batches, summed over all epochs."""
         return self.images.waits
 
     def take_unreadable(self) -> int:
@@ -254,7 +254,10 @@ def _piece_loader(dataset, plan: LoadingPlan, **arguments) -> DataLoader:
 
 
 def _started(loader, pieces: Pieces):
-    """Start a loader's workers, which load nothing until the first pass, before autograd creates threads."""
+    """Start a loader's workers. They load nothing until the first pass.
+
+    Workers must start before autograd creates threads.
+    """
     start_workers(loader.loader)
     pieces.ready = True
     return loader

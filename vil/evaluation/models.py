@@ -1,4 +1,4 @@
-"""Building of models for an evaluation, with common images and classes."""
+"""Creation of the models of an evaluation, which share image preprocessing and class order."""
 
 from __future__ import annotations
 

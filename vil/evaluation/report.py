@@ -174,7 +174,7 @@ def _differing(predictions: Predictions, name_of: NameOf, images: Any) -> list[d
 
 
 def _example(predictions: Predictions, n: int, models: Sequence[int], name_of: NameOf, images: Any) -> dict[str, Any]:
-    """Return the true class, predictions and thumbnail of an image: three predictions of one model, or one of each."""
+    """Return an image's true class, thumbnail and predictions (top 3 of one model, or top 1 of each of two)."""
     owners = [""] if len(models) == 1 else ["first model: ", "second model: "]
     said = [
         {

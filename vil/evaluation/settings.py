@@ -147,7 +147,7 @@ def resolve_data(
 
 
 def _find_images(data: DataSettings, folder: str, source: Checkpoint | None) -> DataSettings:
-    """Return settings for the images that training held out, the validation split, or all images of class folders."""
+    """Choose which images of a folder to evaluate: those that training held out, the validation split, or all."""
     saved = source.options if source else {}
     fraction = saved.get("val_fraction")
     has_split = Path(folder).is_dir() and split_in(Path(folder), data.split) is not None

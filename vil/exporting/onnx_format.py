@@ -30,7 +30,7 @@ def onnx_packages() -> tuple[Any, Any]:
 
 
 def to_onnx(exported: Exported, metadata: dict[str, Any], opset: int) -> Serialized:
-    """Serialize a model as ONNX. `run` of the result runs the ONNX model in onnxruntime.
+    """Serialize a model as ONNX, with a function that runs the ONNX model in onnxruntime.
 
     Raises:
         ExportError: ONNX or onnxruntime does not support an operator; the message names the operator and the opset.
@@ -82,7 +82,7 @@ def _check_operators(onnx: Any, proto: Any, opset: int) -> None:
 
 
 def _version_of(onnx: Any, name: str, opset: int) -> int | None:
-    """Return the version of an operator at an opset, as the opset that introduced it; None if ONNX lacks the operator.
+    """Return the opset that introduced an ONNX operator's version at `opset`, or None for an unknown operator.
 
     If the operator is newer than `opset`, return the opset of its newest version.
     """

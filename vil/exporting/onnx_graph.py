@@ -63,7 +63,10 @@ def is_known(module: nn.Module) -> bool:
 
 
 def call(functions: Functions, block: Block, x_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-    """Replace a block's forward by a call of the ONNX function for its kind. Add new kinds to `functions`."""
+    """Run a block as a call of an ONNX function, which all blocks with the same structure share.
+
+    If no function in `functions` has this structure, a new function is added.
+    """
     kind = Kind(str(block), block.pool, grid, tuple(x_BLC.shape[1:]))
     if kind not in functions:
         functions[kind] = BlockFunction(f"Block{len(functions)}", block)

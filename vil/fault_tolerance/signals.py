@@ -17,7 +17,7 @@ SCHEDULER_SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(sig
 
 @contextmanager
 def signals_handled_in_thread() -> Iterator[None]:
-    """Run signal handlers in a separate thread, because PyTorch calls block handlers in the main thread."""
+    """Run signal handlers in a separate thread, so that PyTorch calls in the main thread do not delay the handlers."""
     # signal.set_wakeup_fd needs the main thread, and on Windows a socket instead of a pipe
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
@@ -46,7 +46,7 @@ def signals_handled_in_thread() -> Iterator[None]:
 
 @contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Restore the process's signal handlers on exit. Other threads than the main thread cannot set handlers."""
+    """Restore the process's signal handlers on exit. In threads other than the main thread, do nothing."""
     handlers = {number: signal.getsignal(number) for number in (*SCHEDULER_SIGNALS, signal.SIGINT)}
     try:
         yield

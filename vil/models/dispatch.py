@@ -115,7 +115,7 @@ def call(block: nn.Module, x_BLC: Tensor, grid: tuple[int, int] | None, checkpoi
 
 
 class FusedBlock(NamedTuple):
-    """Operator that computes a whole block, and the block's weights.
+    """Fused operator for a block, together with the block's weights.
 
     Attributes:
         operator: Function with the signature of `vil.kernels.block.block_op.block`.

@@ -13,7 +13,7 @@ FILES = {f"{model}.{TAG}": FOLDER / f"{model}_photographs.safetensors" for model
 
 
 def pretrained_cfgs(model: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of timm's pretrained config of each tagged name of a model.
+    """Return timm's `pretrained_cfg` dict for the weights of a model in this package, keyed by tagged model name.
 
     The weights were trained on images of 64 pixels with patches of 4. A model for 256 pixels with patches of 16 has the
     same number of tokens and, with resampled patch embeddings, the same accuracy (vil/weights/README.md).

@@ -47,7 +47,7 @@ def row_means(x_BLC: Tensor, rows: int) -> Tensor:
 
 
 def repeat_rows(x_BSC: Tensor, length: int) -> Tensor:
-    """Expand one token per row of patches, and the class token, to one token per patch, (B, S, C) to (B, L, C)."""
+    """Repeat each row's token for all patches of the row, and keep the class token: (B, S, C) to (B, L, C)."""
     rows_BrC, token_B1C = split_class_token(x_BSC)
     return insert_class_token(rows_BrC.unsqueeze(2).expand(-1, -1, length, -1).flatten(1, 2), token_B1C)
 

@@ -1,4 +1,4 @@
-"""Creation of a classifier from an untrusted ONNX file of `vil.export`, which runs in onnxruntime."""
+"""Classifier that runs an untrusted ONNX file written by `vil.export` in onnxruntime."""
 
 from __future__ import annotations
 

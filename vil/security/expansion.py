@@ -53,7 +53,7 @@ def _children_of(value: Any) -> Iterable[Any]:
 
 
 def _size_of(value: Any) -> int:
-    """Return the number of bytes counted for a reference to a value, excluding the values nested in the value."""
+    """Return the bytes of a value and of one reference to the value, without the values nested inside."""
     if isinstance(value, Tensor):
         return REFERENCE + value.numel() * value.element_size()
     if isinstance(value, str):

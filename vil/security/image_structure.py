@@ -43,7 +43,7 @@ def _is_in_proportion(length: int, width: int, height: int) -> bool:
 
 
 def _strip_jpeg(data: bytes) -> bytes | None:
-    """Return a JPEG without metadata, or None if other bytes between its segments make decoders search for segments."""
+    """Return a JPEG file without metadata, or None if the cost of decoding the file cannot be bounded."""
     view = memoryview(data)
     kept: list[bytes | memoryview] = [view[:2]]
     position, frame = 2, None

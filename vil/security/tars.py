@@ -81,7 +81,7 @@ def members(stream: Any) -> Iterator[Member]:
 
 
 def _read_notes(stream: Any, found: tarfile.TarInfo) -> bytes:
-    """Return the content of a member's extended header."""
+    """Return the content of an extended header of a tar file."""
     if found.size > MOST_NOTES.get(found.type, MOST_NOTES[None]):
         raise tarfile.ReadError(f"extended header of a member is too large: {found.size} bytes")
     notes = stream.read(_blocks(found.size))[: found.size]
@@ -102,7 +102,7 @@ def read_member(stream: Any, member: Member, most: int) -> bytes:
 
 
 def check_tar(file: BinaryIO, depth: int = 0) -> None:
-    """Raise a tarfile.ReadError if Python's tarfile would use much more memory than the headers of a file have bytes.
+    """Raise a tarfile.ReadError if Python's tarfile would need far more memory than a tar file's headers occupy.
 
     This happens for sparse members, and for large global headers, which tarfile copies to all members. Nested tar files
     are checked recursively.

@@ -34,7 +34,7 @@ Evaluate = Callable[[dict[str, Tensor], PredictionCollector], Evaluation]
 
 
 def is_reported(splits: Splits, world_size: int) -> bool:
-    """Return whether a run writes report.html: only for real images that are read by index, up to the limits above."""
+    """Return whether a run writes report.html. Streamed, synthetic and large validation splits have no report."""
     if streams(splits.validation) or not hasattr(splits.validation, "reader"):
         return False
     return world_size <= count_images(splits.validation) <= MOST_IMAGES and splits.num_classes <= MOST_CLASSES
@@ -69,7 +69,7 @@ def write_final_report(
 
 
 def _best_weights(best: BestCheckpoint, history: list[dict[str, Any]]) -> list | None:
-    """Return the key and the content of the better state dict in best.pt, or None if best.pt lacks the best epoch."""
+    """Return the key and state dict that best.pt marks as best, or None if best.pt is damaged or of another epoch."""
     try:
         if best.find(history):
             return None

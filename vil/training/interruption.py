@@ -169,7 +169,10 @@ class CheckpointTimer:
         self.last_step = step
 
     def decide(self, step: int) -> Decision:
-        """Return the common decision after `step` optimizer steps. All ranks must call this after the same step."""
+        """Return whether all ranks write a checkpoint or stop after `step` optimizer steps.
+
+        All ranks must call this method after the same step.
+        """
         seconds = time.monotonic() - self.last_time
         is_due = seconds >= self.seconds or step - self.last_step >= self.steps
         flags = torch.tensor([is_due, self.signals.received, self.loading.failure is not None], dtype=torch.uint8)

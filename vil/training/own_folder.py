@@ -43,7 +43,7 @@ BLOCKS = {"cpu": 12, "gpu": 24}
 
 
 def choose_recipe(num_images: int, device: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in which the recipe differs from the config `finetune`, unless they are given.
+    """Return the recipe's options that differ from the config `finetune`, without those that the user has set.
 
     Args:
         num_images: Number of training images.

@@ -137,5 +137,5 @@ def free_frames(error: BaseException | None) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return paths as strings, which options contain."""
+    """Return a path as a string, because options store strings, and any other value unchanged."""
     return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -136,7 +136,7 @@ def _plot_trace(figure: Figure, axes: Sequence[Any], maps: Sequence[np.ndarray])
 
 
 def plot_receptive_fields(fields: dict[str, Tensor]) -> Figure:
-    """Plot receptive fields (H, W) with their titles as keys, each on a logarithmic scale of four decades."""
+    """Plot receptive fields (H, W), given by title, each on a logarithmic colour scale of four decades."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 

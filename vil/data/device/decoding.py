@@ -1,4 +1,4 @@
-"""Decoding of image files on a device, on GPUs by nvJPEG."""
+"""Image decoding on the device for training. GPUs decode with nvJPEG."""
 
 from __future__ import annotations
 

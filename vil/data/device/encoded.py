@@ -69,7 +69,7 @@ class EncodedBatch:
 
 
 def is_small(pixels: Any) -> Any:
-    """Return whether workers decode images with this number of pixels, which may be an array."""
+    """Return whether workers decode images of this many pixels, element-wise for an array."""
     return pixels <= SMALL
 
 

@@ -48,7 +48,7 @@ class EncodedReader(ImageReader):
         return EncodedImage(index, seed, data, size, version, parameters), target
 
     def _content(self, index: int) -> tuple[bytes, tuple[int, int], int]:
-        """Return an image's file content or raw pixels for the device, the height and width, and the target.
+        """Return an image's JPEG file or raw pixels, its size (height, width), and its target.
 
         Raises:
             UnfitImageError: The device should not decode this image. A file that is not an image may raise any

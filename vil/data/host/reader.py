@@ -75,13 +75,13 @@ class ImageReader(Dataset):
         return Image.new("RGB", (256, 256)), UNREADABLE
 
     def _file(self, index: int) -> tuple[bytes, int]:
-        """Return the content of a file, and the target."""
+        """Return the content of an image file and the image's target, given the image's index."""
         file, target = open_indexed(self.dataset.reader, index)
         with file:
             return read_bytes(file), target
 
     def _offsets(self) -> Iterable[int]:
-        """Return the index offset 0 and, in training, the offsets of images that may replace an unreadable image."""
+        """Return the offsets, from an image's index, of the images to try: 0 and, in training, replacements."""
         if not self.is_training:
             return (0,)
         offsets = range(len(self))

@@ -43,7 +43,7 @@ class Layout(NamedTuple):
         return sum(self.class_sizes)
 
     def count_held_out(self, share: float) -> int:
-        """Return how many of these images are held out for validation."""
+        """Return how many training images are held out for validation if the held-out share is `share`."""
         return sum(count_held_out(size, share) for size in self.class_sizes)
 
 

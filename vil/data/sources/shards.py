@@ -259,7 +259,7 @@ class _ShuffleBuffer:
 
 
 def enter_secure_mode() -> None:
-    """Make webdataset reject commands, pickles and files, except those of `Shards`."""
+    """Make webdataset reject commands, pickles and local files, except the files that `Shards` opens."""
     webdataset.utils.enforce_security = True
     gopen_schemes.pop("pipe", None)  # webdataset before 1.0 has no secure mode
     gopen_schemes[LOCAL] = _open_local

@@ -50,7 +50,7 @@ def find_split(data_dir: str | None, split: str) -> Path:
 
 
 def missing_folder(path: Path, remedy: str) -> ConfigError:
-    """Return the error for a data folder that does not exist or is a file, with a similar name in the same place."""
+    """Return the error for a data folder that is missing or is a file. The message suggests a similar folder name."""
     if path.exists():
         return ConfigError(f"the data folder {str(path)!r} is not a folder: {remedy}")
     with suppress(OSError):
@@ -60,7 +60,7 @@ def missing_folder(path: Path, remedy: str) -> ConfigError:
 
 
 def called(split: str, data_dir: str | None) -> str:
-    """Return what messages call a split."""
+    """Return the description of a split for messages, such as "the split 'val' of photos"."""
     return f"the folder {data_dir}" if split == WHOLE else f"the split {split!r} of {data_dir}"
 
 

@@ -1,4 +1,4 @@
-"""Opening of a run's splits with timm's datasets for folders, tar files, shards and hubs, and their classes."""
+"""Opening of a run's data splits as timm datasets, which read folders, tar files, shards or hubs."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _folders_of_tar(path: str) -> set[PurePosixPath]:
 
 
 def _folders_in(root: Path, outer: set[PurePosixPath]) -> set[PurePosixPath]:
-    """Return the folders without images that lie directly in `root` or in one of the `outer` folders inside it."""
+    """Return the subfolders of `root`, and of its subfolders `outer`, that contain no images."""
     found = set()
     for folder in outer | {PurePosixPath()}:
         with contextlib.suppress(OSError):  # a folder that cannot be read is skipped
