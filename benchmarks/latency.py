@@ -63,7 +63,7 @@ def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
 
 
 def report(times: dict[str, list[float]], other: str | None = None) -> None:
-    """Print each entry's minimum and median time, and the ratio of its minimum to that of `other`.
+    """Print each entry's minimum and median time, and the ratio of its minimum to the minimum of `other`.
 
     `other` is the last entry by default.
     """

@@ -21,8 +21,8 @@ def split_folder(source: Path, target: Path, validation: float = SHARE) -> dict[
     """Split the class folders `source`/CLASS into `target`/train/CLASS and `target`/validation/CLASS.
 
     The validation images are those that training would hold out. The same file names always give the same splits (see
-    `vil.data.held_out`). The classes are found as in training (see `ClassFolders`), and class folders keep their paths. New files are hard links, or copies if the file system
-    does not support hard links.
+    `vil.data.held_out`). The classes are found as in training (see `ClassFolders`), and class folders keep their paths.
+    New files are hard links, or copies if the file system does not support hard links.
 
     Returns:
         Number of images per split.
