@@ -29,7 +29,7 @@ class Difference(NamedTuple):
 
 
 def paired(first: BySeed, second: BySeed) -> Difference | None:
-    """Compare by the paired t-test over the common seeds. Return None if fewer than two seeds are common."""
+    """Compare two methods by the paired t-test over the common seeds. Return None if fewer than two seeds are common."""
     seeds = sorted(first.keys() & second.keys())
     if len(seeds) < 2:
         return None
@@ -39,7 +39,7 @@ def paired(first: BySeed, second: BySeed) -> Difference | None:
 
 
 def welch(first: BySeed, second: BySeed) -> Difference | None:
-    """Compare by Welch's t-test, ignoring the pairing by seed. Return None if a side has fewer than two values."""
+    """Compare two methods by Welch's t-test. Return None if a method has fewer than two values."""
     firsts, seconds = list(first.values()), list(second.values())
     if min(len(firsts), len(seconds)) < 2:
         return None

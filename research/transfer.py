@@ -101,7 +101,7 @@ class Run(NamedTuple):
 
 
 class Results:
-    """Settings and accuracies of the finished runs. If a path is given, they are also stored in a JSON file.
+    """Settings and accuracies of the finished runs, stored in a JSON file if a path is given.
 
     Args:
         path: Path of the JSON file.

@@ -23,7 +23,7 @@ import pytest
 
 from vil.kernels.cuda import source
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/helpers"))  # pytest does the same
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/helpers"))  # pytest also adds this folder to sys.path
 import emulator
 
 LIMIT = 600  # seconds; test timeout, because a mutant that hangs counts as detected

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageCms, PngImagePlugin, features
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))  # pytest does the same
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))  # pytest adds it, too
 from processes import CONTEXT, Forked
 
 from vil.config import Config, ConfigError

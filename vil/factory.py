@@ -150,7 +150,7 @@ def _initialized(model: str, arguments: dict[str, Any], source: Checkpoint, labe
     given = first_blocks(source.weights(), arguments.get("depth"))
     weights = _adapted(model, arguments, given, source, is_start=True)
     weights, head = fit_head(model, weights, source.label_names if label_names else (), label_names)
-    # for num_classes -1, timm keeps the model's new head
+    # with num_classes -1, timm keeps the new head of the model instead of reading the file's head
     overlay = {"state_dict": weights, "num_classes": num_classes_of(model, weights) or -1}
     try:
         created = _create(model, arguments, pretrained=True, pretrained_cfg_overlay=overlay)

@@ -120,7 +120,7 @@ saved |= dict(crop_pct=None, interpolation="", workers=0, amp=False, amp_dtype="
 
 names = "lr train_loss grad_norm images_per_second eval_images_per_second eval_loss eval_top1 eval_top1_ema".split()
 
-def train(epochs):  # of which the first is the best, and has the highest numbers
+def train(epochs):  # the first epoch has the highest numbers, and is the best
     rows = [",".join(str(number / epoch) for number in range(1, 9)) for epoch in range(1, epochs + 1)]
     (folder / "summary.csv").write_text("\\n".join([",".join(names), *rows]))
     (folder / "last.pt").write_bytes(Path(__file__).with_name("last.pt").read_bytes())

@@ -278,7 +278,7 @@ def test_subsets_of_imagenets_classes_are_evaluated_among_themselves(models, fol
     names, targets, logits = logits_of_imagenet(models[1]["more"], folders, **AS_SAVED)
     expected = naive.numbers(logits, targets, real_labels(folders, names) if real else None)
     assert 0 < expected["top1"] < expected["top5"] < 100
-    # the same images, stored in a .tar file
+    # The split `packed` stores the images in a .tar file.
     words = ["--real-labels", "{folders}/real.json", "--split", "packed"] if real else []
     result, printed = command(*MORE_PT, *words)
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-5)

@@ -122,7 +122,7 @@ def test_only_triton_in_interpreter_mode_accepts_cpu_tensors(monkeypatch):
             with pytest.raises(ValueError, match=f"must be on a GPU for the {name} backend, got x on cpu"):
                 selective_scan(x, x, A, k, k, backend=name)
             with pytest.raises(ValueError, match=f"must be on a GPU for the {name} backend, got x on cpu"):
-                backends.resolve(name, x.device)  # a direct operator call raises the same error
+                backends.resolve(name, x.device)  # operators call `resolve` directly
         assert backends.choose("auto", x, 4, 1) == "cpu"
     assert backends.choose("triton", x, 4, 1) == "triton"
 

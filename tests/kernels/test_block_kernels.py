@@ -333,7 +333,7 @@ def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
 def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatch):
     B, C, D = 2**18 + 1, 192, 384
     T = B * L
-    # With this number of multiprocessors, each group of warps processes only one group of tokens.
+    # With T / 128 multiprocessors, each warp group processes only one group of tokens.
     emulator.as_if_on_a_gpu(monkeypatch, -(-T // 128), hopper=True)
     monkeypatch.setattr(launches, "launch", functools.partial(emulator.launch, blocks=6))
     x, y, z = large(T, C, dtype=torch.float32), large(2, B, L, D), large(B, L, 2 * D)[..., D:]

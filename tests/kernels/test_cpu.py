@@ -163,7 +163,7 @@ def test_a_forked_worker_scans(threads):
 SCRIPT = """
 import math, sys, vil.kernels
 assert "numba" not in sys.modules and "llvmlite" not in sys.modules
-math.pow = lambda x, y: x**y  # as torch.export has it while it traces
+math.pow = lambda x, y: x**y  # torch.export replaces math.pow while tracing
 from vil.kernels.cpu import compiler
 print(compiler.unavailable(), "numba" in sys.modules)
 assert compiler.load("vil.kernels.cpu.language", "nothing", ())  # again

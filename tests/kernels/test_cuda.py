@@ -138,7 +138,7 @@ def assert_close_to(truth, found, dtype, variant):
         (torch.bfloat16, (1, 130, 4, 64), 1, True),
         (torch.float32, (2, 128, 12, 4), 1, True),
         (torch.bfloat16, (1, 70, 20, 8), 1, True),
-        (torch.bfloat16, (2, 70, 7, 16), 1, False),  # without skip and bias
+        (torch.bfloat16, (2, 70, 7, 16), 1, False),  # without skip connection and step bias
     ],
 )
 @RECURRENCES

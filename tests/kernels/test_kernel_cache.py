@@ -49,7 +49,7 @@ def entry_of(folder):
 
 @pytest.fixture
 def given_to_another(monkeypatch):
-    """Return a function that gives a file or folder to another user, or simulates this without root's rights."""
+    """Return a function that gives a file or folder to another user. Without root, the other owner is simulated."""
 
     def give(path):
         if os.geteuid() == 0:

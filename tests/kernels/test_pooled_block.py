@@ -106,7 +106,7 @@ def test_scan_lines_equals_its_definition(B, S, D, R, dtype, recurrence, device,
     assert states.shape == (2, B, 0, 16, D)
     exactly = [t if t is None else t.double() for t in (means, x_proj, step_proj, A, bias)]
     truth = scan_lines.reference(recurrence, *exactly)
-    # The kernel rounds steps, keys and queries as the kernel conv_xproj does, so both have the same tolerance.
+    # scan_lines rounds steps, keys and queries like conv_xproj, so the kernels have equal tolerances.
     close(found, truth, dtype, "conv_xproj")
 
 

@@ -159,7 +159,7 @@ def test_an_exported_file_computes_the_models_outputs_without_this_package(name,
         assert list(found) == ["logits", "features_0", "features_2"]  # feature maps in the order of the blocks
         metadata = variables_of(metadata)
         assert_standard(path)
-    traces = (b"/work", b"File ", b"traced.py", str(tmp_path).encode())  # paths and source file names of this machine
+    traces = (b"/work", b"File ", b"traced.py", str(tmp_path).encode())  # local paths and source file names
     assert not any(word in path.read_bytes() for word in traces)
     for value, truth in zip(found.values(), [logits, *(maps[block] for block in sorted(features))], strict=True):
         assert relative(value, truth) < 1e-5
@@ -380,7 +380,7 @@ def test_torch_onnx_export_fails_and_recommends_export_model(name, dynamo, tmp_p
     model, images = small(name, depth=1), torch.zeros(1, 3, 16, 24)
     with pytest.raises(RuntimeError, match=r"vil.export.export_model\(model, 'model.onnx'\)"), torch.no_grad():
         torch.onnx.export(model, (images,), tmp_path / "x.onnx", verbose=False, dynamo=dynamo)
-    torch.jit.trace(model, images)  # other tracers are unaffected
+    torch.jit.trace(model, images)  # only torch.onnx.export is rejected
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny_pooled"])

@@ -45,7 +45,7 @@ def test_pretrained_models_compute_what_the_trained_model_computes_on_enlarged_i
     config = resolve_data_config({}, model=model)
     assert (config["input_size"], config["crop_pct"], config["interpolation"]) == ((3, 256, 256), 1.0, "bicubic")
     assert model.num_classes == 200
-    small = vil.from_checkpoint(FILES[name])  # as trained, on 64 pixels with patches of 4
+    small = vil.from_checkpoint(FILES[name])  # weights at the training size: 64 pixels and patches of 4
     assert names_of(model) == small.pretrained_cfg["label_names"]
     # enlarging 16x16 images to 64 or 256 pixels loses no information
     coarse = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -61,7 +61,7 @@ def test_pretrained_models_compute_what_the_trained_model_computes_on_enlarged_i
         dict(num_classes=10), dict(num_classes=0), dict(features_only=True), dict(dynamic_img_size=True),
         dict(img_size=64, patch_size=4), dict(img_size=(96, 64)), dict(in_chans=1), dict(pretrained_cfg_overlay={}),
         dict(pretrained_cfg_overlay=dict(crop_pct=0.9)), dict(pretrained_cfg="tiny_in200"), dict(pretrained_cfg=""),
-        dict(pretrained_cfg=timm.get_pretrained_cfg("vil_tiny").to_dict()),  # as timm's scripts
+        dict(pretrained_cfg=timm.get_pretrained_cfg("vil_tiny").to_dict()),  # timm's scripts pass a dict
     ],
 )  # fmt: skip
 def test_the_blocks_are_loaded_with_any_arguments(arguments):

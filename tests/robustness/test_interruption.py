@@ -125,7 +125,7 @@ def test_a_run_interrupted_at_random_times_equals_an_uninterrupted_one(undisturb
         assert codes == [PREEMPTED] * processes
         assert time.monotonic() - begin < 60
         interrupted += 1
-        assert log.count("stopped by a signal: ") == interrupted  # one message for all processes
+        assert log.count("stopped by a signal: ") == interrupted  # only one process logs the message
         assert log.count("finishing the step and ") <= interrupted
         assert log.count("--resume auto resumes from there") == interrupted
         checkpoint.Checkpoint(run.folder / "last.pt").training_state()

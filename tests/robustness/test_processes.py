@@ -104,7 +104,7 @@ PLACE = "MASTER_ADDR=localhost MASTER_PORT=29500"
 @pytest.mark.parametrize(
     ("variables", "found", "lacks"),
     [
-        # A shell started by salloc has these variables.
+        # A shell started by salloc has SLURM_NTASKS and SLURM_PROCID, but no address of rank 0.
         ("SLURM_NTASKS=4 SLURM_PROCID=0", "SLURM_NTASKS=4", "MASTER_ADDR, MASTER_PORT"),
         (f"SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 {PLACE}", "SLURM_NTASKS=4", "step, got 1"),
         ("SLURM_NTASKS=4", "SLURM_NTASKS=4", "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT"),
@@ -198,7 +198,7 @@ def join_and_leave_late(rank):
     times: list = []
     distributed.init_process_group("cpu")
     times.append(time.monotonic())
-    time.sleep(rank / 2)  # one rank ends later than the other, as a rank that writes the last checkpoint does
+    time.sleep(rank / 2)  # rank 1 ends later, like a rank that still writes the last checkpoint
     times.append(time.monotonic())
     distributed.destroy_process_group()
     times.append(time.monotonic())

@@ -47,7 +47,7 @@ def test_recipes_equal_vims_published_ones(name, size, recipe):
     expected = SHARED | SIZES[size] | recipe | dict(model=f"vil_{size}", experiment=name)
     config = load_config("", ["-c", str(path)])
     assert {option: getattr(config, option) for option in expected} == expected
-    assert set(SHARED) - set(yaml.safe_load(path.read_text())) <= {  # a recipe may omit these options
+    assert set(SHARED) - set(yaml.safe_load(path.read_text())) <= {  # options that a recipe may omit
         "scale", "ratio", "hflip", "clip_grad", "layer_decay", "img_size", "train_split", "val_split", "data_dir",
         "pretrained_path", "seed", "grad_checkpointing", "torchcompile", "amp", "amp_dtype", "synthetic", "dataset",
         "bce_loss", "teacher", "phases",

@@ -213,7 +213,7 @@ def test_resuming_keeps_the_options_of_the_run(run, monkeypatch):
     assert config.pretrained_path is None  # a resumed run does not log pretrained weights
     (run / "run/last.pt").rename(run / "kept.pt")
     (run / "run/last.pt").write_bytes(b"damaged")
-    assert Config(**complete(given)).epochs == 2  # as in previous.pt
+    assert Config(**complete(given)).epochs == 2  # the options come from previous.pt
     (run / "kept.pt").replace(run / "run/last.pt")
     with pytest.raises(CheckpointError, match="val_fraction must be 0.2, as in .*last.pt, got 0.3"):
         Trainer(Config(**complete(given | {"val_fraction": 0.3})), torch.device("cpu"), 0, 1)

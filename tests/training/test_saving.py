@@ -257,7 +257,7 @@ def test_a_broken_checkpoint_is_renamed_and_the_previous_one_is_used(tmp_path, c
     assert "last.pt cannot be read as a checkpoint" in caplog.text
     assert re.search("resuming from .*previous.pt.* renamed to .*last.broken", caplog.text)
     (tmp_path / "previous.pt").write_bytes(b"this too")
-    for _ in range(2):  # the second attempt must raise the same error
+    for _ in range(2):  # a repeated call must raise the error again
         with pytest.raises(CheckpointError, match="no checkpoint in .* can be read; start another run"):
             find_resumed("auto", tmp_path)
 

@@ -393,7 +393,7 @@ def test_non_square_images_work_in_training_validation_export_and_prediction(ima
 
 @pytest.mark.parametrize("error", [AssertionError, AttributeError])
 def test_a_model_without_activation_checkpointing_support_is_rejected(monkeypatch, error):
-    if error is AttributeError:  # some models of timm lack this method
+    if error is AttributeError:  # some timm models lack set_grad_checkpointing
         monkeypatch.delattr(timm.models.dla.DLA, "set_grad_checkpointing")
     with pytest.raises(ConfigError, match="dla46_c does not support activation checkpointing") as refused:
         build_model(Config(model="dla46_c", grad_checkpointing=True), 4)

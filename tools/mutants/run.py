@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / ".mutants"
-COPY = WORK / "mutants"  # mutmut requires this name
+COPY = WORK / "mutants"  # mutmut requires the name "mutants"
 NOT_NOTICED = (None, 0, 5, 33)  # exit codes of pytest and mutmut for surviving mutants (tests passed, or no tests)
 NOTHING = "nothing.x_nothing__mutmut_"
 BUDGET = 60  # seconds; total duration of the tests chosen per mutant

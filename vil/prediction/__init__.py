@@ -44,7 +44,7 @@ def predict(
         raise ConfigError(f"topk and batch_size must be at least 1, got {topk} and {batch_size}")
     _check_arguments(model, images)
     classifier = classifier_of(model)
-    if isinstance(images, (str, os.PathLike, Image.Image)) or getattr(images, "ndim", 4) < 4:  # one image, not a batch
+    if isinstance(images, (str, os.PathLike, Image.Image)) or getattr(images, "ndim", 4) < 4:  # a single image
         (found,) = classifier([images], topk)
         if isinstance(found, Exception):
             raise ConfigError(f"{_name(images)} cannot be read as an image: {reason_of(found)}") from found

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ALIGNMENT = 64  # in elements; the view of each parameter starts at a multiple of ALIGNMENT, for aligned vector loads
+ALIGNMENT = 64  # elements; each parameter's view starts at a multiple of ALIGNMENT, for aligned vector loads
 
 
 class FlatGradients:

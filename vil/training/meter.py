@@ -51,7 +51,7 @@ class EpochMeter:
         self.norms: list[float] = []
         self.times = Times()
         self.pending: list[Tensor] = []  # loss and gradient norm of each step, until `collect` reads them
-        self.queued: deque[torch.cuda.Event] = deque()  # one event per step that the GPU may not have finished
+        self.queued: deque[torch.cuda.Event] = deque()  # one CUDA event per step that the GPU may not have finished
         self.clock = time.perf_counter()
 
     @property

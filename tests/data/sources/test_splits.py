@@ -281,7 +281,7 @@ def test_splits_must_have_the_same_classes(image_folder, tmp_path):
         open_splits(small_config(image_folder, num_classes=1000))
     with pytest.raises(ConfigError, match="^the folder .*/train has 4 classes, but the model has 1000"):
         open_split(str(image_folder / "train"), "", ".", 1000)
-    shutil.rmtree(tmp_path / "images" / "val" / "wasp")  # the other classes keep their indices
+    shutil.rmtree(tmp_path / "images" / "val" / "wasp")  # the remaining classes keep their indices
     for packed in (False, True):
         for split in ("train", "val") if packed else ():
             shutil.make_archive(str(tmp_path / "images" / split), "tar", tmp_path / "images" / split)

@@ -73,7 +73,7 @@ class DecodedCache:
         self.reserve(sum(image.pixels.nbytes for image in decoded.values()) / len(decoded))
         room = self.room or 0
         for index, image in decoded.items():
-            if replaced := self.images.pop(index, None):  # its file has changed
+            if replaced := self.images.pop(index, None):  # the file of a cached image has changed
                 room += replaced.pixels.nbytes
             room -= image.pixels.nbytes
             if room < 0:

@@ -42,7 +42,7 @@ def _quotas() -> Iterator[float]:
     """Yield the CPU quotas of this process's control groups (cgroup v1 and v2), as numbers of cores."""
     try:
         lines = GROUPS_OF_PROCESS.read_text().splitlines()
-    except OSError:  # not on Linux
+    except OSError:  # only Linux has control groups
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)

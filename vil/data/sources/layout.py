@@ -74,7 +74,7 @@ def find_layout(folder: str) -> Layout:
     if parents:
         root = root / parents[0]
         train = split_in(root, "train")
-        assert train is not None  # its classes are known
+        assert train is not None  # the classes of a training split are known
         return _layout_of_splits(root, train)
     _check_classes(root, classes, files)
     return Layout(folder, WHOLE, None, _class_sizes(folders, folder))

@@ -102,7 +102,7 @@ class Shards(ReaderWds):
             )
 
     def _lazy_init(self) -> None:
-        enter_secure_mode()  # in a worker
+        enter_secure_mode()  # runs in the worker, which opens the shards
         super()._lazy_init()
         shards: Any = self.ds
         # replace the last stages of timm's pipeline, which read, shuffle and decode samples

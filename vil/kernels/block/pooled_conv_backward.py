@@ -22,7 +22,7 @@ SOURCE = Source("block/pooled_conv_backward", {
 })  # fmt: skip
 
 VECTOR, WARPS = 2, 12  # maximum vector width in elements, and number of resident warps per multiprocessor
-SEGMENT = 64  # as in lines.cuh
+SEGMENT = 64  # must equal SEGMENT in along_lines.cuh
 
 
 def pooled_conv_backward(

@@ -78,6 +78,6 @@ def reference(
             found_BSD = longhorn(x, logits, k[g], q[g], None, bias, reverse=g == 1)
         else:
             found_BSD = selective(x, logits, A_2DN[g], k[g], q[g], None, bias, reverse=g == 1)
-        assert isinstance(found_BSD, Tensor)  # without its final state
+        assert isinstance(found_BSD, Tensor)  # scans return a tuple only with a final state
         y_BSD += found_BSD
     return y_BSD
