@@ -29,7 +29,7 @@ class Difference(NamedTuple):
 
 
 def paired(first: BySeed, second: BySeed) -> Difference | None:
-    """Compare two methods by the paired t-test over the common seeds. Return None if fewer than two seeds are common."""
+    """Compare two methods by the paired t-test over common seeds. Return None if fewer than two seeds are common."""
     seeds = sorted(first.keys() & second.keys())
     if len(seeds) < 2:
         return None
