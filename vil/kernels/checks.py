@@ -104,10 +104,9 @@ def refuse_second_derivative(ctx, *_) -> None:
 
 
 class _Once(torch.autograd.Function):
-    """Identity of gradients in the autograd graph, whose backward pass raises an error.
+    """Autograd function that returns gradients, and raises an error if the gradients are differentiated again.
 
     `forward` returns its first `count` tensors, which are gradients with respect to its other tensors.
-
     """
 
     @staticmethod

@@ -117,7 +117,7 @@ def _through_lines(
     recurrence: str, lines: Lines, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights,
     saved: SavedForBackward,
 ) -> DirectionGradients:  # fmt: skip
-    """Backpropagate through scans of row or column means, projections and convolutions, and write `du_BLD`."""
+    """Backpropagate through a pooled block's scan, projections and convolutions. Writes u's gradient to `du_BLD`."""
     p, dy_BSD = project_pooled(given(saved.pooled), w), kernels.sum_lines(dy_BLD, lines)
     dmeans_2BSD, dstep_logits_2BSD, dk_2BSN, dq_2BSN, dA_2DN, dchannels = scans.scan_backward(
         recurrence, dy_BSD.expand(2, -1, -1, -1), p.v, given(p.step_logits), p.k, p.q, saved.A, None, w.step_bias,
@@ -139,7 +139,7 @@ def _through_lines(
 def _through_in_proj(
     duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, xhat_TC: Tensor, tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of in_proj (scaled by the norm's weight) and of the normalized input xhat."""
+    """Return the gradients of the matrix in_proj * norm weight and of its input xhat, the normalized tokens."""
     (B, L, E), duz_TE = duz_BLE.shape, duz_BLE.flatten(0, 1)
     dfolded, dxhat_TC = _mm(duz_TE.t(), xhat_TC), torch.mm(duz_TE, w.in_proj[:E])
     if tokens.class_token_only:  # contribution of z

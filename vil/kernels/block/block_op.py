@@ -120,7 +120,7 @@ def _block_backward(
     recurrence, class_token_only, norm_given, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
     directions, saved,
 ):  # fmt: skip
-    """Return the gradients of x, of the norm xhat (empty unless `norm_given`), and of all weights of a block."""
+    """Return the gradients of x, of xhat (the RMSNorm of x, empty unless `norm_given`), and of a block's weights."""
     weights = [norm_C, in_proj, out_proj, *directions]
     check_backward(
         recurrence, class_token_only, Lines.read(lines), dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj,

@@ -54,7 +54,7 @@ def check_lists(recurrence: str, pooled: bool, **lists: list[Tensor]) -> None:
 
 
 def check_forward(options: Options, keep: bool, flat: list[Tensor | None]) -> None:
-    """Raise a ValueError that names the argument that the kernels do not support."""
+    """Raise a ValueError that names the argument of the forward operator that the kernels do not support."""
     x, _, _, _, norm, in_proj, out_proj, *_ = flat
     check_given(x_BLC=x, norm_C=norm, in_proj=in_proj, out_proj=out_proj)
     x_BLC, scale_B, normed, weights = Inputs.of(flat)
@@ -72,7 +72,7 @@ def check_backward(
     recurrence, class_token_only, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions,
     saved,
 ) -> None:  # fmt: skip
-    """Raise a ValueError that names the invalid argument of the backward schema."""
+    """Raise a ValueError that names the argument of the backward operator that the kernels do not support."""
     check_lists(recurrence, lines is not None, directions=directions, saved=saved, next_normed=next_normed)
     residual: Row = "dx_BMC", dx_BMC, "BMC", FP32
     weights = BlockWeights.of([norm_C, in_proj, out_proj, *directions])
@@ -110,7 +110,7 @@ def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:
 
 
 def _saved_rows(recurrence: str, lines: Lines | None, saved: list[Tensor], dtype: torch.dtype) -> list[Row]:
-    """Return the rows with which `check` validates saved tensors. `dtype` is the dtype of the matrix products."""
+    """Return the layout and dtype that `check` expects of each saved tensor, given the dtype of matrix products."""
     missing = {"A": recurrence != "selective", "pooled": lines is None}
     fields = [(name, *field) for name, field in SAVED.items() if not missing.get(name)]
     return [

@@ -22,7 +22,7 @@ WARPS = 4  # number of warps per CTA, equal to WARPS in conv.cu
 
 
 def conv(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tensor:
-    """Return v = silu(conv(u)), of shape (2, B, H, D), for the first H tokens that each of two directions reads.
+    """Return silu(conv(u)) of both scan directions, (2, B, H, D), for the H tokens that each direction reads first.
 
     The last tap of a filter reads the current token.
     """

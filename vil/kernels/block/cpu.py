@@ -87,7 +87,7 @@ class _Block(torch.autograd.Function):
 def _forward(
     options: Options, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, keep: bool
 ) -> tuple[Tensor, Saved | None]:
-    """Return the block's output and the tensors that backward needs, or None for a pooled block without backward.
+    """Return the block's output, and the tensors that backward needs, which are None for a pooled block.
 
     Unless `keep`, the states of the scan are not saved.
     """
@@ -110,7 +110,7 @@ def _forward(
 
 
 def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """Return both directions' convolutions v, the projections of v, and the step logits."""
+    """Return both directions' convolution outputs v, x_proj outputs, and step sizes before bias and activation."""
     T, (_, D, _, R, K) = uz_TE.shape[0], weights.sizes()
     v_2TD, filters = uz_TE.new_empty(2, T, D), _filters(weights)
     _channels("conv_forward", K, B, L, D, *_token_addresses(uz_TE, L), *_addresses(*filters, v_2TD))
@@ -220,7 +220,7 @@ def _gate(uz_TE, y_2BLD, scale_B, gated_TD) -> tuple[int, ...]:
 
 
 def _token_addresses(uz_TE: Tensor, L: int) -> tuple[int, int, int]:
-    """Return the address of u in `uz_TE`, the byte stride between images, and the byte stride between tokens."""
+    """Return the address of u (the first half of the columns of uz), and its byte strides of images and of tokens."""
     E = uz_TE.shape[1]
     return uz_TE.data_ptr(), 4 * L * E, 4 * E
 

@@ -292,7 +292,7 @@ def conv_backward(taps: int):
 
 @inlined
 def position_in_line(i, count, length):
-    """Return the mean's index, the line (row or column) and the position in the line of token i in line order."""
+    """Return token i's index among the pooled tokens, its line (row or column), and its position in the line."""
     center = count * length // 2
     patch = i - (i > center)
     line = patch // length

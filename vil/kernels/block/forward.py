@@ -24,20 +24,21 @@ REVERSE = (False, True)
 
 
 class Projected(NamedTuple):
-    """Inputs of the recurrence in both directions: convolutions v, keys, queries, steps and step logits."""
+    """Inputs of both directions' scans, computed from u by the convolution and the projections."""
 
-    v: Tensor  # (2, B, H, D)
-    k: Tensor  # (2, B, H, N)
-    q: Tensor  # (2, B, H, N)
-    step: Tensor  # (2, B, H, R)
-    step_logits: Tensor | None  # (2, B, H, D)
+    v: Tensor  # (2, B, H, D): outputs of the convolution or, in a pooled block, their row or column means
+    k: Tensor  # (2, B, H, N): keys
+    q: Tensor  # (2, B, H, N): queries
+    step: Tensor  # (2, B, H, R): low-rank steps, which step_proj expands to step logits
+    step_logits: Tensor | None  # (2, B, H, D): step sizes before bias and activation
 
 
 @planned(check_forward)
 def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Return the block's output, the output's norm (xhat and rstd, or None) and, if `keep`, the tensors for backward.
+    """Return the block's output, xhat and rstd of the output's RMSNorm and, if `keep`, the tensors for backward.
 
-    `flat` holds the tensors of `Inputs`, and the tensors for backward are those of `SavedForBackward`.
+    xhat and rstd are None if the norm is not computed. `flat` holds the tensors of `Inputs`, and the tensors for
+    backward are those of `SavedForBackward`.
     """
     x_BLC, scale_B, normed, weights = Inputs.of(map(aligned, flat))
     (B, L, C), D, dtype = x_BLC.shape, weights.out_proj.shape[1], options.dtype
@@ -71,7 +72,7 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
 def _read_tokens(
     options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None, tokens: Tokens
 ) -> tuple[kernels.GateInputs, None, Tensor]:
-    """Scan all tokens. Return the inputs of the gate, None, and the states that backward needs."""
+    """Scan all tokens. Return the gate's inputs, None for the pooled tokens, and the states that backward needs."""
     schedule, from_step = kernels.schedule_scan(options.recurrence, u_BLD, tokens.H, w.x_proj, w.step_proj)
     p = project(u_BLD, w, tokens.H, not from_step)
     y_2BHD, states = scans.scan_forward(
@@ -126,7 +127,7 @@ def split(uz_BLE: Tensor, xhat_TC: Tensor, w: PackedWeights, tokens: Tokens) -> 
 
 
 def project(u_BLD: Tensor, w: PackedWeights, H: int, project_step: bool) -> Projected:
-    """Return the inputs of the recurrence for the first H tokens of each direction. Step logits are optional."""
+    """Return the scan's inputs for the first H tokens of each direction, with step logits only if `project_step`."""
     B, R, P = len(u_BLD), w.step_proj.shape[2], w.x_proj.shape[1]
     v_2BHD, projected_2TP, step_logits_2TD = kernels.conv_xproj(
         u_BLD, w.conv, w.conv_bias, w.x_proj, w.step_proj, H, project_step

@@ -1,4 +1,4 @@
-"""Gate of a block, the mean of both directions times silu(z), and its gradient."""
+"""Gate of a block: forward (mean of both directions times silu(z)) and backward."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class GateInputs(NamedTuple):
     lines: Lines | None = None  # rows or columns whose tokens a pooled block averages
 
     def arguments(self) -> dict:
-        """Return the gate kernel's arguments for both tensors, and for the rows or columns of a pooled block."""
+        """Return `first`, `second` and `lines` as arguments of the CUDA kernel."""
         lines = (self.lines or Lines(0, 0, False)).arguments()
         return dict(y_0=self.first, y_1=self.second, **lines)
 
 
 def gate(y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    """Return the gate's output scale * mean * silu(z) and the mean of both inputs, which is empty unless `keep`."""
+    """Return scale * mean * silu(z), and `mean`, the average of both directions (empty unless `keep`)."""
     B, L, D = y.first.shape
     gated_BLD = z_BLD.new_empty(B, L, D)
     mean_BLD = torch.empty_like(gated_BLD) if keep else gated_BLD.new_empty(0)

@@ -33,7 +33,10 @@ from .unpack_gradients import unpack_gradients
 def schedule_scan(
     recurrence: str, u_BLD: Tensor, H: int, x_proj_2PD: Tensor, step_proj_2DR: Tensor
 ) -> tuple[Schedule, bool]:  # fmt: skip
-    """Return the schedule of the scan of H tokens in both directions, and whether the scan computes the step logits."""
+    """Choose the scan's kernel variant and segments, and return whether this variant computes the step logits.
+
+    The scan reads H tokens in both directions. Step logits are step sizes before bias and activation.
+    """
     (_, P, _), (_, _, R) = x_proj_2PD.shape, step_proj_2DR.shape
     schedule = forward_schedule(recurrence, u_BLD[:, :H].expand(2, -1, -1, -1), (P - R) // 2, R)
     return schedule, schedule.projects_step(H, R)

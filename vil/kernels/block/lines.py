@@ -32,7 +32,7 @@ class Lines(NamedTuple):
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Lines | None:
-        """Convert an operator's list argument to `Lines`, or to None if the list is empty (the block is not pooled)."""
+        """Convert the `lines` argument of an operator to `Lines`, or an empty list to None."""
         if len(numbers) not in (0, 3):
             raise ValueError(f"lines must be (number, length, columns) or empty, got {len(numbers)} items")
         return cls(numbers[0], numbers[1], bool(numbers[2])) if numbers else None

@@ -31,7 +31,7 @@ def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_T
 
 
 def empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Allocate xhat in `dtype` and the norm's factors rstd (T,)."""
+    """Allocate RMSNorm's outputs: xhat (T, C) in `dtype`, and rstd (T,)."""
     return [torch.empty_like(x_TC, dtype=dtype), x_TC.new_empty(len(x_TC))]
 
 

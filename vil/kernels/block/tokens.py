@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
         return self.L // 2 + 1 if self.class_token_only else self.L
 
     def columns(self, D: int) -> int:
-        """Return how many outputs of in_proj all tokens need: 2D, or D if the block returns only the class token."""
+        """Return the width of in_proj's output for all tokens: 2 * D (u and z), or D (u) if `class_token_only`."""
         return D if self.class_token_only else 2 * D
 
     def outputs(self, t_BLX: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
         return t_BLX.narrow(1, self.class_token, 1) if self.class_token_only else t_BLX
 
     def outputs_of_both(self, y_2BHD: Tensor) -> Tensor:
-        """Select the M tokens that the block returns from the results (2, B, H, D) of both directions."""
+        """Select from both directions' results (2, B, H, D) the M tokens that the block returns."""
         if not self.class_token_only:
             return y_2BHD
         return torch.stack([y_2BHD[0, :, self.class_token], y_2BHD[1, :, 0]]).unsqueeze(2)

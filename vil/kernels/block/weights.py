@@ -184,7 +184,7 @@ class BackwardInputs(NamedTuple):
 
     @classmethod
     def of(cls, flat: Iterable[Tensor | None]) -> BackwardInputs:
-        """Convert a flat list to `BackwardInputs`. Two items are for `next_normed`, either two tensors or two Nones."""
+        """Convert a list in the order of the fields to `BackwardInputs`. `next_normed` and `saved` are flattened."""
         dx, dnext, xhat, rstd, scale, norm, in_proj, uz, mean, states, packed, *others = flat
         next_normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
         saved = SavedForBackward(given(uz), given(mean), given(states), given(packed), *others)

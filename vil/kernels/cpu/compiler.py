@@ -117,7 +117,7 @@ def _symbol(factory: str, constants: tuple[int, ...]) -> str:
 
 @contextlib.contextmanager
 def _pythons_own():
-    """Return a context manager that undoes replacements of min, max and math.pow, as by torch.export, for Numba."""
+    """Restore Python's min, max and math.pow in a context, because torch.export replaces them and Numba needs them."""
     others = {place: getattr(*place) for place in PYTHONS_OWN}
     try:
         for place, function in PYTHONS_OWN.items():

@@ -128,7 +128,7 @@ class Recording(TorchDispatchMode):
         return number
 
     def number_of(self, t: Tensor) -> int:
-        """Return the index in `buffers` of the memory to which a placeholder belongs."""
+        """Return the index in `buffers` of the storage of a placeholder tensor."""
         return self.numbers[t.untyped_storage()]
 
     def finish(self, results: list) -> tuple[list[Step], list[View | None]]:
@@ -147,7 +147,7 @@ class Recording(TorchDispatchMode):
         return done, [self._view(t) if isinstance(t, Tensor) else t for t in results]
 
     def _used(self, record: Empty | Call | Launch) -> set[int]:
-        """Return the numbers of the buffers that a recorded launch or operator reads or writes."""
+        """Return the indices of the buffers that a recorded launch or operator reads or writes."""
         if isinstance(record, Launch):
             return {self.number_of(t) for _, t in record.tensors}
         if isinstance(record, Call):
@@ -186,7 +186,7 @@ class Recording(TorchDispatchMode):
     def _step(
         self, record: Empty | Call | Launch, allocations: dict[int, Allocation], returned: set[int]
     ) -> Step | None:  # fmt: skip
-        """Return the function that replays a record, or None if no memory needs to be allocated for the record."""
+        """Return the function that replays a recorded step, or None for an allocation that the replay does not need."""
         if isinstance(record, Launch):
             pointers = [(i, self.number_of(t), t.data_ptr()) for i, t in record.tensors]
             record.tensors = []  # release the placeholders, because replays only use addresses

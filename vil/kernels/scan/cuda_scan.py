@@ -68,9 +68,9 @@ def scan_forward(
 
 
 def forward_schedule(recurrence: str, x_GBLD: Tensor, N: int, R: int) -> Schedule:
-    """Choose the kernel variant and segments of `scan_forward` for an input like x, if steps of rank R are available.
+    """Choose the kernel variant and the segments of `scan_forward` for an input shaped like x.
 
-    Some variants compute the step logits from the steps.
+    Some variants can compute the step logits from low-rank steps if the rank R is a multiple of 8.
     """
     return _choose("forward", recurrence, x_GBLD, N, x_GBLD.shape[-1] % 8 == 0, step=R % 8 == 0)
 

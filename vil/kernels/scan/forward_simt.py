@@ -42,7 +42,7 @@ class Lanes:
 
 @dataclass(frozen=True)
 class ForwardSimt(Lanes):
-    """Variant of the kernel forward_simt.cu whose lanes process `channels` neighbouring channels, `states` states each.
+    """Variant of forward_simt.cu in which a lane processes `states` states of each of `channels` adjacent channels.
 
     `unroll` tokens are interleaved. If `ahead`, tokens are loaded before they are needed. A tile has `tile` tokens.
     `cycles` and `start` are inputs of the cost model (heuristics.py).

@@ -42,7 +42,7 @@ class Schedule(NamedTuple):
         return -(-L // (self.segment_chunks * CHUNK))
 
     def projects_step(self, L: int, R: int) -> bool:
-        """Return whether the scan accepts a step of rank R instead of step logits, and projects the step itself."""
+        """Return whether the scan kernel can compute the step logits of L tokens from low-rank steps (rank R)."""
         return isinstance(self.variant, ForwardMma) and self.segments(L) == 1 and R % 8 == 0
 
 

@@ -220,7 +220,9 @@ def _pad(t: Tensor, state_size: int) -> Tensor:
 def _stack(
     reverse: bool | Sequence[bool], **layouts: dict[str, Tensor | None]
 ) -> tuple[list[Tensor | None], list[bool], bool]:
-    """Check tensors against the layout in each keyword's suffix, and add a dimension of directions if it is missing.
+    """Check the tensors' shapes against layouts such as BLD, and add a missing dimension of directions.
+
+    Each keyword is a layout, and its value contains the tensors with this layout by name.
 
     Returns the tensors in the order of the arguments, `reverse` as a list, and whether the inputs had the dimension.
     """

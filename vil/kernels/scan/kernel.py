@@ -55,7 +55,7 @@ def rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def token_parameters(*names: str, const: bool = True) -> Parameters:
-    """Declare the kernel parameters of per-token tensors, which tiles.cuh reads by TOKENS_OF(name)."""
+    """Declare the pointers and strides of per-token tensors as kernel parameters, as TOKENS_OF in tiles.cuh expects."""
     parameters: Parameters = {}
     for name in names:
         parameters[f"{name}_data"] = Pointer("Element", const, restrict=False)

@@ -1,4 +1,4 @@
-"""Reference implementation of both scans, token by token as in the papers; every backend must reproduce it.
+"""Reference implementation of Longhorn's and Mamba's scans, token by token, which every backend must reproduce.
 
 The arguments are those of `vil.kernels.longhorn_scan` and `vil.kernels.selective_scan`, with three differences:
 

@@ -1,4 +1,4 @@
-"""Initial and final states of a scan on any backend, through additional tokens before and after the sequence.
+"""Initial and final states of scans on any backend, encoded as additional tokens before and after the sequence.
 
 A single token, as in autoregressive generation, is one step of the recurrence. Otherwise, with N states of a channel,
 additional token n before the sequence writes only state n of every channel:
@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Values of the additional tokens with which a scan writes an initial state or reads the final state."""
+    """Constants of the additional tokens that set a scan's initial state or return its final state."""
 
     writing: float  # logit of the step size of the tokens that write an initial state
     reading: float  # logit of the step size of the tokens that read the final state

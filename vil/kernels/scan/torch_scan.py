@@ -1,4 +1,4 @@
-"""Plain PyTorch backend of both scans, publicly named "reference", for any device and any floating-point dtype.
+"""Plain PyTorch backend ("reference") of Longhorn's and Mamba's scans, for any device and floating-point dtype.
 
 Both recurrences are diagonal and linear over tokens, S_t = decay_t * S_{t-1} + drive_t and y_t = q_t . S_t, and differ
 only in their coefficients. A recurrence is a class with those coefficients and their gradients; one scan serves both.
@@ -33,7 +33,7 @@ SLICE_ELEMENTS = 2**15
 
 
 class Recurrence(Protocol):
-    """Interface of a recurrence S_t = decay_t * S_{t-1} + drive_t: coefficients from inputs, and their gradients."""
+    """Interface of a recurrence S_t = decay_t * S_{t-1} + drive_t, which computes decay, drive and input gradients."""
 
     @staticmethod
     def coefficients(decay_GTBND: Tensor, drive_GTBND: Tensor, *inputs: Tensor) -> None:
@@ -352,7 +352,7 @@ def _batch_slices(G: int, B: int, N: int, D: int) -> list[slice]:
 
 
 def _chunk_buffers(count: int, q_GLBN: Tensor, D: int) -> Tensor:
-    """Allocate `count` buffers for a chunk's states. All chunks reuse them, because page faults cost more than sums."""
+    """Allocate `count` buffers for a chunk's states. All chunks reuse the buffers, because new memory is slow."""
     G, L, B, N = q_GLBN.shape
     images = max((batch.stop - batch.start for batch in _batch_slices(G, B, N, D)), default=0)
     return q_GLBN.new_empty(count, G, min(CHUNK, L), images, N, D)

@@ -50,7 +50,7 @@ def _over_states(v_ND):
 
 @triton.jit
 def _state_numbers(N: tl.constexpr, H: tl.constexpr):
-    """Return the indices of a channel's N states, arranged as (H, N / H, 1) like a program instance's states."""
+    """Return the indices of a channel's N states in the shape (H, N / H, 1), because H threads share the states."""
     return tl.arange(0, N // H)[None, :, None] * H + tl.arange(0, H)[:, None, None]
 
 
@@ -172,7 +172,7 @@ def _segment_states_kernel(
 
 @triton.jit
 def _pass_states_kernel(ends, decays, segments, states, BLOCK: tl.constexpr, GRADIENTS: tl.constexpr):
-    """Combine the segments' final states to the state before each segment, in place.
+    """Replace the segments' own final states by the state before each segment, in place.
 
     With GRADIENTS, the result is the gradient of the state after each segment.
     """
