@@ -29,15 +29,6 @@ READABLE = (zipfile.BadZipFile, SafetensorError, TorchFileError)
 class BrokenCheckpointError(CheckpointError):
     """A file cannot be read as a checkpoint because the file is truncated, corrupt, or has another format."""
 
-    @classmethod
-    def because(cls, path: Path, error: Exception) -> BrokenCheckpointError:
-        """Create the error for a file from the exception that reading the file raised."""
-        reason = "expected a file written by torch.save or safetensors"
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        if isinstance(error, READABLE) and lines:
-            reason = lines[0][:400]
-        return cls(f"{path} cannot be read as a checkpoint; the file may be truncated or corrupt: {reason}")
-
 
 def file_of(path: str | Path) -> Path:
     """Return the path of the weights file in a folder written by `vil.export`, or `path` itself for a file."""
@@ -82,7 +73,17 @@ def read_file(path: str | Path, whole: bool = True) -> Any:
             raise CheckpointError(
                 f"failed to read {path}: {cause_of(error)}. To continue, {remedy_for(error)}"
             ) from error
-        raise BrokenCheckpointError.because(path, error) from error
+        raise BrokenCheckpointError(
+            f"{path} cannot be read as a checkpoint; the file may be truncated or corrupt: {_reason_of(error)}"
+        ) from error
+
+
+def _reason_of(error: Exception) -> str:
+    """Return the first line of an error's message, or a general reason if the message does not help users."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, READABLE) and lines:
+        return lines[0][:400]
+    return "expected a file written by torch.save or safetensors"
 
 
 def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def check_lists(recurrence: str, pooled: bool, **lists: list[Tensor]) -> None:
 
 
 def check_forward(options: Options, keep: bool, flat: list[Tensor | None]) -> None:
-    """Raise a ValueError that names the argument of the forward operator that the kernels do not support."""
+    """Raise a ValueError if an argument of the forward operator is invalid or not supported by the kernels."""
     x, _, _, _, norm, in_proj, out_proj, *_ = flat
     check_given(x_BLC=x, norm_C=norm, in_proj=in_proj, out_proj=out_proj)
     x_BLC, scale_B, normed, weights = Inputs.of(flat)
@@ -72,7 +72,7 @@ def check_backward(
     recurrence, class_token_only, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions,
     saved,
 ) -> None:  # fmt: skip
-    """Raise a ValueError that names the argument of the backward operator that the kernels do not support."""
+    """Raise a ValueError if an argument of the backward operator is invalid or not supported by the kernels."""
     check_lists(recurrence, lines is not None, directions=directions, saved=saved, next_normed=next_normed)
     residual: Row = "dx_BMC", dx_BMC, "BMC", FP32
     weights = BlockWeights.of([norm_C, in_proj, out_proj, *directions])
