@@ -229,7 +229,7 @@ def measure_step(step: Callable[[], object], result: Result, device: torch.devic
 
 
 def capture(step: Callable[[], object]) -> Callable[[], None]:
-    """Capture a step as a CUDA graph and return its replay."""
+    """Capture a step as a CUDA graph, and return the function that replays the graph."""
     for _ in range(3):
         step()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Removal of metadata from JPEG and PNG files, and a check that their structure bounds the cost of decoding."""
+"""Removal of metadata from JPEG and PNG files, and a check that the file structure bounds the cost of decoding."""
 
 from __future__ import annotations
 

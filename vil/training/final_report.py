@@ -43,7 +43,7 @@ def is_reported(splits: Splits, world_size: int) -> bool:
 def write_final_report(
     run: RunInfo, splits: Splits, best: BestCheckpoint, history: list[dict[str, Any]], rank: int, evaluate: Evaluate
 ) -> None:
-    """Evaluate best.pt on the validation split, and write report.html. All ranks must call this together.
+    """Evaluate best.pt on the validation split, and write report.html. All ranks must call this function.
 
     The run is complete without the report, so a failure is only logged. A signal ends the evaluation without a report.
     """

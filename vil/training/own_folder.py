@@ -145,7 +145,7 @@ def _check_output(layout: Layout, given: Mapping[str, Any]) -> None:
 
 
 def _choose_splits(layout: Layout, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the splits, and log which images are used for what."""
+    """Return the options of the splits, and log which images are used for training and for validation."""
     chosen: dict[str, Any] = {"train_split": layout.train_split}
     folder = layout.data_dir if layout.train_split == WHOLE else str(Path(layout.data_dir) / layout.train_split)
     line = f"{folder}: {layout.num_images} images of {len(layout.class_sizes)} classes"
@@ -162,7 +162,7 @@ def _choose_splits(layout: Layout, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choose_training(num_images: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of model, weights and recipe, and log them."""
+    """Return and log the options of model, weights and recipe."""
     if num_images > MOST_IMAGES:
         warn_on_rank0(
             __name__, "more than %d training images, so training starts from random weights with the default options, "

@@ -1,4 +1,4 @@
-"""Training in Python: `vil.train` and the run that it returns."""
+"""Training in Python: `vil.train` and its result, a `Run`."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class DirectionGradients(NamedTuple):
 
 @planned()
 def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients of x, of its norm, of out_proj and of A_log, followed by the results of `unpack_gradients`.
+    """Return the gradients of x, xhat (the RMSNorm of x), out_proj and A_log, and the results of `unpack_gradients`.
 
     The gradient of the norm xhat is None unless xhat was an input. The gradient of A_log is None for Longhorn.
 

@@ -39,7 +39,7 @@ _lock = threading.RLock()
 
 @functools.cache
 def unavailable() -> str | None:
-    """Return why kernels cannot be compiled or loaded on this machine, or None if they can."""
+    """Return why kernels cannot be compiled or loaded on this machine, or None."""
     if importlib.util.find_spec("numba") is None:
         return "numba is missing: pip install numba"
     try:

@@ -46,7 +46,7 @@ class Buffer(NamedTuple):
 
 
 class Empty(NamedTuple):
-    """Record of an allocation, such as by `torch.empty`."""
+    """Recorded allocation, such as a call of `torch.empty`."""
 
     buffer: int
 
