@@ -114,7 +114,7 @@ def fused(monkeypatch):
         return middle_token(x) if options.class_token_only else x, None
 
     monkeypatch.setattr(dispatch, "_fused", True)
-    monkeypatch.setattr(dispatch, "fused_operator", lambda x, weights, pooled: operator)
+    monkeypatch.setattr(dispatch, "fused_operator", lambda x, weights: operator)
     return middles
 
 

@@ -137,7 +137,7 @@ def fused_block(block: nn.Module, x_BLC: Tensor) -> FusedBlock | None:
     weights = weights_as_built(block)
     if weights is None:
         return None
-    operator = fused_operator(x_BLC, weights, block.pool is not None)
+    operator = fused_operator(x_BLC, weights)
     return None if operator is None else FusedBlock(operator, weights)
 
 

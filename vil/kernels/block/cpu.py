@@ -1,31 +1,28 @@
 """Bidirectional block on CPUs in fp32, with few passes over memory, and its gradient.
 
-Convolutions of both directions, norm, gate and the scan are kernels compiled by Numba; products are PyTorch's.
+Norm, convolutions, means, gate and the scan are kernels compiled by Numba (`passes`, `scans`); products are PyTorch's.
 `fused_operator` decides for which tensors the block runs fused. Under compilers, modes and functional transforms, the
 separate parts of the block run instead.
 
     B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
-    P columns of x_proj, R + 2N
+    E 2D    P columns of x_proj, R + 2N    l tokens that the recurrence reads: L, or the row means of a pooled block
 """
 
 from __future__ import annotations
 
-import functools
-import struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import once_differentiable
-from ..cpu.compiler import LANES, Kernel
+from ..checks import given, once_differentiable
 from ..scan import cpu_scan as scans
+from . import cpu_passes as passes
 from .lines import Lines
 from .tokens import Tokens
 from .weights import BlockWeights, DirectionWeights, Normed, Options, needs_gradients
 
 REVERSE = (False, True)
-ROWS = 16  # number of tokens that one task of a CPU kernel processes
 
 
 class Saved(NamedTuple):
@@ -33,12 +30,13 @@ class Saved(NamedTuple):
 
     rstd: Tensor  # (T,) of the norm
     h: Tensor  # (T, C), normed
-    uz: Tensor  # (T, 2D)
-    v: Tensor  # (2, T, D), convolved
-    projected: Tensor  # (2, T, P)
-    step_logits: Tensor  # (2, T, D)
-    y: Tensor  # (2, B, L, D), outputs of both directions
+    uz: Tensor  # (B, L, E)
+    v: Tensor  # (2, B, l, D), convolved tokens, or their row or column means
+    projected: Tensor  # (2, Bl, P)
+    step_logits: Tensor  # (2, Bl, D)
+    y: Tensor  # (2, B, l, D), outputs of both directions
     states: Tensor  # (2, B, S, N, D), states between chunks of tokens
+    skipped: Tensor | None  # (B, L, D), mean of both directions' skip connections, only in a pooled block
 
 
 class Scanned(NamedTuple):
@@ -70,7 +68,6 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, x_BLC, scale_B, *flat):
         y_BLC, saved = _forward(options, x_BLC, scale_B, BlockWeights.of(flat), keep=True)
-        assert saved is not None, "pooled blocks have no backward on CPUs"
         ctx.options = options
         ctx.save_for_backward(x_BLC, scale_B, *saved, *flat)
         return y_BLC
@@ -86,163 +83,138 @@ class _Block(torch.autograd.Function):
 
 def _forward(
     options: Options, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, keep: bool
-) -> tuple[Tensor, Saved | None]:
-    """Return the block's output, and the tensors that backward needs, which are None for a pooled block.
-
-    Unless `keep`, the states of the scan are not saved.
-    """
-    (B, L, C), T = x_BLC.shape, x_BLC.shape[0] * x_BLC.shape[1]
-    x_TC = x_BLC.view(T, C)
-    h_TC, rstd_T = torch.empty_like(x_TC), x_TC.new_empty(T)
-    _rows("norm_forward", T, C, T, _bits(options.eps), *_addresses(x_TC, weights.norm, h_TC, rstd_T))
-    uz_TE = torch.mm(h_TC, weights.in_proj.t())
-    if options.lines is not None:
-        gated_TD = _pooled(options.recurrence, options.lines, uz_TE, scale_B, B, L, weights)
-        y_TC = torch.addmm(x_TC, gated_TD, weights.out_proj.t())
-        return y_TC.view(B, L, C), None
-    v_2TD, projected_2TP, step_logits_2TD = _project(uz_TE, B, L, weights)
-    scanned = _scanned(v_2TD, projected_2TP, step_logits_2TD, B, L, weights)
-    y_2BLD, states = scans.forward(options.recurrence, *scanned, REVERSE, keep)
-    gated_TD = torch.empty_like(y_2BLD[0]).view(T, -1)
-    _rows("gate_forward", T, gated_TD.shape[1], T, L, *_gate(uz_TE, y_2BLD, scale_B, gated_TD))
-    y_TC = torch.addmm(x_TC, gated_TD, weights.out_proj.t())
-    return y_TC.view(B, L, C), Saved(rstd_T, h_TC, uz_TE, v_2TD, projected_2TP, step_logits_2TD, y_2BLD, states)
-
-
-def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """Return both directions' convolution outputs v, x_proj outputs, and step sizes before bias and activation."""
-    T, (_, D, _, R, K) = uz_TE.shape[0], weights.sizes()
-    v_2TD, filters = uz_TE.new_empty(2, T, D), _filters(weights)
-    _channels("conv_forward", K, B, L, D, *_token_addresses(uz_TE, L), *_addresses(*filters, v_2TD))
-    # the copy is row-major, so that a token's keys and queries are contiguous, as the scan's kernel requires
-    projected_2TP = torch.bmm(_both(weights, "x_proj"), v_2TD.mT).mT.contiguous()
-    return v_2TD, projected_2TP, torch.bmm(projected_2TP[..., :R], _both(weights, "step_proj").mT)
-
-
-def _pooled(
-    recurrence: str, lines: Lines, uz_TE: Tensor, scale_B: Tensor | None, B: int, L: int, weights: BlockWeights
-) -> Tensor:
-    """Return the input of out_proj for a block that scans row or column means. The result is a view of `uz_TE`."""
-    (_, D, N, R, K), T = weights.sizes(), len(uz_TE)
-    skips = [direction.skip for direction in weights.directions]
-    means_2BSD = uz_TE.new_empty(2, B, lines.S, D)
-    _channels(
-        "pool_forward", K, B, L, D, *_token_addresses(uz_TE, L), *_addresses(*_filters(weights), *skips),
-        *lines.arguments().values(), means_2BSD.data_ptr(),
-    )  # fmt: skip
-    projected_2TP, step_logits_2TD = uz_TE.new_empty(2, B * lines.S, R + 2 * N), uz_TE.new_empty(2, B * lines.S, D)
-    for mean_BSD, projected_TP, step_logits_TD, direction in zip(
-        means_2BSD, projected_2TP, step_logits_2TD, weights.directions
-    ):
-        torch.mm(mean_BSD.view(-1, D), direction.x_proj.t(), out=projected_TP)
-        torch.mm(projected_TP[:, :R], direction.step_proj.t(), out=step_logits_TD)
-    scanned = _scanned(means_2BSD.view(2, -1, D), projected_2TP, step_logits_2TD, B, lines.S, weights)
-    y_2BSD, _ = scans.forward(recurrence, *scanned._replace(skip=None), REVERSE, False)
-    scale = 0 if scale_B is None else scale_B.data_ptr()
-    inputs = uz_TE.data_ptr(), 8 * D, *_addresses(*y_2BSD), scale
-    _rows("pooled_gate_forward", T, D, T, L, *inputs, lines.number, lines.length, lines.columns)
-    return uz_TE[:, :D]
-
-
-def _both(weights: BlockWeights, name: str) -> Tensor:
-    return torch.stack([getattr(direction, name) for direction in weights.directions])
-
-
-def _filters(weights: BlockWeights) -> list[Tensor]:
-    return [t for direction in weights.directions for t in (direction.conv, direction.conv_bias)]
-
-
-def _scanned(v_2TD, projected_2TP, step_logits_2TD, B: int, L: int, weights: BlockWeights) -> Scanned:
-    _, _, N, R, _ = weights.sizes()
-    k_2TN, q_2TN = projected_2TP[..., R : R + N], projected_2TP[..., R + N :]
-    x, step_logits, k, q = (t.unflatten(1, (B, L)) for t in (v_2TD, step_logits_2TD, k_2TN, q_2TN))
-    A_2DN = None if weights.directions[0].A_log is None else -_both(weights, "A_log").exp()
-    return Scanned(x, step_logits, k, q, A_2DN, _both(weights, "skip"), _both(weights, "step_bias"))
+) -> tuple[Tensor, Saved]:
+    """Return the block's output, and the tensors for backward, which are only valid if `keep` is set."""
+    (B, L, C), D, lines = x_BLC.shape, weights.out_proj.shape[1], options.lines
+    x_TC = x_BLC.view(-1, C)
+    h_TC, rstd_T = passes.norm_forward(x_TC, weights.norm, options.eps)
+    uz_BLE = torch.mm(h_TC, weights.in_proj.t()).view(B, L, -1)
+    v_2BlD, skipped_BLD = _convolve(uz_BLE, weights, lines, keep)
+    projected_2TP, step_logits_2TD = _project(v_2BlD.view(2, -1, D), weights)
+    scanned = _scanned(v_2BlD, projected_2TP, step_logits_2TD, weights, lines)
+    y_2BlD, states = scans.forward(options.recurrence, *scanned, REVERSE, keep)
+    gated_BLD = _gate(y_2BlD, skipped_BLD, uz_BLE, scale_B, lines, keep)
+    y_TC = torch.addmm(x_TC, gated_BLD.view(-1, D), weights.out_proj.t())
+    saved = Saved(rstd_T, h_TC, uz_BLE, v_2BlD, projected_2TP, step_logits_2TD, y_2BlD, states, skipped_BLD)
+    return y_TC.view(B, L, C), saved
 
 
 def _backward(
     options: Options, dy_BLC: Tensor, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, saved: Saved
 ) -> tuple[Tensor, BlockWeights]:
     """Return the gradients of x and of all weights."""
-    (B, L, C), D, T = x_BLC.shape, weights.out_proj.shape[1], len(saved.uz)
-    x_TC, dout_TC = x_BLC.view(T, C), dy_BLC.view(T, C)
-    duz_TE, gated_TD, dy_TD = (torch.empty_like(t) for t in (saved.uz, saved.v[0], saved.v[0]))
-    dgated_TD = torch.mm(dout_TC, weights.out_proj)
-    gate = _gate(saved.uz, saved.y, scale_B, gated_TD)
-    dz = duz_TE.data_ptr() + 4 * D
-    _rows("gate_backward", T, D, T, L, *gate, *_addresses(dgated_TD, dy_TD), dz)
-    directions = _through_directions(options.recurrence, dy_TD.view(B, L, D), weights, saved, duz_TE)
-    dh_TC, dx_TC, dnorm = torch.mm(duz_TE, weights.in_proj), torch.empty_like(x_TC), x_TC.new_empty(-(-T // ROWS), C)
-    _rows("norm_backward", T, C, T, *_addresses(x_TC, weights.norm, saved.rstd, dh_TC, dout_TC, dx_TC, dnorm))
-    din_proj, dout_proj = torch.mm(duz_TE.t(), saved.h), torch.mm(dout_TC.t(), gated_TD)
-    return dx_TC.view(B, L, C), BlockWeights(dnorm.sum(0), din_proj, dout_proj, directions)
+    (_, L, C), D, lines, duz_BLE = x_BLC.shape, weights.out_proj.shape[1], options.lines, torch.empty_like(saved.uz)
+    dout_TC = dy_BLC.view(-1, C)
+    dgated_BLD = torch.mm(dout_TC, weights.out_proj).view(-1, L, D)
+    gated_BLD, dy_BlD, dskipped_BLD = _gate_backward(dgated_BLD, saved, scale_B, lines, duz_BLE)
+    dv_2BlD, incomplete = _scan_backward(options.recurrence, dy_BlD, weights, saved, lines)
+    directions = _convolve_backward(dv_2BlD, dskipped_BLD, saved.uz, weights, lines, incomplete, duz_BLE)
+    duz_TE = duz_BLE.view(-1, 2 * D)
+    dh_TC = torch.mm(duz_TE, weights.in_proj)
+    dx_TC, dnorm = passes.norm_backward(x_BLC.view(-1, C), weights.norm, saved.rstd, dh_TC, dout_TC)
+    din_proj, dout_proj = torch.mm(duz_TE.t(), saved.h), torch.mm(dout_TC.t(), gated_BLD.view(-1, D))
+    return dx_TC.view_as(x_BLC), BlockWeights(dnorm, din_proj, dout_proj, directions)
 
 
-def _through_directions(
-    recurrence: str, dy_BLD: Tensor, weights: BlockWeights, saved: Saved, duz_TE: Tensor
-) -> tuple[DirectionWeights, DirectionWeights]:
-    """Backpropagate through scans, projections and convolutions to u. Return the gradients of both directions' weights.
+def _convolve(uz_BLE: Tensor, weights: BlockWeights, lines: Lines | None, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """Return both directions' convolved tokens or their line means, and the skip connections of a pooled block."""
+    if lines is None:
+        return passes.conv_forward(uz_BLE, weights), None
+    u_BLD = uz_BLE[..., : uz_BLE.shape[2] // 2]
+    skipped_BLD = torch.empty_like(u_BLD, memory_format=torch.contiguous_format) if keep else u_BLD
+    return passes.pool_forward(uz_BLE, weights, lines, skipped_BLD), skipped_BLD
 
-    The gradient of u is written to `duz_TE`.
-    """
-    (B, L, D), T, R, K = dy_BLD.shape, len(duz_TE), weights.sizes().R, weights.sizes().K
-    scanned = _scanned(saved.v, saved.projected, saved.step_logits, B, L, weights)
-    dv_2BLD, dstep_logits_2BLD, dk_2BLN, dq_2BLN, dA_2DN, dchannels_22D = scans.backward(
-        recurrence, dy_BLD.expand(2, B, L, D), *scanned, saved.states, REVERSE
-    )
-    dv_2TD, dstep_logits_2TD = dv_2BLD.view(2, T, D), dstep_logits_2BLD.view(2, T, D)
-    # a product with few rows takes half as long as one with few columns
-    dstep_2RT = torch.bmm(_both(weights, "step_proj").mT, dstep_logits_2TD.mT)
-    dprojected_2TP = torch.cat([dstep_2RT.mT, dk_2BLN.view(2, T, -1), dq_2BLN.view(2, T, -1)], dim=2)
-    dv_2TD.baddbmm_(dprojected_2TP, _both(weights, "x_proj"))
-    dx_proj_2PD = torch.bmm(dprojected_2TP.mT, saved.v)
-    dstep_proj_2DR = torch.bmm(saved.projected[..., :R].mT, dstep_logits_2TD).mT
-    dfilters = duz_TE.new_empty(B, 2, K + 1, D)
-    tensors = *_filters(weights), dv_2TD, duz_TE, dfilters
-    _channels("conv_backward", K, B, L, D, *_token_addresses(saved.uz, L), *_addresses(*tensors))
-    dfilters_2KD, (dskip_2D, dstep_bias_2D) = dfilters.sum(0), dchannels_22D.unbind(1)
-    dA_log = (None, None) if scanned.A is None else dA_2DN * scanned.A  # because A = -exp(A_log)
+
+def _convolve_backward(
+    dv_2BlD: Tensor, dskipped_BLD: Tensor | None, uz_BLE: Tensor, weights: BlockWeights, lines: Lines | None,
+    directions: list[DirectionWeights], duz_BLE: Tensor,
+) -> tuple[DirectionWeights, DirectionWeights]:  # fmt: skip
+    """Write the gradient of u to `duz_BLE`, and add the gradients of filters to those of both directions' weights."""
+    K = weights.sizes().K
+    if lines is None:
+        dfilters = passes.conv_backward(dv_2BlD, uz_BLE, weights, duz_BLE)
+    else:
+        dfilters = passes.pool_backward(dv_2BlD, given(dskipped_BLD), uz_BLE, weights, lines, duz_BLE)
+        directions = [direction._replace(skip=dskip_D) for direction, dskip_D in zip(directions, dfilters[:, K + 1])]
     first, second = (
-        DirectionWeights(
-            dfilters_2KD[g, :K].t().unsqueeze(1), dfilters_2KD[g, K], dx_proj_2PD[g], dstep_proj_2DR[g],
-            dstep_bias_2D[g],
-            dskip_2D[g], dA_log[g],
-        ) for g in (0, 1)
-    )  # fmt: skip
+        direction._replace(conv=d[:K].t().unsqueeze(1), conv_bias=d[K]) for direction, d in zip(directions, dfilters)
+    )
     return first, second
 
 
-def _gate(uz_TE, y_2BLD, scale_B, gated_TD) -> tuple[int, ...]:
-    D = gated_TD.shape[1]
-    y = y_2BLD.data_ptr()
-    scale = 0 if scale_B is None else scale_B.data_ptr()
-    return uz_TE.data_ptr() + 4 * D, 8 * D, y, y + 2 * y_2BLD.numel(), scale, gated_TD.data_ptr()
+def _gate(
+    y_2BlD: Tensor, skipped_BLD: Tensor | None, uz_BLE: Tensor, scale_B: Tensor | None, lines: Lines | None, keep: bool
+) -> Tensor:
+    """Return the input of out_proj. Unless `keep` is set, it overwrites the skip connections of a pooled block."""
+    if lines is None:
+        return passes.gate_forward(y_2BlD, uz_BLE, scale_B)
+    skipped_BLD = given(skipped_BLD)
+    gated_BLD = torch.empty_like(skipped_BLD) if keep else skipped_BLD
+    passes.pooled_gate_forward(y_2BlD, skipped_BLD, uz_BLE, scale_B, lines, gated_BLD)
+    return gated_BLD
 
 
-def _token_addresses(uz_TE: Tensor, L: int) -> tuple[int, int, int]:
-    """Return the address of u (the first half of the columns of uz), and its byte strides of images and of tokens."""
-    E = uz_TE.shape[1]
-    return uz_TE.data_ptr(), 4 * L * E, 4 * E
+def _gate_backward(
+    dgated_BLD: Tensor, saved: Saved, scale_B: Tensor | None, lines: Lines | None, duz_BLE: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Write the gradient of z to `duz_BLE`.
+
+    Return the input of out_proj, the gradient of each direction's y, and the gradient of a pooled block's skip
+    connections, which overwrites `dgated_BLD`.
+    """
+    if lines is None:
+        return *passes.gate_backward(dgated_BLD, saved.y, saved.uz, scale_B, duz_BLE), None
+    skipped_BLD = given(saved.skipped)
+    gated_BLD, dy_BSD = passes.pooled_gate_backward(dgated_BLD, saved.y, skipped_BLD, saved.uz, scale_B, lines, duz_BLE)
+    return gated_BLD, dy_BSD, dgated_BLD
 
 
-def _addresses(*tensors: Tensor) -> list[int]:
-    return [t.data_ptr() for t in tensors]
+def _project(v_2TD: Tensor, weights: BlockWeights) -> tuple[Tensor, Tensor]:
+    """Return both directions' x_proj outputs, and step sizes before bias and activation."""
+    # the copy is row-major, so that a token's keys and queries are contiguous, as the scan's kernel requires
+    projected_2TP = torch.bmm(_both(weights, "x_proj"), v_2TD.mT).mT.contiguous()
+    return projected_2TP, torch.bmm(projected_2TP[..., : weights.sizes().R], _both(weights, "step_proj").mT)
 
 
-def _bits(number: float) -> int:
-    return struct.unpack("i", struct.pack("f", number))[0]
+def _scanned(
+    v_2BlD: Tensor, projected_2TP: Tensor, step_logits_2TD: Tensor, weights: BlockWeights, lines: Lines | None
+) -> Scanned:
+    """Return the inputs of the scan, which does not add the skip connections of a pooled block."""
+    (_, _, N, R, _), shape = weights.sizes(), v_2BlD.shape[1:3]
+    k_2TN, q_2TN = projected_2TP[..., R : R + N], projected_2TP[..., R + N :]
+    step_logits, k, q = (t.unflatten(1, shape) for t in (step_logits_2TD, k_2TN, q_2TN))
+    A_2DN = None if weights.directions[0].A_log is None else -_both(weights, "A_log").exp()
+    skip_2D = _both(weights, "skip") if lines is None else None
+    return Scanned(v_2BlD, step_logits, k, q, A_2DN, skip_2D, _both(weights, "step_bias"))
 
 
-def _rows(factory: str, T: int, width: int, *numbers: int) -> None:
-    tasks = -(-T // ROWS)
-    _kernel(factory).launch(tasks, tasks, ROWS, width, *numbers)
+def _scan_backward(
+    recurrence: str, dy_BlD: Tensor, weights: BlockWeights, saved: Saved, lines: Lines | None
+) -> tuple[Tensor, list[DirectionWeights]]:
+    """Backpropagate through scans and projections to v. The gradient of y is equal for both directions.
+
+    Also return the gradients of both directions' weights, where the gradients of filters are missing.
+    """
+    (B, L, D), T, R = dy_BlD.shape, saved.projected.shape[1], weights.sizes().R
+    scanned = _scanned(saved.v, saved.projected, saved.step_logits, weights, lines)
+    dv_2BlD, dstep_logits_2BlD, dk_2BlN, dq_2BlN, dA_2DN, dchannels_22D = scans.backward(
+        recurrence, dy_BlD.expand(2, B, L, D), *scanned, saved.states, REVERSE
+    )
+    v_2TD, dv_2TD, dstep_logits_2TD = (t.view(2, T, D) for t in (saved.v, dv_2BlD, dstep_logits_2BlD))
+    # a product with few rows takes half as long as one with few columns
+    dstep_2RT = torch.bmm(_both(weights, "step_proj").mT, dstep_logits_2TD.mT)
+    dprojected_2TP = torch.cat([dstep_2RT.mT, dk_2BlN.view(2, T, -1), dq_2BlN.view(2, T, -1)], dim=2)
+    dv_2TD.baddbmm_(dprojected_2TP, _both(weights, "x_proj"))
+    dx_proj_2PD = torch.bmm(dprojected_2TP.mT, v_2TD)
+    dstep_proj_2DR = torch.bmm(saved.projected[..., :R].mT, dstep_logits_2TD).mT
+    dskip_2D, dstep_bias_2D = dchannels_22D.unbind(1)
+    dA_log = (None, None) if scanned.A is None else dA_2DN * scanned.A  # because A = -exp(A_log)
+    missing = dx_proj_2PD.new_empty(0)
+    return dv_2BlD, [
+        DirectionWeights(missing, missing, dx_proj_2PD[g], dstep_proj_2DR[g], dstep_bias_2D[g], dskip_2D[g], dA_log[g])
+        for g in (0, 1)
+    ]
 
 
-def _channels(factory: str, taps: int, B: int, L: int, D: int, *numbers: int) -> None:
-    blocks = -(-D // LANES)
-    _kernel(factory, taps).launch(B * blocks, B * blocks, blocks, B, L, D, *numbers)
-
-
-@functools.cache
-def _kernel(factory: str, *constants: int) -> Kernel:
-    return Kernel(f"{__package__}.cpu_kernels", factory, *constants)
+def _both(weights: BlockWeights, name: str) -> Tensor:
+    return torch.stack([getattr(direction, name) for direction in weights.directions])

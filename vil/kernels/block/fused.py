@@ -13,7 +13,7 @@ from .contract import FP32, TAPS
 from .weights import BlockWeights
 
 
-def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -> Callable | None:
+def fused_operator(x_BLC: Tensor, weights: BlockWeights) -> Callable | None:
     """Return the fused operator that supports a block's weights and input, or None if no operator does.
 
     Like `block_op.block`, the operator accepts (x_BLC, weights, options, scale_B, normed) and returns x' and its norm
@@ -30,10 +30,7 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -
         return None if backends.transformed() else block_op.block
     # on CPUs, a block runs unfused in torch.compile, dispatch modes, functional transforms and autocast
     hidden = dtype == FP32 and backends.unobserved(x_BLC) and not torch.is_autocast_enabled("cpu")
-    # the fused pooled block on CPUs does not support backward
-    if backend != "cpu" or not hidden or (pooled and torch.is_grad_enabled()):
-        return None
-    return cpu.block
+    return cpu.block if backend == "cpu" and hidden else None
 
 
 def is_plain(tensor: Tensor) -> bool:

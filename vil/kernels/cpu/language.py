@@ -2,8 +2,8 @@
 
 Importing this module imports Numba, which takes a third of a second, so only the compiler imports this module.
 
-A kernel is a function of `longs(arguments)` (see `compiler`). The kernel runs in several threads at once, and each
-thread processes tasks until none is left. Loops over `LANES` channels become vector instructions.
+A kernel is a function of an array of 64-bit numbers (see `compiler`). The kernel runs in several threads at once, and
+each thread processes tasks until none is left. Loops over `LANES` channels become vector instructions.
 """
 
 from __future__ import annotations
@@ -30,6 +30,16 @@ def floats(context, address):
         return builder.inttoptr(arguments[0], FLOAT.as_pointer())
 
     return types.CPointer(types.float32)(types.int64), generate
+
+
+@intrinsic
+def longs(context, address):
+    """Cast an address to a pointer to 64-bit integers, for `carray`."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], LONG.as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), generate
 
 
 @intrinsic(prefer_literal=True)
