@@ -1,7 +1,7 @@
 """Independent implementation of the models, with each direction computed separately on an explicitly flipped sequence.
 
-This module does not import `vil`. Weights are a dictionary with this package's names or those of ViM's published
-checkpoints.
+This module imports only the recurrence's reference implementation from `vil`. Weights are a dictionary with this
+package's names or those of ViM's published checkpoints.
 """
 
 import torch
