@@ -5,7 +5,8 @@
     python benchmarks/end_to_end.py --gpus 4 --data-dir /imagenet                     # your own files
 
 Without --data-dir, the program creates a data set in memory: 1,000 classes of files of 500x375 pixels and about 100 KB,
-with many names for each file. A run is `torchrun -m vil train -c NAME --data-dir DIR` for two epochs.
+with many names for each file. A run is `train_imagenet.py -c FILE --data-dir DIR` for two epochs, started by torchrun
+if several GPUs are used.
 The reported rates are those of the second epoch, which begins after step 100. The column "of noise" is the rate of the
 same run with synthetic data, which needs no loader. The time of the first step is measured in another run, from the
 command to the checkpoint after that step.

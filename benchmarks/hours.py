@@ -5,8 +5,8 @@
     python benchmarks/hours.py configs/vil_tiny_best.yaml --teacher-checkpoint FILE    # options of train_imagenet.py
 
 Each phase is trained on synthetic data for two epochs, and the second epoch is measured. A recipe's hours include all
-its epochs, each with 1,281,167 training and 50,000 validation images. Data loading is not included. The last columns
-compare with the first recipe, in total and for each epoch.
+its epochs, each with the complete batches of 1,281,167 training images and with 50,000 validation images. Data loading
+is not included. The last columns compare with the first recipe, in total and for each epoch.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     git clone https://github.com/alexeygrigorev/clothing-dataset-small
     python -m research.clothing_images clothing-dataset-small data/clothing
 
-Each image of train/, validation/ and test/ is resized to 300 pixels on its longer side and saved as JPEG.
+Each image of train/, validation/ and test/ is shrunk to at most 300 pixels on its longer side and saved as JPEG.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 
-PIXELS = 300  # longer side of a shrunk image in pixels
+PIXELS = 300  # maximum longer side of an image in pixels
 QUALITY = 85
 
 

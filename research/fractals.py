@@ -270,7 +270,7 @@ def render(points_BN2: Tensor, maps_BN: Tensor, frames_B32: Tensor, masks_B33: T
         size: H and W.
 
     Returns:
-        (B, H, W) uint8: 0 for the background, otherwise 1 plus the index of the last map that drew there. y points
+        (B, H, W) uint8: 0 for the background, otherwise 1 plus the largest index of a map that drew there. y points
         down, and points outside the image are drawn on its edge. Images with points that are not finite are empty.
     """
     index_BN, finite_B = _pixels(points_BN2, frames_B32, size)
@@ -457,7 +457,7 @@ def _pieces(count: int, most: int) -> Iterator[slice]:
 
 
 def _key(seed: int, purpose: int, *rest: int) -> tuple[int, ...]:
-    """Return a NumPy seed of four numbers, because NumPy treats seeds that differ only in trailing zeros as equal."""
+    """Return a NumPy seed of five numbers, because NumPy treats seeds that differ only in trailing zeros as equal."""
     return (seed, purpose, *rest, *[0] * (3 - len(rest)))
 
 

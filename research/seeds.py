@@ -15,7 +15,7 @@ that no run has seen and that nothing was chosen on, and the predictions are com
 Runs with another recipe or other images (by the names and sizes of their files) are rejected, in the folder and in
 `--earlier`.
 
-    python -m research.seeds -c research/configs/rehearsal.yaml --folder output/rehearsal --processes 4 \\
+    python -m research.seeds -c research/configs/rehearsal.yaml --folder output/rehearsal --processes 4 \
         --test-split test --out output/rehearsal.json --plot output/rehearsal.png
 """
 

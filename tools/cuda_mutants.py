@@ -478,7 +478,7 @@ def why_stale(mutant: Mutant) -> str | None:
 
 
 def report_stale() -> int:
-    """Print mutants whose original code is in no CUDA source, and CUDA sources without a mutant. Return the count."""
+    """Print mutants with stale quotes, and CUDA sources without a mutant. Return the count."""
     stale = [f"{m.file}: {m.shows}: STALE: {why}" for m in MUTANTS if (why := why_stale(m))]
     files = {path.relative_to(source.SOURCES).as_posix() for path in source.SOURCES.glob("*/*.cu*")}
     # The emulator replaces sm90.cuh, so mutants of sm90.cuh would not be detected.

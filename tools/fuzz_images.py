@@ -366,7 +366,7 @@ def noted(outcome: Outcome):
 
 
 def memory(what: str) -> float:
-    """Return a memory figure of this process from /proc, in megabytes."""
+    """Return a memory figure of this process from /proc, in MiB."""
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(what))
 
 

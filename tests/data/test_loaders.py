@@ -70,7 +70,7 @@ def test_synthetic_images_are_noise(image_folder):
     assert torch.equal(images, next(iter(other))[0].repeat(14, 1, 1, 1))
     assert 120 < images.float().mean() < 135
     assert (images.min() < 10) & (images.max() > 245)
-    assert loader.description == "noise, made on the device"
+    assert loader.description == "noise, kept on the device"
     loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 2, 0, 1)
     assert [len(images) for images, _ in loader] == [2, 1]
     assert loader.take_unreadable() == 0

@@ -7,7 +7,7 @@ r"""Evaluate top-1, top-5 and loss of a model on a validation split.
 Checkpoints of `vil train` store the model, image size and dataset, which options can override. With torchrun,
 each image is counted exactly once. Two models can be compared on the same images:
 
-    vil validate --checkpoint output/vil_tiny/best.pt --data-dir /imagenet \\
+    vil validate --checkpoint output/vil_tiny/best.pt --data-dir /imagenet \
         --against vim_t_midclstok_76p1acc.pth --against-model vim_tiny
     vil validate --checkpoint output/vil_tiny/best.pt --data-dir /imagenet --against deit_tiny_patch16_224
 

@@ -34,7 +34,9 @@ class Config:
     """Options of a training run. Defaults are ViM's recipe, as far as the recipe is the same for all model sizes."""
 
     # data
-    data_dir: str | None = _option(None, "folder with the two splits, each a folder or .tar of class folders")
+    data_dir: str | None = _option(
+        None, "folder of class folders, or of two splits, each a folder or .tar of class folders"
+    )
     dataset: str = _option("", "timm dataset name such as 'hfds/NAME' or 'wds/NAME'; empty for folders and tar files")
     train_split: str = _option("train", "name of the training split")
     val_split: str = _option("validation", "name of the validation split")
@@ -51,7 +53,7 @@ class Config:
     )
     synthetic: int = _option(
         0,
-        "train on this many synthetic images per epoch, created on the device (ImageNet's number if no value is given)",
+        "train on this many synthetic images per epoch, kept on the device (ImageNet's number if no value is given)",
         1_281_167,
         low=0,
     )
@@ -68,7 +70,7 @@ class Config:
     grad_checkpointing: bool = _option(False, "recompute activations in backward to save memory")
     cuda_graphs: bool = _option(
         True,
-        "on a GPU, replay forward, backward and evaluation as CUDA graphs, which saves host time",
+        "on a GPU, replay forward, backward, AdamW and evaluation as CUDA graphs, which saves host time",
     )
     torchcompile: bool = _option(False, "train with torch.compile, which speeds up models such as DeiT, but hardly ViL")
     # optimization
@@ -93,7 +95,7 @@ class Config:
     clip_grad: float | None = _option(None, "maximum gradient norm", above=0)
     sched: str = _option("cosine", "timm scheduler, stepped once per epoch")
     warmup_epochs: int = _option(5, "number of warm-up epochs", low=0)
-    warmup_lr: float = _option(1e-6, "learning rate of the first epoch", low=0)
+    warmup_lr: float = _option(1e-6, "learning rate of the first warm-up epoch", low=0)
     min_lr: float = _option(1e-5, "learning rate at the end", low=0)
     model_ema: bool = _option(True, "keep an exponential moving average (EMA) of the weights")
     model_ema_decay: float = _option(0.99996, "decay of the EMA weights per step", low=0, high=1)
@@ -105,7 +107,9 @@ class Config:
     )
     ratio: tuple[float, ...] = _option((3 / 4, 4 / 3), "minimum and maximum aspect ratio of the random crop", above=0)
     hflip: float = _option(0.5, "probability of a horizontal flip", low=0, high=1)
-    color_jitter: float | None = _option(0.3, "strength of colour jitter; has no effect if aa is set", low=0)
+    color_jitter: float | None = _option(
+        0.3, "strength of colour jitter; has no effect if aa is set to a policy other than 3a", low=0
+    )
     aa: str | None = _option("rand-m9-mstd0.5-inc1", "AutoAugment or RandAugment policy")
     aug_repeats: int = _option(
         3, "number of augmented copies of an image in a global batch; 0 or 1 for no repetition", low=0
@@ -150,7 +154,9 @@ class Config:
     seed: int = _option(0, "seed of all random numbers", low=0, high=2**32 - 1)
     device: str | None = _option(None, "device such as 'cuda' or 'cpu'; cuda if available and not given")
     output: str = _option("output", "parent folder of run folders")
-    experiment: str | None = _option(None, "name of the run folder inside output; the config file's name if not given")
+    experiment: str | None = _option(
+        None, "name of the run folder inside output; the name of the config file, data folder or model if not given"
+    )
     resume: str | None = _option(
         None, "'auto' to resume from the last checkpoint in the run folder if any, or the path of a checkpoint"
     )

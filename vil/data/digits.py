@@ -5,9 +5,10 @@
     python -m vil.data.digits data/digits_five --train-per-class 5 --seed 3   # 50 images, sampled by the seed
     python -m vil.data.digits data/high --digits 5 6 7 8 9                    # some of the classes
 
-The dataset has 1,797 real images of 8x8 pixels, scanned from forms that 43 people filled in (UCI "Optical Recognition
-of Handwritten Digits"). A fixed, stratified quarter is held out as the validation split. With `--rehearse`, the
-validation split consists of other training images instead, so that choices can be made without the held-out images.
+The dataset has 1,797 real images of 8x8 pixels, scanned from forms that 13 people filled in (the test set of UCI
+"Optical Recognition of Handwritten Digits"). A fixed, stratified quarter is held out as the validation split. With
+`--rehearse`, the validation split consists of other training images instead, so that choices can be made without the
+held-out images.
 """
 
 from __future__ import annotations

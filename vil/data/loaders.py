@@ -87,7 +87,7 @@ class TrainingLoader:
 
     @property
     def waits(self) -> Waits:
-        """Seconds that the run has waited for the model to free memory, and for batches, summed over all epochs."""
+        """Total seconds that the run has waited for the model to free memory, and for the device to prepare batches."""
         return self.images.waits
 
     def take_unreadable(self) -> int:
@@ -212,7 +212,7 @@ def _open_images(
 def _open_stream(dataset, transform, plan: LoadingPlan) -> HostLoader:
     """Return a loader of an iterable dataset. Each worker loads whole batches."""
     dataset.transform = transform
-    # without this call, timm 1.0.30 treats the dataset as empty
+    # timm 1.0.30 treats the dataset as empty if num_workers is 0
     dataset.set_loader_cfg(num_workers=max(1, plan.workers))
     dataset.reader.batch_size = plan.batch_size  # in training, the reader gives each worker a whole number of batches
     loader = _piece_loader(dataset, plan, collate_fn=_collate, batch_size=plan.batch_size)

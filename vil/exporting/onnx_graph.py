@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from ..models.block import KNOWN_MIXERS, Block
 from .traced import Exported, program_of
 
-MAX_FOLDED = 2**31  # maximum size of a folded constant in bytes, the limit of an ONNX file
+MAX_FOLDED = 2**31  # maximum number of elements of a folded constant; constants of an ONNX file (2 GiB) have fewer
 DOMAIN = "vil.block"  # ONNX domain of the block functions, which are inlined after translation
 
 

@@ -53,7 +53,10 @@ def _children_of(value: Any) -> Iterable[Any]:
 
 
 def _size_of(value: Any) -> int:
-    """Return the bytes of a value and of one reference to the value, without the values nested inside."""
+    """Return the bytes of a value and of one reference to the value, without the values nested inside.
+
+    A character of text counts as one byte, although Python uses one to four bytes per character.
+    """
     if isinstance(value, Tensor):
         return REFERENCE + value.numel() * value.element_size()
     if isinstance(value, str):

@@ -18,7 +18,10 @@ _logger = logging.getLogger(__name__)
 
 
 def announce(phase: Phase, batches: TrainingBatches, splits: Splits) -> None:
-    """Log a training phase and its data splits. Warn if the phase is too short for warmup or for the EMA decay."""
+    """Log a training phase and its data splits.
+
+    Warn if the phase is too short for warmup or for the EMA decay, or if repeated augmentation has no effect.
+    """
     config = phase.config
     if not config.synthetic:
         names = ("train", "validation") if config.val_fraction else (config.train_split, config.val_split)

@@ -22,7 +22,7 @@ class BestCheckpoint:
         folder: Run folder.
 
     Attributes:
-        row: History row of the epoch whose weights best.pt holds; None if best.pt holds no epoch of this run.
+        row: History row of the epoch whose weights best.pt holds; None if best.pt holds no epoch of the run's history.
     """
 
     def __init__(self, folder: Path):
@@ -65,7 +65,7 @@ class BestCheckpoint:
             _logger.warning("%s %s. It will be rewritten with the best epoch from now on", self.path, problem)
 
     def is_beaten_by(self, row: dict[str, Any]) -> bool:
-        """Return whether the epoch in the history row `row` is better than the epoch in best.pt, or best.pt is lost."""
+        """Return whether the epoch in `row` is at least as good as the epoch in best.pt, or best.pt is lost."""
         if self.row is None or not exists(self.path):
             return True
         images = row.get("eval_images")

@@ -20,8 +20,8 @@ class HostTimes(Times):
     """Seconds that the host spent on each activity, summed over all ranks.
 
     Attributes:
-        waited_for_model: Time in which prepared images waited for the model.
-        preparing: Time in which the training process decoded and augmented images.
+        waited_for_model: The part of `waited` in which the model had to finish earlier batches to free memory.
+        preparing: The part of `waited` in which the training process decoded and augmented images.
     """
 
     waited_for_model: float = 0.0
@@ -38,23 +38,23 @@ class Bottleneck:
     of the time.
 
     Args:
-        interval: Logging interval in steps.
+        interval: Number of steps between two measurements.
     """
 
     def __init__(self, interval: int):
         self.interval = interval
         self.is_known = False
-        self.epoch: EpochMeter | None = None  # epoch of the previous logging interval
-        self.times: HostTimes | None = None  # total times at the end of the previous logging interval
+        self.epoch: EpochMeter | None = None  # epoch of the previous measurement
+        self.times: HostTimes | None = None  # total times at the previous measurement
 
     def look(self, meter: EpochMeter, how_loaded: str, waited_for_model: float, preparing: float) -> None:
-        """Warn if the GPU waited for the host during the last logging interval. Call `look` after each step.
+        """Warn if the GPU waited for the host since the previous measurement. Call `look` after each step.
 
         Args:
             meter: Meter of the epoch.
             how_loaded: Short description of how images are loaded, for the warning.
-            waited_for_model: Total seconds in which prepared images waited for the model.
-            preparing: Total seconds in which this process decoded and augmented images.
+            waited_for_model: Total seconds that the run waited for the model to free memory for a batch.
+            preparing: Total seconds that the run waited while this process decoded and augmented images.
         """
         if self.is_known or meter.steps % self.interval:
             return

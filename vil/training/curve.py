@@ -43,7 +43,8 @@ def missing_matplotlib() -> ImportError | None:
 def plot_history(history: list[dict[str, Any]], note: str = "") -> bytes:
     """Plot the history by epoch and return a PNG.
 
-    Panels with constant values are left out. A dotted line marks the best epoch.
+    Panels with constant values are left out, except loss and top-1. A dotted line in these two panels marks the best
+    epoch.
 
     Args:
         history: One row per epoch.
@@ -58,7 +59,7 @@ def plot_history(history: list[dict[str, Any]], note: str = "") -> bytes:
     figure.suptitle(f"best: {format_best(history)} (dotted line)")
     figure.text(0.01, 0.08 / height, note, fontsize="small")
 
-    # fixed margins, because a "constrained" layout takes twice as long and training waits for the plot
+    # fixed margins, because a "constrained" layout takes longer and training waits for the plot
     bottom = 0.7 / height
     top = 1 - 0.95 / height
     figure.subplots_adjust(left=0.07, right=0.99, bottom=bottom, top=top, wspace=0.25, hspace=0.55)
@@ -75,7 +76,7 @@ def plot_history(history: list[dict[str, Any]], note: str = "") -> bytes:
 
 
 def note_on_losses(config: Config) -> str:
-    """Return why the training loss of a run is not comparable with the validation loss; "" if both are comparable."""
+    """Return how binary cross-entropy, label smoothing or mixing changes the training loss; "" if none is used."""
     if config.bce_loss:
         return "The training loss is binary cross-entropy, and the validation loss is cross-entropy."
     parts = {

@@ -97,7 +97,7 @@ class Data:
 
     @property
     def waits(self) -> tuple[float, float]:
-        """Seconds in which prepared images waited for the model, and seconds this process spent on preparing images."""
+        """Seconds that the run waited for the model to free memory, and for the preparation of images."""
         return self.train_loader.waits
 
     @property

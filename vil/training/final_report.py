@@ -27,14 +27,18 @@ _logger = logging.getLogger(__name__)
 
 # A run with a larger validation split writes no report, because evaluating best.pt once more would take long.
 MOST_IMAGES = 10_000
-MOST_CLASSES = 200
+MOST_CLASSES = 200  # maximum number of classes of a run that writes a report
 
 # evaluates weights on the validation split, and passes the targets and logits of each batch to the collector
 Evaluate = Callable[[dict[str, Tensor], PredictionCollector], Evaluation]
 
 
 def is_reported(splits: Splits, world_size: int) -> bool:
-    """Return whether a run writes report.html. Streamed, synthetic and large validation splits have no report."""
+    """Return whether a run writes report.html.
+
+    Runs without a report have a streamed or synthetic validation split, more than `MOST_IMAGES` validation images,
+    fewer validation images than processes, or more than `MOST_CLASSES` classes.
+    """
     if streams(splits.validation) or not hasattr(splits.validation, "reader"):
         return False
     return world_size <= count_images(splits.validation) <= MOST_IMAGES and splits.num_classes <= MOST_CLASSES
@@ -69,7 +73,7 @@ def write_final_report(
 
 
 def _best_weights(best: BestCheckpoint, history: list[dict[str, Any]]) -> list | None:
-    """Return the key and state dict that best.pt marks as best, or None if best.pt is damaged or of another epoch."""
+    """Return the key and state dict that best.pt marks as best, or None if best.pt lacks the best epoch's weights."""
     try:
         if best.find(history):
             return None

@@ -14,7 +14,7 @@ def history_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Validate the history rows of a checkpoint and convert their values to int or float.
 
     Raises:
-        ValueError, KeyError, TypeError: A row is invalid.
+        ValueError, KeyError, TypeError, AttributeError, OverflowError: A row is invalid.
     """
     history = [{str(name): _number(value) for name, value in row.items()} for row in rows]
     for epoch, row in enumerate(history, start=1):

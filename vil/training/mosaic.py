@@ -63,7 +63,7 @@ class Mosaic:
 
     def finish(self) -> None:
         """Write augmented.png if the run had fewer images than the mosaic has room for."""
-        if self.images and not self.path.exists():  # a resumed run keeps its first mosaic
+        if self.images and not self.path.exists():  # a resumed run keeps its mosaic instead of a smaller one
             self._write()
 
     def _write(self) -> None:

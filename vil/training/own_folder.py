@@ -1,6 +1,6 @@
 """Choice of splits, weights and recipe for a folder of images.
 
-`choose_recipe` and the constants above it are the whole rule. docs/guide.md has the measurements behind the rule.
+`choose_recipe`, `_choose_start` and the constants are the whole rule. docs/guide.md has the measurements for CPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEPS_PER_EPOCH = 12  # minimum number of steps per epoch, if the smallest batch
 STEPS = {"cpu": 500, "gpu": 5000}  # target number of optimizer steps; the limits in EPOCHS take precedence
 EPOCHS = {"cpu": (10, 60), "gpu": (20, 100)}  # minimum and maximum number of epochs
 LR = 1e-3  # learning rate for the largest batch size; the square root rule reduces it for smaller ones
-# On a CPU, a third of the patches and half of the blocks make training six times as fast.
+# On a CPU, a third of the patches and half of the blocks make training about five times as fast.
 IMG_SIZE = {"cpu": 64, "gpu": 224}
 BLOCKS = {"cpu": 12, "gpu": 24}
 

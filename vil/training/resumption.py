@@ -51,7 +51,8 @@ def first_phase(config: Config) -> int:
 def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the path and content of the checkpoint that a run in `folder` resumes from, or None for a new run.
 
-    The newest readable checkpoint in the folder is used. Broken checkpoints are renamed to *.broken with a warning.
+    If `resume` is a path, the checkpoint at the path is used. If `resume` is "auto", the newest readable checkpoint in
+    the folder is used, and broken newer checkpoints are renamed to *.broken with a warning.
 
     Raises:
         CheckpointError: No checkpoint can be read, or the folder already contains a run and `resume` is not set.
@@ -95,7 +96,7 @@ def _checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _resolve_resume(resume: str | None, folder: Path) -> str | None:
-    """Resolve `resume`. A process restarted by torchrun always resumes from the run folder."""
+    """Resolve `resume`. A process restarted by torchrun resumes from the run folder if the folder has checkpoints."""
     is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return "auto" if is_restarted and _checkpoints_in(folder) else resume
 
@@ -103,7 +104,7 @@ def _resolve_resume(resume: str | None, folder: Path) -> str | None:
 def resumes(phase: Phase, num_classes: int) -> bool:
     """Return whether the run resumes from a checkpoint.
 
-    The checkpoint of another model is rejected here, before memory for the weights is allocated.
+    If `resume` is a path, the checkpoint of another model is rejected here, before memory for the weights is allocated.
 
     Raises:
         CheckpointError: The folder already contains a run and `resume` is not set, the weights in `resume` do not fit
@@ -129,7 +130,8 @@ def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:
     """Check that a checkpoint matches the options, classes and teacher of the run that resumes from the checkpoint.
 
     Raises:
-        CheckpointError: A difference makes the saved tensors unusable. Other differences are only logged.
+        CheckpointError: A decisive option, the class names or the teacher's weights differ, or the global batch size
+            differs within an epoch. Other differences are only logged.
     """
     config = run.phase.that_wrote(saved).config
     is_within_epoch = bool(saved["progress"].get("losses"))
@@ -157,7 +159,8 @@ def check_same_options(
     """Compare the options in a checkpoint with the options of the run that resumes from the checkpoint.
 
     Raises:
-        CheckpointError: A decisive option differs. Other differences are only logged, unless the run `is_finished`.
+        CheckpointError: A decisive option differs, or the global batch size differs within an epoch. Other differences
+            are only logged, unless the option is harmless or the run `is_finished`.
     """
     for name in [name for name in saved if saved[name] != current.get(name)]:
         if name in DECISIVE:

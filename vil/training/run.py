@@ -65,8 +65,8 @@ def train(
 ) -> Run:
     """Train an image classifier in this process, as the command `vil train` does.
 
-    Without a config, the splits, the weights and the recipe are chosen by the content of the folder. Lines on stderr
-    name the choices.
+    Without a config, the splits, the weights and the recipe are chosen by the content of the folder and the device.
+    Lines on stderr name the choices.
 
     Args:
         data: Folder of images, with one folder per class or with splits; None if `dataset` or `synthetic` is set.
@@ -82,9 +82,9 @@ def train(
         ConfigError: An option is unknown or invalid, or does not fit the data.
         CheckpointError: A checkpoint cannot be read, or the run folder already contains a run.
         FolderInUseError: Another process trains in the run folder.
-        DivergenceError: The loss is not finite.
-        StoppedError: A signal such as Ctrl-C stopped the run, or images cannot be read. The run has written a
-            checkpoint, from which `resume="auto"` continues.
+        DivergenceError: The loss or the gradient norm is not finite.
+        StoppedError: A signal such as Ctrl-C stopped the run, or images cannot be read. If at least one step was
+            finished, the run has written a checkpoint, from which `resume="auto"` continues.
     """
     chosen = options_of_run(data, weights, config, options)
     threads = torch.get_num_threads()

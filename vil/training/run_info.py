@@ -70,7 +70,7 @@ def stored_options(config: Config, num_classes: int) -> dict[str, Any]:
     """Return the options of a run in the form stored in checkpoints.
 
     Raises:
-        ConfigError: The value of an option is not allowed in a checkpoint.
+        ConfigError: A model argument is unknown, or the value of an option is not allowed in a checkpoint.
     """
     for name in config.model_kwargs or {}:
         if name not in MODEL_KWARGS:

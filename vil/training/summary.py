@@ -28,8 +28,8 @@ PLOTTING_SHARE = 0.01  # maximum fraction of a run's time spent on plotting
 class Reporter:
     """Writes config.yaml and info.txt when a run starts, and summary.csv and curve.png after each epoch.
 
-    curve.png needs matplotlib. Training continues if writing fails, because checkpoints also contain the history and
-    the next epoch rewrites the complete files.
+    curve.png needs matplotlib, and is written less often in runs with short epochs. Training continues if writing
+    fails, because checkpoints also contain the history and the next epoch rewrites the complete files.
 
     Args:
         folder: Run folder.

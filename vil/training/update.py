@@ -20,7 +20,7 @@ class ListedEma(ModelEmaV3):
         super().__init__(model, **options)
         self.averages: list[Tensor] = []
         self.values: list[Tensor] = []
-        # pairs of an integer buffer of the EMA model and the model's buffer, such as BatchNorm's counters
+        # pairs of the EMA model's and the model's buffer that is not floating-point, such as BatchNorm's counters
         self.copies: list[tuple[Tensor, Tensor]] = []
         for average, value in zip(self.module.state_dict().values(), model.state_dict().values()):
             if average.is_floating_point():
@@ -49,7 +49,7 @@ class Update:
         scaler: Gradient scaler for float16; disabled for other precisions.
         ema: timm's EMA of the weights; None without EMA.
         clip_grad: Maximum gradient norm; None disables clipping.
-        as_graph: Whether to use a CUDA graph if the optimizer supports it.
+        as_graph: Whether to use a CUDA graph if the optimizer is fused and `scaler` is disabled.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Batch augmentation on the device: normalization and, in training, random erasing and mixup or cutmix.
 
-timm samples the boxes and mixing ratios on the host, seeded by the position in the run. One kernel launch applies them.
+timm samples the boxes and mixing ratios on the host, seeded by the position in the run. On an NVIDIA GPU, one kernel
+launch applies them to the images.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class BatchAugmentation:
         return images, soft * shares + soft[_partners_on(count, targets_B.device)] * (1 - shares)
 
     def sample(self, count: int, height: int, width: int, epoch: int, position: int) -> BatchParameters:
-        """Seed the global RNGs from the position in the run, and sample the augmentation of `count` images.
+        """Seed the RNGs of Python and NumPy by the position in the run, and sample the augmentation of images.
 
         Args:
             count: Number of images.
@@ -121,7 +122,7 @@ class BatchAugmentation:
         mixing = np.zeros((count, 6), dtype=np.float32)
         for start in range(0, count, MIXUP_GROUP):
             group = slice(start, min(start + MIXUP_GROUP, count))
-            # the first word seeds the global RNGs, and each other word seeds the noise of one image
+            # the first word seeds the RNGs of Python and NumPy, and each other word seeds the noise of one image
             words = np.random.SeedSequence((self.seed, epoch, position + start, 1)).generate_state(1 + MIXUP_GROUP)
             random.seed(int(words[0]))
             np.random.seed(words[0])

@@ -54,7 +54,7 @@ def crop_resize_flip(
         (B, 3, *size) uint8.
 
     Raises:
-        ValueError: A box exceeds its image.
+        ValueError: A box is empty or exceeds its image.
     """
     device = images[0].device
     sources = np.arange(len(images)) if sources is None else sources
@@ -82,7 +82,7 @@ def crop_resize_flip(
 
 
 def _check_boxes(boxes: np.ndarray, sizes: np.ndarray) -> None:
-    """Raise a ValueError if a box (B, 4) exceeds the size (B, 2) of its image."""
+    """Raise a ValueError if a box (B, 4) is empty or exceeds the size (B, 2) of its image."""
     starts = boxes[:, :2]
     lengths = boxes[:, 2:]
     inside = (starts >= 0) & (lengths > 0) & (starts + lengths <= sizes)
@@ -320,7 +320,8 @@ def finish(
 ) -> Tensor:
     """Normalize images, erase a box of each image, and mix each image with its partner, in this order.
 
-    Erasing noise is a function of the image's key and the position in the image; a GPU generates different noise.
+    Erasing noise is a function of the image's key and the position in the box. On an NVIDIA GPU, the noise differs and
+    is a function of the key and the position in the image.
 
     Args:
         images: (B, 3, H, W) uint8.

@@ -1,4 +1,4 @@
-"""Image decoding on the device for training. GPUs decode with nvJPEG."""
+"""Image decoding on the device. NVIDIA GPUs decode with nvJPEG."""
 
 from __future__ import annotations
 

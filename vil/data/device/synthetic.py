@@ -1,4 +1,4 @@
-"""Loader of noise, created once on the device, to measure a run without data loading."""
+"""Loader of noise, copied to the device once, to measure a run without data loading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..sources.synthetic import SyntheticImages
 class SyntheticLoader:
     """Loader that yields the same random images (B, 3, H, W) uint8 and targets (B,) for each batch of a sampler."""
 
-    description = "noise, made on the device"
+    description = "noise, kept on the device"
     waits = Waits()
 
     def __init__(self, dataset: SyntheticImages, batches, image_shape: Sequence[int], device: torch.device):

@@ -30,7 +30,7 @@ DISTANT_IMAGES_TRIED = 100
 class ImageReader(Dataset):
     """Dataset of images (C, H, W) uint8 and targets, indexed by pairs of an image index and an augmentation seed.
 
-    If a file cannot be decoded, a warning names the file and `unreadable` counts the image. Training uses the next
+    If a file cannot be decoded, a warning names the file and `unreadable` counts the image. Training uses another
     image instead; evaluation uses a blank image with the target `UNREADABLE`. An I/O error raises a MachineError.
     """
 

@@ -75,7 +75,7 @@ def default_workers(device: torch.device) -> int:
 
 
 def share_cores(device: torch.device, workers: int | None) -> None:
-    """If the model trains on a CPU, limit PyTorch's threads so that each worker has a core.
+    """If the model runs on a CPU and OMP_NUM_THREADS is unset, limit PyTorch's threads so that each worker has a core.
 
     Otherwise PyTorch's threads would wait long for cores that the workers use.
     """

@@ -18,7 +18,7 @@ class FolderReader(ClassReader, ReaderImageFolder):
 
     Args:
         root: Folder of the split; may itself be a link.
-        data_dir: Folder of the data set, in which links of the split may lead.
+        data_dir: Folder of the data set, inside which links are followed.
         known: See `ClassFolders`.
 
     Raises:

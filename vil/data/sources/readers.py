@@ -100,5 +100,5 @@ def count_rotated(dataset) -> tuple[int, int]:
 
 
 def _sample(dataset, most: int = SAMPLE) -> list[int]:
-    """Return the indices of at most `most` images from the whole split."""
+    """Return the indices of at most `most` images at equal distances, starting with the first image."""
     return list(range(0, len(dataset), max(1, len(dataset) // most)))[:most]
