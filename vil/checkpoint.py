@@ -18,7 +18,7 @@ from .fault_tolerance.machine_errors import cause_of, find_machine_error, remedy
 from .security.checkpoint_options import check_preprocessing, confirm_dataset, confirm_teacher, options_of_checkpoint
 from .security.errors import TorchFileError
 from .security.expansion import check_expansion
-from .state_dicts import StateDictError, check_weights, find_state_dict, without_wrappers
+from .state_dicts import StateDictError, check_weights, find_state_dict, has_ema, without_wrappers
 from .text import LONGEST_LABEL, label_of
 from .weight_files import VERSION, BrokenCheckpointError, file_of, read_file
 
@@ -188,6 +188,16 @@ class Checkpoint:
         """Whether best.pt marks the EMA weights as better than the model's weights; None for other files."""
         best = self.content.get("best") if self.is_ours else None
         return None if best is None else best == "state_dict_ema"
+
+    def prefers_ema(self, use_ema: bool | None) -> bool:
+        """Return whether to use the EMA weights of a trained model: `use_ema`, or if None the choice in best.pt."""
+        return bool(self.ema_is_best) if use_ema is None else use_ema
+
+    def note_on_weights(self, use_ema: bool | None) -> str:
+        """Return which of a checkpoint's weights are used, for the user. Empty if there are only raw weights."""
+        if self.prefers_ema(use_ema):
+            return "EMA weights"
+        return "raw weights (set --use-ema for the EMA weights)" if has_ema(self.content) else ""
 
     def weights(self, use_ema: bool | None = None) -> dict[str, Any]:
         """Return the model's state dict from the file.

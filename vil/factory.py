@@ -40,7 +40,8 @@ def from_checkpoint(
         path: Checkpoint of `vil train`, or weights written by `vil.export`, which store the model's name and
             arguments; or any other weights file.
         model: Model name in timm, if the file does not store the name.
-        use_ema: Whether to load the EMA weights. None loads the EMA weights only if best.pt marks them as better.
+        use_ema: Whether to load the EMA weights. None loads the better weights of best.pt, and the raw weights of other
+            files.
         arguments: Model arguments that override the arguments in the file. `img_size` adapts the model to another image
             size; `num_classes=0` removes the head, so that the model returns pooled features.
 
@@ -58,10 +59,8 @@ def from_checkpoint(
     without_head = arguments.get("num_classes") == 0
     if without_head:  # load the weights including the head, and remove the head afterwards
         arguments["num_classes"] = source.options.get("num_classes") or num_classes_of(name, source.weights())
-    if use_ema is None:
-        use_ema = bool(source.ema_is_best)
 
-    loaded: Any = load_model(name, source, use_ema, **arguments).eval()
+    loaded: Any = load_model(name, source, source.prefers_ema(use_ema), **arguments).eval()
     if without_head:
         loaded.reset_classifier(0)
     loaded.pretrained_cfg = loaded.default_cfg = _pretrained_cfg(loaded, source, arguments)

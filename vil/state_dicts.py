@@ -88,6 +88,11 @@ def find_state_dict(content: Any, use_ema: bool | None, ema_is_best: bool | None
     return first
 
 
+def has_ema(content: Any) -> bool:
+    """Return whether the content of a checkpoint has EMA weights in addition to raw weights."""
+    return isinstance(content, dict) and {one.is_ema for one in _search(content)} == {True, False}
+
+
 def _search(content: dict[Any, Any], keys: tuple[str, ...] = (), is_ema: bool = False) -> list[Found]:
     """Return the state dicts under the keys that training programs use, such as "state_dict" or "model_ema".
 

@@ -189,6 +189,9 @@ def test_reported_metrics_equal_those_computed_from_saved_logits(
     told |= dict(unreadable=0, published={}, parameters=parameters(models[1][model]))
     assert {key: result[key] for key in told} == told
     assert ("; EMA weights" in printed) == told["use_ema"]
+    has_both = str(result["checkpoint"]).endswith(".pt") and "state_dict_ema" in torch.load(result["checkpoint"])
+    is_raw = has_both and not told["use_ema"]
+    assert ("; raw weights (set --use-ema for the EMA weights)" in printed) == is_raw
     if model == "larger":  # command-line model arguments are merged with the checkpoint's
         assert result["model_kwargs"] == SMALL["model_kwargs"] | dict(drop_path_rate=0.5)
     assert printed.startswith(

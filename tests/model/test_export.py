@@ -433,7 +433,7 @@ def test_the_command_exports_pooled_features_of_a_classifier(trained, command, t
     torch.testing.assert_close(trained.head(run_here(tmp_path / "x.pt2", images)["0"]), trained(images))
 
 
-def test_the_command_exports_the_given_weights_and_model_arguments(trained, command):
+def test_the_command_exports_the_given_weights_and_model_arguments(trained, command, capsys):
     def exported(*words):
         command(*words, "--out", "x.safetensors")
         return vil.from_checkpoint("x.safetensors")
@@ -442,8 +442,14 @@ def test_the_command_exports_the_given_weights_and_model_arguments(trained, comm
     average = {name: 0.9 * value for name, value in saved["state_dict"].items()}
     torch.save(saved | dict(state_dict_ema=average), "both.pt")
     halves = dict(rtol=2e-3, atol=1e-3)  # the exported weights are rounded to fp16
-    for words, expected in ((["--use-ema"], average), (["--no-use-ema"], saved["state_dict"])):
+    raw, note = saved["state_dict"], "; raw weights (set --use-ema for the EMA weights)\n"
+    for words, expected, said in (
+        (["--use-ema"], average, "; EMA weights\n"),
+        (["--no-use-ema"], raw, note),
+        ([], raw, note),
+    ):
         torch.testing.assert_close(exported("--checkpoint", "both.pt", *words).state_dict(), expected, **halves)
+        assert capsys.readouterr().out.endswith(said)
     model = exported("--checkpoint", "both.pt", "--img-size", "24", "--model-kwargs", "drop_rate=0.5")
     assert (model.patch_embed.img_size, model.head_drop.p) == ((24, 24), 0.5)
     torch.save(saved["state_dict"], "plain.pth")
@@ -454,8 +460,9 @@ def test_the_command_exports_the_given_weights_and_model_arguments(trained, comm
         assert torch.allclose(found["head.weight"], saved["state_dict"]["head.weight"], **halves) is bool(words)
 
 
-def test_the_command_warns_if_weights_are_random(command, monkeypatch, capsys):
-    monkeypatch.setattr(command_line, "_model_of", lambda options: None)
+def test_the_command_warns_if_weights_are_random(trained, command, monkeypatch, capsys):
+    for loader in ("create_model", "from_checkpoint"):
+        monkeypatch.setattr(command_line, loader, lambda *_, **__: None)
     monkeypatch.setattr(command_line, "export_model", lambda *_, **__: exporting._logger.info("a stage") or "written")
     monkeypatch.setattr(logging.root, "handlers", [])  # remove logging handlers, as in a new process
     for words in ([], ["--model-kwargs", "pretrained=true"], ["--checkpoint", "best.pt"]):

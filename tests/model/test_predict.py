@@ -360,3 +360,21 @@ def test_command_defaults_equal_the_functions_and_interruptions_print_one_line(m
         with pytest.raises(SystemExit, match=end):
             call(main, "--checkpoint", "any.pt", "photo.jpg")
     assert capsys.readouterr().err == "\nstopped\n"
+
+
+def test_the_command_tells_whether_ema_weights_or_raw_weights_predict(checkpoint, photos, tmp_path, capsys, caplog):
+    saved = torch.load(checkpoint)
+    average = {name: 0.5 * value for name, value in saved["state_dict"].items()}
+    del saved["best"]
+    save_checkpoint(saved | dict(state_dict_ema=average), tmp_path / "last.pt")
+    save_checkpoint(saved | dict(state_dict=average), tmp_path / "average.pt")
+    raw = "raw weights (set --use-ema for the EMA weights)"
+    for words, same, said in (([], checkpoint, raw), (["--use-ema"], tmp_path / "average.pt", "EMA weights")):
+        caplog.clear()
+        call(main, "--checkpoint", tmp_path / "last.pt", *words, photos / "a.png")
+        assert caplog.messages == [f"{tmp_path / 'last.pt'}: using the {said}"]
+        printed = capsys.readouterr().out
+        call(main, "--checkpoint", same, photos / "a.png")
+        assert capsys.readouterr().out == printed
+    with pytest.raises(SystemExit, match="error: --use-ema needs --checkpoint with a checkpoint of vil train"):
+        call(main, "--use-ema", photos / "a.png")

@@ -295,7 +295,7 @@ def test_deletion_curves_follow_evidence_relevance_and_the_mean_of_four_random_o
             np.testing.assert_allclose(line.get_ydata(), curve[i], rtol=1e-5)
     fifths = "evidence {:.2f}, most read {:.2f}, at random {:.2f}".format(*(c[:, 2].mean() for c in curves))
     whole = f"probability of the class {curves[0][:, 0].mean():.2f}, with a fifth of the patches hidden"
-    assert said == f"mean over {len(images)} images: {whole}: {fifths}"
+    assert said == f"mean over {len(images)} image{'s' * (len(images) > 1)}: {whole}: {fifths}"
 
 
 def test_the_receptive_field_plot_spans_four_decades():
@@ -381,9 +381,10 @@ def test_the_command_plots_a_checkpoint_on_image_folders(words, options, files, 
                     np.testing.assert_allclose(part, true, rtol=1e-4, atol=1e-6)
         assert Image.open(out / name).width == pytest.approx(110 * figure.get_figwidth(), abs=1)
     printed = capsys.readouterr().out
-    assert f"why.png: {count} images; {said}\n" in printed
+    note = "; raw weights (set --use-ema for the EMA weights)\n"
+    assert f"why.png: {count} image{'s' * (count > 1)}; {said}{note}" in printed
     assert "hidden: evidence 0." in said
-    assert f"fields.png: over {len(files)} images" in printed
+    assert f"fields.png: mean over {len(files)} image" in printed
 
 
 @pytest.mark.parametrize(
@@ -427,7 +428,7 @@ def test_the_command_accepts_file_names_and_at_most_64_images(tmp_path, monkeypa
     assert "scans.png: 3 images" in said
     assert "over 64 images" in said
     assert (tmp_path / "output/viz/scans.png").exists()
-    assert "over 1 images" in command("many/05.png")
+    assert "over 1 image\n" in command("many/05.png")
     for i in range(3):
         (tmp_path / "many" / f"{i:02}.png").write_text("none")
     assert "over 63 images" in command("many")

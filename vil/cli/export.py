@@ -46,7 +46,11 @@ def parse_options(words: Sequence[str] | None = None, prog: str = "vil export") 
     add("--model", help="timm model name (default: name stored in the checkpoint)")
     add("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="keyword arguments that create the model")
     add("--checkpoint", help="checkpoint file with the weights (default: random weights)")
-    add("--use-ema", action=argparse.BooleanOptionalAction, help="whether to export the EMA weights")
+    add(
+        "--use-ema",
+        action=argparse.BooleanOptionalAction,
+        help="export the EMA weights (default: the better weights of a best.pt, otherwise the raw weights)",
+    )
     add("--img-size", nargs="+", metavar="SIZE", help="image size in pixels: one number, or height and width")
     add("--num-classes", type=int, help="number of classes; 0 exports pooled features instead of logits")
     add(

@@ -41,6 +41,11 @@ def parse_options(words: Sequence[str] | None = None, prog: str = "vil predict")
         help="path of the trained model: .pt, .safetensors or .onnx file, or folder written by vil export "
         "(default: the pretrained vil_tiny_pooled.tiny_in200)",
     )
+    add(
+        "--use-ema",
+        action=argparse.BooleanOptionalAction,
+        help="use the EMA weights (default: the better weights of a best.pt, otherwise the raw weights)",
+    )
     add("images", nargs="+", type=Path, metavar="IMAGE|FOLDER", help="image files, or folders with images")
     add("--topk", type=int, default=5, help="number of classes per image (default: 5)")
     add("-b", "--batch-size", type=int, default=32, help="number of images per forward pass (default: 32)")

@@ -31,6 +31,11 @@ def parse_options(words: Sequence[str] | None = None, prog: str = "vil viz") -> 
     parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--checkpoint", required=True, help="checkpoint written by vil train")
+    add(
+        "--use-ema",
+        action=argparse.BooleanOptionalAction,
+        help="use the EMA weights (default: the better weights of a best.pt, otherwise the raw weights)",
+    )
     add("files", nargs="*", type=Path, metavar="IMAGE|FOLDER", help="image files, or folders with images")
     add("--images", default=[], type=Path, nargs="+", metavar="IMAGE|FOLDER", help="the same as IMAGE|FOLDER")
     add("--count", type=int, default=3, help="number of images to analyse (default: 3); the first 8 are plotted")

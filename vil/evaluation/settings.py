@@ -90,6 +90,11 @@ class ModelSettings:
         return {name: getattr(self, name) for name in names}
 
     @property
+    def note_on_weights(self) -> str:
+        """Which of the checkpoint's weights are used, for the user. Empty if there are only raw weights."""
+        return self.source.note_on_weights(self.use_ema) if self.source else ""
+
+    @property
     def owner(self) -> str:
         """Description of the source of the model's class names, for messages."""
         return str(self.source or self.model)
@@ -205,7 +210,7 @@ def resolve_model(given: ModelOptions, source: Checkpoint | None, option: str = 
         model=name,
         checkpoint=given.checkpoint,
         source=source,
-        use_ema=bool(source and source.ema_is_best) if given.use_ema is None else given.use_ema,
+        use_ema=source.prefers_ema(given.use_ema) if source else bool(given.use_ema),
         num_classes=saved.get("num_classes") if given.num_classes is None else given.num_classes,
         img_size=saved.get("img_size") if given.img_size is None else given.img_size,
         crop_pct=saved.get("crop_pct") if given.crop_pct is None else given.crop_pct,

@@ -151,8 +151,8 @@ def _notes(
     notes = []
     if data.val_fraction:
         notes.append(f"the images are the {data.val_fraction:.0%} of each class that training held out")
-    if len(models) == 1 and models[0].settings.use_ema:
-        notes.append("EMA weights")
+    if len(models) == 1 and (weights := models[0].settings.note_on_weights):
+        notes.append(weights)
     if split.classes:
         notes.append(f"predictions restricted to the {len(split.classes)} classes of this split")
     if settings.real_labels is not None:

@@ -6,6 +6,7 @@ import argparse
 
 from torch import nn
 
+from ..checkpoint import Checkpoint
 from ..config import ConfigError, convert, parse_key_values
 from ..factory import create_model, from_checkpoint
 from . import OPSET, check_options, export_model
@@ -24,19 +25,23 @@ def export(options: argparse.Namespace) -> None:
     opset = OPSET if options.opset is None else options.opset
     check_options(options.out, opset, options.features)
     arguments = dict(features=options.features, opset=opset, metadata=dict(options.metadata))
-    report = export_model(_model_of(options), options.out, **arguments)
-    # pretrained=True in --model-kwargs loads timm's weights
-    trained = options.checkpoint or parse_key_values(options.model_kwargs).get("pretrained")
-    print(report if trained else f"{report}; weights are random because no --checkpoint was given")
+    model, note = _model_of(options)
+    report = export_model(model, options.out, **arguments)
+    print("; ".join(filter(None, [str(report), note])))
 
 
-def _model_of(options: argparse.Namespace) -> nn.Module:
+def _model_of(options: argparse.Namespace) -> tuple[nn.Module, str]:
+    """Return the model to export, and a note on the model's weights, which can be empty."""
     img_size = options.img_size and convert("img_size", options.img_size, "the command line")
     chosen = {"num_classes": options.num_classes, "img_size": img_size}
     arguments = {name: value for name, value in chosen.items() if value is not None}
     arguments |= parse_key_values(options.model_kwargs)
     if options.checkpoint:
-        return from_checkpoint(options.checkpoint, options.model, use_ema=options.use_ema, **arguments)
+        source = Checkpoint(options.checkpoint)
+        model = from_checkpoint(source, options.model, use_ema=options.use_ema, **arguments)
+        return model, source.note_on_weights(options.use_ema)
     if not options.model:
         raise ConfigError("--model or --checkpoint is required")
-    return create_model(options.model, **arguments)
+    # pretrained=True in --model-kwargs loads timm's weights
+    note = "" if arguments.get("pretrained") else "weights are random because no --checkpoint was given"
+    return create_model(options.model, **arguments), note

@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..checkpoint import Checkpoint
 from ..config import ConfigError
 from ..data.sources.class_folders import endings
 from ..data.sources.image_files import list_images
@@ -34,7 +35,7 @@ def predict_files(options: argparse.Namespace) -> tuple[int, int]:
     """Print predictions, write the requested files, and return the numbers of unreadable images and of all images."""
     files = image_files(options.images)
     device = known_device(options.device)
-    classifier = classifier_of(options.checkpoint, device) if options.checkpoint else pretrained_classifier(device)
+    classifier = _classifier(options, device)
     is_json_printed = options.json == Path("-")
     found = print_predictions(classifier, files, options.topk, options.batch_size, is_quiet=is_json_printed)
     if options.csv:
@@ -48,6 +49,21 @@ def predict_files(options: argparse.Namespace) -> tuple[int, int]:
         else:
             write_atomically(options.json, text + "\n")
     return len(files) - len(found), len(files)
+
+
+def _classifier(options: argparse.Namespace, device: str | None) -> Classifier:
+    """Load the classifier, and log whether a checkpoint's EMA weights or raw weights are used."""
+    path = options.checkpoint
+    if options.use_ema is not None and (not path or path.endswith(".onnx")):
+        raise ConfigError("--use-ema needs --checkpoint with a checkpoint of vil train")
+    if not path:
+        return pretrained_classifier(device)
+    if path.endswith(".onnx"):
+        return classifier_of(path)
+    source = Checkpoint(path)
+    if note := source.note_on_weights(options.use_ema):
+        _logger.warning("%s: using the %s", path, note)
+    return classifier_of(source, device, options.use_ema)
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:

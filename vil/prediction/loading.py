@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..checkpoint import Checkpoint
 from ..classes import names_of
 from ..config import ConfigError
 from ..data_config import data_config_of
@@ -23,19 +24,28 @@ _logger = logging.getLogger(__name__)
 PRETRAINED = "vil_tiny_pooled.tiny_in200"  # model that predicts if no checkpoint is given
 
 
-def classifier_of(model: nn.Module | str | os.PathLike, device: str | None = None) -> Classifier:
-    """Return a Classifier for a timm model or for the path of a checkpoint.
+def classifier_of(
+    model: nn.Module | str | os.PathLike | Checkpoint, device: str | None = None, use_ema: bool | None = None
+) -> Classifier:
+    """Return a Classifier for a timm model, or for a checkpoint or its path.
+
+    Args:
+        model: The model or checkpoint.
+        device: Device of a checkpoint's model; None uses a GPU if available.
+        use_ema: Whether to load the EMA weights of a checkpoint. None as for `from_checkpoint`.
 
     Raises:
         ConfigError: The model has no classifier head, or the checkpoint does not store its preprocessing.
         CheckpointError: The checkpoint is missing or corrupt.
     """
-    if not isinstance(model, (str, os.PathLike)):
-        return _classifier_of_model(model)
-    path = Path(model)
-    if path.suffix == ".onnx":
-        return classifier_of_onnx(path)
-    return _classifier_of_model(from_checkpoint(path).to(device or default_device()))
+    if isinstance(model, (str, os.PathLike)):
+        path = Path(model)
+        if path.suffix == ".onnx":
+            return classifier_of_onnx(path)
+        model = Checkpoint(path)
+    if isinstance(model, Checkpoint):
+        model = from_checkpoint(model, use_ema=use_ema).to(device or default_device())
+    return _classifier_of_model(model)
 
 
 def pretrained_classifier(device: str | None = None) -> Classifier:

@@ -28,7 +28,7 @@ from ..fault_tolerance.machine_errors import MachineError
 from ..models.vision_longhorn import VisionLonghorn
 from ..prediction import Prediction, predict
 from ..prediction.loading import classifier_of
-from ..text import label_of
+from ..text import counted, label_of
 from .evidence import class_evidence, deletion_curve, effective_receptive_field, patch_sums
 from .plots import plot_receptive_fields, plot_scans, plot_why
 from .traces import reading
@@ -49,7 +49,8 @@ def draw(options: argparse.Namespace) -> None:
     """
     if options.count < 1:
         raise ConfigError(f"--count must be at least 1, got {options.count}")
-    model, untrained = load_models(options.checkpoint)
+    source = Checkpoint(options.checkpoint)
+    model, untrained = load_models(source, options.use_ema)
     blocks = checked_blocks(options.blocks, len(model.blocks))
     data_config = data_config_of(model)
     files, pictures = zip(*read_pictures(image_files(options.images)))
@@ -67,29 +68,32 @@ def draw(options: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     figure, summary = why(model, analysed, shown, titles)
     save(figure, out / "why.png")
-    print(f"{out / 'why.png'}: {len(shown)} images; {summary}", flush=True)
+    notes = filter(None, [counted(len(shown), "image"), summary, source.note_on_weights(options.use_ema)])
+    print(f"{out / 'why.png'}: {'; '.join(notes)}", flush=True)
     save(plot_scans(model, analysed[: len(shown)], shown, titles, blocks), out / "scans.png")
     save(plot_receptive_fields(receptive_fields(model, untrained, images)), out / "fields.png")
-    print(f"{out / 'scans.png'}: {len(shown)} images; {out / 'fields.png'}: over {len(images)} images")
+    print(
+        f"{out / 'scans.png'}: {counted(len(shown), 'image')}; "
+        f"{out / 'fields.png'}: mean over {counted(len(images), 'image')}"
+    )
 
 
-def load_models(checkpoint: str) -> tuple[VisionLonghorn, VisionLonghorn]:
+def load_models(source: Checkpoint, use_ema: bool | None) -> tuple[VisionLonghorn, VisionLonghorn]:
     """Load the model of a checkpoint, and create an untrained model with the same arguments.
 
     Raises:
         ConfigError: The checkpoint does not store the model's name, or the model is not a ViL or ViM.
-        CheckpointError: The checkpoint is missing or corrupt.
+        CheckpointError: The checkpoint's weights do not fit the model.
     """
-    source = Checkpoint(checkpoint)
     name = source.options.get("model")
     if not name:
-        raise ConfigError(f"{checkpoint} must be a checkpoint of vil train, but the file does not store a model name")
+        raise ConfigError(f"{source} must be a checkpoint of vil train, but the file does not store a model name")
     # load this model first, because loading can correct the image size in the options
-    model = from_checkpoint(source)
+    model = from_checkpoint(source, use_ema=use_ema)
     torch.manual_seed(0)
     untrained = create_model(name, **saved_arguments(source.options)).eval()
     if not (isinstance(model, VisionLonghorn) and isinstance(untrained, VisionLonghorn)):
-        raise ConfigError(f"{checkpoint} must hold a ViL or ViM model, got {name}")
+        raise ConfigError(f"{source} must hold a ViL or ViM model, got {name}")
     return model, untrained
 
 
@@ -157,7 +161,7 @@ def why(model: VisionLonghorn, images: Tensor, shown: Tensor, titles: list[str])
     }
     fifths = ", ".join(f"{name} {curve[:, 2].mean():.2f}" for name, curve in curves.items())
     whole = f"probability of the class {curves['evidence'][:, 0].mean():.2f}"
-    summary = f"mean over {len(images)} images: {whole}, with a fifth of the patches hidden: {fifths}"
+    summary = f"mean over {counted(len(images), 'image')}: {whole}, with a fifth of the patches hidden: {fifths}"
     maps = {"evidence for the predicted class": evidence, "what the class token reads": read}
     return plot_why(shown, titles, maps, curves), summary
 
