@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .checkpoint import Checkpoint
 from .config import ConfigError
+from .config.options import check_sizes
 from .distributed import warn_on_rank0
 from .initial_weights import describe_initialization, first_blocks, fit_head, num_classes_of
 from .models import shipped
@@ -134,6 +135,7 @@ def create_model(
         ConfigError: The model is unknown, does not accept the arguments, or does not fit the weights.
         CheckpointError: The file is missing or corrupt.
     """
+    check_sizes(arguments)
     if isinstance(pretrained_path, str) and not os.path.exists(pretrained_path):
         pretrained_path = shipped.file_of(pretrained_path) or pretrained_path
     if pretrained_path:

@@ -272,6 +272,10 @@ def test_a_huge_integer_in_a_checkpoint_raises_only_config_errors(name):
         ),
         ("--model-kwargs img_size=32", "model_kwargs must not contain img_size; set --img-size instead$"),
         ("--model-kwargs global_pool=''", "global_pool in model_kwargs must not be ''"),
+        ("--model-kwargs depth=0", "^depth must be at least 1, got 0$"),
+        ("--model-kwargs embed_dim=-8", "^embed_dim must be at least 1, got -8$"),
+        ("--model-kwargs patch_size=[16,0]", "^patch_size must be at least 1, got \\[16, 0\\]$"),
+        ("--model-kwargs depth=two", "^depth must be an integer, got 'two'$"),
         ("--model-kwargs in_chans=1", "in_chans in model_kwargs must be 3, .*got 1"),
     ],
 )

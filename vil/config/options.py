@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from ..errors import ConfigError
@@ -174,6 +175,7 @@ class Config:
         for name, option in (("drop_path_rate", "drop_path"), ("num_classes", "num_classes"), ("img_size", "img_size")):
             if name in self.model_kwargs:
                 raise ConfigError(f"model_kwargs must not contain {name}; set --{option.replace('_', '-')} instead")
+        check_sizes(self.model_kwargs)
         if (channels := self.model_kwargs.get("in_chans", 3)) != 3:
             raise ConfigError(f"in_chans in model_kwargs must be 3, the channels of RGB images, got {shown(channels)}")
         if self.model_kwargs.get("global_pool") == "":
@@ -265,6 +267,22 @@ def choices_of_options() -> dict[str, list[str]]:
         "remode": ["const", "rand", "pixel"],
         "distillation": ["hard", "soft"],
     }
+
+
+# model arguments that count something or are a number of pixels, with the smallest valid value
+SIZES = dict.fromkeys(("img_size", "patch_size", "stride", "in_chans", "embed_dim", "depth", "num_heads"), 1)
+SIZES["num_classes"] = 0
+
+
+def check_sizes(arguments: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if a model argument is an invalid size, because models accept some, such as depth 0."""
+    for name in SIZES.keys() & arguments:
+        value = arguments[name]
+        for size in value if isinstance(value, (list, tuple)) else [value]:
+            if size is not None and not isinstance(size, Integral):
+                raise ConfigError(f"{name} must be an integer, got {shown(value)}")
+            if size is not None and size < SIZES[name]:
+                raise ConfigError(f"{name} must be at least {SIZES[name]}, got {shown(value)}")
 
 
 def check_choices(values: Mapping[str, Any]) -> None:
