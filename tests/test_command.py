@@ -34,7 +34,7 @@ def test_help_does_not_import_pytorch(command):
     [
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["xyz"], "unknown command 'xyz'; choose one of train, validate, predict, export, viz, split, info"),
-        (["train", "--epoch", "3"], "unknown option 'epoch' on the command line; did you mean 'epochs'?"),
+        (["train", "--epoch", "3"], "unknown option 'epoch' on the command line; did you mean --epochs?"),
         (["train", "-c", "vil_tin"], "config file vil_tin does not exist; did you mean 'vil_tiny'?"),
         (["viz", "--checkpoint", "best.pt"], "images are required: give image files or folders with images"),
         (["export"], "the following arguments are required: --out"),

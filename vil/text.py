@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 LONGEST_LABEL = 1000  # maximum number of characters in a class name
@@ -23,10 +23,13 @@ def shown(value: Any) -> str:
     return line if len(line) <= 200 else line[:197] + "..."
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the most similar name, or "" if no name is similar."""
+def nearest(name: str, names: Iterable[str], spelled: Callable[[str], str] = repr) -> str:
+    """Return "; did you mean ...?" with the most similar name, or "" if no name is similar.
+
+    `spelled` returns the form of a name in the message.
+    """
     found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    return f"; did you mean {spelled(found[0])}?" if found else ""
 
 
 def counted(count: int, noun: str, nouns: str | None = None) -> str:

@@ -496,10 +496,10 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
             [*VIL_PT, "--against", "vim_tiny"],
             "no pretrained weights for vim_tiny; set --checkpoint FILE, or --against FILE",
         ),
-        ([*VIL_PT, "--batchsizes", "64"], "unknown option 'batchsizes' on the command line; did you mean 'batch_size'"),
-        ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; did you mean 'workers'"),
+        ([*VIL_PT, "--batchsizes", "64"], "unknown option 'batchsizes' on the command line; did you mean --batch-size"),
+        ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; did you mean --workers"),
         # the error does not suggest `model_ema`, an option of training only
-        ([*VIL_PT, "--ema"], "unknown option 'ema' on the command line; did you mean 'use_ema'"),
+        ([*VIL_PT, "--ema"], "unknown option 'ema' on the command line; did you mean --use-ema"),
         (["--model", "vil_tiny", "--checkpoint", "nowhere.pt"], "checkpoint nowhere.pt does not exist"),
         ([*VIL_PT, "--num-classes", "10"], "has 12 classes, but the model has 10"),
         ([*VIL_PT, "--model", "vim_tiny"], "does not fit the model"),

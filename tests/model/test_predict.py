@@ -295,6 +295,9 @@ def test_file_names_cannot_send_control_characters_to_the_terminal(checkpoint, p
     ("words", "error"),
     [
         (["--topk", "0", "{photos}"], "error: --topk must be at least 1, got 0"),
+        (["--topk", "two", "{photos}"], "error: --topk must be an integer, got 'two'$"),
+        (["--topkk", "2", "{photos}"], r"error: unknown option 'topkk' .*; did you mean --topk\?$"),
+        (["--img-size", "64", "{photos}"], "error: unknown option 'img_size' on the command line$"),  # not `images`
         (["--classes", "0", "{photos}"], "error: .*classes"),
         (["{photos}", "{tmp}/best.pt"], "error: .*best.pt is a model, not an image: set --checkpoint .*best.pt$"),
         (["--device", "gpu", "{photos}"], "error: device must be .*, got 'gpu'; did you mean 'cuda'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from ..text import nearest, shown
 from .options import FIELDS, Config, ConfigError
 from .timm_args import from_timm, img_size_of
-from .values import COMMAND_LINE, checked, kind_of, may_be_pair, read_yaml, unknown_option
+from .values import COMMAND_LINE, KINDS, checked, flag_of, kind_of, may_be_pair, read_yaml, unknown_option
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # folder of this package's configs
 SHORT_FLAGS = {"batch_size": ["-b"], "workers": ["-j"]}  # timm's
@@ -44,7 +45,8 @@ class Parser(argparse.ArgumentParser):
             if name in vars(options) and word.split("=")[0] not in self._option_string_actions:
                 flag = word.split("=")[0]
                 raise ConfigError(f"{flag} is not an option: remove {flag}, and pass only the value of {name}")
-            raise ConfigError(unknown_option(name, f"on {SOURCE}", vars(options)))
+            flags = [action.dest for action in self._actions if action.option_strings]
+            raise ConfigError(unknown_option(name, f"on {SOURCE}", flags, spelled=flag_of))
         return options
 
     def _remedy(self, words: Sequence[str], word: str) -> str:
@@ -65,6 +67,8 @@ class Parser(argparse.ArgumentParser):
         return f"{known[_letters(name)]}{sign}{value}" if name.startswith("--") and _letters(name) in known else word
 
     def error(self, message):
+        if found := re.fullmatch(r"argument (?:\S+/)?(\S+): invalid (int|float) value: (.*)", message):
+            message = f"{found[1]} must be {KINDS[int if found[2] == 'int' else float]}, got {found[3]}"
         raise ConfigError(message)
 
 
@@ -140,7 +144,7 @@ def _parser(description: str, prog: str | None) -> Parser:
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="folder of images, the same as --data-dir")
     parser.add_argument("-c", "--config", metavar="NAME|FILE", help=help)
     for name, field in FIELDS.items():
-        flags = [_flag_of(name), *SHORT_FLAGS.get(name, ())]
+        flags = [flag_of(name), *SHORT_FLAGS.get(name, ())]
         help = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
         if kind_of(name)[0] is bool:
             parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=help)
@@ -168,10 +172,6 @@ def path_of_config(given: str | None) -> str | None:
 
 def _letters(flag: str) -> str:
     return flag.replace("-", "").replace("_", "")
-
-
-def _flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _number_of_words(name: str) -> str | None:
@@ -217,5 +217,5 @@ def _check_phases(defaults: Mapping[str, Any], given: Mapping[str, Any], source:
     for phase in defaults.get("phases") or ():
         overridden = phase.keys() & given
         if overridden:
-            flag = _flag_of(min(overridden))
+            flag = flag_of(min(overridden))
             raise ConfigError(f"{flag} has no effect, because the phases in {source} override it: set --phases instead")

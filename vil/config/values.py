@@ -6,7 +6,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import yaml
@@ -127,12 +127,13 @@ def checked(values: dict[str, Any], source: str, errors: Sequence[str] = ()) -> 
     return converted
 
 
-def unknown_option(name: Any, where: str, options: Iterable[str]) -> str:
+def unknown_option(name: Any, where: str, options: Iterable[str], spelled: Callable[[str], str] = repr) -> str:
+    """Return the message for an unknown option. `spelled` returns the form of an option in the suggestion."""
     unknown, words = f"unknown option {shown(name)} {where}", re.sub(r"^no_(?=.)", "", str(name).lower())
     for ours, synonyms in SYNONYMS.items():
         if ours in options and words in synonyms.split():
-            return f"{unknown}; use {ours!r}: {FIELDS[ours].metadata['help']}"
-    return unknown + nearest(words, options)
+            return f"{unknown}; use {spelled(ours)}: {FIELDS[ours].metadata['help']}"
+    return unknown + nearest(words, options, spelled)
 
 
 def kind_of(name: str) -> tuple[type, bool]:
@@ -189,9 +190,13 @@ def convert(name: str, value: Any, source: str) -> Any:
     return converted
 
 
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _called(name: str, source: str) -> str:
     """Return the description of an option for messages, such as "--img-size" or "option 'img_size' in FILE"."""
-    return f"--{name.replace('_', '-')}" if source == COMMAND_LINE else f"option {name!r} in {source}"
+    return flag_of(name) if source == COMMAND_LINE else f"option {name!r} in {source}"
 
 
 def _checked_phases(value: Any, source: str) -> list[dict[str, Any]]:
