@@ -25,7 +25,7 @@ from .models import shipped
 from .models.tokens import resample_pos_embed
 from .models.vision_longhorn import VisionLonghorn
 from .security.checkpoint_options import MODEL_KWARGS
-from .state_dicts import fitted, load_weights, parts_of
+from .state_dicts import fitted, has_ema, load_weights, parts_of
 from .text import nearest, one_line, printable
 
 
@@ -136,18 +136,24 @@ def create_model(
         CheckpointError: The file is missing or corrupt.
     """
     check_sizes(arguments)
-    if isinstance(pretrained_path, str) and not os.path.exists(pretrained_path):
-        pretrained_path = shipped.file_of(pretrained_path) or pretrained_path
     if pretrained_path:
-        return _initialized(model, arguments, Checkpoint.of(pretrained_path), label_names)
+        source: Any = pretrained_path
+        if isinstance(source, str) and not os.path.exists(source):
+            source = shipped.file_of(source) or source
+        return _initialized(model, arguments, Checkpoint.of(source), label_names, str(pretrained_path))
     try:
         return _create(model, arguments)
     except Exception as error:  # models raise exceptions of various types for invalid arguments
         raise _creation_error(model, error) from error
 
 
-def _initialized(model: str, arguments: dict[str, Any], source: Checkpoint, label_names: Sequence[str]) -> nn.Module:
-    """Create a model, and load the tensors of a weights file whose names and shapes match the model."""
+def _initialized(
+    model: str, arguments: dict[str, Any], source: Checkpoint, label_names: Sequence[str], source_name: str
+) -> nn.Module:
+    """Create a model, and load the tensors of a weights file whose names and shapes match the model.
+
+    `source_name` is the user's name of the weights, for the log.
+    """
     given = first_blocks(source.weights(), arguments.get("depth"))
     weights = _adapted(model, arguments, given, source, is_start=True)
     weights, head = fit_head(model, weights, source.label_names if label_names else (), label_names)
@@ -162,7 +168,8 @@ def _initialized(model: str, arguments: dict[str, Any], source: Checkpoint, labe
     except Exception as error:  # models raise exceptions of various types for invalid arguments
         raise _creation_error(model, error, source, given) from error
     taken = printable(describe_initialization(created, weights, given))
-    warn_on_rank0(__name__, "initialized from %s: %s%s", source, taken, printable(head))
+    kind = " (EMA weights)" if has_ema(source.content) and source.ema_is_best is not False else ""
+    warn_on_rank0(__name__, "initialized from %s%s: %s%s", source_name, kind, taken, printable(head))
     return created
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from .classes import first_difference, normal, order_of
 from .state_dicts import fitted
 
+MOST_LAYERS = 4  # maximum number of layers that a description lists
+
 
 def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
     """Return a state dict without the blocks after the first `depth`. ViM's key names are also accepted."""
@@ -68,18 +70,24 @@ def _classifiers(model: str) -> tuple[str, ...]:
 
 
 def describe_initialization(model: nn.Module, weights: dict[str, Tensor], given: dict[str, Tensor]) -> str:
-    """Describe which of a model's tensors were loaded unchanged, resampled, new or not used."""
+    """Describe how many of a model's tensors were loaded, and which are new or were not used.
+
+    Tensors of a head that `fit_head` has removed are not listed as new.
+    """
     own = model.state_dict()
     adapted = fitted(weights, model)
     taken = [name for name in own if name in adapted and torch.equal(adapted[name].to(own[name]), own[name])]
     resampled = [name for name in taken if name in given and given[name].shape != own[name].shape]
     others = {
-        "resampled": resampled,
-        "new": [name for name in own if name not in taken],
+        "new": [name for name in own if name not in taken and (name in weights or name not in given)],
         "not used": [name for name in adapted if name not in own],
     }
-    parts = [f"{len(taken) - len(resampled)} of {len(own)} tensors unchanged"]
-    for what, names in others.items():
-        if names:
-            parts.append(f"{what}: {', '.join(names[:8])}{', ...' * (len(names) > 8)}")
+    parts = [f"{len(taken)} of {len(own)} tensors" + f", {len(resampled)} resampled" * bool(resampled)]
+    parts += [f"{what}: {_layers(names)}" for what, names in others.items() if names]
     return "; ".join(parts)
+
+
+def _layers(names: Sequence[str]) -> str:
+    """Return the layers of tensors as text, such as "head" for head.weight and head.bias."""
+    layers = [*dict.fromkeys(name.rpartition(".")[0] or name for name in names)]
+    return ", ".join(layers[:MOST_LAYERS]) + f" and {len(layers) - MOST_LAYERS} more" * (len(layers) > MOST_LAYERS)

@@ -28,7 +28,7 @@ def nearest(name: str, names: Iterable[str], spelled: Callable[[str], str] = rep
 
     `spelled` returns the form of a name in the message.
     """
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {spelled(found[0])}?" if found else ""
 
 

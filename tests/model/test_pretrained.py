@@ -92,8 +92,9 @@ def test_untrained_models_keep_their_size_and_classes():
 
 
 @pytest.mark.parametrize("name", ["vil_tiny.tiny_in200", "vil_tiny"])
-def test_training_starts_from_weights_by_name(name, tmp_path, monkeypatch):
+def test_training_starts_from_weights_by_name(name, tmp_path, monkeypatch, caplog):
     model = create_model("vil_tiny", name, img_size=32, depth=1, num_classes=3)
+    assert caplog.messages[-1].startswith(f"initialized from {name}: ")
     trained = load_file(FILES["vil_tiny.tiny_in200"])
     assert torch.equal(model.blocks[0].mixer.in_proj.weight, trained["blocks.0.mixer.in_proj.weight"].float())
     monkeypatch.chdir(tmp_path)  # a local file takes precedence over packaged weights with the same name

@@ -59,6 +59,7 @@ def test_a_head_with_other_classes_is_reinitialized(tmp_path, caplog, names, wor
         assert not (found["head.weight"] == row).all(1).any()
     (line,) = [message for message in caplog.messages if "new head for" in message]
     assert word in line
+    assert "new: head" not in line  # the head is mentioned once
 
 
 def test_a_head_is_kept_if_weights_or_run_have_no_class_names(tmp_path):

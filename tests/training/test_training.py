@@ -280,16 +280,19 @@ def test_the_tensors_loaded_from_pretrained_weights_are_logged(tmp_path, caplog)
     kwargs = dict(SMALL["model_kwargs"], img_size=16)
     source = timm.create_model("vil_tiny", num_classes=4, **kwargs).state_dict()
     model, said = started(source, num_classes=3, **kwargs | dict(img_size=32))
-    assert (
-        f"weights.pth: {len(source) - 3} of {len(source)} tensors unchanged; resampled: pos_embed; new: head." in said
-    )
+    assert said.endswith(f"weights.pth: {len(source) - 2} of {len(source)} tensors, 1 resampled; new: head")
     assert torch.equal(model.blocks[1].mixer.in_proj.weight, source["blocks.1.mixer.in_proj.weight"])
     deit = dict(depth=1, embed_dim=48, img_size=32, num_classes=4)
     weights = timm.create_model("deit_tiny_patch16_224", **deit).state_dict()
     weights = {name: t.double() / 3 for name, t in weights.items()}  # fp64 weights, rounded to fp32 when loaded
     _, said = started(weights, "deit_tiny_patch16_224", **deit)
-    assert re.search("initialized from .*weights.pth: (\\d+) of \\1 tensors unchanged$", said)
-    assert "resampled: pos_embed" in started(weights, "deit_tiny_patch16_224", **deit | dict(img_size=64))[1]
+    assert re.search("initialized from .*weights.pth: (\\d+) of \\1 tensors$", said)
+    more = {f"more.{i}.bias": torch.ones(1) for i in range(6)}
+    _, said = started(weights | more, "deit_tiny_patch16_224", **deit | dict(num_classes=5))
+    assert said.endswith("; new: head; not used: more.0, more.1, more.2, more.3 and 2 more")
+    both = dict(state_dict=weights, state_dict_ema=weights)
+    assert "weights.pth (EMA weights): " in started(both, "deit_tiny_patch16_224", **deit)[1]
+    assert ", 1 resampled" in started(weights, "deit_tiny_patch16_224", **deit | dict(img_size=64))[1]
 
 
 @pytest.mark.parametrize(
