@@ -24,7 +24,7 @@ from .weight_files import VERSION, BrokenCheckpointError, file_of, read_file
 
 _logger = logging.getLogger(__name__)
 
-# required entries of a checkpoint for resuming, and their types
+# entries of a checkpoint that resuming needs, and their types
 TRAINING_STATE: dict[str, type] = {
     "config": dict,  # options of the run
     "history": list,  # one row per finished epoch
@@ -70,6 +70,7 @@ def options_to_resume(path: str, given: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: An option is not allowed in a checkpoint, or must be confirmed on the command line.
+        CheckpointError: The file is missing or cannot be read.
     """
     options = Checkpoint(path, whole=False).options
     confirm_dataset(options, given, path)
@@ -113,7 +114,7 @@ class Checkpoint:
         The dict is empty for files of other programs.
 
         Raises:
-            ConfigError: An option has an invalid value (see `options_of_checkpoint`).
+            ConfigError: An option has an invalid value (see `options_of_checkpoint`), or the options are too large.
         """
         if not self.is_ours:
             return {}
@@ -149,7 +150,8 @@ class Checkpoint:
     def preprocessing(self) -> dict[str, Any]:
         """Image preprocessing stored in a file written by `vil.export`, or in the config.json of a model folder.
 
-        The keys are those of `PREPROCESSING` that are stored. mean and std are lists of one number per channel.
+        The keys are those of `PREPROCESSING` that are stored. mean and std are lists of one number for all channels, or
+        of one number per channel.
 
         Raises:
             CheckpointError: The values cannot be read or are invalid.

@@ -19,7 +19,7 @@ from .text import label_of
 
 
 def normal(name: str) -> str:
-    """Normalize a class name for comparison: truncate to a printable label and convert to Unicode form NFC."""
+    """Normalize a class name for comparison: convert to a printable label of limited length in Unicode form NFC."""
     return unicodedata.normalize("NFC", label_of(name))
 
 
@@ -75,8 +75,8 @@ def ends_of(path: str) -> list[str]:
 def order_of(names: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
     """Return the index in `names` of each class in `wanted`, or None if the two sets of classes differ.
 
-    Datasets such as ImageNet-V2 name the folders of ImageNet's 1000 classes by class index. Such numbers match only
-    ImageNet's WordNet ids.
+    Datasets such as ImageNet-V2 name the folders of ImageNet's 1000 classes by class index. Such numbers match the same
+    numbers and ImageNet's WordNet ids. Unless the lists are equal, duplicates in `names` also result in None.
     """
     own = [*map(normal, names)]
     expected = [*map(normal, wanted)]
@@ -128,9 +128,9 @@ def check_order(names: Sequence[str], wanted: Sequence[str], owner: str, other: 
 
 
 def names_of(model: Any) -> list[str]:
-    """Return the class names of a model by index, or an empty list if the model's `pretrained_cfg` stores none.
+    """Return the class names of a model by index, or an empty list if they are unknown or the head was replaced.
 
-    timm's pretrained ImageNet models have WordNet ids as class names.
+    The names come from the model's `pretrained_cfg`. timm's pretrained ImageNet-1k models get WordNet ids as names.
     """
     config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     num_classes = getattr(model, "num_classes", None)

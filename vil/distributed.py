@@ -36,8 +36,8 @@ _watchdog: RankWatchdog | None = None
 def is_rank0() -> bool:
     """Return whether this process has rank 0, which prints messages for all ranks.
 
-    Only environment variables are read, so the process group need not be initialized. If the world size is 1, RANK is
-    ignored.
+    Only environment variables are read, so the process group need not be initialized. If the world size is 1 or not
+    set, RANK is ignored.
     """
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     return rank == "0" or os.environ.get(world_size_variable() or "", "1") == "1"
@@ -113,14 +113,14 @@ def init_distributed_device(
 
 
 def world_size_variable() -> str | None:
-    """Return the name of the environment variable from which timm and PyTorch read the world size, or None."""
+    """Return the name of the environment variable from which timm reads the world size, or None."""
     return next((name for name in ("WORLD_SIZE", "SLURM_NTASKS") if name in os.environ), None)
 
 
 def _environment_problem() -> str | None:
     """Return why the environment variables do not describe a valid process group, or None.
 
-    timm and PyTorch read the world size from WORLD_SIZE or otherwise SLURM_NTASKS, and connect to other processes at
+    timm reads the world size from WORLD_SIZE or otherwise SLURM_NTASKS. PyTorch connects to the other processes at
     MASTER_ADDR and MASTER_PORT. In an interactive Slurm job, or with a leftover variable, the world size counts
     processes that were never started.
     """
@@ -216,7 +216,7 @@ class Rank0Error(RuntimeError):
 def broadcast_from_rank0(function: Callable[[], Any]) -> Any:
     """Call `function` on rank 0 and broadcast the result, such as tensors, numbers, strings or lists of these.
 
-    Other types are not accepted, so that data from the network cannot execute code.
+    `torch.load` must accept the result with weights_only=True, so that data from the network cannot execute code.
 
     Raises:
         Rank0Error: `function` raised an error on rank 0. Rank 0 itself raises the original error.

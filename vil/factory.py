@@ -42,7 +42,7 @@ def from_checkpoint(
             arguments; or any other weights file.
         model: Model name in timm, if the file does not store the name.
         use_ema: Whether to load the EMA weights. None loads the better weights of best.pt, and the raw weights of other
-            files.
+            files. EMA weights are also loaded if the file has no other weights.
         arguments: Model arguments that override the arguments in the file. `img_size` adapts the model to another image
             size; `num_classes=0` removes the head, so that the model returns pooled features.
 
@@ -150,7 +150,7 @@ def create_model(
 def _initialized(
     model: str, arguments: dict[str, Any], source: Checkpoint, label_names: Sequence[str], source_name: str
 ) -> nn.Module:
-    """Create a model, and load the tensors of a weights file whose names and shapes match the model.
+    """Create a model, and load the tensors of a weights file whose names and, after resampling, shapes match.
 
     `source_name` is the user's name of the weights, for the log.
     """
@@ -163,7 +163,7 @@ def _initialized(
         created = _create(model, arguments, pretrained=True, pretrained_cfg_overlay=overlay)
         own = created.state_dict().keys()
         common = fitted(weights, created).keys() & own
-        if 2 * len(common) < len(own):  # timm ignores missing tensors without an error
+        if 2 * len(common) < len(own):  # with a new head, timm ignores missing tensors without an error
             raise RuntimeError(f"only {len(common)} of the model's {len(own)} tensors are in {source}")
     except Exception as error:  # models raise exceptions of various types for invalid arguments
         raise _creation_error(model, error, source, given) from error

@@ -22,8 +22,8 @@ EMA = ("state_dict_ema", "model_ema", "ema")
 INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 IN_FRONT = "module."  # prefix of parameter names in DataParallel, DistributedDataParallel and AveragedModel
 OF_ALL = ("model.", "net.")  # prefixes of parameter names in a LightningModule with a model in this attribute
-MOST_RESAMPLED = 2**26  # maximum number of values by which resampling to another image size may enlarge weights
-MOST_DIMENSIONS = 64  # PyTorch's maximum number of tensor dimensions
+MOST_RESAMPLED = 2**26  # number of weights that resampling may add to four times the number of weights in a file
+MOST_DIMENSIONS = 64  # maximum number of tensor dimensions that most PyTorch operators support
 COUNTER = "n_averaged"  # PyTorch's AveragedModel has this buffer in addition to the module
 
 
@@ -58,7 +58,8 @@ def find_state_dict(content: Any, use_ema: bool | None, ema_is_best: bool | None
         ema_is_best: Whether the EMA weights are the best weights in the file; None if the file does not store this.
 
     Raises:
-        StateDictError: No state dict is under a known key, or there are several different ones.
+        StateDictError: EMA weights are requested but missing, state dicts are only under unknown keys, or there are
+            several different state dicts.
         TypeError: The content is not a dict.
     """
     if not isinstance(content, dict):
@@ -96,7 +97,7 @@ def has_ema(content: Any) -> bool:
 def _search(content: dict[Any, Any], keys: tuple[str, ...] = (), is_ema: bool = False) -> list[Found]:
     """Return the state dicts under the keys that training programs use, such as "state_dict" or "model_ema".
 
-    A dict without tensors under such a key is searched for the same keys.
+    A dict without tensors under such a key at the root is searched for the same keys.
     """
     found = []
     empty = []
@@ -252,7 +253,7 @@ def _num_values(weights: dict[str, Any]) -> int:
 
 
 def fitted(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the weights unchanged if all shapes match the model, otherwise apply timm's `checkpoint_filter_fn`."""
+    """Apply the `checkpoint_filter_fn` of the model's module, if any, unless all names and shapes match the model."""
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     if adapt is None or shapes == {name: tensor.shape for name, tensor in model.state_dict().items()}:

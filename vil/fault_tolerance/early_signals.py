@@ -14,7 +14,7 @@ PREEMPTED = 75  # exit status EX_TEMPFAIL: "try again later"
 
 
 def exit_on_signals() -> None:
-    """Exit with status 75 and a one-line message on SIGTERM, SIGUSR1 and SIGINT (Ctrl-C).
+    """Exit with status 75 on SIGTERM, SIGUSR1 and SIGINT (Ctrl-C). Rank 0 prints a one-line message.
 
     No checkpoint is written, because the run has nothing to save yet. When the terminal closes (SIGHUP), a process
     started by torchrun exits in the same way, but a single process continues.

@@ -28,7 +28,8 @@ def write_atomically(
     """Write a file atomically: readers see either the old content or the complete new content, even after power loss.
 
     The new content is written to a temporary file, which then replaces `path`, even if `path` is a link. The name of
-    the temporary file is unpredictable, so that another user cannot prepare a link with this name.
+    the temporary file is unpredictable, so that another user cannot prepare a link with this name. With `previous` on a
+    file system without hard links, `path` does not exist for a moment.
 
     Args:
         path: Path of the file to write.

@@ -1,7 +1,8 @@
 """Choice of the backend for a scan or block, and the reason if a backend cannot run.
 
 The choice depends on the tensors' device (`misplaced`), their dtype and sizes (`unfit`), and the software of this
-machine (`unavailable`). `backend_for` checks device and machine, `choose` checks everything.
+machine (`unavailable`). `choose` checks the tensors, and for "auto" also the machine. `backend_for` and `resolve` check
+the device and the machine.
 """
 
 from __future__ import annotations

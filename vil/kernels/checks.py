@@ -106,7 +106,7 @@ def refuse_second_derivative(ctx, *_) -> None:
 class _Once(torch.autograd.Function):
     """Autograd function that returns gradients, and raises an error if the gradients are differentiated again.
 
-    `forward` returns its first `count` tensors, which are gradients with respect to its other tensors.
+    `forward` returns its first `count` tensors, which are gradients that depend on its other tensors.
     """
 
     @staticmethod

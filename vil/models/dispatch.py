@@ -67,12 +67,13 @@ def run_blocks(
 ) -> Tensor:
     """Run blocks sequentially and return the residual stream (B, L, C).
 
-    If two consecutive blocks run fused, the first block also computes the norm of the second block.
+    If two consecutive blocks run fused without activation checkpointing, the first block also computes the norm of the
+    second block, if its kernels can.
 
     Args:
         blocks: Modules of any class. Modules with hooks and modules other than blocks are called as usual.
         x_BLC: Residual stream.
-        grid: Patch grid (h, w), which pooled blocks need.
+        grid: Patch grid (h, w), which pooled blocks need unless the grid is square.
         class_token_only: Return only the class token (B, 1, C), if the kernels of the last block support this option.
         checkpointing: Run each block with activation checkpointing.
     """
@@ -129,8 +130,8 @@ class FusedBlock(NamedTuple):
 def fused_block(block: nn.Module, x_BLC: Tensor) -> FusedBlock | None:
     """Return the fused operator for this block and its weights, or None if the block must run unfused.
 
-    A block can run fused if no module was replaced and `fused_operator` supports the device, which is an NVIDIA GPU, or
-    a CPU in fp32.
+    A block can run fused if no module was replaced or has hooks, and `fused_operator` supports the weights and the
+    input, which must be on an NVIDIA GPU, or on a CPU in fp32.
     """
     if not _fused or not isinstance(x_BLC, Tensor):
         return None
@@ -185,7 +186,7 @@ def direction_weights(own: dict, conv: dict, x_proj: dict, step_proj: dict) -> D
 
 
 def has_hooks(*modules: nn.Module) -> bool:
-    """Return whether any of the modules has hooks registered or a `forward` replaced on the instance."""
+    """Return whether any module has hooks or a `forward` replaced on the instance, or global hooks are registered."""
     return any_global_hook() or any([  # noqa: C419  a list is faster than a generator
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
@@ -222,7 +223,10 @@ def options_of(
 
 
 def path_scale(block: nn.Module, x_BLC: Tensor) -> Tensor | None:
-    """Sample the stochastic-depth factor of each image, 0 or 1 / (1 - rate). Return None if every factor is 1."""
+    """Sample the stochastic-depth factor of each image as timm's DropPath, usually 0 or 1 / (1 - rate).
+
+    Return None in eval mode, or if the block has no DropPath.
+    """
     drop: Any = block._modules["drop_path"]
     if not block.training or not isinstance(drop, DropPath):
         return None

@@ -41,7 +41,8 @@ def check_architecture(state_dict: Mapping[str, Tensor], model: nn.Module) -> No
     The head is ignored, and so are the shapes of the patch and position embeddings, which depend on sizes.
 
     Raises:
-        RuntimeError: The architectures differ. The message describes both architectures and lists differing keys.
+        RuntimeError: The architectures differ. The message describes the architectures and lists up to three keys of
+            each kind of difference.
     """
     own = {name: value for name, value in model.state_dict().items() if not name.startswith("head.")}
     other = {name: value for name, value in state_dict.items() if not name.startswith("head.")}

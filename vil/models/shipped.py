@@ -16,7 +16,7 @@ def pretrained_cfgs(model: str) -> dict[str, dict[str, Any]]:
     """Return timm's `pretrained_cfg` dict for the weights of a model in this package, keyed by tagged model name.
 
     The weights were trained on images of 64 pixels with patches of 4. A model for 256 pixels with patches of 16 has the
-    same number of tokens and, with resampled patch embeddings, the same accuracy (vil/weights/README.md).
+    same number of tokens and, with resampled patch embeddings, about the same accuracy (vil/weights/README.md).
     """
     name = f"{model}.{TAG}"
     if name not in FILES:

@@ -16,7 +16,7 @@ model of Zhu et al., "Vision Mamba: Efficient Visual Representation Learning wit
     Blocks.forward                     block.py              sequence of blocks
     run_blocks                         dispatch.py           fused operator or `Block.forward` for each block
     block                              vil/kernels/block     operator that computes a whole block
-    kernels                            vil/kernels/cuda      compiled kernels that the operator launches
+    launch                             vil/kernels/cuda      compilation and launch of the operator's kernels
 
 Dimension letters in the suffixes of tensor names:
 
@@ -56,7 +56,7 @@ from .tokens import insert_class_token, resample_pos_embed, split_class_token
 
 try:
     from timm.models._input import update_model_input_size
-except ImportError:  # timm before 1.0.30 does not record the patch size, which vil.export needs
+except ImportError:  # timm before 1.0.31 does not record the patch size, which vil.export needs
 
     def update_model_input_size(model: nn.Module, img_size: int | Sequence[int] | None, **model_args: Any) -> None:
         if model_args["patch_size"]:
@@ -66,7 +66,7 @@ except ImportError:  # timm before 1.0.30 does not record the patch size, which 
 class PatchProjection(nn.Conv2d):
     """Convolution that projects patches. Patches that do not overlap are projected by a matrix product.
 
-    On a GPU, the matrix product is several times faster than the convolution.
+    On a GPU, the matrix product is faster than the convolution.
     """
 
     bias: Tensor
@@ -388,11 +388,12 @@ class VisionLonghorn(nn.Module):
             output_dict: Return a dict with timm's keys instead of a tuple.
 
         Returns:
-            Normalized tokens (B, L, C) of the last block, and the list of feature maps, unless the arguments select
-            another format.
+            Normalized tokens (B, L, C) of the last block that ran, and the list of feature maps, unless the arguments
+            select another format.
 
         Raises:
             ValueError: `output_fmt` is unknown.
+            AssertionError: An index in `indices` is out of range.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
@@ -489,7 +490,8 @@ class VisionLonghorn(nn.Module):
         Before, rename ViM's published keys and resample the embeddings to this model's patch size and grid.
 
         Raises:
-            RuntimeError: The checkpoint's architecture or, if `strict`, its number of classes differs from the model's.
+            RuntimeError: Tensors with the same name have different shapes, or the position embeddings cannot be
+                resampled. With `strict`, also if the architecture or the number of classes differs from the model's.
         """
         state_dict = rename_published(state_dict)
         if strict:

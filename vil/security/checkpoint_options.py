@@ -36,8 +36,8 @@ CROP_MODES = "center", "squash", "border"
 def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
     """Return the validated options of a checkpoint, without the options in `NOT_FROM_CHECKPOINTS`.
 
-    The returned options contain only numbers and plain names, so that an untrusted checkpoint cannot select files or
-    programs of the user who loads the checkpoint.
+    The returned options contain only numbers, plain names and the data folder, so that an untrusted checkpoint cannot
+    select other files or programs of the user who loads the checkpoint.
 
     Raises:
         ConfigError: An option has a wrong type or is out of range, or names a model, argument, path or split that a
@@ -98,7 +98,7 @@ def _check_choices(options: dict[str, Any], source: str) -> None:
     for name, choices in choices_of_options().items():
         if options.get(name) is not None and options[name] not in choices:
             raise ConfigError(
-                f"{name} in {source} must be a choice listed by vil train --help, got {shown(options[name])}"
+                f"{name} in {source} must be a choice of this option such as {choices[0]}, got {shown(options[name])}"
             )
 
 
@@ -170,7 +170,8 @@ def check_preprocessing(values: dict[str, Any], path: str | Path, channels: int 
     """Validate the mean, std, crop_mode, crop_pct and interpolation stored in a file. Missing values are skipped.
 
     Raises:
-        CheckpointError: The mean or std is not one number per channel, or the crop mode is unknown.
+        CheckpointError: The mean or std is not a list of one number, or of one number per channel, or a number is out
+            of range, or the crop mode is unknown.
         ConfigError: The crop_pct or interpolation is invalid (see `options_of_checkpoint`).
     """
     for name in ("mean", "std"):
@@ -178,8 +179,8 @@ def check_preprocessing(values: dict[str, Any], path: str | Path, channels: int 
         is_valid = isinstance(numbers, list) and len(numbers) in (1, channels) and all(map(_is_moderate, numbers))
         if not is_valid or (name == "std" and min(numbers) < 1 / LARGEST):
             raise CheckpointError(
-                f"{name} in {path} must be one number per channel, at most 1e6 in magnitude (std at least 1e-6), "
-                f"got {str(numbers)[:100]}"
+                f"{name} in {path} must be a list of one number, or of one number per channel, at most 1e6 in "
+                f"magnitude (std at least 1e-6), got {str(numbers)[:100]}"
             )
     if values.get("crop_mode", "center") not in CROP_MODES:
         raise CheckpointError(

@@ -23,7 +23,7 @@ from . import sandbox_server
 from .image_decoding import MOST_PIXELS, UnfitImageError
 from .sandbox_server import REPLY, REQUEST
 
-SIGKILL = getattr(signal, "SIGKILL", 0)  # Windows has no signals
+SIGKILL = getattr(signal, "SIGKILL", 0)  # Windows has no SIGKILL
 
 
 class LateImageError(UnfitImageError):

@@ -336,7 +336,7 @@ struct Colour {
     __device__ float of(int c) const { return c == 0 ? red : c == 1 ? green : blue; }
 };
 
-// Normalizes four adjacent elements, and replaces erased elements by noise.
+// Normalizes four adjacent elements, and replaces erased elements by noise or, in mode CONSTANT, by 0.
 DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const Coordinates (&at)[4], Colour mean,
                            Colour deviation, int left, i64 noise) {
     Floats<4> values;

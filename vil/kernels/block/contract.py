@@ -1,6 +1,6 @@
 """Argument limits of the fused block operators, and checks that name the invalid argument.
 
-Letters of dimensions, in addition to those in weights.py:
+Letters of dimensions, which have priority over those in weights.py:
 
     E 2D    P R + 2N    K taps    S states between chunks    T, t tokens of the batch before and after the block
     l tokens that the recurrence reads    U columns of uz    W elements of the packed weights

@@ -54,8 +54,9 @@ def conv_backward(
 def share(B: int, L: int, most: int) -> tuple[int, int]:
     """Return how many consecutive tokens a lane processes (a stretch), and how many partial sums the kernel writes.
 
-    At most `most` parts are used, because `most` parts keep the GPU busy and another kernel must add the parts. All
-    parts have equally many stretches, in groups of four, and the stretches are as long as possible.
+    At most `most` parts are used, because `most` parts keep the GPU busy and another kernel must add the parts. A part
+    processes at most as many groups of four stretches as with stretches of 256 tokens. The stretches are as short as
+    this limit allows, with at least 8 tokens.
     """
     most = max(1, most)
     rounds = -(-B * -(-L // 256) // (4 * most))

@@ -4,7 +4,7 @@
 //
 // pool.py declares the parameters of the kernel. Macros:
 //   INPUT          element type of the tensors: bf16, fp16 or float
-//   VECTOR         number of adjacent channels per thread, up to 4
+//   VECTOR         number of adjacent channels per thread, up to 2
 //   TAPS           length of the convolution's filter, whose last tap reads the current token
 //   THREADS, CTAS  threads per CTA, and CTAs per multiprocessor
 //

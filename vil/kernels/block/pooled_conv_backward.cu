@@ -9,7 +9,7 @@
 //   dweight_0[i] = sum_t u(t) s_0(t + BACK - i)      dbias_g = sum_t s_g(t)
 //   dweight_1[i] = sum_t u(t) s_1(t - BACK + i)
 //
-// Macros and letters are the same as in pool.cu, with up to 2 adjacent channels per thread.
+// Macros and letters are the same as in pool.cu.
 // stretch: number of tokens that a CTA processes at a time, a multiple of 4 up to SEGMENT    parts: CTAs per channel
 //
 // pooled_conv_backward.py declares the parameters of the kernel.

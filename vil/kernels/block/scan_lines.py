@@ -41,7 +41,7 @@ def scan_lines(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the scan's output (B, S, D) summed over both directions, and an empty tensor, because no state is saved.
 
-    The first R of the P columns of x_proj project to the step.
+    The first R of the P rows of x_proj project to the step.
     """
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     y_BSD, macros = torch.empty_like(means_2BSD[0]), macros_of(recurrence, means_2BSD, P, R)

@@ -152,7 +152,7 @@ class SavedForBackward(NamedTuple):
     states: Tensor  # (2, B, S, N, D), states between chunks of tokens
     packed: Tensor  # packed weights
     A: Tensor | None  # (2, D, N), only for the selective recurrence
-    pooled: Tensor | None  # (2, B, S, D): averaged rows or columns, the scan's input in a pooled block
+    pooled: Tensor | None  # (2, B, number of pooled tokens, D): the scan's input in a pooled block
     xhat: Tensor | None  # xhat and rstd of `Normed`, or None if xhat and rstd were inputs of the block
     rstd: Tensor | None
 

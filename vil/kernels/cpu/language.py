@@ -1,6 +1,7 @@
 """Building blocks of CPU kernels: memory by address, task counters, and functions that vectorize.
 
-Importing this module imports Numba, which takes a third of a second, so only the compiler imports this module.
+Importing this module imports Numba, which takes a third of a second. Therefore only modules with kernels import this
+module, and the compiler imports them only to compile a kernel.
 
 A kernel is a function of an array of 64-bit numbers (see `compiler`). The kernel runs in several threads at once, and
 each thread processes tasks until none is left. Loops over `LANES` channels become vector instructions.
@@ -231,7 +232,7 @@ _SMALLEST, _LARGEST, _INFINITE = np.float32(-126), np.float32(126), np.float32(1
 _INFINITY = np.float32(np.inf)
 _ROUND = np.float32(1.5 * 2**23)  # adding this number to a float rounds the float to an integer
 _POWERS = [np.float32(np.log(2) ** i / np.prod(range(1, i + 1))) for i in range(1, 7)]
-_P1, _P2, _P3, _P4, _P5, _P6 = _POWERS  # coefficients of 2^f for |f| <= 1/2, accurate to 1e-7
+_P1, _P2, _P3, _P4, _P5, _P6 = _POWERS  # coefficients of 2^f for |f| <= 1/2, with a relative error of about 2e-7
 _A3, _A5, _A7, _A9, _A11, _A13 = [np.float32(1 / i) for i in (3, 5, 7, 9, 11, 13)]
 
 # compile without "reassoc", because reordering would remove the addition and subtraction of `_ROUND`

@@ -96,7 +96,7 @@ DEVICE Pack<T, 4> gather4(const T *p) {
 template <class T, int C>
 DEVICE void store(T *p, Pack<T, C> v) { *reinterpret_cast<Pack<T, C> *>(p) = v; }
 
-// Hardware exp2 and reciprocal have a relative error of 2^-22 and a tenth of the instructions of the exact functions.
+// Hardware exp2 and reciprocal have a relative error of at most 2^-22, and need few instructions.
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -107,7 +107,7 @@ DEVICE float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// The hardware tanh has a relative error of 2^-11.
+// The hardware tanh has a relative error of at most 2^-11.
 DEVICE float tanh_fast(float x) {
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,6 +1,6 @@
 // Gradients of the scan, from dy and from the states between chunks that the forward pass has saved.
 // For each chunk of a segment, from the last chunk to the first:
-//  1. `sweep_forward` scans the chunk again and saves the state before every half tile (`Restart`).
+//  1. `sweep_forward` scans the chunk again and saves the state before each half tile except the last (`Restart`).
 //  2. `sweep_backward` processes the half tiles from the last to the first.
 //     `rescan` scans a half tile again and keeps in registers what the gradients need (`Kept`).
 //     `walk_back` goes through the half tile in reverse order with G = dL/dS_t (recurrences.cuh):
@@ -20,7 +20,7 @@
 // One __syncthreads per tile is sufficient, because sums of dk and dq have two buffers (rule 1 of cuda/pipeline.cuh).
 // All other data belongs to a single warp (rule 3).
 //
-// On an H200, registers and shared memory allow 12 warps per multiprocessor.
+// On an H200, registers and shared memory allow 12 warps per multiprocessor for 16-bit inputs and 16 states.
 // docs/kernels/scan-backward.md describes tiles, lanes and buffers, and lists alternatives that were tried.
 //
 // backward.py declares the parameters of the kernels.

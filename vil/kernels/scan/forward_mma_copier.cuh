@@ -46,7 +46,7 @@ struct KeyCopies : VectorCopies<(2 * TILE + 1) * N / 8> {
     }
 };
 
-// Copies y of 16 tokens, starting with the token before the tile, from shared to global memory.
+// Copies y of TILE tokens, starting with the token before the tile, from shared to global memory.
 struct Results {
     static constexpr int ROW = CTA_CHANNELS / 8, ITEMS = TILE * ROW / 32, NEVER = 1 << 30;
     static_assert(TILE * ROW % 32 == 0);

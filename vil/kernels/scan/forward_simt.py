@@ -68,7 +68,7 @@ class ForwardSimt(Lanes):
         vector = min(vector, groups * channels)
         unroll, stages = self.unroll if N <= 16 else 4, 3
         tile = max(min(self.tile, 1024 // N), unroll, 32 // groups)
-        # fp32 inputs and more than 16 states need more registers, so fewer CTAs share a multiprocessor
+        # more than 16 states, or 8 for fp32 inputs, need more registers, so fewer CTAs share a multiprocessor
         resident = self.resident if x.element_size() * N <= 32 else self.resident * 2 // 3
         row = tile * groups * channels
         warp_bytes = (2 if self.ahead else 1) * 4 * row + stages * 2 * align(row * x.element_size())

@@ -28,7 +28,7 @@ from .segments import SegmentGradientsMma, SegmentStates
 
 LAUNCHES = 8000  # cost in cycles of the additional kernel launches if a sequence is split into segments
 STEP_LOGITS = 8000  # cycles that the ForwardMma kernel saves, because it also computes the product for step logits
-PASSED = 20 / 13  # cycles to pass a state between segments: 20 bytes are transferred at 13 bytes per cycle
+PASSED = 20 / 13  # cycles of a multiprocessor to pass a state between segments: 20 bytes at 13 bytes per cycle
 
 
 class Schedule(NamedTuple):
@@ -143,7 +143,7 @@ def choose(
         candidates = backward_variants(recurrence, N)
     segment = segment_variant(kind, recurrence, N, itemsize)
     costs = {}
-    # try at most about 128 segment lengths for a long sequence
+    # try at most 255 segment lengths
     for segment_chunks in range(chunks, 0, -max(1, chunks // 128)):
         segments = -(-chunks // segment_chunks)
         tokens = min(L, segment_chunks * CHUNK)

@@ -71,7 +71,7 @@ def longhorn_scan(
 
     Args:
         x_BLD: Values to remember. All tensors are float16, bfloat16, float32 or float64; if the dtypes of the per-token
-            tensors differ, computation is in float32.
+            tensors differ, they are converted to float32 (float64 if x is).
         beta_logits_BLD: Logits of beta, the weight of recalling the new pair compared with keeping the state.
         k_BLN: Keys, shared by the channels.
         q_BLN: Queries, shared by the channels.
@@ -87,7 +87,7 @@ def longhorn_scan(
         y_BLD in x's dtype or, with `return_final_state`, a tuple of y_BLD and S_L (B, D, N) in float32 (float64 if x
         is). State and sums are in float32 (float64 if x is). The result is differentiable once with respect to every
         tensor argument. NaN and infinity in the inputs propagate. An initial state and a final state each cost the time
-        of N tokens, unless there is only one token, and make the computation float32.
+        of N tokens, unless there is only one token, and make the computation float32 (float64 if x is).
 
     Raises:
         ValueError: A shape, dtype, device or the backend is not supported; the message names the argument.
@@ -152,7 +152,7 @@ def selective_scan(
 
     Args:
         x_BLD: Input of the state space. All tensors are float16, bfloat16, float32 or float64; if the dtypes of the
-            per-token tensors differ, computation is in float32.
+            per-token tensors differ, they are converted to float32 (float64 if x is).
         dt_logits_BLD: Time step before the softplus.
         A_DN: Rate of each state; negative, so that the state decays.
         b_BLN: Input projection, shared by the channels.
@@ -169,7 +169,7 @@ def selective_scan(
         y_BLD in x's dtype or, with `return_final_state`, a tuple of y_BLD and S_L (B, D, N) in float32 (float64 if x
         is). State and sums are in float32 (float64 if x is). The result is differentiable once with respect to every
         tensor argument. NaN and infinity in the inputs propagate. An initial state and a final state each cost the time
-        of N tokens, unless there is only one token, and make the computation float32.
+        of N tokens, unless there is only one token, and make the computation float32 (float64 if x is).
 
     Raises:
         ValueError: A shape, dtype, device or the backend is not supported; the message names the argument.
