@@ -35,7 +35,7 @@ for _name in ("at_least_fp32", "grid_of", "longhorn_scan", "selective_scan"):
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm computed in fp32; the output has the weight's dtype."""
+    """RMSNorm computed in the input's dtype, which is fp32 in a block; the output has the weight's dtype."""
 
     def forward(self, x_BLC: Tensor) -> Tensor:
         h_BLC = F.rms_norm(x_BLC, self.normalized_shape, self.weight.to(x_BLC.dtype), self.eps)

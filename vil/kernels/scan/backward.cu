@@ -8,7 +8,7 @@
 //
 // The gradients of x and step logits are sums over states, which are distributed over lanes.
 // The gradients of keys and queries are sums over channels, which are distributed over lanes, warps and CTAs.
-// Lanes exchange sums of half a tile through shared memory, which takes a third of the instructions of shuffles.
+// Lanes exchange sums of half a tile through shared memory, which takes fewer instructions than shuffles.
 // There are no atomics: each CTA writes sums over its channels, and `reduce_partials` adds them in a fixed order.
 //
 // A lane has 4 states of DL channels (lanes.cuh), so that sums over states and over channels are equally short.
