@@ -446,7 +446,7 @@ def test_the_command_accepts_file_names_and_at_most_64_images(tmp_path, monkeypa
         (["many", "--count", 0], "--count must be at least 1, got 0"),
         (["many", "--blocks", 0, 1], "--blocks must be between 0 and 0 for this model, got 1"),
         (["many", "--blocks", -1], "--blocks must be between 0 and 0 for this model, got -1"),
-        (["many", "--checkpoint", "plain.pth"], "plain.pth must be a checkpoint of vil train"),
+        (["many", "--checkpoint", "plain.pth"], "plain.pth must be written by vil train or vil export"),
         (["many", "--checkpoint", "text.png"], "text.png cannot be read as a checkpoint"),
         (["many", "--checkpoint", "deit.pt"], "deit.pt must hold a ViL or ViM model, got deit_tiny"),
     ):

@@ -360,7 +360,7 @@ def test_an_ema_that_hardly_changes_logs_a_warning(folder, tmp_path, caplog, dec
     options = dict(model_ema_decay=decay or 0.992, model_ema=decay > 0)  # a decay of 0 means no EMA
     trainer(folder, tmp_path, global_batch_size=2, **options)
     averaged = 1 / (1 - decay) if decay < 1 else float("inf")
-    message = f"model_ema_decay {decay} averages over about {averaged:.0f} steps, but this run has only 112"
+    message = f"model_ema_decay {decay} averages over about {averaged:.0f} steps, but only 112 steps are trained"
     assert (message in caplog.text) is warned
     assert ("Set --model-ema-decay 0.9107 to average over about 11 steps, or train longer" in caplog.text) is warned
 

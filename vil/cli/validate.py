@@ -86,7 +86,7 @@ def _parser(prog: str | None) -> Parser:
     add("--interpolation", help="interpolation of the resize")
     add("-b", "--batch-size", default=128, help="batch size of each process (default: 128)")
     add("-j", "--workers", help="data loading workers of each process; by default chosen by the number of cores")
-    add("--device", help="device; by default a GPU if available")
+    add("--device", help="device; by default cuda if available")
     add("--amp", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast on GPUs")
     add("--json", metavar="FILE", help="also write the results to a JSON file; - for stdout")
     add("--report", type=Path, metavar="FOLDER", help="write an HTML report, index.html, to this folder")

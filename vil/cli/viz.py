@@ -30,7 +30,7 @@ def main(words: Sequence[str] | None = None, prog: str = "vil viz") -> None:
 def parse_options(words: Sequence[str] | None = None, prog: str = "vil viz") -> argparse.Namespace:
     parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--checkpoint", required=True, help="checkpoint written by vil train")
+    add("--checkpoint", required=True, help="checkpoint written by vil train, or weights written by vil export")
     add(
         "--use-ema",
         action=argparse.BooleanOptionalAction,

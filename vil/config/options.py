@@ -97,7 +97,7 @@ class Config:
     sched: str = _option("cosine", "timm scheduler, stepped once per epoch")
     warmup_epochs: int = _option(5, "number of warm-up epochs", low=0)
     warmup_lr: float = _option(1e-6, "learning rate of the first warm-up epoch", low=0)
-    min_lr: float = _option(1e-5, "learning rate at the end", low=0)
+    min_lr: float = _option(1e-5, "learning rate that the schedule approaches at the end", low=0)
     model_ema: bool = _option(True, "keep an exponential moving average (EMA) of the weights")
     model_ema_decay: float = _option(0.99996, "decay of the EMA weights per step", low=0, high=1)
     amp: bool = _option(True, "mixed precision on GPUs; a CPU always trains in fp32")

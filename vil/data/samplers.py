@@ -1,7 +1,7 @@
 """Batch samplers of (index, seed) pairs, which determine the order of images and the share of each rank.
 
-The images of a global batch and their augmentation depend only on the seed, the epoch and the position in the epoch.
-They do not depend on the world size, the number of workers or the accumulation steps.
+The images of a global batch and each image's augmentation depend only on the seed, the epoch and the position in the
+epoch. They do not depend on the world size, the number of workers or the accumulation steps.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def predict(
         batch_size: Number of images per forward pass of the model.
 
     Raises:
-        ConfigError: The checkpoint does not store its preprocessing, a single image cannot be read, or `topk` or
+        ConfigError: The checkpoint does not store the model's name, a single image cannot be read, or `topk` or
             `batch_size` is below 1. If one of several images cannot be read, a warning names the image, and the list
             of its predictions is empty.
         CheckpointError: The checkpoint is missing or corrupt.

@@ -35,7 +35,8 @@ def classifier_of(
         use_ema: Whether to load the EMA weights of a checkpoint. None as for `from_checkpoint`.
 
     Raises:
-        ConfigError: The model has no classifier head, or the checkpoint does not store its preprocessing.
+        ConfigError: The model has no classifier head, the checkpoint does not store the model's name, or the ONNX file
+            was not written by `vil.export`.
         CheckpointError: The checkpoint is missing or corrupt.
     """
     if isinstance(model, (str, os.PathLike)):

@@ -72,7 +72,7 @@ def _warn_of_short_ema(config: Config, steps: int) -> None:
     averaged = 1 / (1 - decay) if decay < 1 else float("inf")
     shorter = max(0.5, 1 - 10 / steps)
     _logger.warning(
-        "model_ema_decay %s averages over about %.0f steps, but this run has only %d, so the EMA weights will stay "
+        "model_ema_decay %s averages over about %.0f steps, but only %d steps are trained, so the EMA weights stay "
         "close to the initial weights. Set --model-ema-decay %.4g to average over about %.0f steps, or train longer",
         decay, averaged, steps, shorter, 1 / (1 - shorter),
     )  # fmt: skip

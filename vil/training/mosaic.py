@@ -27,7 +27,7 @@ SMALLEST_SHARE = 0.005  # minimum share of the second class in a mixed image's l
 
 
 class Mosaic:
-    """Mosaic of a run's first augmented images, collected on their device and copied to the host once.
+    """Mosaic of the first augmented images after a run's start or resumption, copied to the host once.
 
     Args:
         run: Identity of the run.

@@ -69,7 +69,8 @@ def train(
     Lines on stderr name the choices.
 
     Args:
-        data: Folder of images, with one folder per class or with splits; None if `dataset` or `synthetic` is set.
+        data: Folder of images, with one folder per class or with splits; with dataset="wds/NAME", folder or URL of the
+            shards; None for other values of `dataset` and for `synthetic`.
         weights: Weights to start from: a file, or a name that `timm.list_pretrained` lists; None to choose weights by
             the folder, and "none" for random weights.
         config: Config file, or the name of a config of this package, such as "vil_tiny".

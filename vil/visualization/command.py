@@ -44,8 +44,8 @@ def draw(options: argparse.Namespace) -> None:
     """Write the plots why.png, scans.png and fields.png to the output folder.
 
     Raises:
-        ConfigError, CheckpointError: The checkpoint is corrupt or was not written by `vil train`, a requested
-            block does not exist, or no image can be read.
+        ConfigError, CheckpointError: The checkpoint is corrupt or was not written by `vil train` or `vil export`, a
+            requested block does not exist, or no image can be read.
     """
     if options.count < 1:
         raise ConfigError(f"--count must be at least 1, got {options.count}")
@@ -87,7 +87,7 @@ def load_models(source: Checkpoint, use_ema: bool | None) -> tuple[VisionLonghor
     """
     name = source.options.get("model")
     if not name:
-        raise ConfigError(f"{source} must be a checkpoint of vil train, but the file does not store a model name")
+        raise ConfigError(f"{source} must be written by vil train or vil export, but does not store a model name")
     # load this model first, because loading can correct the image size in the options
     model = from_checkpoint(source, use_ema=use_ema)
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ from ..sources.images import restrict_pillow
 _logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16  # maximum default number of workers per training process
-MOST_READERS = 8  # maximum default number of workers if they only read files (about 2,000 files per second each)
+MOST_READERS = 8  # maximum default number of workers if they only read files
 PIECE = 64  # number of images per task of a worker; a batch is split into tasks, so that its loading is parallel
 BATCHES_AHEAD = 3  # number of batches that the workers prefetch
 SHARED_MEMORY = Path("/dev/shm")
