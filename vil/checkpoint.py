@@ -192,7 +192,7 @@ class Checkpoint:
         return None if best is None else best == "state_dict_ema"
 
     def prefers_ema(self, use_ema: bool | None) -> bool:
-        """Return whether to use the EMA weights of a trained model: `use_ema`, or if None the choice in best.pt."""
+        """Return whether to use the EMA weights: `use_ema`, or if None, whether best.pt marks them as better."""
         return bool(self.ema_is_best) if use_ema is None else use_ema
 
     def note_on_weights(self, use_ema: bool | None) -> str:

@@ -132,7 +132,7 @@ def parameters(model):
 def pretrained(file, num_classes, **changes):
     """Return `timm.create_model` arguments that load a small model's weights, with the preprocessing `OWN`."""
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in {**OWN, **changes}.items()}
-    # Disable custom_load, because timm before 1.0.30 would read the PyTorch file as JAX weights.
+    # Disable custom_load, because timm before 1.0.31 would read the PyTorch file as JAX weights.
     known |= dict(file=file, num_classes=num_classes, custom_load=False)
     cfg = json.dumps(known).replace("{", "{{").replace("}", "}}")
     return [*VIT_ARGUMENTS, f"pretrained_cfg_overlay={cfg}".replace("MODELS", "{models}")]
