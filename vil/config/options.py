@@ -32,7 +32,7 @@ def _option(
 
 @dataclass
 class Config:
-    """Options of a training run. Defaults are ViM's recipe, as far as the recipe is the same for all model sizes."""
+    """Options of a training run. Defaults are ViM's recipe for the tiny model on ImageNet."""
 
     # data
     data_dir: str | None = _option(

@@ -1,8 +1,8 @@
 """Translation of config files of timm's train.py, such as args.yaml, to options of `Config`.
 
 timm saves every option in args.yaml, so most options there are off or at timm's default. These options are ignored.
-Options that do not affect the trained weights are ignored, too. Options with the same meaning under another name are
-renamed. All other options raise an error, because ignoring them would silently change the training.
+The options in `HARMLESS` are ignored, too. Options with the same meaning under another name are renamed. All other
+options raise an error, because ignoring them would silently change the training.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ SCHEDULES = {
     "patience_epochs": [],
 }
 
-# timm options that affect speed, logging or storage, but not the trained weights
+# timm options that affect speed, logging, storage or random numbers, or that options of this package replace
 HARMLESS = {
     "channels_last",
     "checkpoint_hist",

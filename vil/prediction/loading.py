@@ -31,7 +31,7 @@ def classifier_of(
 
     Args:
         model: The model or checkpoint.
-        device: Device of a checkpoint's model; None uses a GPU if available.
+        device: Device of a checkpoint's model; None uses cuda if available.
         use_ema: Whether to load the EMA weights of a checkpoint. None as for `from_checkpoint`.
 
     Raises:

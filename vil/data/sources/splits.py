@@ -154,7 +154,7 @@ def _hint(unknown: str, classes: int, known: Sequence[str]) -> str:
 def _open_tar(path: Path, known: Sequence[str]) -> ImageDataset:
     """Open a tar file, without timm's list of the members if the list is broken.
 
-    timm stores a list of the members beside a file of more than 10 GB, and reads the list with an unpickler that runs
+    timm stores a list of the members beside a file of more than 10 GiB, and reads the list with an unpickler that runs
     no code.
     """
     listed = path.with_name(f"_{path.stem}_tarinfos.pickle")
