@@ -4,18 +4,18 @@
     vil train -c vil_tiny --data-dir /imagenet
     torchrun --nproc_per_node=8 -m vil train -c vil_tiny --data-dir /imagenet --resume auto
 
-Without a config file, the splits, weights and recipe are chosen by the content of the folder, and the log names each
-choice with the option that changes it. docs/guide.md lists the arrangements of folders that are detected.
+Without a config file, the splits, weights and recipe are chosen by the content of the folder and the device, and the
+log names each choice with the option that changes it. docs/guide.md lists the arrangements of folders.
 
 Config files use timm's option names, and the command line overrides the config file. The config file specifies the
 *global* batch size. Each process splits its share of the global batch into micro-batches of at most `batch_size`
-images, so that results do not depend on the number of GPUs. Optional `phases` are trained sequentially. The run folder
-OUTPUT/EXPERIMENT contains config.yaml, info.txt, summary.csv, the plots augmented.png and curve.png, last.pt, best.pt
-and, for a validation split of moderate size, report.html.
+images, so that the recipe does not depend on the number of GPUs. Optional `phases` are trained sequentially. The run
+folder OUTPUT/EXPERIMENT contains config.yaml, info.txt, summary.csv, the plots augmented.png and curve.png, the
+checkpoints last.pt, previous.pt and best.pt and, for a validation split of moderate size, report.html.
 
 Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint and exits with status 75. `--resume auto` resumes the run, also on a
-different number of processes, with the same result as an uninterrupted run. docs/reliability.md lists other failures
-that a run survives.
+different number of processes, with the same result as an uninterrupted run up to rounding errors. docs/reliability.md
+lists other failures that a run survives.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(words: Sequence[str] | None = None, prog: str | None = None, chooses_re
     Args:
         words: Words of the command line; None uses `sys.argv`.
         prog: Name of the program in `--help`; None uses the name of the script.
-        chooses_recipe: Whether weights and recipe are chosen by the number of images if there is no config file.
+        chooses_recipe: Whether weights and recipe are chosen by the folder and the device if there is no config file.
     """
     logging.basicConfig(format="%(message)s")
 

@@ -26,19 +26,21 @@ SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
 
 
 class StoppedError(RuntimeError):
-    """Raised after writing a checkpoint if images cannot be loaded."""
+    """Raised if images cannot be loaded, after writing a checkpoint of any finished steps."""
 
     status = 1  # exit status of the training process
 
 
 class PreemptedError(StoppedError):
-    """Raised after writing a checkpoint if a signal was received."""
+    """Raised if a signal was received, after writing a checkpoint of any finished steps."""
 
     status = PREEMPTED
 
 
 class SignalWatch:
-    """Records SIGTERM and SIGUSR1 from cluster schedulers and SIGINT (Ctrl-C), instead of ending the process.
+    """Records SIGTERM and SIGUSR1 from cluster schedulers, SIGINT (Ctrl-C), and SIGHUP from torchrun.
+
+    The recorded signals do not end the process.
 
     A second SIGINT terminates the process at once, or raises KeyboardInterrupt if SIGINT did so before. A watch that is
     created in another thread than the main thread records no signals.

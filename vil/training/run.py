@@ -36,7 +36,8 @@ class Run:
     """Finished training run.
 
     Attributes:
-        folder: Run folder, which also contains last.pt, summary.csv, curve.png and the report.
+        folder: Run folder, which also contains last.pt, summary.csv, curve.png and, for a validation split of moderate
+            size, report.html.
         history: One dict per epoch with the columns of summary.csv, such as `epoch`, `train_loss` and `eval_top1`.
         best_checkpoint: Checkpoint of the epoch with the highest top-1 accuracy on the validation split.
     """
