@@ -171,7 +171,7 @@ def test_batches_have_the_requested_size_minus_unreadable_images(checkpoint, pho
     assert batches == [(2, True), (2, True), (1, True)]
 
 
-def test_unreadable_images_are_named_and_the_others_are_predicted(checkpoint, photos, caplog):
+def test_unreadable_images_are_named_and_the_others_are_predicted(checkpoint, photos, tmp_path, caplog):
     others = np.zeros((3, 8, 8), np.uint8), Image.new("RGB", (0, 5)), np.zeros((8, 8)), np.zeros(8, np.uint8)
     found = vil.predict(checkpoint, [photos / "a.png", photos / "gone.png", *others, photos / "b.jpg"])
     assert [len(predictions) for predictions in found] == [5, 0, 0, 0, 0, 0, 5]
@@ -188,6 +188,10 @@ def test_unreadable_images_are_named_and_the_others_are_predicted(checkpoint, ph
             vil.predict(checkpoint, others, **numbers)
     with pytest.raises(ConfigError, match=r"broken.png' cannot be read as an image: .*"):
         vil.predict(checkpoint, photos / "broken.png")
+    Image.new("RGB", (64, 64)).save(tmp_path / "whole.jpg")
+    (tmp_path / "part.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:-300])
+    with pytest.raises(ConfigError, match="part.jpg' cannot be read as an image: Truncated File Read$"):
+        vil.predict(checkpoint, tmp_path / "part.jpg")
     # Messages of other libraries are truncated to 200 characters.
     assert reason_of(OSError("n" * 240)) == "n" * 200
     assert reason_of(EOFError()) == "EOFError"  # an exception without a message is named by its type
@@ -297,7 +301,10 @@ def test_file_names_cannot_send_control_characters_to_the_terminal(checkpoint, p
         (["--topk", "0", "{photos}"], "error: --topk must be at least 1, got 0"),
         (["--topk", "two", "{photos}"], "error: --topk must be an integer, got 'two'$"),
         (["--topkk", "2", "{photos}"], r"error: unknown option 'topkk' .*; did you mean --topk\?$"),
-        (["--img-size", "64", "{photos}"], "error: unknown option 'img_size' on the command line$"),  # not `images`
+        (
+            ["--img-size", "64", "{photos}"],
+            "error: unknown option 'img_size' on .*; vil predict --help lists the options$",
+        ),
         (["--classes", "0", "{photos}"], "error: .*classes"),
         (["{photos}", "{tmp}/best.pt"], "error: .*best.pt is a model, not an image: set --checkpoint .*best.pt$"),
         (["--device", "gpu", "{photos}"], "error: device must be .*, got 'gpu'; did you mean 'cuda'"),

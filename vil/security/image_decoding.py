@@ -34,6 +34,15 @@ class UnfitImageError(ValueError):
     """An image is damaged, exceeds a limit, has no defined range of pixel values, or makes its decoder fail."""
 
 
+def reason(error: Exception) -> str:
+    """Return why an image cannot be read, in printable characters."""
+    if isinstance(error, UnfitImageError):
+        return str(error)
+    if isinstance(error, OSError) and str(error):  # Pillow's messages need no type, such as "image file is truncated"
+        return repr(str(error))[1:-1]
+    return repr(error)
+
+
 def length_of(file: BinaryIO) -> int:
     """Return the size of a file in bytes. Raise an UnfitImageError if the file is larger than `MOST_BYTES`."""
     length = file.seek(0, os.SEEK_END)

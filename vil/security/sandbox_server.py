@@ -15,7 +15,7 @@ import sys
 from typing import BinaryIO
 
 from .exif import to_upright_rgb
-from .image_decoding import FORMATS, UnfitImageError, open_image, to_rgb
+from .image_decoding import FORMATS, open_image, reason, to_rgb
 
 SECONDS = 10  # timeout per image file
 MEMORY = 5 * 2**28  # maximum address space for decoding, in bytes; images within the size limits need less
@@ -52,8 +52,7 @@ def _decode_or_explain(data: bytes, is_upright: bool) -> tuple[tuple[int, int], 
         image = to_upright_rgb(opened) if is_upright else to_rgb(opened)
         return image.size, image.tobytes()
     except Exception as error:  # decoders have no common exception type
-        reason = str(error) if isinstance(error, UnfitImageError) else repr(error)
-        return (0, 0), reason[:MOST_ERROR].encode()
+        return (0, 0), reason(error)[:MOST_ERROR].encode()
 
 
 def _ignore_scheduler_signals() -> None:

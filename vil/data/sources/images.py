@@ -17,7 +17,7 @@ from PIL import Image
 from ...errors import reject_url
 from ...fault_tolerance.machine_errors import WorkersError, retry_reading
 from ...security.exif import exif_orientation, upright
-from ...security.image_decoding import FORMATS, UnfitImageError, decode, length_of
+from ...security.image_decoding import FORMATS, UnfitImageError, decode, length_of, reason
 from ...security.image_structure import strip_metadata
 from ...security.sandbox import LateImageError, decode_in_sandbox
 
@@ -87,11 +87,6 @@ def image_of(data: bytes, is_upright: bool = False) -> Image.Image:
     except Exception as error:  # decoders can raise any type of exception, including OSError
         raise UnfitImageError(reason(error)) from error
     return upright(image, exif_orientation(data)) if is_upright else image
-
-
-def reason(error: Exception) -> str:
-    """Return why an image cannot be read, in printable characters."""
-    return str(error) if isinstance(error, UnfitImageError) else repr(error)
 
 
 def restrict_pillow() -> None:
