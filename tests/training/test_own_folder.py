@@ -57,6 +57,7 @@ def test_all_options_are_chosen_and_named_in_the_log(photos, caplog):
     "given",
     [
         {"epochs": 3}, {"lr": 1e-2}, {"global_batch_size": 6}, {"img_size": 96}, {"val_fraction": 0.5},
+        {"model_kwargs": {"embed_dim": 16}}, {"model_kwargs": {"depth": 30}},
         {"model": "vil_tiny"}, {"pretrained_path": "vil_tiny.tiny_in200"}, {"model": "vil_small"},
         {"model": "resnet18"}, {"pretrained_path": None},
         {"experiment": "first"}, {"drop_path": 0.0}, {"layer_decay": 0.5}, {"warmup_epochs": 1},
@@ -73,11 +74,12 @@ def test_given_options_win(photos, given, caplog):
         assert f"--{name.replace('_', '-')} " not in caplog.text
     if "vil_tiny" in given.values() or "vil_tiny.tiny_in200" in given.values():
         assert (config.model, config.pretrained_path) == ("vil_tiny", "vil_tiny.tiny_in200")
-    if given.get("model") in ("vil_small", "resnet18"):  # no weights are shipped for these models
-        assert (config.pretrained_path, config.img_size, config.model_kwargs) == (None, None, {})
-        assert (
-            "--pretrained-path none (random weights, because the package has no weights of this model)" in caplog.text
-        )
+    if given.get("model") in ("vil_small", "resnet18") or "model_kwargs" in given:  # no weights fit these models
+        assert (config.pretrained_path, config.img_size, config.model_kwargs) == (
+            None, None, given.get("model_kwargs", {}),
+        )  # fmt: skip
+        reason = "random weights, because the package has no weights that fit this model"
+        assert f"--pretrained-path none ({reason})" in caplog.text
 
 
 def test_an_empty_experiment_is_named_after_the_folder(photos):

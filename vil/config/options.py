@@ -175,7 +175,6 @@ class Config:
         for name, option in (("drop_path_rate", "drop_path"), ("num_classes", "num_classes"), ("img_size", "img_size")):
             if name in self.model_kwargs:
                 raise ConfigError(f"model_kwargs must not contain {name}; set --{option.replace('_', '-')} instead")
-        check_sizes(self.model_kwargs)
         if (channels := self.model_kwargs.get("in_chans", 3)) != 3:
             raise ConfigError(f"in_chans in model_kwargs must be 3, the channels of RGB images, got {shown(channels)}")
         if self.model_kwargs.get("global_pool") == "":

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from ..text import nearest, shown
-from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError, unknown_models, wrong_choices
+from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError, check_sizes, unknown_models, wrong_choices
 
 MOST_BYTES = 2**17  # maximum size of a config file in bytes, because YAML parsing needs much time and memory per byte
 LONGEST_NUMBER = 400  # maximum number of characters in a number; more than the largest float needs
@@ -116,6 +116,8 @@ def checked(values: dict[str, Any], source: str, errors: Sequence[str] = ()) -> 
         try:
             empty = value == "" and kind_of(name)[1]  # scripts may pass an empty environment variable
             converted[name] = None if empty else convert(name, value, source)
+            if name == "model_kwargs":
+                check_sizes(converted[name] or {})
         except ConfigError as error:
             errors.append(str(error))
     errors += wrong_choices(converted) + unknown_models(converted)

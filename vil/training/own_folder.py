@@ -26,10 +26,12 @@ from ..data.sources.splits import count_images, open_split
 from ..devices import known_device
 from ..distributed import warn_on_rank0
 from ..models.shipped import TAG, file_of
+from ..text import counted
 from ..weight_files import BrokenCheckpointError
 
 FINETUNE = Path(__file__).parents[1] / "configs" / "finetune.yaml"
 MODEL = "vil_tiny_pooled"
+PACKAGED_WIDTH, PACKAGED_DEPTH = 192, 24  # embed_dim and depth of the weights in the package
 MOST_IMAGES = 100_000  # with more training images, a run uses the default options and random initial weights
 
 BATCH_SIZES = (4, 8, 16, 32)
@@ -148,7 +150,7 @@ def _choose_splits(layout: Layout, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the splits, and log which images are used for training and for validation."""
     chosen: dict[str, Any] = {"train_split": layout.train_split}
     folder = layout.data_dir if layout.train_split == WHOLE else str(Path(layout.data_dir) / layout.train_split)
-    line = f"{folder}: {layout.num_images} images of {len(layout.class_sizes)} classes"
+    line = f"{folder}: {counted(layout.num_images, 'image')} of {counted(len(layout.class_sizes), 'class', 'classes')}"
     if layout.val_split or "val_split" in given:
         split = str(given.get("val_split") or layout.val_split)
         line += f"; validation on {split_in(Path(layout.data_dir), split) or repr(split)} (set --val-split)"
@@ -174,7 +176,7 @@ def _choose_training(num_images: int, given: Mapping[str, Any]) -> dict[str, Any
     recipe = choose_recipe(num_images, device, given)
     if flags := _as_flags({name: value for name, value in start.items() if name not in given}):
         is_random = start.get("pretrained_path", "") is None
-        note = " (random weights, because the package has no weights of this model)" if is_random else ""
+        note = " (random weights, because the package has no weights that fit this model)" if is_random else ""
         warn_on_rank0(__name__, "%s", f"model and weights: {flags}{note}")
     line = f"recipe for {num_images} training images on a {device.upper()}: -c finetune {_as_flags(recipe)}"
     warn_on_rank0(__name__, "%s", line)
@@ -189,13 +191,19 @@ def _choose_start(given: Mapping[str, Any], device: str) -> dict[str, Any]:
         saved = Checkpoint(path, whole=False).options
         return {name: saved[name] for name in ("model", "img_size", "model_kwargs") if saved.get(name)}
     model = given.get("model", (path or MODEL).removesuffix(f".{TAG}"))
-    if not file_of(model):
+    if not file_of(model) or not (path or _has_packaged_size(given)):
         return {"model": model, "pretrained_path": None}
     img_size = given.get("img_size") or IMG_SIZE[device]
     patch_size = 8 if max(to_2tuple(img_size)) < 128 else 16
     kwargs = {"patch_size": patch_size, "depth": BLOCKS[device]}
     weights = f"{model.removesuffix(f'.{TAG}')}.{TAG}"
     return {"model": model, "pretrained_path": weights, "img_size": img_size, "model_kwargs": kwargs}
+
+
+def _has_packaged_size(given: Mapping[str, Any]) -> bool:
+    """Return whether the weights in the package fit the given model arguments."""
+    arguments = given.get("model_kwargs") or {}
+    return arguments.get("embed_dim", PACKAGED_WIDTH) == PACKAGED_WIDTH and arguments.get("depth", 1) <= PACKAGED_DEPTH
 
 
 def _as_flags(options: Mapping[str, Any]) -> str:
