@@ -55,6 +55,10 @@ def read_file(path: str | Path, whole: bool = True) -> Any:
         best = path.with_name("best.pt")
         if path.name == IN_FOLDER and best.is_file():
             raise CheckpointError(f"{path.parent} is the folder of a run, not a checkpoint: use {best}")
+        if path.name == IN_FOLDER and path.parent.is_dir():
+            raise CheckpointError(
+                f"folder {path.parent} has no {IN_FOLDER}: set a checkpoint file, or a folder written by vil export"
+            )
         raise CheckpointError(f"checkpoint {path} does not exist")
     if path.suffix in (".onnx", ".pt2"):
         raise CheckpointError(

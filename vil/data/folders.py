@@ -44,7 +44,7 @@ def split_folder(source: Path, target: Path, validation: float = SHARE) -> dict[
         reject_url(source, ValueError)
         raise ValueError(f"folder {source} does not exist: set the folder that contains the class folders")
     files_of_class = _files_of_classes(source)
-    if target.exists() and any(target.iterdir()):
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"folder {target} must be empty or new: choose another target folder")
 
     target.parent.mkdir(parents=True, exist_ok=True)

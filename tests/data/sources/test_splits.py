@@ -183,7 +183,8 @@ def test_interrupted_splitting_leaves_no_files(tmp_path, monkeypatch, error):
         ("pets", "0.2", "must not be inside .* pets, got .*cats"),
         ("pets/split", "0.2", "must not be inside .* pets, got .*split"),
         ("cats/split", "0.2", "must not be inside .* pets, got .*split"),
-        ("full", "0.2", "folder .*full must be empty or new"), ("file/new", "0.2", r"\[Errno"),
+        ("full", "0.2", "folder .*full must be empty or new"), ("file", "0.2", "folder .*file must be empty or new"),
+        ("file/new", "0.2", r"\[Errno"),
     ],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_split_is_reported_in_one_line(tmp_path, monkeypatch, target, share, error):
