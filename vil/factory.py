@@ -54,8 +54,10 @@ def from_checkpoint(
     source = Checkpoint.of(path)
     name = model or source.options.get("model")
     if not name:
-        call = f"vil.from_checkpoint({str(source)!r}, 'vim_tiny')"
-        raise ConfigError(f"{source} does not store the name of the model: pass the name, as in {call}")
+        raise ConfigError(
+            f"{source} does not store the name of the model: pass the name to vil.from_checkpoint, or convert the file "
+            f"with vil export --checkpoint {source} --model NAME --out model.safetensors"
+        )
     arguments = saved_arguments(source.options) | arguments
     without_head = arguments.get("num_classes") == 0
     if without_head:  # load the weights including the head, and remove the head afterwards

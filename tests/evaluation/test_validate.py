@@ -496,6 +496,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
             [*VIL_PT, "--against", "vim_tiny"],
             "no pretrained weights for vim_tiny; set --checkpoint FILE, or --against FILE",
         ),
+        (["output/pets/best.pt"], "best.pt is a weights file, not a folder: set --checkpoint output/pets/best.pt"),
         ([*VIL_PT, "--batchsizes", "64"], "unknown option 'batchsizes' on the command line; did you mean --batch-size"),
         ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; did you mean --workers"),
         # the error does not suggest `model_ema`, an option of training only
@@ -534,8 +535,8 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
                 "--json {tmp}": "exists but is not a regular file",
                 "--json {tmp}/pipe": "/pipe: the path exists but is not a regular file",
                 "--json {models}/vil.pt/out": "cannot write ",
-                "--csv {models}/vil.pt/out": "cannot write ",
-                "--report {models}/vil.pt": "cannot write ",
+                "--csv {models}/vil.pt/out": "/vil.pt/out/classes.csv: Not a directory",
+                "--report {models}/vil.pt": "/vil.pt is not a folder",
                 "--against nowhere.pt --plot {models}/vil.pt/out": "cannot write ",
             }.items()
         ),

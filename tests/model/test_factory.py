@@ -179,7 +179,7 @@ def test_weights_are_not_loaded_into_a_model_that_reads_tokens_differently(name,
 def test_weights_of_other_programs_require_the_model_name(tmp_path):
     path = tmp_path / "vim.pth"
     torch.save({"model": naive_model.published_vim(embed_dim=40, depth=2, grid=(3, 3), num_classes=7)}, path)
-    with pytest.raises(ConfigError, match=r"pass the name, as in vil\.from_checkpoint\('\S+/vim.pth', 'vim_tiny'\)$"):
+    with pytest.raises(ConfigError, match=r"pass the name .* vil export --checkpoint \S+/vim.pth --model NAME "):
         vil.from_checkpoint(path)
     model = vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48, num_classes=7)
     default = vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, num_classes=7)

@@ -50,6 +50,8 @@ def parse_options(words: Sequence[str] | None = None, prog: str | None = None) -
         options.data_dir = options.folder
     if options.data_dir:
         options.data_dir = os.path.expanduser(options.data_dir)
+        if options.folder and options.folder.endswith((".pt", ".pth", ".safetensors")):
+            raise ConfigError(f"{options.folder} is a weights file, not a folder: set --checkpoint {options.folder}")
     if not options.against and (options.plot or options.against_model):
         raise ConfigError("--against-model and --plot need a second model; set --against")
     for name in ("num_classes", "img_size", "crop_pct", "interpolation", "batch_size", "workers"):

@@ -46,13 +46,16 @@ class Parser(argparse.ArgumentParser):
                 flag = word.split("=")[0]
                 raise ConfigError(f"{flag} is not an option: remove {flag}, and pass only the value of {name}")
             flags = [action.dest for action in self._actions if action.option_strings]
-            raise ConfigError(unknown_option(name, f"on {SOURCE}", flags, spelled=flag_of))
+            message = unknown_option(name, f"on {SOURCE}", flags, spelled=flag_of)
+            raise ConfigError(message if ";" in message else f"{message}; {self.prog} --help lists the options")
         return options
 
     def _remedy(self, words: Sequence[str], word: str) -> str:
         """Return the remedy for a word that is not the value of an option, such as "yes" in `--amp yes`."""
         if self._is_after_switch(words, word):
             return f"remove the word, because {words[words.index(word) - 1]} accepts no value"
+        if "--checkpoint" in self._option_string_actions and Path(word).is_file():
+            return f"set --checkpoint {word}"
         return "remove the word, or put an option before it"
 
     def _is_after_switch(self, words: Sequence[str], word: str) -> bool:

@@ -71,11 +71,13 @@ def _check_operators(onnx: Any, proto: Any, opset: int) -> None:
     for name in sorted({node.op_type for node in _nodes(proto.graph) if not node.domain}):
         version = _version_of(onnx, name, written)
         if version is not None and version > opset:
-            too_new.append(f"{name} of opset {version}")
+            too_new.append((version, name))
 
     if too_new:
+        newest, name = max(too_new)
         raise ExportError(
-            f"opset must be at least {OPSET} for this model, got {opset}: PyTorch's exporter uses {', '.join(too_new)}"
+            f"opset must be at least {OPSET} for this model, got {opset}: PyTorch's exporter uses operators of opset "
+            f"{newest}, such as {name}"
         )
     if written != max(opset, OPSET):
         raise ExportError(f"opset must be at most {written}, the newest that this PyTorch version writes, got {opset}")
