@@ -42,12 +42,12 @@ def test_a_global_batch_that_ranks_cannot_share_is_rejected(image_folder):
     [
         (
             41, 32, 0, 50,
-            "an epoch has 1 steps of 32 images, the run has 50 steps; each epoch skips 9 of 41 images, chosen at "
+            "an epoch has 1 step of 32 images, the run has 50 steps; each epoch skips 9 of 41 images, chosen at "
             "random; for more steps, set --global-batch-size 4 with a lower --lr, or more --epochs",
         ),
         (
             12, 12, 0, 1,
-            "an epoch has 1 steps of 12 images, the run has 1 steps; for more steps, set --global-batch-size 2 with a "
+            "an epoch has 1 step of 12 images, the run has 1 step; for more steps, set --global-batch-size 2 with a "
             "lower --lr, or more --epochs",
         ),
         (12, 4, 0, 9, "an epoch has 3 steps of 4 images, the run has 27 steps"),

@@ -13,6 +13,7 @@ from itertools import repeat
 import numpy as np
 
 from ..config import Config, ConfigError
+from ..text import counted
 
 FEW = 8  # the log recommends more steps to runs of fewer than FEW**3 steps with fewer than FEW steps per epoch
 SMALL = 4  # the log recommends smaller batches only if the global batch size exceeds SMALL
@@ -98,7 +99,8 @@ class TrainingBatches:
             whole: Name of these epochs in the log line.
         """
         left_out = self.num_images - self.steps * math.ceil(self.global_batch / self.repeats)
-        line = f"an epoch has {self.steps} steps of {self.global_batch} images, {whole} has {self.steps * epochs} steps"
+        steps, total = (counted(number, "step") for number in (self.steps, self.steps * epochs))
+        line = f"an epoch has {steps} of {counted(self.global_batch, 'image')}, {whole} has {total}"
         if left_out:
             line += f"; each epoch skips {left_out} of {self.num_images} images, chosen at random"
         if self.steps >= FEW or self.steps * epochs >= FEW**3 or self.global_batch <= SMALL:
