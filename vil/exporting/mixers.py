@@ -1,8 +1,11 @@
 """Forward functions of mixers and norms with only standard PyTorch operators, for export.
 
+The functions avoid operators that copy tensors of all tokens, because copies are as slow as arithmetic in onnxruntime.
+
 Dimension letters:
 
     G = 2 directions    B batch    L tokens    S scanned tokens    C model width    D inner width    N states
+    K convolution width
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch._higher_order_ops.scan import scan_op
 
 from ..kernels.block.lines import Lines
 from ..models.block import BidirectionalMixer, RMSNorm
-from ..models.tokens import grid_of, row_means
+from ..models.tokens import grid_of
 
 
 def rms_norm(norm: RMSNorm, x_BLC: Tensor) -> Tensor:
@@ -25,10 +28,7 @@ def rms_norm(norm: RMSNorm, x_BLC: Tensor) -> Tensor:
 
 
 def mix(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-    """Run a mixer. The scan's tensors have the token dimension first, which saves transposes in the exported graph.
-
-    A pooled mixer runs its recurrence over the rows or columns of the grid (h, w).
-    """
+    """Run a mixer. A pooled mixer runs its recurrence over the rows or columns of the grid (h, w)."""
     if mixer.pool is None:
         return _mix_tokens(mixer, h_BLC)
     return _mix_lines(mixer, h_BLC, grid)
@@ -36,14 +36,11 @@ def mix(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None =
 
 def _mix_tokens(mixer: BidirectionalMixer, h_BLC: Tensor) -> Tensor:
     """Run a mixer without pooling, whose recurrence reads every token."""
-    forward, backward = _directions(mixer)
-    u_BLD, z_BLD = _project_in(mixer, h_BLC)
-    y_LGBD, x_LGBD = scan_of(mixer, forward.convolve(u_BLD), backward.convolve(u_BLD.flip(1)))
-    y_LGBD = y_LGBD + mixer.skip().unsqueeze(1) * x_LGBD
-
-    forward_BLD, backward_BLD = y_LGBD.permute(2, 0, 1, 3).unbind(2)
+    forward_v_BLD, backward_v_BLD = _convolve(mixer, h_BLC)
+    y_LBGD = scan_of(mixer, forward_v_BLD, backward_v_BLD.flip(1))
+    forward_BLD, backward_BLD = y_LBGD.transpose(0, 1).unbind(2)
     y_BLD = (forward_BLD + backward_BLD.flip(1)) / 2
-    return mixer.out_proj(y_BLD * F.silu(z_BLD))
+    return _gate_and_project_out(mixer, h_BLC, _skip(mixer, forward_v_BLD, backward_v_BLD) + y_BLD)
 
 
 def _mix_lines(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None) -> Tensor:
@@ -53,98 +50,121 @@ def _mix_lines(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] |
     if lines.columns:
         h_BLC = h_BLC.index_select(1, lines.order())
 
-    forward, backward = _directions(mixer)
-    u_BLD, z_BLD = _project_in(mixer, h_BLC)
-    forward_v_BLD = forward.convolve(u_BLD)
-    backward_v_BLD = backward.convolve(u_BLD)
-    forward_v_BSD = row_means(forward_v_BLD, lines.number)
-    backward_v_BSD = row_means(backward_v_BLD, lines.number).flip(1)
+    forward_v_BLD, backward_v_BLD = _convolve(mixer, h_BLC)
+    mean_SL = _mean_matrix(lines)
+    y_SBGD = scan_of(mixer, mean_SL @ forward_v_BLD, mean_SL.flip(0) @ backward_v_BLD)
+    y_BSD = _direction_mean_matrix(lines.S) @ y_SBGD.transpose(0, 1).flatten(1, 2)
+    y_BLD = y_BSD.index_select(1, lines.pooled())
 
-    y_SGBD, _ = scan_of(mixer, forward_v_BSD, backward_v_BSD)
-    forward_BSD, backward_BSD = y_SGBD.permute(2, 0, 1, 3).unbind(2)
-    skipped_BLD = forward.skip / 2 * forward_v_BLD + backward.skip / 2 * backward_v_BLD
-    y_BSD = (forward_BSD + backward_BSD.flip(1)) / 2
-    y_BLD = y_BSD.index_select(1, lines.pooled()) + skipped_BLD
-
-    out_BLC = mixer.out_proj(y_BLD * F.silu(z_BLD))
+    out_BLC = _gate_and_project_out(mixer, h_BLC, _skip(mixer, forward_v_BLD, backward_v_BLD) + y_BLD)
     if lines.columns:
         out_BLC = out_BLC.index_select(1, Lines.of(w, h, True).order())
     return out_BLC
 
 
-def _directions(mixer: BidirectionalMixer) -> tuple[Any, Any]:
-    """Return the modules of the forward and the backward direction."""
-    forward, backward = mixer.directions
-    return forward, backward
+def _convolve(mixer: BidirectionalMixer, h_BLC: Tensor) -> list[Tensor]:
+    """Return the input v (B, L, D) of each direction: input projection, causal convolution and SiLU.
 
-
-def _project_in(mixer: BidirectionalMixer, h_BLC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the input of the convolution and the input of the output gate, each of shape (B, L, D)."""
+    The input projection is a convolution, too, so that onnxruntime keeps its layout for convolutions in between. The
+    permutations have four dimensions, because onnxruntime merges only these with the changes of the layout.
+    """
     weight = mixer.in_proj.weight
-    D = len(weight) // 2
-    return F.linear(h_BLC, weight[:D]), F.linear(h_BLC, weight[D:])  # ONNX folds slices of weights, but not splits
+    h_BC1L = h_BLC.unsqueeze(1).permute(0, 3, 1, 2)
+    u_BD1L = F.conv2d(h_BC1L, weight[: len(weight) // 2, :, None, None])
+    v_BLD = []
+    for direction in mixer.directions:
+        conv = direction.conv1d
+        lookback = conv.kernel_size[0] - 1
+        padding, weight_D1K = ((0, lookback), conv.weight.flip(-1)) if conv.reverse else ((lookback, 0), conv.weight)
+        v_BD1L = F.conv2d(F.pad(u_BD1L, padding), weight_D1K.unsqueeze(2), conv.bias, groups=conv.groups)
+        v_BLD.append(F.silu(v_BD1L.permute(0, 2, 3, 1).squeeze(1)))
+    return v_BLD
 
 
-def scan_of(mixer: BidirectionalMixer, forward_v_BLD: Tensor, backward_v_BLD: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the scans of both directions without skip connections. Return outputs and inputs, each (L, G, B, D).
+def _skip(mixer: BidirectionalMixer, forward_v_BLD: Tensor, backward_v_BLD: Tensor) -> Tensor:
+    """Return the mean of both directions' skip connections."""
+    forward, backward = mixer.directions
+    return forward.skip / 2 * forward_v_BLD + backward.skip / 2 * backward_v_BLD
+
+
+def _gate_and_project_out(mixer: BidirectionalMixer, h_BLC: Tensor, y_BLD: Tensor) -> Tensor:
+    weight = mixer.in_proj.weight
+    z_BLD = F.linear(h_BLC, weight[len(weight) // 2 :])  # ONNX folds slices of weights, but not splits
+    return mixer.out_proj(F.silu(z_BLD) * y_BLD)
+
+
+def _mean_matrix(lines: Lines) -> Tensor:
+    """Return the matrix (S, L) that averages the tokens of each line."""
+    is_member_LS = F.one_hot(lines.pooled(), lines.S).float()
+    return (is_member_LS / is_member_LS.sum(0)).mT
+
+
+def _direction_mean_matrix(S: int) -> Tensor:
+    """Return the matrix (S, S G) that averages both directions after reversing the backward direction."""
+    forward_SS = torch.eye(S)
+    return torch.stack([forward_SS, forward_SS.flip(0)], dim=2).flatten(1) / 2
+
+
+def scan_of(mixer: BidirectionalMixer, forward_v_BSD: Tensor, backward_v_BSD: Tensor) -> Tensor:
+    """Run the scans of both directions without skip connections. Return the outputs (S, B, G, D) in scan order.
 
     Args:
         mixer: The mixer.
-        forward_v_BLD: Input of the forward direction.
-        backward_v_BLD: Input of the backward direction in scan order, that is, with the last token first.
+        forward_v_BSD: Input of the forward direction.
+        backward_v_BSD: Input of the backward direction in scan order, that is, with the last token first.
     """
-    forward, backward = _directions(mixer)
-    forward_parts = (forward_v_BLD, *forward.project(forward_v_BLD))
-    backward_parts = (backward_v_BLD, *backward.project(backward_v_BLD))
-    x_LGBD, step_logits_LGBD, k_LGBN, q_LGBN = (
-        torch.stack(pair, dim=2).permute(1, 2, 0, 3) for pair in zip(forward_parts, backward_parts)
-    )
+    parts = []
+    for direction, v_BSD in zip(mixer.directions, (forward_v_BSD, backward_v_BSD)):
+        x_SB1D = v_BSD.unsqueeze(1).permute(2, 0, 1, 3)
+        parts.append((x_SB1D, *direction.project(x_SB1D)))
+    x_SBGD, step_logits_SBGD, k_SBGN, q_SBGN = (torch.cat(pair, dim=2) for pair in zip(*parts))
 
-    bias_G1D = mixer.step_bias().unsqueeze(1)
+    bias_GD = mixer.step_bias()
     if mixer.recurrence == "longhorn":
-        norm_LGB1 = k_LGBN.square().sum(-1, keepdim=True)
-        step_LGBD = torch.reciprocal(torch.exp(-bias_G1D - step_logits_LGBD) + (1 + norm_LGB1))
+        norm_SBG1 = k_SBGN.square().sum(-1, keepdim=True)
+        step_SBGD = torch.reciprocal(torch.exp(-bias_GD - step_logits_SBGD) + (1 + norm_SBG1))
         A_GND = None
     else:
-        step_LGBD = F.softplus(step_logits_LGBD + bias_G1D)
-        A_GND = -torch.stack([forward.A_log, backward.A_log]).exp().mT.contiguous()
-    return scan_by_steps(x_LGBD, step_LGBD, k_LGBN, q_LGBN, A_GND), x_LGBD
+        step_SBGD = F.softplus(step_logits_SBGD + bias_GD)
+        directions: Any = mixer.directions
+        A_GND = -torch.stack([direction.A_log for direction in directions]).exp().mT.contiguous()
+    return scan_by_steps(x_SBGD, step_SBGD, k_SBGN, q_SBGN, A_GND)
 
 
 def scan_by_steps(
-    x_LGBD: Tensor, step_LGBD: Tensor, k_LGBN: Tensor, q_LGBN: Tensor, A_GND: Tensor | None
+    x_SBGD: Tensor, step_SBGD: Tensor, k_SBGN: Tensor, q_SBGN: Tensor, A_GND: Tensor | None
 ) -> Tensor:  # fmt: skip
     """Run the recurrence over tokens with PyTorch's scan operator, which is exported as ONNX's `Scan`.
 
     Args:
-        x_LGBD: Input tokens of each direction in scan order.
-        step_LGBD: Longhorn's step size or Mamba's time step.
-        k_LGBN: Keys.
-        q_LGBN: Queries.
+        x_SBGD: Input tokens of each direction in scan order.
+        step_SBGD: Longhorn's step size or Mamba's time step.
+        k_SBGN: Keys.
+        q_SBGN: Queries.
         A_GND: Mamba's A; None for Longhorn.
     """
-    S_GBND = x_LGBD.new_zeros(*x_LGBD.shape[1:3], k_LGBN.shape[-1], x_LGBD.shape[-1])
+    state_BGND = x_SBGD.new_zeros(*x_SBGD.shape[1:3], k_SBGN.shape[-1], x_SBGD.shape[-1])
     step: Any
     if A_GND is None:
         step = _longhorn_step
-        drive_LGBD = x_LGBD
+        drive_SBGD = x_SBGD
         constants = []
     else:
         step = _selective_step
-        drive_LGBD = step_LGBD * x_LGBD
-        constants = [A_GND.unsqueeze(1)]
+        drive_SBGD = step_SBGD * x_SBGD
+        constants = [A_GND]
 
-    tokens = [drive_LGBD.unsqueeze(-2), step_LGBD.unsqueeze(-2), k_LGBN.unsqueeze(-1), q_LGBN.unsqueeze(-2)]
+    tokens = [drive_SBGD.unsqueeze(-2), step_SBGD.unsqueeze(-2), k_SBGN.unsqueeze(-1), q_SBGN.unsqueeze(-2)]
     # Call `scan_op`, because PyTorch's public `scan` calls torch.compile, which depends on earlier compilations.
-    _, y_LGB1D = scan_op(step, [S_GBND], tokens, tuple(constants))
-    return y_LGB1D.squeeze(-2)
+    _, y_SBG1D = scan_op(step, [state_BGND], tokens, tuple(constants))
+    return y_SBG1D.squeeze(-2)
 
 
-def _longhorn_step(S_GBND, x_GB1D, step_GB1D, k_GBN1, q_GB1N, *_):
-    S_GBND = S_GBND + k_GBN1 * step_GB1D * (x_GB1D - k_GBN1 * S_GBND)
-    return [S_GBND, q_GB1N @ S_GBND]
+def _longhorn_step(state_BGND, x_BG1D, step_BG1D, k_BGN1, q_BG1N, *_):
+    state_BGND = state_BGND + k_BGN1 * step_BG1D * (x_BG1D - k_BGN1 * state_BGND)
+    return [state_BGND, q_BG1N @ state_BGND]
 
 
-def _selective_step(S_GBND, drive_GB1D, step_GB1D, k_GBN1, q_GB1N, A_G1ND):
-    S_GBND = torch.exp(A_G1ND * step_GB1D) * S_GBND + k_GBN1 * drive_GB1D
-    return [S_GBND, q_GB1N @ S_GBND]
+def _selective_step(state_BGND, drive_BG1D, step_BG1D, k_BGN1, q_BG1N, A_GND):
+    state_BGND = torch.exp(A_GND * step_BG1D) * state_BGND + k_BGN1 * drive_BG1D
+    return [state_BGND, q_BG1N @ state_BGND]

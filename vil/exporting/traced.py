@@ -64,8 +64,6 @@ class Exported(nn.Module):
             if isinstance(module, RMSNorm):
                 replaced.forward = functools.partial(rms_norm, module)
             elif type(module) in KNOWN_MIXERS:
-                # Without pooling, `mix` flips the tokens before the convolution of the backward direction.
-                replaced.directions[1].conv1d.reverse = replaced.pool is not None
                 replaced.forward = functools.partial(mix, replaced)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
