@@ -204,8 +204,7 @@ def _sources(module: str) -> tuple[str, ...]:
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
-    paths = spec.origin, Path(__file__).parent / "language.py", __file__
-    return tuple(Path(path).read_text() for path in paths)
+    return tuple(path.read_text() for path in (Path(spec.origin), *sorted(Path(__file__).parent.glob("*.py"))))
 
 
 @functools.cache

@@ -262,6 +262,14 @@ def sigmoid(x):
 
 
 @_exactly
+def sigmoids(x, y):
+    """Return sigmoid(x) and sigmoid(y), by one division instead of two."""
+    x, y = ONE + exp2_clamped(-LOG2_E * x), ONE + exp2_clamped(-LOG2_E * y)
+    reciprocal = ONE / (x * y)
+    return y * reciprocal, x * reciprocal
+
+
+@_exactly
 def softplus(x):
     """Compute log(1 + exp(x)) as max(x, 0) + log1p(u) with u = exp(-|x|) and log1p(u) = 2 artanh(u / (2 + u))."""
     u = exp2_clamped(-LOG2_E * abs(x))
@@ -273,6 +281,13 @@ def softplus(x):
 
 # let LLVM inline these functions, because Numba's own inlining takes several times as long
 inlined = njit(error_model="numpy", fastmath=FAST, forceinline=True)
+# let Numba inline functions with loops over several arrays, so that LLVM knows that the arrays do not overlap
+spliced = njit(error_model="numpy", fastmath=FAST, inline="always")
+
+
+@inlined
+def row(address, size):
+    return carray(floats(address), (size,))
 
 
 @inlined

@@ -17,33 +17,20 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from ..cpu.compiler import LANES
 from ..cpu.language import (
     BYTES,
-    HALF,
-    LN_2,
-    LOG2_E,
-    ONE,
-    TWO,
     WIDTH,
-    ZERO,
-    broadcast,
     clear,
     count_up,
-    exp2,
-    exp2_clamped,
     floats,
     inlined,
     lanes,
-    load,
     load_rows,
     local_floats,
     readable_row,
     second,
-    sigmoid,
-    softplus,
-    store,
     store_row,
     store_rows,
-    total,
 )  # fmt: skip
+from ..cpu.recurrences import KEPT, longhorn_gradients, longhorn_update, selective_gradients, selective_update
 
 AHEAD = 2  # kernels prefetch the memory of the token that is `AHEAD` tokens after the current token
 FORWARD, BACKWARD = 30, 41  # number of arguments of the forward kernel and of the backward kernel
@@ -100,42 +87,11 @@ def _forward(N: int, chunk: int, rows_of_A: int, advance):
 
 
 def longhorn_forward(N: int, chunk: int):
-    @inlined
-    def advance(S, A, x, step_logits, k, q, skip, step_bias, step_size, drive, y):
-        norm = ONE
-        for n in range(N):
-            norm += k[n] * k[n]
-        for d in range(LANES):
-            step_size[d] = ONE / (norm + exp2_clamped(-LOG2_E * (step_logits[d] + step_bias[0, d])))
-            drive[d] = step_size[d] * x[d]
-            y[d] = skip[0, d] * x[d]
-        for v in range(0, LANES, WIDTH):
-            e, ex, out = load(step_size, v), load(drive, v), load(y, v)
-            for n in range(N):
-                kn, s = broadcast(k[n]), load(S, n * LANES + v)
-                s = s + kn * (ex - (kn * e) * s)
-                store(S, n * LANES + v, s)
-                out = out + broadcast(q[n]) * s
-            store(y, v, out)
-
-    return _forward(N, chunk, 0, advance)
+    return _forward(N, chunk, 0, longhorn_update(N))
 
 
 def selective_forward(N: int, chunk: int):
-    @inlined
-    def advance(S, A, x, step_logits, k, q, skip, step_bias, step_size, drive, y):
-        for d in range(LANES):
-            step_size[d] = softplus(step_logits[d] + step_bias[0, d])
-            drive[d] = step_size[d] * x[d]
-            y[d] = skip[0, d] * x[d]
-        for n in range(N):
-            kn, qn = k[n], q[n]
-            for d in range(LANES):
-                s = exp2(A[n, d] * step_size[d]) * S[n, d] + kn * drive[d]
-                S[n, d] = s
-                y[d] += qn * s
-
-    return _forward(N, chunk, N, advance)
+    return _forward(N, chunk, N, selective_update(N))
 
 
 def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back):
@@ -226,108 +182,8 @@ def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back)
 
 
 def longhorn_backward(N: int, chunk: int):
-    """Build the kernel of Longhorn's gradients, which uses the residuals r = x - k S of a chunk (see docs/kernels).
-
-    With the step size e, the kernel keeps e (2 r - x). The sum of these values with the states' gradients is the
-    gradient of k and, as e r = (e (2 r - x) + e x) / 2, gives the gradient of the step size.
-    """
-
-    @inlined
-    def again(i, S, A, x, step_logits, dy, k, step_bias, kept, step_sizes, slopes, drive, dq):
-        norm = ONE
-        for n in range(N):
-            norm += k[n] * k[n]
-        for d in range(LANES):
-            e = exp2_clamped(-LOG2_E * (step_logits[d] + step_bias[0, d]))
-            step_sizes[i, d] = ONE / (norm + e)
-            slopes[i, d] = e * step_sizes[i, d]
-            drive[d] = step_sizes[i, d] * x[d]
-        for n in range(N):
-            kn, products = broadcast(k[n]), broadcast(ZERO)
-            for v in range(0, LANES, WIDTH):
-                s, ex = load(S, n * LANES + v), load(drive, v)
-                er = ex - (kn * load(step_sizes, i * LANES + v)) * s
-                s = s + kn * er
-                store(S, n * LANES + v, s)
-                store(kept, (i * LANES + v) * N + n * WIDTH, er + er - ex)
-                products = products + s * load(dy, v)
-            dq[n] = total(products)
-
-    @inlined
-    def back(i, G, A, dA, x, dy, k, q, skip, kept, step_sizes, slopes, drive, sums, dx, dstep_logits, dk, dchannels):
-        for n in range(N):
-            store(sums, n * WIDTH, broadcast(ZERO))
-        norms = broadcast(ZERO)
-        for v in range(0, LANES, WIDTH):
-            e, xv, dyv = load(step_sizes, i * LANES + v), load(x, v), load(dy, v)
-            by_drive, by_factor = broadcast(ZERO), broadcast(ZERO)
-            for n in range(N):
-                kn, gradient = broadcast(k[n]), load(G, n * LANES + v) + broadcast(q[n]) * dyv
-                error = gradient * load(kept, (i * LANES + v) * N + n * WIDTH)
-                by_drive = by_drive + kn * gradient
-                by_factor = by_factor + kn * error
-                store(sums, n * WIDTH, load(sums, n * WIDTH) + error)
-                store(G, n * LANES + v, gradient - (broadcast(k[n] * k[n]) * e) * gradient)
-            by_x = e * by_drive
-            by_step_size = broadcast(HALF) * (by_factor + xv * by_x)  # times e
-            norms = norms + e * by_step_size
-            by_step_logit = load(slopes, i * LANES + v) * by_step_size
-            store(dx, v, by_x + load(skip, v) * dyv)
-            store(dstep_logits, v, by_step_logit)
-            store(dchannels, v, load(dchannels, v) + xv * dyv)
-            store(dchannels, LANES + v, load(dchannels, LANES + v) + by_step_logit)
-        norm = total(norms)
-        for n in range(N):
-            dk[n] = total(load(sums, n * WIDTH))
-            dk[n] -= TWO * k[n] * norm
-
-    return _backward(N, chunk, 0, 1, again, back)
+    return _backward(N, chunk, 0, KEPT["longhorn"], *longhorn_gradients(N))
 
 
 def selective_backward(N: int, chunk: int):
-    """Build the kernel of Mamba's gradients, which keeps each token's decay and the state before each token."""
-
-    @inlined
-    def again(i, S, A, x, step_logits, dy, k, step_bias, kept, step_sizes, slopes, drive, dq):
-        for d in range(LANES):
-            step_logit = step_logits[d] + step_bias[0, d]
-            step_sizes[i, d] = softplus(step_logit)
-            slopes[i, d] = sigmoid(step_logit)
-            drive[d] = step_sizes[i, d] * x[d]
-        for n in range(N):
-            kn, product = k[n], ZERO
-            for d in range(LANES):
-                decay = exp2(A[n, d] * step_sizes[i, d])
-                s = decay * S[n, d] + kn * drive[d]
-                kept[0, i, n, d] = S[n, d]
-                kept[1, i, n, d] = decay
-                S[n, d] = s
-                product += s * dy[d]
-            dq[n] = product
-
-    @inlined
-    def back(i, G, A, dA, x, dy, k, q, skip, kept, step_sizes, slopes, drive, sums, dx, dstep_logits, dk, dchannels):
-        for d in range(LANES):
-            dx[d] = ZERO
-            dstep_logits[d] = ZERO
-        for d in range(LANES):
-            drive[d] = step_sizes[i, d] * x[d]
-        for n in range(N):
-            kn, qn, product = k[n], q[n], ZERO
-            for d in range(LANES):
-                gradient = G[n, d] + qn * dy[d]
-                dx[d] += kn * gradient
-                product += gradient * drive[d]
-                gradient *= kept[1, i, n, d]
-                exponent = gradient * kept[0, i, n, d]
-                dstep_logits[d] += A[n, d] * exponent
-                dA[n, d] += step_sizes[i, d] * exponent
-                G[n, d] = gradient
-            dk[n] = product
-        for d in range(LANES):
-            dstep_logits[d] = (x[d] * dx[d] + LN_2 * dstep_logits[d]) * slopes[i, d]
-            dx[d] = step_sizes[i, d] * dx[d] + skip[0, d] * dy[d]
-            dchannels[0, d] += x[d] * dy[d]
-            dchannels[1, d] += dstep_logits[d]
-
-    return _backward(N, chunk, N, 2, again, back)
+    return _backward(N, chunk, N, KEPT["selective"], *selective_gradients(N))

@@ -1,0 +1,56 @@
+"""Launches of a block's CPU kernels, and the arguments that several kernels have in common."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..cpu.compiler import LANES, Kernel
+from .weights import BlockWeights
+
+ROWS = 16  # number of tokens that one task of a kernel processes
+BYTES = 4  # bytes of a float
+
+
+def over_tokens(kernel: Kernel, T: int, width: int, *numbers: int) -> None:
+    """Launch a kernel whose tasks are ranges of tokens."""
+    tasks = -(-T // ROWS)
+    kernel.launch(tasks, tasks, ROWS, width, *numbers)
+
+
+def over_channels(kernel: Kernel, B: int, L: int, D: int, *numbers: int) -> None:
+    """Launch a kernel whose tasks are blocks of channels of one image."""
+    blocks = -(-D // LANES)
+    kernel.launch(B * blocks, B * blocks, blocks, B, L, D, *numbers)
+
+
+@functools.cache
+def kernel_of(module: str, factory: str, *constants: int) -> Kernel:
+    """Return a kernel of a module of this package, compiled for the constants at the first call."""
+    return Kernel(f"{__package__}.{module}", factory, *constants)
+
+
+def addresses(*tensors: Tensor | None) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def filter_addresses(weights: BlockWeights) -> list[int]:
+    return [t.data_ptr() for direction in weights.directions for t in (direction.conv, direction.conv_bias)]
+
+
+def u_address(uz_BLE: Tensor) -> tuple[int, int]:
+    """Return the address of u (the first half of the columns of uz), and the byte stride between tokens."""
+    return uz_BLE.data_ptr(), BYTES * uz_BLE.shape[2]
+
+
+def z_address(uz_BLE: Tensor) -> tuple[int, int]:
+    """Return the address of z (the second half of the columns of uz), and the byte stride between tokens."""
+    E = uz_BLE.shape[2]
+    return uz_BLE.data_ptr() + BYTES * E // 2, BYTES * E
+
+
+def scratch_memory(like: Tensor, tasks: int, floats: int) -> Tensor:
+    """Allocate memory of a number of floats for each thread of a launch."""
+    return like.new_empty(min(torch.get_num_threads(), tasks), floats)

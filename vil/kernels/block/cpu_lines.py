@@ -1,0 +1,200 @@
+"""Mixer of a pooled block on CPUs, between in_proj and out_proj, and its gradient.
+
+Forward passes over the tokens twice, before and after the scan of the row (or column) means, and so does backward.
+
+B batch    L tokens    S row means    D inner width    E 2D    N states    R rank    P = R + 2N    K taps
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import given
+from ..cpu.compiler import LANES
+from .cpu_launch import (
+    BYTES,
+    addresses,
+    filter_addresses,
+    kernel_of,
+    over_channels,
+    over_tokens,
+    scratch_memory,
+    u_address,
+    z_address,
+)  # fmt: skip
+from .lines import Lines
+from .weights import BlockWeights, DirectionWeights, Options
+
+KEPT = {"longhorn": 1, "selective": 2}  # arrays of states that the scan's backward pass keeps for each mean
+_kernel = functools.partial(kernel_of, "cpu_line_kernels")
+
+
+class Saved(NamedTuple):
+    """Tensors that forward saves for backward."""
+
+    means: Tensor  # (2, B, S, D) of the convolved tokens
+    projected: Tensor  # (2, B, S, P)
+    y: Tensor  # (2, B, S, D), outputs of both directions
+    skipped: Tensor  # (B, L, D), mean of both directions' skip connections
+
+
+class Scanned(NamedTuple):
+    """Gradients of the scan's inputs and weights."""
+
+    means: Tensor  # (2, B, S, D)
+    projected: Tensor  # (2, B, S, P)
+    step_logits: Tensor  # (2, B, S, D), step sizes before bias and activation
+    step_bias: Tensor  # (2, D)
+    A: Tensor | None  # (2, N, D)
+
+
+def forward(
+    options: Options, uz_BLE: Tensor, scale_B: Tensor | None, weights: BlockWeights, keep: bool
+) -> tuple[Tensor, Saved]:
+    """Return the input of out_proj, (B, L, D), and the tensors for backward.
+
+    Unless `keep` is set, the skip connections and the input of out_proj overwrite u.
+    """
+    (B, L, E), lines = uz_BLE.shape, given_lines(options)
+    skipped_BLD = uz_BLE.new_empty(B, L, E // 2) if keep else uz_BLE[..., : E // 2]
+    gated_BLD = torch.empty_like(skipped_BLD) if keep else skipped_BLD
+    means_2BSD = pool(uz_BLE, weights, lines, skipped_BLD)
+    projected_2BSP, y_2BSD = scan(options.recurrence, means_2BSD, weights)
+    gate(y_2BSD, skipped_BLD, uz_BLE, scale_B, lines, gated_BLD)
+    return gated_BLD, Saved(means_2BSD, projected_2BSP, y_2BSD, skipped_BLD)
+
+
+def backward(
+    options: Options, dgated_BLD: Tensor, uz_BLE: Tensor, scale_B: Tensor | None, weights: BlockWeights, saved: Saved,
+    duz_BLE: Tensor,
+) -> tuple[Tensor, tuple[DirectionWeights, DirectionWeights]]:  # fmt: skip
+    """Write the gradient of uz to `duz_BLE`. Return the input of out_proj, and the gradients of the weights."""
+    (_, _, _, R, K), lines = weights.sizes(), given_lines(options)
+    gated_BLD, dy_BSD = gate_backward(dgated_BLD, saved, uz_BLE, scale_B, lines, duz_BLE)
+    dskipped_BLD = dgated_BLD  # `gate_backward` has overwritten the gradient of its output
+    d = scan_backward(options.recurrence, dy_BSD, saved, weights)
+    dfilters_2KD = pool_backward(d.means, dskipped_BLD, uz_BLE, weights, lines, duz_BLE)
+    dx_proj_2PD = torch.bmm(d.projected.flatten(1, 2).mT, saved.means.flatten(1, 2))
+    dstep_proj_2DR = torch.bmm(d.step_logits.flatten(1, 2).mT, saved.projected.flatten(1, 2)[..., :R])
+    first, second = (
+        DirectionWeights(
+            dfilters_2KD[g, :K].t().unsqueeze(1), dfilters_2KD[g, K], dx_proj_2PD[g], dstep_proj_2DR[g],
+            d.step_bias[g], dfilters_2KD[g, K + 1],
+            None if d.A is None else d.A[g].t() * -given(direction.A_log).exp(),  # because A = -exp(A_log)
+        ) for g, direction in enumerate(weights.directions)
+    )  # fmt: skip
+    return gated_BLD, (first, second)
+
+
+def pool(uz_BLE: Tensor, weights: BlockWeights, lines: Lines, skipped_BLD: Tensor) -> Tensor:
+    """Return the means of both directions' convolved tokens v = silu(conv(u)) over rows or columns, (2, B, S, D).
+
+    The mean of both directions' skip connections is written to `skipped_BLD`, which may be a view of u.
+    """
+    (_, D, _, _, K), (B, L, _) = weights.sizes(), uz_BLE.shape
+    means_2BSD = uz_BLE.new_empty(2, B, lines.S, D)
+    outputs = *strided(skipped_BLD), means_2BSD.data_ptr()
+    over_channels(_kernel("pool_forward", K), B, L, D, *pool_inputs(uz_BLE, weights, lines), *outputs)
+    return means_2BSD
+
+
+def pool_backward(
+    dmeans_2BSD: Tensor, dskipped_BLD: Tensor, uz_BLE: Tensor, weights: BlockWeights, lines: Lines, duz_BLE: Tensor
+) -> Tensor:
+    """Write the gradient of u to `duz_BLE`. Return the gradients of filters, biases and skip weights, (2, K + 2, D)."""
+    (_, D, _, _, K), (B, L, _) = weights.sizes(), uz_BLE.shape
+    dfilters = uz_BLE.new_empty(B, 2, K + 2, D)
+    tensors = addresses(dskipped_BLD, dmeans_2BSD, duz_BLE, dfilters)
+    over_channels(_kernel("pool_backward", K), B, L, D, *pool_inputs(uz_BLE, weights, lines), *tensors)
+    return dfilters.sum(0)
+
+
+def pool_inputs(uz_BLE: Tensor, weights: BlockWeights, lines: Lines) -> tuple[int, ...]:
+    skips = [direction.skip for direction in weights.directions]
+    tensors = *filter_addresses(weights), *addresses(*skips, line_tables(lines))
+    return *u_address(uz_BLE), *tensors, lines.S, lines.length
+
+
+def scan(recurrence: str, means_2BSD: Tensor, weights: BlockWeights) -> tuple[Tensor, Tensor]:
+    """Return both directions' x_proj outputs (2, B, S, P), and scan outputs without skip connections (2, B, S, D)."""
+    (_, B, S, D), (_, _, N, R, _) = means_2BSD.shape, weights.sizes()
+    projected_2BSP, y_2BSD = means_2BSD.new_empty(2, B, S, R + 2 * N), torch.empty_like(means_2BSD)
+    scratch = scratch_memory(means_2BSD, 2 * B, R * LANES)
+    inputs = means_2BSD.data_ptr(), *scan_weights(weights)
+    _kernel(f"{recurrence}_scan_forward", N).launch(
+        2 * B, 2 * B, B, S, D, R, *inputs, *addresses(projected_2BSP, y_2BSD, scratch)
+    )
+    return projected_2BSP, y_2BSD
+
+
+def scan_backward(recurrence: str, dy_BSD: Tensor, saved: Saved, weights: BlockWeights) -> Scanned:
+    """Return the gradients of the scan and of both projections, for equal gradients of both directions' outputs."""
+    (_, B, S, D), (_, _, N, R, _), new = saved.means.shape, weights.sizes(), dy_BSD.new_empty
+    dmeans_2BSD, dstep_logits_2BSD = new(2, 2, B, S, D)
+    dprojected_2BSP, dstep_bias, dA = torch.empty_like(saved.projected), new(B, 2, D), new(B, 2, N, D)
+    floats = LANES * (R + 2 * S + R + 2 * N + KEPT[recurrence] * S * N)
+    inputs = saved.means.data_ptr(), *scan_weights(weights), *addresses(saved.projected, dy_BSD)
+    outputs = addresses(dmeans_2BSD, dprojected_2BSP, dstep_logits_2BSD, dstep_bias, dA)
+    scratch = scratch_memory(dy_BSD, 2 * B, floats)
+    _kernel(f"{recurrence}_scan_backward", N).launch(
+        2 * B, 2 * B, B, S, D, R, *inputs, *outputs, scratch.data_ptr(), floats
+    )
+    dA_2ND = dA.sum(0) if recurrence == "selective" else None
+    return Scanned(dmeans_2BSD, dprojected_2BSP, dstep_logits_2BSD, dstep_bias.sum(0), dA_2ND)
+
+
+def scan_weights(weights: BlockWeights) -> list[int]:
+    return [
+        address
+        for direction in weights.directions
+        for address in addresses(direction.x_proj, direction.step_proj, direction.step_bias, direction.A_log)
+    ]
+
+
+def gate(
+    y_2BSD: Tensor, skipped_BLD: Tensor, uz_BLE: Tensor, scale_B: Tensor | None, lines: Lines, gated_BLD: Tensor
+) -> None:
+    """Write scale * ((y_0 + y_1) / 2 + s) * silu(z) to `gated_BLD`, which may be the skip connections s."""
+    B, L, D = gated_BLD.shape
+    inputs = *z_address(uz_BLE), *addresses(*y_2BSD, scale_B, line_tables(lines)), lines.S
+    outputs = *strided(skipped_BLD), *strided(gated_BLD)
+    over_tokens(_kernel("pooled_gate_forward"), B * L, D, B * L, L, *inputs, *outputs)
+
+
+def gate_backward(
+    dgated_BLD: Tensor, saved: Saved, uz_BLE: Tensor, scale_B: Tensor | None, lines: Lines, duz_BLE: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write the gradient of z to `duz_BLE`, and return the gate's output and the gradient of either direction's y.
+
+    `dgated_BLD` is overwritten by the gradient of the skip connections.
+    """
+    (B, L, D), gated_BLD, dy_BSD = dgated_BLD.shape, torch.empty_like(dgated_BLD), torch.empty_like(saved.y[0])
+    inputs = *z_address(uz_BLE), *addresses(*saved.y, scale_B, line_tables(lines)), lines.S
+    outputs = *addresses(saved.skipped, gated_BLD, dgated_BLD), z_address(duz_BLE)[0], dy_BSD.data_ptr()
+    over_channels(_kernel("pooled_gate_backward"), B, L, D, *inputs, *outputs)
+    return gated_BLD, dy_BSD
+
+
+@functools.lru_cache(maxsize=64)
+def line_tables(lines: Lines) -> Tensor:
+    """Return three rows of L integers.
+
+    The first row is the order of tokens in which the patches of each row or column are consecutive. The others are the
+    index of each token's mean, for tokens in this order and in row-major order.
+    """
+    with torch.device("cpu"), torch.inference_mode(False):
+        return torch.stack([lines.order(), lines.pooled(), lines.pooled_in_memory()])
+
+
+def given_lines(options: Options) -> Lines:
+    assert options.lines is not None
+    return options.lines
+
+
+def strided(t_BLD: Tensor) -> tuple[int, int]:
+    """Return the address of a tensor, and the byte stride between tokens."""
+    return t_BLD.data_ptr(), BYTES * t_BLD.stride(1)
