@@ -192,6 +192,9 @@ def test_unreadable_images_are_named_and_the_others_are_predicted(checkpoint, ph
     (tmp_path / "part.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:-300])
     with pytest.raises(ConfigError, match="part.jpg' cannot be read as an image: Truncated File Read$"):
         vil.predict(checkpoint, tmp_path / "part.jpg")
+    (tmp_path / "empty.jpg").touch()
+    with pytest.raises(ConfigError, match="empty.jpg' cannot be read as an image: the file is empty$"):
+        vil.predict(checkpoint, tmp_path / "empty.jpg")
     # Messages of other libraries are truncated to 200 characters.
     assert reason_of(OSError("n" * 240)) == "n" * 200
     assert reason_of(EOFError()) == "EOFError"  # an exception without a message is named by its type

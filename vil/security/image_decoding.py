@@ -66,6 +66,8 @@ def open_image(file: BinaryIO) -> Any:
     try:
         image: Any = Image.open(file, formats=[*FORMATS, HEIC] if HEIC in Image.OPEN else FORMATS)
     except UnidentifiedImageError as error:  # Pillow's message contains only a memory address
+        if not file.seek(0, os.SEEK_END):
+            raise UnfitImageError("the file is empty") from error
         file.seek(4)
         if file.read(4) == b"ftyp" and file.read(4) in HEIC_BRANDS and HEIC not in Image.OPEN:
             raise UnfitImageError("HEIC images need the package pillow-heif: pip install pillow-heif") from error
