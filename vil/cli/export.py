@@ -49,7 +49,7 @@ def parse_options(words: Sequence[str] | None = None, prog: str = "vil export") 
     add(
         "--use-ema",
         action=argparse.BooleanOptionalAction,
-        help="export the EMA weights (default: the better weights of a best.pt, otherwise the raw weights)",
+        help="export the EMA weights; by default the better weights of a best.pt, otherwise the raw weights",
     )
     add("--img-size", nargs="+", metavar="SIZE", help="image size in pixels: one number, or height and width")
     add("--num-classes", type=int, help="number of classes; 0 exports pooled features instead of logits")

@@ -44,7 +44,7 @@ def parse_options(words: Sequence[str] | None = None, prog: str = "vil predict")
     add(
         "--use-ema",
         action=argparse.BooleanOptionalAction,
-        help="use the EMA weights (default: the better weights of a best.pt, otherwise the raw weights)",
+        help="use the EMA weights; by default the better weights of a best.pt, otherwise the raw weights",
     )
     add("images", nargs="+", type=Path, metavar="IMAGE|FOLDER", help="image files, or folders with images")
     add("--topk", type=int, default=5, help="number of classes per image (default: 5)")

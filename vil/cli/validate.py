@@ -72,7 +72,7 @@ def _parser(prog: str | None) -> Parser:
     add(
         "--use-ema",
         action=argparse.BooleanOptionalAction,
-        help="evaluate the EMA weights (default: the better weights of a best.pt, otherwise the raw weights)",
+        help="evaluate the EMA weights; by default the better weights of a best.pt, otherwise the raw weights",
     )
     add("--data-dir", help="folder that contains the split")
     add("--dataset", help="timm dataset name, such as hfds/NAME; '' for folders and tar files")

@@ -34,7 +34,7 @@ def parse_options(words: Sequence[str] | None = None, prog: str = "vil viz") -> 
     add(
         "--use-ema",
         action=argparse.BooleanOptionalAction,
-        help="use the EMA weights (default: the better weights of a best.pt, otherwise the raw weights)",
+        help="use the EMA weights; by default the better weights of a best.pt, otherwise the raw weights",
     )
     add("files", nargs="*", type=Path, metavar="IMAGE|FOLDER", help="image files, or folders with images")
     add("--images", default=[], type=Path, nargs="+", metavar="IMAGE|FOLDER", help="the same as IMAGE|FOLDER")
