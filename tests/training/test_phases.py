@@ -149,7 +149,8 @@ def test_progress_summary_and_run_files_show_the_phases(undisturbed):
         assert f"images, the phase has {steps} steps" in said
     assert [*map(int, re.findall(r"^epoch \d/4, phase (\d): training loss", said, re.M))] == [1, 2, 2, 3]
     assert said.count("best: top-1") == 1
-    assert len(re.findall("only 8 steps are trained, .* --model-ema-decay 0.5 to average over about 2 steps", said)) == 3
+    advice = "only 8 steps are trained, .* --model-ema-decay 0.5 to average over about 2 steps"
+    assert len(re.findall(advice, said)) == 3
     with open(run.folder / "summary.csv") as file:
         assert [row["phase"] for row in csv.DictReader(file)] == ["1", "2", "2", "3"]
     assert (run.folder / "info.txt").read_text().count("global batch size") == 3
