@@ -176,7 +176,9 @@ def record(results: Results, run: Any, outcome: dict[str, Any]) -> None:
 
 
 def planned(rows: Rows, pretrained: Iterable[str]) -> Iterator[Run]:
-    """Yield the finished runs and the runs whose learning rate and pre-trained weights are known, in the planned order.
+    """Yield finished runs and runs that can start now, in the order of the plan.
+
+    A run can start if its pre-trained weights exist (unless it trains from scratch) and its learning rate is known.
 
     Args:
         rows: Finished runs.

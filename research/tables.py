@@ -63,7 +63,7 @@ def comparisons() -> str:
 
 
 def equal_time() -> str:
-    """Return a Markdown table of the accuracy of ViL and ViM after ViL's training time, and of ViM's final accuracy."""
+    """Return a Markdown table that compares the accuracy of ViL and ViM at equal training time and after all epochs."""
     head = [
         "images",
         "seconds of training",

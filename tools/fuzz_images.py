@@ -123,7 +123,7 @@ def segments(marker: int, data: bytes, count: int = 1) -> bytes:
 
 
 def tiff(pixels: bytes, tags: dict[int, int], order: str = "<") -> bytes:
-    """Return a 32x24 greyscale TIFF in which `tags`, a dict from tag number to value, replaces tags."""
+    """Return a 32x24 greyscale TIFF whose tags (a dict from tag number to value) are updated with `tags`."""
     tags = {256: 32, 257: 24, 258: 8, 259: 1, 262: 1, 273: 0, 277: 1, 278: 24, 279: len(pixels)} | tags
     start = 14 + 12 * len(tags)
     tags |= {name: start for name in (273, 324) if name in tags}  # the pixels follow the tags

@@ -24,7 +24,7 @@ IN_FRONT = "module."  # prefix of parameter names in DataParallel, DistributedDa
 OF_ALL = ("model.", "net.")  # prefixes of parameter names in a LightningModule with a model in this attribute
 MOST_RESAMPLED = 2**26  # number of weights that resampling may add to four times the number of weights in a file
 MOST_DIMENSIONS = 64  # maximum number of tensor dimensions that most PyTorch operators support
-COUNTER = "n_averaged"  # PyTorch's AveragedModel has this buffer in addition to the module
+COUNTER = "n_averaged"  # buffer that PyTorch's AveragedModel adds to the state dict of the averaged model
 
 
 class StateDictError(ValueError):

@@ -239,7 +239,7 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
         call("--minutes", "0")
     assert "not done yet: seeds-0.001/vim_tiny-19" in capsys.readouterr().err
     (root / "images").rename(root / "elsewhere")
-    # On another machine without the run folders, only the missing run is trained.
+    # Without run folders, as on a new machine, only the run that out.json lacks is trained.
     call(*(words := ["--data-dir", str(root / "elsewhere")]))
     assert started[49:] == [(VIM, 19, [], 0.001)]
     assert len(json.loads((root / "out.json").read_text())["runs"]) == 49

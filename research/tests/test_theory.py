@@ -138,7 +138,7 @@ def griffin(g):
 
 
 def longhorn(g):
-    """Longhorn (Liu et al., 2024): the objective contains the recall error, so the decay depends on the key."""
+    """Return a state of Longhorn (Liu et al., 2024), its online objective and the published update of the state."""
     S_old, k, x, beta = randn(g, D, N), randn(g, N), randn(g, D), rand(g, D)
     return S_old, recall_objective(S_old, k, x, beta), closed_form(S_old, k, x, beta)
 
@@ -172,7 +172,7 @@ def test_the_scan_never_enlarges_a_state_for_any_key_and_beta(g):
     share = kept / written
     assert share.min() > 0
     assert share.max() <= 1 + 1e-12
-    assert share.min() < 1e-4  # the kept share of a state approaches both bounds, 0 and 1
+    assert share.min() < 1e-4  # the fraction of a state that remains ranges from nearly 0 to nearly 1
     assert share.max() > 0.999999
 
 

@@ -169,7 +169,7 @@ def test_the_printed_table_of_two_models():
     assert text[12] == "A note."
     result["models"][1]["published"] = {}  # the models' papers publish no results for this image size
     assert "| published top-1 / top-5 % | 76.4 / - | - / - |  |" in comparison_text(result)
-    # evaluation on a CPU, which measures no peak memory, of models without published results
+    # Peak memory is not measured on a CPU, and the models have no published results.
     result["models"] = [row | dict(peak_mib=None, published={}) for row in result["models"]]
     text = comparison_text(result)
     assert "| peak MiB | - | - |  |" in text

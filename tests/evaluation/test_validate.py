@@ -336,7 +336,7 @@ def test_two_models_get_the_same_crops_with_their_own_normalization(models, fold
             "interpolation bilinear for both models instead of the second model's bicubic",
         ]
         weights = ["{models}/vil.pt", "{models}/vit.pth"]
-    elif case == "exported":  # the exported model's non-square size is overridden by the first model's size
+    elif case == "exported":  # both models use the first model's size, although the exported model's size is not square
         words = ["--checkpoint", "{models}/vil.pt", "--use-ema", "--against", "{models}/own", "--img-size", "16"]
         first, second, own = "vil ema", "own square", dict(mean=OWN["mean"], std=OWN["std"])
         weights = ["{models}/vil.pt", "{models}/own"]

@@ -129,7 +129,7 @@ def _exit_codes(processes):
         process.start()
     for process in processes:
         process.join(300)
-        process.kill()  # has no effect if the process has ended
+        process.kill()  # kill() does nothing if the process has ended
         process.join()
     return [process.exitcode for process in processes]
 

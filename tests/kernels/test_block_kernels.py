@@ -193,7 +193,7 @@ def test_convolution_and_projection_are_fused_for_supported_shapes(launched, mon
         dict(stride=128, start=4),
     ):  # fmt: skip
         assert run(**other)[0] == "conv", other
-    # With these token strides, 96 tokens span just below and just above 2^31 bytes.
+    # 96 tokens span slightly less than 2^31 bytes with the first token stride, and slightly more with the second.
     for apart in (11_184_808, 11_184_816) if emulator.has_sparse() else ():
         reached = "conv_xproj" if 2 * 96 * apart < 2**31 else "conv"
         assert run(u=emulator.sparse((2, 96, 64), BF16, (0, apart, 1)))[0] == reached

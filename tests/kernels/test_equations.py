@@ -215,7 +215,7 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
         sigma, log2e = torch.sigmoid(sums), 1 / math.log(2)  # (e)
         s = dv * sigma * (1 + sums * (1 - sigma))
         scaled, ln2 = -log2e * sums, math.log(2)
-        same(dv * sigma * (scaled * ln2**2 * (1 - sigma) - ln2) * -log2e, s)  # the form that conv_backward computes
+        same(dv * sigma * (scaled * ln2**2 * (1 - sigma) - ln2) * -log2e, s)  # conv_backward computes s by this formula
         du = sum(w[0, :, i] * shifted(s[0], 3 - i) + w[1, :, i] * shifted(s[1], i - 3) for i in range(K))
         dw = torch.stack([
             torch.stack([(s[0] * shifted(u_BLD, i - 3)).sum((0, 1)) for i in range(K)], -1),

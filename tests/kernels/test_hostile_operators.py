@@ -338,7 +338,7 @@ def test_backward_of_a_scan_without_saved_states_is_rejected(launched):
 
 
 def test_a_block_of_the_class_token_alone_has_no_norm_for_the_next(monkeypatch):
-    """A block that computes only the class token returns no norm for the next block, even on Hopper."""
+    """A block that computes only the class token returns no normalized tokens for the next block, even on Hopper."""
     monkeypatch.setattr(kernels, "runs_hopper_kernels", lambda *_: True)
     for only in (False, True):
         named = block_call("longhorn") | dict(class_token_only=only)

@@ -109,7 +109,7 @@ def naive_outputs(model, images):
 
 
 def fp64_outputs(model, images):
-    """Return logits and maps of all blocks of this package's model in fp64."""
+    """Return the logits of this package's model, and the feature maps of all blocks, computed in fp64."""
     with torch.no_grad():
         exact = copy.deepcopy(model).double()
         _, maps = exact.forward_intermediates(images.double(), norm=False)
@@ -484,7 +484,7 @@ def test_the_command_warns_if_weights_are_random(trained, command, monkeypatch, 
         (["--checkpoint", "none.pt"], "error: checkpoint none.pt does not exist"),
         ([], "error: --model or --checkpoint is required"),
         (["--model", "vil_tinny"], "did you mean 'vil_tiny'"),
-        ([__file__], f"is not an option's value: set --checkpoint {__file__}$"),
+        ([__file__], f"unexpected argument .* on the command line: set --checkpoint {__file__}$"),
         (["--model", "vil_tiny", "--model-kwargs", "depth=0"], "error: depth must be at least 1, got 0$"),
         (["--model", "vil_tiny", "--model-kwargs", "num_classes=-3"], "error: num_classes must be at least 0, got -3$"),
         (["--model", "vil_tiny", "--num-classes", "-3"], "error: --num-classes must be at least 0, got -3"),

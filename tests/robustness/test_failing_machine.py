@@ -130,7 +130,7 @@ def test_a_run_retries_until_the_disk_recovers(start, data, undisturbed):
     one = start(1, prepare=functools.partial(break_in_step, 3, [*intact], (0.01,) * 3000), data_dir=str(data))
     while not all(path.is_symlink() for path in intact):
         assert one.is_running()
-    time.sleep(0.5)  # in this time, the run reaches a file that cannot be read
+    time.sleep(0.5)  # wait until the run reads a broken file
     assert one.is_running()
     mend_disk(intact)
     assert_same(one.finished(), undisturbed(1).result())

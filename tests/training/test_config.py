@@ -261,7 +261,7 @@ def test_a_huge_integer_in_a_checkpoint_raises_only_config_errors(name):
         ("photos vil_tiny", "only one folder is accepted, got 'photos' and 'vil_tiny'"),
         ("--data-dir=photos pets cats", "only one folder is accepted, got 'pets' and 'cats'"),
         ("photos --data-dir pets", "the folder is given twice, as 'photos' and --data-dir 'pets'"),
-        ("photos --amp yes", "'yes' on the command line is not an option's value: .* because --amp accepts no value"),
+        ("photos --amp yes", "unexpected argument 'yes' on the command line: .* because --amp accepts no value"),
         ("--lr fast", "--lr must be a number, got 'fast'"),
         ("--model-kwargs depth", "form KEY=VALUE, got 'depth'"),
         ("-c nowhere.yaml", "config file nowhere.yaml does not exist; configs of this package are digits, "),

@@ -210,7 +210,7 @@ def test_resuming_keeps_the_options_of_the_run(run, monkeypatch):
     given = {"data_dir": "colors", "device": "cpu", "output": ".", "experiment": "run", "resume": "auto"}
     config = Config(**complete(given))
     assert (config.epochs, config.model_kwargs, config.val_fraction) == (2, {"depth": 1, "patch_size": 8}, 0.2)
-    again = Config(**complete(given | {"model_kwargs": {"depth": 1}}))  # the user's option in the first call
+    again = Config(**complete(given | {"model_kwargs": {"depth": 1}}))  # repeat the first command's option
     assert again.model_kwargs == config.model_kwargs
     assert config.pretrained_path is None  # a resumed run does not log pretrained weights
     (run / "run/last.pt").rename(run / "kept.pt")

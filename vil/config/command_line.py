@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
                         f"only one folder is accepted, got {shown(folder)} and {shown(word)}: remove one, or quote a "
                         "path that contains spaces"
                     )
-                raise ConfigError(f"{shown(word)} on {SOURCE} is not an option's value: {self._remedy(words, word)}")
+                raise ConfigError(f"unexpected argument {shown(word)} on {SOURCE}: {self._remedy(words, word)}")
             name = word.split("=")[0].lstrip("-").replace("-", "_")
             if name in vars(options) and word.split("=")[0] not in self._option_string_actions:
                 flag = word.split("=")[0]

@@ -91,7 +91,7 @@ class ModelSettings:
 
     @property
     def note_on_weights(self) -> str:
-        """Which of the checkpoint's weights are used, for the user. Empty if there are only raw weights."""
+        """Log line about the use of raw or EMA weights, which is empty if the checkpoint has only raw weights."""
         return self.source.note_on_weights(self.use_ema) if self.source else ""
 
     @property

@@ -84,9 +84,9 @@ def _check_operators(onnx: Any, proto: Any, opset: int) -> None:
 
 
 def _version_of(onnx: Any, name: str, opset: int) -> int | None:
-    """Return the opset that introduced an ONNX operator's version at `opset`, or None for an unknown operator.
+    """Return the opset that introduced the version of an ONNX operator that `opset` contains.
 
-    If the operator is newer than `opset`, return the opset of its newest version.
+    If the operator is newer than `opset`, return the opset of its newest version. Return None for an unknown operator.
     """
     if not onnx.defs.has(name):
         return None

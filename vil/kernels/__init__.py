@@ -19,7 +19,7 @@ Shared modules:
 `flops`     FLOP formulas of the operators for PyTorch's FlopCounterMode
 """
 
-if __name__ != "kernels":  # transformers imports any module named `kernels`, such as the link in a checkout
+if __name__ != "kernels":  # transformers imports any module `kernels`, which may be the symbolic link in a clone
     from . import flops
     from .scan.interface import longhorn_scan, selective_scan
 

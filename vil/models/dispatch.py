@@ -223,7 +223,7 @@ def options_of(
 
 
 def path_scale(block: nn.Module, x_BLC: Tensor) -> Tensor | None:
-    """Sample the stochastic-depth factor of each image as timm's DropPath, usually 0 or 1 / (1 - rate).
+    """Sample each image's stochastic-depth factor, which is 0 or 1 / (1 - rate) by default, like timm's DropPath.
 
     Return None in eval mode, or if the block has no DropPath.
     """

@@ -98,7 +98,7 @@ def _check_choices(options: dict[str, Any], source: str) -> None:
     for name, choices in choices_of_options().items():
         if options.get(name) is not None and options[name] not in choices:
             raise ConfigError(
-                f"{name} in {source} must be a choice of this option such as {choices[0]}, got {shown(options[name])}"
+                f"{name} in {source} must be a supported value such as {choices[0]}, got {shown(options[name])}"
             )
 
 

@@ -36,7 +36,7 @@ def _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, meta
 
 
 def _rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype, metadata=None) -> Tensor:
-    return _rebuild_tensor(storage.view(dtype), offset, size, stride)  # a storage of this format version is untyped
+    return _rebuild_tensor(storage.view(dtype), offset, size, stride)  # storages of _rebuild_tensor_v3 have no dtype
 
 
 def _rebuild_parameter(data, requires_grad, hooks, state=None) -> Tensor:

@@ -36,7 +36,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, seconds: int = SECONDS) -> None
     while header := requests.read(REQUEST.size):
         length, is_upright = REQUEST.unpack(header)
         data = requests.read(length)
-        _set_alarm(2 * seconds)  # a fallback if the parent, which kills this process after `seconds`, has died
+        _set_alarm(2 * seconds)  # a second timeout, in case the parent process has died
         size, content = _decode_or_explain(data, is_upright)
         _set_alarm(0)
         replies.write(REPLY.pack(len(content), *size))

@@ -11,7 +11,7 @@ from typing import Any
 from ..config import Config
 from .history import best_row, format_best
 
-# panel title -> {column of summary.csv: label of the line, or None}
+# panel title -> {column of summary.csv: legend label, or None without a legend}
 PANELS: dict[str, dict[str, str | None]] = {
     "loss": {"train_loss": "training", "eval_loss": "validation", "eval_loss_ema": "validation, EMA"},
     "top-1 (%)": {"eval_top1": "model", "eval_top1_ema": "EMA"},

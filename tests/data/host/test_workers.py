@@ -239,7 +239,7 @@ def test_a_worker_reports_full_shared_memory_in_one_line(started, monkeypatch, o
     assert not image.is_shared()  # only workers use shared memory
     monkeypatch.setattr(workers, "get_worker_info", lambda: "one")
     with pytest.raises(ConfigError, match="2 MiB free, 3 MiB needed for images"):
-        workers.into_shared_memory(*image.split([MIB, 2 * MIB]))  # the two tensors need 3 MiB
+        workers.into_shared_memory(*image.split([MIB, 2 * MIB]))  # only 2 MiB of shared memory are free
 
 
 @pytest.mark.parametrize(

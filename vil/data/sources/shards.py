@@ -308,7 +308,7 @@ def _log_or_stop(error: Exception) -> bool:
 
 
 def _path_of(url: str) -> str:
-    """Return the path of a local shard, or the URL of another shard."""
+    """Return the path of a shard on a local disk, or the URL of a remote shard."""
     return url.removeprefix(f"{LOCAL}:")
 
 

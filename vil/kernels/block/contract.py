@@ -106,7 +106,9 @@ def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:
     if lines and class_token_only:
         raise ValueError(f"lines must be empty if class_token_only is True, got {tuple(lines)}")
     if lines and (min(lines[:2]) < 1 or lines.L != L):
-        raise ValueError(f"number x length of lines must be the {L - 1} patches of an image, got {tuple(lines)}")
+        raise ValueError(
+            f"lines must cover the {L - 1} patches of an image, got {lines.number} lines of {lines.length} patches"
+        )
 
 
 def _saved_rows(recurrence: str, lines: Lines | None, saved: list[Tensor], dtype: torch.dtype) -> list[Row]:
@@ -161,6 +163,8 @@ def _check_weights(residual: Row, scale_B: Tensor | None, weights: BlockWeights)
     check_choice("number of states in x_proj", N, backends.STATE_SIZES)
     check_choice("number of taps in conv", sizes["K"], TAPS)
     if D > backends.CHANNELS or E * C > WEIGHTS:
-        limits = f"D must be at most {backends.CHANNELS}, and in_proj must have at most {WEIGHTS} elements"
-        raise ValueError(f"{limits}, got D = {D} and {E * C} elements")
+        raise ValueError(
+            f"D must be at most {backends.CHANNELS}, and in_proj must have at most {WEIGHTS} elements, "
+            f"got D = {D} and {E * C} elements"
+        )
     return sizes

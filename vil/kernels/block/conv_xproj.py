@@ -27,10 +27,11 @@ def conv_xproj(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int,
     project_step: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return both directions' convolutions v (2, B, H, D), projections v @ x_proj^T (2, T, P) and step logits.
+    """Convolve the tokens in both directions, and project the convolved tokens.
 
-    v includes SiLU. The step is the first R columns of the projections. The step logits, step @ step_proj^T, are (2, T,
-    D), or None if `project_step` is False. All results are for the first H tokens of each direction (T tokens over the
+    Return the convolved tokens v (2, B, H, D) after SiLU, the projections v @ x_proj^T (2, T, P), and the step logits
+    (2, T, D), which are step @ step_proj^T. The step is the first R columns of the projections. If `project_step` is
+    False, the step logits are None. All results are for the first H tokens of each direction (T tokens over the
     batch). The last of the K taps reads the current token.
     """
     (B, L, D), P, R, dtype = u_BLD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2], u_BLD.dtype

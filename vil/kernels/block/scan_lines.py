@@ -20,7 +20,7 @@ SOURCE = Source("block/scan_lines", {
 })  # fmt: skip
 
 CHANNELS = 32  # number of channels per CTA
-MOST_LINES = CHUNK  # maximum number of pooled tokens, because backward has no saved states between chunks
+MOST_LINES = CHUNK  # maximum number of pooled tokens: one chunk, because `scan_lines` saves no states between chunks
 
 
 def fits(means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:

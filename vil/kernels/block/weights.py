@@ -119,7 +119,7 @@ class BackwardOptions(NamedTuple):
 
 
 class Normed(NamedTuple):
-    """RMSNorm of the residual stream without the norm's weight. A block can compute the norm for the next block."""
+    """Residual stream after RMSNorm without weight, computed by the block itself or by the previous block."""
 
     xhat: Tensor  # (T, C): normalized tokens x * rstd, in the dtype of matrix products
     rstd: Tensor  # (T,): 1 / sqrt(mean(x^2) + eps), in fp32

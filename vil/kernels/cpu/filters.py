@@ -24,7 +24,10 @@ def take_filters(weights0, bias0, g, D, first, width, taps, weights, bias):
 
 
 def convolution(taps: int):
-    """Build a function of both directions' convolutions at token t, where tap i reads tokens t -+ (taps - 1 - i)."""
+    """Build a function that computes the convolutions of both directions at token t.
+
+    Tap i reads token t - (taps - 1 - i) in direction 0, and token t + (taps - 1 - i) in direction 1.
+    """
 
     @spliced
     def convolve(weights, bias, window, t, convolved):
