@@ -101,7 +101,7 @@ class LonghornDirection(nn.Module):
         nn.init.ones_(self.skip)
 
     def forward(self, u_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the recurrence's inputs: values v, step logits (the recurrence adds the bias), keys k and queries q."""
+        """Return the recurrence's inputs: values v, step logits (the recurrence adds a bias), keys k and queries q."""
         v_BLD = self.convolve(u_BLD)
         return v_BLD, *self.project(v_BLD)
 
