@@ -114,7 +114,7 @@ def error_of_validation():
         (dict(phases={}), "'phases' in the checkpoint .* must be a list with a mapping"),
         (dict(crop_pct=math.nan), "option 'crop_pct' in the checkpoint .* must be a finite number, got nan"),
         (dict(crop_pct=1e-4), "has crop_pct 0.0001, which would resize images to more than"),
-        *((dict(interpolation=i), f"interpolation in .* must be a choice .*, got '{i}'$") for i in ("7", "")),
+        *((dict(interpolation=i), f"interpolation in .* must be a supported value .*, got '{i}'$") for i in ("7", "")),
     ],
 )  # fmt: skip
 def test_a_checkpoint_cannot_set_commands_urls_or_huge_sizes(write, error_of_validation, tmp_path, options, message):
