@@ -150,7 +150,7 @@ def test_an_exported_folder_is_read_by_timm_and_vil_with_names_and_preprocessing
         (folder / "config.json").write_text(odd)
         with pytest.raises(
             CheckpointError,
-            match=r"config.json is not a valid config.json of a model: |mine must be one number .*, got \[1e-50\]",
+            match=r"config.json is not a valid config.json of a model: |mine must be .*, got \[1e-50\]",
         ):
             vil.from_checkpoint(folder)
     (folder / "config.json").write_text(re.sub(r'"crop_pct": [\d.]+', '"crop_pct": 0.5', config))
