@@ -211,6 +211,21 @@ def test_blocks_that_differ_only_in_weights_share_one_onnx_function():
     assert not onnx_graph.is_known(block)
 
 
+@pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny_pooled"])
+def test_the_last_block_computes_only_the_class_token_unless_its_feature_map_is_exported(name):
+    images = torch.randn(2, 3, 16, 24)
+    for options, tokens in ((dict(), 1), (dict(global_pool="avg"), 7)):
+        model = small(name, depth=2, **options)
+        for features, expected in (([0], tokens), ([0, 1], 7)):
+            exported = exporting.Exported(model, features)
+            last = exported.model.blocks[-1]
+            assert last(torch.randn(2, 7, 32), **dict(grid=(2, 3)) if model.pooled else {}).shape == (2, expected, 32)
+            logits, maps = fp64_outputs(model, images)
+            found = exported(images)
+            assert relative(found[0], logits) < 1e-5
+            assert all(relative(value, maps[i]) < 1e-5 for i, value in zip(features, found[1:], strict=True))
+
+
 def test_models_of_any_dtype_mode_and_head_are_exported_in_eval_mode(tmp_path):
     model = small("vil_tiny", depth=1, dynamic_img_size=True, drop_path_rate=0.5, drop_rate=0.5).bfloat16().train()
     report = export_model(model, tmp_path / "model.pt2")

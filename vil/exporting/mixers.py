@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._higher_order_ops.scan import scan_op
 
 from ..kernels.block.lines import Lines
-from ..models.block import BidirectionalMixer, RMSNorm
-from ..models.tokens import grid_of
+from ..models.block import BidirectionalMixer, Block, RMSNorm
+from ..models.tokens import grid_of, middle_token
 
 
 def rms_norm(norm: RMSNorm, x_BLC: Tensor) -> Tensor:
@@ -27,23 +27,38 @@ def rms_norm(norm: RMSNorm, x_BLC: Tensor) -> Tensor:
     return x_BLC / (x_BLC.pow(2).mean(-1, keepdim=True) + cast(float, norm.eps)).sqrt() * norm.weight
 
 
-def mix(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-    """Run a mixer. A pooled mixer runs its recurrence over the rows or columns of the grid (h, w)."""
+class ClassTokenBlock(Block):
+    """Block that returns only the class token (B, 1, C), for the last block of a classifier."""
+
+    def forward(self, x_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        return middle_token(x_BLC) + mix(self.mixer, self.norm(x_BLC), grid, class_token_only=True)
+
+
+def mix(
+    mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None = None, class_token_only: bool = False
+) -> Tensor:
+    """Run a mixer. A pooled mixer runs its recurrence over the rows or columns of the grid (h, w).
+
+    If `class_token_only` is True, return only the class token (B, 1, C).
+    """
     if mixer.pool is None:
-        return _mix_tokens(mixer, h_BLC)
-    return _mix_lines(mixer, h_BLC, grid)
+        return _mix_tokens(mixer, h_BLC, class_token_only)
+    return _mix_lines(mixer, h_BLC, grid, class_token_only)
 
 
-def _mix_tokens(mixer: BidirectionalMixer, h_BLC: Tensor) -> Tensor:
+def _mix_tokens(mixer: BidirectionalMixer, h_BLC: Tensor, class_token_only: bool) -> Tensor:
     """Run a mixer without pooling, whose recurrence reads every token."""
     forward_v_BLD, backward_v_BLD = _convolve(mixer, h_BLC)
     y_LBGD = scan_of(mixer, forward_v_BLD, backward_v_BLD.flip(1))
     forward_BLD, backward_BLD = y_LBGD.transpose(0, 1).unbind(2)
     y_BLD = (forward_BLD + backward_BLD.flip(1)) / 2
-    return _gate_and_project_out(mixer, h_BLC, _skip(mixer, forward_v_BLD, backward_v_BLD) + y_BLD)
+    tokens = (h_BLC, forward_v_BLD, backward_v_BLD, y_BLD)
+    return _project_out(mixer, *(map(middle_token, tokens) if class_token_only else tokens))
 
 
-def _mix_lines(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None) -> Tensor:
+def _mix_lines(
+    mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None, class_token_only: bool
+) -> Tensor:  # fmt: skip
     """Run a pooled mixer, whose recurrence reads the mean of each line (row or column) of patches."""
     h, w = grid_of(h_BLC.shape[1], grid)
     lines = Lines.of(h, w, mixer.pool == "columns")
@@ -54,9 +69,11 @@ def _mix_lines(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] |
     mean_SL = _mean_matrix(lines)
     y_SBGD = scan_of(mixer, mean_SL @ forward_v_BLD, mean_SL.flip(0) @ backward_v_BLD)
     y_BSD = _direction_mean_matrix(lines.S) @ y_SBGD.transpose(0, 1).flatten(1, 2)
-    y_BLD = y_BSD.index_select(1, lines.pooled())
+    if class_token_only:
+        return _project_out(mixer, *map(middle_token, (h_BLC, forward_v_BLD, backward_v_BLD, y_BSD)))
 
-    out_BLC = _gate_and_project_out(mixer, h_BLC, _skip(mixer, forward_v_BLD, backward_v_BLD) + y_BLD)
+    y_BLD = y_BSD.index_select(1, lines.pooled())
+    out_BLC = _project_out(mixer, h_BLC, forward_v_BLD, backward_v_BLD, y_BLD)
     if lines.columns:
         out_BLC = out_BLC.index_select(1, Lines.of(w, h, True).order())
     return out_BLC
@@ -81,16 +98,15 @@ def _convolve(mixer: BidirectionalMixer, h_BLC: Tensor) -> list[Tensor]:
     return v_BLD
 
 
-def _skip(mixer: BidirectionalMixer, forward_v_BLD: Tensor, backward_v_BLD: Tensor) -> Tensor:
-    """Return the mean of both directions' skip connections."""
-    forward, backward = mixer.directions
-    return forward.skip / 2 * forward_v_BLD + backward.skip / 2 * backward_v_BLD
-
-
-def _gate_and_project_out(mixer: BidirectionalMixer, h_BLC: Tensor, y_BLD: Tensor) -> Tensor:
+def _project_out(
+    mixer: BidirectionalMixer, h_BLC: Tensor, forward_v_BLD: Tensor, backward_v_BLD: Tensor, y_BLD: Tensor
+) -> Tensor:
+    """Add the skip connections to the mean output y of both directions, gate, and project to the model width."""
     weight = mixer.in_proj.weight
     z_BLD = F.linear(h_BLC, weight[len(weight) // 2 :])  # ONNX folds slices of weights, but not splits
-    return mixer.out_proj(F.silu(z_BLD) * y_BLD)
+    forward, backward = mixer.directions
+    skipped_BLD = forward.skip / 2 * forward_v_BLD + backward.skip / 2 * backward_v_BLD
+    return mixer.out_proj(F.silu(z_BLD) * (skipped_BLD + y_BLD))
 
 
 def _mean_matrix(lines: Lines) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from ..models.block import KNOWN_MIXERS, Block
-from .traced import Exported, program_of
+from ..models.block import Block
+from .mixers import ClassTokenBlock
+from .traced import Exported, is_known, program_of
 
 MAX_FOLDED = 2**31  # maximum number of elements of a folded constant; constants of an ONNX file (2 GiB) have fewer
 DOMAIN = "vil.block"  # ONNX domain of the block functions, which are inlined after translation
@@ -58,10 +59,6 @@ def onnx_model(exported: Exported, opset: int) -> Any:
     return whole.model_proto
 
 
-def is_known(module: nn.Module) -> bool:
-    return type(module) is Block and type(module.mixer) in KNOWN_MIXERS
-
-
 def call(functions: Functions, block: Block, x_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
     """Run a block as a call of an ONNX function, which all blocks with the same structure share.
 
@@ -72,7 +69,8 @@ def call(functions: Functions, block: Block, x_BLC: Tensor, grid: tuple[int, int
         functions[kind] = BlockFunction(f"Block{len(functions)}", block)
     name = functions[kind].name
     inputs = (x_BLC, *block.state_dict(keep_vars=True).values())
-    return torch.onnx.ops.symbolic(f"{DOMAIN}::{name}", inputs, dtype=x_BLC.dtype, shape=x_BLC.shape, version=1)
+    shape = x_BLC[:, :1].shape if isinstance(block, ClassTokenBlock) else x_BLC.shape
+    return torch.onnx.ops.symbolic(f"{DOMAIN}::{name}", inputs, dtype=x_BLC.dtype, shape=shape, version=1)
 
 
 class WithWeights(nn.Module):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from ..data_config import input_size
-from ..models.block import KNOWN_MIXERS, RMSNorm
-from .mixers import mix, rms_norm
+from ..models.block import KNOWN_MIXERS, Block, Blocks, RMSNorm
+from .mixers import ClassTokenBlock, mix, rms_norm
 
 
 class ExportError(RuntimeError):
@@ -58,13 +58,25 @@ class Exported(nn.Module):
             raise ExportError(f"features must be block indices from 0 to {num_blocks - 1}, got {unknown}")
 
     def _replace_forwards(self) -> None:
-        """Replace the forward methods of mixers and norms by functions with only standard PyTorch operators."""
+        """Replace the forward methods of mixers and norms by functions with only standard PyTorch operators.
+
+        If possible, the last block computes only the class token.
+        """
         for module in self.model.modules():
             replaced: Any = module
             if isinstance(module, RMSNorm):
                 replaced.forward = functools.partial(rms_norm, module)
             elif type(module) in KNOWN_MIXERS:
                 replaced.forward = functools.partial(mix, replaced)
+        if self._reads_only_class_token():
+            self.model.blocks[-1].__class__ = ClassTokenBlock
+
+    def _reads_only_class_token(self) -> bool:
+        """Return whether only the class token of the last block determines the outputs."""
+        blocks = getattr(self.model, "blocks", None)
+        if type(blocks) is not Blocks or not is_known(blocks[-1]) or len(blocks) - 1 in self.features:
+            return False
+        return self.model.global_pool == "token"
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         return outputs_of(self.model, self.features, images)
@@ -74,6 +86,11 @@ class Exported(nn.Module):
         return program_of(
             self, pictures(2, self.input_size)
         )  # 2 images, because torch.export would specialize on a batch size of 1
+
+
+def is_known(block: nn.Module) -> bool:
+    """Return whether a module is a block of this package with a mixer that `mix` supports."""
+    return type(block) in (Block, ClassTokenBlock) and type(block.mixer) in KNOWN_MIXERS
 
 
 @torch.no_grad()
