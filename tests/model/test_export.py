@@ -217,7 +217,7 @@ def test_the_last_block_computes_only_the_class_token_unless_its_feature_map_is_
     for options, tokens in ((dict(), 1), (dict(global_pool="avg"), 7)):
         model = small(name, depth=2, **options)
         for features, expected in (([0], tokens), ([0, 1], 7)):
-            exported = exporting.Exported(model, features)
+            exported = exporting.Exported(model, features, for_onnxruntime=model.pooled)
             last = exported.model.blocks[-1]
             assert last(torch.randn(2, 7, 32), **dict(grid=(2, 3)) if model.pooled else {}).shape == (2, expected, 32)
             logits, maps = fp64_outputs(model, images)

@@ -90,7 +90,7 @@ def export_model(
     path = Path(path)
     model = unwrapped(model)
     check_options(path, opset, features)
-    exported = Exported(model, features)
+    exported = Exported(model, features, for_onnxruntime=path.suffix == ".onnx")
     described = describe(model, preprocessing)
     taken = {*described, "label_names"} & (metadata or {}).keys()
     if taken:

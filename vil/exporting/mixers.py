@@ -10,6 +10,7 @@ Dimension letters:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,8 @@ from ..kernels.block.lines import Lines
 from ..models.block import BidirectionalMixer, Block, RMSNorm
 from ..models.tokens import grid_of, middle_token
 
+Convolve = Callable[[BidirectionalMixer, Tensor], list[Tensor]]
+
 
 def rms_norm(norm: RMSNorm, x_BLC: Tensor) -> Tensor:
     """Compute RMSNorm in the form that onnxruntime recognizes and fuses into one kernel."""
@@ -31,56 +34,18 @@ class ClassTokenBlock(Block):
     """Block that returns only the class token (B, 1, C), for the last block of a classifier."""
 
     def forward(self, x_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        return middle_token(x_BLC) + mix(self.mixer, self.norm(x_BLC), grid, class_token_only=True)
+        return middle_token(x_BLC) + self.mixer(self.norm(x_BLC), grid, class_token_only=True)
 
 
-def mix(
-    mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None = None, class_token_only: bool = False
-) -> Tensor:
-    """Run a mixer. A pooled mixer runs its recurrence over the rows or columns of the grid (h, w).
-
-    If `class_token_only` is True, return only the class token (B, 1, C).
-    """
-    if mixer.pool is None:
-        return _mix_tokens(mixer, h_BLC, class_token_only)
-    return _mix_lines(mixer, h_BLC, grid, class_token_only)
+def convolve(mixer: BidirectionalMixer, h_BLC: Tensor) -> list[Tensor]:
+    """Return the input v (B, L, D) of each direction: input projection, causal convolution and SiLU."""
+    weight = mixer.in_proj.weight
+    u_BLD = F.linear(h_BLC, weight[: len(weight) // 2])
+    return [direction.convolve(u_BLD) for direction in mixer.directions]
 
 
-def _mix_tokens(mixer: BidirectionalMixer, h_BLC: Tensor, class_token_only: bool) -> Tensor:
-    """Run a mixer without pooling, whose recurrence reads every token."""
-    forward_v_BLD, backward_v_BLD = _convolve(mixer, h_BLC)
-    y_LBGD = scan_of(mixer, forward_v_BLD, backward_v_BLD.flip(1))
-    forward_BLD, backward_BLD = y_LBGD.transpose(0, 1).unbind(2)
-    y_BLD = (forward_BLD + backward_BLD.flip(1)) / 2
-    tokens = (h_BLC, forward_v_BLD, backward_v_BLD, y_BLD)
-    return _project_out(mixer, *(map(middle_token, tokens) if class_token_only else tokens))
-
-
-def _mix_lines(
-    mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None, class_token_only: bool
-) -> Tensor:  # fmt: skip
-    """Run a pooled mixer, whose recurrence reads the mean of each line (row or column) of patches."""
-    h, w = grid_of(h_BLC.shape[1], grid)
-    lines = Lines.of(h, w, mixer.pool == "columns")
-    if lines.columns:
-        h_BLC = h_BLC.index_select(1, lines.order())
-
-    forward_v_BLD, backward_v_BLD = _convolve(mixer, h_BLC)
-    mean_SL = _mean_matrix(lines)
-    y_SBGD = scan_of(mixer, mean_SL @ forward_v_BLD, mean_SL.flip(0) @ backward_v_BLD)
-    y_BSD = _direction_mean_matrix(lines.S) @ y_SBGD.transpose(0, 1).flatten(1, 2)
-    if class_token_only:
-        return _project_out(mixer, *map(middle_token, (h_BLC, forward_v_BLD, backward_v_BLD, y_BSD)))
-
-    y_BLD = y_BSD.index_select(1, lines.pooled())
-    out_BLC = _project_out(mixer, h_BLC, forward_v_BLD, backward_v_BLD, y_BLD)
-    if lines.columns:
-        out_BLC = out_BLC.index_select(1, Lines.of(w, h, True).order())
-    return out_BLC
-
-
-def _convolve(mixer: BidirectionalMixer, h_BLC: Tensor) -> list[Tensor]:
-    """Return the input v (B, L, D) of each direction: input projection, causal convolution and SiLU.
+def convolve_images(mixer: BidirectionalMixer, h_BLC: Tensor) -> list[Tensor]:
+    """Compute `convolve` with convolutions of images, which are faster in onnxruntime and slower in PyTorch.
 
     The input projection is a convolution, too, so that onnxruntime keeps its layout for convolutions in between. The
     permutations have four dimensions, because onnxruntime merges only these with the changes of the layout.
@@ -96,6 +61,66 @@ def _convolve(mixer: BidirectionalMixer, h_BLC: Tensor) -> list[Tensor]:
         v_BD1L = F.conv2d(F.pad(u_BD1L, padding), weight_D1K.unsqueeze(2), conv.bias, groups=conv.groups)
         v_BLD.append(F.silu(v_BD1L.permute(0, 2, 3, 1).squeeze(1)))
     return v_BLD
+
+
+def mix(
+    mixer: BidirectionalMixer,
+    h_BLC: Tensor,
+    grid: tuple[int, int] | None = None,
+    class_token_only: bool = False,
+    convolve: Convolve = convolve,
+) -> Tensor:
+    """Run a mixer. A pooled mixer runs its recurrence over the rows or columns of the grid (h, w).
+
+    Args:
+        mixer: The mixer.
+        h_BLC: Tokens.
+        grid: Patch grid, which a pooled mixer needs unless the grid is square.
+        class_token_only: Return only the class token (B, 1, C).
+        convolve: `convolve`, or `convolve_images` for onnxruntime.
+    """
+    if mixer.pool is None:
+        return _mix_tokens(mixer, h_BLC, class_token_only, convolve)
+    return _mix_lines(mixer, h_BLC, grid, class_token_only, convolve)
+
+
+def _mix_tokens(
+    mixer: BidirectionalMixer, h_BLC: Tensor, class_token_only: bool, convolve: Convolve
+) -> Tensor:  # fmt: skip
+    """Run a mixer without pooling, whose recurrence reads every token."""
+    forward_v_BLD, backward_v_BLD = convolve(mixer, h_BLC)
+    y_LBGD = scan_of(mixer, forward_v_BLD, backward_v_BLD.flip(1))
+    forward_BLD, backward_BLD = y_LBGD.transpose(0, 1).unbind(2)
+    y_BLD = (forward_BLD + backward_BLD.flip(1)) / 2
+    tokens = (h_BLC, forward_v_BLD, backward_v_BLD, y_BLD)
+    return _project_out(mixer, *(map(middle_token, tokens) if class_token_only else tokens))
+
+
+def _mix_lines(
+    mixer: BidirectionalMixer,
+    h_BLC: Tensor,
+    grid: tuple[int, int] | None,
+    class_token_only: bool,
+    convolve: Convolve,
+) -> Tensor:
+    """Run a pooled mixer, whose recurrence reads the mean of each line (row or column) of patches."""
+    h, w = grid_of(h_BLC.shape[1], grid)
+    lines = Lines.of(h, w, mixer.pool == "columns")
+    if lines.columns:
+        h_BLC = h_BLC.index_select(1, lines.order())
+
+    forward_v_BLD, backward_v_BLD = convolve(mixer, h_BLC)
+    mean_SL = _mean_matrix(lines)
+    y_SBGD = scan_of(mixer, mean_SL @ forward_v_BLD, mean_SL.flip(0) @ backward_v_BLD)
+    y_BSD = _direction_mean_matrix(lines.S) @ y_SBGD.transpose(0, 1).flatten(1, 2)
+    if class_token_only:
+        return _project_out(mixer, *map(middle_token, (h_BLC, forward_v_BLD, backward_v_BLD, y_BSD)))
+
+    y_BLD = y_BSD.index_select(1, lines.pooled())
+    out_BLC = _project_out(mixer, h_BLC, forward_v_BLD, backward_v_BLD, y_BLD)
+    if lines.columns:
+        out_BLC = out_BLC.index_select(1, Lines.of(w, h, True).order())
+    return out_BLC
 
 
 def _project_out(

@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 
 from ..data_config import input_size
 from ..models.block import KNOWN_MIXERS, Block, Blocks, RMSNorm
-from .mixers import ClassTokenBlock, mix, rms_norm
+from .mixers import ClassTokenBlock, Convolve, convolve, convolve_images, mix, rms_norm
 
 
 class ExportError(RuntimeError):
@@ -30,12 +30,13 @@ class Exported(nn.Module):
     Args:
         model: A timm model.
         features: Indices of the blocks whose feature maps are additional outputs.
+        for_onnxruntime: Compute convolutions by `convolve_images`, which is slower in PyTorch.
 
     Raises:
         ExportError: The model has no num_classes, or an index in `features` is out of range.
     """
 
-    def __init__(self, model: nn.Module, features: Sequence[int] = ()):
+    def __init__(self, model: nn.Module, features: Sequence[int] = (), for_onnxruntime: bool = False):
         super().__init__()
         if not hasattr(model, "num_classes"):
             raise ExportError(
@@ -49,7 +50,7 @@ class Exported(nn.Module):
 
         first_output = "logits" if model.num_classes else "embedding"
         self.outputs = [first_output, *(f"features_{index}" for index in self.features)]
-        self._replace_forwards()
+        self._replace_forwards(convolve_images if for_onnxruntime else convolve)
 
     def _check_features(self) -> None:
         num_blocks = len(getattr(self.model, "feature_info", ()))
@@ -57,7 +58,7 @@ class Exported(nn.Module):
         if unknown:
             raise ExportError(f"features must be block indices from 0 to {num_blocks - 1}, got {unknown}")
 
-    def _replace_forwards(self) -> None:
+    def _replace_forwards(self, convolve: Convolve) -> None:
         """Replace the forward methods of mixers and norms by functions with only standard PyTorch operators.
 
         If possible, the last block computes only the class token.
@@ -67,7 +68,7 @@ class Exported(nn.Module):
             if isinstance(module, RMSNorm):
                 replaced.forward = functools.partial(rms_norm, module)
             elif type(module) in KNOWN_MIXERS:
-                replaced.forward = functools.partial(mix, replaced)
+                replaced.forward = functools.partial(mix, replaced, convolve=convolve)
         if self._reads_only_class_token():
             self.model.blocks[-1].__class__ = ClassTokenBlock
 
