@@ -28,8 +28,9 @@ def block(
     x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None, normed: Normed | None = None
 ) -> tuple[Tensor, None]:
     """Run a block on a CPU in fp32, as `block_op.block` does on a GPU, but without the norm for the next block."""
-    x_BLC, weights = x_BLC.contiguous(), BlockWeights.of([t.contiguous() for t in weights.flat()])
-    scale_B = None if scale_B is None else scale_B.contiguous()
+    x_BLC, scale_B, flat = x_BLC.contiguous(), None if scale_B is None else scale_B.contiguous(), weights.flat()
+    if not all([t.is_contiguous() for t in flat]):  # noqa: C419  a list is faster than a generator
+        weights = BlockWeights.of([t.contiguous() for t in flat])
     if needs_gradients(x_BLC, weights):
         y_BLC = _Block.apply(options, x_BLC, scale_B, *weights.flat())
     else:

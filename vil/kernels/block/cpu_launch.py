@@ -36,6 +36,12 @@ def addresses(*tensors: Tensor | None) -> list[int]:
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 
+def addresses_of_both(t_2X: Tensor) -> tuple[int, int]:
+    """Return the addresses of both directions' halves of a contiguous tensor."""
+    address = t_2X.data_ptr()
+    return address, address + t_2X.nbytes // 2
+
+
 def filter_addresses(weights: BlockWeights) -> list[int]:
     return [t.data_ptr() for direction in weights.directions for t in (direction.conv, direction.conv_bias)]
 

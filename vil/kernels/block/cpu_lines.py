@@ -18,6 +18,7 @@ from ..cpu.compiler import LANES
 from .cpu_launch import (
     BYTES,
     addresses,
+    addresses_of_both,
     filter_addresses,
     kernel_of,
     over_channels,
@@ -80,13 +81,14 @@ def backward(
     dfilters_2KD = pool_backward(d.means, dskipped_BLD, uz_BLE, weights, lines, duz_BLE)
     dx_proj_2PD = torch.bmm(d.projected.flatten(1, 2).mT, saved.means.flatten(1, 2))
     dstep_proj_2DR = torch.bmm(d.step_logits.flatten(1, 2).mT, saved.projected.flatten(1, 2)[..., :R])
-    first, second = (
-        DirectionWeights(
-            dfilters_2KD[g, :K].t().unsqueeze(1), dfilters_2KD[g, K], dx_proj_2PD[g], dstep_proj_2DR[g],
-            d.step_bias[g], dfilters_2KD[g, K + 1],
-            None if d.A is None else d.A[g].t() * -given(direction.A_log).exp(),  # because A = -exp(A_log)
-        ) for g, direction in enumerate(weights.directions)
-    )  # fmt: skip
+    dconv_2D1K = dfilters_2KD[:, :K].mT.unsqueeze(2).contiguous()
+    gradients = dconv_2D1K, dfilters_2KD[:, K], dx_proj_2PD, dstep_proj_2DR, d.step_bias, dfilters_2KD[:, K + 1]
+    first, second = (DirectionWeights(*of_direction) for of_direction in zip(*(t.unbind() for t in gradients)))
+    if d.A is not None:
+        first, second = (
+            gradient._replace(A_log=dA_ND.t() * -given(direction.A_log).exp())  # because A = -exp(A_log)
+            for gradient, dA_ND, direction in zip((first, second), d.A, weights.directions)
+        )
     return gated_BLD, (first, second)
 
 
@@ -95,7 +97,7 @@ def pool(uz_BLE: Tensor, weights: BlockWeights, lines: Lines, skipped_BLD: Tenso
 
     The mean of both directions' skip connections is written to `skipped_BLD`, which may be a view of u.
     """
-    (_, D, _, _, K), (B, L, _) = weights.sizes(), uz_BLE.shape
+    (D, _, K), (B, L, _) = weights.directions[0].conv.shape, uz_BLE.shape
     means_2BSD = uz_BLE.new_empty(2, B, lines.S, D)
     outputs = *strided(skipped_BLD), means_2BSD.data_ptr()
     over_channels(_kernel("pool_forward", K), B, L, D, *pool_inputs(uz_BLE, weights, lines), *outputs)
@@ -106,7 +108,7 @@ def pool_backward(
     dmeans_2BSD: Tensor, dskipped_BLD: Tensor, uz_BLE: Tensor, weights: BlockWeights, lines: Lines, duz_BLE: Tensor
 ) -> Tensor:
     """Write the gradient of u to `duz_BLE`. Return the gradients of filters, biases and skip weights, (2, K + 2, D)."""
-    (_, D, _, _, K), (B, L, _) = weights.sizes(), uz_BLE.shape
+    (D, _, K), (B, L, _) = weights.directions[0].conv.shape, uz_BLE.shape
     dfilters = uz_BLE.new_empty(B, 2, K + 2, D)
     tensors = addresses(dskipped_BLD, dmeans_2BSD, duz_BLE, dfilters)
     over_channels(_kernel("pool_backward", K), B, L, D, *pool_inputs(uz_BLE, weights, lines), *tensors)
@@ -121,8 +123,8 @@ def pool_inputs(uz_BLE: Tensor, weights: BlockWeights, lines: Lines) -> tuple[in
 
 def scan(recurrence: str, means_2BSD: Tensor, weights: BlockWeights) -> tuple[Tensor, Tensor]:
     """Return both directions' x_proj outputs (2, B, S, P), and scan outputs without skip connections (2, B, S, D)."""
-    (_, B, S, D), (_, _, N, R, _) = means_2BSD.shape, weights.sizes()
-    projected_2BSP, y_2BSD = means_2BSD.new_empty(2, B, S, R + 2 * N), torch.empty_like(means_2BSD)
+    (_, B, S, D), P, R = means_2BSD.shape, len(weights.directions[0].x_proj), weights.directions[0].step_proj.shape[1]
+    projected_2BSP, y_2BSD, N = means_2BSD.new_empty(2, B, S, P), torch.empty_like(means_2BSD), (P - R) // 2
     scratch = scratch_memory(means_2BSD, 2 * B, R * LANES)
     inputs = means_2BSD.data_ptr(), *scan_weights(weights)
     _kernel(f"{recurrence}_scan_forward", N).launch(
@@ -160,7 +162,7 @@ def gate(
 ) -> None:
     """Write scale * ((y_0 + y_1) / 2 + s) * silu(z) to `gated_BLD`, which may be the skip connections s."""
     B, L, D = gated_BLD.shape
-    inputs = *z_address(uz_BLE), *addresses(*y_2BSD, scale_B, line_tables(lines)), lines.S
+    inputs = *z_address(uz_BLE), *addresses_of_both(y_2BSD), *addresses(scale_B, line_tables(lines)), lines.S
     outputs = *strided(skipped_BLD), *strided(gated_BLD)
     over_tokens(_kernel("pooled_gate_forward"), B * L, D, B * L, L, *inputs, *outputs)
 
@@ -172,8 +174,9 @@ def gate_backward(
 
     `dgated_BLD` is overwritten by the gradient of the skip connections.
     """
-    (B, L, D), gated_BLD, dy_BSD = dgated_BLD.shape, torch.empty_like(dgated_BLD), torch.empty_like(saved.y[0])
-    inputs = *z_address(uz_BLE), *addresses(*saved.y, scale_B, line_tables(lines)), lines.S
+    (_, _, S, _), (B, L, D), gated_BLD = saved.y.shape, dgated_BLD.shape, torch.empty_like(dgated_BLD)
+    dy_BSD = dgated_BLD.new_empty(B, S, D)
+    inputs = *z_address(uz_BLE), *addresses_of_both(saved.y), *addresses(scale_B, line_tables(lines)), lines.S
     outputs = *addresses(saved.skipped, gated_BLD, dgated_BLD), z_address(duz_BLE)[0], dy_BSD.data_ptr()
     over_channels(_kernel("pooled_gate_backward"), B, L, D, *inputs, *outputs)
     return gated_BLD, dy_BSD

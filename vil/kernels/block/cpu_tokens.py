@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from ..scan import cpu_scan as scans
-from .cpu_launch import addresses, filter_addresses, kernel_of, over_channels, over_tokens, u_address, z_address
+from .cpu_launch import (
+    addresses,
+    addresses_of_both,
+    filter_addresses,
+    kernel_of,
+    over_channels,
+    over_tokens,
+    u_address,
+    z_address,
+)  # fmt: skip
 from .weights import BlockWeights, DirectionWeights, Options
 
 REVERSE = (False, True)
@@ -123,7 +132,7 @@ def gate(y_2BLD: Tensor, uz_BLE: Tensor, scale_B: Tensor | None) -> Tensor:
     """Return scale * (y_0 + y_1) / 2 * silu(z), (B, L, D)."""
     _, B, L, D = y_2BLD.shape
     gated_BLD = torch.empty_like(y_2BLD[0])
-    tensors = *z_address(uz_BLE), *addresses(*y_2BLD, scale_B, gated_BLD)
+    tensors = *z_address(uz_BLE), *addresses_of_both(y_2BLD), *addresses(scale_B, gated_BLD)
     over_tokens(_kernel("gate_forward"), B * L, D, B * L, L, *tensors)
     return gated_BLD
 
@@ -134,6 +143,7 @@ def gate_backward(
     """Write the gradient of z to `duz_BLE`. Return the gate's output, and the gradient of either direction's y."""
     _, B, L, D = y_2BLD.shape
     gated_BLD, dy_BLD = torch.empty_like(dgated_BLD), torch.empty_like(dgated_BLD)
-    tensors = *z_address(uz_BLE), *addresses(*y_2BLD, scale_B, gated_BLD, dgated_BLD, dy_BLD), z_address(duz_BLE)[0]
-    over_tokens(_kernel("gate_backward"), B * L, D, B * L, L, *tensors)
+    inputs = *z_address(uz_BLE), *addresses_of_both(y_2BLD)
+    tensors = *addresses(scale_B, gated_BLD, dgated_BLD, dy_BLD), z_address(duz_BLE)[0]
+    over_tokens(_kernel("gate_backward"), B * L, D, B * L, L, *inputs, *tensors)
     return gated_BLD, dy_BLD

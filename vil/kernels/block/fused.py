@@ -20,8 +20,11 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights) -> Callable | None:
     or None.
     """
     dtype, device, sizes = weights.norm.dtype, x_BLC.device, weights.sizes()
-    fits = [t is not None and t.dtype == dtype and t.device == device and is_plain(t) for t in weights.flat()]
+    flat = weights.flat()
+    fits = [t is not None and t.dtype == dtype and t.device == device for t in flat]
     if x_BLC.dtype != FP32 or x_BLC.numel() == 0 or dtype not in backends.DTYPES or not all(fits):
+        return None
+    if not all(is_plain(t) for t in {type(t): t for t in flat}.values()):
         return None
     if sizes.N not in backends.STATE_SIZES or sizes.K not in TAPS:
         return None

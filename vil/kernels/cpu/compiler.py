@@ -7,6 +7,7 @@ later processes load the machine code with llvmlite only, whose import takes an 
 
 from __future__ import annotations
 
+import array
 import builtins
 import contextlib
 import ctypes
@@ -58,13 +59,14 @@ class Kernel:
 
     def launch(self, tasks: int, *numbers: int) -> None:
         """Run the kernel in PyTorch's number of threads, but at most one thread for each task."""
-        arguments = (ctypes.c_int64 * (COUNTERS + len(numbers)))(0, 0, *numbers)
+        arguments = array.array("q", (0,) * COUNTERS + numbers)
+        address, _ = arguments.buffer_info()
         threads = min(torch.get_num_threads(), tasks)
         parallel = _parallel() if threads > 1 else None
         if parallel is None:
-            self._call(ctypes.addressof(arguments))
+            self._call(address)
         else:
-            parallel(self.address, ctypes.addressof(arguments), threads, 0)
+            parallel(self.address, address, threads, 0)
 
 
 @functools.cache
