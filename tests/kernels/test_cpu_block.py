@@ -213,6 +213,20 @@ def test_a_block_after_a_custom_module_with_another_dtype_runs_unfused(calls):
     assert not calls
 
 
+@torch.no_grad()
+def test_a_custom_module_can_register_a_hook_on_a_later_block():
+    """Blocks are checked ahead, but only up to the next module that may run any code."""
+
+    class Registering(torch.nn.Identity):
+        def forward(self, x):
+            last.register_forward_hook(lambda *_: called.append(True))
+            return x
+
+    called, (first, last), x = [], (a_block(LonghornMixer, 16, seed=seed) for seed in (0, 1)), torch.randn(2, 9, 16)
+    Blocks(first, Registering(), last)(x)
+    assert called == [True]
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_compilers_tracers_and_flop_counters_see_the_unfused_block(calls):
     block, x = a_block(LonghornMixer, 16), torch.randn(1, 4, 16)

@@ -3,7 +3,8 @@
 `scan`      the recurrences: `interface` has the public functions, `scan_op` registers `vil::scan`, which runs on
 `cuda_scan` (CUDA C++), `triton_scan` or `cpu_scan` (Numba), and `torch_scan` is plain PyTorch for any device
 `block`     the model's residual block around the scan: `fused` decides which block runs as one operator, `block_op`
-registers `vil::block`, `forward` and `backward` launch its kernels, and `cpu` is the CPU version
+registers `vil::block`, `forward` and `backward` launch its kernels, and `cpu` is the CPU version, with the mixer
+`cpu_tokens` or, in pooled blocks, `cpu_lines`
 `augment`   augmentation of image batches
 
 `scan` and `block` have their reference implementations in `reference`.
@@ -13,7 +14,7 @@ Shared modules:
 `backends`  choice of the backend for given tensors, and why a backend cannot run
 `checks`    validation of operators' arguments
 `cuda`      headers of CUDA sources, and compilation, launch and replay of kernels
-`cpu`       compilation and launch of kernels written in Python and compiled by Numba
+`cpu`       compilation and launch of kernels written in Python and compiled by Numba, and functions of kernels
 `torch_private`  private functions of PyTorch
 `cache`     compiled code on disk
 `flops`     FLOP formulas of the operators for PyTorch's FlopCounterMode

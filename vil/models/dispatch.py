@@ -79,9 +79,12 @@ def run_blocks(
     """
     modules = list(blocks)
     normed, normed_eps = None, 0.0
+    ahead: list[FusedBlock | None] = []
     for i, block in enumerate(modules):
         is_last = i + 1 == len(modules)
-        fused = fused_block(block, x_BLC) if only_runs_forward(block) else None
+        # checks of all blocks one after the other stay in the CPU's caches, unlike checks between matrix products
+        ahead = ahead or fused_blocks(modules[i:], x_BLC)
+        fused = ahead.pop(0)
         if fused is None:
             x_BLC, normed = call(block, x_BLC, grid, checkpointing), None
             continue
@@ -102,6 +105,16 @@ def run_blocks(
             x_BLC, normed = fused.operator(x_BLC, fused.weights, options, scale_B, given)
             normed_eps = options.eps
     return x_BLC
+
+
+def fused_blocks(modules: Sequence[nn.Module], x_BLC: Tensor) -> list["FusedBlock | None"]:
+    """Return the operators and weights of the first modules that can run fused, and None for the module after them."""
+    found: list[FusedBlock | None] = []
+    for block in modules:
+        found.append(fused_block(block, x_BLC) if only_runs_forward(block) else None)
+        if found[-1] is None:
+            break
+    return found
 
 
 def only_runs_forward(block: nn.Module) -> bool:
