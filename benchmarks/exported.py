@@ -1,11 +1,11 @@
-"""Measure exported files on this machine's CPU with one image: size, and latency compared with DeiT in the same
-runtime.
+"""Measure exported files on this machine's CPU: size, and latency of a batch compared with DeiT in the same runtime.
 
-    python benchmarks/exported.py --folder /tmp/exported [--models vil_tiny deit_tiny_patch16_224] [--threads 2]
+    python benchmarks/exported.py --folder /tmp/exported [--models vil_tiny deit_tiny_patch16_224] [--batch 8]
 
-Existing files in the folder are reused. In each round, every file of a runtime processes three images and the last one
-is timed, so that other load of the machine affects all files equally. The program reports minimum and median over the
-rounds, and the ratio of the minimum to that of the DeiT of the same size.
+Existing files in the folder are reused. In each round, every file of a runtime processes three batches and the last one
+is timed, so that other load of the machine affects all files equally. With --cpu-time, other processes have less
+influence. The program reports minimum and median over the rounds, and the ratio of the minimum to that of the DeiT of
+the same size.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224", "vil_small", "vim_sma
 FORMATS = ("onnx", "pt2")
 
 
-def runner(path: Path, name: str, threads: int):
-    """Return a function that runs the file on one image."""
-    image = torch.randn(1, *timm.get_pretrained_cfg(name).input_size)
+def runner(path: Path, name: str, threads: int, batch: int):
+    """Return a function that runs the file on a batch of random images."""
+    images = torch.randn(batch, *timm.get_pretrained_cfg(name).input_size)
     if path.suffix == ".pt2":
         module = torch.export.load(path).module()
-        return lambda: module(image)
+        return lambda: module(images)
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
-    feeds = {"images": image.numpy()}
+    feeds = {"images": images.numpy()}
     return lambda: session.run(None, feeds)
 
 
@@ -47,8 +47,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--batch", type=int, default=1, help="images per batch")
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time of all threads, not latency")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
+    clock = time.process_time if options.cpu_time else time.perf_counter
     torch.set_num_threads(options.threads)
     options.folder.mkdir(parents=True, exist_ok=True)
     print(f"{options.threads} threads, torch {torch.__version__}, onnxruntime {onnxruntime.__version__}")
@@ -59,15 +62,15 @@ def main() -> None:
             path = options.folder / f"{name}.{ending}"
             if not path.exists():
                 export_model(timm.create_model(name), path)
-            runs[path] = runner(path, name, options.threads)
+            runs[path] = runner(path, name, options.threads, options.batch)
         times: dict[Path, list[float]] = {path: [] for path in runs}
         for _ in range(options.rounds):
             for path, run in runs.items():
                 run()
                 run()
-                start = time.perf_counter()
+                start = clock()
                 run()
-                times[path].append(1e3 * (time.perf_counter() - start))
+                times[path].append(1e3 * (clock() - start))
         for path, measured in times.items():
             size = re.split("[_.]", path.name)[1]
             peers = [min(t) for p, t in times.items() if p.name.startswith(f"deit_{size}")]
