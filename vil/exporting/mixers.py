@@ -84,9 +84,7 @@ def mix(
     return _mix_lines(mixer, h_BLC, grid, class_token_only, convolve)
 
 
-def _mix_tokens(
-    mixer: BidirectionalMixer, h_BLC: Tensor, class_token_only: bool, convolve: Convolve
-) -> Tensor:  # fmt: skip
+def _mix_tokens(mixer: BidirectionalMixer, h_BLC: Tensor, class_token_only: bool, convolve: Convolve) -> Tensor:
     """Run a mixer without pooling, whose recurrence reads every token."""
     forward_v_BLD, backward_v_BLD = convolve(mixer, h_BLC)
     y_LBGD = scan_of(mixer, forward_v_BLD, backward_v_BLD.flip(1))
