@@ -11,7 +11,7 @@ import numpy as np
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from ..cpu.compiler import LANES
+from ..cpu.compiler import KEPT, LANES
 from ..cpu.filters import WINDOW, convolution, filter_gradients, take_filters, token_gradient
 from ..cpu.language import (
     BYTES,
@@ -40,7 +40,7 @@ from ..cpu.language import (
     store_rows,
     total,
 )  # fmt: skip
-from ..cpu.recurrences import KEPT, longhorn_gradients, longhorn_update, selective_gradients, selective_update
+from ..cpu.recurrences import longhorn_gradients, longhorn_update, selective_gradients, selective_update
 
 AHEAD = 4  # kernels prefetch the memory of the token that is `AHEAD` tokens after the current token
 

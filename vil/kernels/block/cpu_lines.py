@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checks import given
-from ..cpu.compiler import LANES
+from ..cpu.compiler import KEPT, LANES
 from .cpu_launch import (
     BYTES,
     addresses,
@@ -30,7 +30,6 @@ from .cpu_launch import (
 from .lines import Lines
 from .weights import BlockWeights, DirectionWeights, Options
 
-KEPT = {"longhorn": 1, "selective": 2}  # arrays of states that the scan's backward pass keeps for each mean
 _kernel = functools.partial(kernel_of, "cpu_line_kernels")
 
 

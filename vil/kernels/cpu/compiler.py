@@ -31,6 +31,7 @@ _logger = logging.getLogger(__name__)
 
 COUNTERS = 2  # number of counters at the start of a kernel's arguments: indices of the next task and thread
 LANES = 64  # channels per task: four 512-bit vectors, so that all states of a task fit in the L1 cache
+KEPT = {"longhorn": 1, "selective": 2}  # arrays of states that the scan's backward pass keeps for each token
 FAST = {"contract", "reassoc"}  # LLVM fast-math flags that allow reordering sums but preserve NaN and infinity
 # builtins that Numba needs but torch.export replaces while tracing
 PYTHONS_OWN = {(builtins, "min"): min, (builtins, "max"): max, (math, "pow"): math.pow}

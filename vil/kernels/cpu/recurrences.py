@@ -29,8 +29,6 @@ from .language import (
     total,
 )  # fmt: skip
 
-KEPT = {"longhorn": 1, "selective": 2}
-
 
 def longhorn_update(N: int):
     """Build `advance` of Longhorn's recurrence."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from ..cpu.compiler import LANES
+from ..cpu.compiler import KEPT, LANES
 from ..cpu.language import (
     BYTES,
     WIDTH,
@@ -30,7 +30,7 @@ from ..cpu.language import (
     store_row,
     store_rows,
 )  # fmt: skip
-from ..cpu.recurrences import KEPT, longhorn_gradients, longhorn_update, selective_gradients, selective_update
+from ..cpu.recurrences import longhorn_gradients, longhorn_update, selective_gradients, selective_update
 
 AHEAD = 2  # kernels prefetch the memory of the token that is `AHEAD` tokens after the current token
 FORWARD, BACKWARD = 30, 41  # number of arguments of the forward kernel and of the backward kernel

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..cpu.compiler import LANES, Kernel
+from ..cpu.compiler import KEPT, LANES, Kernel
 from .chunks import CHUNK, chunk_state_count
 
 LOG2_E = 1.4426950408889634
@@ -50,7 +50,7 @@ def backward(
     parts = new(2, blocks, G, B, L, N)  # partial sums, over blocks of channels, of the gradients of k and q
     dchannels = new(B, G, 2, D)  # gradients of skip and step_bias for each image
     dA = new((B, G, N, D) if A is not None else 0)
-    scratch = new(min(torch.get_num_threads(), tasks), CHUNK, LANES, (N if A is None else 2 * N) + 2)
+    scratch = new(min(torch.get_num_threads(), tasks), CHUNK, LANES, KEPT[recurrence] * N + 2)
     _kernel(f"{recurrence}_backward", N, CHUNK).launch(
         tasks, *_sizes(x, reverse), *_addresses_and_strides(inputs), *_addresses(parameters),
         *_addresses_and_strides([dy]), states.data_ptr(), chunk_state_count(L),
