@@ -7,7 +7,7 @@ r"""Train ViL, ViM and DeiT with the same recipe and several seeds, and compare 
 Every run calls `train_imagenet.py` with the same config, budget and recipe; the reported accuracy is that after the
 last epoch. A seed determines the initial weights, the order of the images and their augmentation. The models are
 compared by the paired t-test over the seeds, and also by Welch's t-test, because models of one seed share only the
-order of images.
+order and the augmentation of images.
 
 With `--folder`, the runs are kept in a folder. The next call resumes interrupted runs (stopped by `--minutes`, Ctrl-C,
 SIGTERM or a lost machine) and starts missing ones. With `--test-split`, the last weights of all runs classify images

@@ -15,8 +15,9 @@ FOLDERS = "kernels|vil|tests|benchmarks|configs|docs|research|scripts|weights"
 
 
 def anchors(page):
-    """Return the anchors that GitHub creates for a page's headings."""
-    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    """Return the anchors that GitHub creates for a page's headings, if no two headings are equal."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 

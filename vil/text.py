@@ -10,7 +10,7 @@ LONGEST_LABEL = 1000  # maximum number of characters in a class name
 
 
 def one_line(text: object, most: int) -> str:
-    """Collapse each run of whitespace to a space, and truncate the text to `most` characters."""
+    """Strip the text, collapse each run of whitespace to a space, and truncate the text to `most` characters."""
     return " ".join(str(text).split())[:most]
 
 

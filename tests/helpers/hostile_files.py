@@ -341,12 +341,15 @@ def _tars() -> None:
     newest = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": f"{2**40}"}
     noted = tarfile.TarInfo.create_pax_global_header({f"{i}": "x" for i in range(30_000)})
     label = member("a/1.cls", data=b"0")
+    negative = tarfile.TarInfo("a/1.jpg")
+    negative.size = -512
     tars = {
         "sparse": b"".join(member(f"a/{i}.jpg", **sparse) + label for i in range(200)),
         "sparse 1.0": member("a/1.jpg", data=b"999999999\n" + b"0\n" * 200_000, **newest) + label,
         "global header": noted + b"".join(member(f"a/{i}.jpg") for i in range(800)),
         "members": b"".join(member(f"a/{i}.jpg") for i in range(1900)),
         "claimed sizes": b"".join(member(f"a/{i}.jpg", size=2**29 - 1) for i in range(500)),
+        "negative size": negative.tobuf(tarfile.GNU_FORMAT) + bytes(2**20),
         "claimed notes": member("x", size=2**33 - 1, kind=b"L"),
         "long name": member("a" * 400_000 + "/1.jpg", data=JPEG),
         "header of many keys": member("a/1.jpg", data=JPEG, **{f"{i}": "x" for i in range(60_000)}),

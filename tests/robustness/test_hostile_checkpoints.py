@@ -138,7 +138,7 @@ def test_options_in_a_checkpoint_are_accepted_up_to_their_limits():
     shards = dict(dataset="wds/x", val_split="x-{0000..0099}.tar|50", model_kwargs=dict(drop_rate=0))
     assert options_of_checkpoint(shards, "x") == shards
     for more, message in (
-        (dict(val_split="x" * 201), "val_split in .* must be a plain name"),
+        (dict(val_split="x" * 201), "val_split in .* must be a relative path"),
         (dict(phases=[{}] * 101), "must have at most 100 phases, got 101$"),
         (dict(crop_pct=0.499), "has crop_pct 0.499, which would resize images to more than [0-9]* pixels$"),
         (dict(phases=[dict(crop_pct=0.4)]), "has crop_pct 0.4, which would resize images to more than [0-9]* pixels$"),
@@ -207,7 +207,7 @@ def test_a_checkpoints_dataset_is_opened_only_if_the_command_line_confirms_it(wr
 )
 def test_split_names_in_a_checkpoint_cannot_leave_the_data_folder(dataset, splits):
     for split in splits.split(" "):
-        with pytest.raises(ConfigError, match="val_split in the checkpoint x must be a plain name"):
+        with pytest.raises(ConfigError, match="val_split in the checkpoint x must be a relative path"):
             options_of_checkpoint(dict(dataset=dataset, val_split=split), "x")
     assert options_of_checkpoint(dict(val_split="."), "x")["val_split"] == "."  # the data folder itself
 

@@ -16,7 +16,8 @@ SOME = [
     "pt states again", "pt arguments again",
     "pt tensors as lr", "pt doubling in the config", "legacy pt colliding keys",
     "pt size of a tensor",
-    "safetensors metadata", "tar global header", "wds sparse", "wds.gz sparse 1.0", "wds.gz zeros",
+    "safetensors metadata", "tar global header", "tar negative size", "wds.gz negative size",
+    "wds sparse", "wds.gz sparse 1.0", "wds.gz zeros",
 ]  # fmt: skip
 
 

@@ -101,8 +101,8 @@ UNREADABLE = "^checkpoints with these options could not be loaded again: .*"
         (dict(model="deit_tiny_patch16_224", model_kwargs=dict(class_token=False, global_pool="avg")),
          "^unknown model argument 'class_token'; training supports embed_dim, depth, "),
         (dict(model_kwargs=dict(dpth=3)), "^unknown model argument 'dpth'; did you mean 'depth'"),
-        (dict(train_split="../train"), rf"{UNREADABLE}train_split in .* must be a plain name .*got '\.\./train'"),
-        (dict(val_split="train[:10%]"), rf"{UNREADABLE}val_split in .* must be a plain name .*got 'train\[:10%\]'"),
+        (dict(train_split="../train"), rf"{UNREADABLE}train_split in .* must be a relative path .*got '\.\./train'"),
+        (dict(val_split="train[:10%]"), rf"{UNREADABLE}val_split in .* must be a relative path .*got 'train\[:10%\]'"),
         (dict(dataset="https://x/y"), f"{UNREADABLE}has dataset .https://x/y., but a checkpoint may only name"),
     ],
 )  # fmt: skip

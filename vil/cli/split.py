@@ -34,6 +34,6 @@ def parse_options(words: Sequence[str] | None, prog: str) -> argparse.Namespace:
         "--validation",
         type=float,
         default=SHARE,
-        help=f"share of each class to hold out for validation, between 0 and 1 (default: {SHARE})",
+        help=f"share of each class to hold out for validation, greater than 0 and less than 1 (default: {SHARE})",
     )
     return parser.parse_args(words)

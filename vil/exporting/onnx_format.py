@@ -80,7 +80,10 @@ def _check_operators(onnx: Any, proto: Any, opset: int) -> None:
             f"{newest}, such as {name}"
         )
     if written != max(opset, OPSET):
-        raise ExportError(f"opset must be at most {written}, the newest that this PyTorch version writes, got {opset}")
+        raise ExportError(
+            f"opset {opset} is not supported by this PyTorch version, which wrote opset {written} instead: "
+            "set a lower opset"
+        )
 
 
 def _version_of(onnx: Any, name: str, opset: int) -> int | None:

@@ -36,7 +36,8 @@ def check(sizes: dict[str, int], *table: Row) -> None:
         if t.dim() != len(layout) or any(sizes.setdefault(letter, n) != n for letter, n in zip(layout, t.shape)):
             shapes = ", ".join(f"{n} {tuple(other.shape)}" for n, other, *_ in table if other is not None)
             expected = ", ".join(f"{letter} = {n}" for letter, n in sizes.items() if letter in layout)
-            raise ValueError(f"{name} must have shape ({', '.join(layout)}) with {expected}; got {shapes}")
+            sizes_known = f" with {expected}" if expected else ""
+            raise ValueError(f"{name} must have shape ({', '.join(layout)}){sizes_known}; got {shapes}")
 
 
 def check_given(**tensors: Tensor | None) -> None:

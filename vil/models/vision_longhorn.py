@@ -64,9 +64,9 @@ except ImportError:  # timm before 1.0.31 does not record the patch size, which 
 
 
 class PatchProjection(nn.Conv2d):
-    """Convolution that projects patches. Patches that do not overlap are projected by a matrix product.
+    """Convolution that projects patches.
 
-    On a GPU, the matrix product is faster than the convolution.
+    If the stride is the patch size, the convolution is computed as a matrix product, which is faster on a GPU.
     """
 
     bias: Tensor

@@ -110,7 +110,8 @@ def _check_sizes(options: dict[str, Any], source: str) -> None:
             raise ConfigError(f"{source} has {name} {options[name]}, but {name} must be at most {most}")
     if side > MOST_RESIZED * (options.get("crop_pct") or 1):
         raise ConfigError(
-            f"{source} has crop_pct {options['crop_pct']}, which would resize images to more than {MOST_RESIZED} pixels"
+            f"{source} has crop_pct {options['crop_pct']}, which would resize images to a height or width of more than "
+            f"{MOST_RESIZED} pixels"
         )
 
 
@@ -123,8 +124,8 @@ def _check_data(options: dict[str, Any], source: str) -> None:
     for name in ("train_split", "val_split"):
         if not _is_plain_split(options.get(name, "x"), dataset):
             raise ConfigError(
-                f"{name} in {source} must be a plain name of letters, digits, spaces and . _ + - /, "
-                f"got {shown(options[name])}"
+                f"{name} in {source} must be a relative path without .., of at most 200 letters, digits, spaces and "
+                f". _ + - /, got {shown(options[name])}"
             )
     data_dir = options.get("data_dir") or ""
     if not dataset and re.search(r"^pipe:|://|[\0-\x1f]", data_dir):

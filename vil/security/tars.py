@@ -53,13 +53,15 @@ def members(stream: Any) -> Iterator[Member]:
 
     Raises:
         tarfile.HeaderError: A header is invalid.
-        tarfile.ReadError: A member is sparse, or its extended header is too large.
+        tarfile.ReadError: A member is sparse or has a negative size, or its extended header is too large.
     """
     name, size = "", None  # name and size of the next member, as given by its extended headers
     while header := stream.read(BLOCK):
         if not header.strip(b"\0"):
             return
         found = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+        if found.size < 0:
+            raise tarfile.ReadError(f"the size of a member must not be negative, got {found.size} bytes")
         if found.type == tarfile.GNUTYPE_SPARSE:
             raise tarfile.ReadError("sparse files in a tar file are not supported, because their size is unbounded")
         if found.type in NOTES:

@@ -149,7 +149,7 @@ def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:
             f"the teacher must have the same weights as in {path}: set the run's --teacher-checkpoint, or start "
             "another run with --experiment NAME"
         )
-    if saved["num_images"] not in (0, run.num_images):  # old checkpoints store 0, because the number was unknown
+    if saved["num_images"] not in (0, run.num_images):  # 0 if an old checkpoint does not store the number
         _logger.warning("resuming with %d training images, was %d", run.num_images, saved["num_images"])
 
 

@@ -51,7 +51,10 @@ def _probabilities(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
 
 
 def patch_sums(model: VisionLonghorn, values_BHW: Tensor) -> Tensor:
-    """Sum pixel values (B, H, W) over each patch and return (B, h, w)."""
+    """Sum pixel values (B, H, W) over each patch and return (B, h, w).
+
+    If the h x w patches do not divide the image, the sums are over the overlapping cells of adaptive average pooling.
+    """
     h, w = check_model(model).grid_of(values_BHW[:, None])
     pixels_of_patch = values_BHW[0].numel() / (h * w)
     return F.adaptive_avg_pool2d(values_BHW, (h, w)) * pixels_of_patch

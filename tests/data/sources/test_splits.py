@@ -179,7 +179,7 @@ def test_interrupted_splitting_leaves_no_files(tmp_path, monkeypatch, error):
 @pytest.mark.parametrize(
     ("target", "share", "error"),
     [
-        *(("split", share, "between 0 and 1, got ") for share in ("nan", "inf", "0", "1", "-1")),
+        *(("split", share, "greater than 0 and less than 1, got ") for share in ("nan", "inf", "0", "1", "-1")),
         ("pets", "0.2", "must not be inside .* pets, got .*cats"),
         ("pets/split", "0.2", "must not be inside .* pets, got .*split"),
         ("cats/split", "0.2", "must not be inside .* pets, got .*split"),
