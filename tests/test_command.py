@@ -57,6 +57,6 @@ def test_the_version_has_a_short_option(capsys):
 
 def test_the_models_are_registered_only_outside_the_command():
     code = "import sys; sys.argv = [{!r}]; import vil, sys; print('timm' in sys.modules); vil.from_checkpoint"
-    for program, is_imported in (("vil", False), ("/usr/bin/vil", False), ("vil.exe", False), ("train.py", True)):
+    for program, is_imported in (("/usr/bin/vil", False), ("vil.exe", False), ("train.py", True)):
         ended = subprocess.run([sys.executable, "-c", code.format(program)], capture_output=True, text=True, check=True)
         assert ended.stdout == f"{is_imported}\n"

@@ -50,7 +50,7 @@ def test_a_rehearsal_uses_only_training_images():
     assert train | validation <= everything
     assert train.isdisjoint(validation)
     assert (counts(train).tolist(), counts(validation).tolist()) == ([20] * 10, [45] * 10)
-    with pytest.raises(ValueError, match="must be at most 86, .*got 90"):
+    with pytest.raises(ValueError, match="must be at most 86 .*got 90"):
         split_digits(DIGITS.target, 90, 0, rehearse=True)
 
 

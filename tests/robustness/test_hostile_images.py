@@ -565,7 +565,7 @@ def test_among_a_million_broken_files_training_fails_after_fewer_than_200_attemp
     reader = next(readers(rows))
     with pytest.raises(
         ConfigError,
-        match="no image of the training split can be read.*must be an image in one of the formats JPEG, PNG, ",
+        match="no image of the training split can be read: .*the file is empty",
     ):
         _ = reader[999_990, 0]
     assert 100 <= len(set(rows.asked)) == len(rows.asked) < 200
