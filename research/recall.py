@@ -254,7 +254,7 @@ def device_name(device: torch.device) -> str:
 
 
 def state_file(out: Path | None, run: Run) -> Path | None:
-    """Return the path of a run's state file, which exists until the run ends and has 12 bytes per parameter."""
+    """Return the path of a run's state file (12 bytes per parameter), which is deleted when the run ends."""
     if out is None:
         return None
     digest = hashlib.sha256(json.dumps(run.key).encode()).hexdigest()[:12]

@@ -69,7 +69,7 @@ def outputs_and_gradients(f, inputs, dy_dtype=torch.float64, **kwargs):
 
 
 class StandIn:
-    """Stub of a backend that checks its inputs like the GPU backends, and computes with the reference."""
+    """Stub of a backend that checks what GPU kernels require of their inputs, and computes with the reference."""
 
     def __init__(self):
         self.kept, self.state_sizes, self.dtypes = [], [], []

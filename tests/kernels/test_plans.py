@@ -135,7 +135,7 @@ def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypa
             assert all(a is b for a, b in zip(tensors, [t for t in leaves if isinstance(t, torch.Tensor)], strict=True))
     monkeypatch.setattr(plan, "PLANS", len(calls))
     assert run(t(7), [], None, 1)[0] == len(calls) + 1
-    assert run(*calls[0])[0] == len(calls) + 2  # the oldest plan has been evicted
+    assert run(*calls[0])[0] == len(calls) + 2  # a full cache drops all plans
 
 
 def test_views_as_another_dtype_may_only_be_passed_to_kernels():

@@ -565,7 +565,7 @@ def test_among_a_million_broken_files_training_fails_after_fewer_than_200_attemp
     reader = next(readers(rows))
     with pytest.raises(
         ConfigError,
-        match="no image of the training split can be read: .*the file is empty",
+        match="found no readable training image: .*the file is empty",
     ):
         _ = reader[999_990, 0]
     assert 100 <= len(set(rows.asked)) == len(rows.asked) < 200
@@ -601,7 +601,7 @@ def test_a_worker_reports_a_split_without_readable_images_in_one_line(tmp_path):
     for worker in set(multiprocessing.active_children()) - before:
         worker.terminate()
         worker.join()
-    start = "no image of the training split can be read: tried 12 images, the last was 'ant/"
+    start = "found no readable training image: tried 12 images, the last was 'ant/"
     assert str(caught.value).startswith(start)
     assert "\n" not in str(caught.value)
 

@@ -212,7 +212,7 @@ def test_resuming_keeps_the_options_of_the_run(run, monkeypatch):
     assert (config.epochs, config.model_kwargs, config.val_fraction) == (2, {"depth": 1, "patch_size": 8}, 0.2)
     again = Config(**complete(given | {"model_kwargs": {"depth": 1}}))  # repeat the first command's option
     assert again.model_kwargs == config.model_kwargs
-    assert config.pretrained_path is None  # a resumed run does not log pretrained weights
+    assert config.pretrained_path is None  # a resumed run chooses no pretrained weights
     (run / "run/last.pt").rename(run / "kept.pt")
     (run / "run/last.pt").write_bytes(b"damaged")
     assert Config(**complete(given)).epochs == 2  # the options come from previous.pt

@@ -45,7 +45,7 @@ def _explain(error: OSError | RuntimeError) -> ConfigError | None:
         return error.__cause__
     if "DataLoader worker" in str(error):
         return LostWorkerError(error)
-    if "DataLoader timed out" in str(error):  # a worker waits for a disk or a mount that does not respond
+    if "DataLoader timed out" in str(error):  # for example, a disk or a mount does not respond
         return MachineError(f"cannot read the data set: {error}. To continue, {remedy_for(error)}")
     return None
 

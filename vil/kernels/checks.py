@@ -66,7 +66,7 @@ _kind_of = attrgetter("shape", "dtype", "device")
 
 
 def once_a_kind(check: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a check to run only once for equal shapes, dtypes and devices of its tensor arguments."""
+    """Decorate a check to run only once per combination of tensor shapes, dtypes, devices and other arguments."""
     passed: set[tuple] = set()
 
     @functools.wraps(check)

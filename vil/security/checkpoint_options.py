@@ -15,7 +15,7 @@ from ..errors import CheckpointError, ConfigError
 from ..models import vision_longhorn as _registered  # noqa: F401  registers the models with timm
 from ..text import nearest, shown
 
-# options that an untrusted checkpoint must not set, because they select paths to read or write, or programs to use
+# options that an untrusted checkpoint must not set, because they select paths, the device or loggers
 NOT_FROM_CHECKPOINTS = {
     "output", "experiment", "resume", "pretrained_path", "teacher_checkpoint", "device", "log_tensorboard", "log_wandb",
 }  # fmt: skip

@@ -36,7 +36,7 @@ ALLOWED_CODES = {ord(opcode.code) for opcode in pickletools.opcodes if opcode.na
 
 
 class Unpickler(pickle._Unpickler):
-    """Python's unpickler, restricted to `OPCODES` and with checked methods for calls and dict items.
+    """Python's unpickler with only `OPCODES` and checked methods for calls, dict items and attributes.
 
     The pure-Python unpickler maps each opcode to a method in `dispatch`. Overriding methods keep the original names.
 

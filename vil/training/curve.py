@@ -50,7 +50,7 @@ def plot_history(history: list[dict[str, Any]], note: str = "") -> bytes:
         history: One row per epoch.
         note: Remark below the panels.
     """
-    from matplotlib.figure import Figure  # matplotlib.pyplot would need a display and keep global state
+    from matplotlib.figure import Figure  # matplotlib.pyplot would keep the figure in global state
 
     titles = [title for title, columns in PANELS.items() if title in ALWAYS or _changes(history, columns)]
     rows = math.ceil(len(titles) / COLUMNS)

@@ -69,7 +69,7 @@ class ImageReader(Dataset):
                 self.unreadable.add(i, name, error)
         if self.is_training:
             raise UnreadableSplitError(
-                f"no image of the training split can be read: tried {len(list(self._offsets()))} images, the last was "
+                f"found no readable training image: tried {len(list(self._offsets()))} images, the last was "
                 f"{name!r} ({last})"
             )
         return Image.new("RGB", (256, 256)), UNREADABLE
