@@ -1,5 +1,6 @@
 """Tests of the fused block on CPUs against `naive_model` in fp64, and of when a block runs fused on a CPU."""
 
+import copy
 from types import SimpleNamespace
 
 import naive_model
@@ -120,6 +121,33 @@ def test_frozen_tensors_get_no_gradient_and_change_no_other_gradient(mixer, call
     x.requires_grad_(False)
     block(x)  # without gradients, no states are saved
     assert calls == [True] * 3 + [False]
+
+
+@MIXERS
+@pytest.mark.parametrize("pool", [None, "rows"])
+def test_gradients_computed_under_autocast_equal_those_outside(mixer, pool):
+    block, x = a_block(mixer, 16, pool=pool), torch.randn(2, 10, 16, requires_grad=True)
+    expected = gradients(block(x), block, x)
+    y = block(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(y, block, x)
+    assert all(torch.equal(a, e) for a, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("biases", [(-100.0, -1.3), (-1.3, -100.0), (-50.0, -45.0)])
+def test_large_negative_inputs_of_one_direction_do_not_change_the_other(biases):
+    """A pooled block computes the sigmoids of both directions by one division, whose divisor must not overflow."""
+    block, x = a_block(LonghornMixer, 16, pool="rows"), torch.randn(2, 10, 16, requires_grad=True)
+    with torch.no_grad():
+        for direction, bias in zip(block.mixer.directions, biases):
+            direction.conv1d.bias.fill_(bias)
+    y = block(x)
+    dispatch.set_fused(False)
+    exact, x_exact = copy.deepcopy(block).double(), x.detach().double().requires_grad_()
+    truth = exact(x_exact)
+    assert relative_error(y, truth) < 1e-5
+    for a, e in zip(gradients(y, block, x), gradients(truth, exact, x_exact), strict=True):
+        assert relative_error(a, e) < 1e-4 or (e.norm() < 1e-12 and a.norm() < 1e-12)
 
 
 @MIXERS

@@ -47,8 +47,9 @@ def convolve(mixer: BidirectionalMixer, h_BLC: Tensor) -> list[Tensor]:
 def convolve_images(mixer: BidirectionalMixer, h_BLC: Tensor) -> list[Tensor]:
     """Compute `convolve` with convolutions of images, which are faster in onnxruntime and slower in PyTorch.
 
-    The input projection is a convolution, too, so that onnxruntime keeps its layout for convolutions in between. The
-    permutations have four dimensions, because onnxruntime merges only these with the changes of the layout.
+    The input projection is a convolution, too, because onnxruntime then keeps one memory layout for both convolutions.
+    Permuted tensors have four dimensions, because onnxruntime merges only four-dimensional permutations with changes of
+    the layout.
     """
     weight = mixer.in_proj.weight
     h_BC1L = h_BLC.unsqueeze(1).permute(0, 3, 1, 2)
@@ -140,7 +141,7 @@ def _mean_matrix(lines: Lines) -> Tensor:
 
 def _direction_mean_matrix(S: int) -> Tensor:
     """Return the matrix (S, S G) that averages both directions after reversing the backward direction."""
-    forward_SS = torch.eye(S)
+    forward_SS = torch.eye(S, dtype=torch.float32)
     return torch.stack([forward_SS, forward_SS.flip(0)], dim=2).flatten(1) / 2
 
 

@@ -14,6 +14,7 @@ from torch.export import Dim, ExportedProgram
 
 from ..data_config import input_size
 from ..models.block import KNOWN_MIXERS, Block, Blocks, RMSNorm
+from ..models.vision_longhorn import VisionLonghorn
 from .mixers import ClassTokenBlock, Convolve, convolve, convolve_images, mix, rms_norm
 
 
@@ -74,10 +75,12 @@ class Exported(nn.Module):
 
     def _reads_only_class_token(self) -> bool:
         """Return whether only the class token of the last block determines the outputs."""
-        blocks = getattr(self.model, "blocks", None)
-        if type(blocks) is not Blocks or not is_known(blocks[-1]) or len(blocks) - 1 in self.features:
+        model = self.model
+        if type(model) is not VisionLonghorn or type(model.blocks) is not Blocks:
             return False
-        return self.model.global_pool == "token"
+        *blocks, last = model.blocks
+        is_needed = len(blocks) in self.features or any(block is last for block in blocks)
+        return is_known(last) and not is_needed and model.global_pool == "token"
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         return outputs_of(self.model, self.features, images)

@@ -82,8 +82,8 @@ def run_blocks(
     ahead: list[FusedBlock | None] = []
     for i, block in enumerate(modules):
         is_last = i + 1 == len(modules)
-        # checks of all blocks one after the other stay in the CPU's caches, unlike checks between matrix products
-        ahead = ahead or fused_blocks(modules[i:], x_BLC)
+        # on a CPU, all blocks are checked ahead, because matrix products between the checks would clear the caches
+        ahead = ahead or fused_blocks(modules[i:] if x_BLC.is_cpu else [block], x_BLC)
         fused = ahead.pop(0)
         if fused is None:
             x_BLC, normed = call(block, x_BLC, grid, checkpointing), None

@@ -1,8 +1,9 @@
 """Bidirectional block on CPUs in fp32, with few passes over memory, and its gradient.
 
-Everything but matrix products is a kernel compiled by Numba; products are PyTorch's. `fused_operator` decides for which
-tensors the block runs fused. Under compilers, modes and functional transforms, the separate parts of the block run
-instead. `cpu_tokens` and `cpu_lines` have the mixers of full and pooled blocks.
+Norms, convolutions, gates and scans are kernels compiled by Numba, which also compute the projections of row and column
+means. PyTorch computes the other matrix products. `fused_operator` decides for which tensors the block runs fused.
+Under compilers, modes and functional transforms, the separate parts of the block run instead. `cpu_tokens` and
+`cpu_lines` have the mixers of full and pooled blocks.
 
     B batch    L tokens    T tokens of the batch    C model width    D inner width    E 2D
 """
@@ -52,7 +53,8 @@ class _Block(torch.autograd.Function):
         x_BLC, scale_B, rstd_T, h_TC, uz_BLE, *tensors = ctx.saved_tensors
         weights, mixer = BlockWeights.of(tensors[: ctx.weight_count]), ctx.mixer_type(*tensors[ctx.weight_count :])
         dy_BLC = dy_BLC.contiguous()
-        dx_BLC, dweights = _backward(ctx.options, dy_BLC, x_BLC, scale_B, weights, rstd_T, h_TC, uz_BLE, mixer)
+        with torch.autocast("cpu", enabled=False):  # the kernels read the products as fp32
+            dx_BLC, dweights = _backward(ctx.options, dy_BLC, x_BLC, scale_B, weights, rstd_T, h_TC, uz_BLE, mixer)
         return None, dx_BLC, None, *dweights.flat()
 
 

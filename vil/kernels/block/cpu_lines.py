@@ -1,6 +1,6 @@
 """Mixer of a pooled block on CPUs, between in_proj and out_proj, and its gradient.
 
-Forward passes over the tokens twice, before and after the scan of the row (or column) means, and so does backward.
+Forward and backward each pass over the tokens twice, before and after the scan of the row (or column) means.
 
 B batch    L tokens    S row means    D inner width    E 2D    N states    R rank    P = R + 2N    K taps
 """
@@ -60,11 +60,12 @@ def forward(
     Unless `keep` is set, the skip connections and the input of out_proj overwrite u.
     """
     (B, L, E), lines = uz_BLE.shape, given_lines(options)
+    tables = line_tables(lines)  # this reference outlives the kernels, which get only the address
     skipped_BLD = uz_BLE.new_empty(B, L, E // 2) if keep else uz_BLE[..., : E // 2]
     gated_BLD = torch.empty_like(skipped_BLD) if keep else skipped_BLD
-    means_2BSD = pool(uz_BLE, weights, lines, skipped_BLD)
+    means_2BSD = pool(uz_BLE, weights, lines, tables, skipped_BLD)
     projected_2BSP, y_2BSD = scan(options.recurrence, means_2BSD, weights)
-    gate(y_2BSD, skipped_BLD, uz_BLE, scale_B, lines, gated_BLD)
+    gate(y_2BSD, skipped_BLD, uz_BLE, scale_B, tables, gated_BLD)
     return gated_BLD, Saved(means_2BSD, projected_2BSP, y_2BSD, skipped_BLD)
 
 
@@ -74,10 +75,11 @@ def backward(
 ) -> tuple[Tensor, tuple[DirectionWeights, DirectionWeights]]:  # fmt: skip
     """Write the gradient of uz to `duz_BLE`. Return the input of out_proj, and the gradients of the weights."""
     (_, _, _, R, K), lines = weights.sizes(), given_lines(options)
-    gated_BLD, dy_BSD = gate_backward(dgated_BLD, saved, uz_BLE, scale_B, lines, duz_BLE)
+    tables = line_tables(lines)  # this reference outlives the kernels, which get only the address
+    gated_BLD, dy_BSD = gate_backward(dgated_BLD, saved, uz_BLE, scale_B, tables, duz_BLE)
     dskipped_BLD = dgated_BLD  # `gate_backward` has overwritten the gradient of its output
     d = scan_backward(options.recurrence, dy_BSD, saved, weights)
-    dfilters_2KD = pool_backward(d.means, dskipped_BLD, uz_BLE, weights, lines, duz_BLE)
+    dfilters_2KD = pool_backward(d.means, dskipped_BLD, uz_BLE, weights, lines, tables, duz_BLE)
     dx_proj_2PD = torch.bmm(d.projected.flatten(1, 2).mT, saved.means.flatten(1, 2))
     dstep_proj_2DR = torch.bmm(d.step_logits.flatten(1, 2).mT, saved.projected.flatten(1, 2)[..., :R])
     dconv_2D1K = dfilters_2KD[:, :K].mT.unsqueeze(2).contiguous()
@@ -91,7 +93,7 @@ def backward(
     return gated_BLD, (first, second)
 
 
-def pool(uz_BLE: Tensor, weights: BlockWeights, lines: Lines, skipped_BLD: Tensor) -> Tensor:
+def pool(uz_BLE: Tensor, weights: BlockWeights, lines: Lines, tables: Tensor, skipped_BLD: Tensor) -> Tensor:
     """Return the means of both directions' convolved tokens v = silu(conv(u)) over rows or columns, (2, B, S, D).
 
     The mean of both directions' skip connections is written to `skipped_BLD`, which may be a view of u.
@@ -99,24 +101,25 @@ def pool(uz_BLE: Tensor, weights: BlockWeights, lines: Lines, skipped_BLD: Tenso
     (D, _, K), (B, L, _) = weights.directions[0].conv.shape, uz_BLE.shape
     means_2BSD = uz_BLE.new_empty(2, B, lines.S, D)
     outputs = *strided(skipped_BLD), means_2BSD.data_ptr()
-    over_channels(_kernel("pool_forward", K), B, L, D, *pool_inputs(uz_BLE, weights, lines), *outputs)
+    over_channels(_kernel("pool_forward", K), B, L, D, *pool_inputs(uz_BLE, weights, lines, tables), *outputs)
     return means_2BSD
 
 
 def pool_backward(
-    dmeans_2BSD: Tensor, dskipped_BLD: Tensor, uz_BLE: Tensor, weights: BlockWeights, lines: Lines, duz_BLE: Tensor
-) -> Tensor:
+    dmeans_2BSD: Tensor, dskipped_BLD: Tensor, uz_BLE: Tensor, weights: BlockWeights, lines: Lines, tables: Tensor,
+    duz_BLE: Tensor,
+) -> Tensor:  # fmt: skip
     """Write the gradient of u to `duz_BLE`. Return the gradients of filters, biases and skip weights, (2, K + 2, D)."""
     (D, _, K), (B, L, _) = weights.directions[0].conv.shape, uz_BLE.shape
     dfilters = uz_BLE.new_empty(B, 2, K + 2, D)
     tensors = addresses(dskipped_BLD, dmeans_2BSD, duz_BLE, dfilters)
-    over_channels(_kernel("pool_backward", K), B, L, D, *pool_inputs(uz_BLE, weights, lines), *tensors)
+    over_channels(_kernel("pool_backward", K), B, L, D, *pool_inputs(uz_BLE, weights, lines, tables), *tensors)
     return dfilters.sum(0)
 
 
-def pool_inputs(uz_BLE: Tensor, weights: BlockWeights, lines: Lines) -> tuple[int, ...]:
+def pool_inputs(uz_BLE: Tensor, weights: BlockWeights, lines: Lines, tables: Tensor) -> tuple[int, ...]:
     skips = [direction.skip for direction in weights.directions]
-    tensors = *filter_addresses(weights), *addresses(*skips, line_tables(lines))
+    tensors = *filter_addresses(weights), *addresses(*skips, tables)
     return *u_address(uz_BLE), *tensors, lines.S, lines.length
 
 
@@ -136,7 +139,8 @@ def scan_backward(recurrence: str, dy_BSD: Tensor, saved: Saved, weights: BlockW
     """Return the gradients of the scan and of both projections, for equal gradients of both directions' outputs."""
     (_, B, S, D), (_, _, N, R, _), new = saved.means.shape, weights.sizes(), dy_BSD.new_empty
     dmeans_2BSD, dstep_logits_2BSD = new(2, 2, B, S, D)
-    dprojected_2BSP, dstep_bias, dA = torch.empty_like(saved.projected), new(B, 2, D), new(B, 2, N, D)
+    dprojected_2BSP, dstep_bias = torch.empty_like(saved.projected), new(B, 2, D)
+    dA = new((B, 2, N, D) if recurrence == "selective" else 0)
     floats = LANES * (R + 2 * S + R + 2 * N + KEPT[recurrence] * S * N)
     inputs = saved.means.data_ptr(), *scan_weights(weights), *addresses(saved.projected, dy_BSD)
     outputs = addresses(dmeans_2BSD, dprojected_2BSP, dstep_logits_2BSD, dstep_bias, dA)
@@ -157,17 +161,17 @@ def scan_weights(weights: BlockWeights) -> list[int]:
 
 
 def gate(
-    y_2BSD: Tensor, skipped_BLD: Tensor, uz_BLE: Tensor, scale_B: Tensor | None, lines: Lines, gated_BLD: Tensor
+    y_2BSD: Tensor, skipped_BLD: Tensor, uz_BLE: Tensor, scale_B: Tensor | None, tables: Tensor, gated_BLD: Tensor
 ) -> None:
     """Write scale * ((y_0 + y_1) / 2 + s) * silu(z) to `gated_BLD`, which may be the skip connections s."""
-    B, L, D = gated_BLD.shape
-    inputs = *z_address(uz_BLE), *addresses_of_both(y_2BSD), *addresses(scale_B, line_tables(lines)), lines.S
+    (B, L, D), S = gated_BLD.shape, y_2BSD.shape[2]
+    inputs = *z_address(uz_BLE), *addresses_of_both(y_2BSD), *addresses(scale_B, tables), S
     outputs = *strided(skipped_BLD), *strided(gated_BLD)
     over_tokens(_kernel("pooled_gate_forward"), B * L, D, B * L, L, *inputs, *outputs)
 
 
 def gate_backward(
-    dgated_BLD: Tensor, saved: Saved, uz_BLE: Tensor, scale_B: Tensor | None, lines: Lines, duz_BLE: Tensor
+    dgated_BLD: Tensor, saved: Saved, uz_BLE: Tensor, scale_B: Tensor | None, tables: Tensor, duz_BLE: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Write the gradient of z to `duz_BLE`, and return the gate's output and the gradient of either direction's y.
 
@@ -175,7 +179,7 @@ def gate_backward(
     """
     (_, _, S, _), (B, L, D), gated_BLD = saved.y.shape, dgated_BLD.shape, torch.empty_like(dgated_BLD)
     dy_BSD = dgated_BLD.new_empty(B, S, D)
-    inputs = *z_address(uz_BLE), *addresses_of_both(saved.y), *addresses(scale_B, line_tables(lines)), lines.S
+    inputs = *z_address(uz_BLE), *addresses_of_both(saved.y), *addresses(scale_B, tables), S
     outputs = *addresses(saved.skipped, gated_BLD, dgated_BLD), z_address(duz_BLE)[0], dy_BSD.data_ptr()
     over_channels(_kernel("pooled_gate_backward"), B, L, D, *inputs, *outputs)
     return gated_BLD, dy_BSD
@@ -185,8 +189,8 @@ def gate_backward(
 def line_tables(lines: Lines) -> Tensor:
     """Return three rows of L integers.
 
-    The first row is the order of tokens in which the patches of each row or column are consecutive. The others are the
-    index of each token's mean, for tokens in this order and in row-major order.
+    The first row is the order of tokens in which the patches of each row or column are consecutive. The second and
+    third row are the index of each token's mean, for tokens in line order and in row-major order.
     """
     with torch.device("cpu"), torch.inference_mode(False):
         return torch.stack([lines.order(), lines.pooled(), lines.pooled_in_memory()])

@@ -230,6 +230,7 @@ BYTES = 4  # bytes of a float
 LOG2_E, LN_2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
 _SMALLEST, _LARGEST, _INFINITE = np.float32(-126), np.float32(126), np.float32(128)
 _INFINITY = np.float32(np.inf)
+_HALF_LARGEST = np.float32(62)  # the product of two powers of 2 up to this exponent has a normal reciprocal
 _ROUND = np.float32(1.5 * 2**23)  # adding this number to a float rounds the float to an integer
 _POWERS = [np.float32(np.log(2) ** i / np.prod(range(1, i + 1))) for i in range(1, 7)]
 _P1, _P2, _P3, _P4, _P5, _P6 = _POWERS  # coefficients of 2^f for |f| <= 1/2, with a relative error of about 2e-7
@@ -263,8 +264,10 @@ def sigmoid(x):
 
 @_exactly
 def sigmoids(x, y):
-    """Return sigmoid(x) and sigmoid(y), by one division instead of two."""
-    x, y = ONE + exp2_clamped(-LOG2_E * x), ONE + exp2_clamped(-LOG2_E * y)
+    """Return sigmoid(x) and sigmoid(y), each at least about 2^-62, by one division instead of two."""
+    x, y = -LOG2_E * x, -LOG2_E * y
+    x = ONE + exp2_clamped(_HALF_LARGEST if x > _HALF_LARGEST else x)
+    y = ONE + exp2_clamped(_HALF_LARGEST if y > _HALF_LARGEST else y)
     reciprocal = ONE / (x * y)
     return y * reciprocal, x * reciprocal
 
