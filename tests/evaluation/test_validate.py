@@ -540,7 +540,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
                 "--against nowhere.pt --plot {models}/vil.pt/out": "cannot write ",
             }.items()
         ),
-        ([*VIL_PT, "--real-labels"], "ReaL labels need all of ImageNet's validation images"),
+        ([*VIL_PT, "--real-labels"], "ReaL labels must fit the model and all images"),
         ([*MORE_PT, "--real-labels", "none.json"], "cannot read the ReaL labels"),
     ],
 )

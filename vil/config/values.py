@@ -40,13 +40,14 @@ def read_yaml(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             content = file.read(MOST_BYTES + 1)
-        text = content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} must be a text file in UTF-8: {error}") from error
     if len(content) > MOST_BYTES:
         raise ConfigError(f"config file {path} must be at most {MOST_BYTES} bytes, got a larger file")
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} must be a text file in UTF-8: {error}") from error
     values = _parse_yaml(text, path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must be a YAML mapping such as 'epochs: 100', got {type(values).__name__}")

@@ -30,9 +30,7 @@ def real_labels(images: Any, num_classes: int, file: str | None = None) -> np.nd
         for row, name in zip(is_correct, names):
             row[labels[name]] = True
     except (AssertionError, KeyError, IndexError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"ReaL labels need all of ImageNet's validation images, ILSVRC2012_val_*.JPEG: {error!r}"
-        ) from error
+        raise ConfigError(f"ReaL labels must fit the model and all images, ILSVRC2012_val_*.JPEG: {error!r}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read the ReaL labels from {file}: {error}") from error
     return is_correct

@@ -73,7 +73,8 @@ def test_tar_files_are_splits(tmp_path):
         (["train", "test"], "lie directly in 'test', 'train', which are names of splits"),
         (["cat/train", "cat/val", "dog/train", "dog/val"], "lie directly in 'cat/train', 'cat/val'"),
         (["val/cat", "val/dog", "test/cat"], "has 'test', 'val', but no folder 'train' for the training images"),
-        (["a/train/cat", "b/train/cat"], "has 2 data sets, in 'a', 'b': pass one of these folders"),
+        (["a/train/cat", "b/train/cat"], "has 2 data sets, in 'a', 'b': pass a folder with only one of them"),
+        (["train/cat", "b/train/cat"], "has 2 data sets, in '.', 'b': "),
         ([], "has no images; not read as images: 1 '.txt': put the images of each class into a folder"),
     ],
 )

@@ -70,7 +70,8 @@ def find_layout(folder: str) -> Layout:
     classes = {*folders} - {""}
     parents = _folders_with_training_split(classes)
     if len(parents) > 1:
-        raise ConfigError(f"{folder} has {len(parents)} data sets, in {quoted(parents)}: pass one of these folders")
+        names = quoted([parent or "." for parent in parents])
+        raise ConfigError(f"{folder} has {len(parents)} data sets, in {names}: pass a folder with only one of them")
     if parents:
         root = root / parents[0]
         train = split_in(root, "train")

@@ -82,7 +82,7 @@ def typical_file_bytes(dataset) -> float:
 
 
 def count_rotated(dataset) -> tuple[int, int]:
-    """Return how many files of a folder have an EXIF orientation other than 1, and the number of inspected files.
+    """Return the number of inspected files with an EXIF orientation other than 1, and of all inspected files.
 
     At most `ROTATION_SAMPLE` files are inspected, by their first `HEAD_BYTES` bytes. Other sources than folders are not
     inspected.

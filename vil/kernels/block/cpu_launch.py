@@ -10,7 +10,7 @@ from torch import Tensor
 from ..cpu.compiler import LANES, Kernel
 from .weights import BlockWeights
 
-ROWS = 16  # number of tokens that one task of a kernel processes
+ROWS = 16  # maximum number of tokens per task of `over_tokens`
 BYTES = 4  # bytes of a float
 
 
