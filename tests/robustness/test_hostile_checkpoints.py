@@ -113,7 +113,7 @@ def error_of_validation():
         (dict(phases=[dict(resume="x")]), "phase 1 in the checkpoint .* must not set 'resume'"),
         (dict(phases={}), "'phases' in the checkpoint .* must be a list with a mapping"),
         (dict(crop_pct=math.nan), "option 'crop_pct' in the checkpoint .* must be a finite number, got nan"),
-        (dict(crop_pct=1e-4), "has crop_pct 0.0001, which would resize images to more than"),
+        (dict(crop_pct=1e-4), "has crop_pct 0.0001, which would resize images to a height or width of more than"),
         *((dict(interpolation=i), f"interpolation in .* must be a supported value .*, got '{i}'$") for i in ("7", "")),
     ],
 )  # fmt: skip
@@ -140,8 +140,14 @@ def test_options_in_a_checkpoint_are_accepted_up_to_their_limits():
     for more, message in (
         (dict(val_split="x" * 201), "val_split in .* must be a relative path"),
         (dict(phases=[{}] * 101), "must have at most 100 phases, got 101$"),
-        (dict(crop_pct=0.499), "has crop_pct 0.499, which would resize images to more than [0-9]* pixels$"),
-        (dict(phases=[dict(crop_pct=0.4)]), "has crop_pct 0.4, which would resize images to more than [0-9]* pixels$"),
+        (
+            dict(crop_pct=0.499),
+            "has crop_pct 0.499, which would resize images to a height or width of more than [0-9]* pixels$",
+        ),
+        (
+            dict(phases=[dict(crop_pct=0.4)]),
+            "has crop_pct 0.4, which would resize images to a height or width of more than [0-9]* pixels$",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             options_of_checkpoint(largest | more, "x")
