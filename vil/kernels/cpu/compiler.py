@@ -52,7 +52,10 @@ def unavailable() -> str | None:
 
 
 class Kernel:
-    """CPU kernel that a factory function builds for given constants. Creation compiles the kernel if not cached."""
+    """CPU kernel that a factory function builds for given constants.
+
+    The constructor compiles the kernel unless its machine code is cached.
+    """
 
     def __init__(self, module: str, factory: str, *constants: int):
         self.address = load(module, factory, constants)
