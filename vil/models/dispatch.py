@@ -82,8 +82,7 @@ def run_blocks(
     ahead: list[FusedBlock | None] = []
     for i, block in enumerate(modules):
         is_last = i + 1 == len(modules)
-        # on a CPU, all blocks are checked ahead, because matrix products between the checks would clear the caches
-        ahead = ahead or fused_blocks(modules[i:] if x_BLC.is_cpu else [block], x_BLC)
+        ahead = ahead or fused_blocks(modules[i:], x_BLC)
         fused = ahead.pop(0)
         if fused is None:
             x_BLC, normed = call(block, x_BLC, grid, checkpointing), None
@@ -108,11 +107,15 @@ def run_blocks(
 
 
 def fused_blocks(modules: Sequence[nn.Module], x_BLC: Tensor) -> list["FusedBlock | None"]:
-    """Return the operators and weights of the first modules that can run fused, and None for the module after them."""
+    """Check the first modules: return each one's operator and weights, or None if the module must run unfused.
+
+    On a GPU, only the first module is checked. On a CPU, all modules up to the first that must run unfused are checked
+    together, because matrix products between the checks would clear the caches.
+    """
     found: list[FusedBlock | None] = []
     for block in modules:
         found.append(fused_block(block, x_BLC) if only_runs_forward(block) else None)
-        if found[-1] is None:
+        if found[-1] is None or not x_BLC.is_cpu:
             break
     return found
 
