@@ -1,4 +1,4 @@
-"""Measure the training throughput from JPEG files with the README's training command.
+"""Measure the training throughput of recipes from JPEG files.
 
     python benchmarks/end_to_end.py --gpus 1 2 4
     python benchmarks/end_to_end.py --gpus 1 --configs vil_small --no-cuda-graphs     # train_imagenet.py's options
@@ -7,9 +7,9 @@
 Without --data-dir, the program creates a data set in memory: 1,000 classes of files of 500x375 pixels and about 100 KB,
 with many names for each file. A run is `train_imagenet.py -c FILE --data-dir DIR` for two epochs, started by torchrun
 if several GPUs are used.
-The reported rates are those of the second epoch, which begins after step 100. The column "of noise" is the rate of the
-same run with synthetic data, which needs no loader. The time of the first step is measured in another run, from the
-command to the checkpoint after that step.
+The reported rates are those of the second epoch. The column "of noise" is the rate of the same run with synthetic data,
+which reads no files. The time of the first step is measured in another run, from the command to the checkpoint after
+that step.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ PRODUCTS = (
 
 
 class CountOutputs(TorchDispatchMode):
-    """Dispatch mode that sums the number of output elements of matrix products and convolutions."""
+    """Dispatch mode that sums the number of output elements of matrix products, convolutions and scans."""
 
     total = 0
 

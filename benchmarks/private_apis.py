@@ -32,7 +32,7 @@ def public_views(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Ten
     return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in like]), like)]
 
 
-# For each private function: the name of its public equivalent, and a context that switches to this equivalent.
+# For each private function: a description of its replacement, and a context that switches to the replacement.
 PRIVATE: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager]]] = {
     "unflatten": ("split and view", lambda: mock.patch.object(torch_private, "unflatten", public_views)),
     "observed": ("the dispatcher", lambda: mock.patch.object(block_op, "is_eager", return_value=False)),

@@ -3,10 +3,10 @@
     python benchmarks/scan.py --json benchmarks/results/h200_scan.json     # then benchmarks/tables.py
     python benchmarks/scan.py --shapes 4,768,1025 --backends cuda --dtype float16
 
-Forward and backward are captured in a CUDA graph, whose replays are timed with events; the program prints the median in
-microseconds. `forward` is the training forward, which also saves states for backward. `backward` computes the gradients
-of every input. `times` is the ratio of the papers' own kernels on an H200, with one call for each direction, to this
-time.
+Forward and backward are each captured in a CUDA graph, whose replays are timed with events; the program prints the
+median in microseconds. `forward` is the training forward, which also saves states for backward. `backward` computes the
+gradients of every input. `times` is the ratio of the papers' own kernels on an H200, with one call for each direction,
+to this time.
 """
 
 from __future__ import annotations

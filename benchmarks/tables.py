@@ -1,10 +1,10 @@
-"""Regenerate the tables of measurements in PAGES from benchmarks/results and from the tables in research/*.md.
+"""Regenerate the tables of measurements in PAGES from benchmarks/results, docs/architecture.md and research/*.md.
 
     python benchmarks/tables.py
 
-Each table follows a comment with its name, `<!-- table: models -->`. The files are written by `scan.py --json` and
-`throughput.py --json` and named after the GPU. h200_published.json compares the papers' own code with ours in one
-process, measured by a program that is not part of this repository.
+Each table follows a comment with its name, `<!-- table: models -->`. The files in benchmarks/results are named after
+their GPU and contain results of `scan.py` or `throughput.py`. Only h200_published.json compares the papers' own code
+with ours in one process, measured by a program that is not part of this repository.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def speed() -> str:
 
 
 def sizes() -> str:
-    """Tabulate the models of the package, with GFLOPs from the table in docs/architecture.md."""
+    """Tabulate the unpooled models of the package, with GFLOPs from the table in docs/architecture.md."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     measured = {r["model"]: r for r in measured_models() if (r["task"], r["img_size"]) == ("train", 224)}
     rows = []

@@ -35,7 +35,7 @@ from vil.info import git_commit
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
 MODELS = ["vil_small", "vim_small", "deit_small_patch16_224", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]
-PATCHES = 128 * 14**2  # patches per training batch at any resolution, as many as in 128 images of 224 pixels
+PATCHES = 128 * 14**2  # most patches per training batch for --resolutions, as many as in 128 images of 224 pixels
 
 
 class Case(NamedTuple):
@@ -167,7 +167,7 @@ def measure(model: str, case: Case, modes: list[str], device: torch.device) -> l
             try:
                 step = step or build_step(model, case, compiled, device)
                 measure_step(step, result, device)
-            except Exception as error:  # any error is reported in the table
+            except Exception as error:  # any error is reported below the tables
                 result.error = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         del step
         torch._dynamo.reset()
@@ -195,7 +195,7 @@ def build_step(
     model = timm.create_model(model_name, img_size=case.img_size).to(device)
     images = torch.randn(case.batch, 3, case.img_size, case.img_size, device=device)
     targets = torch.randint(1000, (case.batch,), device=device)
-    parameters = sorted(model.parameters(), key=torch.Tensor.numel, reverse=True)  # sorted as in train_imagenet.py
+    parameters = sorted(model.parameters(), key=torch.Tensor.numel, reverse=True)  # sorted as in training
     optimizer = torch.optim.AdamW(parameters, fused=True, capturable=device.type == "cuda")
     model.train(case.task == "train")
     if compiled:
@@ -239,7 +239,7 @@ def capture(step: Callable[[], object]) -> Callable[[], None]:
 
 
 def seconds(call: Callable[[], object], device: torch.device, rounds: int = 3, least: float = 0.2) -> float:
-    """Return the seconds of a call: the median over rounds of at least `least` seconds each."""
+    """Return the seconds of a call: the median over rounds of about `least` seconds each."""
 
     def round_of(calls: int) -> float:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Measure how much each kernel variant speeds up whole models, compared with the next simpler variant.
+"""Measure how much each kernel variant speeds up whole models, compared with the kernels that run without it.
 
     python benchmarks/variants.py                                     # about two minutes on an H200
     python benchmarks/variants.py --variants gate_outproj_bwd_sm90 --cases vil_small,train,224,128
@@ -8,10 +8,10 @@
 On a GPU, each row compares a model with all variants to the same model without one of them. Both are captured as CUDA
 graphs, whose replays alternate. A variant is removed by replacing an entry of the tables or conditions that choose
 kernels, and the plans that were recorded with it are forgotten. "unused" means that the model launches the same kernels
-without it.
+without it. The last row compares the Triton scan with the PyTorch scan in unfused blocks.
 
-On a CPU, each row has the CPU time of a step on one thread with the fused block, with the scan in unfused blocks, and
-with plain PyTorch.
+On a CPU, each row has the CPU time of a step on one thread in plain PyTorch, and the speedups with the fused block and
+with the scan in unfused blocks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from vil.kernels.cuda import launches
 from vil.kernels.scan import cuda_scan, heuristics, scan_op
 from vil.models.dispatch import set_fused
 
-ROUNDS, LEAST = 3, 0.06  # timed rounds per CUDA graph, and minimum seconds per round
+ROUNDS, LEAST = 3, 0.06  # timed rounds per CUDA graph, and approximate seconds per round
 TRAIN, BATCH, SINGLE = "train,224,128", "infer,224,256", "infer,224,1"
 MIDDLE_TRAIN, SMALL_TRAIN = "train,224,64", "train,224,8"
 LARGE_TRAIN, LARGE = "train,1248,4", "infer,1248,8"
@@ -58,10 +58,10 @@ CPU_CASES = [
 
 
 class Variant(NamedTuple):
-    """Benchmark of a kernel variant against the next simpler variant."""
+    """Benchmark of a kernel variant against the kernels that run without the variant."""
 
-    simpler: str  # description of the next simpler variant
-    without: Callable[[], contextlib.AbstractContextManager]  # context in which models use the simpler variant
+    instead: str  # description of the kernels that run without the variant
+    without: Callable[[], contextlib.AbstractContextManager]  # context in which models do not use the variant
     cases: dict[str, list[str]]  # cases by model
 
 
@@ -170,9 +170,9 @@ def compare(model: str, case: Case, names: list[str], device: torch.device, amp:
             step()
             without = None if others == used else capture(step)
         if without is None:
-            row(model, case, name, variant.simpler, None)
+            row(model, case, name, variant.instead, None)
             continue
-        row(model, case, name, variant.simpler, in_turn(case, [with_all, without], device))
+        row(model, case, name, variant.instead, in_turn(case, [with_all, without], device))
         del without
 
 
@@ -262,11 +262,11 @@ def forgotten_plans() -> Iterator[None]:
         forget()
 
 
-def row(model: str, case: Case, name: str, simpler: str, speeds: list[float] | None) -> None:
+def row(model: str, case: Case, name: str, instead: str, speeds: list[float] | None) -> None:
     numbers = ["unused", "", ""]
     if speeds:
         numbers = [f"{speeds[0]:,.1f}", f"{speeds[1]:,.1f}", f"{speeds[0] / speeds[1] - 1:+.1%}"]
-    print(f"| {' | '.join([model, str(case), name, simpler, *numbers])} |", flush=True)
+    print(f"| {' | '.join([model, str(case), name, instead, *numbers])} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Mutation testing of the CUDA sources (`make cuda-mutants`): emulated tests should detect each inserted bug.
 
 python tools/cuda_mutants.py [--jobs 2] [word ...]  # mutants whose file or description contains one of the words
-python tools/cuda_mutants.py --check  # only report stale quotes
+python tools/cuda_mutants.py --check  # only report stale quotes and files without a mutant
 
 A quote of a source is stale if a change of the source has removed or repeated it. Update the quote in that case.
 """

@@ -46,7 +46,7 @@ from vil.fault_tolerance import machine_errors
 from vil.security import sandbox
 from vil.visualization import command as viz
 
-AT_ONCE = 100  # maximum number of generated files on disk
+AT_ONCE = 100  # maximum number of damaged or slow files on disk
 PATHS = ("training", "device", "evaluation")
 DATA_CONFIG = dict(
     input_size=(3, 32, 32), crop_pct=0.875, crop_mode="center", interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3
@@ -282,7 +282,7 @@ class Outcome:
     images: int = 0
     unreadable: int = 0
     seconds: float = 0.0
-    megabytes: float = 0.0  # peak growth of the memory of this process and of the sandbox processes
+    megabytes: float = 0.0  # peak growth of this process's memory, plus the largest peak of a sandbox process
     slowest: tuple[float, str] = (0.0, "")  # the slowest file's seconds and name
     errors: collections.Counter = field(default_factory=collections.Counter)  # counts of errors by type
     names: set[str] = field(default_factory=set)  # names of unreadable files
@@ -290,7 +290,7 @@ class Outcome:
 
 
 def read_all(root: Path, path: str, device: torch.device, gigabytes: float | None) -> Outcome:
-    """Read all files in one epoch of a loader in this process."""
+    """Read all files in this process, by one epoch of a loader or by vil.viz."""
     is_training = path in ("training", "device")
     dataset = open_split(str(root), "", "train" if is_training else "val")
     outcome = Outcome(len(dataset))

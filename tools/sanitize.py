@@ -1,4 +1,6 @@
-"""Run every kernel on small inputs under NVIDIA's compute-sanitizer to find errors that do not change the results.
+"""Run kernels on small inputs under NVIDIA's compute-sanitizer to find errors that do not change the results.
+
+The program runs every kernel except the kernels of pooled blocks.
 
     export PYTHONPATH=tests/helpers PYTORCH_NO_CUDA_MEMORY_CACHING=1  # the sanitizer then sees each tensor's memory
     compute-sanitizer --report-api-errors no --tool memcheck python3 tools/sanitize.py  # racecheck, initcheck
@@ -68,7 +70,7 @@ def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
 
 def block(recurrence: str, dtype: torch.dtype) -> None:
     mixer = {"longhorn": LonghornMixer, "selective": MambaMixer}[recurrence]
-    # Together, the block widths and numbers of multiprocessors select every kernel of a block.
+    # Together, the block widths and numbers of multiprocessors select every kernel of an unpooled block.
     is_hopper = hardware.is_hopper(torch.device("cuda", 0))
     for width, multiprocessors, on_hopper in (
         (16, 1, False), (18, 1, False), (64, 1, False), (192, 1, is_hopper), (192, 1, False), (192, 64, False)

@@ -1,7 +1,7 @@
 """Run timm's own model tests on this package's models: `python tools/timm_suite.py [--all] [options of pytest]`.
 
 The tests come from the source package of the installed timm and include all tests that timm runs on its vision
-transformers.
+transformers, except those of torch.jit.script.
 """
 
 import argparse

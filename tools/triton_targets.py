@@ -1,4 +1,4 @@
-"""Compile a block's Triton kernels (16 states, bf16) for other GPU architectures, and print one line per target.
+"""Compile the scan's Triton kernels (16 states, bf16) for other GPU architectures, and print one line per target.
 
     python tools/triton_targets.py cuda:75 cuda:80 hip:gfx90a hip:gfx942 hip:gfx1100
 

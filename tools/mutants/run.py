@@ -1,9 +1,10 @@
 """`make mutants`: mutation testing with mutmut, with tests chosen for each mutant.
 
-mutmut writes into the folder that it runs in, so it runs in a copy of the checkout, .mutants/mutants. First, every test
-runs once to record which functions it calls, in any process. Then every mutant of a function runs with the tests that
-call the function, fastest first, until one test fails. Both results are cached: the next run repeats only tests of
-changed files, and mutants that survived. `rm -rf .mutants` clears the cache.
+mutmut writes into the folder that it runs in, so it runs in a copy of the checkout, .mutants, and the tests run in
+.mutants/mutants. First, every test runs once to record which functions it calls, in any process. Then every mutant of a
+function runs with up to a minute of the tests that call the function, until one test fails. Both results are cached:
+the next run repeats the mutants that survived and the changed test files, or all test files if another file has
+changed. `rm -rf .mutants` clears the cache.
 """
 
 import argparse
@@ -24,9 +25,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / ".mutants"
 COPY = WORK / "mutants"  # mutmut requires the name "mutants"
-NOT_NOTICED = (None, 0, 5, 33)  # exit codes of pytest and mutmut for surviving mutants (tests passed, or no tests)
+NOT_NOTICED = (None, 0, 5, 33)  # None if a mutant has not run, and exit codes of survivors (tests passed, no tests)
 NOTHING = "nothing.x_nothing__mutmut_"
-BUDGET = 60  # seconds; total duration of the tests chosen per mutant
+BUDGET = 60  # seconds; maximum total duration of the tests chosen per mutant, unless one test takes longer
 LISTED = Path(__file__).with_name("listed.txt")
 
 
@@ -50,7 +51,10 @@ def copy_repository() -> list[Path]:
 
 
 def what_tests_reach(files: list[str], paths: list[Path], jobs: int) -> dict[str, dict]:
-    """Return the duration and the called functions of each test. Only changed test files are run again."""
+    """Return the duration and the called functions of each test.
+
+    Only changed test files are run again, or all test files if another file has changed.
+    """
     cache = WORK / "reached.json"
     known = json.loads(cache.read_text()) if cache.exists() else {}
     others = hashlib.sha256()
@@ -78,7 +82,7 @@ def what_tests_reach(files: list[str], paths: list[Path], jobs: int) -> dict[str
 
 
 def chosen_tests(tests: list[dict]) -> tuple[list[str], float]:
-    """Choose tests of about BUDGET seconds: the fastest case of each parametrized test first, then other cases."""
+    """Choose up to BUDGET seconds of tests, first the fastest case of each parametrized test, then other cases."""
     groups = defaultdict(list)
     for test in sorted(tests, key=lambda test: test["seconds"]):
         groups[test["test"].split("[")[0]].append(test)

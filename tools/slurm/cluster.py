@@ -155,7 +155,7 @@ class Job:
         self.number = command("sbatch", "--parsable", f"--output={log}", *words).strip()
 
     def show(self) -> dict[str, str]:
-        """Return a field of Slurm's record of the job: JobState, Restarts, ..."""
+        """Return the fields of Slurm's record of the job, such as JobState and Restarts."""
         words = command("scontrol", "--oneliner", "show", "job", self.number).split()
         return dict(word.partition("=")[::2] for word in words)
 

@@ -44,7 +44,7 @@ class Training(Job):
         super().__init__(output / "log.txt", *machines, *words, "scripts/slurm.sh", "-c", config)
 
     def wait_until_it_trains(self, epochs=3):
-        """Wait until the run has trained some epochs since its last start."""
+        """Wait until the run has trained this number of further epochs."""
         rows = self.rows()
         wait_until(lambda: self.rows() >= rows + epochs, 120, f"it trains: {self.log}")
 
@@ -103,7 +103,7 @@ def test_the_notice_of_a_preemption_makes_it_save_and_queue_again(training, undi
 def test_a_time_limit_makes_it_save_and_queue_again_before(training, undisturbed):
     """A run saves a checkpoint and is requeued before the job's time limit.
 
-    The script's --signal asks for five minutes, and Slurm sends it 30 to 60 seconds early.
+    The script's --signal asks for a signal five minutes before the limit, which Slurm may send up to 60 seconds early.
     """
     job = training("--time=6", epochs=120)
     assert job.wait("COMPLETED")["JobState"] == "COMPLETED"
@@ -154,7 +154,7 @@ def test_a_node_that_is_lost_without_a_word_costs_no_more_than_the_steps_since_a
 def test_a_process_that_is_killed_is_started_again_without_the_scheduler(cluster, training, undisturbed, node):
     job = training(checkpoint_interval="1")
     job.wait_until_it_trains()
-    # torchrun, its training process, and the workers of that process
+    # the second pattern matches the training process and its workers, but only the training process is torchrun's child
     launcher = cluster.processes(node, "--node-rank=")
     worker = next(p for p in cluster.processes(node, "-u train_imagenet.py") if parent(p) in launcher)
     os.kill(worker, 9)

@@ -72,6 +72,6 @@ def _difference_text(paired: dict[str, Any]) -> str:
 
 
 def _published_text(result: dict[str, Any]) -> str:
-    if not result["published"]:  # no results are published for the model's classes
+    if not result["published"]:  # no results are published for the model's size or classes
         return "- / -"
     return " / ".join("-" if number is None else str(number) for number in published(result["model"]))

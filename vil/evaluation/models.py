@@ -54,7 +54,8 @@ def build(settings: ModelSettings, device: torch.device) -> EvaluatedModel:
     """Build a model and load weights from a checkpoint or timm's pretrained weights.
 
     Raises:
-        ConfigError: The model is unknown, or timm has no pretrained weights for the model.
+        ConfigError: The model is unknown, has no pretrained weights, or does not support the arguments or images of
+            three channels.
         CheckpointError: The weights do not fit the model.
     """
     module = _load(settings).to(device).eval()

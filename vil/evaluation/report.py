@@ -152,8 +152,9 @@ def _examples(predictions: Predictions, m: int, name_of: NameOf, images: Any) ->
 
 
 def _differing(predictions: Predictions, name_of: NameOf, images: Any) -> list[dict[str, Any]]:
-    """Return the images for which two models predict different classes, grouped by which model is correct.
+    """Return the images for which two models predict different classes, unless both are correct by ReaL labels.
 
+    The images are grouped by which model is correct.
     The images of a group are sorted by the highest probability of a wrong prediction, highest first.
     """
     first_N, second_N = predictions.top1_NM.T

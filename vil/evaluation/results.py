@@ -27,7 +27,7 @@ class Validation:
         notes: Remarks on the evaluation, for the user.
         class_names: Class names by class index; incomplete or empty if unknown.
         images: timm dataset of the split.
-        predictions: Predictions of all models, if requested.
+        predictions: Predictions of all models; None for a single model without ReaL labels, unless requested.
         comparison: Paired comparison if there are two models.
         speeds: Speed of each model if there are two models, on rank 0.
     """

@@ -60,7 +60,7 @@ class ModelSettings:
 
     Attributes:
         model: Model name in timm.
-        checkpoint: Path of the weights file; None for timm's pretrained weights.
+        checkpoint: Path of the weights file; None for the model's pretrained weights.
         source: Content of the weights file.
     """
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Speed:
-    """Inference throughput of one model. `peak_mib` is the peak GPU memory in MiB, or None on a CPU."""
+    """Inference throughput of one model. `peak_mib` is the peak memory of a CUDA device in MiB, otherwise None."""
 
     images_per_second: float
     peak_mib: float | None

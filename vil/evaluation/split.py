@@ -45,7 +45,7 @@ def open_evaluation_split(
         val_fraction: Share of each class that training held out of this split; None opens the whole split.
 
     Raises:
-        ConfigError: As for `open_split`, or the model does not have a class of the split.
+        ConfigError: As for `open_split` and `hold_out`, or the model does not have a class of the split.
     """
     images = open_split(data_dir, dataset, split, known=label_names)
     if val_fraction:

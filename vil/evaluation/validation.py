@@ -42,9 +42,9 @@ def validate(
     """Evaluate one or two models on the same split, with the first model's preprocessing.
 
     Raises:
-        ConfigError: The models or the split differ in classes or image size, or the world size exceeds the number of
-            images.
-        UnreadableSplitError: No image can be read.
+        ConfigError: The split or the ReaL labels cannot be read, the models or the split differ in classes or image
+            size, or the world size exceeds the number of images.
+        UnreadableSplitError: No image can be read, or none has a class label.
     """
     share_cores(device, settings.workers)
     first = models[0]

@@ -40,8 +40,8 @@ class Report:
     """Report on an exported file and the agreement of its outputs with the outputs of the model.
 
     Attributes:
-        path: Path of the file.
-        size: Size of the file in bytes.
+        path: Path of the file or folder.
+        size: Size of the file in bytes; for a folder, the size of its model.safetensors.
         difference: Largest absolute difference between the outputs of the file and the outputs of the model.
         images: Number of images on which outputs were compared.
         same_top1: Number of images for which the file and the model predict the same top-1 class.
@@ -84,8 +84,8 @@ def export_model(
             timm's data config of the model.
 
     Raises:
-        ExportError: A package is missing, the format does not support the request, or the outputs of the file differ
-            from the outputs of the model.
+        ExportError: A package is missing, the path, the model or an argument is not supported, or the outputs of the
+            file differ from the outputs of the model.
     """
     path = Path(path)
     model = unwrapped(model)
@@ -94,9 +94,7 @@ def export_model(
     described = describe(model, preprocessing)
     taken = {*described, "label_names"} & (metadata or {}).keys()
     if taken:
-        raise ExportError(
-            f"metadata must not set {', '.join(sorted(taken))}: set these entries in the model's pretrained_cfg"
-        )
+        raise ExportError(f"metadata must not set {', '.join(sorted(taken))}: these entries describe the model itself")
     described |= metadata or {}
 
     file: Serialized
@@ -213,7 +211,7 @@ def compare(
         The largest absolute difference, the number of images, and the number of images with the same top-1 class.
 
     Raises:
-        ExportError: An output differs by more than `tolerance`.
+        ExportError: An output differs by more than `tolerance` times max(1, the largest output).
     """
     images = pictures(count, exported.input_size)
     expected = outputs_of(as_evaluated(model), exported.features, images)

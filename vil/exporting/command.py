@@ -42,6 +42,6 @@ def _model_of(options: argparse.Namespace) -> tuple[nn.Module, str]:
         return model, source.note_on_weights(options.use_ema)
     if not options.model:
         raise ConfigError("--model or --checkpoint is required")
-    # pretrained=True in --model-kwargs loads timm's weights
+    # pretrained=True in --model-kwargs loads pretrained weights
     note = "" if arguments.get("pretrained") else "weights are random because no --checkpoint was given"
     return create_model(options.model, **arguments), note

@@ -12,7 +12,7 @@ from .onnx_graph import onnx_model
 from .serialized import Serialized, quiet_exporters, text_of
 from .traced import Exported, ExportError
 
-OPSET = 18  # oldest opset that PyTorch's exporter writes; supported by onnxruntime, TensorRT and OpenVINO
+OPSET = 18  # oldest opset that PyTorch's exporter implements; supported by onnxruntime, TensorRT and OpenVINO
 MAX_REASON = 400  # maximum length of a quoted error message, in characters
 
 
@@ -33,7 +33,7 @@ def to_onnx(exported: Exported, metadata: dict[str, Any], opset: int) -> Seriali
     """Serialize a model as ONNX, with a function that runs the ONNX model in onnxruntime.
 
     Raises:
-        ExportError: ONNX or onnxruntime does not support an operator; the message names the operator and the opset.
+        ExportError: A package is missing, or PyTorch's exporter or onnxruntime does not support the model or opset.
     """
     onnx, onnxruntime = onnx_packages()
     with quiet_exporters():
@@ -99,7 +99,7 @@ def _version_of(onnx: Any, name: str, opset: int) -> int | None:
 
 
 def _clean(proto: Any) -> None:
-    """Remove the Python metadata of each node and name the dynamic dimension "batch"."""
+    """Remove the metadata of PyTorch's exporter, and name the dynamic dimension "batch"."""
     for graph in _graphs(proto.graph):
         for part in (*graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
             del part.metadata_props[:]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-# loggers of PyTorch's exporters that report internal details
+# loggers of PyTorch's exporters and of onnxscript that report internal details
 NOISY_LOGGERS = ("onnxscript", "torch._export.serde.serialize", "torch.onnx._internal.exporter._schemas")
 
 Run = Callable[[Tensor], Sequence[Tensor]]  # function from images (B, 3, H, W) to model outputs

@@ -35,7 +35,7 @@ for _name in ("at_least_fp32", "grid_of", "longhorn_scan", "selective_scan"):
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm computed in the input's dtype, which is fp32 in a block; the output has the weight's dtype."""
+    """RMSNorm computed in the input's dtype, which is fp32 or fp64 in a block; the output has the weight's dtype."""
 
     def forward(self, x_BLC: Tensor) -> Tensor:
         h_BLC = F.rms_norm(x_BLC, self.normalized_shape, self.weight.to(x_BLC.dtype), self.eps)
@@ -75,7 +75,7 @@ def sum_of_taps(u_BLD: Tensor, weight_D1K: Tensor, bias_D: Tensor | None, revers
 
 
 class StepProjection(nn.Linear):
-    """Linear layer whose bias is added by the recurrence. Quantization skips this class and so keeps the bias."""
+    """Linear layer whose bias is added by the recurrence. PyTorch's quantize_dynamic does not replace this subclass."""
 
     def forward(self, step_BLR: Tensor) -> Tensor:
         return F.linear(step_BLR, self.weight)
@@ -260,7 +260,7 @@ class MambaMixer(BidirectionalMixer):
 
 
 class Block(nn.Module):
-    """Pre-norm residual block. The residual stream (B, L, C) is fp32; the mixer runs in the dtype of the weights."""
+    """Pre-norm residual block. The residual stream (B, L, C) is fp32, or fp64 if the model's weights are fp64."""
 
     def __init__(
         self,

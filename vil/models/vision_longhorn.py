@@ -218,7 +218,7 @@ def patch_grid(
 
 
 def add_to_patches(x_1LC: Tensor, bias_C: Tensor) -> Tensor:
-    """Convert x to fp32 and add the bias to all tokens except the class token."""
+    """Convert x to fp32, unless x is fp64, and add the bias to all tokens except the class token."""
     patches_1nC, token_11C = split_class_token(at_least_fp32(x_1LC))
     return insert_class_token(patches_1nC + bias_C, token_11C)
 
@@ -436,7 +436,7 @@ class VisionLonghorn(nn.Module):
         return taken
 
     def embed(self, x_B3HW: Tensor) -> Tensor:
-        """Embed images (B, 3, H, W) as fp32 tokens (B, L, C)."""
+        """Embed images (B, 3, H, W) as tokens (B, L, C) in fp32, or in fp64 if the weights are fp64."""
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
             refuse_torch_onnx()
         x_BhwC = self.patch_embed(x_B3HW, add_bias=False)
@@ -446,7 +446,7 @@ class VisionLonghorn(nn.Module):
         class_token_B1C = self.cls_token.expand(x_BhwC.shape[0], -1, -1)
         x_BLC = insert_class_token(x_BhwC.flatten(1, 2), class_token_B1C)
         # Add the bias to the position embeddings first. Otherwise the bias gradient is a slow sum over all patches.
-        return x_BLC + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)  # fp32
+        return x_BLC + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)  # fp32 or fp64
 
     def grid_of(self, x_B3HW: Tensor) -> tuple[int, int]:
         """Return the patch grid (h, w) of a batch of images."""

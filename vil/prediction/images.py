@@ -36,6 +36,7 @@ def _from_array(array: np.ndarray) -> Image.Image:
     has_known_shape = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
     if array.dtype != np.uint8 or not has_known_shape:
         raise ConfigError(
-            f"image arrays must be (H, W) or (H, W, 3) of dtype uint8 or uint16, got {array.shape} of {array.dtype}"
+            "image arrays must be (H, W), (H, W, 3) or (H, W, 4) of dtype uint8 or uint16, "
+            f"got {array.shape} of {array.dtype}"
         )
     return Image.fromarray(array)

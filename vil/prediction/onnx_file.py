@@ -68,7 +68,7 @@ def _read_metadata(stored: dict[str, str], path: Path) -> Metadata:
     """Parse and validate the metadata of an untrusted ONNX file.
 
     Raises:
-        ConfigError, CheckpointError, KeyError, TypeError, ValueError: A value is missing or invalid.
+        ConfigError, CheckpointError, KeyError, TypeError, ValueError, RecursionError: A value is missing or invalid.
     """
     config: dict[str, Any] = {name: stored[name] for name in ("crop_mode", "interpolation")}
     for name in ("input_size", "mean", "std", "crop_pct"):

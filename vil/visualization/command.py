@@ -88,7 +88,7 @@ def load_models(source: Checkpoint, use_ema: bool | None) -> tuple[VisionLonghor
     name = source.options.get("model")
     if not name:
         raise ConfigError(f"{source} must be written by vil train or vil export, but does not store a model name")
-    # load this model first, because loading can correct the image size in the options
+    # load this model first, because loading checks that the stored options fit the weights
     model = from_checkpoint(source, use_ema=use_ema)
     torch.manual_seed(0)
     untrained = create_model(name, **saved_arguments(source.options)).eval()

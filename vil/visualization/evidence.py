@@ -53,7 +53,8 @@ def _probabilities(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
 def patch_sums(model: VisionLonghorn, values_BHW: Tensor) -> Tensor:
     """Sum pixel values (B, H, W) over each patch and return (B, h, w).
 
-    If the h x w patches do not divide the image, the sums are over the overlapping cells of adaptive average pooling.
+    If the h x w patches do not divide the image, each sum is the mean over a cell of adaptive average pooling times the
+    number of pixels per patch.
     """
     h, w = check_model(model).grid_of(values_BHW[:, None])
     pixels_of_patch = values_BHW[0].numel() / (h * w)
@@ -66,9 +67,9 @@ def deletion_curve(
 ) -> Tensor:
     """Return class probabilities (B, steps + 1) after hiding increasing shares of the image (Samek et al., 2017).
 
-    Cells of a grid over the image are replaced by the image's mean colour in descending order of their map values. Each
-    step hides equally many cells: none are hidden in the first column, and all in the last column. The faster the
-    probability falls, the better the map ranks the parts of the image that the model uses.
+    Cells of a grid over the image are replaced by the image's mean colour in descending order of their map values. Up
+    to rounding, each step hides equally many cells: none are hidden in the first column, and all in the last column.
+    The faster the probability falls, the better the map ranks the parts of the image that the model uses.
 
     Args:
         model: Any classifier.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DIRECTIONS = ("first to last", "last to first")
-STEP_NAMES = {"longhorn": "beta", "selective": "dt"}  # symbols of the step size in ViL and in ViM
+STEP_NAMES = {"longhorn": "beta", "selective": "dt"}  # symbols of `Trace.step` in ViL and in ViM
 SMALLEST = 1e-4  # lower limit of the colour scale of a receptive field, relative to the largest value
 
 

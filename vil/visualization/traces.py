@@ -30,8 +30,8 @@ class Trace:
     Attributes:
         relevance: Norm over channels of the token's contribution to the scan output at the class token. The value is 0
             for tokens after the class token in scan order.
-        step: Step size with which the token is written to the state, averaged over channels: beta in ViL, the time step
-            dt in ViM.
+        step: Mean over channels of beta = sigmoid(step logits) in ViL, or of the time step dt in ViM, which determine
+            how strongly the token is written to the state.
         state_norm: Frobenius norm of the state (D, N) after the token is read.
     """
 
@@ -159,7 +159,7 @@ def _coefficients(
     k_BLN: Tensor,
     reverse: bool,
 ) -> Coefficients:
-    """Return the coefficients of the state update, computed by the recurrence's reference implementation."""
+    """Return the coefficients of the state update, computed by the scan's reference backend."""
     selective = recurrence == "selective"
     inputs_BLX = [v_BLD, F.softplus(step_logits_BLD) if selective else step_logits_BLD, k_BLN]
     if reverse:
