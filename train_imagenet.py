@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Handle signals before the slow import of `vil`. `import vil.fault_tolerance` would import all of `vil` first.
+    # Handle signals before the slow import of `vil`. `import vil.fault_tolerance` would import `vil` first.
     handlers = runpy.run_path(str(Path(__file__).parent / "vil/fault_tolerance/early_signals.py"))
     handlers["exit_on_signals"]()
 

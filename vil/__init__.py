@@ -1,4 +1,7 @@
-"""Vision Longhorn: image backbones with a linear-time recurrence. `import vil` registers the models with timm."""
+"""Vision Longhorn: image backbones with a linear-time recurrence.
+
+`import vil` registers the models with timm, except in the `vil` command, which registers the models when needed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Longhorn", "VisionLonghorn", "from_checkpoint", "predict", "train"]
 
-# public name -> module, and the name in that module; the modules are imported on first use
+# public name -> module, and the name in that module (None for the module itself), imported on first use
 SOURCES = {
     "Longhorn": ("vil.models.block", "Longhorn"),
     "VisionLonghorn": ("vil.models.vision_longhorn", "VisionLonghorn"),

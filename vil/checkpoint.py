@@ -24,11 +24,11 @@ from .weight_files import VERSION, BrokenCheckpointError, file_of, read_file
 
 _logger = logging.getLogger(__name__)
 
-# entries of a checkpoint that resuming needs, and their types
+# entries of a checkpoint that `Checkpoint.training_state` checks, and their types
 TRAINING_STATE: dict[str, type] = {
     "config": dict,  # options of the run
     "history": list,  # one row per finished epoch
-    "progress": dict,  # finished steps of the current epoch
+    "progress": dict,  # losses, gradient norms and times of the unfinished epoch
     "num_images": int,
     "state_dict": dict,
     "scheduler": dict,
@@ -52,7 +52,7 @@ def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = N
     state = {"version": VERSION, **state}
     try:
         write_atomically(path, lambda file: torch.save(state, file), previous)
-    except (OSError, RuntimeError) as error:  # torch.save converts an OSError to a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch.save raises some OSErrors as a RuntimeError
         cause = find_machine_error(error) or error
         kept = f". The last complete {path.name} is kept" if os.path.exists(path) else ""
         raise CheckpointError(
@@ -150,8 +150,8 @@ class Checkpoint:
     def preprocessing(self) -> dict[str, Any]:
         """Image preprocessing stored in a file written by `vil.export`, or in the config.json of a model folder.
 
-        The keys are those of `PREPROCESSING` that are stored. mean and std are lists of one number for all channels, or
-        of one number per channel.
+        The keys are mean, std and crop_mode of the weights file, and those of `PREPROCESSING` in config.json. mean and
+        std are lists of one number for all channels, or of one number per channel.
 
         Raises:
             CheckpointError: The values cannot be read or are invalid.
@@ -196,7 +196,7 @@ class Checkpoint:
         return bool(self.ema_is_best) if use_ema is None else use_ema
 
     def note_on_weights(self, use_ema: bool | None) -> str:
-        """Return which of a checkpoint's weights are used, for the user. Empty if there are only raw weights."""
+        """Return a note for the user if EMA weights are chosen or stored beside raw weights, otherwise ""."""
         if self.prefers_ema(use_ema):
             return "EMA weights"
         return "raw weights (set --use-ema for the EMA weights)" if has_ema(self.content) else ""
@@ -230,12 +230,12 @@ class Checkpoint:
         """Return the content of a checkpoint written by `save_checkpoint`, for resuming a run.
 
         Raises:
-            CheckpointError: The file has another format or version, or lacks an entry. best.pt lacks the optimizer
-                state.
+            CheckpointError: The file has another format or version, lacks an entry, or is best.pt, which lacks the
+                optimizer state.
             ConfigError: As for `options`.
         """
         self._check_resumable()
-        content = {"num_images": 0, **self.content}  # early versions of this package did not store num_images
+        content = {"num_images": 0, **self.content}  # early files of version 3 do not store num_images
         for name, kind in TRAINING_STATE.items():
             part = content.get(name)
             if not isinstance(part, kind):

@@ -50,7 +50,7 @@ def find(names: Mapping[str, Sequence[str]], known: Sequence[str], owner: str) -
 
     Args:
         names: Candidate names of each class, full name first. The other candidates are suffixes of the full name, and
-            match only if no class in `known` has the same suffix.
+            match only the full name of a class in `known` that is not also a suffix of another class in `known`.
         known: Class names by index.
         owner: Description of the source of `known`, for messages.
 
@@ -95,12 +95,12 @@ def order_of(names: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
 
 
 def is_numbered(names: Sequence[str]) -> bool:
-    """Return whether names are the class indices of ImageNet, "0" to "999" in order."""
+    """Return whether names are the class indices of ImageNet, "0" to "999" in order, also with leading zeros."""
     return len(names) == IMAGENET_CLASSES and all(n.isdecimal() and int(n) == i for i, n in enumerate(names))
 
 
 def first_difference(names: Sequence[str], wanted: Sequence[str], owner: str, other: str) -> str:
-    """Describe the first difference between the class names of `owner` and `other`, for messages."""
+    """Describe a difference between the class names of `owner` and `other`, for messages."""
     own = [*map(normal, names)]
     expected = [*map(normal, wanted)]
     differing = [index for index, (a, b) in enumerate(zip(own, expected)) if a != b]

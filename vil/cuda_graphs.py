@@ -23,13 +23,13 @@ class UncapturableError(RuntimeError):
 class Replayed:
     """Captures `function(*tensors)` as a CUDA graph and replays the graph for inputs of the captured shapes.
 
-    Inputs are copied to the graph's input buffers, and each call overwrites the outputs of the previous call. Inputs of
-    other shapes run in eager mode. If the function cannot be captured, a warning gives the reason and every call runs
-    in eager mode. Random numbers are the same as in eager mode, because replays advance the GPU's RNG state.
+    Inputs are copied to the graph's input buffers, and each replay overwrites the outputs of the previous replay.
+    Inputs of other shapes run in eager mode. If the function cannot be captured, a warning gives the reason and every
+    call runs in eager mode. Random numbers are the same as in eager mode, because replays advance the GPU's RNG state.
 
     Args:
         function: Function of tensors on the current GPU that returns tensors or collections of tensors.
-        inputs: Example tensors with the shapes of later inputs; their values do not matter.
+        inputs: Tensors with the shapes of later inputs and any values, which become the graph's input buffers.
         name: Name of the function, for the warning.
         changed: Tensors that the function modifies in place, such as gradients. Warm-up and capture leave their values
             unchanged.

@@ -38,5 +38,5 @@ def known_device(name: str | None) -> str:
 
 
 def autocast(device: torch.device, enabled: bool, dtype: str) -> AbstractContextManager:
-    """Return the autocast context if enabled. On a CPU, models always run in fp32."""
+    """Return the autocast context if enabled. On a CPU, autocast is never enabled."""
     return torch.autocast(device.type, getattr(torch, dtype)) if enabled and device.type != "cpu" else nullcontext()

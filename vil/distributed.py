@@ -113,14 +113,14 @@ def init_distributed_device(
 
 
 def world_size_variable() -> str | None:
-    """Return the name of the environment variable from which timm reads the world size, or None."""
+    """Return the name of the environment variable by which timm detects a distributed run, or None."""
     return next((name for name in ("WORLD_SIZE", "SLURM_NTASKS") if name in os.environ), None)
 
 
 def _environment_problem() -> str | None:
     """Return why the environment variables do not describe a valid process group, or None.
 
-    timm reads the world size from WORLD_SIZE or otherwise SLURM_NTASKS. PyTorch connects to the other processes at
+    timm creates a process group if WORLD_SIZE, or without it SLURM_NTASKS, exceeds 1. The processes find each other at
     MASTER_ADDR and MASTER_PORT. In an interactive Slurm job, or with a leftover variable, the world size counts
     processes that were never started.
     """

@@ -35,7 +35,7 @@ def from_checkpoint(
     """Load a trained model on the CPU in eval mode, with the model's preprocessing and class names.
 
     `timm.data.resolve_model_data_config(model)` returns the preprocessing that `vil validate` uses for the model.
-    `model.pretrained_cfg["label_names"]` contains the class names by index if the file stores class names.
+    `model.pretrained_cfg["label_names"]` contains the class names by index if the file stores one name per class.
 
     Args:
         path: Checkpoint of `vil train`, or weights written by `vil.export`, which store the model's name and
@@ -193,7 +193,7 @@ def _create(model: str, arguments: dict[str, Any], **start: Any) -> nn.Module:
 def _creation_error(
     model: str, error: Exception, source: Checkpoint | None = None, weights: dict[str, Tensor] | None = None
 ) -> ConfigError:
-    """Convert an error from the creation of a model to a ConfigError with a remedy.
+    """Convert an error from the creation of a model to a ConfigError, with a remedy if one is known.
 
     Args:
         model: Model name in timm.

@@ -25,7 +25,7 @@ def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
 
 
 def num_classes_of(model: str, weights: dict[str, Tensor]) -> int:
-    """Return the number of classes of the head in a state dict, or 0 if the state dict has no head."""
+    """Return the number of classes of the head in a state dict, or 0 if it has no head with a bias."""
     bias = f"{_classifiers(model)[0]}.bias"
     return weights[bias].numel() if bias in weights else 0
 

@@ -26,7 +26,7 @@ PUBLISHED: dict[str, dict[str, Accuracy]] = {
 def published_for(model: str) -> dict[str, Accuracy]:
     """Return the published accuracies of all models of the same size as `model`, such as "vil_tiny".
 
-    The dict is empty if the size is unknown.
+    The dict is empty if the name does not end with a known size.
     """
     architecture = model.split(".")[0]
     size = architecture.rsplit("_", 1)[-1]

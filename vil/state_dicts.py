@@ -15,7 +15,7 @@ from torch import nn
 
 from .errors import CheckpointError
 
-# keys of the state dict in checkpoints of timm, PyTorch's tutorials, DeiT and DeepSpeed
+# keys of state dicts in checkpoints of programs such as timm, DeiT and DeepSpeed
 RAW = ("state_dict", "model_state_dict", "model", "net", "module")
 EMA = ("state_dict_ema", "model_ema", "ema")
 # parts that torch.compile, FSDP and activation checkpointing insert into parameter names
@@ -182,7 +182,7 @@ def _without_outer_wrappers(names: dict[str, str]) -> dict[str, str]:
 
 
 def within_own_prefix(weights: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Add "model." or "net." to the keys of a state dict if all parameter names of the model begin with this prefix."""
+    """Add "model." or "net." to all keys if all parameter names of the model, but no keys, begin with this prefix."""
     for prefix in OF_ALL:
         if all(name.startswith(prefix) for name in names) and not any(name.startswith(prefix) for name in weights):
             return {prefix + name: tensor for name, tensor in weights.items()}
@@ -190,7 +190,7 @@ def within_own_prefix(weights: dict[str, Any], names: Iterable[str]) -> dict[str
 
 
 def parts_of(names: Iterable[str]) -> str:
-    """Return a hint on how to extract the model's weights if the parameter names in a file have an unknown prefix."""
+    """Return a hint on how to extract the model's weights if the parameter names in a file have a prefix."""
     names = [*names]
     common, dot, _ = os.path.commonprefix(names).rpartition(".")  # noqa: RUF071  rpartition ends at a "."
     prefix = next((wrapper for wrapper in OF_ALL if any(name.startswith(wrapper) for name in names)), common + dot)

@@ -1,4 +1,4 @@
-"""Reading and writing of weights files: .pt and .pth files of torch.save, and .safetensors files."""
+"""Reading of .pt, .pth and .safetensors weights files, and the content of .safetensors files to write."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .security.errors import TorchFileError
 
 IN_FOLDER = "model.safetensors"  # weights file in a folder written by `vil.export`
 VERSION = 3  # version of the checkpoint format; runs cannot resume from checkpoints of versions 1 and 2
-PRODUCER = "vision-longhorn"  # metadata entry of .safetensors files that store the model's options
-MOST_HEADER = 2**24  # maximum size in bytes of a .safetensors header, which needs up to 30 times as much memory
+PRODUCER = "vision-longhorn"  # metadata entry `producer` of .safetensors files that store the model's options
+MOST_HEADER = 2**24  # maximum size in bytes of a .safetensors header, whose parsing needs many times as much memory
 # exceptions whose messages are shown to the user
 READABLE = (zipfile.BadZipFile, SafetensorError, TorchFileError)
 
@@ -130,7 +130,7 @@ def pack_weights(weights: dict[str, torch.Tensor], options: dict[str, Any], meta
 
 
 def digest(weights: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> str:
-    """Return the CRC-32 checksum of a state dict and metadata. This takes 0.05 s for 100 MB.
+    """Return the CRC-32 checksum of a state dict and metadata.
 
     The checksum detects accidental corruption, but not deliberate changes. Unlike the zip
     archives of torch.save, the .safetensors format has no checksum.

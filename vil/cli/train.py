@@ -7,15 +7,15 @@
 Without a config file, the splits, weights and recipe are chosen by the content of the folder and the device, and the
 log names each choice with the option that changes it. docs/guide.md lists the arrangements of folders.
 
-Config files use timm's option names, and the command line overrides the config file. The config file specifies the
-*global* batch size. Each process splits its share of the global batch into micro-batches of at most `batch_size`
-images, so that the recipe does not depend on the number of GPUs. Optional `phases` are trained sequentially. The run
-folder OUTPUT/EXPERIMENT contains config.yaml, info.txt, summary.csv, the plots augmented.png and curve.png, the
-checkpoints last.pt, previous.pt and best.pt and, for a validation split of moderate size, report.html.
+Most options in config files have timm's names, and the command line overrides the config file. The config file
+specifies the *global* batch size. Each process splits its share of the global batch into micro-batches of at most
+`batch_size` images, so that the recipe does not depend on the number of GPUs. Optional `phases` are trained
+sequentially. The run folder OUTPUT/EXPERIMENT contains config.yaml, info.txt, summary.csv, the plots augmented.png and
+curve.png, the checkpoints last.pt, previous.pt and best.pt and, for a validation split of moderate size, report.html.
 
 Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint and exits with status 75. `--resume auto` resumes the run, also on a
 different number of processes, with the same result as an uninterrupted run up to rounding errors. docs/reliability.md
-lists other failures that a run survives.
+lists the exceptions, and other failures that a run survives.
 """
 
 from __future__ import annotations

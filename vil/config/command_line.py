@@ -85,7 +85,7 @@ def load_config(
     """Load the config file `-c FILE` and the command-line options, which override the config file.
 
     Args:
-        description: First lines of `--help`.
+        description: Description in `--help`, after the usage.
         arguments: Command-line arguments; None uses `sys.argv`.
         saved_options: Function that reads the options in a checkpoint, given the file and the command-line options. It
             is called for `--resume FILE` without `-c`.
@@ -205,7 +205,7 @@ def _options_of_file(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     translation = from_timm(read_yaml(path), path, given)
     options = checked(translation.options, path, translation.errors)
     ignored = translation.ignored
-    from ..distributed import is_rank0  # importing this module imports PyTorch
+    from ..distributed import is_rank0  # importing `distributed` imports PyTorch
 
     if ignored and is_rank0():
         names = ", ".join(ignored)

@@ -1,4 +1,4 @@
-"""Options of a training run, with defaults, ranges and choices. Options that timm also has have timm's names.
+"""Options of a training run, with defaults, ranges and choices. Most options that timm also has have timm's names.
 
 timm is imported inside functions, so that help and errors in the names of options do not wait for PyTorch.
 """
@@ -259,7 +259,7 @@ def choices_of_options() -> dict[str, list[str]]:
     interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
     return {
         "opt": [name for name in map(str, list_optimizers()) if not get_optimizer_info(name).second_order],
-        "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # schedulers that do not depend on a metric
+        "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # timm schedulers, none of which depends on a metric
         "train_interpolation": [*interpolations, "random"],
         "interpolation": interpolations,
         "amp_dtype": ["bfloat16", "float16"],
@@ -331,10 +331,10 @@ PHASE_OPTIONS = (
     "reprob", "remode", "mixup", "cutmix", "mixup_prob", "mixup_switch_prob", "smoothing", "bce_loss",
     "bce_target_thresh", "bce_sum", "distillation", "distillation_alpha", "distillation_tau", "crop_pct",
 )  # fmt: skip
-DATASETS = ("wds", "hfds", "hfids", "tfds")  # prefixes of timm dataset names other than folders and tar files
+DATASETS = ("wds", "hfds", "hfids", "tfds")  # supported prefixes of timm dataset names; folders and tar files have none
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
-# names of the same option in other programs, for suggestions when an option is unknown
+# names of the same or a similar option in other programs, for suggestions when an option is unknown
 SYNONYMS = {
     "aa": "auto_augment autoaugment",
     "amp": "mixed_precision bf16 fp16",

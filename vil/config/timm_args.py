@@ -1,8 +1,9 @@
 """Translation of config files of timm's train.py, such as args.yaml, to options of `Config`.
 
-timm saves every option in args.yaml, so most options there are off or at timm's default. These options are ignored.
-The options in `HARMLESS` are ignored, too. Options with the same meaning under another name are renamed. All other
-options raise an error, because ignoring them would silently change the training.
+timm saves every option in args.yaml. Options that `Config` also has are kept, and options with the same meaning under
+another name are renamed. Other options are ignored if they are off, at a value with which timm trains like this
+package, without effect on the run, or in `HARMLESS`. All remaining options raise an error, because ignoring them would
+silently change the training.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ class Translation:
     """Options of a timm config file, translated to options of `Config`."""
 
     options: dict[Any, Any]
-    ignored: list[str] = field(default_factory=list)  # names of options that have no effect in this package
+    ignored: list[str] = field(default_factory=list)  # names of options that are ignored
     errors: list[str] = field(default_factory=list)  # error messages about unsupported options
 
 
 def from_timm(values: Mapping[Any, Any], source: str, given: Mapping[str, Any]) -> Translation:
     """Translate the options of a config file that was written for timm's train.py.
 
-    A file is considered timm's if it contains an option that exists only in timm. Other files are returned unchanged.
+    A file is considered timm's if it contains an option that exists only in timm. The options of other files are
+    returned unchanged.
 
     Args:
         values: Options in the file.
@@ -116,7 +118,7 @@ def _changes_training(name: str, value: Any, options: Mapping[str, Any]) -> bool
 def _rename(values: Mapping[Any, Any], options: dict[Any, Any], source: str) -> list[str]:
     """Copy options with timm's names from `values` to `options`, renamed to this package's names.
 
-    Returns error messages about contradictory options.
+    Returns error messages about invalid and contradictory options.
     """
     errors = []
     for name, ours in RENAMED.items():
@@ -150,7 +152,7 @@ def img_size_of(input_size: Any, source: str) -> int | tuple[int, int]:
     """Return the image size from timm's `input_size` (channels, height, width).
 
     Raises:
-        ConfigError: `input_size` does not have three values, or the number of channels is not 3.
+        ConfigError: `input_size` is not three numbers, or the number of channels is not 3.
     """
     if not isinstance(input_size, (list, tuple)) or len(input_size) != 3 or input_size[0] not in (3, "3"):
         raise ConfigError(f"option 'input_size' in {source} must be (3, height, width), got {shown(input_size)}")
@@ -168,7 +170,7 @@ def _describe_ambiguous_batch_size(options: Mapping[str, Any], given: Mapping[st
 
 
 def _describe_unsupported(unsupported: Mapping[str, Any], source: str) -> list[str]:
-    """Return one error message per unsupported option that has a remedy, and one for all other options."""
+    """Return error messages about unsupported options: one per remedy, and one for all options without a remedy."""
     messages = []
     scaling = [name for name in unsupported if name.startswith("lr_base")]
     if scaling:

@@ -145,7 +145,7 @@ ONLY_WITH = {
 }
 SWITCHES = {name: switch for switch, names in ONLY_WITH.items() for name in names}
 
-# timm option -> schedulers for which this option has an effect
+# timm option -> supported schedulers for which this option has an effect
 SCHEDULES = {
     "decay_epochs": ["step"],
     "decay_milestones": ["multistep"],

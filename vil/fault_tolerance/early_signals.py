@@ -17,7 +17,7 @@ def exit_on_signals() -> None:
     """Exit with status 75 on SIGTERM, SIGUSR1 and SIGINT (Ctrl-C). Rank 0 prints a one-line message.
 
     No checkpoint is written, because the run has nothing to save yet. When the terminal closes (SIGHUP), a process
-    started by torchrun exits in the same way, but a single process continues.
+    started by torchrun exits in the same way, but any other process continues.
     """
     for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
         if hasattr(signal, name):  # Windows lacks SIGUSR1

@@ -92,7 +92,7 @@ def retry_reading(name: str, read: Callable[[], T]) -> T:
         return retry(read)
     except Exception as error:
         if is_machine_error(error) and not isinstance(error, MemoryError):  # decoders raise MemoryError for huge images
-            raise MachineError.reading(name, error) from None  # the traceback would put the loader in a reference cycle
+            raise MachineError.reading(name, error) from None  # workers send tracebacks as text
         raise
 
 

@@ -17,8 +17,8 @@ SCHEDULER_SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(sig
 
 @contextmanager
 def signals_handled_in_thread() -> Iterator[None]:
-    """Run signal handlers in a separate thread, so that PyTorch calls in the main thread do not delay the handlers."""
-    # signal.set_wakeup_fd needs the main thread, and on Windows a socket instead of a pipe
+    """Run signal handlers in a second thread as well, so that PyTorch calls in the main thread do not delay them."""
+    # signal.set_wakeup_fd needs the main thread, and os.set_blocking fails for pipes on Windows before Python 3.12
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Replacements for stdout and stderr that never block the program. Text that cannot be written is dropped."""
+"""Replacements for stdout and stderr that block the program only briefly. Text that cannot be written is dropped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class BackgroundStream:
-    """Text stream with a writer thread, so that a full disk or a stuck reader cannot block the program.
+    """Text stream with a writer thread, so that a full disk or a stuck reader cannot stop the program.
 
     A flush normally waits until the text is written, which keeps lines of stdout and stderr in order. If the reader of
     the stream is stuck, flushes wait for at most `WAIT_SHARE` of the run time, and the queue drops its oldest text.
@@ -78,13 +78,13 @@ class BackgroundStream:
         self._wait_budget = max(0.0, self._wait_budget - (time.monotonic() - now))
 
     def finish(self, timeout: float) -> None:
-        """Wait until all text is written, for at most `timeout` seconds."""
+        """Call `flush`, then wait at most `timeout` seconds until all text is written."""
         self.flush()
         if self._writer is not None:
             self._enqueue("").wait(timeout)
 
     def _enqueue(self, text: str) -> threading.Event:
-        """Queue a text for the writer thread, and return the event that is set once the whole text is written."""
+        """Queue a text for the writer thread, and return the event that is set once its end is written or dropped."""
         if not self._start_writer():
             self._write_now(text)
             done = threading.Event()
@@ -100,7 +100,7 @@ class BackgroundStream:
         return done
 
     def _start_writer(self) -> bool:
-        """Start the writer thread if needed. Return False if no thread can start because the interpreter is exiting."""
+        """Start the writer thread if needed. Return False if no thread can start, as when the interpreter exits."""
         if self._writer is not None:
             return True
         writer = threading.Thread(target=self._write_pieces, args=(self._pieces,), daemon=True)
@@ -182,7 +182,7 @@ def _open_closed_streams() -> None:
 
 
 def finish_output() -> None:
-    """Wait at most `EXIT_WAIT` seconds until the pending text of all streams is written."""
+    """Flush all streams, and wait about `EXIT_WAIT` seconds at most until their pending text is written."""
     end = time.monotonic() + EXIT_WAIT
     for stream in list(_streams):
         stream.finish(max(0.0, end - time.monotonic()))

@@ -19,7 +19,7 @@ GRACE = 20  # seconds; delay before termination, so that the main thread can fir
 class RankWatchdog(threading.Thread):
     """Thread that terminates this process if the next rank exits before `finish`, so that a failure reaches all ranks.
 
-    Without the watchdog, the remaining ranks would hang, because NCCL waits forever for data from a dead rank.
+    Without the watchdog, the remaining ranks would hang until PyTorch's timeout, because NCCL waits for the dead rank.
     """
 
     def __init__(self, rank: int, world_size: int):

@@ -84,7 +84,7 @@ class BestCheckpoint:
         """
         self.row = saved["history"][-1]
         ema_is_better = "state_dict_ema" in saved and self.row["eval_top1_ema"] >= self.row["eval_top1"]
-        # leave out the optimizer state, which is twice as large as the weights
+        # leave out the optimizer state, which for AdamW is twice as large as the weights
         content = {name: part for name, part in saved.items() if name != "optimizer"}
         content["best"] = "state_dict_ema" if ema_is_better else "state_dict"
         checkpoint.save_checkpoint(content, self.path)

@@ -17,7 +17,7 @@ IDLE = 0.02  # if the host waits for the GPU during less than this share of the 
 
 @dataclass
 class HostTimes(Times):
-    """Seconds that the host spent on each activity, summed over all ranks.
+    """Seconds that the host spent on each activity, of one rank or summed over all ranks.
 
     Attributes:
         waited_for_model: The part of `waited` in which the model had to finish earlier batches to free memory.
@@ -68,7 +68,7 @@ class Bottleneck:
             self._warn(times.minus(before), how_loaded)
 
     def _warn(self, interval: HostTimes, how_loaded: str) -> None:
-        # If the host is the bottleneck, the host never waits for the GPU.
+        # If the host is the bottleneck, the host hardly waits for the GPU.
         waited_for_gpu = interval.waited_for_gpu - interval.waited_at_looks + interval.waited_for_model
         if not is_rank0() or waited_for_gpu >= IDLE * interval.seconds:
             return

@@ -73,10 +73,10 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """Create the timm optimizer of a run; AdamW on a GPU is fused.
 
     Raises:
-        ConfigError: The optimizer needs a package or device that is not available.
+        ConfigError: The optimizer cannot be created, for example because a package is missing.
     """
     on_gpu = next(model.parameters()).is_cuda
-    fused = True if config.opt == "adamw" and on_gpu else None  # fused AdamW launches one kernel instead of a dozen
+    fused = True if config.opt == "adamw" and on_gpu else None  # fused AdamW launches fewer kernels
     choices: dict[str, Any] = {"betas": config.opt_betas, "eps": config.opt_eps, "fused": fused}
     try:
         optimizer = create_optimizer_v2(
@@ -105,7 +105,7 @@ def build_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Schedul
         warmup_lr=config.warmup_lr,
         min_lr=config.min_lr,
     )
-    assert scheduler is not None  # timm returns None only for unknown names, which `Config` rejects
+    assert scheduler is not None  # timm returns None only for names that `Config` rejects
     return scheduler
 
 

@@ -54,7 +54,7 @@ class Checkpointer:
         """Lock the run folder, and restore the state of all ranks if the run resumes.
 
         Raises:
-            ConfigError: The run folder is not writable.
+            ConfigError: The run folder is not writable, or the path of a checkpoint is not a regular file.
             FolderInUseError: Another run has locked the run folder.
             CheckpointError: The checkpoint cannot be read or belongs to another run.
         """
@@ -115,7 +115,10 @@ class Checkpointer:
         self.state.load_weights_and_history(saved)
 
     def _resume_best(self, starts_phase: bool) -> None:
-        """Find the best epoch of a resumed run. If best.pt is lost, create it from last.pt if last.pt ends an epoch."""
+        """Find the best epoch of a resumed run.
+
+        If best.pt holds no epoch of the run, write it from last.pt if last.pt ends an epoch of this phase.
+        """
         state = self.state
         self.best.resume(state.history)
         if state.history and not self.best.row and not state.meter.steps and not starts_phase:

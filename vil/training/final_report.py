@@ -49,7 +49,8 @@ def write_final_report(
 ) -> None:
     """Evaluate best.pt on the validation split, and write report.html. All ranks must call this function.
 
-    The run is complete without the report, so a failure is only logged. A signal ends the evaluation without a report.
+    The run is complete without the report, so a failure to read best.pt or to write the report is only logged. A signal
+    ends the evaluation without a report.
     """
     found = broadcast_from_rank0(functools.partial(_best_weights, best, history))
     if found is None:
@@ -73,7 +74,7 @@ def write_final_report(
 
 
 def _best_weights(best: BestCheckpoint, history: list[dict[str, Any]]) -> list | None:
-    """Return the key and state dict that best.pt marks as best, or None if best.pt lacks the best epoch's weights."""
+    """Return the key and state dict that best.pt marks as best, or None if they are lost or unreadable."""
     try:
         if best.find(history):
             return None

@@ -96,7 +96,7 @@ class EpochMeter:
         values = torch.stack(self.pending)
         if values.is_mps:  # MPS does not support fp64
             values = values.cpu()
-        # fp64 sums of a few fp32 numbers are exact, so results do not depend on the summation order
+        # fp64 sums of a few fp32 numbers of similar size are exact, so results do not depend on the summation order
         values = all_reduce_sum(values.double())
         if dist.is_initialized():
             values /= dist.get_world_size()

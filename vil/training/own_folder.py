@@ -39,7 +39,7 @@ STEPS_PER_EPOCH = 12  # minimum number of steps per epoch, if the smallest batch
 STEPS = {"cpu": 500, "gpu": 5000}  # target number of optimizer steps; the limits in EPOCHS take precedence
 EPOCHS = {"cpu": (10, 60), "gpu": (20, 100)}  # minimum and maximum number of epochs
 LR = 1e-3  # learning rate for the largest batch size; the square root rule reduces it for smaller ones
-# On a CPU, a third of the patches and half of the blocks make training about five times as fast.
+# On a CPU, an image has a third of the patches and the model half of the blocks, because CPUs are slower.
 IMG_SIZE = {"cpu": 64, "gpu": 224}
 BLOCKS = {"cpu": 12, "gpu": 24}
 

@@ -91,7 +91,7 @@ def check_phases(config: Config, world_size: int, num_images: int, num_classes: 
 
 
 def _check_phase(phase: Config, before: Config | None, world_size: int, num_images: int, num_classes: int) -> None:
-    """Build the model, optimizer, loss and transforms of a phase on the meta device."""
+    """Create the batches, loss, model (on the meta device), optimizer and any device transforms of a phase."""
     micro_batch, _ = split_global_batch(phase, world_size)
     TrainingBatches(num_images, phase, micro_batch, 0, world_size)
     Loss(phase, num_classes)

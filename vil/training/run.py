@@ -72,8 +72,8 @@ def train(
     Args:
         data: Folder of images, with one folder per class or with splits; with dataset="wds/NAME", folder or URL of the
             shards; None for other values of `dataset` and for `synthetic`.
-        weights: Weights to start from: a file, or a name that `timm.list_pretrained` lists; None to choose weights by
-            the folder, and "none" for random weights.
+        weights: Weights to start from: a file, or the name of weights in the package, such as "vil_tiny.tiny_in200";
+            None to choose weights by the folder, and "none" for random weights.
         config: Config file, or the name of a config of this package, such as "vil_tiny".
         options: Options of `vil train`, with underscores instead of hyphens, such as `epochs=20` or `resume="auto"`.
 
@@ -82,7 +82,7 @@ def train(
 
     Raises:
         ConfigError: An option is unknown or invalid, or does not fit the data.
-        CheckpointError: A checkpoint cannot be read, or the run folder already contains a run.
+        CheckpointError: A checkpoint cannot be read or written, or the run folder already contains a run.
         FolderInUseError: Another process trains in the run folder.
         DivergenceError: The loss or the gradient norm is not finite.
         StoppedError: A signal such as Ctrl-C stopped the run, or images cannot be read. If at least one step was

@@ -16,7 +16,7 @@ from .update import ListedEma
 
 @dataclass
 class TrainState:
-    """Training state, stored in checkpoints under timm's key names.
+    """Training state, stored in checkpoints under timm's key names where timm has them.
 
     Attributes:
         model: Trained model.
@@ -104,7 +104,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 
 def _fits(tensors: dict[str, Tensor], parameter: Tensor, name: str) -> bool:
-    """Return whether the optimizer state's tensors have the right shapes and dtypes for a parameter."""
+    """Return whether the optimizer state's tensors have the right shapes and, for AdamW, dtypes for a parameter."""
     if name == "adamw":
         moment = (parameter.shape, torch.float32)
         expected = {"step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}

@@ -103,7 +103,10 @@ class Reporter:
                 _logger.warning("%s failed to log the epoch: %s; training continues", logger.name, error)
 
     def _plot(self, history: list[dict[str, Any]]) -> None:
-        """Plot curve.png, unless plotting would take more than 1% of the time, as in runs with short epochs."""
+        """Plot curve.png, unless plotting would take more than 1% of the time, as in runs with short epochs.
+
+        After the last epoch of the run, curve.png is always plotted.
+        """
         is_last = len(history) == self.total_epochs
         if not self.plots:
             return

@@ -262,6 +262,7 @@ class Trainer:
 
         Raises:
             DivergenceError: The run has diverged.
+            CheckpointError: Writing failed.
             StoppedError, PreemptedError: `decision` is to stop.
         """
         check_divergence(self.state, self.checkpointer.last)  # a checkpoint must not contain a diverged model
