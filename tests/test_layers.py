@@ -61,7 +61,7 @@ def room(module):
 
 
 def imported(module):
-    """Return the modules that a module imports, also inside functions, but not those that only type checkers import."""
+    """Yield the modules that a module imports, also inside functions, but not those that only type checkers import."""
     path = MODULES[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     text = re.sub(r"^if TYPE_CHECKING:\n(?:    .*\n)+", "", path.read_text(), flags=re.M)
@@ -85,7 +85,7 @@ def test_a_module_imports_only_lower_layers_and_declared_dependencies(module):
 
 def test_importing_the_package_loads_neither_training_nor_data():
     code = "import sys, timm; before = {*sys.modules}; from vil import from_checkpoint; print(*{*sys.modules} - before)"
-    # docs/guide.md uses these submodules as attributes of `vil`.
+    # The documentation uses these submodules as attributes of `vil`.
     code += "; import vil; vil.export.export_model, vil.viz.trace_scans"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     heavy = {"vil.data", "vil.evaluation", "vil.training", "matplotlib", "scipy", "tqdm"}

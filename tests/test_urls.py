@@ -1,4 +1,4 @@
-"""Test of URLs as inputs, which are rejected because only files on this machine are read."""
+"""Tests of URLs of files, which are rejected with the advice to download the file."""
 
 import pytest
 from processes import ROOT

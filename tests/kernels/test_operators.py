@@ -32,8 +32,8 @@ class Backend(NamedTuple):
 REFERENCE, CPU = Backend("reference", torch.float64, 1e-12), Backend("cpu", torch.float32, 3e-6)
 TRITON = Backend("triton", torch.float32, 1e-5, "cuda" if torch.cuda.is_available() else "cpu")
 CUDA = pytest.param(Backend("cuda", torch.float32, 1e-5, "cuda"), marks=pytest.mark.gpu, id="cuda")
-# Sequences are shorter or longer than a chunk, which has 16 tokens in the reference backend and 64 in other backends.
-# Widths D are smaller or larger than a thread block. State sizes N are few, because the cpu backend compiles 5 s each.
+# Sequences have one or more chunks of tokens: of 16 in the reference backend, 64 in the cpu backend, and 4 in Triton.
+# Some widths D exceed a block of channels. State sizes N are few, because the cpu backend compiles kernels for each.
 SHAPES = {  # (B, L, D, N)
     REFERENCE: [(1, 1, 1, 1), (2, 5, 3, 4), (1, 17, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)],
     CPU: [(1, 1, 1, 1), (3, 64, 5, 4), (2, 101, 19, 3), (1, 64, 64, 16), (2, 65, 65, 16), (1, 129, 128, 3)],
@@ -49,7 +49,7 @@ def prepared(backend, monkeypatch):
         pytest.importorskip("triton")
         from vil.kernels.scan import triton_scan
 
-        monkeypatch.setattr(triton_scan, "PROGRAMS", 4)  # launch fewer Triton programs than blocks of channels
+        monkeypatch.setattr(triton_scan, "PROGRAMS", 4)  # fewer backward programs than some shapes have blocks
         for module in (chunks, triton_scan):
             monkeypatch.setattr(module, "CHUNK", 4)
 
@@ -63,7 +63,7 @@ def on(*backends):
 
 
 def sizes(backend, *large):
-    """Return the sizes `large`, or small sizes for Triton's interpreter."""
+    """Return the sizes `large`, or small sizes for Triton, whose interpreter is slow."""
     return (1, 7, 6, 4) if backend is TRITON else large
 
 

@@ -38,9 +38,9 @@ def test_outputs_states_and_gradients_equal_the_reference(scan, reference_scan, 
 def test_scanning_a_sequence_in_parts_equals_scanning_it_whole(
     scan, reference_scan, make_inputs, cuts, dtype, tolerance, backend
 ):
-    """Scanning a sequence in parts of 1, 64 and 35 tokens equals one scan, in both directions.
+    """A scan in parts of 1, 64 and 35 tokens, or of one token, equals the reference scan of all tokens.
 
-    States are in fp32 for any dtype of inputs and initial state. The reverse direction starts with the last part.
+    States are in fp32, also for bf16 inputs and an fp64 initial state. The reverse direction starts with the last part.
     """
     device, reverse = "cpu" if backend == "auto" else "cuda", [False, True]
     pair = [make_inputs(2, cuts[-1][1], 24, 16, dtype, seed) for seed in (0, 1)]

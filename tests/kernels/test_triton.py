@@ -28,7 +28,7 @@ def error(scan, reference_scan, inputs, **options):
     ("large", "segment_chunks", "reverse"), [(2**16, None, False), (2**16, 3, True), (32, None, True)]
 )
 def test_segments_equal_the_reference(scan, reference_scan, make_inputs, large, segment_chunks, reverse, monkeypatch):
-    for module in (chunks, triton_scan):  # short chunks, because Triton's interpreter takes milliseconds per token
+    for module in (chunks, triton_scan):  # short chunks, because Triton's interpreter is slow
         monkeypatch.setattr(module, "CHUNK", 2)
     monkeypatch.setattr(triton_scan, "CHANNELS", large)
     monkeypatch.setattr(triton_scan, "PROGRAMS", 1)  # a single Triton program computes the gradients of all segments

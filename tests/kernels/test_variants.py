@@ -1,4 +1,4 @@
-"""Tests that kernel variants and segment lengths are valid for all inputs, and as measured for typical inputs."""
+"""Tests that kernel variants and segment lengths are valid for many sizes, and as intended for typical inputs."""
 
 import itertools
 
@@ -95,7 +95,7 @@ def test_vectors_are_as_wide_as_every_row_of_every_tensor_allows(limit, dimensio
     g = torch.Generator().manual_seed(0)
 
     def view(multiple):
-        """Return a view whose strides and, in 3 of 4 views, storage offset are multiples of `multiple`."""
+        """Return a view whose row strides and row length are multiples of `multiple`, and so are 3 of 4 offsets."""
         start, *strides, n = (int(i) * multiple for i in torch.randint(1, 5, (5,), generator=g))
         sizes = (2, 3) if dimensions == 3 else (2, 2, 3)
         start += int(torch.randint(4, (), generator=g) == 0)

@@ -1,4 +1,4 @@
-"""Tests of vil.export: files run without this package, and outputs equal an fp64 implementation of the papers."""
+"""Tests of vil.export: files run without this package, and outputs equal fp64 implementations."""
 
 import copy
 import functools
@@ -159,7 +159,7 @@ def test_an_exported_file_computes_the_models_outputs_without_this_package(name,
         assert list(found) == ["logits", "features_0", "features_2"]  # feature maps in the order of the blocks
         metadata = variables_of(metadata)
         assert_standard(path)
-    traces = (b"/work", b"File ", b"traced.py", str(tmp_path).encode())  # local paths and source file names
+    traces = (b"/work", b"File ", b"traced.py", str(tmp_path).encode())  # local paths and stack traces
     assert not any(word in path.read_bytes() for word in traces)
     for value, truth in zip(found.values(), [logits, *(maps[block] for block in sorted(features))], strict=True):
         assert relative(value, truth) < 1e-5
@@ -232,7 +232,7 @@ def test_models_of_any_dtype_mode_and_head_are_exported_in_eval_mode(tmp_path):
     assert report.same_top1 == 4
     exec(exporting.usage(report.path, ["logits"]), used := dict(torch=torch, images=torch.zeros(5, 3, 16, 24)))
     assert used["logits"].shape == (5, model.num_classes)
-    # onnxscript's logger is silenced only during the export
+    # PyTorch's logger is silenced only during the export
     assert logging.getLogger("torch._export.serde.serialize").level == logging.NOTSET
     assert model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -265,7 +265,7 @@ def test_recurrences_in_onnxruntime_equal_the_reference():
     generator, session = torch.Generator().manual_seed(1), session_of_scans()
     for (B, L), name in itertools.product(((1, 1), (1, 2), (4, 1), (2, 41)), ("longhorn", "selective")):
         x, logits, k, q = (torch.randn(2, B, L, size, generator=generator).double() for size in (6, 6, 5, 5))
-        for scale in (1, 30):  # factor 30 also gives large keys, and step sizes close to 0 and 1
+        for scale in (1, 30):  # factor 30 also gives large keys and tiny step sizes
             logits, k = logits * scale, k * scale
             rates = -torch.rand(2, 6, 5, generator=generator).double() * scale
             if name == "selective":

@@ -20,7 +20,7 @@ SNIPPETS = {title: block for title, block in BLOCKS.items() if title != "timm's 
 
 
 def packages(snippet):
-    """Return the top-level packages that a snippet imports."""
+    """Yield the top-level packages that a snippet imports."""
     for node in ast.walk(ast.parse(snippet)):
         if isinstance(node, ast.ImportFrom):
             yield node.module.split(".")[0]
@@ -29,7 +29,7 @@ def packages(snippet):
 
 
 def run(*words, folder):
-    """Run Python in a new process, because importing some of the integrated packages changes global settings."""
+    """Run Python in a new process with the working folder `folder`."""
     return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300)
 
 

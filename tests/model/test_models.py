@@ -430,7 +430,7 @@ def test_a_model_of_another_dtype(name, dtype):
 
 
 def test_low_precision_models_do_not_round_parameters_that_are_added_or_normalized():
-    """In bf16 models, added or normalized tensors (position embeddings, biases, norms, decay rates) are not rounded."""
+    """bf16 models add embeddings and biases in fp32, and scan in fp32; norms round only their outputs."""
     model = randomised(small("vim_tiny", depth=1)).bfloat16()
     exact = {name: t.detach().double() for name, t in model.named_parameters()}
     close = functools.partial(torch.testing.assert_close, check_dtype=False, atol=1e-6)
@@ -520,7 +520,7 @@ def test_compiles_without_graph_breaks():
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     actual = torch.compile(model, fullgraph=True, backend=compiler)(x)
-    # TorchInductor would specialize on the batch size after a convolution operator.
+    # On CPUs, convolutions are compiled as sums of products, because TorchInductor fails for dynamic batch sizes.
     assert not [name for name in operators if "conv" in name]
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(gradients(actual, model), gradients(expected, model))
@@ -533,7 +533,7 @@ def test_compiles_for_a_second_image_size():
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for height in (48, 80):
         x = random_images(2, 3, height, 48)
-        torch._dynamo.mark_dynamic(x, 2)  # compile one graph for all image heights
+        torch._dynamo.mark_dynamic(x, 2)  # makes the image height symbolic
         actual, expected = compiled(x), model(x)
         torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(gradients(actual, model), gradients(expected, model))
@@ -542,8 +542,8 @@ def test_compiles_for_a_second_image_size():
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny", "vil_tiny_pooled"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_exported_traced_and_quantized_models_compute_the_models_outputs(name):
-    """torch.export, torch.jit.trace with gradients (as in tensorboard's add_graph), FX feature extraction and
-    quantize_dynamic compute the model's outputs.
+    """torch.export, torch.jit.trace with gradients (as in tensorboard's add_graph) and FX feature extraction compute
+    the model's outputs, and quantize_dynamic approximates them.
     """
     model, x = small(name).eval(), random_images(3, 3, 48, 48)
     expected = model(x)
@@ -607,7 +607,7 @@ def test_a_replaced_step_projection_adds_its_bias_once(name):
     expected = model(x)
     for direction in model.blocks[0].mixer.directions:
         ours, (D, R) = direction.step_proj.state_dict(), direction.step_proj.weight.shape
-        direction.step_proj = torch.nn.Linear(R, D)  # loralib also replaces layers by other classes
+        direction.step_proj = torch.nn.Linear(R, D)  # LoRA packages also replace layers by other classes
         direction.step_proj.load_state_dict(ours)
     torch.testing.assert_close(model(x), expected)
 

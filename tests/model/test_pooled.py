@@ -113,7 +113,7 @@ def test_pooled_models_support_timms_interface(name):
     assert_close([p.grad for p in model.parameters()], plain)
     assert_close(torch.no_grad()(model)(images), logits)
     assert_close(model.forward_head(model.forward_intermediates(images)[0]), logits)
-    # train only this weight; later layers are frozen
+    # all parameters except those of the first block are frozen
     first = model.requires_grad_(False).blocks[0].requires_grad_().norm.weight
     model.set_grad_checkpointing(False)
     assert_close(torch.autograd.grad(model(images).sum(), first)[0], first.grad)

@@ -59,7 +59,7 @@ def lines_of(pool):
 
 
 def expected_trace(model, block, g, images):
-    """Compute one direction's trace (relevance, step size, state norm) by omitting tokens and querying each state."""
+    """Compute a direction's trace (relevance, step size, state norm) by scanning single tokens and querying states."""
     w = {name: p.detach() for name, p in model.named_parameters()}
     lines, names = lines_of(model.blocks[block].pool), naive_model.OURS["directions"][g]
     if model.pooled:  # the pooled block itself is tested in tests/model/test_pooled.py
@@ -80,7 +80,7 @@ def expected_trace(model, block, g, images):
     logits = F.linear(b, w[names["step"] + ".weight"], w[names["step"] + ".bias"])
     place = (list(reversed(lines)) if g else lines).index([CLASS_TOKEN])
     relevance = []
-    # Scans are linear in v, so the contribution of each row or column can be computed separately.
+    # Scans are linear in v, so the contribution of each token, row or column can be computed separately.
     for line in torch.eye(len(lines), dtype=v.dtype):
         alone = naive_model.scan(line[:, None] * v, logits, k, q, rates)
         relevance.append(alone[:, place].norm(dim=-1))
@@ -112,7 +112,7 @@ def test_a_trace_has_each_directions_relevance_step_size_and_state_norm(name, im
         read = read + relevance / relevance.sum((1, 2), keepdim=True) / 2
     torch.testing.assert_close(reading(model, images), read)
     assert read.sum((1, 2)).tolist() == pytest.approx([1, 1])
-    # Traces are computed in fp32, because states cannot accumulate in bf16.
+    # Traces of bf16 models are computed in fp32.
     for trace in trace_scans(model.bfloat16(), images.bfloat16()):
         assert [values.dtype for values in (trace.relevance, trace.step, trace.state_norm)] == [torch.float32] * 3
 
@@ -148,7 +148,7 @@ def test_the_receptive_field_is_the_gradient_of_a_tokens_features(size, token, p
 
 
 class SeesOnePixel(torch.nn.Module):
-    """Model whose class 0 becomes more likely if pixel (9, 33) is redder or any other pixel is greener."""
+    """Model whose class 0 becomes more likely if pixel (9, 33) is redder or any pixel is greener."""
 
     def forward(self, images):
         logits = 3 * images[:, 0, 9, 33] + images[:, 1].mean((1, 2))
@@ -226,7 +226,7 @@ def panels(figure):
 @pytest.mark.parametrize(("name", "step", "blocks"), [("vil_tiny", "beta", None), ("vim_tiny", "dt", [1])])
 def test_the_scan_plot_shows_each_image_beside_its_traces(name, step, blocks, images):
     model, shown = small(name), images.float().sigmoid()
-    figure = plot_scans(model, images, shown, ["$1 and 2$", "other"], blocks)
+    figure = plot_scans(model, images, shown, ["$1_$", "other"], blocks)
     arrays, limits = panels(figure)
     rows = [(i, b) for i in range(2) for b in blocks or (0, 1)]
     assert len(arrays) == 7 * len(rows)
@@ -247,7 +247,7 @@ def test_the_scan_plot_shows_each_image_beside_its_traces(name, step, blocks, im
     ways = ("first to last", "last to first")
     assert titles == [f"{field}, {way}" for field in ("relevance", step, "state norm") for way in ways]
     others = [axis.get_title() for axis in maps_of(figure)[7:]]
-    assert maps_of(figure)[0].get_title() == "$1 and 2$"
+    assert maps_of(figure)[0].get_title() == "$1_$"
     assert [title for title in others if title] == ["other"]
     figure.savefig(io.BytesIO())  # Saving fails if titles are parsed as TeX.
 

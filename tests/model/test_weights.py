@@ -29,7 +29,7 @@ KWARGS = SMALL["model_kwargs"]
 
 @pytest.fixture(scope="module")
 def best(tmp_path_factory):
-    """Return the path and the content of a run's best.pt."""
+    """Return a function that writes a run's best.pt, and returns the file's path and content."""
 
     def write(**options):
         torch.manual_seed(0)
@@ -47,7 +47,7 @@ def best(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def packed(best, tmp_path_factory):
-    """Return the weight file that vil.export writes for a run with 32-pixel images, and the run's original weights."""
+    """Return the weight file that vil.export writes for a run with 32-pixel images, and the run's EMA weights."""
     path, state = best(img_size=32)
     file = tmp_path_factory.mktemp("weights") / "small.safetensors"
     call(export.main, "--checkpoint", path, "--out", file, "--metadata", "commit=0012", "data=a=b, c")
@@ -208,7 +208,7 @@ def test_the_shipped_weights_match_their_model_card(request):
 def test_rectangular_image_sizes_are_kept_and_other_sizes_resample_positions(best, tmp_path):
     path, state = best(img_size=16)
     file = path
-    for size in ((8, 32), (16, 24), (24, 16)):  # numbers of patches relative to the original: equal, larger, equal
+    for size in ((8, 32), (16, 24), (24, 16)):  # numbers of patches relative to `file`: equal, larger, equal
         wide, again, fine = vil.from_checkpoint(file, img_size=size), *(vil.from_checkpoint(file) for _ in range(2))
         again.set_input_size(size)
         assert torch.equal(wide.pos_embed, again.pos_embed)

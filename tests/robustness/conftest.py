@@ -21,7 +21,7 @@ def undisturbed(tmp_path_factory, image_folder):
 
 @pytest.fixture
 def start(tmp_path, image_folder):
-    """Return a function that starts a `Run` in the test's temporary folder."""
+    """Return a function that starts a `Run`, by default in the test's temporary folder."""
     runs = []
 
     def started(processes=2, prepare=None, output=tmp_path, **options):

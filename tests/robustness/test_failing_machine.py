@@ -1,4 +1,4 @@
-"""Tests of failing disks and networks: the run retries, or saves a checkpoint and stops, instead of skipping images."""
+"""Tests of failing disks and mounts: the run retries, or saves a checkpoint and stops, instead of skipping images."""
 
 import errno
 import functools
@@ -107,7 +107,7 @@ def test_all_ranks_save_and_stop_if_one_rank_cannot_read_images(start, data, und
     options = dict(data_dir=str(data), checkpoint_interval=None)
     two = start(2, prepare=functools.partial(break_in_step, 3, [*intact]), **options)
     assert two.wait() == [1, 1]
-    assert "gone" not in two.said()  # no rank exits before the others
+    assert "has died" not in two.said()  # no rank exits before the others
     assert two.said().count("stopped because images could not be read") == 1
     mend_disk(intact)
     assert_same(start(2, **options).finished(), undisturbed(2).result())
@@ -361,7 +361,7 @@ def open_without_permission(rank, folder):
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(data):
-    """Opening a split fails if a class folder cannot be listed, because the class would silently be skipped."""
+    """Opening a split fails if a class folder cannot be listed. Otherwise the class would silently be skipped."""
     for folder in (data, *data.glob("*/"), *data.glob("*/*/")):
         folder.chmod(0o755 if folder.name != "bee" else 0)
     (ended,) = in_processes(1, open_without_permission, data)
@@ -448,7 +448,7 @@ def test_a_deleted_best_checkpoint_is_reported_as_missing(image_folder, tmp_path
     assert best.row is best_row(history)
     (tmp_path / "run" / "best.pt").unlink()
     assert best.find(history) == "is missing"
-    # Without best.pt, any finished epoch counts as the best epoch.
+    # Without best.pt, any epoch counts as better, so that best.pt is written again.
     assert best.is_beaten_by(dict(history[0], eval_top1=0.0, eval_top1_ema=0.0))
 
 

@@ -155,7 +155,7 @@ def test_a_file_system_without_locks_causes_a_warning_and_no_stale_lock(number, 
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", failing_flock)
-    for _ in range(2):  # the second time, the folder has the lock files of a process that did not release the lock
+    for _ in range(2):  # the second time, the folder has the files of a lock that was not released
         lock = FolderLock(tmp_path)
     lock.release()
     assert f"{tmp_path} cannot be locked ({os.strerror(number)})" in caplog.text
@@ -233,7 +233,7 @@ def test_of_two_runs_in_one_folder_one_trains_and_the_other_fails_with_the_reaso
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_continues_with_a_full_disk_or_a_broken_pipe_as_its_stdout(image_folder, tmp_path, processes):
-    """Training continues if stdout is a full device, or a pipe whose reader exits like `head`."""
+    """Training continues if stdout and stderr are a full device, or a pipe whose reader exits like `head`."""
     os.mkfifo(fifo := tmp_path / "fifo")
 
     def read_a_little():

@@ -100,7 +100,7 @@ def test_a_run_over_nccl_resumes_after_a_kill_without_losing_progress(start_on_g
         print(f"the other process ended {time.monotonic() - begin:.1f} s after SIGKILL to one: {codes}")
         log = run.said()
         assert (codes[attempt % 2], codes[1 - attempt % 2]) == (-signal.SIGKILL, 1), log
-        assert "by peer" in log  # NCCL reports a connection that was closed or reset by the peer
+        assert "by peer" in log  # Gloo reports a connection that was closed or reset by the peer
     run = start_on_gpus("run", 2)
     run.wait_for_saves(1)
     run.signal(signal.SIGTERM, 1)

@@ -96,7 +96,7 @@ def error_of_validation():
     [
         (dict(data_dir="pipe:touch MARKER"), "has data_dir 'pipe:touch .*', but data_dir must be the path"),
         (dict(data_dir="x\ny"), r"has data_dir 'x\\ny', but data_dir must be the path"),
-        # a URL is accepted only with --dataset on the command line
+        # without a dataset, data_dir must be a local folder
         (dict(data_dir="https://x/y"), "has data_dir 'https://x/y', but data_dir must"),
         (dict(dataset="wds/x", val_split="pipe:touch MARKER"), "val_split in .* must be .*got 'pipe:touch "),
         (dict(dataset="hfds/x"), "was trained on the dataset 'hfds/x': to read this dataset, set --dataset hfds/x"),
@@ -176,7 +176,7 @@ def test_a_checkpoint_sets_hyperparameters_but_no_paths_or_devices(write, tmp_pa
     # the run continues in the folder of the checkpoint
     assert (config.output, config.experiment) == (str(tmp_path.parent), tmp_path.name)
     assert (config.device, config.pretrained_path, config.log_wandb, config.lr) == (None, None, False, 0.5)
-    (tmp_path / "c.yaml").write_text("epochs: 7")  # a config file takes precedence over the checkpoint's options
+    (tmp_path / "c.yaml").write_text("epochs: 7")  # a config file replaces the checkpoint's options
     config = load_config("", ["-c", "c.yaml", "--resume", path.name], checkpoint.options_to_resume)
     assert (config.output, config.epochs, config.lr) == ("output", 7, 1e-3)
 
@@ -340,11 +340,11 @@ def test_a_file_that_expands_in_memory_is_rejected_before_allocation(tmp_path, m
             checkpoint.Checkpoint(tmp_path / "made.pt", whole)
 
 
-def test_a_damaged_text_length_is_reported_as_a_damaged_file(tmp_path):
-    """Python raises MemoryError for a damaged text length, although the machine has enough memory."""
+def test_a_damaged_frame_length_is_reported_as_a_damaged_file(tmp_path):
+    """Python raises MemoryError for a damaged length of a pickle frame, although the machine has enough memory."""
     magic, rest = saved({"a": 1}, _use_new_zipfile_serialization=False).split(b"}q", 1)[0], struct.pack("<Q", 2**61)
-    (path := tmp_path / "made.pt").write_bytes(magic + b"\x8d" + rest)
-    with pytest.raises(BrokenCheckpointError, match="made.pt cannot be read as a checkpoint"):
+    (path := tmp_path / "made.pt").write_bytes(magic + b"\x95" + rest)
+    with pytest.raises(BrokenCheckpointError, match="made.pt cannot be read .*: the file is truncated within a pickle"):
         checkpoint.Checkpoint(path).weights()
 
 
@@ -454,7 +454,7 @@ def exported():
         ("model.pth", exported(), "PytorchStreamReader failed|expected a file written by"),
         ("model.onnx", onnx := b"\x08\n\x12\x07pytorch", "is an exported program"),
         ("onnx.bin", onnx, "expected a file written by"),
-        # PyTorch crashes on shapes in a non-native byte order.
+        # This package does not convert the byte order of a file.
         ("order.pt", in_the_byte_order_of("big"), "the file's byte order must be"),
         ("program.pt", program(), "the file is a TorchScript program"),
         ("legacy.tar", bytes(10240), "expected a file written by"),
@@ -653,7 +653,7 @@ def test_a_cached_tar_index_runs_no_code_and_may_be_damaged(image_folder, tmp_pa
     monkeypatch.chdir(tmp_path)
     with tarfile.open("train.tar", "w") as tar:
         tar.add(image_folder / "train", "train")
-    os.truncate("train.tar", 11 * 2**30)  # timm lists files of more than 10 GB
+    os.truncate("train.tar", 11 * 2**30)  # timm reads an index of tar files of more than 10 GiB
     (tmp_path / "_train_tarinfos.pickle").write_bytes(listed)
     assert len(open_split(str(tmp_path), "", "train")) == len(open_split(str(image_folder), "", "train"))
     assert re.fullmatch(r".*/_train_tarinfos.pickle is passed over.*Error\(.*\); remove it.* anew", caplog.messages[0])

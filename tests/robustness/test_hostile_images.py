@@ -1,4 +1,4 @@
-"""Tests of untrusted image files: formats, colours and limits. No file stops a run or starts a program."""
+"""Tests of untrusted image files: formats, colours and limits. A bad file neither stops a run nor starts a program."""
 
 import collections
 import contextlib
@@ -78,7 +78,7 @@ def many_scans():
 
 
 def large_header(jpeg, width, height, times=1):
-    """Return a JPEG with `times` frame headers, the first of which claims a larger size."""
+    """Return a JPEG with `times` frame headers, the first of which claims the size `width` x `height`."""
     place = jpeg.index(b"\xff\xc0")
     frame = jpeg[place : place + 19]
     large = frame[:5] + struct.pack(">HH", height, width) + frame[9:]
@@ -273,7 +273,7 @@ def with_segment(marker, note, jpeg=SMALL_JPEG):
     return jpeg[:2] + fuzz_images.segments(marker, note[:65533]) + jpeg[2:]
 
 
-SHARED_TAGS = sharing(2**15, 2600)[:65000]  # a TIFF directory for which Pillow allocates more than 100 MB
+SHARED_TAGS = sharing(2**15, 2600)[:65000]  # a TIFF directory for which Pillow allocates 86 MB
 METADATA = {
     "exif": with_segment(0xE1, b"Exif\0\0" + SHARED_TAGS),
     "exif twice": with_segment(0xE1, b"Exif\0\0", with_segment(0xE1, b"Exif\0\0")),
@@ -575,7 +575,7 @@ def test_among_a_million_broken_files_training_fails_after_fewer_than_200_attemp
 def test_a_long_run_of_broken_files_is_replaced_by_the_next_readable_image(caplog):
     rows = Million(lambda index: index >= 50_000)
     assert next(readers(rows))[100, 0][1] >= 50_000
-    # an unreadable image is replaced by the readable image with the closest following index
+    # an unreadable image is replaced by a readable image among the next nine, if any
     assert next(readers(Million(lambda index: index >= 109)))[100, 0][1] == 109
     # after the last image, the search continues with the first
     image, target = next(readers(Rows(encode(RGB, "PNG"), SMALL_JPEG, b"")))[2, 0]
@@ -908,7 +908,7 @@ def oldest_sparse(name):
 
 SPARSE = {f"GNU.sparse.{key}": value for key, value in (("size", f"{2**40}"), ("numblocks", "1"))}
 GLOBAL = tarfile.TarInfo.create_pax_global_header({f"{i}": "x" for i in range(50_000)})
-TARS = {  # tar files for which Python's tarfile allocates gigabytes
+TARS = {  # tar files for which Python's tarfile may need gigabytes
     "sparse 0.1": pax("a/1.jpg", **SPARSE | {"GNU.sparse.map": f"{2**40},0"}),
     "sparse 1.0": pax("a/1.jpg", **SPARSE | {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}) + b"9\n" * 256,
     "sparse of GNU": oldest_sparse("a/1.jpg"),

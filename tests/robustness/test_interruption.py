@@ -1,4 +1,4 @@
-"""Tests of checkpoint intervals and signals: Ctrl-C at any time leaves a checkpoint, a message and status 75."""
+"""Tests of checkpoint intervals and signals: Ctrl-C during training leaves a checkpoint, a message and status 75."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ OPTIONS = dict(global_batch_size=8, epochs=3, checkpoint_interval=None)
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Fake clock: timers read the time from its attribute `seconds`."""
+    """Return a fake clock, from whose attribute `seconds` timers read the time."""
     clock = SimpleNamespace(seconds=1000.0)
     monkeypatch.setattr(interruption, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
     return clock
@@ -106,7 +106,7 @@ def test_processes_save_and_stop_after_the_same_step():
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_interrupted_at_random_times_equals_an_uninterrupted_one(undisturbed, start, processes):
-    """All processes, including workers, receive Ctrl-C at the same time, as in a terminal."""
+    """All ranks, but not their workers, receive Ctrl-C at the same time."""
     print(f"FAULTS_SEED={SEED}")
     rng, interrupted = random.Random(SEED), 0
     while True:
@@ -140,7 +140,7 @@ def start_in_a_terminal(command):
 
 
 def press(process, number=signal.SIGINT):
-    """Send SIGINT or another signal to the process, wait for the exit, and return the process's stderr."""
+    """Send SIGINT or another signal to a process group, wait for the exit, and return the process's stderr."""
     os.killpg(process.pid, number)
     return process.communicate(timeout=120)[1]
 
@@ -187,7 +187,7 @@ def assert_stopped(errors, last):
 
 
 def train_in_a_session(command, errors, environment):
-    os.setsid()  # a terminal signals all processes of its session
+    os.setsid()  # with its own session, the run is a process group, as in a terminal
     become(0, 1, 0, os.devnull, errors)
     draw_nothing()
     os.environ.update(environment)
@@ -234,7 +234,7 @@ def test_ctrl_c_in_a_terminal_saves_and_stops_a_run(image_folder, tmp_path):
 def test_ctrl_c_in_torchruns_terminal_saves_and_stops_all_ranks(image_folder, tmp_path):
     torchrun = Torchrun(tmp_path, ["--standalone", "--nproc-per-node=2"], data_dir=str(image_folder), epochs=1000)
     torchrun.wait_until((last := tmp_path / "run" / "last.pt").exists)
-    os.kill(torchrun.launcher.pid, signal.SIGINT)  # torchrun signals the ranks, which have their own sessions
+    os.kill(torchrun.launcher.pid, signal.SIGINT)  # torchrun signals the ranks
     assert torchrun.wait(60) == 1  # exit status of torchrun
     assert_stopped(torchrun.said(), last)
 
@@ -266,7 +266,7 @@ def listening(process):
 
 
 def stand_in_for_slurm(folder, monkeypatch, commands):
-    """Put stubs of Slurm's commands on the PATH; the `scontrol` stub appends its arguments to scontrol.txt."""
+    """Put stubs of Slurm's commands on the PATH; `scontrol requeue` appends its arguments to scontrol.txt."""
     for name, text in commands.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)

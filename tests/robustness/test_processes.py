@@ -185,7 +185,7 @@ def notice_by_itself(rank):
 def test_a_process_whose_collective_fails_has_time_to_report_the_error():
     first, _ = in_processes(2, notice_by_itself)
     assert (first.value, first.status) == ("noticed", 0)
-    assert "is gone" not in first.errors
+    assert "has died" not in first.errors
 
 
 def join_and_leave_late(rank):
@@ -198,7 +198,7 @@ def join_and_leave_late(rank):
     times: list = []
     distributed.init_process_group("cpu")
     times.append(time.monotonic())
-    time.sleep(rank / 2)  # rank 1 ends later, like a rank that still writes the last checkpoint
+    time.sleep(rank / 2)  # higher ranks end later, as if they still had work to do
     times.append(time.monotonic())
     distributed.destroy_process_group()
     times.append(time.monotonic())
@@ -229,7 +229,7 @@ def test_ctrl_c_interrupts_only_the_waiting_main_thread():
 
 
 def restart(rank, count):
-    """Start processes like torchrun, which keeps the process group's store and counts restarts."""
+    """Join a process group like a process of torchrun, which keeps the group's store and counts restarts."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(count))
     distributed.init_process_group("cpu")
     total = distributed.all_reduce_sum(torch.ones(1)).item()

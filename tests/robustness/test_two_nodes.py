@@ -10,7 +10,7 @@ from processes import free_port
 
 @pytest.fixture
 def start_nodes(image_folder, tmp_path):
-    """Start two launchers that share a rendezvous."""
+    """Return a function that starts two launchers that share a rendezvous."""
     started = []
 
     def start(max_restarts=0):

@@ -13,7 +13,7 @@ from vil.config import FIELDS, SYNONYMS, Config, ConfigError, load_config, parse
 from vil.config.values import convert, kind_of
 from vil.security.checkpoint_options import options_of_checkpoint
 
-# Hyperparameters in ViM's published main.py, pt-vim-t.sh and pt-vim-s.sh, under timm's names.
+# Hyperparameters in ViM's published main.py, pt-vim-t.sh and pt-vim-s.sh, and defaults of this package's own options.
 # Options of transforms that ViM does not set have timm's defaults.
 SHARED = dict(
     epochs=300, opt="adamw", opt_betas=(0.9, 0.999), opt_eps=1e-8, sched="cosine", warmup_epochs=5, min_lr=1e-5,
@@ -189,7 +189,7 @@ def test_an_invalid_config_file_is_rejected(tmp_path, text, message):
         load_config("", ["-c", str(tmp_path / "c.yaml")])
 
 
-# options of timm, DeiT, Lightning and Transformers, with the expected suggestion
+# options of timm, DeiT, Lightning, Transformers and other programs, with the expected suggestion
 THEIRS = """
 Learning_Rate:lr accum_iter:batch_size adam_epsilon:opt_eps arch:model autoaugment:aa bce:bce_loss
 bs:global_batch_size crop_size:img_size data_path:data_dir distillation_type:distillation eta_min:min_lr

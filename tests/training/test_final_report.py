@@ -14,7 +14,7 @@ from vil.training.trainer import Trainer, train
 
 MODEL = dict(model="vil_tiny", model_kwargs=dict(embed_dim=16, depth=1, patch_size=8), img_size=16, workers=0)
 CPU = torch.device("cpu")
-CLASSES, IMAGES = ("ant", "bee", "cat", "dog"), 28  # classes and number of images in image_folder/validation
+CLASSES, IMAGES = ("ant", "bee", "cat", "dog"), 28  # classes and number of images in image_folder/val
 
 
 def config(image_folder, output, **options):
@@ -52,7 +52,7 @@ def train_in_process(rank, image_folder, output):
 
 
 def matrix_of(folder):
-    """Return the confusion matrix of a report."""
+    """Return the cells of the confusion matrix in a report."""
     page = (folder / "run" / "report.html").read_text().partition('class="matrix"')[2].partition("</table>")[0]
     return re.findall(r"--share: [.0-9]+\">(\d*)<", page)
 

@@ -34,7 +34,7 @@ def command_lines(document):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Run the commands in docs/guide.md with a small model and few epochs, and return the working folder."""
+    """Write the digits of docs/guide.md and train its runs with a small model, and return the working folder."""
     monkeypatch.chdir(tmp_path)
     for words in command_lines("docs/guide.md"):
         if words[:3] == ["python", "-m", "vil.data.digits"]:

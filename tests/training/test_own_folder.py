@@ -74,7 +74,7 @@ def test_given_options_win(photos, given, caplog):
         assert f"--{name.replace('_', '-')} " not in caplog.text
     if "vil_tiny" in given.values() or "vil_tiny.tiny_in200" in given.values():
         assert (config.model, config.pretrained_path) == ("vil_tiny", "vil_tiny.tiny_in200")
-    if given.get("model") in ("vil_small", "resnet18") or "model_kwargs" in given:  # no weights fit these models
+    if given.get("model") in ("vil_small", "resnet18") or "model_kwargs" in given:  # no packaged weights fit
         assert (config.pretrained_path, config.img_size, config.model_kwargs) == (
             None, None, given.get("model_kwargs", {}),
         )  # fmt: skip

@@ -204,7 +204,7 @@ def test_invalid_phases_are_rejected(tmp_path, words, message):
     with pytest.raises(ConfigError, match=message):
         load_config("", words, lambda path, given: dict(phases=[dict(lr=1.0)]))
     rest = "--resume last.pt --epochs 5 --lr 2 --phases none --output a --experiment b"
-    # a config file overrides the checkpoint's options
+    # a config file replaces the checkpoint's options
     for words, seed in ((["-c", str(tmp_path / "c.yaml")], 7), ([], 0)):
         again = load_config("", [*words, *rest.split()], lambda path, given: dict(phases=[dict(lr=1.0)]))
         assert (again.total_epochs, again.lr, again.output, again.experiment, again.seed) == (5, 2, "a", "b", seed)

@@ -38,7 +38,7 @@ def test_each_start_of_a_run_appends_its_command_and_environment(tmp_path, monke
     folder = tmp_path / "new" / "run"
     config = (folder / "config.yaml").read_text()
     assert yaml.safe_load(config) == saved
-    assert re.findall(r"^\w+", config, re.M) == list(saved)  # options keep the order of the config's fields
+    assert re.findall(r"^\w+", config, re.M) == list(saved)  # options keep their order
     first, second = (folder / "info.txt").read_text().strip().split("\n\n")
     assert first.splitlines()[0].endswith("  train_imagenet.py --epochs 3")
     assert second.splitlines()[0].endswith("  train_imagenet.py --epochs 3 --resume")
@@ -318,7 +318,7 @@ def test_an_epoch_that_a_killed_run_did_not_log_is_logged_after_resuming(tmp_pat
 
 
 def test_a_failing_log_does_not_stop_a_run(tmp_path, wandb, caplog):
-    """Training continues if logging fails at the start, where it is retried once, or later."""
+    """Training continues if connecting fails, which is retried after each epoch, or if logging fails later."""
     wandb.failures = [ConnectionError("no network"), None, None]
     report = reporter(tmp_path / "run")
     assert "failed to connect to Weights & Biases: no network; trying again after the next epoch" in caplog.text

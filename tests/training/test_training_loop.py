@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 CPU = torch.device("cpu")
 CLASSES = 7  # more than five classes, so that top-5 accuracy can be below 100%
-# Augmentation is disabled. The other options have different values, so that confusing two options fails a test.
+# Augmentation is disabled. The numbers that are in use differ, so that confusing two options fails a test.
 PLAIN = dict(aa=None, color_jitter=None, hflip=0.0, scale=(1.0, 1.0), ratio=(1.0, 1.0), reprob=0.0, crop_pct=1.0)
 OPTIONS = PLAIN | dict(
     model="vil_tiny", model_kwargs=dict(embed_dim=16, depth=2, patch_size=8), img_size=16, drop_path=0.0, seed=3,
@@ -121,7 +121,7 @@ def test_binary_cross_entropy_equals_the_naive_implementation(folder, tmp_path, 
 @pytest.mark.parametrize(
     "options",
     [
-        # the teacher's image size, mean and std differ from the student's
+        # test_vit's image size, mean and std differ from the student's
         dict(teacher="test_vit", distillation="hard", mixup=0.8),
         dict(teacher="test_vit", distillation="soft", mixup=0.8),
         dict(teacher="test_resnet", distillation="soft", bce_loss=True, bce_sum=True, batch_size=4),
@@ -132,7 +132,7 @@ def test_a_distilled_run_equals_the_naive_implementation(folder, tmp_path, optio
     torch.manual_seed(5)
     teacher = timm.create_model(options["teacher"], num_classes=CLASSES).eval()
     for parameter in teacher.parameters():
-        parameter.data.mul_(1.5)  # makes the teacher's logits differ from the student's
+        parameter.data.mul_(1.5)  # makes the teacher's logits larger
     torch.save(teacher.state_dict(), tmp_path / "teacher.pth")
     run = trainer(folder, tmp_path, epochs=1, teacher_checkpoint=str(tmp_path / "teacher.pth"), **options)
     costs = []
@@ -227,7 +227,7 @@ def test_losses_are_read_at_each_logging_interval_and_at_an_epochs_end(folder, t
     assert shown.read == [0, 0, 0, 4, 4, 4, 4]
     assert len(losses) == 7
     assert shown.losses == [(losses[3], 4e-3)]
-    assert run.bottleneck.interval == 2  # logging interval in steps
+    assert run.bottleneck.interval == 2  # a third of the epoch's 7 steps, rounded down
     assert trainer(folder, tmp_path / "short", global_batch_size=56).bottleneck.interval == 1
 
 
@@ -251,7 +251,7 @@ def test_a_terminal_shows_one_progress_bar(folder, tmp_path, monkeypatch, rank, 
 
 
 def means_after(rank, folder, output, method):
-    """Fill BatchNorm's running means with the rank, call `method` of the trainer, and return the set of means."""
+    """Fill BatchNorm's running means with the rank, call a method, and return the means and unreadable images."""
     options = dict(model="test_byobnet", model_kwargs={}, img_size=None, workers=0, epochs=1, warmup_epochs=0)
     options |= dict(data_dir=str(folder), output=str(output), experiment="run", checkpoint_interval="1")
     run = Trainer(Config(**OPTIONS | options), *distributed.init_process_group("cpu"))

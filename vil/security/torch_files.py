@@ -86,7 +86,7 @@ def _load_legacy(file: BinaryIO, unpickler: Unpickler) -> Any:
         if not unpickler.whole:
             return content
         keys = unpickler.run(file)
-    except MemoryError:  # raised if a string in the pickle claims more bytes than any file can have
+    except MemoryError:  # raised if a frame in the pickle claims more bytes than the memory has
         raise TorchFileError("the file is truncated within a pickle") from None
 
     if set(keys) != unpickler.storages.keys():
