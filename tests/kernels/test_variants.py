@@ -95,7 +95,7 @@ def test_vectors_are_as_wide_as_every_row_of_every_tensor_allows(limit, dimensio
     g = torch.Generator().manual_seed(0)
 
     def view(multiple):
-        """Return a view whose row strides and row length are multiples of `multiple`, and so are 3 of 4 offsets."""
+        """Return a view whose row strides and row length are multiples of `multiple`, and so are most offsets."""
         start, *strides, n = (int(i) * multiple for i in torch.randint(1, 5, (5,), generator=g))
         sizes = (2, 3) if dimensions == 3 else (2, 2, 3)
         start += int(torch.randint(4, (), generator=g) == 0)

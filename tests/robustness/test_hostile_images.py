@@ -234,7 +234,7 @@ def is_bounded(content):
 
 @pytest.mark.parametrize("name", ["jpeg", "jpeg progressive", "png"])
 def test_photographs_are_decoded_without_the_sandbox(name):
-    """Images with a bounded decoding cost are decoded in the loader's process, which is faster than the sandbox."""
+    """`strip_metadata` accepts photographs, whose decoding cost is bounded, so that they need no sandbox."""
     content = fuzz_images.corpus(name)[name]
     assert is_bounded(content)
     for scans in (100, 101) if name == "jpeg" else ():  # repeated scans of one component in a baseline frame
@@ -245,7 +245,7 @@ def test_photographs_are_decoded_without_the_sandbox(name):
                 is_bounded(several)
         else:
             assert is_bounded(several)
-    twice = large_header(SMALL_JPEG, 24, 32, 2)  # decoders differ in which of two frame headers they use
+    twice = large_header(SMALL_JPEG, 24, 32, 2)  # a JPEG with two frame headers is decoded in the sandbox
     assert not is_bounded(twice)
     # a large progressive JPEG has unbounded decoding cost, because each of its scans may cover all pixels
     if name == "jpeg progressive":
@@ -299,7 +299,7 @@ def test_metadata_changes_no_pixel_and_is_removed_before_decoding(name, monkeypa
 
 
 GIF = encode(RGB, "GIF")
-# decoding takes longer than the timeouts below
+# decoding takes longer than the timeout of one second below
 SLOW_GIF = b"GIF89a" + bytes((8, 0, 8, 0, 0, 0, 0, 0x21, 0xFE)) + b"\1a" * 2**23
 
 
@@ -428,7 +428,7 @@ def test_a_process_forked_during_decoding_does_not_deadlock():
 
 
 def test_concurrent_threads_each_decode_their_own_image(monkeypatch):
-    """Threads of vil.predict decode images concurrently."""
+    """Threads that decode images concurrently, as in vil.predict, each get their own image."""
     monkeypatch.setattr(sandbox_server, "SECONDS", 3)
     files = [encode(Image.new("RGB", (32 + i, 24), (i, 0, 0)), "GIF") for i in range(24)]
     with ThreadPoolExecutor(8) as pool:

@@ -348,7 +348,7 @@ def test_jobs_launch_one_process_per_gpu_on_all_nodes(tmp_path, monkeypatch, job
 
 @pytest.mark.parametrize(("script", "number"), [("single_node.sh", signal.SIGHUP), ("slurm.sh", signal.SIGUSR1)])
 def test_a_signal_to_the_job_scripts_saves_and_stops_the_run(image_folder, tmp_path, monkeypatch, script, number):
-    """Run the real torchrun with stubs of Slurm. Other hosts must not be able to write to the rendezvous store."""
+    """Run the real torchrun with stubs of Slurm. No store that unpickles data may listen for other hosts."""
     stand_in_for_slurm(tmp_path, monkeypatch, STAND_INS)
     config = train_command(tmp_path, image_folder, epochs=1000, checkpoint_interval="1")[-2:]
     process = start_in_a_terminal(["bash", str(ROOT / "scripts" / script), *config])

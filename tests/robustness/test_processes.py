@@ -104,7 +104,7 @@ PLACE = "MASTER_ADDR=localhost MASTER_PORT=29500"
 @pytest.mark.parametrize(
     ("variables", "found", "lacks"),
     [
-        # A shell started by salloc has SLURM_NTASKS and SLURM_PROCID, but no address of rank 0.
+        # A shell started by salloc can have SLURM_NTASKS and SLURM_PROCID, but has no address of rank 0.
         ("SLURM_NTASKS=4 SLURM_PROCID=0", "SLURM_NTASKS=4", "MASTER_ADDR, MASTER_PORT"),
         (f"SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 {PLACE}", "SLURM_NTASKS=4", "step, got 1"),
         ("SLURM_NTASKS=4", "SLURM_NTASKS=4", "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT"),
