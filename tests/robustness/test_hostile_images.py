@@ -387,7 +387,7 @@ def test_a_hanging_sandbox_times_out_and_a_killed_sandbox_raises_a_machine_error
 def test_a_sandbox_that_does_not_start_raises(monkeypatch):
     sandbox.sandbox_of(os.getpid()).close()
     monkeypatch.setattr(sandbox.sys, "executable", "false")
-    with pytest.raises(OSError, match="the image decoding process does not start; try to run: false "):
+    with pytest.raises(OSError, match="the image decoding process does not start; try to run: false -I -S -c "):
         images.read_image(io.BytesIO(encode(RGB, "GIF")))
 
 

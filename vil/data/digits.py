@@ -2,7 +2,7 @@
 
     python -m vil.data.digits data/digits
     python -m vil.data.digits data/digits_few --train-per-class 20            # harder: 200 training images
-    python -m vil.data.digits data/digits_five --train-per-class 5 --seed 3   # 50 images, sampled by the seed
+    python -m vil.data.digits data/digits_five --train-per-class 5 --seed 3   # 50 training images, sampled by the seed
     python -m vil.data.digits data/high --digits 5 6 7 8 9                    # some of the classes
 
 The dataset has 1,797 real images of 8x8 pixels, scanned from forms that 13 people filled in (the test set of UCI
@@ -52,7 +52,7 @@ def split_digits(
         fewest = min(map(len, of_class))
         if fewest < train_per_class:
             raise ValueError(
-                f"train_per_class must be at most {fewest} (the number of images of the rarest digit), got "
+                f"train_per_class must be at most {fewest} (the number of training images of the rarest digit), got "
                 f"{train_per_class}"
             )
         train = np.concatenate(of_class)

@@ -20,9 +20,9 @@ from .sources.split_paths import SPLIT_NAMES
 def split_folder(source: Path, target: Path, validation: float = SHARE) -> dict[str, int]:
     """Split the class folders `source`/CLASS into `target`/train/CLASS and `target`/validation/CLASS.
 
-    The validation images are those that training would hold out. The same file names always give the same splits (see
-    `vil.data.held_out`). The classes are found as in training (see `ClassFolders`), and class folders keep their paths.
-    New files are hard links, or copies if the file system does not support hard links.
+    The validation images are those that training would hold out. The same file names and share always give the same
+    splits (see `vil.data.held_out`). The classes are found as in training (see `ClassFolders`), and class folders keep
+    their paths. New files are hard links, or copies if a hard link cannot be created.
 
     Returns:
         Number of images per split.
@@ -110,7 +110,7 @@ def _fill(target: Path, source: Path, files_of_class: dict[str, list[Path]], val
 
 
 def _link_or_copy(file: Path, folder: Path) -> None:
-    """Create a hard link to a file in a folder, or a copy if the file system does not support hard links."""
+    """Create a hard link to a file in a folder, or a copy if the hard link cannot be created."""
     folder.mkdir(parents=True, exist_ok=True)
     new = folder / file.name
     while os.path.lexists(new):  # case-insensitive file systems do not distinguish A.png from a.png

@@ -13,8 +13,8 @@ def held_out(names: Sequence[str], classes: Sequence[Hashable], share: float = S
     """Return for each image whether the image is held out for validation.
 
     In each class, the images with the smallest hashes of their names are held out. The choice therefore depends only on
-    the names. If images are added, most of the other images stay in their split. If a class has two or more images, at
-    least one image is held out and at least one is kept. The only image of a class is kept.
+    the names, the classes and `share`. If images are added, most of the other images stay in their split. If a class
+    has two or more images, at least one image is held out and at least one is kept. The only image of a class is kept.
 
     Args:
         names: Path of each image inside the data set, with "/".

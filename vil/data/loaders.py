@@ -36,7 +36,7 @@ from .sources.images import UnreadableSplitError
 from .sources.splits import streams
 from .sources.synthetic import SyntheticImages
 
-STALLED = 2 * PIECE * SECONDS  # timeout of one batch in seconds, after which the workers are assumed to hang
+STALLED = 2 * PIECE * SECONDS  # timeout in seconds of a DataLoader's item, after which the workers are assumed to hang
 
 
 class Batch(NamedTuple):
@@ -212,7 +212,7 @@ def _open_images(
 def _open_stream(dataset, transform, plan: LoadingPlan) -> HostLoader:
     """Return a loader of an iterable dataset. Each worker loads whole batches."""
     dataset.transform = transform
-    # timm 1.0.30 treats the dataset as empty if num_workers is 0
+    # timm before 1.0.31 treats the dataset as empty if num_workers is 0
     dataset.set_loader_cfg(num_workers=max(1, plan.workers))
     dataset.reader.batch_size = plan.batch_size  # in training, the reader gives each worker a whole number of batches
     loader = _piece_loader(dataset, plan, collate_fn=_collate, batch_size=plan.batch_size)
@@ -228,7 +228,7 @@ def _open_on_host(dataset, transform, batches, plan: LoadingPlan) -> HostLoader:
 
 
 def _open_on_device(dataset, transform, batches, plan: LoadingPlan) -> DeviceLoader:
-    """Return a loader whose workers only read files. The device decodes and augments the images."""
+    """Return a loader whose images are decoded and augmented on the device (see `DeviceLoader`)."""
     assert plan.sampler
     reader = EncodedReader(dataset, transform, isinstance(batches, TrainingBatches), plan.sampler)
     cache = DecodedCache(len(dataset), plan.device, room=None if plan.keeps_decoded else 0)

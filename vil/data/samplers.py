@@ -1,7 +1,7 @@
 """Batch samplers of (index, seed) pairs, which determine the order of images and the share of each rank.
 
-The images of a global batch and each image's augmentation depend only on the seed, the epoch and the position in the
-epoch. They do not depend on the world size, the number of workers or the accumulation steps.
+In training, the images of a global batch and the seeds of their augmentation depend on the run's seed, the epoch and
+the position in the epoch. They do not depend on the world size, the number of workers or the accumulation steps.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ CROP_MODES = "center", "squash", "border"
 def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
     """Return the validated options of a checkpoint, without the options in `NOT_FROM_CHECKPOINTS`.
 
-    The returned options contain only numbers, plain names and the data folder, so that an untrusted checkpoint cannot
+    The returned options select no files except the splits in the data folder, so that an untrusted checkpoint cannot
     select other files or programs of the user who loads the checkpoint.
 
     Raises:
@@ -63,7 +63,7 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
     for phase in phases:
         options_of_checkpoint({**values, "phases": None, **phase}, path)
 
-    if options.get("dataset"):  # the user must specify the storage folder of a hub dataset
+    if options.get("dataset"):  # the user must specify the folder of shards or of a hub dataset
         options.pop("data_dir", None)
     return options
 
@@ -147,7 +147,7 @@ def _is_plain_split(split: str, dataset: str) -> bool:
 
 
 def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
-    """Raise a ConfigError if a checkpoint selects a dataset other than a folder and the user has not confirmed it."""
+    """Raise a ConfigError if a checkpoint selects shards or a hub dataset and the user has not confirmed it."""
     dataset = saved.get("dataset")
     if not dataset or given.get("dataset") is not None or (dataset.startswith("wds/") and given.get("data_dir")):
         return
@@ -158,7 +158,7 @@ def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Pa
 
 
 def confirm_teacher(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
-    """Raise a ConfigError if a checkpoint names a teacher to download and the user has not set `teacher`."""
+    """Raise a ConfigError if a checkpoint names a teacher and the user has not set `teacher`."""
     teacher = saved.get("teacher")
     if teacher and "teacher" not in given:
         confirmation = f"--teacher {teacher}, and its --teacher-checkpoint if any"

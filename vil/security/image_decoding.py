@@ -19,7 +19,7 @@ FORMATS = tuple(f for f in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", 
 MOST_BYTES = 2**29  # maximum file size in bytes, because some decoders read the whole file into memory
 MOST_PIXELS = 89_478_485  # maximum number of pixels, above which Pillow would warn; Pillow's RGB image takes 0.36 GB
 MOST_ELONGATED = 100  # maximum aspect ratio; a narrower image would be huge once its shorter side has the model's size
-HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")  # bytes 8 to 12 of a HEIC file
+HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")  # bytes 8 to 11 of a HEIC file
 LEAST_TILE = 2**22  # TIFF tiles of up to 2^22 pixels may be larger than the image
 
 # numbers of TIFF tags
@@ -62,6 +62,7 @@ def open_image(file: BinaryIO) -> Any:
 
     Raises:
         UnfitImageError: The file is not an image in one of `FORMATS`, or its header exceeds a limit.
+        Exception: Pillow rejects the header, for example because the image has too many pixels.
     """
     try:
         image: Any = Image.open(file, formats=[*FORMATS, HEIC] if HEIC in Image.OPEN else FORMATS)

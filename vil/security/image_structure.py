@@ -8,7 +8,7 @@ from .image_decoding import MOST_PIXELS, UnfitImageError
 
 MOST_SCANS = 100  # maximum scans per JPEG, because each scan may cover all pixels; encoders write about ten
 MOST_SCANNED = 2**28  # maximum total number of pixels in a JPEG's scans; each scan may cover the whole image
-MOST_PARTS = 1000  # maximum number of segments before the first scan of a JPEG
+MOST_PARTS = 1000  # maximum number of segments of a JPEG up to the first scan
 CHUNK_BYTES = 2**10  # a PNG may have MOST_PARTS chunks, and one more chunk per CHUNK_BYTES of the file
 # JPEG markers
 FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
@@ -25,7 +25,8 @@ PNG_START = b"\x89PNG\r\n\x1a\n"
 def strip_metadata(data: bytes) -> bytes | None:
     """Return a JPEG or PNG without metadata, or None if the time to decode the file cannot be bounded.
 
-    An allow-list keeps only the parts that the pixels depend on, so that no kind of metadata is decoded.
+    An allow-list keeps only the parts that the pixels depend on, so that no kind of metadata is decoded. A JPEG is kept
+    unchanged from the first scan on, where Pillow reads no metadata. Other formats give None.
 
     Raises:
         UnfitImageError: The file is a JPEG with more than `MOST_SCANS` scans.

@@ -44,7 +44,7 @@ def _rebuild_parameter(data, requires_grad, hooks, state=None) -> Tensor:
 
 
 def _rebuild_from_type(function, tensor_type, arguments, state) -> Tensor:
-    """Return a tensor of a subclass such as nn.Buffer as a plain tensor, without attributes."""
+    """Return a tensor with attributes, such as an nn.Buffer, as a plain tensor without attributes."""
     return call(function, arguments)
 
 

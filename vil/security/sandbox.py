@@ -8,6 +8,7 @@ import errno
 import functools
 import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def sandbox_of(process_id: int) -> Sandbox:
 class Sandbox:
     """Process that decodes one image file at a time.
 
-    The process is started for the first file, and restarted after a file that crashed or exceeded a limit.
+    The process starts with the first file, and restarts after a file that ended the process or exceeded the timeout.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class Sandbox:
             LateImageError: Decoding exceeded the timeout.
             UnfitImageError: The file is not an image, is damaged or exceeds a limit. The message contains the error of
                 the decoder.
-            OSError: The sandbox process does not start, or was killed because the machine ran out of memory.
+            OSError: The sandbox process does not start, or was killed, probably because memory ran out.
         """
         with self._lock:
             try:
@@ -138,13 +139,14 @@ def _start() -> subprocess.Popen:
     # folders of the packages, searched after the standard library
     heif = importlib.util.find_spec("pillow_heif")
     files = [__file__, PIL.__file__, np.__file__, *([heif.origin] if heif else [])]
-    folders = [str(Path(str(file)).absolute().parents[1]) for file in files]
+    folders = [*dict.fromkeys(str(Path(str(file)).absolute().parents[1]) for file in files)]
     code = (
         f"import sys; sys.path += {folders!r}; from security.sandbox_server import serve; "
         "serve(sys.stdin.buffer, sys.stdout.buffer)"
     )
+    command = [sys.executable, "-I", "-S", "-c", code]
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", code],
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -153,6 +155,5 @@ def _start() -> subprocess.Popen:
     )
     assert process.stdout
     if not process.stdout.read(1):
-        program = f"{sys.executable} {sandbox_server.__file__}"
-        raise OSError(errno.ENOEXEC, f"the image decoding process does not start; try to run: {program}")
+        raise OSError(errno.ENOEXEC, f"the image decoding process does not start; try to run: {shlex.join(command)}")
     return process

@@ -1,8 +1,8 @@
 """Main loop of the sandbox process, which decodes image files within time and memory limits.
 
 A request is the header `REQUEST`, followed by an image file. A reply is the header `REPLY`, followed by the pixels or
-by the decoder's error message. Only Pillow, pillow-heif, NumPy and the standard library can be imported in this module,
-because `sandbox` starts the process without other packages.
+by the decoder's error message. This module can import only `vil.security`, Pillow, pillow-heif, NumPy and the standard
+library, because `sandbox` starts the process without other packages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .exif import to_upright_rgb
 from .image_decoding import FORMATS, open_image, reason, to_rgb
 
 SECONDS = 10  # timeout per image file
-MEMORY = 5 * 2**28  # maximum address space for decoding, in bytes; images within the size limits need less
+MEMORY = 5 * 2**28  # maximum address space for decoding, in bytes: 15 for each of `MOST_PIXELS` pixels
 REQUEST = struct.Struct("<QB")  # header: number of bytes that follow, and whether to apply the EXIF orientation
 REPLY = struct.Struct("<QII")  # header: number of bytes that follow, image width and height (0 and 0 for an error)
 MOST_ERROR = 1000  # maximum length of an error message, in characters

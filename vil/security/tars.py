@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 BLOCK = 512
-PIECE = 2**20  # maximum number of bytes per read
+PIECE = 2**20  # maximum number of bytes per read when skipping data
 MOST_NOTES = {
     tarfile.XGLTYPE: 2**10,
     None: 2**16,

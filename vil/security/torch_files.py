@@ -22,7 +22,7 @@ PIECE = 2**20  # maximum number of bytes per read
 def load(file: BinaryIO, whole: bool = True) -> Any:
     """Load an untrusted file written by `torch.save`.
 
-    The file cannot run code, and the memory use is proportional to the file size.
+    The file cannot run code, and the file size limits the memory use.
 
     Args:
         file: File opened in binary mode.

@@ -71,6 +71,7 @@ def test_tar_files_are_splits(tmp_path):
         ),
         (["train", "val"], "train has 5 images such as '0.png', '1.png', but no class folders"),
         (["train", "test"], "lie directly in 'test', 'train', which are names of splits"),
+        (["train", "test/cat", "test/dog"], "train has 5 images such as '0.png', '1.png', but no class folders"),
         (["cat/train", "cat/val", "dog/train", "dog/val"], "lie directly in 'cat/train', 'cat/val'"),
         (["val/cat", "val/dog", "test/cat"], "has 'test', 'val', but no folder 'train' for the training images"),
         (["a/train/cat", "b/train/cat"], "has 2 data sets, in 'a', 'b': pass a folder with only one of them"),

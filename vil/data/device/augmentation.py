@@ -21,7 +21,7 @@ from torch import Tensor
 from ...config import Config
 from .batched_transforms import finish, to_device
 
-# Number of consecutive images that share mixup parameters and are mixed with each other.
+# Maximum number of consecutive images that share mixup parameters and are mixed with each other.
 # Mixup does not depend on the world size if each rank's micro-batch is a multiple of `MIXUP_GROUP`.
 MIXUP_GROUP = 8
 

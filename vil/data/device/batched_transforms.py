@@ -1,8 +1,9 @@
 """Reference implementation of timm's transforms on whole batches, with PIL's arithmetic on uint8 tensors (B, 3, H, W).
 
-Two matrix products crop, resize and flip many images at once. RandAugment and colour jitter are applied operation by
-operation, each to all images that sampled the operation, with one argument for each image. At the end, the batch is
-normalized, erased and mixed. For images on an NVIDIA GPU, the kernels of `vil/kernels/augment` compute these functions.
+Two matrix products crop, resize and flip many images at once. Augmentation policies and colour jitter are applied
+operation by operation, each to all images that sampled the operation, with each image's own arguments. At the end, the
+batch is normalized, erased and mixed. For images on an NVIDIA GPU, the kernels of `vil/kernels/augment` compute these
+functions.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ ARGUMENTS = 6  # maximum number of arguments of an operation; an affine transfor
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to a device."""
-    # only CUDA reads pageable memory before `to` returns, so only CUDA copies may be non-blocking
+    """Return an array as a tensor on a device."""
+    # CUDA reads pageable memory before `to` returns, so copies to CUDA may be non-blocking
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
@@ -92,11 +93,13 @@ def _check_boxes(boxes: np.ndarray, sizes: np.ndarray) -> None:
     i = np.flatnonzero(~inside.all(axis=1))[0]
     top, left, height, width = boxes[i]
     h, w = sizes[i]
-    raise ValueError(f"crop box must be inside the {h}x{w} image, got {height}x{width} pixels at ({top}, {left})")
+    raise ValueError(
+        f"crop box must be inside the {h}x{w} image and not empty, got {height}x{width} pixels at ({top}, {left})"
+    )
 
 
 def _padded_crops(images: Sequence[Tensor], boxes: np.ndarray) -> Tensor:
-    """Crop each image to its box, and pad all crops to the largest crop. The padding is uninitialized."""
+    """Crop each image to its box, and pad all crops to the largest height and width. The padding is uninitialized."""
     height, width = boxes[:, 2:].max(axis=0)
     crops = torch.empty(len(images), 3, height, width, dtype=torch.uint8, device=images[0].device)
     for crop, image, (top, left, h, w) in zip(crops, images, boxes.tolist()):
@@ -116,7 +119,7 @@ def _rows_of_similar_size(sides: np.ndarray, step: int = 256, most_pixels: int =
 def _resize_weights(axis_3B: Tensor, size: int, longest: int, interpolation: str) -> Tensor:
     """Return the matrix (B, size, longest) of weights that resizes one axis from input pixels to output pixels.
 
-    Input pixels beyond an image's own length have weight 0. `axis_3B` contains lengths, resized lengths and offsets.
+    Input pixels beyond a crop's own length have weight 0. `axis_3B` contains lengths, resized lengths and offsets.
     """
     lengths, resized, offsets = axis_3B[:, :, None, None]
     position = torch.arange(size, device=axis_3B.device)[:, None] + offsets
@@ -170,7 +173,7 @@ def apply_operations(
 def _apply_operation(
     name: str, images: Tensor, arguments_BA: np.ndarray, fill: Sequence[int], interpolation: str
 ) -> None:
-    """Apply one operation to all images in place, with an argument for each image."""
+    """Apply one operation to all images in place, with the arguments of each image."""
     if name == "Affine":
         images[:] = affine(images, to_device(arguments_BA, images.device), fill, interpolation)
     elif name == "GaussianBlur":
@@ -184,7 +187,7 @@ def _apply_operation(
 def affine_matrix(name: str, argument: float, width: int, height: int) -> tuple[float, ...]:
     """Return PIL's affine matrix (a, b, c, d, e, f) for an operation of timm's augmentation policies.
 
-    The output pixel (x, y) reads the input at (ax + by + c, dx + ey + f).
+    The output position (x, y) reads the input at (ax + by + c, dx + ey + f). A pixel's position is its centre.
     """
     if name == "Rotate":
         angle = math.radians(argument % 360)
@@ -293,7 +296,7 @@ def _contrast(images: Tensor, factor: Tensor) -> Tensor:
     return _enhance(images, (mean + 0.5).floor(), factor)
 
 
-# timm's operations that do not move pixels, as functions of images and of arguments with shape (B, 1, 1, 1)
+# operations except 'Affine' and 'GaussianBlur', as functions of images and of arguments with shape (B, 1, 1, 1)
 POINTWISE = {
     "AutoContrast": lambda images, _: TF.autocontrast(images),
     "Equalize": lambda images, _: TF.equalize(images),
@@ -320,8 +323,8 @@ def finish(
 ) -> Tensor:
     """Normalize images, erase a box of each image, and mix each image with its partner, in this order.
 
-    Erasing noise is a function of the image's key and the position in the box. On an NVIDIA GPU, the noise differs and
-    is a function of the key and the position in the image.
+    In mode 'pixel', erasing noise is a function of the image's key, the size of the box and the position in the box. On
+    an NVIDIA GPU, the noise differs, and in mode 'pixel' is a function of the key and the position in the image.
 
     Args:
         images: (B, 3, H, W) uint8.
@@ -354,7 +357,7 @@ def finish(
 
 
 def _erase(images: Tensor, boxes: np.ndarray, keys: np.ndarray, mode: str) -> None:
-    """Fill a box of each image with noise, in place."""
+    """Fill a box of each image with the values of `_noise`, in place."""
     for image, (top, left, height, width), key in zip(images, boxes.tolist(), keys.tolist()):
         if height:
             image[:, top : top + height, left : left + width] = _noise(key, mode, height, width, images.device)

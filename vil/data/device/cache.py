@@ -1,4 +1,4 @@
-"""Cache of decoded images on the device, so that each file of a small split is read only once."""
+"""Cache of decoded images on the device, so that files of a small split are not read again in each epoch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ...distributed import warn_on_rank0
 
 SHARE = 8  # the cache of a split may use up to 1 / SHARE of a GPU's free memory
-HOST_BYTES = 2**30  # maximum bytes of a split's cached images in CPU memory
+HOST_BYTES = 2**30  # maximum bytes of a split's cached images on devices other than CUDA GPUs
 
 
 class CachedImage(NamedTuple):
@@ -38,9 +38,10 @@ class Task(NamedTuple):
 
 
 class DecodedCache:
-    """Cache of a split's decoded images on the device. The cache stays empty if the whole split would not fit.
+    """Cache of a split's decoded images on the device.
 
-    Each rank caches the images that it has decoded. A file that has changed is read again.
+    Unless `room` is given, the cache stays empty if the whole split would probably not fit. Each rank caches the images
+    that it has decoded. A file that has changed is read again.
 
     Args:
         count: Number of images in the split.
@@ -82,7 +83,7 @@ class DecodedCache:
         self.room = room
 
     def reserve(self, typical_bytes: float) -> bool:
-        """Return whether the cache is enabled. The first call enables the cache if the whole split would fit.
+        """Return whether the cache has room. If `room` is None, set the memory limit, to 0 if the split would not fit.
 
         Args:
             typical_bytes: Mean size of a decoded image in bytes.

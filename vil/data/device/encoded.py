@@ -42,7 +42,7 @@ class EncodedImage:
 
     index: int  # index of the image in the dataset
     seed: int  # seed of the image's augmentation
-    # content of the file, or raw pixels (3, h, w) of a small image; empty if the device has cached the image
+    # the file without metadata, or raw pixels (3, h, w) of a small image; empty if the device has cached the image
     data: bytes
     size: tuple[int, int]  # height and width in the file's header
     version: tuple[int, int]  # size and modification time of the file
@@ -74,7 +74,7 @@ def is_small(pixels: Any) -> Any:
 
 
 def is_plain_jpeg(data: bytes, header: Any) -> bool:
-    """Return whether a JPEG is a complete baseline file, which GPU hardware decodes like Pillow."""
+    """Return whether a file is a complete baseline JPEG that GPU hardware decodes like Pillow."""
     if header.format != "JPEG" or math.prod(header.size) > MOST_PIXELS:
         return False
     has_one_frame = len(header.layer) == header.layers  # decoders may disagree about a JPEG with two frames
@@ -151,10 +151,9 @@ def _pad_turns(array: np.ndarray, turns: int) -> np.ndarray:
 
 
 def _split_contents(piece: EncodedBatch) -> list[Tensor]:
-    """Split a worker's concatenated content into one tensor per file. Files without content share one empty tensor.
+    """Split a worker's concatenated content into one tensor per file.
 
-    Creating or freeing a tensor passes the GIL to another thread, and one tensor for each image took a quarter of the
-    host's time.
+    Files without content share one empty tensor, because creating one per cached image would take time.
     """
     lengths = piece.files["bytes"].tolist()
     contents = iter(piece.contents[0].split([length for length in lengths if length]) if piece.contents else ())

@@ -1,6 +1,7 @@
 """Loader whose batches are decoded and transformed on the model's device, on GPUs by nvJPEG and batched kernels.
 
-The workers only read files and sample random parameters.
+The workers read files and sample random parameters. They also decode small images, and decode and transform images that
+the device does not support (see `EncodedReader`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .cache import DecodedCache
 from .encoded import EncodedBatch, join_pieces
 from .preparation import Preparation
 
-FILL_SECONDS = 10  # maximum seconds for filling the cache before the first batch
+FILL_SECONDS = 10  # seconds after which filling the cache before the first batch stops
 
 
 @dataclass
@@ -49,7 +50,7 @@ class PendingGroup:
 
 
 class DeviceLoader(PieceLoader):
-    """Loader that decodes and transforms images on the device, on a separate CUDA stream.
+    """Loader that decodes and transforms images on the device; on a GPU, on a separate CUDA stream.
 
     The loader prepares a group of batches when the model has finished the third group before it, because batches ahead
     of the model occupy memory.
@@ -137,7 +138,7 @@ class DeviceLoader(PieceLoader):
         return group
 
     def _record_use(self) -> torch.cuda.Event | None:
-        """Record a CUDA event after all queued work, which includes the model's use of the last batch."""
+        """Record a CUDA event after the current stream's queued work, such as the model's use of the last batch."""
         if not self.stream:
             return None
         event = torch.cuda.Event(blocking=True)  # with `blocking`, a waiting thread does not occupy a CPU core

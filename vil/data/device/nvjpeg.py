@@ -1,4 +1,4 @@
-"""JPEG decoding on a GPU with NVIDIA's nvJPEG, which uses dedicated hardware decoders on data-centre GPUs.
+"""JPEG decoding on a GPU with NVIDIA's nvJPEG, which uses the hardware decoders of recent data-centre GPUs.
 
 The library is called directly instead of through torchvision because of two flags. With the flag
 UPSAMPLING_WITH_INTERPOLATION, subsampled colours are interpolated as in Pillow, and pixels differ by at most 1. With
@@ -34,14 +34,14 @@ DESTINATION = np.dtype([("channels", "u8", 4), ("pitches", "u8", 4)])  # nvjpegI
 
 
 class DecodingError(RuntimeError):
-    """nvJPEG is missing or rejects a file."""
+    """nvJPEG is missing or reports an error."""
 
 
 class JpegDecoder:
     """JPEG decoder that runs nvJPEG on one GPU.
 
     Raises:
-        DecodingError: nvJPEG is missing or does not support the GPU; the message gives the reason.
+        DecodingError: nvJPEG is missing or cannot be initialized on the GPU; the message gives the reason.
     """
 
     def __init__(self, device: torch.device):
@@ -89,7 +89,7 @@ class JpegDecoder:
             destinations["pitches"][:, :3] = sizes_B2[:, 1:]
 
             self.decoded.synchronize()  # wait until the previous call no longer uses nvJPEG's state
-            # Hardware decoders ignore the stream's order (pytorch/vision#9606) and could overwrite memory still in use.
+            # Hardware decoders may ignore the stream's order (pytorch/vision#9606) and overwrite memory still in use.
             torch.cuda.current_stream().synchronize()
             self._initialize(len(files))
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)

@@ -1,7 +1,7 @@
 """Sampling of the random parameters of timm's transforms: crop, flip and augmentation operations.
 
-timm's own transforms sample with the same seeds. Therefore an image that is transformed on the device has exactly the
-augmentation that `timm.data.create_transform` would give it on the CPU.
+timm's own transforms sample with the same seeds. Therefore the transform of an image on the device has exactly the
+parameters that timm's transform (`timm.data.create_transform`) would sample on the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchvision.transforms import CenterCrop, ColorJitter, Compose, RandomHoriz
 from ...config import ConfigError
 from .batched_transforms import CODES, GEOMETRIC
 
-Operation: TypeAlias = tuple[str, tuple[float, ...]]  # name and arguments of a timm operation
+Operation: TypeAlias = tuple[str, tuple[float, ...]]  # name and arguments of an augmentation operation
 
 
 @dataclass
@@ -48,7 +48,7 @@ class TransformSampler:
         fill: Colour of pixels that an operation reads outside the image.
 
     Raises:
-        ConfigError: The transform contains an unsupported step.
+        ConfigError: The transform contains an unsupported step, operation or interpolation.
     """
 
     def __init__(self, transform: Compose):

@@ -35,7 +35,7 @@ class ClassFolders:
         class_to_idx: Index of each class, by name, in timm's order.
 
     Raises:
-        ConfigError: There are no class folders, or two of them have names that only differ in their Unicode form.
+        ConfigError: There are no class folders, or the names of two classes are equal after normalization.
     """
 
     def __init__(self, files: Sequence[str], folders: Sequence[str], where: str, known: Sequence[str] = ()):
@@ -115,7 +115,7 @@ class ClassReader(Reader):
         root: Folder or tar file.
         folders: Class folders.
         class_to_idx: Index of each class, by name.
-        left_out: Number of files that are not read, by file name extension.
+        left_out: Number of files that are not read, by extension, and of hidden files and folders as 'hidden'.
         targets: Class index of each image.
     """
 

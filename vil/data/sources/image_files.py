@@ -30,8 +30,8 @@ def list_images(
     Args:
         folder: Folder of the files.
         data_dir: Folder of the data set, inside which links are followed.
-        left_out: Counter to which the extensions of other files, and the number of hidden files, are added.
-        dangling: List to which links without a target are added.
+        left_out: Counter to which the extensions of other files, and hidden files and folders as 'hidden', are added.
+        dangling: List to which image links and folder links without a target are added.
     """
     found = _Found(folder)
     found.walk(folder)
@@ -65,7 +65,7 @@ class _Found:
         self.suffixes = get_img_extensions(as_set=True)
         self.files: list[str] = []
         self.dangling: list[str] = []
-        self.others: Counter[str] = Counter()  # extensions of files that are not images
+        self.others: Counter[str] = Counter()  # counts of files that are not images, by extension
         self.links: list[str] = []
         self.targets: set[str] = set()  # resolved paths of followed links and of folders inside linked folders
 
@@ -98,7 +98,7 @@ class _Found:
                         self.others[os.path.splitext(entry.name)[1].lower() or entry.name] += 1
 
     def follow(self, link: str, data_dir: str) -> bool:
-        """Add the target of a link if it is inside the data set and new; return False if the link is skipped."""
+        """Add the image or folder that a link leads to. Return False if it is outside the data set or already found."""
         target = os.path.realpath(link)
         is_folder = os.path.isdir(target)
         if not os.path.exists(target) and (self._is_image(link) or not os.path.splitext(link)[1]):  # or a class folder
@@ -121,7 +121,7 @@ class _Found:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether editors, operating systems or archive programs create files with this name."""
+    """Return whether a name is hidden, like those of files that operating systems or archive programs add."""
     return name.startswith(".") or name == "__MACOSX"
 
 

@@ -29,7 +29,7 @@ UNREADABLE = -1  # target of an unreadable image, which evaluation must not coun
 
 
 class UnreadableSplitError(WorkersError):
-    """No image of a split can be read."""
+    """No readable image was found in a split."""
 
 
 def open_file(path: str | os.PathLike) -> BinaryIO:
@@ -66,7 +66,8 @@ def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
     Raises:
         UnfitImageError: The file is not an image, damaged or beyond the limits, or the path is a URL.
         FileNotFoundError: There is no such file.
-        MachineError: The machine cannot read the file at a path, or start the sandbox, or has killed the sandbox.
+        MachineError: The machine cannot read the file, or start the sandbox, or has killed the sandbox. For an open
+            file, these errors are OSErrors instead.
     """
     if not isinstance(file, (str, os.PathLike)):
         return image_of(read_bytes(file), is_upright=True)

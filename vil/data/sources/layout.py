@@ -29,7 +29,7 @@ class Layout(NamedTuple):
         data_dir: Folder that contains the splits or class folders.
         train_split: Name of the training split; `WHOLE` if there are only class folders.
         val_split: Name of the validation split; None if there is none.
-        class_sizes: Number of images of each class in the training split, in no particular order.
+        class_sizes: Number of images of each class in the training split, in ascending order.
     """
 
     data_dir: str
@@ -51,8 +51,8 @@ def find_layout(folder: str) -> Layout:
     """Find the splits or class folders in a folder, at any depth.
 
     Raises:
-        ConfigError: The folder does not exist, has no images, or does not show the classes of its images. The message
-            contains the names that were found and the arrangement that was expected.
+        ConfigError: The folder does not exist, has no images, more than one data set or an unreadable tar file, or does
+            not show the classes of its images.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -75,7 +75,7 @@ def find_layout(folder: str) -> Layout:
     if parents:
         root = root / parents[0]
         train = split_in(root, "train")
-        assert train is not None  # the classes of a training split are known
+        assert train is not None  # `parents` has only folders with a training split
         return _layout_of_splits(root, train)
     _check_classes(root, classes, files)
     return Layout(folder, WHOLE, None, _class_sizes(folders, folder))
@@ -120,7 +120,7 @@ def _check_classes(root: Path, classes: set[str], files: list[str]) -> None:
     """Raise a ConfigError unless the folders that contain the images are class folders.
 
     Raises:
-        ConfigError: There are no class folders, or the folders are splits.
+        ConfigError: There are no class folders, the folders are splits, or the training split has no class folders.
     """
     if not classes:
         raise _unknown_classes(root, files)
@@ -131,6 +131,8 @@ def _check_classes(root: Path, classes: set[str], files: list[str]) -> None:
         )
     if {path.split("/")[0].casefold() for path in classes} <= NAMES:
         found = sorted({path.split("/")[0] for path in classes})
+        if train := [name for name in found if name.casefold() in SPLIT_NAMES["train"]]:
+            raise _unknown_classes(root / train[0], [file for file in files if Path(file).parent == root / train[0]])
         raise ConfigError(f"{root} has {quoted(found)}, but no folder 'train' for the training images: add one")
 
 

@@ -33,7 +33,7 @@ def open_indexed(reader, index: int) -> tuple[BinaryIO, int]:
 
 
 def file_version(reader, index: int) -> tuple[int, int]:
-    """Return the size and modification time of an image's file, or zeros if the image is in a tar file."""
+    """Return the size and modification time of an image's file, or zeros unless the reader reads a folder."""
     if not isinstance(reader, ReaderImageFolder):
         return 0, 0
     status = os.stat(reader.samples[index][0])

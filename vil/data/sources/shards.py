@@ -28,7 +28,7 @@ from ...security.tars import GZIP, MOST_RATIO, decompressed, members, read_membe
 from ...text import label_of
 from .images import UNREADABLE, Unreadable, image_of, open_file
 
-LOCAL = "local-shards"  # URL scheme of the files that webdataset may open
+LOCAL = "local-shards"  # URL scheme of the local files that webdataset may open
 LABELS = "cls", "json"  # file name extensions of labels
 NUMBERS = 2**20  # number of possible hash values of sample names, which identify unreadable samples
 MOST_LABEL = 2**20  # maximum bytes of a label
@@ -56,8 +56,8 @@ class Shards(ReaderWds):
             None accepts all.
 
     Raises:
-        ConfigError: The root or split is a command, a shard is outside the folder or not a regular file, or the shards
-            cannot contain as many samples as they claim.
+        ConfigError: The root is missing, the root or split is a command, a shard is listed twice, is outside the folder
+            or is not a regular file, or the shards cannot contain as many samples as the split claims.
     """
 
     num_classes: int | None
@@ -98,7 +98,8 @@ class Shards(ReaderWds):
         count = self.num_samples
         if not isinstance(count, int) or not 0 <= count <= most_samples:
             raise ConfigError(
-                f"_info.json of {root!r} must list 0 to {most_samples} samples for shards of this size, got {count!r}"
+                f"_info.json or the split of {root!r} must list 0 to {most_samples} samples for shards of this size, "
+                f"got {count!r}"
             )
 
     def _lazy_init(self) -> None:
@@ -197,11 +198,11 @@ class Shards(ReaderWds):
             yield buffer.take()
 
     def _read(self, sample: dict[str, Any]) -> dict[str, Any] | None:
-        """Decode a sample. Return None if training skips the sample."""
+        """Decode a sample. Return None if the sample is skipped."""
         label = self.split_info.alt_label
         try:
             target = int(json.loads(sample["json"])[label] if label else sample["cls"])
-            if target < 0:  # timm uses a negative target for a sample without a label
+            if target < 0:  # timm encodes skipped labels as negative targets
                 return None
             if self.num_classes and target >= self.num_classes:
                 self._reject_class(target, self.num_classes, sample)
@@ -269,7 +270,9 @@ def _open_local(url: str, *_, **__) -> BinaryIO:
     """Open a file of a local folder of shards.
 
     Raises:
-        UnfitImageError: The file is missing, not a regular file, or an `_info.json` of more than `MOST_INFO` bytes.
+        UnfitImageError: A shard beside an `_info.json` is missing, the file is not regular, or an `_info.json` has more
+            than `MOST_INFO` bytes.
+        FileNotFoundError: There is no `_info.json`.
         MachineError: The machine cannot read the file.
     """
     path = _path_of(url)

@@ -24,7 +24,7 @@ def find_split(data_dir: str | None, split: str) -> Path:
     """Return the folder or tar file of a split. Case is ignored, and synonyms of the split's name are accepted.
 
     Raises:
-        ConfigError: `data_dir` is not a folder, the split is missing, or names differ only in case.
+        ConfigError: `data_dir` is missing or not a folder, the split is missing, or names differ only in case.
     """
     if not data_dir:
         raise ConfigError("data_dir is required: pass the folder of the images as FOLDER or --data-dir FOLDER")
@@ -50,7 +50,7 @@ def find_split(data_dir: str | None, split: str) -> Path:
 
 
 def missing_folder(path: Path, remedy: str) -> ConfigError:
-    """Return the error for a data folder that is missing or is a file. The message suggests a similar folder name."""
+    """Return the error for a data folder that is missing or a file. The message may suggest a similar folder name."""
     if path.exists():
         return ConfigError(f"the data folder {str(path)!r} is not a folder: {remedy}")
     with suppress(OSError):

@@ -37,11 +37,11 @@ def open_split(
         data_dir, dataset, split: Options of a run.
         num_classes: Number of classes that the split must have.
         known: Class names that decide which folders are class folders (see `ClassFolders`).
-        kwargs: Arguments of timm's `create_dataset`.
+        kwargs: Arguments of timm's `create_dataset` or of `Shards`. Folders and tar files ignore them.
 
     Raises:
-        ConfigError: The split is missing, cannot be opened, or does not have `num_classes` classes; the message lists
-            what exists.
+        ConfigError: The split is missing, cannot be opened, or does not have `num_classes` classes. If the split is
+            missing, the message lists what exists.
     """
     kind, _, name = dataset.lower().partition("/")
     if dataset and not (kind in DATASETS and name):
@@ -222,7 +222,8 @@ def open_splits(config: Config):
     """Return the training split, the validation split and the number of classes.
 
     Raises:
-        ConfigError: A split or the number of classes is missing, or the classes of the two splits differ.
+        ConfigError: A split or the number of classes is missing, there are fewer than two classes, or the validation
+            split has a class that the training split lacks.
     """
     if config.synthetic:
         return _synthetic_splits(config)
