@@ -16,7 +16,7 @@ def device(request):
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory):
-    """Return a folder {train,val}/{x,y}/* of noisy colour gradients in all image modes."""
+    """Return a folder {train,val}/{x,y}/* of noisy colour gradients in the modes RGB, L, P, RGBA and CMYK."""
     root, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(1)
     for split, name in (("train", "x"), ("train", "y"), ("val", "x"), ("val", "y")):
         (root / split / name).mkdir(parents=True)
@@ -30,9 +30,7 @@ def pictures(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def photo_folder(tmp_path_factory):
-    """Return a folder {train,val}/{a,b} of photo crops as JPEG files, and of images that the device or any decoder
-    rejects.
-    """
+    """Return a folder {train,val}/{a,b} of photo crops as JPEG files, with unusual and damaged files in train."""
     root = tmp_path_factory.mktemp("photos")
     rng = random.Random(0)
     for split, photos in (("train", 16), ("val", 2)):

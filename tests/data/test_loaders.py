@@ -41,7 +41,7 @@ def test_an_image_is_augmented_by_timms_transform_with_its_seed(pictures, option
     expected, expected_targets, _ = by_timm(dataset, keys, **of_transform)
     assert torch.equal(images, expected)
     assert targets == expected_targets
-    assert torch.equal(expected, by_timm(dataset, keys)[0]) == (not of_transform)  # each tested option has an effect
+    assert torch.equal(expected, by_timm(dataset, keys)[0]) == (not of_transform)  # each option has an effect
 
 
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
@@ -60,7 +60,7 @@ def test_synthetic_images_are_noise(image_folder):
     config = Config(synthetic=60, global_batch_size=8, num_classes=3)
     train, val, num_classes = open_splits(config)
     assert (len(train), len(val), num_classes) == (60, 3, 3)
-    # one validation image per 25 training images, as in ImageNet
+    # one validation image per 25 training images, about as in ImageNet
     assert len(open_splits(Config(synthetic=101))[1]) == 5
     assert open_splits(Config(synthetic=1_281_167))[2] == 1000
     batches = TrainingBatches(60, config, 4, 0, 1)
@@ -141,7 +141,7 @@ def test_jpegs_are_augmented_on_a_gpu_by_default_and_on_a_cpu_on_request(
 ):
     """Check JPEG files on a GPU that can decode, and on a CPU.
 
-    Small files are decoded by workers and need no preparation thread.
+    Small images are decoded by workers and need no preparation thread.
     """
     here = "in the training process"
     for make in (loader_for_training, loader_for_evaluation):
@@ -219,7 +219,7 @@ def test_workers_augment_a_split_of_other_formats_with_one_log_message(tmp_path,
     assert type(loader_for_evaluation(tmp_path, CUDA)) is HostLoader
     assert said() == ["images are decoded and augmented by the workers instead of the GPU: most files are not JPEGs"]
     assert type(loader_for_training(tmp_path, CPU, augment_on_device=True)) is DeviceLoader
-    for path in (tmp_path / "train" / "a").iterdir():  # workers decode small images of any format
+    for path in (tmp_path / "train" / "a").iterdir():  # workers decode small PNG images too
         path.write_bytes(encode(PHOTO, format="PNG"))
     assert type(loader_for_training(tmp_path, CUDA)) is DeviceLoader
 
@@ -231,7 +231,7 @@ def test_jpegs_in_a_tar_are_recognized_by_name(photo_folder, said, tmp_path):
     loader = loader_for_training(tmp_path, CUDA)
     assert type(loader) is DeviceLoader
     assert loader.dataset.dataset.reader.tar_state.tf is None  # each worker opens its own file
-    # file sizes inside a .tar are unknown
+    # the numbers of pixels of images inside a .tar are unknown
     assert loader_for_training(tmp_path, CUDA, aug_repeats=3).plan.fill_bytes is None
 
 

@@ -110,7 +110,7 @@ def test_an_image_is_never_mixed_with_a_copy_of_itself(image_folder, global_batc
         indices = torch.tensor([i for i, _ in batch])
         images = torch.zeros(len(batch), 3, 2, 2, dtype=torch.uint8)
         _, targets = augment(images, indices, epoch=0, position=0)
-        # Each image has its own class, so a target with a single peak means that the image is not mixed.
+        # Each image has its own class, so an image that is mixed with a copy of itself would have a single peak.
         assert ((targets > targets.min(dim=1, keepdim=True).values).sum(dim=1) == 2).all()
 
 
@@ -155,8 +155,8 @@ def test_rank_r_of_n_evaluates_every_nth_image_from_r_on():
             assert list(batches.sizes()) == [len(batch) for batch in expected]
 
 
-def test_pieces_form_batches_and_none_is_sampled_before_an_epoch_is_set():
-    """A sampler yields nothing before an epoch is set, because PyTorch reads from it when the workers start."""
+def test_pieces_form_batches_and_none_is_sampled_before_the_sampler_is_ready():
+    """A sampler yields nothing before `ready` is set, because PyTorch reads from it when the workers start."""
     pieces = Pieces(EvaluationBatches(250, 100, 1, 2), 64, lambda index, seed: (index, seed, 7))
     assert list(pieces) == []
     pieces.ready = True

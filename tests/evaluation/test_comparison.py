@@ -188,7 +188,7 @@ def gathered_of(rank, images):
     share = PredictionCollector()
     # logits in bf16, as a model returns under autocast
     mine, logits = torch.tensor(range(rank, images, 3)), torch.arange(9.0, dtype=torch.bfloat16)
-    for part in mine.split(2):  # logits of two models: the values 0 to 8, rolled by the image's index
+    for part in mine.split(2):  # logits of model m and image i: the values 0 to 8, rolled by m + i
         share(part, [torch.stack([logits.roll(m + int(i)) for i in part]) for m in (0, 1)])
     targets, best, shares = (found.tolist() for found in share.gather())
     np.testing.assert_allclose(shares, [[np.exp(8.0 - np.arange(5)) / np.exp(np.arange(9.0)).sum()] * 2] * images, 1e-5)

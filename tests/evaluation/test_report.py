@@ -66,7 +66,7 @@ class Page(HTMLParser):
 
 
 def section(text, title):
-    """Return the part of a page below the heading `title`, up to the next heading of the same level."""
+    """Parse the part of a page below the heading `title`, up to the next heading of the same level."""
     return Page(text.partition(f"<h2>{title}</h2>")[2].partition("<h2>")[0].partition("</main>")[0])
 
 
@@ -99,7 +99,7 @@ def test_the_report_page_loads_no_other_files_and_runs_no_scripts(found):
     single = f"only the second {(second & ~first).sum()}, and neither {(~first & ~second).sum()}."
     assert (f"{both}\n{single}<" in found[-1]) == several
     assert found[-1].count(">Validation</") == 2  # "Validation" is the page's title and its heading
-    # Each model's name is the heading of the model's tables, of its mistakes and of its correct predictions.
+    # With two models, the name of each model is a heading three times: over tables, mistakes and correct predictions.
     assert found[-1].count("<h3>vil_tiny, best.pt</h3>") == 2 * 3 * several
 
 

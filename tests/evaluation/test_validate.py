@@ -44,7 +44,7 @@ UNREADABLE = "ILSVRC2012_val_00000020.JPEG"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Return a folder of two splits with 12 classes each, and a split with WordNet IDs as class names.
+    """Return a folder of splits with 12 and 11 classes, and of a split with 12 WordNet IDs as class names.
 
     The images are colour gradients, so the pixels that a model receives depend on the crop and the resize.
     """
@@ -103,7 +103,7 @@ def models(tmp_path_factory, folders):
 
 @pytest.fixture
 def command(models, folders, tmp_path, monkeypatch, capsys):
-    """Fixture that runs validate.py in this process, and returns its JSON result and its output."""
+    """Return a function that runs validate.py in this process, and returns the JSON result and stdout."""
 
     def speed(model, images, precision):  # fake measurement: the throughput is the number of parameters
         assert len(images) == 7
@@ -209,7 +209,7 @@ def logits_of_imagenet(model, folders, **options):
 
 
 def reordered(state, order, head="head"):
-    """Write a checkpoint whose class indices, and so the rows of its head and its class names, are permuted."""
+    """Return a checkpoint whose class indices, and so the rows of its head and its class names, are permuted."""
     weights = {n: t[order] if n.startswith(f"{head}.") else t for n, t in state["state_dict"].items()}
     return state | dict(state_dict=weights, label_names=[state["label_names"][i] for i in order])
 
@@ -322,7 +322,7 @@ def test_two_models_get_the_same_crops_with_their_own_normalization(models, fold
         "crop_pct 0.8 for both models instead of the second model's 0.7",
         "crop_mode center for both models instead of the second model's squash",
     ]
-    if case == "pretrained":  # the models' preprocessing differs only in the std
+    if case == "pretrained":  # of the models' mean and std, only the std differs
         arguments = pretrained("MODELS/vit.pth", 12, mean=IMAGENET["mean"])
         words = ["--checkpoint", "{models}/vil.pt", "--against", "vit_tiny_patch16_224", "--img-size", "16"]
         words += ["--num-classes", "12", "--against-model-kwargs", *arguments, "--split", "val"]
@@ -337,7 +337,7 @@ def test_two_models_get_the_same_crops_with_their_own_normalization(models, fold
             "interpolation bilinear for both models instead of the second model's bicubic",
         ]
         weights = ["{models}/vil.pt", "{models}/vit.pth"]
-    elif case == "exported":  # both models use the first model's size, although the exported model's size is not square
+    elif case == "exported":  # both models use --img-size, although the exported model's size is not square
         words = ["--checkpoint", "{models}/vil.pt", "--use-ema", "--against", "{models}/own", "--img-size", "16"]
         first, second, own = "vil ema", "own square", dict(mean=OWN["mean"], std=OWN["std"])
         weights = ["{models}/vil.pt", "{models}/own"]
@@ -378,9 +378,9 @@ def test_two_models_get_the_same_crops_with_their_own_normalization(models, fold
 
 
 def test_two_processes_report_the_comparison_of_one_process(models, folders, tmp_path):
-    """Evaluation in two processes reports the same comparison as evaluation in one process.
+    """Evaluation in two processes reports the comparison that one process computes from saved logits.
 
-    The split has ReaL labels by image index, some of ImageNet's classes, and an unreadable image.
+    The split has ReaL labels by file name, some of ImageNet's classes, and an unreadable image.
     """
     root, loaded = models
     words = ["--checkpoint", str(root / "more.pt"), "--use-ema", "--split", "imagenet"]

@@ -15,7 +15,7 @@ MIXERS = [LonghornMixer, MambaMixer]
 
 
 def make_block(mixer, dim, drop_path=0.0, seed=0, pool=None, **dd):
-    """Return a block with random values in all weights, including biases, norm weights and skip weights."""
+    """Return a block with random weights. Noise is added to biases, norm weights and skip weights."""
     torch.manual_seed(seed)
     block = Block(dim, mixer, drop_path, pool)
     with torch.no_grad():

@@ -82,7 +82,7 @@ MEANING = {
 COMMAND = ["g++", "-std=c++17", "-Og", "-w", "-fno-exceptions", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 COMMAND += ["-shared", "-fPIC"]
 AHEAD, BEHIND = (Path(__file__).parent / "emulator.cpp").read_text().split("/* KERNELS */")
-# cache of compiled kernels, named by the hash of the source; the folder may be removed at any time
+# cache of compiled kernels, named by a hash of the source, the compiler and its options
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "emulated"
 
 
@@ -218,7 +218,7 @@ def sparse(size, dtype=torch.float32, stride=None) -> torch.Tensor:
         _limit_memory(None)
     stride = stride or [math.prod(size[i + 1 :]) for i in range(len(size))]
     elements, around = 1 + sum((n - 1) * s for n, s in zip(size, stride)), 1 << 33
-    # mmap.MAP_NORESERVE exists since Python 3.11
+    # mmap.MAP_NORESERVE exists since Python 3.13
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     memory = mmap.mmap(-1, elements * dtype.itemsize + 2 * around, flags=flags)
     tensor = torch.frombuffer(memory, dtype=dtype, count=elements, offset=around).as_strided(size, stride)
@@ -246,7 +246,7 @@ def has_sparse() -> bool:
 
 @contextlib.contextmanager
 def sparse_where_large(blocks: int = 16):
-    """Allocate large tensors sparsely, and make `launch` run only the last `blocks` blocks of each grid."""
+    """Allocate large tensors sparsely, and yield a `launch` that runs only the last `blocks` blocks of each grid."""
     global _sparse
     real, real_like, real_new = torch.empty, torch.empty_like, torch.Tensor.new_empty
 

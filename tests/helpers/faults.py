@@ -83,7 +83,7 @@ class Run:
                 os.kill(self.ranks[rank].pid, number)
 
     def wait_for_saves(self, count: int) -> None:
-        """Wait until the run has written `count` more checkpoints, or has ended."""
+        """Wait until the run has written `count` more checkpoints, or a process has ended."""
         while count and self.is_running():
             now = self._last_file()
             if now != self.seen:
@@ -102,7 +102,7 @@ class Run:
             time.sleep(0.001)
 
     def wait_for_words(self, words: str) -> None:
-        """Wait until the log contains `words`, or the run has ended."""
+        """Wait until the log contains `words`, or a process has ended."""
         while self.is_running() and words not in self.said():
             time.sleep(0.01)
 

@@ -17,7 +17,7 @@ from PIL import Image
 with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
     has_gpu = torch.cuda.is_available()
 if not has_gpu:
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads TRITON_INTERPRET at its first import
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads TRITON_INTERPRET when functions are decorated
 
 from processes import run, train_command
 from timm.data import get_img_extensions, set_img_extensions
@@ -63,7 +63,7 @@ def image_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory, image_folder):
-    """Return the run folder of a finished run of two epochs in one process."""
+    """Return the output folder of a finished run of two epochs in one process. The run folder is `run` inside it."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     run(train_command(folder, image_folder), pictures=True)
     return folder
@@ -79,7 +79,7 @@ def no_pictures(monkeypatch):
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Fill every uninitialized tensor with NaN or another number, so that reading unwritten memory fails tests."""
+    """Fill tensors of `empty`, `empty_like` and `new_empty` with NaN or 0x5A, so that unwritten memory fails tests."""
 
     def poisoned(make):
         def made(*args, **kwargs):

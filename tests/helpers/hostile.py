@@ -1,7 +1,7 @@
 """Operator calls with invalid arguments and unusual layouts, for tests/kernels/test_hostile_operators.py.
 
-A call is a dict of an operator's arguments by name. All sizes in a call differ, so that no dimension can be mistaken
-for another.
+A call is a dict of an operator's arguments by name. Most sizes in a call differ, so that few dimensions can be
+mistaken for one another.
 """
 
 import re

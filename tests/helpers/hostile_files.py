@@ -155,7 +155,7 @@ def _others() -> None:
         add(f"tiff {tags} tags", lambda t: sharing(600_000, t), tags)
     for compression in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "zstd", "lzma", "jpeg"):
         add(f"tiff {compression}", lambda c: encoded("TIFF", "RGB", (SIDE, SIDE), compression=c), compression)
-        if compression != "jpeg":  # JPEG supports 8 bits only
+        if compression != "jpeg":  # libtiff does not write 16-bit JPEGs
             add(
                 f"tiff 16 bits {compression}",
                 lambda c: encoded("TIFF", "I;16", (SIDE, SIDE), compression=c),
@@ -184,7 +184,7 @@ def storage(key: bytes = b"0", count: bytes = b"K\1") -> bytes:
 
 
 def view(count: int) -> bytes:
-    """Return a tensor whose strides are 0, so that all its elements share one stored value."""
+    """Return the pickle of a tensor whose strides are 0, so that all elements share one stored value."""
     return TENSOR + b"(" + storage() + b"K\0J" + struct.pack("<i", count) + b"K\2\x86K\0K\0\x86\x89}tR"
 
 
@@ -198,7 +198,7 @@ def archive(program: bytes, method: int = zipfile.ZIP_STORED, *, values: bytes =
 
 
 def understated(method: int) -> bytes:
-    """Return a zip archive whose entry decompresses to at least 512 MiB, although the header declares four bytes."""
+    """Return a zip archive whose entry decompresses to at least 512 MiB, although its directory declares four bytes."""
     with zipfile.ZipFile(made := io.BytesIO(), "w", method) as file:
         with file.open("x/data.pkl", "w") as part:
             part.write(b"\x80\2}.")
@@ -388,7 +388,7 @@ def files() -> dict[str, Callable[[], bytes]]:
 @dataclass
 class Cost:
     seconds: float  # CPU time, because other programs may use the machine
-    megabytes: float  # peak growth of the memory of this process or of the sandbox that decodes images
+    megabytes: float  # peak growth of this process's memory or, if larger, peak memory of the sandbox for images
     outcome: str
 
 

@@ -18,7 +18,7 @@ def random_images(*shape, dtype=torch.float32):
 
 
 def with_random_parameters(module):
-    """Return the model with random parameters, so that no bias is zero and no scale is one."""
+    """Convert a model to fp64 and add noise to all parameters, so that no bias is zero and no scale is one."""
     g = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for p in module.double().parameters():

@@ -51,7 +51,8 @@ def mean_cross_entropy(logits_NC, targets_N):
 def numbers(logits_NC, targets_N, allowed=None):
     """Return the values that validate.py must report.
 
-    `allowed` holds the correct classes of each image, like ReaL labels. Images without a correct class are ignored.
+    `allowed` holds the correct classes of each image, like ReaL labels. Images without a correct class count only for
+    the loss.
     """
     allowed = [{target} for target in targets_N.tolist()] if allowed is None else [set(own) for own in allowed]
     counted = np.array([bool(own) for own in allowed])

@@ -23,7 +23,7 @@ OURS = {
         for g in (0, 1)
     ],
 }
-PUBLISHED = {  # names of ViM's published weights, as in vim/models_mamba.py of github.com/hustvl/Vim
+PUBLISHED = {  # names of the weights in ViM's published checkpoints (github.com/hustvl/Vim)
     "block": "layers.{}.",
     "norm": "norm_f.weight",
     "directions": [

@@ -84,7 +84,7 @@ def distilled(logits, taught, o):
 
 
 def answers(teacher, images):
-    """Return a teacher's logits for the student's normalized images, renormalized and resized for the teacher."""
+    """Return a teacher's logits for the student's images, renormalized and resized to the teacher's size if fixed."""
     cfg = teacher.pretrained_cfg
     pixels = images * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
     if cfg["fixed_input_size"]:

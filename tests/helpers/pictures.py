@@ -23,8 +23,8 @@ DATA_CONFIG |= dict(mean=(0.3, 0.5, 0.6), std=(0.4, 0.2, 0.3))
 # photos of a temple and a flower, 427 x 640 pixels
 PHOTOS = [Image.fromarray(pixels) for pixels in load_sample_images().images]
 PHOTO = PHOTOS[0].resize((60, 40))
-# augmentation defaults of a training run, as arguments of timm's create_transform
 MEANS = {name: DATA_CONFIG[name] for name in ("mean", "std")}
+# augmentation defaults of a training run, as arguments of timm's create_transform
 RECIPE = dict(scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), hflip=0.5, color_jitter=0.3)
 RECIPE |= dict(auto_augment="rand-m9-mstd0.5-inc1", interpolation="bicubic")
 TIMMS_NAMES = {"aa": "auto_augment", "train_interpolation": "interpolation"}
@@ -66,7 +66,7 @@ def without_adobes_mark(jpeg):
 
 
 def training_set(folder, device=CPU, rank=0, world_size=1, epoch=0, input_size=(3, 12, 16), **options):
-    """Return a training loader's uint8 batches, and the (index, seed) of every image of an epoch."""
+    """Return a loader of a rank's uint8 training batches, and the (index, seed) of each image of the rank's epoch."""
     config = Config(**dict(data_dir=str(folder), global_batch_size=8, workers=0, aug_repeats=0) | options)
     dataset = open_split(config.data_dir, "", "train", is_training=True)
     micro_batch, _ = split_global_batch(config, world_size)

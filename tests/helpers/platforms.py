@@ -46,7 +46,7 @@ def become(platform: str) -> None:
 
 
 def train(platform: str, config: str) -> None:
-    """Train with workers until Ctrl-C (the only signal on Windows), then resume without workers until the end."""
+    """Train with workers until Ctrl-C, then resume without workers until the end."""
     # Fork for macOS, because starting new interpreters takes seconds and the Windows run covers spawned workers.
     multiprocessing.set_start_method("spawn" if platform == "win32" else "fork", force=True)
     os.environ["PLATFORM"] = platform

@@ -20,13 +20,13 @@ from unittest import mock
 
 import yaml
 
-# in mutation testing, the tests themselves run in a process forked by this server
+# in mutation testing, mutmut forks a process for each mutant, and the tests fork their processes from this process
 UNDER_TEST = os.environ.get("MUTANT_UNDER_TEST", "stats") != "stats"
 CONTEXT = multiprocessing.get_context("fork" if UNDER_TEST else "forkserver")
 PRELOADED = ("vil.cli.train", "vil.cli.validate", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin")
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = dict(os.environ)
-# options that enable every random part of the training recipe, for a model that trains in seconds
+# options of a model that trains in seconds with the default recipe
 SMALL = dict(model_kwargs=dict(embed_dim=32, depth=2, patch_size=8), img_size=16, global_batch_size=16, warmup_epochs=1)
 
 
@@ -85,8 +85,8 @@ def train_command(folder, image_folder, **options):
 def run(command, count=1, check=True, output=None, pictures=False):
     """Run a Python command in `count` forked processes, like `subprocess.run`.
 
-    Stdout goes to `output` if given. Curves are plotted only if `pictures` is set, because plotting takes longer than a
-    small run.
+    Stdout and stderr go to `output` if given. Curves are plotted only if `pictures` is set, because plotting takes
+    longer than a small run.
     """
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # hide GPUs, because ranks cannot share a GPU
     with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +135,7 @@ def _exit_codes(processes):
 
 
 def _said(file):
-    """Return a file's text without the connection messages that Gloo prints since PyTorch 2.10."""
+    """Return a file's text without Gloo's connection messages."""
     return re.sub(r"\[Gloo\].*\n", "", Path(file).read_text())
 
 

@@ -62,7 +62,7 @@ def exact(inputs):
 
 
 def outputs_and_gradients(f, inputs, dy_dtype=torch.float64, **kwargs):
-    """Return the output of `f` and the gradients of all inputs. The output gradient is random, with `dy_dtype`."""
+    """Return the output of `f` and the gradients of all inputs for random output gradients, rounded to `dy_dtype`."""
     y = f(*inputs, **kwargs)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return [y, *torch.autograd.grad(y, inputs, dy.to(dy_dtype).to(y.dtype))]

@@ -1,6 +1,7 @@
 """Tests of the fused block against the unfused block.
 
-On a CPU, reference implementations replace the kernels, which checks the algebra. On a GPU, the kernels run.
+On a CPU, reference implementations replace the kernels, which checks the algebra, or the kernels are emulated. On a
+GPU, the kernels run.
 """
 
 import copy

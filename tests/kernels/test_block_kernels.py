@@ -110,7 +110,7 @@ def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dt
         close(du, expected, dtype, "du")
 
 
-# Kernel selection on a simulated H200 or A100
+# Kernel selection on a simulated GPU with 132 multiprocessors, Hopper or older
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_convolution_and_projection_are_fused_for_supported_shapes(launched, mon
     assert run(L=95)[0] == run(B=16, L=24)[0] == "conv_xproj"  # at least 96 pairs of tokens use the fused kernel
     for other in (
         dict(L=94),  # 94 pairs of tokens are too few for two CTAs of 48 pairs
-        dict(B=16, L=23),  # a CTA's tokens would span more than five sequences
+        dict(B=16, L=23),  # the fused kernel needs sequences of at least 24 tokens
         dict(D=96), dict(R=40), dict(taps=3), dict(dtype=torch.float32), dict(stride=68),
         dict(stride=128, start=4),
     ):  # fmt: skip
@@ -248,7 +248,7 @@ L = 50
 
 @pytest.fixture
 def large(monkeypatch):
-    """Return a sparse tensor whose last elements are random and whose other elements are 0."""
+    """Return a function that makes a sparse tensor whose last elements are random and whose other elements are 0."""
     if not emulator.has_sparse():
         pytest.skip("needs memory that is not reserved")
 
@@ -348,7 +348,7 @@ def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatc
     close(end(mean), mean_truth, BF16, "mean")
     for value, expected in zip(norm, normed(end(out), 1e-5), strict=True):
         close(value[-L:], expected, BF16, "norm")
-    # Only the last CTAs of the grid run: three slices of channels, each with 256 tokens.
+    # The last six CTAs of the grid run: two for each of three slices of channels, with 256 tokens per CTA.
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 3 * -(-T // 256))
     dout, duz = large(T, C), emulator.sparse((B, L, 2 * D), BF16)
     gated = kernels.gate_outproj_backward(dout, out_proj, mean, z, scale, *duz.chunk(2, dim=-1))

@@ -19,7 +19,7 @@ from vil.kernels.scan.kernel import rows
 
 RECURRENCES = pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
-# maximum shared memory of a CTA in bytes by architecture; other architectures have 99 KiB
+# maximum shared memory of a CTA in bytes by architecture; sm_120 has 99 KiB
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 H200 = 132  # number of multiprocessors
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
@@ -30,7 +30,7 @@ OWN_OF_TENSOR_CORES = {torch.float32: 1e-6, torch.bfloat16: 1.2e-3, torch.float1
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Emulate kernels on a CPU, with the properties of an H200."""
+    """Emulate kernels on a CPU, with the number of multiprocessors and the shared memory of an H200."""
     emulator.as_if_on_a_gpu(monkeypatch, H200)
 
 
@@ -47,7 +47,7 @@ def device(request):
 def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
     """Return all scan kernels that the cost model may choose for these inputs.
 
-    Projecting kernels are listed for every rank on sm_90 in bf16, otherwise only for the largest rank.
+    Projecting kernels are listed for ranks 24 and 48 on sm_90 in bf16, otherwise only for rank 48.
     """
     ranks = (0, 24, 48) if (arch, dtype) == ("sm_90", torch.bfloat16) else (0, 48)
     x = torch.empty(2, 1, 8, D, dtype=dtype, device="meta")
@@ -313,7 +313,7 @@ def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, mo
     truth = [results_of(reference_scan, exact(inputs), dy.double(), reverse=True)]
 
     def large(t, image):
-        """Return an input with more than 2^32 elements, without using memory for all elements.
+        """Return an input with more than 2^32 elements or with strides above 2^32, in little memory.
 
         All images are `t` if only the results must be large; otherwise only the last image of direction 1 is `t`.
         """

@@ -212,7 +212,7 @@ def test_unsupported_numbers_of_states_are_rejected(N, launched):
     ],
 )
 def test_unsupported_weight_sizes_of_both_directions_are_rejected(name, size, reason, launched):
-    """Weights with an unsupported number of taps, states or ranks are rejected before any kernel is launched."""
+    """Weights with an unsupported or mismatched number of taps, states or ranks are rejected before any launch."""
     named = block_call("longhorn" if "states" in reason else "selective")
     half, place = len(named["directions"]) // 2, DirectionWeights._fields.index(name)
     for g in (0, half):

@@ -22,7 +22,7 @@ def normalised(images):
 
 
 def augmented_by_timm(images, targets, config, num_classes, epoch, position):
-    """Apply timm's random erasing, with grey pixels, and mixup to groups of eight images, each with its own seed."""
+    """Apply timm's random erasing (to 0) and mixup or cutmix to groups of eight images, each with its own seed."""
     parts = []
     for start in range(0, len(images), 8):
         group, labels = normalised(images[start : start + 8]), targets[start : start + 8]

@@ -67,7 +67,7 @@ def test_batches_equal_timms_transform_of_each_image(photo_folder, device, optio
     monkeypatch.setattr(encoded, "SMALL", options.pop("SMALL", encoded.SMALL))
     # Batches are transformed together if they have at most this number of pixels.
     monkeypatch.setattr(plan, "PIXELS_TOGETHER", options.pop("TOGETHER", 2**20))
-    # A worker returns this number of images at a time.
+    # A worker returns at most this number of images at a time.
     monkeypatch.setattr(plan, "PIECE", options.pop("PIECE", plan.PIECE))
     loader, keys = on_device(photo_folder, device, **options)
     images, targets = joined(loader)
@@ -77,7 +77,7 @@ def test_batches_equal_timms_transform_of_each_image(photo_folder, device, optio
     expected, expected_targets, broken = by_timm(loader.dataset.dataset, keys, **SIZE, **of_transform)
     assert targets == expected_targets
     differences = (images.float() - expected).abs().mean(dim=(1, 2, 3))
-    # Decoders round differently, which can move a pixel across an operation's threshold.
+    # Decoding and resizing round differently, which can move a pixel across an operation's threshold.
     exact, nearly_all, most = (0.03, 0.3, 0.3) if device.type == "cpu" else (0.2, 1.0, 6.0)
     assert differences.median() < exact
     assert differences.quantile(0.9) < nearly_all
@@ -89,7 +89,7 @@ def test_batches_equal_timms_transform_of_each_image(photo_folder, device, optio
 def test_tiny_images_are_cropped_like_timms(files, device, size):
     for path in (files / "train").glob("*/1*.jpg"):
         path.write_bytes(encode(PHOTO.resize(size)))
-        os.utime(path, ns=(0, 2**63))  # the latest modification time of some file systems, in the year 2262
+        os.utime(path, ns=(0, 2**63))  # in the year 2262; overflows a signed 64-bit number of nanoseconds
     loader, keys = on_device(files, device)
     images, targets = joined(loader)
     expected, expected_targets, _ = by_timm(loader.dataset.dataset, keys, **SIZE)
@@ -118,7 +118,7 @@ def test_images_do_not_depend_on_the_world_size(photo_folder, device):
     shares = [joined(on_device(photo_folder, device, rank, 12)[0]) for rank in range(12)]
     order = [(rank, 2 * step + i) for step in range(2) for rank in range(12) for i in range(2)]
     assert [shares[rank][1][i] for rank, i in order] == targets
-    # The batch composition changes the order of summation.
+    # The batch composition may change the order of summation.
     different = images != torch.stack([shares[rank][0][i] for rank, i in order])
     assert different.float().mean() < 1e-3
 
@@ -149,7 +149,7 @@ def test_evaluation_images_equal_timms_transform_of_each_image(photo_folder, dev
         assert target == "ab".index(dataset.filename(i)[0])
         differences.append((image - torch.as_tensor(transform(expected)).float()).abs())
     assert broken == loader.take_unreadable() >= 2
-    # In an image enlarged from few pixels, many values lie exactly between two grey levels.
+    # In a resized image of few pixels, many values lie exactly between two grey levels.
     mean, largest = (0.1, 2) if device.type == "cpu" else (0.2, 8)
     assert max(levels.mean() for levels in differences) < mean
     assert max(levels.max() for levels in differences) <= largest
@@ -254,7 +254,7 @@ def test_a_changed_file_is_read_again(files, device, unchanged):
         assert same(again, expected[2 * epoch : 2 * epoch + 2])
 
 
-@pytest.mark.parametrize(("room", "stays"), [(500_000, False), (10_000_000, True)])  # the decoded images take 2.3 MB
+@pytest.mark.parametrize(("room", "stays"), [(500_000, False), (10_000_000, True)])  # decoded images take 2.5 MB
 def test_images_are_cached_only_if_all_fit_and_the_cache_is_logged(files, device, monkeypatch, caplog, room, stays):
     monkeypatch.setattr(cache, "HOST_BYTES", room)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (cache.SHARE * room, None))
@@ -298,7 +298,7 @@ def test_repeated_copies_of_a_file_are_decoded_once(photo_folder, device, monkey
         assert len({index for index, _ in keys[first : first + 24]}) == 8
         assert count <= 8
     assert torch.equal(images, joined(on_device(photo_folder, device, aug_repeats=3, batch_size=6)[0])[0])
-    monkeypatch.setattr(preparation, "PIXELS_AT_ONCE", 10_000)  # decodes three or four files at a time
+    monkeypatch.setattr(preparation, "PIXELS_AT_ONCE", 10_000)  # decodes one or two files at a time
     assert torch.equal(images, joined(on_device(photo_folder, device, aug_repeats=3)[0])[0])
 
 
@@ -326,7 +326,7 @@ def test_waiting_times_for_the_model_and_the_thread_are_measured(six_batches, mo
     begin = time.perf_counter()
     list(six_batches)
     for_model, for_thread = six_batches.waits
-    assert for_model > 2 * 0.05  # the last three batches are prepared before the model needs them
+    assert for_model > 2 * 0.05  # the last three batches wait until the model has used earlier ones
     assert for_thread > 5 * 0.02
     assert for_model + for_thread < time.perf_counter() - begin
 

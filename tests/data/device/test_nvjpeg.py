@@ -79,7 +79,7 @@ def test_invalid_and_too_large_files_are_rejected(monkeypatch):
 
 
 def test_memory_is_allocated_only_for_sizes_within_the_limit(monkeypatch):
-    """Check the limit on sizes that nvJPEG reports, which may differ from the sizes in PIL's header."""
+    """Check the limit on sizes that nvJPEG reports, which may differ from the sizes that PIL reports."""
     sizes, taken = iter([(48, 64), (2**12, 2**12 + 1), (0, 64)]), []
 
     def size_of(handle, pointer, length, components, subsampling, widths, heights):

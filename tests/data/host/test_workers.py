@@ -88,7 +88,7 @@ def test_usable_cores_are_limited_by_affinity_and_the_containers_quota(machine, 
 @pytest.mark.parametrize(
     ("device", "cores_processes_expected"),
     [
-        # Each GPU's process reserves one or two cores for itself. The other cores are for workers.
+        # Each GPU's process reserves one or two of several cores. At most 16 of the other cores are for workers.
         (CUDA, "16-1-14 64-4-14 8-1-6 4-1-3 2-1-1 1-1-1 8-8-1 6-8-1 256-1-16"),
         (CPU, "1-1-1 2-1-1 8-1-2 16-1-4 128-1-16"),  # training on a CPU needs most cores for the model
     ],
@@ -263,8 +263,9 @@ def test_a_worker_killed_while_idle_is_reported_in_one_line(started, streams):
     """If a worker is killed between two batches, PyTorch raises from a signal handler, and the run reports one line."""
     loader, (worker,) = started(streams=streams)
     next(iter(loader))
-    with pytest.raises(ConfigError, match="reduce --workers"):
+    with pytest.raises(ConfigError, match="reduce --workers") as caught:
         outlive(worker)
+    assert "\n" not in str(caught.value)
 
 
 def test_pytorchs_sigchld_handler_is_wrapped_once():
@@ -326,7 +327,7 @@ def test_a_worker_ignores_all_signals_except_its_parents(started, monkeypatch, s
 def start_a_worker(pipe):
     """Start a worker that writes its process id to the pipe.
 
-    The pipe closes when the worker exits.
+    The pipe closes when the worker and this process have exited.
     """
 
     def work():
@@ -374,7 +375,7 @@ def test_an_unused_loader_in_a_reference_cycle_stops_its_workers_silently(image_
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_pieces_form_batches_with_any_number_of_workers(image_folder, started, monkeypatch, count):
-    """Assemble batches of 28 images from pieces of at most 3, with one or several workers, in repeated epochs."""
+    """Assemble batches of a split of 28 images from pieces of at most 3, with 0, 1 or 3 workers, in repeated epochs."""
     monkeypatch.setattr("vil.data.plan.PIECE", 3)
     made = []  # the loader is created in another thread
     (thread := threading.Thread(target=lambda: made.extend(started(count, batch_size=9)))).start()

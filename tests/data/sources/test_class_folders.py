@@ -27,7 +27,10 @@ def write(root, *names):
 
 @pytest.fixture(params=["folder", "tar", "wrapped tar"])
 def packed(request):
-    """Pack each split into a tar file. In some tar files, the class folders lie inside a folder of the split's name."""
+    """Return a function that keeps a data folder or packs each split into a tar file.
+
+    In a wrapped tar file, the class folders lie inside a folder of the split's name.
+    """
 
     def pack(root):
         for split in [path for path in root.iterdir() if path.is_dir()] if request.param != "folder" else ():
@@ -49,7 +52,7 @@ def test_folders_with_equal_names_are_separate_classes(tmp_path, packed):
     leaves = ["abbey", "bazaar/indoor", "bazaar/outdoor", "church/indoor", "church/outdoor", "shop/toys"]
     write(tmp_path, *(f"{split}/{leaf}/{i}.png" for split in ("train", "val") for leaf in leaves for i in range(2)))
     train, val, num_classes = open_splits(small_config(packed(tmp_path)))
-    # these folder names are unique, so they need no parent folder
+    # the folder name "toys" is unique, so the class name does not contain the parent folder
     names = [name.removeprefix("shop/") for name in leaves]
     assert num_classes == 6
     assert class_names(train) == class_names(val) == {name: index for index, name in enumerate(names)}

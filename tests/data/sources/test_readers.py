@@ -18,7 +18,7 @@ from vil.data.sources import readers
 from vil.data.sources.images import read_image
 from vil.data.sources.splits import open_split
 
-ON_DEVICE = ("grey", "full colour", "wrong tables")  # unusual files that a device decodes
+ON_DEVICE = ("grey", "full colour", "wrong tables")  # unusual or damaged files that stay encoded for the device
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def encoded_reader(photo_folder):
 
 
 def test_files_that_a_device_can_decode_stay_encoded(encoded_reader, monkeypatch):
-    """Readers return encoded bytes if a device can decode the image, but pixels if the image is small."""
+    """Readers return encoded bytes if the file seems to be a plain JPEG, but pixels if the image is small."""
     for i in range(len(encoded_reader)):
         image, path = encoded_reader[i, 0][0], encoded_reader.dataset.reader.samples[i][0]
         if isinstance(image, EncodedImage) and math.prod(image.size) <= encoded.SMALL:

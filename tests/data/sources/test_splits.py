@@ -58,7 +58,7 @@ def test_splits_are_found_by_common_names(tmp_path, wanted, there, found, tar, c
     lines = [record.getMessage() for record in caplog.records]
     if wanted in (found, "train", "validation"):
         assert lines == []
-    else:  # using another folder than the requested one is logged
+    else:  # using another folder than the requested one is logged, unless a default name is requested
         assert lines == [f"{tmp_path} has no split {wanted!r}: {found}{'.tar' * tar} in its place"]
 
 
@@ -113,7 +113,7 @@ def test_a_folder_is_split_by_the_command_that_the_error_names(tmp_path, monkeyp
 
 
 def pets(folder, count):
-    """Write two class folders with the given numbers of images, all of different sizes."""
+    """Write two class folders of `count` images each. The images of a class have different sizes."""
     for name in ("cat", "dog"):
         (folder / name).mkdir(parents=True)
         for i in range(count):
@@ -139,7 +139,7 @@ def test_splitting_holds_out_images_of_every_class_and_leaves_the_source_unchang
     assert sorted(path.read_bytes() for path in one.values()) == sorted(before.values())
     numbers = sorted(int(path.stem) for path in (tmp_path / "one" / "validation" / "dog").iterdir())
     assert len(numbers) == 15
-    assert numbers[0] < 10 < 20 < numbers[-1]  # images are sampled at random
+    assert numbers[0] < 10 < 20 < numbers[-1]  # images from the whole class are held out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "pets", "two"]
     (tmp_path / "here" / "new").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -264,8 +264,8 @@ def test_a_missing_split_is_reported_with_the_existing_splits(image_folder, tmp_
         open_splits(small_config(tmp_path))
     shutil.copytree(image_folder / "val", tmp_path / "val")
     with pytest.raises(ConfigError, match="no split 'test' .*called test.; it has 'more', 'notes', 'train', 'val'$"):
-        open_split(str(tmp_path), "", "test")  # the test split must not be used for model selection
-    (tmp_path / "val").rename(tmp_path / "test")
+        open_split(str(tmp_path), "", "test")  # the validation split does not replace a missing test split
+    (tmp_path / "val").rename(tmp_path / "test")  # the test split must not be used for model selection
     with pytest.raises(ConfigError, match="'validation' .*has 'more', 'notes', 'test', 'train'. .*vil split .*/train "):
         open_splits(small_config(tmp_path))
 
@@ -312,7 +312,7 @@ def test_a_class_folder_without_images_is_rejected_by_name(image_folder, tmp_pat
     config, train = small_config(tmp_path / "images"), tmp_path / "images" / "train"
     for name in (".cache", "__MACOSX", "bird/egg"):
         (train / name).mkdir(parents=True)
-    (train / "link").symlink_to(train.parent / "empty")  # a link to an empty folder is only logged
+    (train / "link").symlink_to(train.parent / "empty")  # a link to an empty folder is not rejected
     (train.parent / "empty").mkdir()
     with pytest.raises(ConfigError, match="no images: 'bird'. Copy"):
         open_splits(config)
@@ -402,7 +402,7 @@ def test_ranks_share_the_samples_of_shards_without_duplicates(image_folder, tmp_
         train, val, _ = open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4))
         for reader in (train.reader, val.reader):
             reader.dist_rank, reader.dist_num_replicas, reader.global_num_workers = rank, 2, 2
-        # the length counts the samples of all ranks, because it determines the steps per epoch
+        # `count_images` counts the samples of all ranks, because the number determines the steps per epoch
         assert count_images(train) == 4 * TRAIN_IMAGES
         assert len(list(train)) == 2 * TRAIN_IMAGES
         share = [label for _, label in val]
