@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Longhorn", "VisionLonghorn", "from_checkpoint", "predict", "train"]
 
-# public name -> module, and the name in that module (None for the module itself), imported on first use
+# public name -> module, and the name in that module (None for the module itself)
 SOURCES = {
     "Longhorn": ("vil.models.block", "Longhorn"),
     "VisionLonghorn": ("vil.models.vision_longhorn", "VisionLonghorn"),
@@ -48,7 +48,7 @@ def _runs_command() -> bool:
     return Path(program).stem == "vil"
 
 
-if not _runs_command():  # the command imports PyTorch after it has checked its options
+if not _runs_command():  # the command imports PyTorch after it has checked the names of its options
     from .models import vision_longhorn as _registered  # noqa: F401
 
 try:

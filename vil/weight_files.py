@@ -1,4 +1,4 @@
-"""Reading of .pt, .pth and .safetensors weights files, and the content of .safetensors files to write."""
+"""Reading of .pt, .pth and .safetensors weights files, and packing of .safetensors files."""
 
 from __future__ import annotations
 

@@ -123,6 +123,8 @@ def test_folders_of_many_images_keep_the_default_recipe(photos, monkeypatch, cap
     config = Config(**complete({"data_dir": photos, "device": "cpu"}))
     assert (config.pretrained_path, config.epochs) == (None, Config().epochs)
     assert "training starts from random weights with the default options" in caplog.text
+    complete({"data_dir": photos, "device": "cpu", "pretrained_path": "vil_tiny.tiny_in200"})
+    assert "training starts from vil_tiny.tiny_in200 with the default options" in caplog.text
 
 
 def test_run_folders_between_the_class_folders_are_rejected(photos, monkeypatch):

@@ -54,7 +54,7 @@ class Config:
     )
     synthetic: int = _option(
         0,
-        "train on this many synthetic images per epoch, kept on the device (ImageNet's number if no value is given)",
+        "train on this many synthetic images per epoch, one batch repeated (ImageNet's number if no value is given)",
         1_281_167,
         low=0,
     )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 PIECE = 2**12  # maximum number of characters per piece of text in the queue
 MOST_PENDING = 2**10  # maximum number of pieces in the queue; the oldest pieces are dropped
 MOST_WAIT = 0.5  # seconds; maximum time that a call of `flush` waits
-WAIT_SHARE = 0.01  # maximum share of the program's run time that calls of `flush` may wait
+WAIT_SHARE = 0.01  # share of the program's run time that calls of `flush` may wait, in addition to MOST_WAIT
 EXIT_WAIT = 1.0  # seconds; maximum wait for pending text when the process exits
 
 
@@ -31,7 +31,8 @@ class BackgroundStream:
     """Text stream with a writer thread, so that a full disk or a stuck reader cannot stop the program.
 
     A flush normally waits until the text is written, which keeps lines of stdout and stderr in order. If the reader of
-    the stream is stuck, flushes wait for at most `WAIT_SHARE` of the run time, and the queue drops its oldest text.
+    the stream is stuck, flushes wait for at most `MOST_WAIT` seconds plus `WAIT_SHARE` of the run time, and the queue
+    drops its oldest text.
 
     Args:
         stream: sys.stdout or sys.stderr.

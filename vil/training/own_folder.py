@@ -166,9 +166,10 @@ def _choose_splits(layout: Layout, given: Mapping[str, Any]) -> dict[str, Any]:
 def _choose_training(num_images: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return and log the options of model, weights and recipe."""
     if num_images > MOST_IMAGES:
+        weights = given.get("pretrained_path") or "random weights"
         warn_on_rank0(
-            __name__, "more than %d training images, so training starts from random weights with the default options, "
-            "ViM's recipe for ImageNet (set -c CONFIG, or --pretrained-path)", MOST_IMAGES,
+            __name__, "more than %d training images, so training starts from %s with the default options, ViM's recipe "
+            "for ImageNet (set -c CONFIG, or --pretrained-path)", MOST_IMAGES, weights,
         )  # fmt: skip
         return {}
     device = "cpu" if known_device(given.get("device")) == "cpu" else "gpu"

@@ -71,7 +71,7 @@ def train(
 
     Args:
         data: Folder of images, with one folder per class or with splits; with dataset="wds/NAME", folder or URL of the
-            shards; None for other values of `dataset` and for `synthetic`.
+            shards; optional for other values of `dataset`; None for `synthetic`.
         weights: Weights to start from: a file, or the name of weights in the package, such as "vil_tiny.tiny_in200";
             None to choose weights by the folder, and "none" for random weights.
         config: Config file, or the name of a config of this package, such as "vil_tiny".
