@@ -26,7 +26,7 @@ class Translation:
 
     options: dict[Any, Any]
     ignored: list[str] = field(default_factory=list)  # names of options that are ignored
-    errors: list[str] = field(default_factory=list)  # error messages about unsupported options
+    errors: list[str] = field(default_factory=list)  # error messages about unsupported or invalid options
 
 
 def from_timm(values: Mapping[Any, Any], source: str, given: Mapping[str, Any]) -> Translation:

@@ -1,1 +1,1 @@
-"""Fault tolerance: keep a process alive through lost output, signals, failing disks and dead processes."""
+"""Fault tolerance: reactions of a process to lost output, signals, failing disks and dead processes."""

@@ -115,7 +115,7 @@ def _has_splits(given: Mapping[str, Any]) -> bool:
 
 
 def _layout(given: Mapping[str, Any]) -> Layout:
-    """Return the layout of the data folder. Splits whose names are given are not detected."""
+    """Return the layout of the data folder. If the training split is given, no splits are detected."""
     if "train_split" not in given:
         try:
             return find_layout(given["data_dir"])

@@ -59,7 +59,7 @@ class Teacher:
         order = check_order(names, label_names, owner, "this run", "choose a teacher of the same classes")
         self.order = None if order is None else torch.tensor(order, device=device)
 
-        # convolutions on GPUs are fastest in channels_last
+        # convolutions on GPUs are usually fastest in channels_last
         self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         self.model = model.eval().requires_grad_(False).to(device, memory_format=self.layout)
 
