@@ -126,7 +126,7 @@ class Reporter:
                 write_atomically(self.folder / "curve.png", plot_history(self.unplotted, self.note))
 
     def closing_line(self, history: list[dict[str, Any]], problem: str | None = None) -> str:
-        """Return a line with the best epoch's accuracy and the path of best.pt, or the problem with best.pt."""
+        """Return a line with the best epoch's accuracy, the paths of result files, and any problem with best.pt."""
         line = f"best: {format_best(history)}: {self.folder / 'best.pt'}"
         if problem:
             line += f" {problem}"
