@@ -14,10 +14,10 @@ def derive_seed(*key: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, NumPy and PyTorch, on the CPU and on initialized devices.
+    """Seed the generators of Python, NumPy and PyTorch, on the CPU and on the current device of initialized backends.
 
     `torch.manual_seed` is not used, because it also records a stack trace per uninitialized backend. Recording takes
-    ten times as long as all other seeding, which is too slow to do for each image.
+    longer than all other seeding together, which is too slow to do for each image.
     """
     random.seed(seed)
     np.random.seed(seed)

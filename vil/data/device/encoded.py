@@ -16,7 +16,7 @@ from .batched_transforms import ARGUMENTS, CODES, GEOMETRIC, affine_matrix
 from .nvjpeg import MOST_PIXELS
 from .transform_parameters import Operation, TransformParameters
 
-SMALL = 2**14  # workers decode images of up to `SMALL` pixels, because nvJPEG is not faster for such images
+SMALL = 2**14  # workers decode images of up to `SMALL` pixels, because nvJPEG takes as long for them as for larger ones
 
 NO_CONTENT = torch.empty(0, dtype=torch.uint8)
 

@@ -21,7 +21,7 @@ from .transform_parameters import TransformSampler
 
 
 class EncodedReader(ImageReader):
-    """`ImageReader` that returns an `EncodedImage` for files that a device can decode.
+    """`ImageReader` that returns an `EncodedImage` for small images and for files that a device can decode.
 
     The keys are the tasks of `DecodedCache`. Only the transform is sampled for an image that the device has cached.
     """
