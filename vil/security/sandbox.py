@@ -59,8 +59,8 @@ class Sandbox:
 
         Raises:
             LateImageError: Decoding exceeded the timeout.
-            UnfitImageError: The file is not an image, is damaged or exceeds a limit. The message contains the error of
-                the decoder.
+            UnfitImageError: The file is not an image, is damaged or exceeds a limit. The message contains the decoder's
+                error or exit status.
             OSError: The sandbox process does not start, or was killed, probably because memory ran out.
         """
         with self._lock:
