@@ -1,4 +1,4 @@
-"""Seeds derived from the position in a run, and seeding of the random number generators of Python, NumPy and PyTorch."""
+"""Seeds derived from the position in a run, and seeding of the generators of Python, NumPy and PyTorch."""
 
 from __future__ import annotations
 
