@@ -164,7 +164,7 @@ class Torchrun:
 
 
 def result(folder: Path) -> dict:
-    """Return the content of a run's last.pt, without values that differ between identical runs, such as times."""
+    """Return the training state and losses of a run's last.pt, without values that differ between identical runs."""
     saved = checkpoint.Checkpoint(folder / "last.pt").training_state()
     history = [without_measured(row) for row in saved["history"]]
     names = ("epoch", "state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler")
@@ -172,7 +172,7 @@ def result(folder: Path) -> dict:
 
 
 def without_measured(row: dict) -> dict:
-    """Return a row of summary.csv without measured columns, such as times, which differ between identical runs."""
+    """Return a history row without measured columns, such as throughput, which differ between identical runs."""
     return {name: value for name, value in row.items() if name not in MEASURED}
 
 

@@ -21,7 +21,7 @@ def kept_figures(monkeypatch) -> list[Figure]:
 
 
 def drawn(figure: Figure) -> list:
-    """Return a figure's texts, and the values of its images and curves."""
+    """Return a figure's titles and labels, and the values of its images and curves."""
     return [
         (
             [axis.get_title(), axis.get_xlabel(), axis.get_ylabel(), *(line.get_label() for line in axis.get_lines())],

@@ -95,7 +95,7 @@ FIRST = ("x_GBLD", "x_BLC", "norm_C", "q_GLBN", "dx_BMC", ("saved", 0))
 
 
 def assert_each_wrong_tensor_is_refused(call, named, but=()):
-    """Assert that each invalid tensor raises a Python exception that names the argument."""
+    """Assert that each invalid tensor raises an exception that names the argument, or another for `FIRST`."""
     count = 0
     for place in places(named):
         for what in WRONG.keys() - {*but}:

@@ -60,7 +60,7 @@ class ReferenceKernels:
 
 
 def in_tiles(out_proj):
-    """Return the weights of out_proj in the memory layout of Hopper's wgmma instruction.
+    """Return the weights of out_proj in the tiled memory layout that gate_outproj_sm90.cu reads.
 
     Each tile has 32 input channels and all output channels, in rows of 64 bytes.
     """
