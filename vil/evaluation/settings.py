@@ -200,9 +200,9 @@ def resolve_model(given: ModelOptions, source: Checkpoint | None, option: str = 
     saved = source.options | source.preprocessing if source else {}
     name = saved.get("model") if given.model is None else given.model
     if not name and source is None:
-        raise ConfigError(f"no model is given: set --checkpoint FILE or {option} NAME for timm's pretrained weights")
+        raise ConfigError(f"no model is given: set --checkpoint FILE or {option} NAME for pretrained weights")
     if not name:
-        raise ConfigError(f"{option} is required, unless a checkpoint of vil train stores the model's name")
+        raise ConfigError(f"{option} is required, because {source} does not store the model's name")
     saved_kwargs = dict(saved.get("model_kwargs") or {})
     if given.img_size:
         saved_kwargs.pop("img_size", None)

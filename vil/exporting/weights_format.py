@@ -22,7 +22,7 @@ def to_safetensors(model: Any, metadata: dict[str, Any]) -> Serialized:
     """Serialize the weights of a model, and reload them with `vil.from_checkpoint` for the check of the outputs.
 
     Raises:
-        ExportError: A weight exceeds the range of fp16, the model has no head, or the model's arguments are unknown.
+        ExportError: A weight is not finite in fp16, the model has no head, or the model's arguments are unknown.
     """
     if not model.num_classes:
         raise ExportError(
@@ -44,8 +44,8 @@ def _weights_in_half_precision(model: Any) -> dict[str, Tensor]:
     too_large = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
     if too_large:
         raise ExportError(
-            f"weights must be at most 65504 in magnitude, the range of half precision: {', '.join(too_large[:3])} "
-            "exceed this range"
+            "weights must be finite and at most 65504 in magnitude, the range of half precision, unlike "
+            f"{', '.join(too_large[:3])}"
         )
     return weights
 

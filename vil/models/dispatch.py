@@ -30,8 +30,9 @@ _classes: dict[type, list[type]] = {}  # supported mixer class -> expected class
 
 
 def set_fused(enable: bool) -> None:
-    """Enable (the default) or disable the fused kernels of blocks, for debugging. Compiled graphs are not affected.
+    """Enable (the default) or disable the fused kernels of blocks, for debugging.
 
+    Compiled models are recompiled at the next call. CUDA graphs and exported programs are not affected.
     The environment variable VIL_FUSED=0 disables the fused kernels at import, also in child processes.
     """
     global _fused

@@ -84,14 +84,14 @@ class PatchProjection(nn.Conv2d):
 
 
 def copy_for_product(x: Tensor) -> Tensor:
-    """Return a contiguous copy of x, in the autocast dtype if autocast is enabled."""
+    """Convert x to the autocast dtype if autocast is enabled. A conversion returns a contiguous copy."""
     device = x.device.type
     # PyTorch does not support autocast on the meta device
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     return x.to(torch.get_autocast_dtype(device) if autocast else x.dtype, memory_format=torch.contiguous_format)
 
 
-@register_notrace_module  # the size checks branch on the image size, which torch.fx cannot trace
+@register_notrace_module  # timm's FX feature extractors keep the patch embedding as one node
 class PatchEmbed(nn.Module):
     """Convolutional patch embedding of images (B, 3, H, W) to patches (B, h, w, C).
 
@@ -472,7 +472,10 @@ class VisionLonghorn(nn.Module):
         return self.norm(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return the logits (B, num_classes), or the pooled features if `pre_logits`, of tokens (B, L, C)."""
+        """Return the logits (B, num_classes), or the pooled features if `pre_logits`, of tokens (B, L, C).
+
+        If `global_pool` is "", the result has one row per token.
+        """
         if self.global_pool == "token":
             x = x[:, (x.shape[1] - 1) // 2]
         elif self.global_pool == "avg":

@@ -46,7 +46,7 @@ class Classifier:
     label_names: Sequence[str]
 
     def __post_init__(self) -> None:
-        from ..data.loaders import evaluation_transform  # imported late, because this import takes a second
+        from ..data.loaders import evaluation_transform  # imported late, because this import is slow
 
         self.transform = evaluation_transform(self.data_config)
         self.label_names = _readable(self.label_names)
