@@ -1,6 +1,6 @@
 """Measure how much host time this package saves by calling private PyTorch functions, in eager mode on one GPU.
 
-    python benchmarks/private_apis.py                            # less than a minute on an H200
+    python benchmarks/private_apis.py
 
 Each row compares eager steps with all functions of vil/kernels/torch_private.py that save host time to steps without
 one of them. Rounds of both alternate. `host` is the time until the step has been queued, and `step` the time until the

@@ -1,14 +1,14 @@
 """Measure how much each kernel variant speeds up whole models, compared with the kernels that run without it.
 
-    python benchmarks/variants.py                                     # about two minutes on an H200
+    python benchmarks/variants.py
     python benchmarks/variants.py --variants gate_outproj_bwd_sm90 --cases vil_small,train,224,128
     python benchmarks/variants.py --variants "forward_simt, 4 x 1" --no-amp     # in fp32
-    python benchmarks/variants.py --device cpu                        # about four minutes of one core
+    python benchmarks/variants.py --device cpu                                  # about a minute of one core
 
 On a GPU, each row compares a model with all variants to the same model without one of them. Both are captured as CUDA
 graphs, whose replays alternate. A variant is removed by replacing an entry of the tables or conditions that choose
 kernels, and the plans that were recorded with it are forgotten. "unused" means that the model launches the same kernels
-without it. The last row compares the Triton scan with the PyTorch scan in unfused blocks.
+without it. Without --cases, the last row compares the Triton scan with the PyTorch scan in unfused blocks.
 
 On a CPU, each row has the CPU time of a step on one thread in plain PyTorch, and the speedups with the fused block and
 with the scan in unfused blocks.

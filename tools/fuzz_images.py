@@ -284,7 +284,7 @@ class Outcome:
     seconds: float = 0.0
     megabytes: float = 0.0  # peak growth of this process's memory, plus the largest peak of a sandbox process
     slowest: tuple[float, str] = (0.0, "")  # the slowest file's seconds and name
-    errors: collections.Counter = field(default_factory=collections.Counter)  # counts of errors by type
+    errors: collections.Counter = field(default_factory=collections.Counter)  # counts of errors by message
     names: set[str] = field(default_factory=set)  # names of unreadable files
     ended_by: str = ""
 
@@ -341,7 +341,7 @@ def noted(outcome: Outcome):
         def emit(self, record):
             name, error = record.args
             outcome.names.add(name)
-            outcome.errors[type(error).__name__] += 1
+            outcome.errors[error] += 1
 
     def timed(read):
         def read_timed(path, *rest):
@@ -412,7 +412,7 @@ def main() -> None:
                 on_gpu = options.device.type == "cuda"  # the driver's address space would exceed the limit
                 run = read_all if on_gpu else in_a_child
                 outcome = run(root, path, options.device, None if on_gpu else 2.5)
-                errors = ", ".join(f"{name} {count}" for name, count in outcome.errors.most_common())
+                errors = ", ".join(f"{message} {count}" for message, count in outcome.errors.most_common(3))
                 print(
                     f"| {path} | {outcome.files} | {outcome.unreadable} | {outcome.seconds:.0f} "
                     f"| {outcome.megabytes:.0f} | {outcome.slowest[0]:.1f} s, {outcome.slowest[1]} | {errors} "

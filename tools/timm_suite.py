@@ -19,7 +19,7 @@ import timm
 import vil  # noqa: F401  registers the models
 
 # FILTERS is added to timm's test file.
-# The filters make timm test forward_intermediates(), and treat this package's models as non-convolutional.
+# The filters make timm test forward_intermediates(), and test this package's models like timm's transformers.
 FILTERS = f"""
 NON_STD_FILTERS += {timm.list_models(module="vision_longhorn")}
 FEAT_INTER_FILTERS += ["vision_longhorn"]

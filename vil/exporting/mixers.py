@@ -1,6 +1,6 @@
 """Forward functions of mixers and norms with only standard PyTorch operators, for export.
 
-The functions avoid operators that copy tensors of all tokens, because copies are as slow as arithmetic in onnxruntime.
+The functions use few operators that copy all tokens, because copies are as slow as arithmetic in onnxruntime.
 
 Dimension letters:
 

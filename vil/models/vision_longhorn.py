@@ -9,7 +9,7 @@ model of Zhu et al., "Vision Mamba: Efficient Visual Representation Learning wit
 
     model = timm.create_model("vil_small", num_classes=10, img_size=384)
 
-`model(images)` calls these functions, each of which calls the next:
+On an NVIDIA GPU, `model(images)` calls these functions, each of which calls the next:
 
     VisionLonghorn.forward             vision_longhorn.py    features, then head
     VisionLonghorn.forward_features    vision_longhorn.py    patches to tokens, blocks, norm
