@@ -76,6 +76,16 @@ def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, referen
             assert a[torch.isnan(e)].isfinite().logical_not().all() or poison == poison
 
 
+@SCANS
+def test_a_nan_from_a_gpu_propagates(scan, reference_scan, make_inputs):
+    """NVIDIA GPUs compute NaN with all bits of the mantissa set."""
+    inputs = [t.detach().clone() for t in make_inputs(1, 5, 3, 4, torch.float32)]
+    inputs[1][0, 2, 1] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    y = on_cpu(scan)(*inputs)
+    assert y[0, 2:, 1].isnan().all()
+    assert torch.isfinite(y).sum() == y.numel() - 3
+
+
 def test_strided_rows_are_read_without_a_copy():
     keys, channels_apart = torch.randn(2, 3, 5, 9)[..., 1:5], torch.randn(2, 3, 4, 5).mT
     assert cpu_scan._readable(keys) is keys

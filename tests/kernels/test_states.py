@@ -76,6 +76,7 @@ def test_only_in_and_only_out(scan, reference_scan, make_inputs, reverse):
     scan, reference_scan = (functools.partial(function, reverse=reverse) for function in (scan, reference_scan))
     assert relative_error(scan(*inputs, initial_state=initial), reference_scan(*inputs, initial_state=initial)) < 1e-12
     one = [t[:, :1] if t.dim() == 3 else t for t in inputs[:-2]]  # a single token without skip weights and bias
+    assert relative_error(scan(*one, initial_state=initial), reference_scan(*one, initial_state=initial)) < 1e-12
     for given in (inputs, one):
         for found, expected in zip(*(function(*given, return_final_state=True) for function in (scan, reference_scan))):
             assert relative_error(found, expected) < 1e-12

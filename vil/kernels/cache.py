@@ -1,9 +1,9 @@
 """Disk cache of compiled code that only this user or root can have written.
 
-The folder and its entries must belong to this user or root and must not be writable by others; symbolic links are not
-followed. An entry starts with a digest, so that truncated entries of a full disk or a killed process are replaced.
-Entries are called .sealed instead of .cubin, because earlier versions would load them without checks. Without a usable
-folder there is no cache, and each process compiles again.
+The folder and its entries must belong to this user or root, must not be writable by others, and must not be symbolic
+links. An entry starts with a digest of its key and content, so that damaged entries are replaced. Entries are called
+.sealed instead of .cubin, because earlier versions would load them without checks. Without a usable folder there is no
+cache, and each process compiles again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _warned = False
 
 
 def read(name: str, key: bytes) -> bytes | None:
-    """Return the content of a cache entry, or None if the entry is missing, untrusted or has another key."""
+    """Return the content of a cache entry, or None if it is missing, untrusted or damaged, or has another key."""
     try:
         with _folder() as (path, folder), open(name, "rb", opener=_opener(folder)) as file:
             _check_writers(path / name, os.fstat(file.fileno()))
@@ -71,7 +71,7 @@ def _folder() -> Iterator[tuple[Path, int]]:
         _distrust(path, "is a symbolic link, whose target others may control", "Remove it")
     for folder in reversed((path, *path.parents)):
         folder.mkdir(mode=0o700, exist_ok=True)
-    # all checks and accesses use this descriptor, so that nobody can replace the folder after the checks
+    # the next check and all accesses use this descriptor, so that nobody can replace the folder after the checks
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _check_writers(path, os.fstat(descriptor))
@@ -96,7 +96,7 @@ def _check_writers(path: Path, status: os.stat_result) -> None:
 
 
 def _distrust(path: Path, reason: str, remedy: str) -> NoReturn:
-    """Raise a PermissionError for a cache path that others can write to, after one warning per process."""
+    """Raise a PermissionError for a cache path that others may control, after one warning per process."""
     global _warned
     if not _warned:
         _warned = True

@@ -200,7 +200,7 @@ DEVICE double cubic(T before, T at, T next, T after, double t) {
 
 // PIL's affine transform, which maps pixel (x, y) to position (ax + by + c, dx + ey + f) of the source image.
 struct Source {
-    int columns[4], rows[4];  // clamped to the image
+    int columns[4], rows[4];  // columns and offsets of rows, clamped to the image
     double right, down;  // distance from the second column and from the second row
     bool inside;
     __device__ Source(const double *m, int x, int y, int H, int W) {

@@ -8,8 +8,8 @@ Consecutive blocks share a fused add-norm: beside the residual stream x, a block
 xhat, and computes (x, xhat) -> (x', xhat'). The gradient of xhat' is added to the gradient of x' at
 the start of backward.
 
-In a pooled block, the recurrence reads row or column means of the patches (lines.py), and v, y, steps, keys, queries of
-all tokens are never stored: the gate and the gradients recompute the required values of v from u.
+In a pooled block, the recurrence reads row or column means of the patches (lines.py), and v, y, steps, keys and queries
+of all tokens are never stored: `pool` stores only the skip connections of all tokens, and backward recomputes v from u.
 
 If only the class token's output is needed, as in a model's last block, each direction processes the half of the tokens
 up to the class token, and z, the gate and the last product are computed for the class token only.
@@ -18,7 +18,7 @@ From a call to the kernels:
 
     block              the function that models call
     _EagerBlock        autograd function for eager mode, which calls `forward` and `backward` without the dispatcher
-    _ObservedBlock     autograd function for calls that a compiler, a mode or a transform observes
+    _ObservedBlock     autograd function for calls that a compiler or a dispatch mode observes
     _block, _fake_*    implementations of the schemas, in which missing tensors are omitted from lists
     forward, backward  modules with the order of kernels and matrix products, which plans replay
 """

@@ -79,11 +79,11 @@ def check_backward(
     sizes = _check_weights(residual, scale_B, weights)
     next_normed = Normed(*next_normed) if next_normed else None
     if dnext_TC is not None and (next_normed is None or class_token_only):
-        raise ValueError("dnext_TC must be None if next_normed is None or class_token_only is True")
+        raise ValueError("dnext_TC must be None if next_normed is empty or class_token_only is True")
     dtype = saved[0].dtype
     check_choice("dtype of saved[0] (uz)", dtype, backends.DTYPES)
 
-    # check uz first, because the shapes of all other saved tensors follow from the number of tokens in uz
+    # check uz first, because the shapes of other saved tensors follow from the number of tokens in uz
     sizes.update({"2": 2, "t": sizes["B"] * sizes["M"], "W": kernels.packed_size(weights.sizes(), dtype)})
     saved_rows = _saved_rows(recurrence, lines, saved, dtype)
     norm_rows = _norm_rows("next_normed", next_normed, "t", dtype)

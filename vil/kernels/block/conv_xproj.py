@@ -1,4 +1,4 @@
-"""Convolutions, x_proj and step_proj of a block, in one kernel if the shapes allow, otherwise in three launches."""
+"""Convolutions, x_proj and step_proj of a block, in one kernel if shapes allow, otherwise in up to three launches."""
 
 from __future__ import annotations
 

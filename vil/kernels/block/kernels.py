@@ -2,8 +2,9 @@
 """Launch functions of a block's CUDA kernels except the scan, collected from one module per kernel.
 
 Each kernel has a module with the name of its source, which contains limits, macros, launch and the reference
-implementation `reference`. If a kernel has dynamic shared memory, the host computes its size as the macro CTA_BYTES,
-and the kernel asserts that CTA_BYTES is correct. docs/kernels/block.md explains what each kernel computes.
+implementation `reference` (for gate_outproj_sm90, gate_outproj contains it). If a kernel has dynamic shared memory, the
+host computes its size as the macro CTA_BYTES, and the kernel asserts that CTA_BYTES is correct. docs/kernels/block.md
+explains what each kernel computes.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ SOURCE = Source("block/pack_weights", {
     ),
 })  # fmt: skip
 
-ALIGNMENT = 64  # alignment, in elements, of each weight or gradient within a shared tensor
+ALIGNMENT = 64  # alignment, in elements, of each weight within the tensor of packed weights
 
 
 class PackedWeights(NamedTuple):

@@ -1,4 +1,4 @@
-"""Reference implementation of the block's operator in plain PyTorch, for any device, and gradients by autograd.
+"""Reference implementation of the block's operator by PyTorch and the public scans, with gradients by autograd.
 
 B batch    L tokens    C model width    D inner width    N states of a channel    R rank of the step projection
 """
@@ -18,7 +18,10 @@ from .weights import BlockWeights, DirectionWeights, Options
 
 
 def block(x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None) -> Tensor:
-    """Return x + scale * out_proj(mean of both directions * silu(z)), for the arguments of `block_op.block`."""
+    """Return x + scale * out_proj(mean of both directions * silu(z)).
+
+    The arguments are those of `block_op.block`, but only `recurrence` and `eps` of the options are used.
+    """
     h_BLC = F.rms_norm(x_BLC, weights.norm.shape, weights.norm, options.eps)
     u_BLD, z_BLD = F.linear(h_BLC, weights.in_proj).chunk(2, dim=-1)
     forward, backward = (direction(options.recurrence, u_BLD, weights.directions[g], reverse=g == 1) for g in (0, 1))

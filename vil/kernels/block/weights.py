@@ -1,6 +1,6 @@
 """Named tuples for a block's operators: weights, sizes, options, and tensors saved for backward.
 
-The schema of `vil::block` supports only tensors and lists. `flat` and `of` convert between named tuples and lists.
+The schema of `vil::block` does not support named tuples. `flat` and `of` convert between named tuples and lists.
 
     C model width    D inner width    N states of a channel    R rank of the step projection    P = R + 2N    K taps
     B batch    L tokens    T tokens of the batch    M output tokens    S states between chunks
@@ -99,7 +99,7 @@ def needs_gradients(x_BLC: Tensor, weights: BlockWeights) -> bool:
 
 
 class Options(NamedTuple):
-    """Options of a block's forward pass: recurrence, epsilon, dtype and returned tokens."""
+    """Options of a block's forward pass."""
 
     recurrence: str  # name of the recurrence, "longhorn" or "selective"
     eps: float  # epsilon of the norm

@@ -1,1 +1,7 @@
-"""Shared modules of the CPU kernels: `compiler` (Python functions to machine code) and `language` (building blocks)."""
+"""Shared modules of the CPU kernels.
+
+`compiler`     compilation of Python functions to machine code, and launches
+`language`     building blocks of kernels
+`filters`      causal convolutions
+`recurrences`  updates of states and their gradients
+"""

@@ -33,7 +33,7 @@ COUNTERS = 2  # number of counters at the start of a kernel's arguments: indices
 LANES = 64  # channels per task: four 512-bit vectors, so that all states of a task fit in the L1 cache
 KEPT = {"longhorn": 1, "selective": 2}  # arrays of states that the scan's backward pass keeps for each token
 FAST = {"contract", "reassoc"}  # LLVM fast-math flags that allow reordering sums but preserve NaN and infinity
-# builtins that Numba needs but torch.export replaces while tracing
+# functions of Python that Numba needs but torch.export replaces while tracing
 PYTHONS_OWN = {(builtins, "min"): min, (builtins, "max"): max, (math, "pow"): math.pow}
 _addresses: dict[tuple, int] = {}  # address of each loaded kernel, by module, factory and constants
 _lock = threading.RLock()
@@ -62,7 +62,7 @@ class Kernel:
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
     def launch(self, tasks: int, *numbers: int) -> None:
-        """Run the kernel in PyTorch's number of threads, but at most one thread for each task."""
+        """Run the kernel in up to PyTorch's number of threads, with at most one thread for each task."""
         arguments = array.array("q", (0,) * COUNTERS + numbers)
         address, _ = arguments.buffer_info()
         threads = min(torch.get_num_threads(), tasks)

@@ -248,7 +248,8 @@ def exp2_clamped(x):
     rounded = x + _ROUND
     f = x - (rounded - _ROUND)
     power = ONE + f * (_P1 + f * (_P2 + f * (_P3 + f * (_P4 + f * (_P5 + f * _P6)))))
-    return as_float(np.int32(_as_bits(power) + np.int32(_as_bits(rounded) << np.int32(23))))
+    scale = as_float(np.int32(_as_bits(ONE) + np.int32(_as_bits(rounded) << np.int32(23))))
+    return power * scale
 
 
 @_exactly

@@ -74,10 +74,11 @@ def selective_update(N: int):
 
 
 def longhorn_gradients(N: int):
-    """Build `again` and `back` of Longhorn's recurrence, which keep the residuals r = x - k S (see docs/kernels).
+    """Build `again` and `back` of Longhorn's recurrence, with the residual r = x - k S (see docs/kernels).
 
-    With the step size e, `again` keeps e (2 r - x). The sum of these values with the states' gradients is the gradient
-    of k and, as e r = (e (2 r - x) + e x) / 2, gives the gradient of the step size.
+    With the step size e, `again` keeps e (2 r - x), and `back` multiplies it by the state's gradient. The products sum
+    to the gradient of k, except the gradient through k.k, and give the gradient of the step size, because
+    e r = (e (2 r - x) + e x) / 2.
     """
 
     @inlined

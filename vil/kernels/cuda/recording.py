@@ -24,7 +24,7 @@ from .launches import Launch, thread
 from .steps import Step, View
 
 ALIGNMENT = 256  # alignment in bytes of buffers that share an allocation
-SMALL = 1 << 22  # maximum bytes of a buffer that shares an allocation with any other buffer
+SMALL = 1 << 22  # maximum bytes of a buffer that shares an allocation with buffers of other lifetimes
 aten = torch.ops.aten
 ALLOCATIONS = {
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
@@ -109,7 +109,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # some products with out= are not implemented on the meta device
+        # skip calls with out=, because some versions of PyTorch do not implement such products on the meta device
         result = kwargs["out"] if "out" in kwargs else operator(*args, **kwargs)
         flat = tree_leaves(result)
         new = [i for i, t in enumerate(flat) if t.untyped_storage() not in self.numbers]
@@ -157,9 +157,10 @@ class Recording(TorchDispatchMode):
     def _allocations(self, last_use: dict[int, int], returned: set[int]) -> dict[int, Allocation]:
         """Assign buffers to shared allocations, and return each allocation by the number of its first buffer.
 
-        Small buffers share allocations, and so do large buffers with the same lifetime. Buffers that operators use
-        share an allocation only with buffers of the same dtype. An allocation is freed after the last use of any of its
-        buffers, which this function writes to `last_use`. This function also fills `starts`.
+        Buffers that the recorded function returns are not assigned. Small buffers share allocations, and so do large
+        buffers with the same lifetime. Buffers that operators use share an allocation only with buffers of the same
+        dtype. An allocation is freed after the last use of any of its buffers, which this function writes to
+        `last_use`. This function also fills `starts`.
         """
         operands = {self.number_of(t) for call in self.recorded if isinstance(call, Call) for t in call.inputs}
         groups: dict[tuple, list[int]] = {}

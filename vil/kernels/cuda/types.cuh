@@ -1,4 +1,4 @@
-// Includes all code that kernels of several operators share, except for code that only Hopper supports (sm90.cuh).
+// Includes all code that kernels of several operators share, except for Hopper kernels (sm90.cuh, pipeline.cuh).
 
 #include "elements.cuh"
 #include "async_copies.cuh"

@@ -11,14 +11,14 @@
 // Lanes exchange sums of half a tile through shared memory, which takes fewer instructions than shuffles.
 // There are no atomics: each CTA writes sums over its channels, and `reduce_partials` adds them in a fixed order.
 //
-// A lane has 4 states of DL channels (lanes.cuh), so that sums over states and over channels are equally short.
+// A lane has 4 states of DL channels (lanes.cuh), so that sums over states and over channels are similarly short.
 // Each warp has its own channels. Warps share keys, queries, and sums over channels.
 // Barriers:
 //  chunk    __syncthreads; keys and queries to shared memory; __syncthreads
 //  tile     copies and step sizes; __syncwarp; two halves; __syncthreads; all threads add dk and dq of the warps
 //  half     rescan; __syncwarp; dq; __syncwarp; walk_back; __syncwarp; dk, dx, dstep_logit; __syncwarp
 // One __syncthreads per tile is sufficient, because sums of dk and dq have two buffers (rule 1 of cuda/pipeline.cuh).
-// All other data belongs to a single warp (rule 3).
+// All other data except keys and queries belongs to a single warp (rule 3).
 //
 // On an H200, registers and shared memory allow 12 warps per multiprocessor for 16-bit inputs and 16 states.
 // docs/kernels/scan-backward.md describes tiles, lanes and buffers, and lists alternatives that were tried.
@@ -165,7 +165,7 @@ DEVICE void store_channel_sums(float *row, const ChannelSums &sums, const States
 // `dstep_logits` may be the same memory as `step_logits`.
 // A warp overwrites its channels of a tile after it has read them for the last time, and no other warp reads them.
 // `final_gradients` contains G after each segment except the last.
-// `channel_partials` receives a row for each sequence and segment.
+// `channel_partials` receives a row for each image and segment.
 // `key_partials` receives dk and dq, with the shape (CTAs per sequence, G, B, L, 2, N).
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_backward(PARAMETERS_scan_backward) {
     extern __shared__ __align__(16) char shared[];

@@ -38,7 +38,7 @@ class Cta(NamedTuple):
 
 @dataclass(frozen=True)
 class Backward:
-    """Variant of the kernel backward.cu in which each lane processes `channels` channels with 4 states each.
+    """Variant of the kernel backward.cu in which each lane processes up to `channels` channels with 4 states each.
 
     `cycles` and `start` are inputs of the cost model (heuristics.py).
     """

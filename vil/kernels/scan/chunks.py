@@ -4,5 +4,5 @@ CHUNK = 64  # tokens per chunk; for 16 states, the saved states take at most one
 
 
 def chunk_state_count(L: int) -> int:
-    """Return the number of states that forward saves for L tokens, one between every two chunks."""
+    """Return the number of states that forward saves for L tokens, one between adjacent chunks."""
     return max(L - 1, 0) // CHUNK

@@ -74,7 +74,7 @@ DEVICE int column_slot(int pair, int column, int p) { return (column ^ pair & 1)
 constexpr unsigned ADD_SWIZZLE = table(0, 2, 1, 1, 2, 0, 3, 3);  // by index of the token modulo 8
 DEVICE int add_slot(int t, int c) { return c ^ entry(ADD_SWIZZLE, t & 7) * 2; }
 
-// Column of the product for y: 0 for q_0, 1 for a_0 q_0, and 2 for q of the token before the pair.
+// Column of the product for y, where `which` is 0 for q_0, 1 for a_0 q_0, and 2 for q of the token before the pair.
 DEVICE int column_of(int pair, int which) { return which < 2 ? pair % 4 * 2 + which : (pair % 4 * 2 + 4) % 8; }
 // Token, from -1 to 6, whose y lane p receives from the first or second product of 4 pairs. -1 is the token before.
 // The tables contain the token plus 1.

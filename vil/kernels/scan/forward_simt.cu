@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_forward(
         chunk_state += N * D;
     };
     // Sums y over the lanes of a channel.
-    // In each exchange, a lane sends half of its tokens to its partner and receives the other half from its partner.
+    // In each exchange, a lane sends half of its tokens (or its only token) to its partner and receives as many.
     auto finish = [&](Floats<DL> (&y)[UNROLL], int t, int left) {
         int count = UNROLL, first = 0;
         UNROLLED for (int bit = 1; bit < PARTS; bit *= 2) {

@@ -44,7 +44,8 @@ class Lanes:
 class ForwardSimt(Lanes):
     """Variant of forward_simt.cu in which a lane processes `states` states of each of `channels` adjacent channels.
 
-    `unroll` tokens are interleaved. If `ahead`, tokens are loaded before they are needed. A tile has `tile` tokens.
+    `unroll` tokens are interleaved. If `ahead`, tokens are loaded before they are needed. For 16 states, a tile has
+    `tile` tokens.
     `cycles` and `start` are inputs of the cost model (heuristics.py).
     """
 

@@ -3,13 +3,14 @@
 A variant distributes channels and their states among the lanes of a warp. More channels and states per lane share the
 cost of reading keys and of addressing, but result in fewer warps, which leave the GPU partly idle for a small batch.
 Times were measured on an H200 in cycles: `cycles[w - 1]` for a token of w warps that share a scheduler, and `start`
-before their first token. A scheduler runs as many warps at once as there are numbers in `cycles`, and further warps in
-later waves. A scan takes
+before their first token. A scheduler runs at most as many warps at once as there are numbers in `cycles`, and further
+warps in later waves. A scan takes
 
     waves * (start + tokens * cycles[warps of a scheduler - 1])
 
 Cutting sequences into segments that run in parallel multiplies the warps. Segments cost another pass over all segments
-except one (`SEGMENT_STATES`), more launches (`LAUNCHES`), and passing states from one segment to the next (`PASSED`).
+except one (`SEGMENT_STATES` or `SEGMENT_GRADIENTS_MMA`), more launches (`LAUNCHES`), and passing states from one
+segment to the next (`PASSED`).
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def _on_kernels(backend: str, recurrence: str, x, step_logits, k, q, A, skip, st
 
 
 def _pad(t: Tensor, state_size: int) -> Tensor:
-    # padded states have zero keys and queries, so they stay 0 and are never read
+    # padded states have zero keys and queries, so they stay 0 and add 0 to the output
     return t if t.shape[-1] == state_size else F.pad(t, (0, state_size - t.shape[-1]))
 
 

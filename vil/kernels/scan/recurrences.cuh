@@ -7,7 +7,7 @@
 //   STATES          number N of states per channel: 4, 8, 16, 32 or 64
 //   CHUNK           tokens between saved states; the initial state, which is 0, is not saved
 //   LANE_STATES     states of a channel that one lane holds (NL); STATES / LANE_STATES lanes share a channel
-//   LANE_CHANNELS   number of adjacent channels per lane (DL)
+//   LANE_CHANNELS   number of channels per lane (DL)
 //   TILE            tokens of a tile in shared memory
 //   WARPS           warps per CTA
 //   MIN_CTAS        CTAs that must fit on a multiprocessor, which limits the registers per thread
@@ -21,7 +21,9 @@
 // A recurrence computes S_t = decay_t S_{t-1} + drive_t and y_t = sum over n of q_t S_t.
 // The gradient of a state is G_t = dL/dS_t = dy_t q_t + decay_{t+1} G_{t+1}.
 // A recurrence provides the following functions:
+//   scaled_A          A as the other functions expect it
 //   step_size         step size of a step logit: eps of Longhorn, dt of Mamba
+//   decay             decay_t; its second argument is k^2 for Longhorn, and unused for Mamba
 //   slope             factor of the step logit's gradient
 //   update            computes S_t from S_{t-1}, and returns values that the gradients need (`Kept`)
 //   gradients         computes decay_t G_t from G_t, and adds to sums over states, channels and tokens

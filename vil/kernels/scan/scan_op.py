@@ -33,7 +33,7 @@ def _module(backend: str, device: torch.device) -> ModuleType:
     return importlib.import_module(f".{resolve(backend, device)}_scan", __package__)
 
 
-# torch.library.define is used, because the first call of a custom_op imports torch.compile, which takes seconds
+# torch.library.define is used, because the first call of a custom_op takes seconds if torch.compile is not yet imported
 torch.library.define(
     "vil::scan",
     "(str backend, str recurrence, Tensor x_GBLD, Tensor step_logits_GBLD, Tensor k_GBLN, Tensor q_GBLN, Tensor? A_GDN,"

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) segment_state
     }
 }
 
-// States between segments, or their gradients if GRADIENTS is true. Each thread computes one state.
+// States between segments, or their gradients if GRADIENTS is true. Each thread computes one element of the states.
 extern "C" __global__ void pass_states(PARAMETERS_pass_states) {
     i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x, sequence = i / ND, state = i % ND;
     if (sequence >= sequences) return;

@@ -65,7 +65,7 @@ def scan_with_states(
     if L == 1:
         y_GBLD, S_GBDN = _step(x, step_logits, k, q, A_GDN, initial_GBDN)
         y_GBLD = y_GBLD if skip_GD is None else y_GBLD + skip_GD[:, None, None] * x
-        return y_GBLD.to(x_GBLD.dtype), S_GBDN
+        return y_GBLD.to(x_GBLD.dtype), S_GBDN if final else None
     unit, zeros = torch.eye(N, dtype=dtype, device=x.device).expand(G, B, N, N), x.new_zeros(G, B, N, D)
     ahead, behind = [], []
     if initial_GBDN is not None:

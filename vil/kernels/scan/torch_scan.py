@@ -27,7 +27,7 @@ from ..checks import check, check_choice, check_given, once_a_kind, refuse_secon
 
 # number of tokens per chunk; forward saves the state before each chunk, and backward recomputes all other states
 CHUNK = 16
-# The batch is processed in slices of at most this many state elements, so that a chunk's buffers stay in the CPU cache.
+# The batch is processed in slices of one image or of up to this many state elements, so that buffers stay in CPU cache.
 # PyTorch processes slices of 2^15 elements in one thread, which is faster than synchronizing several threads.
 SLICE_ELEMENTS = 2**15
 
@@ -75,7 +75,7 @@ class Longhorn:
         dinput_GTBD = _sum_states(k_GTBN, ddrive_GTBND)  # dL/d(eps x)
         deps_GTBD = x_GTBD * dinput_GTBD - _sum_states(k_GTBN.square(), ddecay_GTBND)
         dx_GTBD = eps_GTBD * dinput_GTBD
-        # if exp overflows, the clamp makes eps * exp equal to the limit 1 instead of 0 * infinity
+        # if exp overflows, eps is 0, and the clamp makes the gradient 0 instead of 0 * infinity = NaN
         exp_GTBD = torch.exp(-step_logits_GTBD).clamp(max=torch.finfo(x_GTBD.dtype).max)
         dstep_logits_GTBD = deps_GTBD * eps_GTBD * (eps_GTBD * exp_GTBD)
         dnorm_GTB1 = -(eps_GTBD.square() * deps_GTBD).sum(-1, keepdim=True)  # dL/d(k.k)
@@ -270,7 +270,7 @@ def _backward(ctx, dy_GLBD, _):
 
 
 class _TransformedScan(torch.autograd.Function):
-    """Autograd function of the scan for torch.func, because torch.func ignores `register_autograd` of an operator."""
+    """Autograd function of the scan for torch.func, which does not support `register_autograd` of an operator."""
 
     generate_vmap_rule = True
 
@@ -318,9 +318,7 @@ def _over_directions(run: Callable, info, in_dims: tuple, *arguments):
     def unfolded(t):
         return t.unflatten(0, (info.batch_size, -1)) if isinstance(t, Tensor) else [unfolded(part) for part in t]
 
-    # vmap passes a single None instead of a list of dims for a list of tensors that are not mapped
-    dims = [[None] * len(t) if isinstance(t, list) and dim is None else dim for t, dim in zip(arguments, in_dims)]
-    first, second = run(*map(folded, arguments, dims))
+    first, second = run(*map(folded, arguments, in_dims))
     return (unfolded(first), unfolded(second)), (0, 0 if isinstance(second, Tensor) else [0] * len(second))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from .chunks import CHUNK, chunk_state_count
 
 PROGRAMS = 1024  # maximum number of backward program instances, each of which needs memory for a chunk's states
-FUSE = True  # value of enable_fp_fusion, set explicitly because Triton 3.10 changes the default
+FUSE = True  # value of enable_fp_fusion, set explicitly because Triton 3.9 warns that 3.10 will change the default
 CHANNELS = 2**16  # number of channels, counted over all directions and images, that fills a large GPU
 
 
@@ -83,8 +83,8 @@ def _locate(
 ):  # fmt: skip
     """Return which segment of which sequence a program instance processes, and the positions of the segment's tokens.
 
-    The results are the segment, the sequence, the row of the first token read, the stride between rows, and the begin
-    and end of the segment. Segments of `segment_chunks` chunks are numbered across all sequences.
+    The results are the segment, the sequence, the row of the sequence's first token read, the stride between rows, and
+    the begin and end of the segment. Segments of `segment_chunks` chunks are numbered across all sequences.
     """
     blocks, segments = tl.cdiv(D, BLOCK_D), tl.cdiv(tl.cdiv(L, CHUNK), segment_chunks) if SEGMENTED else 1
     segment = (program // blocks).to(tl.int64)
