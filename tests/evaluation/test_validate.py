@@ -68,7 +68,7 @@ def folders(tmp_path_factory):
 
 
 def small_model(name, seed, num_classes=12, **options):
-    """Return a small model that predicts different classes for different images."""
+    """Return a small model whose head has large random weights, so that the logits depend on the image."""
     torch.manual_seed(seed)
     model = timm.create_model(name, num_classes=num_classes, **options).eval()
     with torch.no_grad():

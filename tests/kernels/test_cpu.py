@@ -136,7 +136,7 @@ def test_calls_from_several_threads_at_once(threads):
     wrong = []
 
     def call():
-        torch.set_num_threads(2)  # PyTorch's number of threads is a setting of each Python thread
+        torch.set_num_threads(2)  # a Python thread may not inherit PyTorch's number of threads
         for _ in range(10):
             found = outputs_and_gradients(on_cpu(longhorn_scan), [t.detach().requires_grad_() for t in inputs])
             wrong.extend(not torch.equal(a, b) for a, b in zip(found, expected, strict=True))
