@@ -1,6 +1,6 @@
 """Run timm's own model tests on this package's models: `python tools/timm_suite.py [--all] [options of pytest]`.
 
-The tests come from the source package of the installed timm and include all tests that timm runs on its vision
+The tests come from the source package of the installed timm. They are the tests that timm runs on all of its vision
 transformers, except those of torch.jit.script.
 """
 
