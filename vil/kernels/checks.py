@@ -1,4 +1,4 @@
-"""Validation of operators' tensor arguments."""
+"""Validation of operators' tensor arguments, and errors for second derivatives."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _kind_of = attrgetter("shape", "dtype", "device")
 
 
 def once_a_kind(check: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a check to run only once per combination of tensor shapes, dtypes, devices and other arguments."""
+    """Decorate a check to skip combinations of tensor shapes, dtypes, devices and other arguments that have passed."""
     passed: set[tuple] = set()
 
     @functools.wraps(check)

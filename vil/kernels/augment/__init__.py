@@ -1,7 +1,7 @@
 """Launches of the augmentation kernels in augment.cu; the reference implementation is
 `vil.data.device.batched_transforms`.
 
-Each call copies all per-image parameters to the GPU in one copy from pinned memory, so that the host never waits.
+Each call copies all per-image parameters to the GPU in one copy from pinned memory, for which the host does not wait.
 """
 
 from __future__ import annotations

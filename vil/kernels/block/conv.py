@@ -40,8 +40,9 @@ def conv(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tenso
 
 
 def stretch_of(threads: int, L: int, multiprocessors: int) -> int:
-    """Return the number of tokens per thread: a multiple of 4 that, if possible, leaves each multiprocessor at least
-    512 threads.
+    """Return the number of tokens per thread, a multiple of 4.
+
+    The number is halved from 64 down to 8 until each multiprocessor has at least 512 threads, and then balanced.
     """
     stretch = 64
     while stretch > 8 and threads * -(-L // stretch) < 512 * multiprocessors:

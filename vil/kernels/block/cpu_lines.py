@@ -2,7 +2,7 @@
 
 Forward and backward each pass over the tokens twice, before and after the scan of the row (or column) means.
 
-B batch    L tokens    S row means    D inner width    E 2D    N states    R rank    P = R + 2N    K taps
+B batch    L tokens    S pooled tokens    D inner width    E 2D    N states    R rank    P = R + 2N    K taps
 """
 
 from __future__ import annotations

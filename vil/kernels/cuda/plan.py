@@ -34,7 +34,7 @@ def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
     """Decorate a function to record its CUDA launches and PyTorch operators once and replay them with less overhead.
 
     The arguments are tensors, None, lists of tensors and None, and hashable values. `check` accepts the same arguments
-    and runs once per kind of tensors, before a plan is recorded.
+    and runs before a plan is recorded.
     """
 
     def decorate(function: Callable) -> Callable:

@@ -18,8 +18,8 @@ RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
 class Kernel(NamedTuple):
     """Kernel source with macros and launch parameters.
 
-    recurrences.cuh explains `macros`. `ctas` thread blocks of `threads` threads cover the channels of one sequence.
-    Each CTA has `shared_bytes` of shared memory, which the source compares with its own size (CTA_BYTES).
+    recurrences.cuh explains most of `macros`. `ctas` thread blocks of `threads` threads cover the channels of one
+    sequence. Each CTA has `shared_bytes` of shared memory, which the source compares with its own size (CTA_BYTES).
     """
 
     source: Source
