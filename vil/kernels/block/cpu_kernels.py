@@ -7,38 +7,36 @@ a block of `LANES` channels of one image, for which the convolutions keep a wind
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
-from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from ..cpu.compiler import LANES
-from ..cpu.filters import WINDOW, convolution, filter_gradients, take_filters, token_gradient
+from ..cpu.compiler import BYTES, LANES
+from ..cpu.filters import AHEAD, WINDOW, convolution, filter_gradients, take_filters, token_gradient
 from ..cpu.language import (
-    BYTES,
     HALF,
     ONE,
     ZERO,
     as_float,
+    block_of_channels,
     clear,
     count_up,
     inlined,
     load_rows,
-    local_floats,
+    local_row,
+    local_rows,
     prefetch_row,
     row,
     sigmoid,
     square_root,
     store_row,
     store_rows,
+    unpack,
 )  # fmt: skip
-
-AHEAD = 4  # kernels prefetch the memory of the token that is `AHEAD` tokens after the current token
 
 
 def norm_forward():
     """Build the kernel of the RMSNorm h = gamma * x * rho, with rho = 1 / sqrt(mean(x^2) + eps)."""
 
     def kernel(arguments):
-        _, _, tasks, rows, C, T, eps_bits, x0, gamma0, h0, rho0 = to_fixed_tuple(carray(arguments, (11,)), 11)
+        _, _, tasks, rows, C, T, eps_bits, x0, gamma0, h0, rho0 = unpack(arguments, 11)
         gamma, rho, eps = row(gamma0, C), row(rho0, T), as_float(np.int32(eps_bits))
         while True:
             task = count_up(arguments)
@@ -64,9 +62,7 @@ def norm_backward():
     """
 
     def kernel(arguments):
-        (_, _, tasks, rows, C, T, x0, gamma0, rho0, dh0, dout0, dx0, dgamma0) = to_fixed_tuple(
-            carray(arguments, (13,)), 13
-        )
+        (_, _, tasks, rows, C, T, x0, gamma0, rho0, dh0, dout0, dx0, dgamma0) = unpack(arguments, 13)
         gamma, rho = row(gamma0, C), row(rho0, T)
         while True:
             task = count_up(arguments)
@@ -93,7 +89,7 @@ def gate_forward():
     """Build the kernel of the gate, which multiplies the mean of both directions by silu(z) and the scale."""
 
     def kernel(arguments):
-        (_, _, tasks, rows, D, T, L, z0, zt, y0, y1, scale0, gated0) = to_fixed_tuple(carray(arguments, (13,)), 13)
+        (_, _, tasks, rows, D, T, L, z0, zt, y0, y1, scale0, gated0) = unpack(arguments, 13)
         while True:
             task = count_up(arguments)
             if task >= tasks:
@@ -117,9 +113,7 @@ def gate_backward():
     """
 
     def kernel(arguments):
-        (_, _, tasks, rows, D, T, L, z0, zt, y0, y1, scale0, gated0, dgated0, dy0, dz0) = to_fixed_tuple(
-            carray(arguments, (16,)), 16
-        )
+        (_, _, tasks, rows, D, T, L, z0, zt, y0, y1, scale0, gated0, dgated0, dy0, dz0) = unpack(arguments, 16)
         while True:
             task = count_up(arguments)
             if task >= tasks:
@@ -157,20 +151,18 @@ def conv_forward(taps: int):
     At token t, tap i of direction 0 reads token t - taps + 1 + i.
     """
     convolve = convolution(taps)
-    of_weights, of_window, two = 2 * taps * LANES, WINDOW * LANES, 2 * LANES
+    filters = 2 * taps
 
     def kernel(arguments):
-        (_, _, tasks, blocks, B, L, D, u0, ut, w0, bias0, w1, bias1, v0) = to_fixed_tuple(carray(arguments, (14,)), 14)
-        weights, bias = carray(local_floats(of_weights), (2 * taps, LANES)), carray(local_floats(two), (2, LANES))
-        window, v = carray(local_floats(of_window), (WINDOW, LANES)), carray(local_floats(two), (2, LANES))
+        (_, _, tasks, blocks, B, L, D, u0, ut, w0, bias0, w1, bias1, v0) = unpack(arguments, 14)
+        weights, bias = local_rows(filters), local_rows(2)
+        window, v = local_rows(WINDOW), local_rows(2)
         while True:
             task = count_up(arguments)
             if task >= tasks:
                 break
-            first, b = task % blocks * LANES, task // blocks
-            width = min(LANES, D - first)
-            take_filters(w0, bias0, 0, D, first, width, taps, weights, bias)
-            take_filters(w1, bias1, 1, D, first, width, taps, weights, bias)
+            b, first, width = block_of_channels(task, blocks, D)
+            take_filters(w0, bias0, w1, bias1, first, width, taps, weights, bias)
             u1, v1 = u0 + b * L * ut + BYTES * first, v0 + BYTES * (b * L * D + first)
             clear(window, WINDOW)
             for t in range(taps - 1):
@@ -193,27 +185,21 @@ def conv_backward(taps: int):
     """
     convolve, add_filter_gradients = convolution(taps), filter_gradients(taps)
     compute_token_gradient = token_gradient(taps)
-    of_weights, of_window, two, of_sums = 2 * taps * LANES, WINDOW * LANES, 2 * LANES, 2 * (taps + 1) * LANES
+    filters, sum_rows = 2 * taps, 2 * (taps + 1)
 
     def kernel(arguments):
-        (_, _, tasks, blocks, B, L, D, u0, ut, w0, bias0, w1, bias1, dv0, du0, dweights0) = to_fixed_tuple(
-            carray(arguments, (16,)), 16
-        )
-        weights, bias = carray(local_floats(of_weights), (2 * taps, LANES)), carray(local_floats(two), (2, LANES))
-        window, dv = carray(local_floats(of_window), (WINDOW, LANES)), carray(local_floats(two), (2, LANES))
-        before, behind = (
-            carray(local_floats(of_window), (WINDOW, LANES)), carray(local_floats(of_window), (WINDOW, LANES)),
-        )  # fmt: skip
-        convolved = carray(local_floats(two), (2, LANES))
-        sums, du = carray(local_floats(of_sums), (2 * (taps + 1), LANES)), carray(local_floats(LANES), (LANES,))
+        (_, _, tasks, blocks, B, L, D, u0, ut, w0, bias0, w1, bias1, dv0, du0, dweights0) = unpack(arguments, 16)
+        weights, bias = local_rows(filters), local_rows(2)
+        window, dv = local_rows(WINDOW), local_rows(2)
+        before, behind = local_rows(WINDOW), local_rows(WINDOW)
+        convolved = local_rows(2)
+        sums, du = local_rows(sum_rows), local_row()
         while True:
             task = count_up(arguments)
             if task >= tasks:
                 break
-            first, b = task % blocks * LANES, task // blocks
-            width = min(LANES, D - first)
-            take_filters(w0, bias0, 0, D, first, width, taps, weights, bias)
-            take_filters(w1, bias1, 1, D, first, width, taps, weights, bias)
+            b, first, width = block_of_channels(task, blocks, D)
+            take_filters(w0, bias0, w1, bias1, first, width, taps, weights, bias)
             u1, du1 = u0 + b * L * ut + BYTES * first, du0 + b * L * ut + BYTES * first
             dv1 = dv0 + BYTES * (b * L * D + first)
             clear(window, WINDOW)

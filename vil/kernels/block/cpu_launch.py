@@ -7,11 +7,10 @@ import functools
 import torch
 from torch import Tensor
 
-from ..cpu.compiler import LANES, Kernel
+from ..cpu.compiler import BYTES, LANES, Kernel
 from .weights import BlockWeights
 
 ROWS = 16  # maximum number of tokens per task of `over_tokens`
-BYTES = 4  # bytes of a float
 
 
 def over_tokens(kernel: Kernel, T: int, width: int, *numbers: int) -> None:

@@ -29,6 +29,7 @@ from .. import cache
 
 _logger = logging.getLogger(__name__)
 
+BYTES = 4  # bytes of a float
 COUNTERS = 2  # number of counters at the start of a kernel's arguments: indices of the next task and thread
 LANES = 64  # channels per task: four 512-bit vectors, so that all states of a task fit in the L1 cache
 KEPT = {"longhorn": 1, "selective": 2}  # arrays of states that the scan's backward pass keeps for each token

@@ -8,19 +8,21 @@ from __future__ import annotations
 from .compiler import LANES
 from .language import BYTES, ZERO, inlined, load_rows, row, spliced
 
+AHEAD = 4  # kernels prefetch the memory of the token that is `AHEAD` tokens after the current token
 WINDOW = 8  # number of tokens in a ring buffer: a power of 2 that covers the convolution taps of both directions
 
 
 @inlined
-def take_filters(weights0, bias0, g, D, first, width, taps, weights, bias):
-    """Copy the biases and the transposed filters, (taps, channels), of one direction for a block of channels."""
-    source = row(weights0 + BYTES * first * taps, width * taps)
-    for i in range(taps):
-        for d in range(width):
-            weights[g * taps + i, d] = source[d * taps + i]
-        for d in range(width, LANES):
-            weights[g * taps + i, d] = ZERO
-    load_rows(bias0 + BYTES * first, 0, width, 1, bias[g : g + 1])
+def take_filters(weights0, bias0, weights1, bias1, first, width, taps, weights, bias):
+    """Copy both directions' biases and transposed filters, (taps, channels), for a block of channels."""
+    for g in range(2):
+        source = row((weights1 if g else weights0) + BYTES * first * taps, width * taps)
+        for i in range(taps):
+            for d in range(width):
+                weights[g * taps + i, d] = source[d * taps + i]
+            for d in range(width, LANES):
+                weights[g * taps + i, d] = ZERO
+        load_rows((bias1 if g else bias0) + BYTES * first, 0, width, 1, bias[g : g + 1])
 
 
 def convolution(taps: int):

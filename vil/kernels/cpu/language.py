@@ -17,8 +17,10 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
+from numba.np.arrayobj import populate_array
+from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from .compiler import FAST, LANES
+from .compiler import BYTES, FAST, LANES
 
 FLOAT, LONG = ir.FloatType(), ir.IntType(64)
 
@@ -54,6 +56,22 @@ def local_floats(context, count):
         return builder.bitcast(memory, FLOAT.as_pointer())
 
     return types.CPointer(types.float32)(count), generate
+
+
+@intrinsic(prefer_literal=True)
+def local_rows(context, rows):
+    """Allocate an uninitialized array (rows, LANES) on the thread's stack, for a constant number of rows."""
+    count, array = rows.literal_value, types.Array(types.float32, 2, "C")
+
+    def generate(context, builder, signature, arguments):
+        memory = cgutils.alloca_once(builder, ir.ArrayType(FLOAT, max(count, 1) * LANES))
+        memory.align = 64
+        result, data = context.make_array(array)(context, builder), builder.bitcast(memory, FLOAT.as_pointer())
+        shape, strides = (LONG(count), LONG(LANES)), (LONG(BYTES * LANES), LONG(BYTES))
+        populate_array(result, data=data, shape=shape, strides=strides, itemsize=LONG(BYTES), meminfo=None)
+        return result._getvalue()
+
+    return array(rows), generate
 
 
 @intrinsic
@@ -226,7 +244,6 @@ def square_root(context, value):
 
 
 ZERO, ONE, TWO, HALF = np.float32(0), np.float32(1), np.float32(2), np.float32(0.5)
-BYTES = 4  # bytes of a float
 LOG2_E, LN_2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
 _SMALLEST, _LARGEST, _INFINITE = np.float32(-126), np.float32(126), np.float32(128)
 _INFINITY = np.float32(np.inf)
@@ -287,6 +304,25 @@ def softplus(x):
 inlined = njit(error_model="numpy", fastmath=FAST, forceinline=True)
 # let Numba inline functions with loops over several arrays, so that LLVM knows that the arrays do not overlap
 spliced = njit(error_model="numpy", fastmath=FAST, inline="always")
+
+
+@spliced
+def unpack(arguments, count):
+    """Return the constant number of elements of a kernel's array of arguments as a tuple."""
+    return to_fixed_tuple(carray(arguments, (count,)), count)
+
+
+@spliced
+def local_row():
+    """Allocate an uninitialized array (LANES,) on the thread's stack."""
+    return local_rows(1)[0]
+
+
+@inlined
+def block_of_channels(task, blocks, D):
+    """Return the sequence, the first channel and the number of channels of a task among `blocks` tasks per sequence."""
+    first = task % blocks * LANES
+    return task // blocks, first, min(LANES, D - first)
 
 
 @inlined

@@ -12,23 +12,24 @@ task's sequence.
 from __future__ import annotations
 
 from numba import carray
-from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from ..cpu.compiler import KEPT, LANES
+from ..cpu.compiler import BYTES, KEPT, LANES
 from ..cpu.language import (
-    BYTES,
     WIDTH,
+    block_of_channels,
     clear,
     count_up,
     floats,
-    inlined,
     lanes,
     load_rows,
     local_floats,
+    local_row,
+    local_rows,
     readable_row,
     second,
     store_row,
     store_rows,
+    unpack,
 )  # fmt: skip
 from ..cpu.recurrences import longhorn_gradients, longhorn_update, selective_gradients, selective_update
 
@@ -36,33 +37,26 @@ AHEAD = 2  # kernels prefetch the memory of the token that is `AHEAD` tokens aft
 FORWARD, BACKWARD = 30, 41  # number of arguments of the forward kernel and of the backward kernel
 
 
-@inlined
-def locate(task, blocks, B, D):
-    """Return the scan direction, image, sequence, first channel and number of channels that a task processes."""
-    first, sequence = task % blocks * LANES, task // blocks
-    return sequence // B, sequence % B, sequence, first, min(LANES, D - first)
-
-
 def _forward(N: int, chunk: int, rows_of_A: int, advance):
     """Build the forward kernel, which calls `advance` per token to update the states and write y."""
-    of_states, of_A = N * LANES, max(1, rows_of_A) * LANES
 
     def kernel(arguments):
         (
             _, _, tasks, blocks, B, L, D, reverse, x_data, x_G, x_B, x_L,
             step_logits_data, step_logits_G, step_logits_B, step_logits_L, k_data, k_G, k_B, k_L, q_data, q_G, q_B, q_L,
             A_data, skip_data, step_bias_data, y_data, states_data, chunk_states,
-        ) = to_fixed_tuple(carray(arguments, (FORWARD,)), FORWARD)  # fmt: skip
-        S, A = carray(local_floats(of_states), (N, LANES)), carray(local_floats(of_A), (rows_of_A, LANES))
-        step_size, drive = carray(local_floats(LANES), (LANES,)), carray(local_floats(LANES), (LANES,))
-        y = carray(local_floats(LANES), (LANES,))
+        ) = unpack(arguments, FORWARD)  # fmt: skip
+        S, A = local_rows(N), local_rows(rows_of_A)
+        step_size, drive = local_row(), local_row()
+        y = local_row()
         x_padded, step_logits_padded = local_floats(LANES), local_floats(LANES)
-        skip, step_bias = carray(local_floats(LANES), (1, LANES)), carray(local_floats(LANES), (1, LANES))
+        skip, step_bias = local_rows(1), local_rows(1)
         while True:
             task = count_up(arguments)
             if task >= tasks:
                 break
-            g, b, sequence, first, width = locate(task, blocks, B, D)
+            sequence, first, width = block_of_channels(task, blocks, D)
+            g, b = sequence // B, sequence % B
             ahead = -AHEAD if reverse >> g & 1 else AHEAD
             x_start = x_data + g * x_G + b * x_B + BYTES * first
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
@@ -105,8 +99,7 @@ def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back)
         again: Function that updates the states by one token, keeps arrays for `back` and writes the token's dq.
         back: Function that moves the states' gradients back by one token and writes dx, dstep_logits and dk.
     """
-    of_states, of_A, of_sums = N * LANES, max(1, rows_of_A) * LANES, N * WIDTH
-    of_kept, of_steps, two = kept_arrays * chunk * N * LANES, chunk * LANES, 2 * LANES
+    of_kept, of_steps, of_sums = kept_arrays * chunk * N * LANES, chunk * LANES, N * WIDTH
 
     def kernel(arguments):
         (
@@ -114,23 +107,24 @@ def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back)
             step_logits_data, step_logits_G, step_logits_B, step_logits_L, k_data, k_G, k_B, k_L, q_data, q_G, q_B, q_L,
             A_data, skip_data, step_bias_data, dy_data, dy_G, dy_B, dy_L, states_data, chunk_states, dx_data,
             dstep_logits_data, dk_data, dq_data, dA_data, dchannels_data, scratch_data, _,
-        ) = to_fixed_tuple(carray(arguments, (BACKWARD,)), BACKWARD)  # fmt: skip
+        ) = unpack(arguments, BACKWARD)  # fmt: skip
         scratch = scratch_data + BYTES * count_up(second(arguments)) * (of_kept + 2 * of_steps)
         kept = carray(floats(scratch), (kept_arrays, chunk, N, LANES))
         step_sizes = carray(floats(scratch + BYTES * of_kept), (chunk, LANES))
         slopes = carray(floats(scratch + BYTES * (of_kept + of_steps)), (chunk, LANES))
-        S, G = carray(local_floats(of_states), (N, LANES)), carray(local_floats(of_states), (N, LANES))
-        A, dA = carray(local_floats(of_A), (rows_of_A, LANES)), carray(local_floats(of_A), (rows_of_A, LANES))
+        S, G = local_rows(N), local_rows(N)
+        A, dA = local_rows(rows_of_A), local_rows(rows_of_A)
         x_padded, step_logits_padded, dy_padded = local_floats(LANES), local_floats(LANES), local_floats(LANES)
-        skip, step_bias = carray(local_floats(LANES), (1, LANES)), carray(local_floats(LANES), (1, LANES))
-        drive, sums = carray(local_floats(LANES), (LANES,)), carray(local_floats(of_sums), (N, WIDTH))
-        dx, dstep_logits = carray(local_floats(LANES), (LANES,)), carray(local_floats(LANES), (LANES,))
-        dchannels = carray(local_floats(two), (2, LANES))
+        skip, step_bias = local_rows(1), local_rows(1)
+        drive, sums = local_row(), carray(local_floats(of_sums), (N, WIDTH))
+        dx, dstep_logits = local_row(), local_row()
+        dchannels = local_rows(2)
         while True:
             task = count_up(arguments)
             if task >= tasks:
                 break
-            g, b, sequence, first, width = locate(task, blocks, B, D)
+            sequence, first, width = block_of_channels(task, blocks, D)
+            g, b = sequence // B, sequence % B
             ahead = -AHEAD if reverse >> g & 1 else AHEAD
             x_start = x_data + g * x_G + b * x_B + BYTES * first
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
