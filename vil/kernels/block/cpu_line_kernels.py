@@ -1,4 +1,4 @@
-"""CPU kernels of a pooled block, which scans row or column means, written in Python and compiled by Numba.
+"""CPU kernels of a pooled block before and after the scan of row or column means, compiled by Numba.
 
 Rows are tokens; u and z are the halves of rows of uz. Addresses and strides are in bytes. In line order, the patches of
 each row (or column) are consecutive. Tables have the order, the index of each token's mean in this order, and the index
@@ -67,8 +67,7 @@ def pool_forward(taps: int):
                 break
             b, first, width = block_of_channels(task, blocks, D)
             take_filters(w0, bias0, w1, bias1, first, width, taps, weights, bias)
-            load_rows(skip0 + BYTES * first, 0, width, 1, skip)
-            load_rows(skip1 + BYTES * first, 0, width, 1, skip[1:])
+            load_rows(skip0 + BYTES * first, skip1 - skip0, width, 2, skip)
             u1, s1 = u0 + b * L * ut + BYTES * first, s0 + b * L * st + BYTES * first
             means1 = means0 + BYTES * (b * S * D + first)
             clear(means, 2)
@@ -145,14 +144,13 @@ def pooled_gate_backward():
         lines = carray(longs(tables0 + 16 * L), (L,))
         z, s = local_rows(1), local_rows(1)
         y, dgated = local_rows(2), local_rows(1)
-        gated, dz = local_row(), local_row()
-        dy = local_rows(1)
+        gated, dz, dy = local_row(), local_row(), local_rows(1)
         while True:
             task = count_up(arguments)
             if task >= tasks:
                 break
-            first, b = task % blocks * LANES, task // blocks
-            width, scale = min(LANES, D - first), ONE
+            b, first, width = block_of_channels(task, blocks, D)
+            scale = ONE
             if scale0:
                 scale = row(scale0 + BYTES * b, 1)[0]
             of_lines = BYTES * (b * S * D + first)
@@ -161,14 +159,12 @@ def pooled_gate_backward():
                 store_row(dy0 + of_lines + BYTES * line * D, width, dy[0])
             for i in range(L):
                 t, line = b * L + i, of_lines + BYTES * lines[i] * D
-                token = BYTES * (t * D + first)
-                ahead = BYTES * AHEAD * D
-                prefetch_row(z0 + zt * (t + AHEAD) + BYTES * first)
-                prefetch_row(dz0 + zt * (t + AHEAD) + BYTES * first)
-                prefetch_row(s0 + token + ahead)
-                prefetch_row(dgated0 + token + ahead)
-                prefetch_row(gated0 + token + ahead)
-                load_rows(z0 + zt * t + BYTES * first, 0, width, 1, z)
+                token, token_z, ahead = BYTES * (t * D + first), zt * t + BYTES * first, BYTES * AHEAD * D
+                prefetch_row(z0 + token_z + zt * AHEAD)
+                prefetch_row(dz0 + token_z + zt * AHEAD)
+                for start in (s0, dgated0, gated0):
+                    prefetch_row(start + token + ahead)
+                load_rows(z0 + token_z, 0, width, 1, z)
                 load_rows(s0 + token, 0, width, 1, s)
                 load_rows(dgated0 + token, 0, width, 1, dgated)
                 load_rows(y0 + line, y1 - y0, width, 2, y)
@@ -181,7 +177,7 @@ def pooled_gate_backward():
                     dgated[0, d] *= scale * silu
                     dy[0, d] += HALF * dgated[0, d]
                 store_row(gated0 + token, width, gated)
-                store_row(dz0 + zt * t + BYTES * first, width, dz)
+                store_row(dz0 + token_z, width, dz)
                 store_row(dgated0 + token, width, dgated[0])
                 store_row(dy0 + line, width, dy[0])
 
@@ -215,8 +211,7 @@ def pool_backward(taps: int):
                 break
             b, first, width = block_of_channels(task, blocks, D)
             take_filters(w0, bias0, w1, bias1, first, width, taps, weights, bias)
-            load_rows(skip0 + BYTES * first, 0, width, 1, skip)
-            load_rows(skip1 + BYTES * first, 0, width, 1, skip[1:])
+            load_rows(skip0 + BYTES * first, skip1 - skip0, width, 2, skip)
             u1, du1 = u0 + b * L * ut + BYTES * first, du0 + b * L * ut + BYTES * first
             ds1, dmeans1 = ds0 + BYTES * (b * L * D + first), dmeans0 + BYTES * (b * S * D + first)
             clear(window, WINDOW)
