@@ -1,7 +1,7 @@
 """Building blocks of CPU kernels: memory by address, task counters, and functions that vectorize.
 
-Importing this module imports Numba, which takes a third of a second. Therefore only modules with kernels import this
-module, and the compiler imports them only to compile a kernel.
+Importing this module imports Numba, which takes a third of a second. Therefore only modules with code of kernels import
+this module, and the compiler imports them only to compile a kernel.
 
 A kernel is a function of an array of 64-bit numbers (see `compiler`). The kernel runs in several threads at once, and
 each thread processes tasks until none is left. Loops over `LANES` channels become vector instructions.
@@ -308,7 +308,7 @@ spliced = njit(error_model="numpy", fastmath=FAST, inline="always")
 
 @spliced
 def unpack(arguments, count):
-    """Return the constant number of elements of a kernel's array of arguments as a tuple."""
+    """Return the first `count` elements of a kernel's array of arguments as a tuple. `count` is a constant."""
     return to_fixed_tuple(carray(arguments, (count,)), count)
 
 
