@@ -1,6 +1,6 @@
 """SiLU of a causal depthwise convolution over tokens, by one Triton kernel for forward and one for backward.
 
-Compiled shifted products would keep fp32 copies of the sequence and read the sequence once per tap. In these kernels, a
+Compiled shifted products would write a padded copy of the sequence and read the copy once per tap. In these kernels, a
 warp processes a strip of TOKENS consecutive tokens and CHANNELS channels. Every element is read once, except K - 1
 tokens at the ends of a strip. Neighbouring tokens and the sums of the weight gradients stay in registers. The loop over
 tokens is unrolled after the loads, so that all loads are in flight at once. The weights are stored as (taps, channels),
@@ -26,7 +26,7 @@ STRIPS, TOKENS, CHANNELS = 4, 32, 64
 
 
 def silu_of_causal_conv(u_BTD: Tensor, weight_DK: Tensor, bias_D: Tensor) -> Tensor:
-    """Return the SiLU of a causal depthwise convolution, (B, T, D), in the dtype of u, with sums in fp32."""
+    """Return the SiLU of a causal depthwise convolution, in the dtype of u. Weights and sums are fp32."""
     function = silu_by_kernels if u_BTD.is_cuda else silu_of_shifted_products
     return function(u_BTD, weight_DK, bias_D)
 

@@ -9,7 +9,8 @@ Each model is trained from scratch and fine-tuned from weights that were pre-tra
 not reported. The reported accuracy is the top-1 of the EMA weights after the last epoch on the split `test`.
 
 The program trains the runs in the order that research/clothing_fair.md specifies. Runs in the JSON file are not
-repeated. Fine-tuning of a model starts when its weights file exists. Unknown options are passed to `train_imagenet.py`.
+repeated. Fine-tuning of a model starts when its weights file exists. Unknown options are treated as options of
+`train_imagenet.py`.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def rates_to_try(rows: Rows, way: Way) -> Sequence[float]:
     """Return the learning rates that a method must try according to the finished runs.
 
     With the short budget, the method tries FIRST_RATES, and one more learning rate if the best one is the first or the
-    last. With the long budget, the method tries the best learning rate of the short budget and both neighbors in RATES.
+    last. With the long budget, the method tries the best learning rate of the short budget and its neighbors in RATES.
     """
     if way.epochs == LONG:
         rate = chosen(rows, way._replace(epochs=SHORT))
@@ -246,7 +247,7 @@ def rates_table(rows: Rows) -> str:
 
 
 def ways_table(rows: Rows) -> str:
-    """Return a Markdown table of each method's test accuracy. A method without all seeds gets an empty cell."""
+    """Return a Markdown table of each method's test accuracy, which is `-` for a method without all seeds."""
     table = [["model", "start", "epochs", "learning rate", "runs", "test top-1 %, mean ± deviation", "seeds"]]
     for way in (way for ways in STAGES for way in ways):
         top1, rate = by_seed(rows, way), chosen(rows, way)

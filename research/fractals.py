@@ -31,8 +31,9 @@ These options make classes easier or harder to distinguish:
     FractalDB, whose code cycles hues with the step). An image's colours differ from the class's by up to SHARE of the
     range: the larger the share, the less colours reveal the class; at 0 they identify it
 
-Classes and images depend only on the seed, not on how many are rendered at a time or how often a run was interrupted. A
-GPU and a CPU round differently: a few pixels may differ, and so may a class or an image close to a threshold.
+Classes and images depend only on the options, not on how many are rendered at a time or how often a run was
+interrupted. A GPU and a CPU round differently: a few pixels may differ, and so may a class or an image close to a
+threshold.
 
     B  images             M  maps, the most of a system     H, W  pixels
     N  points             K  chains of the chaos game       C  colours of an image

@@ -6,7 +6,7 @@ Each model chooses its learning rate on a held-out part of the training images, 
 reported accuracy is the top-1 of the EMA weights after the last epoch on the official validation images.
 
 The program trains the runs in the order of the page. A run that the JSON file already has is not trained again. Unknown
-options are passed to `train_imagenet.py`.
+options are treated as options of `train_imagenet.py`.
 """
 
 from __future__ import annotations

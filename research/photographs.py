@@ -5,8 +5,9 @@
 Each call continues from the results in `--earlier` and the runs in `--folder`, in the protocol's order: a learning rate
 for every model, the speed of compiled DeiT, seeds of all models in turn, further seeds if the confidence interval is
 too wide, and finally the protocol's extensions. research/seeds.py starts, stops and resumes the runs of
-train_imagenet.py. Each finished run is written to `--out` with the predictions of the last weights for the test images.
-Test accuracies are computed only when all runs are finished.
+train_imagenet.py. Each finished run is written to `--out`. The predictions of the seeds' last weights for the test
+images are written beside `--out`. Test accuracies are computed only when all runs that precede the extensions are
+finished.
 """
 
 from __future__ import annotations
@@ -259,7 +260,7 @@ def models_table(runs: Runs, judged: Judged | None) -> str:
 def differences_table(runs: Runs, judged: Judged | None) -> str:
     """Return a Markdown table that compares ViL and ViM, pooled ViL and ViL, and ViL and DeiT by test accuracy.
 
-    The cells are empty until all runs are finished.
+    The cells are `-` until all runs that precede the extensions are finished.
     """
     top1 = top1_of_test(runs, judged)
     table = [["model", "minus", "points (95% interval)", "half-width", "p (Welch)", "p (Holm)", f"within ±{MARGIN:g}"]]

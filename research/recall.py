@@ -4,10 +4,10 @@
     python -m research.recall --report output/recall.json output/more.json --out output/all.json --plot output/all.png
 
 A sequence lists key-value pairs and then repeats every key once, at distances that follow a power law. At each repeated
-key the model must predict the key's value. A run is a mixer, a width, a length, a learning rate and a seed.
-Runs in the file `--out` are not repeated. Runs that are unfinished when the time is up resume from their last epoch in
-the next call, from the folder FILE.states. Parallel calls need different files `--out`, which `--report` joins. One
-process for each GPU trains several runs at a time, each as CUDA graphs on its own stream.
+key the model must predict the key's value. A run is a mixer, a width, a length, a learning rate and a seed. Runs in the
+file `--out` are not repeated. Runs that are unfinished when the time is up resume from their last epoch in the next
+call, from files in the folder `--out` with the suffix .states. Parallel calls need different files `--out`, which
+`--report` joins. One process for each GPU trains several runs at a time, each as CUDA graphs on its own stream.
 
 The harness follows Zoology's at d88d6f5 (2026-01) with its configuration of figure 2 (iclr24_zoology_figure2): two
 layers of width C for every mixer, no MLP; Mamba's block with RMSNorm; attention with a LayerNorm before and after it,
@@ -59,7 +59,7 @@ PAIRS = {64: 4, 128: 8, 256: 16, 512: 64}
 BATCH = {64: 512, 128: 512, 256: 256, 512: 128}
 LEARNING_RATES = [1e-3, 2.2e-3, 4.6e-3, 1e-2]
 DATA_SEED = 123
-PIECE = 8192  # parameters per tensor; in larger tensors, AdamW's fused kernel updates 65,536 per multiprocessor
+PIECE = 8192  # parameters per tensor; in larger tensors, a thread block of AdamW's fused kernel updates up to 65,536
 STEPS_A_TURN = 16  # number of training steps that a run queues on the GPU before another run queues steps
 SECONDS_BETWEEN_SAVES = 60
 DONE = object()

@@ -169,7 +169,7 @@ def recall_examples(
     other tokens are token 0. Keys are distinct tokens of the first half of the vocabulary, values of the second half.
 
     Raises:
-        ValueError: The pairs and their queries do not fit into the sequence.
+        ValueError: The length is odd, or the pairs and their queries do not fit into the sequence.
     """
     if 4 * pairs > length or length % 2:
         raise ValueError(

@@ -20,7 +20,7 @@ class Run:
     """One training run: the settings that identify the run, and the results after each epoch.
 
     `accuracy` is the percentage of correct queries in the test sequences. `loss` is the mean and `gradient_norm` the
-    maximum over the epoch's training steps; both are None if not finite.
+    maximum over the epoch's training steps; each of the two is None if not finite.
     """
 
     mixer: str

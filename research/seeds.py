@@ -159,7 +159,7 @@ class Deadline:
 
     def __enter__(self) -> None:
         self.handlers = {number: signal.signal(number, self._pass) for number in SCHEDULER_SIGNALS}
-        self.hearing = signals_handled_in_thread()  # the main thread waits for other threads and cannot handle signals
+        self.hearing = signals_handled_in_thread()  # handlers also run while the main thread is busy
         self.hearing.__enter__()
 
     def __exit__(self, *error) -> None:

@@ -125,7 +125,7 @@ def row(model: str, runs: dict[str, Run], name: str) -> str:
 
 
 def train(model_name: str, images: Images, steps: int, dtype: torch.dtype | None) -> Run:
-    """Train a run in fp32 or under autocast to `dtype`. On a GPU, each step replays a CUDA graph."""
+    """Train a run in fp32 or under autocast to `dtype`. On a GPU, all steps but the first three replay a CUDA graph."""
     start, device, on_gpu = time.perf_counter(), images.device, images.device.type == "cuda"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
@@ -183,7 +183,7 @@ def farthest(runs: dict[str, Run], name: str) -> float:
 
 def plot(runs: dict[str, dict[str, Run]]) -> bytes:
     """Plot the smoothed losses, and their differences from fp32, as a PNG."""
-    from matplotlib.figure import Figure  # pyplot would need a display and keep global state
+    from matplotlib.figure import Figure  # pyplot would keep figures in global state
 
     figure = Figure(figsize=(5 * len(runs), 6), layout="constrained")
     columns = figure.subplots(2, len(runs), sharex=True, squeeze=False).T

@@ -1,8 +1,8 @@
 """Table that compares the accuracy of timm's train.py and this package's trainer, for research/trainers.md.
 
-The input folder research/results/trainers has a folder for each run of timm's train.py, with args.yaml and summary.csv
-of train.py, and with the JSON file of validate.py on the test images. The runs of this package are those of the
-photographs study.
+The input folder research/results/trainers has a folder for each run of timm's train.py, with the summary.csv of
+train.py. A finished run also has the args.yaml of train.py, and the JSON file of validate.py on the test images. The
+runs of this package are those of the photographs study.
 """
 
 from __future__ import annotations

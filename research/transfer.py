@@ -14,8 +14,8 @@ method, or the penalty of its classifier, has the best mean accuracy on held-out
 reported. The methods are compared by the paired t-test over the seeds.
 
 Finished runs are stored in the JSON file, and a second call continues with the other runs, also if RATES or PENALTIES
-have new values. The tables include only seeds that all methods have finished. Unknown options are passed to
-`train_imagenet.py`, such as --device cpu.
+have new values. The tables include only seeds that all methods have finished. Unknown options such as --device cpu are
+treated as options of `train_imagenet.py`.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def processes(jobs: int) -> AbstractContextManager[Executor | None]:
 def begin_process(gpus: Queue[str]) -> None:
     """Initialize a worker process: assign it one of the GPUs, and disable log messages up to warnings."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
-    # With the inherited start method "spawn", a loader's workers would take ten seconds to start.
+    # With the inherited start method "spawn", each of a loader's workers would import PyTorch again.
     multiprocessing.set_start_method(None, force=True)
     # SIGKILL, because the trainer handles SIGTERM by ending only the current run
     terminate_with_parent(signal.SIGKILL)
@@ -269,7 +269,7 @@ def images_of(folder: str, run: Run) -> Path:
 
 
 def write_images(folder: str, run: Run) -> None:
-    """Write the training images of a run. Runs with the same seed share these images."""
+    """Write the images of a run. Runs that differ only in method and learning rate share the images."""
     path, copies = images_of(folder, run), max(1, EPOCH // (10 * run.per_class))
     if not path.exists():
         with redirect_stdout(io.StringIO()):

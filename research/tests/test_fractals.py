@@ -229,7 +229,7 @@ def test_memory_is_bounded_by_points_and_by_pixels():
 
 
 def test_images_that_diverge_are_drawn_again(monkeypatch):
-    edge = np.array(FERN)  # function system of which most random variations diverge
+    edge = np.array(FERN)  # about half of this function system's random variations diverge
     edge[0] = [0.97, 0.2, -0.2, 0.97, 0.3, 0, 0.99]
     edge[1:, 6] = 0.005
     edge = padded(edge)[None]

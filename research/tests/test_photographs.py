@@ -43,7 +43,7 @@ def searched(**by_model):
 
 
 def with_seeds(runs, **top1):
-    """Add finished runs with the seeds 0, 1, ... and the given validation accuracies to `runs`."""
+    """Return `runs`, a run of compiled DeiT, and runs with the seeds 0, 1, ... and the given validation accuracies."""
     more = [a_run(Cell("seeds", model, 0.001, seed), value) for model in top1 for seed, value in enumerate(top1[model])]
     return [*runs, a_run(Cell("compiled", DEIT, 0.001, 100), 1.0, speed=4000.0), *more]
 

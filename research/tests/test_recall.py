@@ -173,7 +173,7 @@ def test_the_causal_mixer_is_one_direction_of_the_packages_block(mixer, width):
     [((2, 33, 128), 4), ((1, 70, 70), 4), ((9, 5, 16), 3), ((1, 2, 16), 4), ((1, 40, 3), 1)],
 )
 def test_the_convolution_kernels_equal_silu_of_conv1d_with_gradients(dtype, shape, taps):
-    """The Triton kernels have the outputs and gradients of F.conv1d followed by F.silu."""
+    """The Triton kernels and the shifted products have the outputs and gradients of F.conv1d followed by F.silu."""
     torch.manual_seed(0)
     # The input and the output gradient are not contiguous.
     u = torch.randn(shape[0], shape[2], shape[1], dtype=dtype).mT.requires_grad_()
@@ -203,7 +203,7 @@ def test_attention_is_softmax_of_products():
 def test_attention_drops_a_tenth_of_its_weights():
     """Measure the share of dropped attention weights.
 
-    Zero queries attend evenly to all earlier tokens, and values that are unit vectors reveal the weights.
+    Zero queries attend evenly to all tokens up to their own, and values that are unit vectors reveal the weights.
     """
     module, count = Attention(64), 64
     with torch.no_grad():
@@ -245,7 +245,7 @@ def test_initialisation_is_zoologys():
     assert mixer.in_proj.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert mixer.out_proj.weight.std().item() == pytest.approx(0.01, rel=0.03)
     assert not mixer.in_proj.bias.any()
-    # Weights are uniform in [-b, b] with b = 1 / sqrt(fan-in), and weights of out_proj are divided by sqrt(2 layers).
+    # Weights are uniform in [-b, b] with b = 1 / sqrt(fan-in), and out_proj's are divided by sqrt(2), for two layers.
     assert mamba.blocks[1].mixer.in_proj.weight.abs().max().item() == pytest.approx(128**-0.5, rel=1e-2)
     assert mamba.blocks[1].mixer.out_proj.weight.abs().max().item() == pytest.approx(256**-0.5 / 2**0.5, rel=1e-2)
 
@@ -388,7 +388,7 @@ def test_dropout_follows_from_the_run_whatever_runs_beside_it(device, monkeypatc
     together = losses([0, 1, 2], at_a_time=3)
     for alone, found in zip(losses([0, 1, 2], at_a_time=1), together):
         assert found == pytest.approx(alone, rel=1e-6)
-        assert found[0] != pytest.approx(found[1], rel=1e-6)  # each step and each run samples another dropout mask
+        assert found[0] != pytest.approx(found[1], rel=1e-6)  # the two epochs sample different dropout masks
 
 
 def test_every_setting_has_a_state_of_its_own(tmp_path):
@@ -430,7 +430,7 @@ def run_main(monkeypatch, *arguments):
 
 
 def test_repeated_calls_resume_until_all_runs_are_done(tmp_path, monkeypatch, capfd):
-    """Call the program in separate processes until all runs are done. The first call has time for one epoch."""
+    """Call the program until all runs are done. The first call trains one epoch of each run."""
     out, plot = tmp_path / "out.json", tmp_path / "plot.png"
     settings = ["--mixers", "longhorn", "--lengths", 16, "--pairs", 2, "--batch", 16, "--widths", 16, "--epochs", 2]
     settings += ["--learning-rates", 1e-2, "--seeds", 2, "--train-examples", 64, "--test-examples", 32]

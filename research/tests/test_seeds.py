@@ -35,7 +35,7 @@ MODELS = ["vil_tiny", "vim_tiny"]
 
 @pytest.fixture
 def kept(tmp_path, image_folder):
-    """Return a folder with one finished run of each model, and the command line of the study."""
+    """Return a folder with the config of a small study, and the command line of the study."""
     config = dict(SMALL, data_dir=str(image_folder), epochs=2, workers=1, crop_pct=0.7)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
     command = ["-c", tmp_path / "small.yaml", "--folder", tmp_path / "runs", "--models", *MODELS]
@@ -232,7 +232,7 @@ def test_a_run_whose_end_nobody_noted_counts(stubbed):
         [line.rpartition(",")[0] for line in (head, *rows)],
         [head, *(f"{row.rpartition(',')[0]}," for row in rows)],
     ):
-        summary.write_text("\n".join(lines))  # the second summary lacks EMA accuracies
+        summary.write_text("\n".join(lines))  # both summaries lack EMA accuracies
         run_study(command)
         (run,) = json.loads((root / "out.json").read_text())["runs"]
         # the reported accuracy is that of the last epoch, not of the best epoch

@@ -24,7 +24,7 @@ def rand(g, *shape) -> Tensor:
 
 
 def minimiser(objective, like: Tensor) -> Tensor:
-    """Return the minimum of a strictly convex quadratic, by one Newton step from any point."""
+    """Return the minimiser of a strictly convex quadratic function, by one Newton step from zero."""
     start = torch.zeros_like(like)
     gradient = jacobian(objective, start).flatten()
     curvature = hessian(objective, start).reshape(len(gradient), -1)
@@ -33,7 +33,7 @@ def minimiser(objective, like: Tensor) -> Tensor:
 
 
 def recall_objective(S_old, k, x, beta):
-    """Return Longhorn's objective (eq. 3): |S - S_old|^2 plus beta times the squared error of S k compared with x."""
+    """Return Longhorn's online objective: |S - S_old|^2 plus beta times the squared error of S k compared with x."""
     return lambda S: (S - S_old).square().sum() + (beta * (S @ k - x).square()).sum()
 
 
@@ -160,7 +160,7 @@ def operator_states(x_BLD, logits_BLD, k_BLN) -> Tensor:
 
 
 def test_the_scan_never_enlarges_a_state_for_any_key_and_beta(g):
-    """`longhorn_scan` multiplies states by factors in (0, 1], so states stay bounded without a forget gate."""
+    """`longhorn_scan` multiplies states by factors in (0, 1], so no state grows if the new value is 0."""
     B = 1000
     k_BLN, logits_BLD = torch.ones(B, 2, N, dtype=torch.float64), 20 * randn(g, B, 2, D)
     k_BLN[:, 1] = randn(g, B, N) * 10.0 ** torch.randint(-6, 7, (B, 1), generator=g)

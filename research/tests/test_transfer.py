@@ -90,7 +90,7 @@ def test_what_a_stopped_call_has_left_is_reported_as_far_as_all_ways_have_it():
     assert tables(rows(transfer.SCRATCH, 5, [60, 70], True) + whole) == expected
     # an earlier call was stopped before all methods had been trained
     assert tables(size(5, 4, 3, 0) + whole) == expected
-    assert tables(size(20, 4, 3, 2)) == expected  # the call has more seeds than the earlier call
+    assert tables(size(20, 4, 3, 2)) == expected  # some methods have more seeds than others
     assert "| 5 | " in tables(size(5, 3) + whole)[0]
     assert transfer.differences_table(size(20, 1)).count("\n") == 2  # one seed permits no significance test
 
@@ -170,7 +170,7 @@ def test_outcomes_come_as_they_are_done_and_an_error_calls_off_the_rest():
 
 @pytest.fixture
 def small_benchmark(weights, tmp_path, monkeypatch, no_pictures):
-    """Run the study with small models and short runs, and return the content of the results file."""
+    """Return a function that runs the study with small models and short runs, and returns the content of its file."""
     settings = {way: values[:2] for way, values in transfer.SETTINGS.items()}
     for name, value in dict(SETTINGS=settings, CHOICE_SEEDS=(100,), EPOCH=20).items():
         monkeypatch.setattr(transfer, name, value)
@@ -194,7 +194,7 @@ def test_the_benchmark_from_images_to_tables(small_benchmark, weights, tmp_path,
     reported = [run for run in runs if not run["rehearse"]]
     assert [run["seed"] for run in runs if run["rehearse"]] == [100] * 12
     assert sorted(run["seed"] for run in reported) == [0] * 6 + [1] * 6
-    for run in reported:  # the reported runs use the learning rate or penalty that was best for CHOICE_SEED
+    for run in reported:  # the reported runs use the learning rate or penalty that was best for CHOICE_SEEDS
         tried = {r["setting"]: r["top1"] for r in runs if r["rehearse"] and r["way"] == run["way"]}
         assert tried[run["setting"]] == max(tried.values())
     assert {run["updates"] for run in runs if "updates" in run} == {2}
