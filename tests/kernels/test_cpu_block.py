@@ -70,7 +70,7 @@ def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison
 
 
 @MIXERS
-@pytest.mark.parametrize("pool, state_size", [(None, 4), ("rows", 16)])
+@pytest.mark.parametrize(("pool", "state_size"), [(None, 4), ("rows", 16)])
 def test_other_filters_and_numbers_of_states(mixer, pool, state_size):
     """A fused block with another filter width, and a full block with another number of states, equal unfused blocks.
 
