@@ -1,4 +1,4 @@
-"""Tests of imports: no module imports from a higher layer, and the package imports only declared dependencies."""
+"""Tests of imports: no module imports from a higher layer, and the package imports only packages listed here."""
 
 import ast
 import re

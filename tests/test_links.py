@@ -1,4 +1,4 @@
-"""Tests of the documentation: links are valid, and the files and tests that it names exist."""
+"""Tests of the documentation: relative links are valid, and the files and tests that it names exist."""
 
 import re
 

@@ -92,7 +92,7 @@ def test_scan_lines_equals_its_definition(B, S, D, R, dtype, recurrence, device,
     bias = random(2, D, dtype=torch.float32)
     assert scan_lines.fits(means, x_proj, step_proj)
     for other in (
-        (means.repeat(1, 133, 1, 1), x_proj, step_proj),  # too many images for the kernel
+        (means.repeat(1, 133, 1, 1), x_proj, step_proj),  # too many images for this GPU
         (means.repeat(1, 1, 65, 1), x_proj, step_proj),  # too many rows or columns for the kernel
         (means.float(), x_proj, step_proj), (means[..., 64:], x_proj, step_proj),
         # The kernel does not support these numbers of states and ranks.

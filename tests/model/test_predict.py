@@ -112,7 +112,7 @@ def test_an_exported_file_predicts_like_its_checkpoint(suffix, checkpoint, photo
     file.parent.mkdir()
     files = [path for path in files if path.stem not in ("broken", "notes")]
     export_model(vil.from_checkpoint(checkpoint), file)
-    # .safetensors files store weights in fp16.
+    # Exported .safetensors files store weights in fp16.
     tolerance = dict(rel=1e-4, abs=1e-5) if suffix == "onnx" else dict(rel=0.1, abs=1e-2)
     for image, found in zip(*(vil.predict(of, files, topk=7) for of in (checkpoint, file)), strict=True):
         assert {p.label: p.probability for p in found} == pytest.approx(

@@ -92,7 +92,7 @@ def test_use_ema_selects_between_weights_and_ema_weights_of_other_programs(keys,
         assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
     assert not caplog.messages
     caplog.set_level(logging.WARNING)
-    found = create_model("vil_tiny", path, **KWARGS).state_dict()  # training starts from the EMA weights, as timm would
+    found = create_model("vil_tiny", path, **KWARGS).state_dict()  # training starts from the EMA weights
     assert all(torch.equal(found[name], tensor) for name, tensor in OTHERS.items())
     assert any(f"EMA weights ['{keys[1]}']" in message for message in caplog.messages)
 

@@ -313,7 +313,7 @@ NAMES = [f"{number}, a name of many words, as ImageNet has them" for number in r
 
 
 def checkpoint_of_a_run(path, weights, **options):
-    """Write a run's checkpoint of this model, with EMA weights that vil.viz must not use."""
+    """Write a run's checkpoint with the given weights, and with EMA weights that vil.viz must not use."""
     average = {name: torch.zeros_like(t) for name, t in weights.items()}
     config = {**vars(Config(**options)), "num_classes": 3}
     state = {"arch": options["model"], "config": config, "model": weights, "model_ema": average, "label_names": NAMES}

@@ -276,7 +276,7 @@ def hexed(times):
 
 
 def view_of_one_value(count):
-    """Return the pickle of a tensor with `count` elements and stride 0, which share one stored value."""
+    """Return the pickle of a tensor of shape (count, 2) and strides 0, whose elements share one stored value."""
     storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\1tQ"
     size = b"J" + struct.pack("<i", count) + b"K\2\x86" + b"K\0K\0\x86"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + size + b"\x89}tR"

@@ -1,6 +1,6 @@
 """Tests of small files made to cost much memory or time: readers stay within limits.
 
-FUZZ=1 python -m pytest tests/robustness/test_hostile_files.py    runs the tests on all of the files.
+FUZZ=1 python -m pytest tests/robustness/test_hostile_files.py    runs the first test on all files.
 """
 
 import os

@@ -247,16 +247,16 @@ def test_photographs_are_decoded_without_the_sandbox(name):
             assert is_bounded(several)
     twice = large_header(SMALL_JPEG, 24, 32, 2)  # a JPEG with two frame headers is decoded in the sandbox
     assert not is_bounded(twice)
-    # a large progressive JPEG has unbounded decoding cost, because each of its scans may cover all pixels
+    # a large progressive JPEG is decoded in the sandbox, because each of its scans may cover all pixels
     if name == "jpeg progressive":
         place = content.index(b"\xff\xc2") + 5
         large = content[:place] + struct.pack(">HH", 8000, 8000) + content[place + 4 :]
         assert not is_bounded(large)
-        # A segment must start with a valid marker.
+        # A segment must start with an accepted marker.
         for odd in (b"\0\xe0", b"\xff\xff", b"\xff\xbf", b"\xff\xd9", b"\xff\xdf"):
             others = content[:2] + b"\xff\xe0\0\2" + odd + b"\0\2" + content[2:]
             assert not is_bounded(others)
-    # data after the image (a video or a second image) is not counted as scans
+    # data after a baseline image (a video or a second image) is not counted as scans
     for more in (b"\xff\xda" * 101, content[2:]) if name == "jpeg" else ():
         assert is_bounded(content + more)
     width, height = Image.open(io.BytesIO(content)).size
@@ -299,13 +299,13 @@ def test_metadata_changes_no_pixel_and_is_removed_before_decoding(name, monkeypa
 
 
 GIF = encode(RGB, "GIF")
-# decoding takes longer than the timeout of one second below
+# decoding takes longer than twice the timeout of one second below
 SLOW_GIF = b"GIF89a" + bytes((8, 0, 8, 0, 0, 0, 0, 0x21, 0xFE)) + b"\1a" * 2**23
 
 
 @contextlib.contextmanager
 def sandbox_process(seconds=60, most_bytes=None):
-    """Yield a sandbox process with a decoding timeout of `seconds` and an address-space limit of `most_bytes`."""
+    """Yield a sandbox process with an alarm after twice `seconds` and an address-space limit of `most_bytes`."""
 
     def limit():
         if most_bytes:
@@ -585,7 +585,7 @@ def test_a_long_run_of_broken_files_is_replaced_by_the_next_readable_image(caplo
     assert reader[0, 0][1] == 2
     assert named(caplog) == ["file 0", "file 1"]
     reader.dataset.reader.files = [SMALL_JPEG]
-    assert reader[0, 0][1] == 0  # the image is read again when the disk has recovered
+    assert reader[0, 0][1] == 0  # the file is read again, so it counts as readable after a repair
 
 
 def test_a_worker_reports_a_split_without_readable_images_in_one_line(tmp_path):
@@ -793,7 +793,7 @@ def shard(path, samples):
 
 
 def write_shards(root, contents, train=None):
-    """Write {train,validation}-0.tar: 8 valid images of class 1, and `contents` as images of class 2."""
+    """Write {train,validation}-0.tar: 8 valid images of class 1, and `contents` in class 2, or `train` for training."""
     whole = {f"whole{i}": SMALL_JPEG for i in range(8)}
     splits = {}
     for split, files in (("train", train or whole | contents), ("validation", whole | contents)):
@@ -1079,7 +1079,7 @@ def test_shuffling_equals_webdatasets_up_to_a_memory_limit(tmp_path, monkeypatch
     monkeypatch.setattr("vil.data.sources.shards.MOST_SHUFFLED", 50)
     source = iter(samples)
     waiting = [60 - source.__length_hint__() - given for given, _ in enumerate(reader._shuffled(source), start=1)]
-    # A limit of 50 bytes allows 5 waiting samples of 9 bytes, in addition to the returned sample.
+    # 5 samples of 9 bytes fit into 50 bytes, and one sample more may wait while another is returned.
     assert (len(waiting), max(waiting)) == (60, 50 // 9 + 1)
 
 

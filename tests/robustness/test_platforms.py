@@ -1,4 +1,4 @@
-"""Tests of macOS, Windows and MPS, which are simulated by removing functions that these platforms lack."""
+"""Tests of macOS, Windows and MPS, which are simulated by removing or replacing functions."""
 
 import os
 import runpy
@@ -90,7 +90,7 @@ INSIDE = {
 
 
 class Recorded(TorchDispatchMode):
-    """Dispatch mode that records the dtypes of all tensors and all operators, also inside this package's operators."""
+    """Dispatch mode that records the dtypes of all tensors and all operators, also inside the reference scan."""
 
     def __init__(self):
         super().__init__()

@@ -68,7 +68,7 @@ def test_a_single_process_initializes_no_process_group():
     with pytest.raises(ZeroDivisionError):
         distributed.broadcast_from_rank0(lambda: 1 / 0)
     distributed.destroy_process_group()
-    with ThreadPoolExecutor() as pool:  # a thread other than the main thread receives no signals
+    with ThreadPoolExecutor() as pool:  # signal.set_wakeup_fd works only in the main thread
         assert pool.submit(distributed.init_process_group, "cpu").result() == (torch.device("cpu"), 0, 1)
 
 
@@ -92,7 +92,7 @@ def test_hosts_communicate_over_gloo_and_a_missing_rank_is_reported_in_one_line(
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Unset the environment variables of torchrun and Slurm, and return a function that sets variables."""
+    """Unset the variables that describe a process group, and return a function that sets variables."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_"))] + ["RANK", "WORLD_SIZE"]:
         monkeypatch.delenv(name, raising=False)
     return lambda variables: [monkeypatch.setenv(*pair.split("=")) for pair in variables.split()]

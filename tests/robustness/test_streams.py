@@ -1,4 +1,4 @@
-"""Tests of stdout and stderr: a blocked or closed reader stops neither training nor checkpoints."""
+"""Tests of stdout and stderr: a reader that blocks stops neither training nor checkpoints."""
 
 import contextlib
 import io

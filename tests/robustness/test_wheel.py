@@ -58,7 +58,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Build the wheel from a copy of the checkout, because a build leaves files in its source folder."""
+    """Build the wheel from a copy of the package's files, because a build leaves files in its source folder."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")

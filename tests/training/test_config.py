@@ -14,7 +14,7 @@ from vil.config.values import convert, kind_of
 from vil.security.checkpoint_options import options_of_checkpoint
 
 # Hyperparameters in ViM's published main.py, pt-vim-t.sh and pt-vim-s.sh, and defaults of this package's own options.
-# Options of transforms that ViM does not set have timm's defaults.
+# Options of transforms that ViM does not set have timm's defaults. ViM's scripts disable amp, unlike our recipes.
 SHARED = dict(
     epochs=300, opt="adamw", opt_betas=(0.9, 0.999), opt_eps=1e-8, sched="cosine", warmup_epochs=5, min_lr=1e-5,
     aa="rand-m9-mstd0.5-inc1", color_jitter=0.3, train_interpolation="bicubic", scale=(0.08, 1.0),
@@ -102,7 +102,7 @@ def test_synthetic_has_imagenets_number_of_images_by_default(words, images):
 @pytest.mark.parametrize(
     ("option", "text", "value"),
     [
-        # YAML reads 1e-3 as a string
+        # PyYAML reads 1e-3 as a string
         ("lr", "1e-3", 0.001), ("lr", "1", 1.0), ("clip_grad", "5", 5.0), ("clip_grad", "null", None),
         ("phases", "[{lr: 1e-3}]", [dict(lr=0.001)]),
         ("clip_grad", "none", None), ("epochs", "7.0", 7), ("img_size", "'null'", None), ("batch_size", "32", 32),

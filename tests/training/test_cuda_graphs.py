@@ -209,7 +209,7 @@ def test_functions_that_cannot_be_captured_run_in_eager_mode_with_the_reason_log
     assert line.startswith("cannot capture the test as a CUDA graph, running in eager mode instead: ")
     assert reason in line
     random.seed(0)
-    # cuBLAS may sum in a different order on another stream
+    # cuBLAS may sum in a different order if several streams are active
     torch.testing.assert_close(outcome(step, replayed), expected, rtol=1e-5, atol=1e-5)
 
 

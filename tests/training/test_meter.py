@@ -49,7 +49,7 @@ def clock(monkeypatch):
 def test_losses_and_norms_are_averaged_over_the_steps():
     meter = EpochMeter()
     note(meter)
-    assert (meter.steps, meter.losses) == (3, [])  # `note` must not synchronize with the device
+    assert (meter.steps, meter.losses) == (3, [])  # `add` must not synchronize with the device
     meter.collect()
     note(meter, [1.5], [math.nan])
     assert meter.steps == 4
@@ -165,8 +165,8 @@ def looked(clock, steps, caplog):
             (1, 0, 4, 3, 0.0),
             r"preparing images \(3 workers\) \(49%\): --no-augment-on-device",
         ),
-        ((6, 0, 0, 2, 0.2), None),  # the host waits for the GPU, which is always busy
-        ((4, 2, 0, 2, 0), None),  # the host waits for images, but the GPU is always busy
+        ((6, 0, 0, 2, 0.2), None),  # the host also waits for the GPU, so the GPU is not idle
+        ((4, 2, 0, 2, 0), None),  # loading waits for the model to free memory, so the GPU is not idle
         ((0, 0, 0, 0.1, 9), None),
     ],
 )

@@ -154,7 +154,7 @@ COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return the folder of a short run on class folders with twelve images of each color."""
+    """Train a short run on class folders with twelve images of each color, and return the output folder."""
     folder = tmp_path_factory.mktemp("run")
     for name, color in COLORS.items():
         (folder / "colors" / name).mkdir(parents=True)
@@ -181,7 +181,7 @@ def test_a_run_evaluates_its_held_out_images_again(run, tmp_path, capsys, caplog
     assert (held_out["data_dir"], held_out["split"]) == (str(run / "colors"), ".")
     assert "held-out images: 6 images of 3 classes" in caplog.text
 
-    # the folder has been moved, and passed as another path
+    # a copy of the folder in another place, given by its parent folder
     shutil.copytree(run / "colors", tmp_path / "moved/colors")
     assert evaluated(run, "--data-dir", "moved", capsys=capsys)["images"] == 6
     assert evaluated(run, "--split", ".", capsys=capsys)["images"] == 36

@@ -54,17 +54,17 @@ def get(number):
 
 
 def stopped_at(call, number=signal.SIGKILL):
-    """Return a function that sends a signal to rank 0 before optimizer step number `call`."""
+    """Return a function after whose call rank 0 receives a signal before optimizer step number `call`."""
     return functools.partial(before, Update, "__call__", functools.partial(get, number), call)
 
 
 def ended_while_it_begins():
-    """Send SIGTERM when the second phase begins, so that the last checkpoint is that of the first phase."""
+    """Let SIGTERM arrive when the second phase begins, so that the last checkpoint is that of the first phase."""
     before(Checkpointer, "load", functools.partial(get, signal.SIGTERM), call=2)
 
 
 def told_to_stop_while_it_saves(call):
-    """Return a function that sends SIGTERM when checkpoint number `call` is saved, at the end of a phase."""
+    """Return a function after whose call SIGTERM arrives before checkpoint number `call`, at the end of a phase."""
     return functools.partial(before, Checkpointer, "save", functools.partial(get, signal.SIGTERM), call)
 
 
@@ -73,7 +73,7 @@ def told_to_stop_while_it_saves(call):
     [
         # The first run is killed before step 5, and the second run is stopped after step 8, the last step of phase 1.
         [(stopped_at(5), -9), (told_to_stop_while_it_saves(5), 75)],
-        # The first run ends at the end of phase 1. The following runs are interrupted before the steps 9, 14 and 20.
+        # The first run ends at the end of phase 1. The next runs receive a signal before the steps 9, 14 and 20.
         [(ended_while_it_begins, -15), (stopped_at(1), -9), (stopped_at(6), -9), (stopped_at(7, signal.SIGTERM), 75)],
     ],
     ids=["in and at the end of the first", "between, in the second and the third"],

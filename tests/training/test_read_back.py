@@ -15,7 +15,7 @@ from vil.security.checkpoint_options import NOT_FROM_CHECKPOINTS
 from vil.training.trainer import Trainer
 
 CPU = torch.device("cpu")
-# Every option that a checkpoint restores has a non-default value. `dataset` is tested separately below.
+# Non-default values of all options that a checkpoint restores, except `data_dir` and `dataset`, which are set below.
 OPTIONS = dict(
     train_split="sub/first", val_split="my other", val_fraction=0.3, apply_exif_orientation=True, num_classes=5,
     workers=0, synthetic=64,

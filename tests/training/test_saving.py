@@ -92,7 +92,7 @@ RENAMES = [(rename, links) for links in (True, False) for rename in (1, 2, 3)]
 
 @pytest.mark.parametrize(("failing", "links"), RENAMES)
 def test_a_failed_rename_leaves_a_complete_checkpoint_that_resuming_finds(failing, links, tmp_path, monkeypatch):
-    """A complete checkpoint remains, even if all later renames fail or the file system has no hard links."""
+    """A complete checkpoint remains if a rename and all later renames fail, also without hard links."""
     last, previous, replace, calls = tmp_path / "last.pt", tmp_path / "previous.pt", os.replace, []
 
     def failing_replace(*names):
@@ -218,7 +218,7 @@ def test_mismatched_weights_and_unreadable_files_have_different_messages(tmp_pat
         ("", None, "0", None), ("", "auto", "0", None), ("", None, "1", None), ("", "other.pt", "1", "other.pt"),
         ("last previous", "auto", "0", "last.pt"), ("previous", "auto", "0", "previous.pt"),
         ("last", "other.pt", "0", "other.pt"),
-        # A process that torchrun restarted resumes from its run folder.
+        # A process that torchrun restarted resumes from its run folder if there is a checkpoint.
         ("last previous", None, "2", "last.pt"), ("last", "other.pt", "1", "last.pt"),
     ],
 )  # fmt: skip
@@ -233,7 +233,7 @@ def test_a_run_resumes_from_the_right_checkpoint(present, resume, restarts, foun
     assert (result and result[0].name) == found
     if result:
         assert result[1]["epoch"] == checkpoint.Checkpoint(result[0]).training_state()["epoch"]
-        assert result[1]["num_images"] == 0  # checkpoints of the first versions do not store the number of images
+        assert result[1]["num_images"] == 0  # early checkpoints do not store the number of images
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):

@@ -69,7 +69,7 @@ def lines(axis):
 def test_the_plot_shows_all_varying_columns_and_marks_the_best_epoch(tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
     history = [row(1, eval_top1=90.0), row(2, eval_top1=95.0), row(3, unreadable_images=2.0)]
-    for line in history:  # constant columns are not plotted
+    for line in history:  # these columns are constant, so their panel is not plotted
         line |= dict(gpu_wait_percent=0, data_wait_percent=0.0)
     Reporter(tmp_path, Config(), {}, "1 x cpu")(history)
     (figure,) = figures
@@ -274,7 +274,7 @@ class Wandb:
         return SimpleNamespace(log=lambda values, step: rows.append(self.accepted(step, values)))
 
     def accepted(self, step, values):
-        assert type(step) is int  # wandb accepts only int
+        assert type(step) is int  # wandb accepts only integer steps
         if self.failures and step == 2:
             raise RuntimeError("their server is down")
         return step, values
@@ -309,7 +309,7 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path, wandb, caplog):
 
 def test_an_epoch_that_a_killed_run_did_not_log_is_logged_after_resuming(tmp_path, wandb):
     reporter(tmp_path)(HISTORY[:1])
-    # values of a restored checkpoint are floats
+    # early checkpoints store all values as floats
     restored = [{name: float(value) for name, value in line.items()} for line in HISTORY]
     for epochs in (2, 2, 1):  # the last restart loads the previous checkpoint
         reporter(tmp_path).catch_up(restored[:epochs])

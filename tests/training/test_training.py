@@ -97,7 +97,7 @@ def test_optimizers_and_schedules_equal_timms(image_folder, tmp_path, no_picture
     torch.testing.assert_close(weight, before - 0.5 * (1 + 0.9) * gradient)
     trainer.run()
     assert [row["lr"] for row in trainer.state.history] == [0.5, 0.5]
-    for name in ("sgd", "adafactor"):  # optimizers whose state tensors differ from AdamW's in number and shape
+    for name in ("sgd", "adafactor"):  # optimizers whose state tensors differ from AdamW's in number or shape
         choices = options | dict(opt=name, lr=0.01, output=str(tmp_path / name))
         trainer = Trainer(small_config(image_folder, **choices, epochs=1), CPU, 0, 1)
         trainer.run()
@@ -107,7 +107,7 @@ def test_optimizers_and_schedules_equal_timms(image_folder, tmp_path, no_picture
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_blocks_run_under_autocast_and_are_recomputed_with_activation_checkpointing(image_folder, checkpointing):
     trainer = Trainer(small_config(image_folder, grad_checkpointing=checkpointing), CPU, 0, 1)
-    # a CPU does not use autocast by default
+    # on a CPU, a run itself never enables autocast
     trainer.forward_backward.precision = trainer.evaluator.precision = torch.autocast("cpu", torch.bfloat16)
     dtypes = []
     trainer.state.model.blocks[0].mixer.in_proj.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
@@ -196,7 +196,7 @@ def test_a_run_killed_after_the_last_step_of_an_epoch_resumes_with_a_log_message
     before_the_end = checkpoint.Checkpoint(last).training_state()
     assert len(before_the_end["history"]) == before_the_end["config"]["epochs"] - 1
     assert len(before_the_end["progress"]["losses"]) == TRAIN_IMAGES * len(CLASSES) // SMALL["global_batch_size"]
-    # checkpoint of a version that did not store num_images
+    # 0 stands for an unknown number of images, as in early checkpoints
     checkpoint.save_checkpoint(before_the_end | dict(num_images=0), last)
     trained(image_folder, tmp_path, resume="auto")
     assert "training images, was" not in caplog.text
@@ -396,7 +396,7 @@ def test_non_square_images_work_in_training_validation_export_and_prediction(ima
 
 @pytest.mark.parametrize("error", [AssertionError, AttributeError])
 def test_a_model_without_activation_checkpointing_support_is_rejected(monkeypatch, error):
-    if error is AttributeError:  # some timm models lack set_grad_checkpointing
+    if error is AttributeError:  # models of other packages may lack set_grad_checkpointing
         monkeypatch.delattr(timm.models.dla.DLA, "set_grad_checkpointing")
     with pytest.raises(ConfigError, match="dla46_c does not support activation checkpointing") as refused:
         build_model(Config(model="dla46_c", grad_checkpointing=True), 4)

@@ -1,4 +1,4 @@
-"""Tests that runs with non-default options write the same numbers as the plain implementation `naive_training`."""
+"""Tests of the training loop: numbers equal to those of `naive_training`, log messages, resuming, and best.pt."""
 
 import io
 import re
@@ -319,7 +319,7 @@ def test_a_run_resumed_with_other_options_uses_them_from_the_next_step(folder, t
 @pytest.mark.parametrize(
     ("model", "average", "epoch", "best"),
     [
-        ([4, 9, 2, 3, 8], [2, 3, 4, 5, 6], 2, "state_dict"),  # the EMA weights have hardly moved yet
+        ([4, 9, 2, 3, 8], [2, 3, 4, 5, 6], 2, "state_dict"),  # the EMA weights are less accurate in the best epoch
         ([4, 9, 2, 3, 8], [2, 7, 9, 5, 4], 3, "state_dict_ema"),
         # the last epoch wins a tie, and EMA weights win a tie with the model
         ([4, 9, 2, 9, 8], [2, 7, 9, 9, 4], 4, "state_dict_ema"),
@@ -369,7 +369,7 @@ def test_an_ema_that_hardly_changes_logs_a_warning(folder, tmp_path, caplog, dec
 def test_a_loss_scaler_changes_no_step_except_skipped_overflows(folder, tmp_path, clip_grad):
     options = dict(epochs=2, clip_grad=clip_grad)
     scaled = trainer(folder, tmp_path, **options)
-    # training on a CPU does not use a gradient scaler by default
+    # on a CPU, a run's own gradient scaler is disabled
     scaled.state.scaler = scaled.forward_backward.scaler = scaled.update.scaler = torch.amp.GradScaler(
         "cpu", init_scale=2.0**10
     )
