@@ -152,7 +152,7 @@ def create_model(
 def _initialized(
     model: str, arguments: dict[str, Any], source: Checkpoint, label_names: Sequence[str], source_name: str
 ) -> nn.Module:
-    """Create a model, and load the tensors of a weights file whose names and, after resampling, shapes match.
+    """Create a model initialized from a weights file, whose tensors are resampled to the model's shapes if possible.
 
     `source_name` is the user's name of the weights, for the log.
     """

@@ -91,7 +91,7 @@ def _reason_of(error: Exception) -> str:
 
 
 def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:
-    """Read a .safetensors file. Files written by `pack_weights` also contain options and class names."""
+    """Read a .safetensors file. Files written by `pack_weights` also contain options and, if known, class names."""
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if length > MOST_HEADER:

@@ -358,6 +358,7 @@ def test_unsupported_options_in_timms_args_yaml_are_listed_in_one_message(tmp_pa
         (dict(pin_mem=True, batch_size=32, global_batch_size=96), dict(batch_size=32, global_batch_size=96)),
         (dict(lr=1e-3, lr_base=0.1, lr_base_size=512), dict(lr=1e-3)),
         (dict(sched="step", decay_epochs=90), dict(sched="step")), (dict(opt="adamw", momentum=0.5), {}),
+        (dict(reprob=0.0, resplit=True), dict(reprob=0.0)),
     ],
 )  # fmt: skip
 def test_timms_option_names_are_translated(tmp_path, values, expected):
@@ -371,7 +372,8 @@ def test_timms_option_names_are_translated(tmp_path, values, expected):
         (dict(pretrained=True), "--pretrained-path"), (dict(sched="step", decay_epochs=30), "decay_epochs"),
         (dict(opt="sgd", momentum=0.5), "momentum"), (dict(lr_cycle_limit=2, lr_cycle_mul=2.0), "lr_cycle_mul"),
         (dict(img_size=224, input_size=[3, 192, 192]), "contradicts 'img_size'"), (dict(jsd_loss=True), "jsd_loss"),
-        (dict(pin_mem=True, others={7: 1}), "others"),
+        (dict(pin_mem=True, others={7: 1}), "others"), (dict(resplit=True), "resplit"),
+        (dict(split_bn=True), "split_bn"),
     ],
 )  # fmt: skip
 def test_options_of_timm_with_another_meaning_are_rejected(tmp_path, values, named):

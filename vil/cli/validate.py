@@ -84,7 +84,7 @@ def _parser(prog: str | None) -> Parser:
     )
     add("--num-classes", help="number of classes of the model")
     add("--img-size", nargs="+", metavar="SIZE", help="image size, or height and width")
-    add("--crop-pct", help="share of the image inside the centre crop")
+    add("--crop-pct", help="side of the centre crop, as a share of the resized image's shorter side")
     add("--interpolation", help="interpolation of the resize")
     add("-b", "--batch-size", default=128, help="batch size of each process (default: 128)")
     add("-j", "--workers", help="data loading workers of each process; by default chosen by the number of cores")

@@ -1,6 +1,6 @@
 """Options of a training run, with defaults, ranges and choices. Most options that timm also has have timm's names.
 
-timm is imported inside functions, so that help and errors in the names of options do not wait for PyTorch.
+timm is imported inside functions, so that help and errors in the names of command-line options do not wait for PyTorch.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class Config:
     # evaluation
     crop_pct: float | None = _option(
         None,
-        "share of the image inside the centre crop in evaluation; the model's default if not given",
+        "side of the centre crop in evaluation, as a share of the resized image's shorter side; the model's default if "
+        "not given",
         above=0,
         high=2,
     )

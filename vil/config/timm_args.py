@@ -1,9 +1,9 @@
 """Translation of config files of timm's train.py, such as args.yaml, to options of `Config`.
 
-timm saves every option in args.yaml. Options that `Config` also has are kept, and options with the same meaning under
-another name are renamed. Other options are ignored if they are off, at a value with which timm trains like this
-package, without effect on the run, or in `HARMLESS`. All remaining options raise an error, because ignoring them would
-silently change the training.
+timm saves every option in args.yaml. Options that `Config` also has are kept, unless timm's value is empty and `Config`
+needs a value. Options with the same meaning under another name are renamed. Other options are ignored if they are off,
+at a value with which timm trains like this package, without effect on the run, or in `HARMLESS`. All remaining options
+raise an error, because ignoring them would silently change the training.
 """
 
 from __future__ import annotations

@@ -110,7 +110,6 @@ UNSUPPORTED = {
 
 # options of timm (keys), and the options that have no effect without them (values)
 ONLY_WITH = {
-    "aug_splits": ["resplit", "split_bn"],
     "bce_loss": ["bce_pos_weight"],
     "clip_grad": ["clip_mode"],
     "kd_model_name": [
@@ -133,7 +132,7 @@ ONLY_WITH = {
         "naflex_patchify_channels_first",
         "naflex_train_seq_lens",
     ],
-    "reprob": ["recount"],
+    "reprob": ["recount", "resplit"],
     "train_img_sizes": [
         "train_batch_sizes",
         "train_size_probs",

@@ -37,8 +37,8 @@ def write_atomically(
         previous: Path that the old file is renamed to once the new file is complete on the disk.
 
     Raises:
-        OSError: Writing failed. `path` has the old or the complete new content. If `previous` existed, `previous` is
-            still a complete file.
+        OSError: Writing failed. `path` has the old or the complete new content. With hard links, an existing `previous`
+            is still a complete file.
     """
     temporary = _unfinished(path)
     kept = _unfinished(previous) if previous else None

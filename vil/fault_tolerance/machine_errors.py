@@ -97,7 +97,7 @@ def retry_reading(name: str, read: Callable[[], T]) -> T:
 
 
 class RetryingFile(io.FileIO):
-    """File that retries its reads after I/O errors for about ten seconds."""
+    """Raw file for a BufferedReader. `readinto` is retried after I/O errors for about ten seconds."""
 
     def readinto(self, buffer: Any) -> int:
         return retry_reading(str(self.name), lambda: super(RetryingFile, self).readinto(buffer))

@@ -46,7 +46,7 @@ def signals_handled_in_thread() -> Iterator[None]:
 
 @contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Restore the process's signal handlers on exit. In threads other than the main thread, do nothing."""
+    """Restore the handlers of schedulers' signals and Ctrl-C on exit. Outside the main thread, do nothing."""
     handlers = {number: signal.getsignal(number) for number in (*SCHEDULER_SIGNALS, signal.SIGINT)}
     try:
         yield

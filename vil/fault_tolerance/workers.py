@@ -1,4 +1,4 @@
-"""Errors with a remedy for data-loader workers that have died."""
+"""One-line errors for data-loader workers that have failed or died."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LostWorkerError(ConfigError):
 
 @contextmanager
 def worker_errors_explained() -> Iterator[None]:
-    """Replace PyTorch's errors about data-loader workers by one-line errors with a remedy."""
+    """Replace I/O errors, and PyTorch's errors about data-loader workers, by one-line errors."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -35,7 +35,7 @@ def worker_errors_explained() -> Iterator[None]:
 
 
 def _explain(error: OSError | RuntimeError) -> ConfigError | None:
-    """Return the one-line error with a remedy for `error`, or None if `error` is not about a worker."""
+    """Return the one-line error for `error`, or None if `error` is neither an I/O error nor about a worker."""
     if isinstance(error, OSError):
         # PyTorch re-raises a worker's OSError without its errno
         is_machines = is_machine_error(error) or "[Errno " in str(error)

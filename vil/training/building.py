@@ -89,7 +89,7 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         )
     except Exception as error:  # optimizers of other packages raise exceptions of various types
         raise ConfigError(f"cannot create the optimizer {config.opt}: {error}") from error
-    # Sort by size, because each fused launch processes a few tensors and takes as long as the largest of them.
+    # Sort by size, so that small tensors share fused launches, which process a limited number of tensors each.
     for group in optimizer.param_groups:
         group["params"].sort(key=torch.Tensor.numel, reverse=True)
     return optimizer

@@ -117,7 +117,7 @@ class Checkpointer:
     def _resume_best(self, starts_phase: bool) -> None:
         """Find the best epoch of a resumed run.
 
-        If best.pt holds no epoch of the run, write it from last.pt if last.pt ends an epoch of this phase.
+        If best.pt holds no epoch of the restored history, write it from last.pt if last.pt ends an epoch of this phase.
         """
         state = self.state
         self.best.resume(state.history)

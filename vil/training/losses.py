@@ -20,7 +20,7 @@ class Loss:
         hard, equation 3:  (1 - alpha) labels + alpha CE(z, argmax t)
         soft, equation 2:  (1 - alpha) labels + alpha tau^2 KL(softmax(t / tau), softmax(z / tau))
 
-    There is no distillation token, so the class token's head learns from both the labels and the teacher. KL is summed
+    There is no distillation token, so the model's only head learns from both the labels and the teacher. KL is summed
     over classes, as in the paper, which sets tau to 3 and alpha to 0.1 for soft distillation. DeiT's code averages KL
     over classes instead. Teacher and student receive the same mixed images.
 

@@ -1,6 +1,6 @@
 """Choice of splits, weights and recipe for a folder of images.
 
-`choose_recipe`, `_choose_start` and the constants are the whole rule. docs/guide.md has the measurements for CPUs.
+`choose_recipe` chooses the recipe, and `_choose_start` the model and weights. docs/guide.md has measurements on CPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..weight_files import BrokenCheckpointError
 FINETUNE = Path(__file__).parents[1] / "configs" / "finetune.yaml"
 MODEL = "vil_tiny_pooled"
 PACKAGED_WIDTH, PACKAGED_DEPTH = 192, 24  # embed_dim and depth of the weights in the package
-MOST_IMAGES = 100_000  # with more than MOST_IMAGES training images, a run uses the default options and random weights
+MOST_IMAGES = 100_000  # with more training images, a run uses the default recipe, and random weights if none are given
 
 BATCH_SIZES = (4, 8, 16, 32)
 STEPS_PER_EPOCH = 12  # minimum number of steps per epoch, if the smallest batch size permits
@@ -45,7 +45,7 @@ BLOCKS = {"cpu": 12, "gpu": 24}
 
 
 def choose_recipe(num_images: int, device: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe's options that differ from the config `finetune`, without those that the user has set.
+    """Return the recipe's options that override the config `finetune`, without those that the user has set.
 
     Args:
         num_images: Number of training images.

@@ -107,8 +107,8 @@ def resumes(phase: Phase, num_classes: int) -> bool:
     If `resume` is a path, the checkpoint of another model is rejected here, before memory for the weights is allocated.
 
     Raises:
-        CheckpointError: The folder already contains a run and `resume` is not set, the weights in `resume` do not fit
-            the model, or a decisive option differs.
+        CheckpointError: The folder already contains a run and `resume` is not set, the checkpoint in `resume` cannot be
+            read, its weights do not fit the model, or a decisive option differs.
     """
     folder = folder_of(phase.config)
     path = _resolve_resume(phase.config.resume, folder)
@@ -131,7 +131,7 @@ def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:
 
     Raises:
         CheckpointError: A decisive option, the class names or the teacher's weights differ, or the global batch size
-            differs within an epoch. Other differences are only logged.
+            differs within an epoch. Other differences are at most logged.
     """
     config = run.phase.that_wrote(saved).config
     is_within_epoch = bool(saved["progress"].get("losses"))

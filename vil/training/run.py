@@ -73,7 +73,8 @@ def train(
         data: Folder of images, with one folder per class or with splits; with dataset="wds/NAME", folder or URL of the
             shards; optional for other values of `dataset`; None for `synthetic`.
         weights: Weights to start from: a file, or the name of weights in the package, such as "vil_tiny.tiny_in200";
-            None to choose weights by the folder, and "none" for random weights.
+            "none" for random weights; None for the config's weights or, without a config, for weights chosen by the
+            folder.
         config: Config file, or the name of a config of this package, such as "vil_tiny".
         options: Options of `vil train`, with underscores instead of hyphens, such as `epochs=20` or `resume="auto"`.
 

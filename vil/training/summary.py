@@ -22,7 +22,7 @@ from .loggers import open_loggers
 
 _logger = logging.getLogger(__name__)
 
-PLOTTING_SHARE = 0.01  # maximum fraction of a run's time spent on plotting
+PLOTTING_SHARE = 0.01  # plotting time as a fraction of the minimum time until the next plot
 
 
 class Reporter:
@@ -103,7 +103,7 @@ class Reporter:
                 _logger.warning("%s failed to log the epoch: %s; training continues", logger.name, error)
 
     def _plot(self, history: list[dict[str, Any]]) -> None:
-        """Plot curve.png, unless plotting would take more than 1% of the time, as in runs with short epochs.
+        """Plot curve.png, unless the last plot took more than 1% of the time since then, as in runs with short epochs.
 
         After the last epoch of the run, curve.png is always plotted.
         """
