@@ -36,8 +36,8 @@ CROP_MODES = "center", "squash", "border"
 def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
     """Return the validated options of a checkpoint, without the options in `NOT_FROM_CHECKPOINTS`.
 
-    The returned options select no files except the splits in the data folder, so that an untrusted checkpoint cannot
-    select other files or programs of the user who loads the checkpoint.
+    The returned options select no files except a local data folder and its splits, so that an untrusted checkpoint
+    cannot select other files or programs of the user who loads the checkpoint.
 
     Raises:
         ConfigError: An option has a wrong type or is out of range, or names a model, argument, path or split that a

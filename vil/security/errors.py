@@ -2,4 +2,4 @@
 
 
 class TorchFileError(ValueError):
-    """A weight file is damaged, or contains values that a state dict does not need. The message gives the reason."""
+    """A weight file is damaged, has an unsupported format, or contains more than a state dict needs."""

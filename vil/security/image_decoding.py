@@ -1,6 +1,6 @@
 """Decoding of untrusted image files to 8-bit RGB, with limits on formats and sizes.
 
-This module must not import other modules of this package, because the sandbox process runs without PyTorch.
+This module must not import modules of `vil` outside `vil.security`, because the sandbox process runs without PyTorch.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def open_image(file: BinaryIO) -> Any:
     """Open a file as a Pillow image without decoding the pixels.
 
     Raises:
-        UnfitImageError: The file is not an image in one of `FORMATS`, or its header exceeds a limit.
+        UnfitImageError: The file is not an image in a supported format, or its header exceeds a limit.
         Exception: Pillow rejects the header, for example because the image has too many pixels.
     """
     try:
         image: Any = Image.open(file, formats=[*FORMATS, HEIC] if HEIC in Image.OPEN else FORMATS)
-    except UnidentifiedImageError as error:  # Pillow's message contains only a memory address
+    except UnidentifiedImageError as error:  # Pillow's message names only the file object
         if not file.seek(0, os.SEEK_END):
             raise UnfitImageError("the file is empty") from error
         file.seek(4)

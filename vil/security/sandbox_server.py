@@ -1,8 +1,8 @@
 """Main loop of the sandbox process, which decodes image files within time and memory limits.
 
 A request is the header `REQUEST`, followed by an image file. A reply is the header `REPLY`, followed by the pixels or
-by the decoder's error message. This module can import only `vil.security`, Pillow, pillow-heif, NumPy and the standard
-library, because `sandbox` starts the process without other packages.
+by the decoder's error message. This module must import only `vil.security`, Pillow, pillow-heif, NumPy and the standard
+library, because the process runs without the rest of `vil` and without PyTorch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _limit_threads() -> None:
 
 def _limit_memory() -> None:
     """Limit the address space of the process to its current size plus `MEMORY`."""
-    if sys.platform != "linux":  # macOS accepts the limit but does not enforce it
+    if sys.platform != "linux":  # macOS rejects the limit or does not enforce it
         return
     import resource
 

@@ -16,7 +16,7 @@ from .unpickler import Unpickler
 MAGIC = 0x1950A86A20F9469CFC6C  # value of the first pickle in a legacy file
 PROTOCOL = 1001  # value of the second pickle in a legacy file
 SLACK = 2**24  # loaded values may take twice the file size plus SLACK bytes
-PIECE = 2**20  # maximum number of bytes per read
+PIECE = 2**20  # maximum number of bytes of a tensor per read
 
 
 def load(file: BinaryIO, whole: bool = True) -> Any:

@@ -9,6 +9,7 @@ import shutil
 import tarfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,14 @@ from vil.data.samplers import TrainingBatches
 from vil.data.sources.class_folders import endings
 from vil.data.sources.folders import FolderReader
 from vil.data.sources.shards import LabelError, Shards
-from vil.data.sources.splits import class_names, count_images, describe_split, open_split, open_splits
+from vil.data.sources.splits import (
+    class_names,
+    count_images,
+    describe_split,
+    follow_classes,
+    open_split,
+    open_splits,
+)
 from vil.evaluation.split import open_evaluation_split
 from vil.training.trainer import Trainer
 
@@ -268,6 +276,18 @@ def test_a_missing_split_is_reported_with_the_existing_splits(image_folder, tmp_
     (tmp_path / "val").rename(tmp_path / "test")  # the test split must not be used for model selection
     with pytest.raises(ConfigError, match="'validation' .*has 'more', 'notes', 'test', 'train'. .*vil split .*/train "):
         open_splits(small_config(tmp_path))
+
+
+def test_a_missing_split_is_reported_beside_a_file(tmp_path):
+    (tmp_path / "labels.csv").touch()
+    with pytest.raises(ConfigError, match="has no split 'train' .*; it has 'labels.csv'$"):
+        open_split(str(tmp_path), "", "train")
+
+
+def test_unknown_classes_of_a_hub_dataset_are_reported_without_advice_about_folders():
+    images = SimpleNamespace(reader=SimpleNamespace(class_to_idx={"cat": 0}))
+    with pytest.raises(ConfigError, match="has classes that the model does not have: 'cat'$"):
+        follow_classes(images, ["dog"], "the model", None, "hfds/x", "test")
 
 
 def test_splits_must_have_the_same_classes(image_folder, tmp_path):

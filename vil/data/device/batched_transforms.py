@@ -1,9 +1,8 @@
-"""Reference implementation of timm's transforms on whole batches, with PIL's arithmetic on uint8 tensors (B, 3, H, W).
+"""Reference implementation of timm's transforms on batches of uint8 images (B, 3, H, W), like PIL except for rounding.
 
-Two matrix products crop, resize and flip many images at once. Augmentation policies and colour jitter are applied
-operation by operation, each to all images that sampled the operation, with each image's own arguments. At the end, the
-batch is normalized, erased and mixed. For images on an NVIDIA GPU, the kernels of `vil/kernels/augment` compute these
-functions.
+Two matrix products resize and flip many crops at once. Augmentation policies and colour jitter are applied operation by
+operation, each to all images that sampled the operation, with each image's own arguments. At the end, the batch is
+normalized, erased and mixed. For images on an NVIDIA GPU, the kernels of `vil/kernels/augment` compute these functions.
 """
 
 from __future__ import annotations

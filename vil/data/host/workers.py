@@ -183,7 +183,7 @@ def start_workers(loader: DataLoader) -> Iterator:
         loaded = iter(loader)
     if loader.num_workers:
         explain_lost_workers()
-        # Break the reference cycle. Otherwise garbage collection could close the queues before they stop the workers.
+        # Keep the queues alive until `loaded` is deleted. Otherwise garbage collection could close a queue too early.
         queues = [*loaded._index_queues, loaded._worker_result_queue]  # type: ignore[attr-defined]
         weakref.finalize(loaded, queues.clear).atexit = False
     return loaded

@@ -77,7 +77,7 @@ class Shards(ReaderWds):
             self._check(os.path.realpath(root))
 
     def _check(self, root: str) -> None:
-        """Check the entries of a local folder's `_info.json`.
+        """Check the shards of a local folder and the number of samples, which `_info.json` or the split lists.
 
         Raises:
             ConfigError: A shard is listed twice, is not a regular file or lies outside the folder, or the shards cannot

@@ -117,7 +117,7 @@ def _missing_split_hints(root: Path, split: str, present: Sequence[str]) -> str:
         test = tests[0].removesuffix(".tar")
         hints = f". The split {test!r} is read with --val-split {test} in training and --split {test} in vil validate"
 
-    if deeper := [folder for folder in root.glob("*/") if _has_splits(folder)]:
+    if deeper := [folder for folder in root.iterdir() if folder.is_dir() and _has_splits(folder)]:
         hints += f". The splits are in {deeper[0].name!r}: set --data-dir {deeper[0]}"
 
     if _count_classes(root) > 1:

@@ -114,7 +114,7 @@ def follow_classes(
     found = find(candidates, known, owner)
     if unknown := [name for name in names if found[name] is None]:
         paths = {name: folders.inside(path) for path, name in folders.names.items()} if folders else {}
-        hint = _hint(paths.get(unknown[0], unknown[0]), len(names), known)
+        hint = _hint(paths[unknown[0]], len(names), known) if folders else ""
         raise ConfigError(f"{called(split, data_dir)} has classes that {owner} does not have: {quoted(unknown)}{hint}")
 
     indices = {name: index for name, index in found.items() if index is not None}
@@ -222,8 +222,8 @@ def open_splits(config: Config):
     """Return the training split, the validation split and the number of classes.
 
     Raises:
-        ConfigError: A split or the number of classes is missing, there are fewer than two classes, or the validation
-            split has a class that the training split lacks.
+        ConfigError: A split or the number of classes is missing, there are fewer than two classes, a class folder has
+            no images, or the validation split has a class that the training split lacks.
     """
     if config.synthetic:
         return _synthetic_splits(config)
@@ -316,7 +316,7 @@ def limit_classes(images, num_classes: int) -> None:
 
 
 def apply_exif_orientation(images, is_applied: bool) -> None:
-    """Set whether the images of a split are rotated by their EXIF orientation."""
+    """Set whether the images of a split are rotated by their EXIF orientation, which iterable hub datasets ignore."""
     images.reader.is_upright = is_applied
 
 

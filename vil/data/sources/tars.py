@@ -23,8 +23,8 @@ class TarReader(ClassReader, ReaderImageInTar):
 
     Raises:
         ConfigError: There are no class folders.
-        ValueError: timm's list of the members contains a sparse file.
-        RuntimeError: There are no images.
+        ValueError: There are no images, or timm's list of the members contains a sparse file.
+        RuntimeError: All images are hidden.
     """
 
     def __init__(self, root: str, known: Sequence[str] = (), use_list: bool = True):
