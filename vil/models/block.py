@@ -30,7 +30,15 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 # torch.fx does not trace into these functions, so each call is a single node of the graph.
-for _name in ("at_least_fp32", "grid_of", "longhorn_scan", "selective_scan"):
+for _name in (
+    "at_least_fp32",
+    "grid_of",
+    "longhorn_scan",
+    "repeat_rows",
+    "row_means",
+    "selective_scan",
+    "transpose_grid",
+):
     torch.fx.wrap(_name)
 
 
