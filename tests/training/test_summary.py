@@ -141,7 +141,7 @@ def test_a_note_explains_why_the_losses_are_not_comparable(options, note):
     assert bool(note_on_losses(Config(**options))) == bool(note)
 
 
-def test_plotting_takes_at_most_a_hundredth_of_a_run(tmp_path, monkeypatch):
+def test_short_epochs_are_plotted_rarely_and_the_last_epoch_always(tmp_path, monkeypatch):
     now, drawn = [0.0], []
 
     def plot(history, note):
@@ -309,7 +309,7 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path, wandb, caplog):
 
 def test_an_epoch_that_a_killed_run_did_not_log_is_logged_after_resuming(tmp_path, wandb):
     reporter(tmp_path)(HISTORY[:1])
-    # early checkpoints store all values as floats
+    # in a checkpoint, all values may be floats
     restored = [{name: float(value) for name, value in line.items()} for line in HISTORY]
     for epochs in (2, 2, 1):  # the last restart loads the previous checkpoint
         reporter(tmp_path).catch_up(restored[:epochs])
