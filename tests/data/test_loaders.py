@@ -181,7 +181,7 @@ def test_pieces_reserve_shared_memory_for_the_data_that_workers_return(photo_fol
     assert piece_bytes(folder, 100, on_device=True) == 64 * int(1.5 * mean)
     shutil.make_archive(str(tmp_path / "val"), "tar", photo_folder / "val")
     tar = open_split(str(tmp_path), "", "val")
-    assert piece_bytes(tar, 2, on_device=True) == 2 * 1.5 * 2**18  # file sizes inside a .tar are unknown
+    assert piece_bytes(tar, 2, on_device=True) == 2 * 1.5 * 2**18  # assumed file size inside a .tar
 
 
 @pytest.mark.parametrize(

@@ -328,7 +328,7 @@ def test_two_models_get_the_same_crops_with_their_own_normalization(models, fold
         words += ["--num-classes", "12", "--against-model-kwargs", *arguments, "--split", "val"]
         own = dict(std=OWN["std"])
         split, weights = "val", ["{models}/vil.pt", None]
-    elif case == "plain":  # the second model has no preprocessing config
+    elif case == "plain":  # the second weight file stores no preprocessing config
         words = ["--checkpoint", "{models}/vil.pt", "--against", "{models}/vit.pth"]
         words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
         own = dict(mean=OF_VIT["mean"], std=OF_VIT["std"])

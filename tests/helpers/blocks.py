@@ -55,7 +55,7 @@ def options_of(block, dtype, class_token_only=False, norm_next=False, lines=None
 
 
 def on_an_emulated_gpu(monkeypatch, multiprocessors=1, hopper=False):
-    """Apply `emulator.as_if_on_a_gpu`, and emulate 16-bit products with fp32 results, because CPUs lack them."""
+    """Apply `emulator.as_if_on_a_gpu`, and emulate 16-bit products with fp32 results, which PyTorch lacks on CPUs."""
 
     def product(a, b):
         return a.float() @ b.float()

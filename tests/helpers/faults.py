@@ -93,7 +93,7 @@ class Run:
     def _last_file(self) -> int | None:
         try:
             return (self.folder / "last.pt").stat().st_ino
-        except FileNotFoundError:  # last.pt does not exist yet, or a save is between two renames
+        except FileNotFoundError:  # last.pt does not exist yet or, without hard links, is being replaced
             return None
 
     def wait_until_it_heeds_signals(self) -> None:

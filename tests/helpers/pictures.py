@@ -24,7 +24,7 @@ DATA_CONFIG |= dict(mean=(0.3, 0.5, 0.6), std=(0.4, 0.2, 0.3))
 PHOTOS = [Image.fromarray(pixels) for pixels in load_sample_images().images]
 PHOTO = PHOTOS[0].resize((60, 40))
 MEANS = {name: DATA_CONFIG[name] for name in ("mean", "std")}
-# augmentation defaults of a training run, as arguments of timm's create_transform
+# defaults of the image transform in training, as arguments of timm's create_transform
 RECIPE = dict(scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), hflip=0.5, color_jitter=0.3)
 RECIPE |= dict(auto_augment="rand-m9-mstd0.5-inc1", interpolation="bicubic")
 TIMMS_NAMES = {"aa": "auto_augment", "train_interpolation": "interpolation"}

@@ -151,7 +151,7 @@ def random_operation(numbers, name=None):
     name = name or numbers.choice([*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
     ranges = dict(Posterize=(0, 8), Solarize=(0, 256), SolarizeAdd=(0, 110), Rotate=(-30, 30), GaussianBlur=(0.1, 2))
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
-    if name in ("TranslateX", "TranslateY"):  # shifts by multiples of 0.5 pixels sample exactly at the image's edge
+    if name in ("TranslateX", "TranslateY"):  # in steps of 0.5 pixels, half of the shifts sample at the image's edge
         return name, numbers.randint(-40, 40) / 2
     if name not in ranges:  # factors in steps of 0.1, for which many pixels have an integer as exact result
         return name, numbers.randint(1, 19) / 10
@@ -196,7 +196,7 @@ def test_every_augmentation_operation_equals_timms(where, name, interpolation):
         given = pixels.clone()
         result = apply_operations(pixels, codes, arguments, FILL, interpolation)
         exact = where.exact or name not in ("AutoContrast", *batched_transforms.GEOMETRIC)
-        # Results differ by rounding, because PIL computes in double precision and truncates.
+        # The reference's results differ by rounding, because PIL computes in double precision and truncates.
         assert_levels(result, expected, *((0, 0) if exact else (1, 1 if width < 4 else 0.1)))
         assert torch.equal(pixels, given)
 

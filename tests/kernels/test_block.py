@@ -317,7 +317,7 @@ def test_passing_norms_between_blocks_is_bitwise_identical(shape, middle):
 
 
 @EMULATED
-# Case 2 runs gate and out_proj in the kernel for few tokens, and cases 4 and 5 in the Hopper kernel.
+# Case 2 runs gate and out_proj in the kernel for few tokens, and case 4 in the Hopper kernel.
 @pytest.mark.parametrize(
     ("shape", "multiprocessors", "hopper", "dtype", "middle"),
     [

@@ -1,4 +1,4 @@
-"""Tests of the fused block's emulated kernels: eps of the norm, many images per CTA, and offsets above 32 bits."""
+"""Tests of the fused block's emulated kernels (eps, many images per CTA, large offsets), and of kernel selection."""
 
 import functools
 
@@ -57,7 +57,7 @@ def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
 
 
 def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
-    """Packing 16-bit parameters, and unpacking their gradients, only rounds the values."""
+    """Packed 16-bit parameters, and their unpacked gradients, are correct up to rounding."""
     weights = block_weights(8, BF16)
     C, D, _, _, K = sizes = weights.sizes()
     packed, _ = kernels.pack_weights(weights, BF16, None, None, 1e-5, True)
@@ -110,7 +110,7 @@ def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dt
         close(du, expected, dtype, "du")
 
 
-# Kernel selection on a simulated GPU with 132 multiprocessors, Hopper or older
+# Kernel selection on a simulated GPU, Hopper or older
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ L = 50
 
 @pytest.fixture
 def large(monkeypatch):
-    """Return a function that makes a sparse tensor whose last elements are random and whose other elements are 0."""
+    """Return a function that makes a sparse tensor with random values in the last image, and 0 in all others."""
     if not emulator.has_sparse():
         pytest.skip("needs memory that is not reserved")
 

@@ -1,4 +1,4 @@
-"""Tests of each kernel of a block against its reference implementation, emulated on a CPU and run on a GPU."""
+"""Tests of a block's kernels against their reference implementations, emulated on a CPU; some also run on a GPU."""
 
 import functools
 import math
@@ -41,7 +41,7 @@ from vil.models.block import LonghornMixer
 @NVRTC
 @pytest.mark.parametrize(("arch", "dtype"), [("sm_90", "bf16"), ("sm_90", "float"), ("sm_80", "bf16")])
 def test_kernels_of_the_block_compile_without_spills(arch, dtype):
-    """Kernels compile almost without spills: several of each source for sm_90 and bf16, otherwise the widest."""
+    """Kernels compile almost without spills: all listed variants for sm_90 and bf16, otherwise each source's last."""
     types = {name: t for t, name in ELEMENT.items()}
     t, small = types[dtype], dtype != "float"
     packing = [dict(INPUT=dtype, PARAMETER="float", VECTOR=4, WIDTH=width, TAPS=4) for width in (192, 768)]

@@ -1,4 +1,4 @@
-"""Tests of the fused block on CPUs against `naive_model` in fp64, and of when a block runs fused on a CPU."""
+"""Tests of the fused block on CPUs against `naive_model` and the unfused block, and of when a block runs fused."""
 
 import copy
 from types import SimpleNamespace
@@ -109,7 +109,7 @@ def test_layouts_inference_and_the_class_token(mixer, calls):
 
 @MIXERS
 def test_frozen_tensors_get_no_gradient_and_change_no_other_gradient(mixer, calls):
-    """No gradient is computed for frozen tensors, and other gradients do not change.
+    """Frozen tensors get no gradient, and the gradients of other tensors do not change.
 
     Frozen are the input and some weights, or all weights, as for the gradient of an image.
     """
@@ -179,8 +179,8 @@ def test_results_do_not_depend_on_the_number_of_threads(mixer, pool):
         torch.set_num_threads(before)
 
 
-# The class token is in the middle of the tokens, so even, odd and single numbers of rows and columns differ. 70 rows or
-# columns are more than a chunk of the scan.
+# The class token is in the middle of the tokens, so even, odd and single numbers of rows and columns differ. 70 columns
+# are more than the 64 tokens of a chunk.
 @MIXERS
 @pytest.mark.parametrize("pool", ["rows", "columns"])
 @pytest.mark.parametrize("grid", [(3, 4), (4, 3), (3, 3), (7, 5), (1, 5), (5, 1), (1, 1), (17, 3), (2, 70)])

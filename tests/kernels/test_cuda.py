@@ -115,7 +115,8 @@ def placed(t, place):
 def assert_close_to(truth, found, dtype, variant):
     """Assert that each direction's relative errors are small.
 
-    The limit is slightly more than the result's rounding if kernels are emulated, and `TOLERANCE` on a GPU.
+    If kernels are emulated, the limit combines the error of rounding the result with the kernels' own error (`OWN`). On
+    a GPU, the limit is `TOLERANCE`.
     """
     own = (OWN_OF_TENSOR_CORES if isinstance(variant, ForwardMma | str) else OWN)[dtype]
     for g, tensors in enumerate(found):
@@ -305,7 +306,7 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
 @pytest.mark.parametrize("strides", [False, True])  # True: inputs have large strides; False: only results are large
 @RECURRENCES
 def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, monkeypatch):
-    """The last image of sparse tensors with more than 2^32 elements is correct. Only written pages use memory."""
+    """The last image is correct if tensors have more than 2^32 elements, or inputs have strides above 2^32."""
     (L, D, N), dtype, (make, reference_scan) = (70, 40, 16), torch.bfloat16, of_recurrence(recurrence)
     inputs = [t.detach() if t.dim() == 3 else t.detach().float() for t in make(1, L, D, N, dtype)]
     x, logits, k, q, *channels = in_order(recurrence, inputs)

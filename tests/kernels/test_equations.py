@@ -1,5 +1,5 @@
-"""Tests of the equations in docs/kernels/mathematics.md and block.md, in fp64, against the reference implementation
-and autograd.
+"""Tests of the equations in docs/kernels/mathematics.md and block.md against loops over tokens, the reference
+implementation and autograd.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Tests of which operator a block runs, and that modified blocks run unfused."""
+"""Tests of which operator a block runs, and of which changes of a block make it run unfused."""
 
 import runpy
 

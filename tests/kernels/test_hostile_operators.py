@@ -260,7 +260,7 @@ def test_one_tensor_at_an_odd_address_changes_nothing(call, recurrence, launched
     ("call", "variants"), [("scan", heuristics.FORWARD_SIMT), ("scan_backward", heuristics.BACKWARD)]
 )
 def test_a_skip_and_bias_at_an_odd_address_are_read_by_any_variant(call, variants, launched, monkeypatch):
-    """The widest variant, which GPUs choose for many channels, reads an unaligned skip and bias correctly."""
+    """An unaligned skip and bias do not change the results of the variant that GPUs choose for many channels."""
     monkeypatch.setattr(heuristics, "choose", lambda *_: heuristics.Schedule(variants["longhorn"][0], 2))
     named = CALLS[call]("longhorn")
     expected = run(call, named)
@@ -424,7 +424,10 @@ def test_any_memory_layout_gives_the_result_of_a_contiguous_copy_on_a_gpu(dtype,
 
 
 def in_dtype(call, named, dtype):
-    """Convert the tensors among an operator's arguments to `dtype`, except tensors whose dtype is fixed."""
+    """Convert an operator's tensors to `dtype`, except weights and tensors that must be fp32.
+
+    Arguments of the reference operators are not converted.
+    """
     if call == "block":
         return named | dict(dtype=dtype, normed=[named["normed"][0].to(dtype), named["normed"][1]])
     if call.startswith("block_backward"):
