@@ -164,7 +164,8 @@ def test_a_run_interrupted_during_its_imports_prints_one_line(image_folder, tmp_
     assert not (tmp_path / "run" / "last.pt").exists()
 
 
-def get_a_signal_while_it_starts(rank, closed):
+def get_a_signal_while_it_starts(rank, variable, closed):
+    os.environ[variable] = os.environ.pop("RANK")
     sys.argv = ["train_imagenet.py", "--help"]
     with contextlib.suppress(SystemExit):
         runpy.run_path(str(ROOT / "train_imagenet.py"), run_name="__main__")
@@ -174,8 +175,8 @@ def get_a_signal_while_it_starts(rank, closed):
 
 
 def test_a_run_interrupted_during_imports_exits_with_status_75_and_one_line():
-    for closed, lines in ((True, 0), (False, 1)):
-        ended = in_processes(2, get_a_signal_while_it_starts, closed)
+    for variable, closed, lines in (("RANK", True, 0), ("RANK", False, 1), ("SLURM_PROCID", False, 1)):
+        ended = in_processes(2, get_a_signal_while_it_starts, variable, closed)
         assert [(status, errors.count("with nothing to save")) for _, status, errors in ended] == [(75, lines), (75, 0)]
 
 

@@ -118,7 +118,8 @@ class Config:
     train_interpolation: str = _option("bicubic", "interpolation of the training crops")
     augment_on_device: bool | None = _option(
         None,
-        "decode and augment images on the training device instead of in the workers; by default on GPUs with nvJPEG",
+        "decode and augment images on the training device instead of in the workers; by default on GPUs with nvJPEG "
+        "if the images are JPEGs or small",
     )
     reprob: float = _option(0.25, "probability of random erasing", low=0, high=1)
     remode: str = _option("pixel", "values of erased pixels: 'const', 'rand' or 'pixel'")

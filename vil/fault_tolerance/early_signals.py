@@ -27,7 +27,8 @@ def exit_on_signals() -> None:
 
 
 def _exit(*_) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    if rank == "0":
         with suppress(OSError):
             if os.name == "nt" or select.select([], [2], [], 0)[1]:  # writing to a full pipe would block
                 os.write(2, b"\nstopped by a signal before training started, with nothing to save\n")
