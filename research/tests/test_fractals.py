@@ -316,7 +316,7 @@ def test_a_point_has_the_colour_of_the_map_that_made_it():
     drawn = [(image == colour).all(-1) for colour in palette]
     assert sum(where.sum() for where in drawn[:4]) == 128 * 128
     row, column = (torch.stack([where.nonzero()[:, axis].float().mean() for where in drawn[:4]]) for axis in (0, 1))
-    assert abs(row[1] - row[2]) < 4  # maps 1 and 2 draw triangles side by side
+    assert abs(row[1] - row[2]) < 4  # the first two maps draw triangles side by side
     assert abs(row[3] - row[1]) > 50
     assert abs(column[1] - column[2]) > 50
     assert abs(column[3] - (column[1] + column[2]) / 2) < 4
