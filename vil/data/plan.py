@@ -144,7 +144,7 @@ def plan_loading(
 
 
 def _device_sampler(dataset, transform, options: LoadingOptions) -> tuple[TransformSampler | None, str | None]:
-    """Return the sampler of transforms for the device, or None and the reason why the device is not used.
+    """Return the sampler of transforms for the device, or None and the reason, if any, why the device cannot be used.
 
     Raises:
         ConfigError: `augment_on_device` is True but the device does not support the images.

@@ -80,7 +80,7 @@ def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
 
 
 def image_of(data: bytes, is_upright: bool = False) -> Image.Image:
-    """Return the first image of a file's content (see `read_image`), rotated only if `is_upright`."""
+    """Return the first image of a file's content, rotated by its EXIF orientation if `is_upright`."""
     if (plain := strip_metadata(data)) is None:
         return decode_in_sandbox(data, is_upright)
     try:
