@@ -78,7 +78,7 @@ def small_model(name, seed, num_classes=12, **options):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, folders):
-    """Write checkpoints as train_imagenet.py does, and weights as .pth files. Return the folder and the models."""
+    """Write checkpoints in the training format, .pth files and an exported model. Return the folder and the models."""
     root, models = tmp_path_factory.mktemp("models"), {}
     for name, seed, classes in (("vil", 0, 12), ("more", 2, 1000)):
         weights, ema = (small_model("vil_tiny", seed + i, classes, **VIL) for i in (0, 1))

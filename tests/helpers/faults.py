@@ -1,7 +1,7 @@
 """Training runs in separate processes that tests can signal, kill or deprive of files and memory.
 
-The processes are forked from a process that has imported all modules, so a run starts in a fraction of a second. Ranks
-communicate over gloo on CPUs and over NCCL on GPUs.
+The processes are forked from a process that has imported PyTorch and this package, so runs start without slow imports.
+Ranks communicate over gloo on CPUs and over NCCL on GPUs.
 """
 
 from __future__ import annotations

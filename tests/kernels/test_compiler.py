@@ -17,7 +17,7 @@ from vil.kernels.cuda import compiler, launches, source
 from vil.kernels.cuda.source import DOUBLE, I64, In, Out, Source
 
 NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
-# minimal kernel; `if constexpr` is a feature of C++17
+# minimal kernel; `if constexpr` requires that NVRTC compiles C++17
 TINY = """#include "types.cuh"
 extern "C" __global__ void tiny(PARAMETERS_tiny) {
     if constexpr (sizeof(p) == 8) *p = VALUE;

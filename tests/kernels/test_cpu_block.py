@@ -179,8 +179,7 @@ def test_results_do_not_depend_on_the_number_of_threads(mixer, pool):
         torch.set_num_threads(before)
 
 
-# The class token is in the middle of the tokens, so even, odd and single numbers of rows and columns differ. 70 columns
-# are more than the 64 tokens of a chunk.
+# The class token is in the middle of the tokens, so even, odd and single numbers of rows and columns differ.
 @MIXERS
 @pytest.mark.parametrize("pool", ["rows", "columns"])
 @pytest.mark.parametrize("grid", [(3, 4), (4, 3), (3, 3), (7, 5), (1, 5), (5, 1), (1, 1), (17, 3), (2, 70)])
