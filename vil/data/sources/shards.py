@@ -58,6 +58,7 @@ class Shards(ReaderWds):
     Raises:
         ConfigError: The root is missing, the root or split is a command, a shard is listed twice, is outside the folder
             or is not a regular file, or the shards cannot contain as many samples as the split claims.
+        RuntimeError: `_info.json` does not list the split or, in training, the number of samples is missing.
     """
 
     num_classes: int | None

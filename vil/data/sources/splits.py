@@ -40,8 +40,8 @@ def open_split(
         kwargs: Arguments of timm's `create_dataset` or of `Shards`. Folders and tar files ignore them.
 
     Raises:
-        ConfigError: The split is missing, cannot be opened, or does not have `num_classes` classes. If the split is
-            missing, the message lists what exists.
+        ConfigError: The split is missing, cannot be opened, or does not have `num_classes` classes. If the folder
+            `data_dir` lacks the split, the message lists what exists.
     """
     kind, _, name = dataset.lower().partition("/")
     if dataset and not (kind in DATASETS and name):
