@@ -35,6 +35,16 @@ def test_any_number_of_states_is_padded_to_a_supported_number(scan, reference_sc
 
 
 @SCANS
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning", "ignore::torch.jit.TracerWarning")
+def test_a_scan_on_any_device_can_be_traced_by_torch_jit(scan, reference_scan, make_inputs, monkeypatch):
+    """The meta device stands in for a GPU with a backend of its own."""
+    monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
+    inputs = [t.to("meta") for t in make_inputs(2, 5, 3, 4, torch.float32)]
+    traced = torch.jit.trace(scan, inputs, check_trace=False)
+    assert traced(*inputs).shape == (2, 5, 3)
+
+
+@SCANS
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_inputs_of_several_dtypes_lose_only_the_rounding_of_the_output(
     scan, reference_scan, make_inputs, low, stand_in

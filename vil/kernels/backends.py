@@ -41,7 +41,7 @@ def choose(backend: str, x: Tensor, state_size: int, directions: int) -> str:
             raise ValueError(reason)
         return backend
     # torch.jit.trace does not support a list of bools such as the argument `reverse` of `vil::scan`
-    traced = x.device.type == "cpu" and torch.jit.is_tracing()
+    traced = torch.jit.is_tracing()
     if traced or transformed() or unfit(backend, x, state_size, directions) or backend_for(x.device) == "reference":
         return "reference"
     # with "auto", a graph that was exported on one GPU can use the best backend of another GPU
