@@ -39,7 +39,7 @@ MOST_OPTIONS = 2**17  # maximum size in bytes of the options stored in a checkpo
 
 
 def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = None) -> None:
-    """Write a checkpoint atomically, so that after any failure `path` contains either the old or the new checkpoint.
+    """Write a checkpoint atomically (see `write_atomically`).
 
     Args:
         state: Content of the checkpoint.

@@ -9,7 +9,7 @@ from .text import printable
 
 
 class ConfigError(ValueError):
-    """An option is unknown, has an invalid value, or contradicts another option."""
+    """The options are invalid, contradict each other, or do not fit the data or the machine."""
 
 
 class CheckpointError(RuntimeError):

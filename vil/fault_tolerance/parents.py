@@ -28,7 +28,7 @@ def obey_only_parent() -> None:
     So the worker keeps loading data until the training process has written its checkpoint. The worker still exits when
     its parent process sends SIGTERM or dies.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C sends SIGINT to all processes of a terminal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C sends SIGINT to all foreground processes of a terminal
     if not hasattr(signal, "sigtimedwait"):  # on macOS and Windows, SIGTERM always ends the worker
         return
 
