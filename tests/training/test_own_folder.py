@@ -86,9 +86,10 @@ def test_an_empty_experiment_is_named_after_the_folder(photos):
     assert complete({"data_dir": photos, "device": "cpu", "experiment": ""})["experiment"] == "photos"
 
 
-def test_given_model_arguments_are_added_to_the_chosen_ones(photos):
+def test_given_model_arguments_are_added_to_the_chosen_ones(photos, caplog):
     options = complete({"data_dir": photos, "device": "cpu", "model_kwargs": {"depth": 2}})
     assert options["model_kwargs"] == {"patch_size": 8, "depth": 2}
+    assert "--model-kwargs patch_size=8\n" in caplog.text
 
 
 def test_a_config_leaves_only_the_splits_to_choose(photos):

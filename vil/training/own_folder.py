@@ -175,7 +175,7 @@ def _choose_training(num_images: int, given: Mapping[str, Any]) -> dict[str, Any
     device = "cpu" if known_device(given.get("device")) == "cpu" else "gpu"
     start = _choose_start(given, device)
     recipe = choose_recipe(num_images, device, given)
-    if flags := _as_flags({name: value for name, value in start.items() if name not in given}):
+    if flags := _as_flags(_not_given(start, given)):
         is_random = start.get("pretrained_path", "") is None
         note = " (random weights, because the package has no weights that fit this model)" if is_random else ""
         warn_on_rank0(__name__, "%s", f"model and weights: {flags}{note}")
@@ -183,6 +183,14 @@ def _choose_training(num_images: int, given: Mapping[str, Any]) -> dict[str, Any
     warn_on_rank0(__name__, "%s", line)
     warn_on_rank0(__name__, "each of these options can be set on the command line; -c CONFIG replaces the whole recipe")
     return {**checked(read_yaml(str(FINETUNE)), str(FINETUNE)), **start, **recipe}
+
+
+def _not_given(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chosen options without those that the user has given, also inside `model_kwargs`."""
+    options = {name: value for name, value in chosen.items() if name not in given}
+    own = given.get("model_kwargs") or {}
+    kwargs = {name: value for name, value in chosen.get("model_kwargs", {}).items() if name not in own}
+    return options | ({"model_kwargs": kwargs} if kwargs else {})
 
 
 def _choose_start(given: Mapping[str, Any], device: str) -> dict[str, Any]:
