@@ -103,7 +103,7 @@ UNREADABLE = "^checkpoints with these options could not be loaded again: .*"
         (dict(model_kwargs=dict(dpth=3)), "^unknown model argument 'dpth'; did you mean 'depth'"),
         (dict(train_split="../train"), rf"{UNREADABLE}train_split in .* must be a relative path .*got '\.\./train'"),
         (dict(val_split="train[:10%]"), rf"{UNREADABLE}val_split in .* must be a relative path .*got 'train\[:10%\]'"),
-        (dict(dataset="https://x/y"), f"{UNREADABLE}has dataset .https://x/y., but a checkpoint may only name"),
+        (dict(dataset="https://x/y"), f"{UNREADABLE}has dataset .https://x/y., but dataset must be empty or one of"),
     ],
 )  # fmt: skip
 def test_a_run_whose_checkpoints_could_not_be_read_does_not_start(tmp_path, options, message):

@@ -91,7 +91,9 @@ def _check_model_kwargs(arguments: dict[str, Any], source: str) -> None:
             continue
         numbers = value if isinstance(value, (list, tuple)) else [value]
         if len(numbers) > 2 or not all(isinstance(n, (int, float)) and 0 <= n <= allowed for n in numbers):
-            raise ConfigError(f"{source} has {name} {shown(value)}, but {name} must be between 0 and {allowed}")
+            raise ConfigError(
+                f"{source} has {name} {shown(value)}, but {name} must be one or two numbers between 0 and {allowed}"
+            )
 
 
 def _check_choices(options: dict[str, Any], source: str) -> None:
@@ -118,9 +120,8 @@ def _check_sizes(options: dict[str, Any], source: str) -> None:
 def _check_data(options: dict[str, Any], source: str) -> None:
     dataset = options.get("dataset", "")
     if not re.fullmatch(rf"|({'|'.join(DATASETS)})/[\w./-]+(:[\w.*-]+)?", dataset, re.IGNORECASE):
-        raise ConfigError(
-            f"{source} has dataset {shown(dataset)}, but a checkpoint may only name a dataset as READER/NAME"
-        )
+        names = ", ".join(f"{reader}/NAME" for reader in DATASETS)
+        raise ConfigError(f"{source} has dataset {shown(dataset)}, but dataset must be empty or one of {names}")
     for name in ("train_split", "val_split"):
         if not _is_plain_split(options.get(name, "x"), dataset):
             raise ConfigError(
