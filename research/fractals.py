@@ -94,7 +94,7 @@ CLASSES, CLUTTER, CHOICES, PALETTES, FIRST_SPLIT = range(5)
 
 @dataclass(frozen=True)
 class Fractals:
-    """Options of a data set of fractals. Equal options give equal images.
+    """Options of a data set of fractals. On one device, equal options give equal images.
 
     Attributes:
         classes: Number of classes.
