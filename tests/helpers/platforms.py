@@ -28,7 +28,7 @@ MISSING = {
     },
 }  # fmt: skip
 MODULES = {"darwin": ("triton", "cuda"), "win32": ("triton", "cuda", "fcntl", "resource", "pwd", "grp", "termios")}
-# libraries that fail if they are imported after `become` has removed functions
+# imported before `become` removes functions, because importing NumPy needs `os.uname`
 LIBRARIES = ("timm", "torch.utils.data")
 
 

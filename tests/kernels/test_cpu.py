@@ -151,7 +151,7 @@ def test_calls_from_several_threads_at_once(threads):
 
 
 def _scan_in_a_worker(inputs, queue):
-    torch.set_num_threads(1)  # like a DataLoader worker, because OpenMP threads do not survive a fork
+    torch.set_num_threads(1)  # one thread, as in DataLoader workers, because OpenMP threads do not survive a fork
     queue.put(longhorn_scan(*inputs, backend="cpu").sum().item())
 
 

@@ -424,7 +424,7 @@ def test_any_memory_layout_gives_the_result_of_a_contiguous_copy_on_a_gpu(dtype,
 
 
 def in_dtype(call, named, dtype):
-    """Convert an operator's tensors to `dtype`, except weights and tensors that must be fp32.
+    """Convert an operator's tensors to `dtype`, except parameters and tensors that must be fp32.
 
     Arguments of the reference operators are not converted.
     """
