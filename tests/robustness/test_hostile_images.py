@@ -941,6 +941,7 @@ def test_tars_with_sparse_members_or_huge_headers_are_rejected(tmp_path, name, p
         (dict(filenames=["validation-0.tar", "./validation-0.tar"]), "'./validation-0.tar' is listed twice in "),
         (dict(filenames=["link.tar"]), "the shard 'link.tar' must be a regular file in "),
         (dict(filenames=["pipe.tar"]), "the shard 'pipe.tar' must be a regular file in "),
+        (dict(filenames=["gone-0.tar", "gone-1.tar"]), "none of the 2 shards in .* exists: check --data-dir"),
         (dict(num_samples=61), "must list 0 to 60 samples for shards of this size, got 61"),
         (dict(num_samples="many"), "must list 0 to 60 samples for shards of this size, got 'many'"),
         (dict(num_samples=-1), "must list 0 to 60 samples for shards of this size, got -1"),

@@ -56,8 +56,9 @@ class Shards(ReaderWds):
             None accepts all.
 
     Raises:
-        ConfigError: The root is missing, the root or split is a command, a shard is listed twice, is outside the folder
-            or is not a regular file, or the shards cannot contain as many samples as the split claims.
+        ConfigError: `root` is empty, `root` or the split is a command, no shard of a local folder exists, a shard is
+            listed twice, is outside the folder or is not a regular file, or the shards cannot contain as many samples
+            as the split claims.
         RuntimeError: `_info.json` does not list the split or, in training, the number of samples is missing.
     """
 
@@ -81,8 +82,8 @@ class Shards(ReaderWds):
         """Check the shards of a local folder and the number of samples, which `_info.json` or the split lists.
 
         Raises:
-            ConfigError: A shard is listed twice, is not a regular file or lies outside the folder, or the shards cannot
-                contain the listed number of samples.
+            ConfigError: No shard exists, a shard is listed twice, is not a regular file or lies outside the folder, or
+                the shards cannot contain the listed number of samples.
         """
         known = set()
         most_samples = 0
@@ -96,6 +97,8 @@ class Shards(ReaderWds):
             if os.path.exists(path):
                 most_samples += _most_samples(path)
 
+        if not any(map(os.path.exists, known)):
+            raise ConfigError(f"none of the {len(known)} shards in {root!r} exists: check --data-dir and the split")
         count = self.num_samples
         if not isinstance(count, int) or not 0 <= count <= most_samples:
             raise ConfigError(
