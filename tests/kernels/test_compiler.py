@@ -132,10 +132,10 @@ def test_the_environment_selects_the_cache_folder(tiny, compiled, tmp_path, monk
 
 
 def codes(_, sources, cache):
-    """Compile the kernels in a new process with the given source folder and cache, and return their code."""
+    """Compile each kernel twice in a new process with the given source folder and cache, and return the codes."""
     source.SOURCES = sources
     os.environ["VIL_CACHE_DIR"] = str(cache)
-    return [code(value=value) for value in VALUES] * 2
+    return [code(value=value) for value in VALUES * 2]
 
 
 @NVRTC
