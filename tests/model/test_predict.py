@@ -172,7 +172,7 @@ def test_batches_have_the_requested_size_minus_unreadable_images(checkpoint, pho
 
 
 def test_unreadable_images_are_named_and_the_others_are_predicted(checkpoint, photos, tmp_path, caplog):
-    others = np.zeros((3, 8, 8), np.uint8), Image.new("RGB", (0, 5)), np.zeros((8, 8)), np.zeros(8, np.uint8)
+    others = np.zeros((3, 8, 8), np.uint16), Image.new("RGB", (0, 5)), np.zeros((8, 8)), np.zeros(8, np.uint8)
     found = vil.predict(checkpoint, [photos / "a.png", photos / "gone.png", *others, photos / "b.jpg"])
     assert [len(predictions) for predictions in found] == [5, 0, 0, 0, 0, 0, 5]
     alone = [vil.predict(checkpoint, photos / name) for name in ("a.png", "b.jpg")]
@@ -181,7 +181,7 @@ def test_unreadable_images_are_named_and_the_others_are_predicted(checkpoint, ph
         assert (first.label, first.probability) == (same.label, pytest.approx(same.probability, rel=1e-4))
     assert f"{str(photos / 'gone.png')!r} has no predictions" in caplog.text
     for array in (others[0], *others[2:]):
-        assert f"(H, W, 3) of dtype uint8 or uint16, got {array.shape} of {array.dtype}" in caplog.text
+        assert f"(H, W, 4) of dtype uint8 or uint16, got {array.shape} of {array.dtype}" in caplog.text
     assert vil.predict(checkpoint, []) == []
     for numbers in (dict(topk=0), dict(batch_size=0)):
         with pytest.raises(ConfigError, match="topk and batch_size must be at least 1, got [05] and (0|32)$"):
@@ -310,6 +310,7 @@ def test_file_names_cannot_send_control_characters_to_the_terminal(checkpoint, p
         ),
         (["--classes", "0", "{photos}"], "error: .*classes"),
         (["{photos}", "{tmp}/best.pt"], "error: .*best.pt is a model, not an image: set --checkpoint .*best.pt$"),
+        (["{photos}", "{photos}/notes.pt2"], "error: .*notes.pt2 is a torch.export program, .*: set --checkpoint to "),
         (["--device", "gpu", "{photos}"], "error: device must be .*, got 'gpu'; did you mean 'cuda'"),
         (["{tmp}"], "error: there are no images in "),
         (["--device", "toaster", "{photos}"], "error: device must be .*, got 'toaster'"),

@@ -28,7 +28,7 @@ from .loading import classifier_of, pretrained_classifier
 
 _logger = logging.getLogger(__name__)
 
-MODEL_SUFFIXES = (".pt", ".pth", ".safetensors", ".onnx", ".pt2")
+MODEL_SUFFIXES = (".pt", ".pth", ".safetensors", ".onnx")
 
 
 def predict_files(options: argparse.Namespace) -> tuple[int, int]:
@@ -73,6 +73,11 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             reject_url(path)
+        if path.suffix == ".pt2":
+            raise ConfigError(
+                f"{path} is a torch.export program, which vil predict does not run: set --checkpoint to the model's "
+                "checkpoint, or to an .onnx file"
+            )
         if path.suffix in MODEL_SUFFIXES:
             raise ConfigError(f"{path} is a model, not an image: set --checkpoint {path}")
         inside = [Path(name) for name in list_images(str(path), str(path), left_out)] if path.is_dir() else [path]

@@ -30,13 +30,12 @@ def open_picture(image: Any) -> Image.Image:
 
 
 def _from_array(array: np.ndarray) -> Image.Image:
-    if array.dtype == np.uint16:
-        array = (array >> 8).astype(np.uint8)
-
     has_known_shape = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
-    if array.dtype != np.uint8 or not has_known_shape:
+    if array.dtype not in (np.uint8, np.uint16) or not has_known_shape:
         raise ConfigError(
             "image arrays must be (H, W), (H, W, 3) or (H, W, 4) of dtype uint8 or uint16, "
             f"got {array.shape} of {array.dtype}"
         )
+    if array.dtype == np.uint16:
+        array = (array >> 8).astype(np.uint8)
     return Image.fromarray(array)
