@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Speed:
-    """Inference throughput of one model. `peak_mib` is the peak memory of a CUDA device in MiB, otherwise None."""
+    """Inference throughput of one model.
+
+    `peak_mib` is the peak CUDA memory of the weights, images and activations in MiB, and None on other devices.
+    """
 
     images_per_second: float
     peak_mib: float | None

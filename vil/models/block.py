@@ -72,8 +72,8 @@ class TokenConv1d(nn.Conv1d):
 def sum_of_taps(u_BLD: Tensor, weight_D1K: Tensor, bias_D: Tensor | None, reverse: bool) -> Tensor:
     """Compute the convolution as a sum of shifted products.
 
-    This replaces the convolution in compiled CPU code, because TorchInductor fails to compile a second convolution with
-    a dynamic batch size.
+    This replaces the convolution in compiled CPU code, because TorchInductor can fail to compile a model that has
+    convolutions and a dynamic batch size.
     """
     lookback, length = weight_D1K.shape[-1] - 1, u_BLD.shape[1]
     padded = F.pad(u_BLD, (0, 0, 0, lookback) if reverse else (0, 0, lookback, 0))
@@ -209,7 +209,7 @@ class BidirectionalMixer(nn.Module):
         return self.out_proj(y_2BLD.mean(0) * F.silu(z_BLD))
 
     def mix_row_means(self, h_BLC: Tensor, h: int, w: int) -> Tensor:
-        """Run the convolution over the patches of an h x w grid, and the recurrence over the mean of each row."""
+        """Run the convolution over all tokens, and the recurrence over the class token and h means of w patches."""
         u_BLD, z_BLD = self.in_proj(h_BLC).chunk(2, dim=-1)
         v_2BLD = torch.stack([direction.convolve(u_BLD) for direction in self.directions])
         v_2BSD = torch.stack([row_means(v_2BLD[g], h) for g in range(2)])

@@ -340,7 +340,10 @@ class VisionLonghorn(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a randomly initialized head. None keeps `global_pool` unchanged."""
+        """Replace the head by a randomly initialized head, or remove the head if `num_classes` is 0.
+
+        None keeps `global_pool` unchanged.
+        """
         if global_pool is not None:
             self.global_pool = _known_pool(global_pool)
         self.num_classes = num_classes

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_READ = 64  # maximum number of images over which receptive fields are averaged
-SHOWN = 8  # maximum number of images per plot, so that Matplotlib needs only seconds
+SHOWN = 8  # maximum number of images per plot, because Matplotlib needs seconds for each image
 
 
 def draw(options: argparse.Namespace) -> None:
@@ -111,7 +111,7 @@ def checked_blocks(blocks: list[int] | None, depth: int) -> list[int]:
 
 
 def titles_of(model: VisionLonghorn, files: Sequence[Path], pictures: Sequence[Image.Image]) -> list[str]:
-    """Return a title per image with the file name, the true class if known, and the predicted class.
+    """Return a title per image with the folder and file name, the true class if known, and the predicted class.
 
     Titles are short enough for adjacent plots.
     """

@@ -53,8 +53,8 @@ def _probabilities(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
 def patch_sums(model: VisionLonghorn, values_BHW: Tensor) -> Tensor:
     """Sum pixel values (B, H, W) over each patch and return (B, h, w).
 
-    If the h x w patches do not divide the image, each sum is the mean over a cell of adaptive average pooling times the
-    number of pixels per patch.
+    If the h x w patches do not divide the image, or overlap, each sum is the mean over a cell of adaptive average
+    pooling times H W / (h w).
     """
     h, w = check_model(model).grid_of(values_BHW[:, None])
     pixels_of_patch = values_BHW[0].numel() / (h * w)

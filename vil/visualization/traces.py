@@ -220,8 +220,8 @@ def reading(model: VisionLonghorn, images: Tensor) -> Tensor:
     """Return maps (B, h, w) of how much the class token reads from each patch, which sum to 1 per image.
 
     A map is the mean over all blocks of the relevance, normalized to a sum of 1 in each block. A map does not depend on
-    a class: a patch that is read can be evidence for or against a class. In all blocks except the first, each token is
-    already a mixture of patches.
+    a class: a patch that is read can be evidence for or against a class. The tokens of later blocks are mixtures of
+    patches.
     """
     shares = []
     for trace in trace_scans(model, images):
