@@ -204,7 +204,7 @@ def do_missing(
     runs: Sequence[Run], results: Results, pool: Executor | None, prepare: Callable[[Run], None],
     training: Callable[[Run], dict], probe: Callable[[Run], dict],
 ) -> None:  # fmt: skip
-    """Run those of `runs` that `results` does not contain, and add their top-1 to `results`.
+    """Run those of `runs` that `results` does not contain, and add their outcomes to `results`.
 
     Methods that train the model call `prepare` and then `training`, in parallel processes if `pool` is given. Other
     methods call `probe`.
@@ -229,7 +229,7 @@ def fast_folder(jobs: int) -> str | None:
 
 
 def processes(jobs: int) -> AbstractContextManager[Executor | None]:
-    """Return a process pool for parallel runs, or None if this process does all runs sequentially."""
+    """Open a process pool for parallel runs; with one job, the context is None and this process does all runs."""
     if jobs == 1:
         return nullcontext()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each process uses one thread
