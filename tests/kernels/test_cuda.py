@@ -353,7 +353,7 @@ def test_nan_and_infinity_stay_in_their_channel(recurrence, value, device):
     x, *rest = in_order(recurrence, [t.detach()[None] for t in make(1, 50, 40, 16, torch.bfloat16)][:-2])
     rest = [t if t is None else (t.float() if t.dim() == 3 else t).to(device) for t in rest]
     for variant in heuristics.forward_variants(recurrence, 16, 2):
-        # Kernels that process two tokens at a time also propagate NaN to up to two earlier tokens.
+        # Kernels that process two tokens at a time also propagate NaN of x to up to two earlier tokens.
         before, tokens = (2, (20, 21, 22, 23)) if isinstance(variant, ForwardMma) else (0, (20,))
         for token in tokens:
             spoilt = x.clone()

@@ -4,9 +4,9 @@ The operator computes `reference.block` with fewer kernels and fewer tensors sav
 folded into the projection after it, both directions share each kernel, the residual addition is part of the last
 product, and backward recomputes convolutions, projections and gate.
 
-Consecutive blocks share a fused add-norm: beside the residual stream x, a block returns its norm without a weight,
-xhat, and computes (x, xhat) -> (x', xhat'). The gradient of xhat' is added to the gradient of x' at
-the start of backward.
+Consecutive blocks share a fused add-norm if it costs no extra kernel: beside the residual stream x, a block returns its
+norm without a weight, xhat, and computes (x, xhat) -> (x', xhat'). The gradient of xhat' is added to the gradient of x'
+at the start of backward.
 
 In a pooled block, the recurrence reads row or column means of the patches (lines.py), and v, y, steps, keys and queries
 of all tokens are never stored: `pool` stores only the skip connections of all tokens, and backward recomputes v from u.

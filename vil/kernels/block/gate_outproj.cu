@@ -13,7 +13,7 @@
 // L tokens of a sequence    C outputs    D channels    count, length, next, next_line: lines.cuh
 //
 // A CTA computes OUTPUTS outputs of 16 tokens, and each of its warps has EACH channels.
-// A lane issues all its loads at the start.
+// A lane issues all its loads except the load of x at the start.
 // Lane l (r = l / 4, p = l % 4) computes the gate of channels 8p .. 8p + 7 of each 32, for tokens r and r + 8.
 // The channels of a lane are four words w = 0 .. 3 of two channels each.
 // Words 0 and 1 are columns 2p, 2p + 1 and 2p + 8, 2p + 9 of one product, and words 2 and 3 of another product.

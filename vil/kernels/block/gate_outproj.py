@@ -1,4 +1,4 @@
-"""Gate, product with out_proj and residual addition: one kernel (few tokens, or many on Hopper) or two launches."""
+"""Gate, product with out_proj and residual addition: one kernel if `fuses_product`, otherwise two launches."""
 
 from __future__ import annotations
 

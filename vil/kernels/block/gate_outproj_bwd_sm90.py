@@ -1,6 +1,6 @@
 """Backward pass of the gate and of the product with out_proj.
 
-For many tokens on Hopper, this is one kernel, otherwise a product and a gate kernel.
+On Hopper, this is one kernel for many tokens and model width 192 or 384, otherwise a product and a gate kernel.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def gate_outproj_backward(
 ) -> Tensor:  # fmt: skip
     """Backpropagate through out_proj and the gate: write `dy_BLD` and `dz_BLD`, and return the recomputed gate.
 
-    On Hopper, the product and the gate's backward are one kernel if the tokens fill the GPU, z is half of uz and dz is
-    half of the gradient of uz.
+    The product and the gate's backward are one kernel if `gate_outproj_sm90.fits`, all tensors are aligned, z is half
+    of uz and dz is half of the gradient of uz.
     """
     (T, C), (_, L, D) = dout_TC.shape, mean_BLD.shape
     dout_TC = dout_TC.contiguous()

@@ -21,7 +21,7 @@ SOURCE = Source("block/gate_outproj_sm90", {
     ),
 }, only_hopper=True)  # fmt: skip
 
-STAGES, SLOTS = 5, 2  # number of pipeline stages for weights, and for the tokens of each warp group
+STAGES, SLOTS = 5, 2  # number of pipeline stages for weights, and for the tokens of each group of consumer warps
 
 
 def fits(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -69,6 +69,6 @@ def macros_of(dtype: torch.dtype, C: int, keep: bool, pooled: bool) -> dict:
 
 
 def shares(T: int, blocks: int) -> tuple[int, int]:
-    """Return how many rounds each of a CTA's two warp groups runs, and the number of tokens (at most 64) per round."""
+    """Return how many rounds a CTA's two groups of consumer warps run, and a group's tokens per round (at most 64)."""
     rounds = -(-T // (2 * 64 * blocks))
     return rounds, -(-T // (2 * rounds * blocks))

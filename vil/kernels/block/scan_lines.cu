@@ -11,6 +11,7 @@
 //   WIDTH      number of channels D
 //   RANK       columns of the step, R
 //   TILES      number of tiles of 16 lines for all S lines
+//   CTA_BYTES  dynamic shared memory, computed by the host
 //
 // B batch    S lines    D channels    P = R + 2N
 //

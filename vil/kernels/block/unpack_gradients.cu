@@ -1,4 +1,4 @@
-// Converts gradients of packed weights, which are partial sums over tokens, to gradients of the parameters.
+// Converts gradients of packed weights, many of which are partial sums over tokens, to gradients of the parameters.
 // The first CTAs process COLUMNS columns each of the projection that contains the weight of the norm.
 // A CTA needs whole columns, because the gradient of the norm's weight is a sum over all rows.
 // In the first CTAs, a thread has V columns of every ROWS-th row.

@@ -1,8 +1,8 @@
 """Compilation of Python functions by Numba at first use, with a disk cache, and their execution on PyTorch's threads.
 
 A kernel has one argument, an array of 64-bit numbers. The array has the index of the next task, the index of the next
-thread, and then the arguments of `launch`. Numba compiles the function to LLVM IR. The machine code is cached, and
-later processes load the machine code with llvmlite only, whose import takes an eighth of the time of Numba's import.
+thread, and then the numbers passed to `launch`. Numba compiles the function to LLVM IR. The machine code is cached, and
+later processes load it with llvmlite only, whose import takes about an eighth of the time of Numba's import.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> byt
 def _widen_vectors() -> None:
     """Make Numba use 512-bit vectors if the CPU supports them.
 
-    For Intel CPUs, LLVM prefers 256 bits to avoid lower clock rates. This has no effect if the process has already
-    compiled a function, because Numba reads the CPU's features only once per process.
+    For Intel CPUs, LLVM prefers 256 bits to avoid lower clock rates. This has no effect if `numba.njit` has
+    already decorated a function, because Numba reads the CPU's features only once per process.
     """
     from numba.core import codegen, config
 

@@ -109,7 +109,7 @@ thread = threading.local()  # per-thread state: the active `recording`, and `bou
 
 
 def current_stream(device: torch.device):
-    """Return PyTorch's current stream on the current GPU for `cuda.core`, or None for other devices."""
+    """Return PyTorch's current stream on a GPU for `cuda.core`, or None for other devices."""
     if device.type != "cuda":
         return None
     if not hasattr(thread, "bound"):  # autograd's threads have no CUDA context before PyTorch launches its first kernel

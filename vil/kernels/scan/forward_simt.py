@@ -1,4 +1,4 @@
-"""Variants of the CUDA kernel forward_simt.cu, the forward scan without tensor cores for all dtypes and state sizes."""
+"""Variants of the CUDA kernel forward_simt.cu, the forward scan without tensor cores."""
 
 from __future__ import annotations
 

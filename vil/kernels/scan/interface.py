@@ -86,8 +86,9 @@ def longhorn_scan(
     Returns:
         y_BLD in x's dtype or, with `return_final_state`, a tuple of y_BLD and S_L (B, D, N) in float32 (float64 if x
         is). State and sums are in float32 (float64 if x is). The result is differentiable once with respect to every
-        tensor argument. NaN and infinity in the inputs propagate. An initial state and a final state each cost the time
-        of N tokens, unless there is only one token, and make the computation float32 (float64 if x is).
+        tensor argument. NaN in the inputs propagates, and so does infinity unless the equations map it to a finite
+        value, such as beta = 1 for infinite logits. An initial state and a final state each cost the time of N
+        tokens, unless there is only one token, and make the computation float32 (float64 if x is).
 
     Raises:
         ValueError: A shape, dtype, device or the backend is not supported; the message names the argument.
@@ -168,8 +169,9 @@ def selective_scan(
     Returns:
         y_BLD in x's dtype or, with `return_final_state`, a tuple of y_BLD and S_L (B, D, N) in float32 (float64 if x
         is). State and sums are in float32 (float64 if x is). The result is differentiable once with respect to every
-        tensor argument. NaN and infinity in the inputs propagate. An initial state and a final state each cost the time
-        of N tokens, unless there is only one token, and make the computation float32 (float64 if x is).
+        tensor argument. NaN in the inputs propagates, and so does infinity unless the equations map it to a finite
+        value, such as dt = 0 for logits of -inf. An initial state and a final state each cost the time of N
+        tokens, unless there is only one token, and make the computation float32 (float64 if x is).
 
     Raises:
         ValueError: A shape, dtype, device or the backend is not supported; the message names the argument.

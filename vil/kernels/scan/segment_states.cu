@@ -1,7 +1,7 @@
 // States between the segments of a sequence, or their gradients if GRADIENTS is true.
 // `segment_states` scans a segment from a state of 0 to its final state E, and computes the product P of its decays.
 // `pass_states` computes the states between segments, one after another: S becomes P S + E.
-// The last segment is omitted, because no other segment follows.
+// The segment that is processed last is omitted, because no other segment follows.
 // With GRADIENTS, the recurrence runs in the opposite direction, where F_t is the part of dL/dS_t from tokens after t:
 //   states       S_t = decay_t S_{t-1} + drive_t
 //   gradients    F_{t-1} = decay_t (F_t + dy_t q_t)

@@ -2,13 +2,13 @@
 
 Both recurrences are diagonal and linear over tokens, S_t = decay_t * S_{t-1} + drive_t and y_t = q_t . S_t, and differ
 only in their coefficients. A recurrence is a class with those coefficients and their gradients; one scan serves both.
-Products over a chunk of tokens are single PyTorch calls; only the states need a loop over the tokens. `reference.py`
-is the reference implementation that every backend must reproduce.
+Products over a chunk of tokens are single PyTorch calls; only the states and their gradients need a loop over the
+tokens. `reference.py` is the reference implementation that every backend must reproduce.
 
     L tokens    T tokens of a chunk    S chunks    G directions    B batch    D channels    N states of a channel
 
-Tensors inside this file are `_GLB*`: `x_GLBD[:, t]` is what each direction reads at its own step t. Therefore a single
-pass over the tokens runs all directions, and reversed directions start from the last token of the image.
+The operators' per-token tensors are `_GLB*`: `x_GLBD[:, t]` is what each direction reads at its own step t. Therefore a
+single pass over the tokens runs all directions, and reversed directions start from the last token of the image.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def scan(
 ) -> Tensor:  # fmt: skip
     """Return y (G, B, L, D) in x's dtype for G scan directions. Direction g is reversed if `reverse[g]`.
 
-    The arguments are those of `vil::scan`, in any floating-point dtypes. State and sums are in float64 if x is,
-    otherwise in float32.
+    The arguments are those of `vil::scan` except `backend` and `keep`, in any floating-point dtypes. State and sums are
+    in float64 if x is, otherwise in float32.
     """
     dtype = torch.float64 if x_GBLD.dtype == torch.float64 else torch.float32
     x, step_logits, k, q = (t.to(dtype) for t in (x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN))

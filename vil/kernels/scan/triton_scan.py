@@ -24,7 +24,7 @@ from torch import Tensor
 from .chunks import CHUNK, chunk_state_count
 
 PROGRAMS = 1024  # maximum number of backward program instances, each of which needs memory for a chunk's states
-FUSE = True  # value of enable_fp_fusion, set explicitly because Triton 3.9 warns that 3.10 will change the default
+FUSE = True  # value of enable_fp_fusion, set explicitly so that results do not depend on Triton's default
 CHANNELS = 2**16  # number of channels, counted over all directions and images, that fills a large GPU
 
 
@@ -207,7 +207,7 @@ def _forward_kernel(
         # prefetch the next token's inputs
         next_row = row + tl.where(t + 1 < end, stride, 0)
         following = _load_token(x, step_logits, k, q, next_row, D, d_1D, n_N1, step_bias_1D, N)
-        if KEEP:  # noqa: SIM102 (Triton leaves out what a constant rules out only if nothing else is in the condition)
+        if KEEP:  # noqa: SIM102 (Triton evaluates a condition of constants when it compiles the kernel)
             if (t % CHUNK == 0) & (t > 0):
                 saved_ND = chunk_states + ((sequence * (tl.cdiv(L, CHUNK) - 1) + t // CHUNK - 1) * N + n_N1) * D + d_1D
                 tl.store(saved_ND, S_ND, mask=d_1D < D)
@@ -262,7 +262,7 @@ def _backward_kernel(
                 S_ND = _update(S_ND, x_1D, step_1D, k_N1, A_ND, LONGHORN)
                 x_1D, step_logit_1D, k_N1, _ = following
             tl.debug_barrier()
-            # software pipelining prefetches two tokens, except their keys and queries
+            # software pipelining prefetches two tokens, except loads of less than 4 bytes per thread
             for back in tl.range(tokens, num_stages=3):
                 j = tokens - 1 - back
                 row = first + stride * (start + j)
