@@ -142,6 +142,7 @@ def test_an_exported_folder_is_read_by_timm_and_vil_with_names_and_preprocessing
     assert "library_name: timm\n" in card
     assert f"{'vil_tiny' if of_a_run else 'resnet10t'}, 7 classes, images of {size[0]}x{size[1]} pixels\n" in card
     assert "- commit: 0012\n" in card
+    assert "; class names and preprocessing are in config.json\n" in card
     assert '"local-dir:mine", pretrained=True' in card
     config = (folder / "config.json").read_text()
     assert "license" not in config
@@ -219,7 +220,9 @@ def test_rectangular_image_sizes_are_kept_and_other_sizes_resample_positions(bes
         assert vil.from_checkpoint(tmp_path / "fine.safetensors").patch_embed.grid_size == fine.patch_embed.grid_size
         export_model(again, folder := tmp_path / f"{size[0]}x{size[1]}")
         assert timm.create_model(f"local-dir:{folder}", pretrained=True).patch_embed.img_size == size
-        assert f"images of {folder.name} pixels\n" in (folder / "README.md").read_text()
+        card = (folder / "README.md").read_text()
+        assert f"images of {folder.name} pixels\n" in card
+        assert "; preprocessing is in config.json\n" in card  # the model has no class names
         export_model(wide, file := tmp_path / f"{size}.safetensors")
         again = vil.from_checkpoint(file)
         assert resolve_model_data_config(again)["input_size"] == (3, *size)

@@ -53,9 +53,10 @@ def card_of(name: str, metadata: Mapping[str, Any], further: Mapping[str, str]) 
         further: Additional metadata entries set by the user.
     """
     size = "x".join(map(str, metadata["input_size"][1:]))
+    stored = "class names and preprocessing are" if "label_names" in metadata else "preprocessing is"
     facts = [
         f"{metadata['model']}, {metadata['num_classes']} classes, images of {size} pixels",
-        "weights in half precision; class names and preprocessing are in config.json",
+        f"weights in half precision; {stored} in config.json",
         *(f"{key}: {text}" for key, text in further.items()),
         "TODO: add the training data, accuracy and license here",
     ]
