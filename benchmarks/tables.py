@@ -3,8 +3,8 @@
     python benchmarks/tables.py
 
 Each table follows a comment with its name, `<!-- table: models -->`. The files in benchmarks/results are named after
-their GPU and contain results of `scan.py` or `throughput.py`. Only h200_published.json compares the papers' own code
-with ours in one process, measured by a program that is not part of this repository.
+their GPU. All except h200_published.json contain results of `scan.py` or `throughput.py`. h200_published.json compares
+the papers' own code with ours in one process, measured by a program that is not part of this repository.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ The program runs every kernel except the kernels of pooled blocks.
     export PYTHONPATH=tests/helpers PYTORCH_NO_CUDA_MEMORY_CACHING=1  # the sanitizer then sees each tensor's memory
     compute-sanitizer --report-api-errors no --tool memcheck python3 tools/sanitize.py  # racecheck, initcheck
 
-initcheck does not track memory that the copy engine writes, as cuBLAS's products of 16-bit tensors do on an H200. On
-such memory, initcheck also reports PyTorch's own kernels that read the result of `torch.mm`. Therefore blocks use fp32
-products here, which are written by ordinary stores.
+On an H200, initcheck falsely reports that 16-bit results of cuBLAS are uninitialized, also in PyTorch's own kernels
+that read the result of `torch.mm`. Therefore blocks use fp32 products here.
 """
 
 from unittest import mock

@@ -448,7 +448,7 @@ class VisionLonghorn(nn.Module):
             pos_embed_1LC = resample_pos_embed(pos_embed_1LC, x_BhwC.shape[1:3], self.patch_embed.grid_size)
         class_token_B1C = self.cls_token.expand(x_BhwC.shape[0], -1, -1)
         x_BLC = insert_class_token(x_BhwC.flatten(1, 2), class_token_B1C)
-        # Add the bias to the position embeddings first. Otherwise the bias gradient is a slow sum over all patches.
+        # Add the bias to the position embeddings first. Otherwise the bias gradient is a slow sum over the whole batch.
         return x_BLC + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)  # fp32 or fp64
 
     def grid_of(self, x_B3HW: Tensor) -> tuple[int, int]:
