@@ -71,7 +71,7 @@ def _forward(
     uz_BLE = torch.mm(h_TC, weights.in_proj.t()).view(B, L, 2 * D)
     mixer = cpu_tokens if options.lines is None else cpu_lines
     gated_BLD, saved = mixer.forward(options, uz_BLE, scale_B, weights, keep)
-    y_TC = torch.mm(gated_BLD.view(B * L, D), weights.out_proj.t()).add_(x_TC)  # faster than addmm
+    y_TC = torch.mm(gated_BLD.view(B * L, D), weights.out_proj.t()).add_(x_TC)  # addmm is slower on some CPUs
     return y_TC.view(B, L, C), rstd_T, h_TC, uz_BLE, saved
 
 

@@ -46,7 +46,7 @@ class ForwardMma(NamedTuple):
         return self.consumers + len(self.producers)
 
     def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
-        """Return the number of channels per warp, and the number of resident warps per scheduler."""
+        """Return the channels and the resident warps per scheduler, if a CTA counts as one warp per scheduler."""
         return 16 * self.consumers / SCHEDULERS, 1
 
     def shared_bytes(self, rank: int = 0) -> int:

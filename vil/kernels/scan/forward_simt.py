@@ -60,7 +60,7 @@ class ForwardSimt(Lanes):
     def kernel(
         self, recurrence: str, x: Tensor, step_logits: Tensor, N: int, source: Source = SOURCE, **macros
     ) -> Kernel:  # fmt: skip
-        """Return this variant's kernel, compiled from `source` for the dtype, shape and alignment of the tensors."""
+        """Return this variant's kernel in `source`, with macros for the dtype, shape and alignment of the tensors."""
         states = min(self.states, N)
         groups = 32 * states // N
         # limit a warp's channels so that 32 lanes can copy a token with one vector each

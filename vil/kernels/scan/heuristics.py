@@ -4,7 +4,7 @@ A variant distributes channels and their states among the lanes of a warp. More 
 cost of reading keys and of addressing, but result in fewer warps, which leave the GPU partly idle for a small batch.
 Times were measured on an H200 in cycles: `cycles[w - 1]` for a token of w warps that share a scheduler, and `start`
 before their first token. A scheduler runs at most as many warps at once as there are numbers in `cycles`, and further
-warps in later waves. A scan takes
+warps in later waves. A CTA of `ForwardMma` counts as one warp per scheduler. A scan takes
 
     waves * (start + tokens * cycles[warps of a scheduler - 1])
 
