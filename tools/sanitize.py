@@ -24,7 +24,7 @@ from vil.kernels.scan import heuristics as variants
 from vil.kernels.scan import triton_scan
 from vil.models.block import Block, Blocks, LonghornMixer, MambaMixer
 
-B, L, D, N = 1, 70, 35, 16  # sizes that exceed a chunk and a thread block, and do not support vector loads
+B, L, D, N = 1, 70, 35, 16  # L is longer than a chunk, and D channels do not support vector loads
 REVERSE = [False, True]
 
 
