@@ -114,7 +114,7 @@ def load(module: str, factory: str, constants: tuple[int, ...]) -> int:
 @functools.cache
 def _say_once() -> None:
     _logger.warning(
-        "compiling kernels for this CPU (usually less than a minute on one core); later processes load them from the cache"
+        "compiling kernels for this CPU (usually in less than a minute); later processes load them from the cache"
     )
 
 
