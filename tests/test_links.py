@@ -1,4 +1,4 @@
-"""Tests of the documentation: relative links are valid, and the files and tests that it names exist."""
+"""Tests of the documentation (links, named files and tests, throughput tables, quick start) and of the CI workflows."""
 
 import re
 

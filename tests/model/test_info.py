@@ -132,5 +132,5 @@ def test_published_accuracies_equal_the_papers():
     assert published.published("vim_base.tag") == expected["vim_base"]
     assert published.published("deit_small") == published.published("resnet50") == (None, None)
     assert published.published_for("vil_base.tag") == published.published_for("deit_base") == {"ViM-base": (81.9, 95.8)}
-    others = "resnet50", "vil_tiny_pooled", "deit_tiny_patch16_224.fb_in1k"  # models without a published counterpart
+    others = "resnet50", "vil_tiny_pooled", "deit_tiny_patch16_224.fb_in1k"  # names that do not end with a known size
     assert [published.published_for(name) for name in others] == [{}, {}, {}]

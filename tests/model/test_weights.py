@@ -294,7 +294,7 @@ def test_weight_file_metadata_is_validated_like_a_checkpoints_options(tmp_path, 
         vil.from_checkpoint(path)
     assert "\n" not in str(refused.value)
     save_file({"a": torch.ones(1)}, path, {"format": "pt", "config": json.dumps({"model": "vil_tiny"})})
-    assert checkpoint.Checkpoint(path).options == {}  # metadata without this package's entries is ignored
+    assert checkpoint.Checkpoint(path).options == {}  # metadata is ignored unless it names this package as producer
 
 
 def test_metadata_without_a_value_is_rejected():

@@ -1,4 +1,4 @@
-"""Tests of a run's files and folder lock: other users, concurrent runs and crashes."""
+"""Tests of a run's files, folder lock and output streams: other users, concurrent runs, crashes, lost terminals."""
 
 import errno
 import fcntl

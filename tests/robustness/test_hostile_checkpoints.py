@@ -271,7 +271,7 @@ def text(word):
 
 
 def hexed(times):
-    """Return an archive whose pickle calls _codecs.encode to double the length of a text `times` times."""
+    """Return an archive whose pickle has `times` nested calls of _codecs.encode with the codec "hex"."""
     return program_of(b"c_codecs\nencode\n" * times, text("a"), (text("hex") + b"\x86R") * times)
 
 

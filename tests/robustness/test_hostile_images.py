@@ -166,7 +166,7 @@ def named(log):
     return [record.args[0] for record in log.records if record.name == "vil.data.sources.images"]
 
 
-# unreadable images do not stop a run
+# a few unreadable images do not stop a run
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -829,7 +829,7 @@ def test_images_in_shards_are_decoded_like_files(tmp_path, caplog, ghostscript, 
 
 
 def test_an_epoch_of_shards_counts_the_images_of_all_ranks(tmp_path, monkeypatch, pillow):
-    # Each of two ranks reads half of the samples.
+    # simulates one of two ranks, each of which reads half of the samples
     monkeypatch.setattr("vil.data.sources.shards.Shards.__len__", lambda shards: shards.num_samples // 2)
     options = SMALL | dict(global_batch_size=8, output=str(tmp_path), experiment="run")
     run = Trainer(dataclasses.replace(write_shards(tmp_path, {}), **options), CPU, 0, 1)
@@ -859,7 +859,7 @@ def test_a_shell_command_as_a_shard_is_rejected_and_not_run(tmp_path, place, dat
 
 
 def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, monkeypatch, pillow):
-    """Names in _info.json neither start a program nor open a file outside the dataset folder."""
+    """Names in _info.json start no program, and an absolute path is not opened, even inside the dataset folder."""
     import webdataset
     from webdataset.gopen import gopen_schemes
 
@@ -1016,7 +1016,7 @@ def test_large_and_broken_samples_are_counted_and_logged(tmp_path, caplog, monke
     assert "local-shards" not in caplog.text
     assert caplog.text.count("behind the broken header of a member") == 2
     assert caplog.text.count(f"extended header of a member is too large: {2**28} bytes") == len(notes)
-    again, _ = open_evaluation_split(str(tmp_path), "wds/x", "validation", 4)  # validate.py calls this function
+    again, _ = open_evaluation_split(str(tmp_path), "wds/x", "validation", 4)  # as `vil validate` opens a split
     targets = torch.cat([targets for _, targets in evaluation_loader(again, DATA_CONFIG, CPU, 0, 4, 0, 1)])
     assert sorted(targets.tolist()) == [UNREADABLE] * 6 + [2, 2, 3]
     assert not (tmp_path / "ran").exists()
@@ -1158,7 +1158,7 @@ def test_missing_validation_classes_are_logged_with_escaped_names(tmp_path, capl
 
 
 def batches_on_device(root):
-    """Return the pixels of one epoch decoded on the device, and the number of unreadable images."""
+    """Return the pixels of one epoch of the device's loader, and the number of unreadable images."""
     loader, batches = loader_of(root, "device")
     return torch.cat([images for images, _ in batches]).float(), loader.take_unreadable()
 

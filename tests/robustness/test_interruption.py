@@ -318,7 +318,7 @@ def test_a_signalled_job_waits_for_its_run_and_is_requeued(tmp_path, monkeypatch
         assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
 
 
-# shell code that records a process's arguments, and whether the process leads its own session
+# shell code that records whether a process leads its own session, its network interfaces, folder and arguments
 WRITTEN_DOWN = 'session=$(cut -d " " -f 6 /proc/$$/stat); { echo $((session == $$)) $GLOO_SOCKET_IFNAME '
 WRITTEN_DOWN += """$NCCL_SOCKET_IFNAME $PWD; printf '%s\\n' "$@"; } > """
 

@@ -1,4 +1,4 @@
-"""Tests of docs/guide.md and the README: their snippets run, and their command lines have valid options."""
+"""Tests of the documentation: snippets and the notebook run, and documented command lines have valid options."""
 
 import importlib
 import importlib.util
