@@ -109,6 +109,14 @@ def test_given_splits_are_not_detected(tmp_path, caplog):
     assert (chosen["train_split"], chosen["val_fraction"], chosen["global_batch_size"]) == ("more", 0.5, 4)
 
 
+def test_images_are_held_out_for_validation_on_request_although_there_is_a_validation_split(tmp_path, caplog):
+    folder = write(tmp_path, "train/cat", "train/dog", "val/cat", "val/dog")
+    chosen = complete({"data_dir": folder, "device": "cpu", "val_fraction": 0.5})
+    assert (chosen["train_split"], chosen["val_fraction"]) == ("train", 0.5)
+    assert "2 classes; 50% of each class are held out for validation (set --val-fraction)" in caplog.text
+    assert "validation on" not in caplog.text
+
+
 def test_the_test_split_is_named_if_it_is_not_used(tmp_path, caplog):
     complete({"data_dir": write(tmp_path, "train/cat", "train/dog", "test/cat"), "device": "cpu"})
     assert "the split 'test' is not used (set --val-split test to validate on it)" in caplog.text

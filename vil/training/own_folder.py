@@ -151,10 +151,12 @@ def _choose_splits(layout: Layout, given: Mapping[str, Any]) -> dict[str, Any]:
     chosen: dict[str, Any] = {"train_split": layout.train_split}
     folder = layout.data_dir if layout.train_split == WHOLE else str(Path(layout.data_dir) / layout.train_split)
     line = f"{folder}: {counted(layout.num_images, 'image')} of {counted(len(layout.class_sizes), 'class', 'classes')}"
-    if layout.val_split or "val_split" in given:
+    if share := given.get("val_fraction"):
+        line += f"; {share:.0%} of each class are held out for validation (set --val-fraction)"
+    elif layout.val_split or "val_split" in given:
         split = str(given.get("val_split") or layout.val_split)
         line += f"; validation on {split_in(Path(layout.data_dir), split) or repr(split)} (set --val-split)"
-    elif not given.get("val_fraction"):
+    else:
         chosen["val_fraction"] = SHARE
         line += f"; no validation split, so {SHARE:.0%} of each class are held out for validation (set --val-fraction)"
         if split_in(Path(layout.data_dir), "test"):
