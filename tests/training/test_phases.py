@@ -122,6 +122,8 @@ def test_a_run_resumes_at_the_end_of_a_phase_also_in_another_folder(
         del bars[1:]
         assert "initialized from" not in caplog.text  # later phases do not load the initial weights
         assert_same(result(Path(config.output) / "run"), undisturbed[1])
+    train(dataclasses.replace(config, resume="auto"), CPU, 0, 1)
+    assert "has finished all 4 epochs; set more epochs in --phases to train longer" in caplog.text
     # if the run folder has a checkpoint, a restarted process ignores --resume FILE of another image size
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     shutil.copy(end, last)

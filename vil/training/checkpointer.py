@@ -128,7 +128,9 @@ class Checkpointer:
         epochs = len(self.state.history)
         total_epochs = self.run.phase.config.total_epochs
         if epochs >= total_epochs:
-            _logger.warning("%s has finished all %d epochs; set a larger --epochs to train longer", path, epochs)
+            phases_set_epochs = any("epochs" in phase for phase in self.run.phase.config.phases or ())
+            remedy = "more epochs in --phases" if phases_set_epochs else "a larger --epochs"
+            _logger.warning("%s has finished all %d epochs; set %s to train longer", path, epochs, remedy)
             return
         _logger.warning(
             "resuming after step %d of %d in epoch %d of %d from %s",
