@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-# Schedulers send SIGTERM or SIGUSR1. torchrun forwards SIGHUP when its terminal closes. Windows has only SIGTERM.
+# Schedulers send SIGTERM or SIGUSR1. torchrun forwards SIGHUP if its terminal closes. Windows lacks SIGUSR1 and SIGHUP.
 NAMES = ("SIGTERM", "SIGUSR1", *(["SIGHUP"] if "TORCHELASTIC_RUN_ID" in os.environ else []))
 SCHEDULER_SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
 

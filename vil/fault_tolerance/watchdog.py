@@ -19,7 +19,8 @@ GRACE = 20  # seconds; delay before termination, so that the main thread can fir
 class RankWatchdog(threading.Thread):
     """Thread that terminates this process if the next rank exits before `finish`, so that a failure reaches all ranks.
 
-    Without the watchdog, the remaining ranks would hang until PyTorch's timeout, because NCCL waits for the dead rank.
+    Without the watchdog, remaining ranks that no launcher terminates would hang until PyTorch's timeout, because NCCL
+    waits for the dead rank.
     """
 
     def __init__(self, rank: int, world_size: int):

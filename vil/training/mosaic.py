@@ -1,4 +1,4 @@
-"""Mosaic of a run's first augmented images with their labels, saved as augmented.png."""
+"""Mosaic of the first augmented images of a training phase with their labels, saved as augmented.png."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALLEST_SHARE = 0.005  # minimum share of the second class in a mixed image's l
 
 
 class Mosaic:
-    """Mosaic of the first augmented images after a run's start or resumption, copied to the host once.
+    """Mosaic of the first augmented images after the start of a phase or a resumption, copied to the host once.
 
     Args:
         run: Identity of the run.
@@ -62,7 +62,7 @@ class Mosaic:
             self._write()
 
     def finish(self) -> None:
-        """Write augmented.png if the run had fewer images than the mosaic has room for."""
+        """Write augmented.png if the phase had fewer images than the mosaic has room for, unless the file exists."""
         if self.images and not self.path.exists():  # a resumed run keeps its mosaic instead of a smaller one
             self._write()
 

@@ -52,7 +52,8 @@ def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]
     """Return the path and content of the checkpoint that a run in `folder` resumes from, or None for a new run.
 
     If `resume` is a path, the checkpoint at the path is used. If `resume` is "auto", the newest readable checkpoint in
-    the folder is used, and broken newer checkpoints are renamed to *.broken with a warning.
+    the folder is used, and broken newer checkpoints are renamed to *.broken with a warning. In a process restarted by
+    torchrun, a path counts as "auto" if the folder has checkpoints.
 
     Raises:
         CheckpointError: No checkpoint can be read, or the folder already contains a run and `resume` is not set.

@@ -88,7 +88,7 @@ class Reporter:
             self(history)
 
     def __call__(self, history: list[dict[str, Any]]) -> None:
-        """Rewrite summary.csv and curve.png, and send the last history row to the loggers."""
+        """Rewrite summary.csv and, if due, curve.png, and send the last history row to the loggers."""
         try:
             columns = list(dict.fromkeys(name for row in reversed(history) for name in row))
             write_atomically(self.folder / "summary.csv", csv_text(history, columns))
