@@ -1,4 +1,7 @@
-"""Train an image classifier. The program is vil/cli/train.py, and `--help` prints its documentation."""
+"""Train an image classifier. The program is vil/cli/train.py, and `--help` prints its documentation.
+
+Without a config file, only the splits are chosen by the folder, unlike in `vil train`. Other options have defaults.
+"""
 
 import runpy
 from pathlib import Path

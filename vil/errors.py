@@ -23,7 +23,7 @@ class CheckpointError(RuntimeError):
 
 
 def reject_url(path: str | os.PathLike, error: type[Exception] = ConfigError) -> None:
-    """Raise an error if a path that does not exist is a URL, because only files on this machine are read."""
+    """Raise an error if a path that does not exist is a URL, because callers read only files on this machine."""
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", os.fspath(path))  # pathlib removes one of the two slashes
     if found:
         raise error(

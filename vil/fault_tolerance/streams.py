@@ -17,7 +17,7 @@ PIECE = 2**12  # maximum number of characters per piece of text in the queue
 MOST_PENDING = 2**10  # maximum number of pieces in the queue; the oldest pieces are dropped
 MOST_WAIT = 0.5  # seconds; maximum time that a call of `flush` waits
 WAIT_SHARE = 0.01  # share of the program's run time that calls of `flush` may wait, in addition to MOST_WAIT
-EXIT_WAIT = 1.0  # seconds; maximum wait for pending text when the process exits
+EXIT_WAIT = 1.0  # seconds; maximum wait for pending text, after a flush, when the process exits
 
 
 class Piece(NamedTuple):
@@ -183,7 +183,7 @@ def _open_closed_streams() -> None:
 
 
 def finish_output() -> None:
-    """Flush all streams, and wait about `EXIT_WAIT` seconds at most until their pending text is written."""
+    """Flush all streams, and then wait about `EXIT_WAIT` seconds at most until their pending text is written."""
     end = time.monotonic() + EXIT_WAIT
     for stream in list(_streams):
         stream.finish(max(0.0, end - time.monotonic()))
