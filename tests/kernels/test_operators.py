@@ -211,7 +211,7 @@ def test_nan_and_infinity_propagate(scan, reference_scan, make_inputs, poison, b
     finite = torch.isfinite(backend.run(scan)(*inputs))
     assert not finite[0, 5:, 1].any()
     finite[0, 5:, 1] = True
-    assert finite.all()  # a non-finite x only affects the following outputs of its own channel
+    assert finite.all()  # a non-finite x affects only its own channel, from its own token on
 
 
 @SCANS

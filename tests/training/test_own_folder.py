@@ -197,7 +197,7 @@ def test_a_run_evaluates_its_held_out_images_again(run, tmp_path, capsys, caplog
     assert "all images: 36 images of 3 classes" in caplog.text
     assert "has changed since training" not in caplog.text
 
-    # other images of the same classes, in class folders or with a validation split
+    # folders with fewer images of the same classes, in class folders or with a validation split
     for name in COLORS:
         (tmp_path / "moved/colors" / name / "0.png").unlink()
     assert evaluated(run, "--data-dir", "moved", capsys=capsys)["images"] == 33
