@@ -124,7 +124,7 @@ def _as_bits(context, value):
 
 @intrinsic
 def load_lanes(context, address, values):
-    """Copy `LANES` floats from an address to an array by vector loads, which LLVM would not emit for a loop."""
+    """Copy `LANES` floats from an address to an array by vector loads, which LLVM does not always emit for a loop."""
 
     def generate(context, builder, signature, arguments):
         vector = ir.VectorType(FLOAT, LANES).as_pointer()
@@ -149,7 +149,7 @@ def store_lanes(context, address, values):
 
 
 class _Vector(types.Type):
-    """Vector type of `WIDTH` floats with +, - and *. LLVM would not keep sums in registers in loops over arrays."""
+    """Vector type of `WIDTH` floats with +, - and *. In loops over arrays, LLVM may not keep sums in registers."""
 
 
 vector = _Vector("vector")
@@ -300,7 +300,7 @@ def softplus(x):
     return (ZERO if x < ZERO else x) + TWO * s * series
 
 
-# let LLVM inline these functions, because Numba's own inlining takes several times as long
+# let LLVM inline these functions, because Numba's own inlining takes up to twice as long in large kernels
 inlined = njit(error_model="numpy", fastmath=FAST, forceinline=True)
 # let Numba inline functions with loops over several arrays, so that LLVM knows that the arrays do not overlap
 spliced = njit(error_model="numpy", fastmath=FAST, inline="always")
