@@ -146,7 +146,7 @@ def test_an_exported_folder_is_read_by_timm_and_vil_with_names_and_preprocessing
     assert '"local-dir:mine", pretrained=True' in card
     config = (folder / "config.json").read_text()
     assert "license" not in config
-    assert "num_classes" not in json.loads(config)["model_args"]  # transformers passes this argument itself
+    assert "num_classes" not in json.loads(config).get("model_args", {})  # transformers passes this argument itself
     for odd in ("[]", "[" * 10**5, config.replace('"std"', '"std": [1e-50], "x"'), " " * 2**26 + config):
         (folder / "config.json").write_text(odd)
         with pytest.raises(
