@@ -99,8 +99,15 @@ def _version_of(onnx: Any, name: str, opset: int) -> int | None:
 
 
 def _clean(proto: Any) -> None:
-    """Remove the metadata of PyTorch's exporter, and name the dynamic dimension "batch"."""
+    """Remove the metadata of PyTorch's exporter and the shapes of weights, and name the dynamic dimension "batch".
+
+    onnxruntime's `quantize_dynamic` transposes weights without changing the shapes, which PyTorch 2.10 writes.
+    """
     for graph in _graphs(proto.graph):
+        weights = {weight.name for weight in graph.initializer}
+        others = [value for value in graph.value_info if value.name not in weights]
+        del graph.value_info[:]
+        graph.value_info.extend(others)
         for part in (*graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
             del part.metadata_props[:]
         for value in (*graph.input, *graph.output, *graph.value_info):
