@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import ConfigError
+from .fault_tolerance.early_signals import launched_rank
 from .fault_tolerance.parents import terminate_with_parent
 from .fault_tolerance.signals import signals_handled_in_thread
 from .fault_tolerance.watchdog import RankWatchdog
@@ -39,8 +40,7 @@ def is_rank0() -> bool:
     Only environment variables are read, so the process group need not be initialized. If the world size is 1 or not
     set, RANK is ignored.
     """
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    return rank == "0" or os.environ.get(world_size_variable() or "", "1") == "1"
+    return launched_rank() == "0" or os.environ.get(world_size_variable() or "", "1") == "1"
 
 
 def warn_on_rank0(module: str, message: str, *values: object) -> None:

@@ -107,7 +107,7 @@ def test_optimizers_and_schedules_equal_timms(image_folder, tmp_path, no_picture
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_blocks_run_under_autocast_and_are_recomputed_with_activation_checkpointing(image_folder, checkpointing):
     trainer = Trainer(small_config(image_folder, grad_checkpointing=checkpointing), CPU, 0, 1)
-    # on a CPU, a run itself never enables autocast
+    # the trainer enables autocast only on GPUs, so enable it here
     trainer.forward_backward.precision = trainer.evaluator.precision = torch.autocast("cpu", torch.bfloat16)
     dtypes = []
     trainer.state.model.blocks[0].mixer.in_proj.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))

@@ -26,9 +26,13 @@ def exit_on_signals() -> None:
         signal.signal(signal.SIGHUP, _exit if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_IGN)
 
 
+def launched_rank() -> str:
+    """Return the rank that torchrun or Slurm gave to this process, or "0"."""
+    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+
+
 def _exit(*_) -> None:
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    if rank == "0":
+    if launched_rank() == "0":
         with suppress(OSError):
             if os.name == "nt" or select.select([], [2], [], 0)[1]:  # writing to a full pipe would block
                 os.write(2, b"\nstopped by a signal before training started, with nothing to save\n")
