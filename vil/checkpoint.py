@@ -248,8 +248,11 @@ class Checkpoint:
     def _check_resumable(self) -> None:
         """Raise a CheckpointError if the file has another format or version, or lacks the optimizer state."""
         path = self.path
-        if not self.is_ours:
-            raise CheckpointError(f"{path} is not a checkpoint of vil train")
+        if not self.is_ours or "metadata" in self.content:
+            raise CheckpointError(
+                f"{path} is not a checkpoint of vil train: resume from the last.pt of a run, or start another run from "
+                f"these weights with --pretrained-path {path}"
+            )
         version = self.content["version"]
         if version != VERSION:
             other = "a newer" if version > VERSION else "an older"

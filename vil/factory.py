@@ -166,7 +166,7 @@ def _initialized(
         own = created.state_dict().keys()
         common = fitted(weights, created).keys() & own
         if 2 * len(common) < len(own):  # with a new head, timm ignores missing tensors without an error
-            raise RuntimeError(f"only {len(common)} of the model's {len(own)} tensors are in {source}")
+            raise RuntimeError(f"only {len(common)} of the model's {len(own)} tensors are in the file")
     except Exception as error:  # models raise exceptions of various types for invalid arguments
         raise _creation_error(model, error, source, given) from error
     taken = printable(describe_initialization(created, weights, given))
@@ -201,18 +201,18 @@ def _creation_error(
         source: Weights file for the initialization, if any.
         weights: State dict of the file.
     """
+    failed = f"cannot create the model {model}" + (f" with the weights in {source}" if source else "")
     if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
-        similar = nearest(unknown[1], MODEL_KWARGS)
-        return ConfigError(f"cannot create the model {model}: unknown argument {unknown[1]!r}{similar}")
+        return ConfigError(f"{failed}: unknown argument {unknown[1]!r}{nearest(unknown[1], MODEL_KWARGS)}")
     if isinstance(error, ValueError):
-        return ConfigError(f"cannot create the model {model}: {error}")
+        return ConfigError(f"{failed}: {error}")
     if not isinstance(error, RuntimeError):
-        return ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}")
+        return ConfigError(f"{failed}: {type(error).__name__}: {error}")
     reason = printable(one_line(error, 2000) + parts_of(weights or ()))  # the error may contain untrusted tensor names
     remedy = ""
     if not timm.is_model(model):
         remedy = nearest(model, timm.list_models()) or "; timm.list_models() lists all models"
-    return ConfigError(f"cannot create the model {model}: {reason}{remedy}{_how_it_was_built(source)}")
+    return ConfigError(f"{failed}: {reason}{remedy}{_how_it_was_built(source)}")
 
 
 def _how_it_was_built(source: Checkpoint | None) -> str:

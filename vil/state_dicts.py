@@ -209,6 +209,8 @@ def _groups(names: Iterable[str]) -> str:
 
 def check_weights(weights: dict[str, Any], path: str | Path) -> None:
     """Raise a CheckpointError if a value of a state dict cannot be a weight, such as a tensor with NaN."""
+    if not weights:
+        raise CheckpointError(f"{path} does not contain any weights")
     for name, tensor in weights.items():
         if problem := _problem_of(tensor):
             raise CheckpointError(f"{path} does not contain valid weights: {name!r} {problem}")
@@ -244,8 +246,24 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) ->
         model.load_state_dict(fitting, assign=any(p.is_meta for p in model.parameters()))
     except Exception as error:  # timm's filters of checkpoints raise exceptions of various types
         lines = [line.strip()[:400] for line in str(error).splitlines()]
-        reason = " ".join(lines[:6]) + parts_of(map(str, weights))
+        reason = " ".join(lines[:6]).rstrip(".") + parts_of(map(str, weights)) + _remedy_for_classes(weights, model)
         raise CheckpointError(f"{path} does not fit the model: {reason}") from error
+
+
+def _remedy_for_classes(weights: dict[str, Any], model: nn.Module) -> str:
+    """Return advice to create a model with the file's number of classes, or "" if other weights differ, too."""
+    own = model.state_dict()
+    if own.keys() != weights.keys():
+        return ""
+    different = [name for name, tensor in own.items() if tensor.shape != weights[name].shape]
+    expected = {(len(own[name]), *own[name].shape[1:]) for name in different}
+    if not different or {shape[0] for shape in expected} != {getattr(model, "num_classes", None)}:
+        return ""
+    found = {len(weights[name]) for name in different}
+    if len(found) > 1:
+        return ""
+    (classes,) = found
+    return f". The file has {classes} classes: create the model with as many (--num-classes {classes})"
 
 
 def _num_values(weights: dict[str, Any]) -> int:

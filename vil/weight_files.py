@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import safetensors.torch
+import timm
 import torch
 from safetensors import SafetensorError
 
@@ -54,12 +55,15 @@ def read_file(path: str | Path, whole: bool = True) -> Any:
         reject_url(path, CheckpointError)
         best = path.with_name("best.pt")
         if path.name == IN_FOLDER and best.is_file():
-            raise CheckpointError(f"{path.parent} is the folder of a run, not a checkpoint: use {best}")
+            raise CheckpointError(
+                f"{path.parent} is the folder of a run, not a checkpoint: use {best}, or last.pt to resume the run"
+            )
         if path.name == IN_FOLDER and path.parent.is_dir():
             raise CheckpointError(
                 f"folder {path.parent} has no {IN_FOLDER}: set a checkpoint file, or a folder written by vil export"
             )
-        raise CheckpointError(f"checkpoint {path} does not exist")
+        of_model = f": {path} is the name of a model, not of a file" if timm.is_model(path.name.split(".")[0]) else ""
+        raise CheckpointError(f"checkpoint {path} does not exist{of_model}")
     if path.suffix in (".onnx", ".pt2"):
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint; the file is an exported program: export a .safetensors file to "

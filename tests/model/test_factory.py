@@ -188,8 +188,24 @@ def test_weights_of_other_programs_require_the_model_name(tmp_path):
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in first.items())
     with pytest.raises(CheckpointError, match="the checkpoint has 7 classes, but the model has 1000"):
         vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48)
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match="does not exist$"):
         vil.from_checkpoint(tmp_path / "nowhere.pt")
+    with pytest.raises(CheckpointError, match="exist: vil_tiny.tiny_in200 is the name of a model, not of a file$"):
+        vil.from_checkpoint("vil_tiny.tiny_in200")
+
+
+def test_weights_of_another_number_of_classes_name_the_option(tmp_path):
+    path = tmp_path / "resnet.pth"
+    torch.save(timm.create_model("resnet18", num_classes=7).state_dict(), path)
+    with pytest.raises(CheckpointError, match=r"\. The file has 7 classes: create .* \(--num-classes 7\)$"):
+        vil.from_checkpoint(path, "resnet18")
+    with pytest.raises(CheckpointError, match="size mismatch for layer1(?!.*--num-classes)"):
+        vil.from_checkpoint(path, "resnet50")
+    with pytest.raises(ConfigError, match="^cannot create the model vil_tiny with the weights in .*resnet.pth: "):
+        create_model("vil_tiny", path)
+    torch.save({}, path)
+    with pytest.raises(CheckpointError, match="resnet.pth does not contain any weights$"):
+        vil.from_checkpoint(path, "resnet18")
 
 
 def test_num_classes_0_returns_the_input_of_the_head(trained, tmp_path):

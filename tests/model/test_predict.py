@@ -321,7 +321,7 @@ def test_file_names_cannot_send_control_characters_to_the_terminal(checkpoint, p
         (["{photos}", "--checkpoint", "{tmp}/last.pt"], "error: checkpoint .*last.pt does not exist$"),
         (
             ["{photos}", "--checkpoint", "{tmp}"],
-            "error: .* is the folder of a run, not a checkpoint: use .*best.pt$",
+            "error: .* is the folder of a run, not a checkpoint: use .*best.pt, or last.pt to resume the run$",
         ),
         *((["{photos}", f"--{word}", "{tmp}"], "error: cannot write ") for word in ("csv", "json")),
     ],

@@ -153,7 +153,7 @@ def test_numbers_must_be_within_their_range():
         ("epochs: many", "option 'epochs' in .*c.yaml must be an integer, got 'many'"),
         (
             "epochs: 2.7\nlr: fast\nremode: x\nlrr: 1",
-            "4 errors: .1. .*epochs.* .2. .*lr.* .3. .*lrr.* .4. unknown remode",
+            "^4 errors in .*c.yaml: .1. .*epochs.* .2. .*lr.* .3. .*lrr.* .4. unknown remode",
         ),
         ("epochs: 2.7", "option 'epochs' in .*c.yaml must be an integer, got 2.7"),
         ("epochs: .inf", "option 'epochs' in .*c.yaml must be an integer, got inf"),
@@ -273,6 +273,9 @@ def test_a_huge_integer_in_a_checkpoint_raises_only_config_errors(name):
         ),
         ("--model-kwargs img_size=32", "model_kwargs must not contain img_size; set --img-size instead$"),
         ("--model-kwargs global_pool=''", "global_pool in model_kwargs must not be ''"),
+        ("-c .", r"^\. is a folder, not a config file: pass a folder of images without -c$"),
+        ("--layer-decay 75", "^--layer-decay must be at most 1, got '75'$"),
+        ("--img-size 100000", "^--img-size must be at most 8192, got '100000'$"),
         ("--model-kwargs depth=0", "^depth must be at least 1, got 0$"),
         ("--model-kwargs embed_dim=-8", "^embed_dim must be at least 1, got -8$"),
         ("--model-kwargs patch_size=[16,0]", "^patch_size must be at least 1, got \\[16, 0\\]$"),
@@ -419,7 +422,7 @@ def test_an_invalid_image_size_is_rejected(words, message):
 
 def test_each_side_of_the_image_size_of_a_checkpoint_is_bounded():
     for size in ((8193, 16), (16, 8193)):
-        with pytest.raises(ConfigError, match="img_size .*at most 8192"):
+        with pytest.raises(ConfigError, match="'img_size' .*at most 8192, got 8193"):
             options_of_checkpoint(dict(img_size=size), "x")
 
 

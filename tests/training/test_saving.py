@@ -171,12 +171,13 @@ def test_a_checkpoint_of_another_version_is_rejected_and_not_skipped(version, wh
 
 
 OF_OTHERS = [dict(model=dict(a=torch.ones(1)), args=Namespace(model="vim")), dict(version="3", config={}), [1]]
+EXPORTED = dict(version=3, config={}, metadata={}, state_dict={})
 
 
-@pytest.mark.parametrize("content", [*OF_OTHERS, dict(version=3)])
+@pytest.mark.parametrize("content", [*OF_OTHERS, dict(version=3), EXPORTED])
 def test_files_of_other_programs_cannot_be_resumed(content, tmp_path):
     torch.save(content, tmp_path / "other.pt")
-    with pytest.raises(CheckpointError, match="other.pt is not a checkpoint of vil train"):
+    with pytest.raises(CheckpointError, match="other.pt is not a checkpoint of vil train: resume from the last.pt of"):
         checkpoint.Checkpoint(tmp_path / "other.pt").training_state()
     save_file({"a": torch.ones(1)}, tmp_path / "weights.safetensors")
     for name in ("other.pt", "weights.safetensors"):

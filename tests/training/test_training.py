@@ -203,10 +203,10 @@ def test_a_run_killed_after_the_last_step_of_an_epoch_resumes_with_a_log_message
     assert f"resuming after step 4 of 4 in epoch 2 of 2 from {last}" in caplog.text
     assert_same_end(last.parent, whole)
     before = last.read_bytes()
-    for epochs in (2, 1):
+    for epochs, finished in ((2, "all 2 epochs"), (1, "2 epochs, and --epochs is 1")):
         caplog.clear()
         trained(image_folder, tmp_path, resume="auto", epochs=epochs)
-        assert f"{last} has finished all 2 epochs; set a larger --epochs to train longer" in caplog.text
+        assert f"{last} has finished {finished}; set a larger --epochs to train longer" in caplog.text
     assert last.read_bytes() == before
 
 

@@ -169,6 +169,8 @@ def path_of_config(given: str | None) -> str | None:
     names = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
     if given in names:
         return str(SHIPPED / f"{given}.yaml")
+    if Path(given).is_dir():
+        raise ConfigError(f"{given} is a folder, not a config file: pass a folder of images without -c")
     remedy = nearest(Path(given).stem, names) or f"; configs of this package are {', '.join(names)}"
     raise ConfigError(f"config file {given} does not exist{remedy}")
 

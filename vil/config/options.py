@@ -17,6 +17,8 @@ from typing import Any
 from ..errors import ConfigError
 from ..text import nearest, shown
 
+MOST_PIXELS = 8192  # maximum image height or width, in pixels
+
 
 def _option(
     default: Any, help: str, bare: Any = None, low: float = -math.inf, high: float = math.inf, above: float = -math.inf
@@ -62,7 +64,7 @@ class Config:
     model: str = _option("vil_tiny", "timm model name")
     model_kwargs: dict | None = _option(None, "further keyword arguments of the model, as KEY=VALUE")
     img_size: int | tuple[int, int] | None = _option(
-        None, "image size in pixels, or height and width; the model's default if not given", low=1
+        None, "image size in pixels, or height and width; the model's default if not given", low=1, high=MOST_PIXELS
     )
     pretrained_path: str | None = _option(
         None, "start from this weights file, or from weights of the package such as vil_tiny.tiny_in200"
@@ -92,7 +94,7 @@ class Config:
     opt_eps: float | None = _option(None, "optimizer epsilon; the optimizer's default if not given", above=0)
     lr: float = _option(1e-3, "peak learning rate; not scaled by the batch size", low=0)
     weight_decay: float = _option(0.1, "weight decay", low=0)
-    layer_decay: float | None = _option(None, "learning rate of each block relative to the next block", above=0)
+    layer_decay: float | None = _option(None, "learning rate of each block relative to the next block", above=0, high=1)
     clip_grad: float | None = _option(None, "maximum gradient norm", above=0)
     sched: str = _option("cosine", "timm scheduler, stepped once per epoch")
     warmup_epochs: int = _option(5, "number of warm-up epochs", low=0)

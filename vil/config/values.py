@@ -124,7 +124,7 @@ def checked(values: dict[str, Any], source: str, errors: Sequence[str] = ()) -> 
     errors += wrong_choices(converted) + unknown_models(converted)
     if len(errors) > 1:
         numbered = (f"({number}) {error}" for number, error in enumerate(errors, start=1))
-        errors = [f"{source} has {len(errors)} errors: {' '.join(numbered)}"]
+        errors = [f"{len(errors)} errors in {source}: {' '.join(numbered)}"]
     if errors:
         raise ConfigError(errors[0])
     return converted

@@ -73,8 +73,8 @@ class TrainingBatches:
         if num_images < self.global_batch:
             raise ConfigError(
                 f"global_batch_size must be at most {num_images}, the number of training images, got "
-                f"{self.global_batch}: lower --global-batch-size, or leave out -c so that `vil train FOLDER` chooses a "
-                "recipe that fits the number of images"
+                f"{self.global_batch}: lower --global-batch-size, or set neither --global-batch-size nor -c, so that "
+                "`vil train FOLDER` chooses a value that fits the number of images"
             )
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ class Exported(nn.Module):
 
     def __init__(self, model: nn.Module, features: Sequence[int] = (), for_onnxruntime: bool = False):
         super().__init__()
+        if isinstance(model, (str, os.PathLike)):
+            raise ExportError(f"model must be a timm model, got the path {str(model)!r}: use vil.from_checkpoint")
         if not hasattr(model, "num_classes"):
             raise ExportError(
                 f"model must be a timm model with num_classes, got {type(model).__name__}: export the whole model and "

@@ -137,7 +137,9 @@ class PatchEmbed(nn.Module):
         Raises:
             ValueError: The patches do not cover the image and padding is disabled (`dynamic_img_size=False`).
         """
-        img_size = to_2tuple(img_size or self.img_size)
+        img_size = to_2tuple(self.img_size if img_size is None else img_size)
+        if min(img_size) < 1:
+            raise ValueError(f"img_size must be at least 1, got {img_size}")
         patch_size = to_2tuple(patch_size or self.patch_size)
         stride = patch_size if self.stride == self.patch_size else self.stride
         grid_size = patch_grid(img_size, patch_size, stride, pad=self.dynamic_img_size)

@@ -9,7 +9,7 @@ from typing import Any
 import timm
 from timm.layers import to_2tuple
 
-from ..config.options import DATASETS, FIELDS, choices_of_options
+from ..config.options import DATASETS, FIELDS, MOST_PIXELS, choices_of_options
 from ..config.values import convert
 from ..errors import CheckpointError, ConfigError
 from ..models import vision_longhorn as _registered  # noqa: F401  registers the models with timm
@@ -22,11 +22,10 @@ NOT_FROM_CHECKPOINTS = {
 # model arguments that a checkpoint may set, with the maximum or the valid strings of each argument
 MODEL_KWARGS: dict[str, int | tuple[str, ...]] = {
     "embed_dim": 8192, "depth": 512, "patch_size": 512, "stride": 512, "in_chans": 1024, "dynamic_img_size": 1,
-    "drop_rate": 1, "drop_path_rate": 1, "img_size": 8192, "global_pool": ("", "token", "avg"),
+    "drop_rate": 1, "drop_path_rate": 1, "img_size": MOST_PIXELS, "global_pool": ("", "token", "avg"),
     "num_heads": 512, "mlp_ratio": 64, "qkv_bias": 1,  # arguments of ViT-like models such as DeiT
 }  # fmt: skip
 MOST_CLASSES = 10**6
-MOST_PIXELS = 8192  # maximum image height or width, in pixels
 MOST_RESIZED = 2**14  # maximum height or width of the resized image before the crop, in pixels
 MOST_PHASES = 100
 LARGEST = 1e6  # maximum magnitude of the mean and std for pixel values between 0 and 1

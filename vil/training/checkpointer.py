@@ -130,7 +130,9 @@ class Checkpointer:
         if epochs >= total_epochs:
             phases_set_epochs = any("epochs" in phase for phase in self.run.phase.config.phases or ())
             remedy = "more epochs in --phases" if phases_set_epochs else "a larger --epochs"
-            _logger.warning("%s has finished all %d epochs; set %s to train longer", path, epochs, remedy)
+            is_equal = epochs == total_epochs
+            finished = f"all {epochs} epochs" if is_equal else f"{epochs} epochs, and --epochs is {total_epochs}"
+            _logger.warning("%s has finished %s; set %s to train longer", path, finished, remedy)
             return
         _logger.warning(
             "resuming after step %d of %d in epoch %d of %d from %s",
