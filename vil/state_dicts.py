@@ -253,7 +253,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) ->
 def _remedy_for_classes(weights: dict[str, Any], model: nn.Module) -> str:
     """Return advice to create a model with the file's number of classes, or "" if other weights differ, too."""
     own = model.state_dict()
-    if own.keys() != weights.keys():
+    if own.keys() != weights.keys() or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         return ""
     different = [name for name, tensor in own.items() if tensor.shape != weights[name].shape]
     expected = {(len(own[name]), *own[name].shape[1:]) for name in different}

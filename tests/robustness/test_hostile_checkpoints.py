@@ -109,7 +109,7 @@ def error_of_validation():
         (dict(model_kwargs="depth"), "option 'model_kwargs' in the checkpoint .* must be a mapping, got 'depth'"),
         (dict(model_kwargs=dict(global_pool="/x")), "but global_pool must be one of '', 'token', 'avg'$"),
         (dict(num_classes=10**6 + 1), "has num_classes 1000001, but num_classes must be at most 1000000$"),
-        (dict(img_size=8193), "has img_size 8193, but img_size must be at most 8192$"),
+        (dict(img_size=8193), "'img_size' in the checkpoint .* must be at most 8192, got 8193$"),
         (dict(phases=[dict(resume="x")]), "phase 1 in the checkpoint .* must not set 'resume'"),
         (dict(phases={}), "'phases' in the checkpoint .* must be a list with a mapping"),
         (dict(crop_pct=math.nan), "option 'crop_pct' in the checkpoint .* must be a finite number, got nan"),
