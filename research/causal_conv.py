@@ -105,7 +105,7 @@ def _gradients(
     u, rows, dv, du, parts, B, T, D,
     K: tl.constexpr, STRIPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the input's gradient, and a Triton program's partial sums (K + 1, D) of the filter's gradients."""
+    """Compute the input's gradient, and partial sums (programs over strips, K + 1, D) of the filter's gradients."""
     first, before, left, d = _strips(B, T, D, STRIPS, TOKENS, CHANNELS)
     taps = _filter(rows, d, D, K)
     us = _tokens(u + first, before, left, d, D, 1 - K, TOKENS + K - 1)

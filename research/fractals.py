@@ -26,7 +26,8 @@ These options make classes easier or harder to distinguish:
     variation
     --points       number of points; fewer points leave dots
     --clutter      number of smaller pieces of other systems behind the fractal (not in FractalDB)
-    --placement    rotate the fractal by any angle, shrink it to half its size or more, and move it (not in FractalDB)
+    --placement    rotate the fractal by any angle, shrink its rotated bounding square to at least half of the image, and
+    move it (not in FractalDB)
     --colours      give each class a colour for each map, used for its points, and one for the background (not in
     FractalDB, whose code cycles hues with the step). An image's colours differ from the class's by up to SHARE of the
     range: the larger the share, the less colours reveal the class; at 0 they identify it
@@ -106,7 +107,8 @@ class Fractals:
         points: Points of the chaos game in each image.
         variation: Every coefficient of a class is multiplied by a sample from [1 - variation, 1 + variation]; 0 to 1.
         clutter: Number of smaller pieces of other systems behind the fractal.
-        placement: Whether to rotate the fractal, shrink it to half its size or more, and move it inside the image.
+        placement: Whether to rotate the fractal, shrink its rotated bounding square to at least half of the image, and
+            move it inside the image.
         colours: None for grey on black. Otherwise each class has a colour for each map and for the background, and an
             image's colours differ from them by up to this share of the range of each channel; 0 to 1.
     """

@@ -87,7 +87,7 @@ def stages(runs: Runs) -> Iterator[list[Cell]]:
 
 
 def to_do(runs: Runs) -> list[Cell]:
-    """Return the planned runs that the first incomplete stage lacks, or [] if the study is complete."""
+    """Return the planned runs that the first incomplete stage lacks, or [] if all stages are complete."""
     done = {cell_of(run) for run in runs}
     left = ([cell for cell in cells if cell not in done] for cells in stages(runs))
     return next((cells for cells in left if cells), [])
@@ -200,7 +200,7 @@ class Study:
 
 
 def read(results: Path) -> tuple[Runs, Judged | None]:
-    """Read the runs and test predictions of a results file. Both are empty if the file does not exist."""
+    """Read the runs and test predictions of a results file. Return [] and None if the file does not exist."""
     runs = json.loads(results.read_text())["runs"] if results.exists() else []
     judged = any(run.get("stage") == "seeds" for run in runs)  # files written by research/seeds.py have no "stage"
     return runs, Judged.read(seeds.predictions_of(results)) if judged else None
@@ -233,7 +233,7 @@ def images_per_second(runs: Runs) -> dict[str, float]:
 
 
 def models_table(runs: Runs, judged: Judged | None) -> str:
-    """Return a Markdown table of the models' training costs, with their test accuracy if all runs are finished."""
+    """Return a Markdown table of the models' training costs, with test accuracies if all stages are complete."""
     top1 = top1_of_test(runs, judged)
     table = [["model", "parameters", "learning rate", "runs", "test top-1 %, mean ± deviation", "seeds",
               "selection split %", "selection split, EMA %", "GPU minutes of training", "images/s"]]  # fmt: skip

@@ -290,7 +290,7 @@ def train(
     row = dict(seconds=round(time.monotonic() - start, 1), stopped=stopped, epochs=len(read_summary(path)))
     where = machine()
     row |= dict(commit=where["commit"], gpu=where["gpu"], processes=options.processes, jobs=options.jobs)
-    with open(path / "sessions.jsonl", "a") as sessions:  # one line per process that trained this run
+    with open(path / "sessions.jsonl", "a") as sessions:  # one line per call of `train` for this run
         sessions.write(json.dumps(row) + "\n")
     if status and not stopped:
         sys.exit(f"{path.name} ended with status {status}: {(path / 'log.txt').read_text()[-2000:]}")
@@ -449,7 +449,7 @@ def machine() -> dict[str, Any]:
 
 
 def processor(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the model name of the first CPU in a cpuinfo file, or Python's platform.processor() without the file."""
+    """Return the model name of the first CPU in a cpuinfo file, or platform.processor() if the file names no model."""
     text = cpu_info.read_text() if cpu_info.exists() else ""
     names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor()

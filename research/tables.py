@@ -45,7 +45,7 @@ def runs_of(name: str) -> list[dict[str, Any]]:
 
 
 def comparisons() -> str:
-    """Compare ViL and ViM in every study by the paired and Welch's t-test, with Holm's correction over the studies."""
+    """Compare ViL and ViM in each of STUDIES by the paired and Welch's t-test, with Holm's correction over STUDIES."""
     vil, vim, deit = seeds.MODELS
     found = {name: seeds.top1_by_seed(runs_of(name)) for name in STUDIES}
     by_test = [[test(top1[vil], top1[vim]) for top1 in found.values()] for test in (paired, welch)]

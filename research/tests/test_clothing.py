@@ -44,7 +44,7 @@ def study(photographs, monkeypatch, capsys):
     def features(probe, way, seed):
         asked.append((way, seed))
         rows = [path.relative_to(probe.data) for path in sorted(probe.data.glob("*/*/*.png"))]
-        # labels are swapped in the validation split
+        # the features of the two classes are swapped in the validation split
         hats = [(path.parent.name == "hat") != (path.parts[0] == "validation") for path in rows]
         return {path: np.array([float(hat) + seed, 1.0]) for path, hat in zip(rows, hats)}
 

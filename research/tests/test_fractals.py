@@ -326,7 +326,7 @@ def test_placement_turns_shrinks_and_moves_but_cuts_nothing_off(systems):
     frames = fractals._frames(np.random.default_rng(0).random((2000, 4)), 0.5, 1)
     corners = np.array([[-1, -1, 1], [-1, 1, 1], [1, -1, 1], [1, 1, 1]]) @ frames
     assert np.abs(corners).max() <= 1 + 1e-9
-    extents = np.ptp(corners, axis=1) / 2  # size of the rotated square
+    extents = np.ptp(corners, axis=1) / 2  # size of the bounding box of the rotated square
     assert np.allclose(extents[:, 0], extents[:, 1])
     assert 0.5 <= extents.min() < 0.51
     assert 0.99 < extents.max() <= 1

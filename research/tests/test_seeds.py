@@ -89,7 +89,7 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
     elsewhere = root / "elsewhere"
     shutil.copytree(image_folder, elsewhere)
     words = [word.replace("/runs", "/others").replace("/out.", "/more.") for word in command]
-    words[words.index("vim_tiny")] = "--earlier"  # the second call trains only one model
+    words[words.index("vim_tiny")] = "--earlier"  # this study has only one model
     words.insert(words.index("--earlier") + 1, str(root / "out.json"))
     words[words.index("--seeds") + 1] = "2"
     run_study([*words, "--data-dir", str(elsewhere)])
@@ -464,8 +464,8 @@ def test_a_table_has_means_and_differences_of_the_first_model():
     half = 4.3027 * math.sqrt(7 / 9)
     assert vim[5] == f"+1.33 ({4 / 3 - half:+.2f} to {4 / 3 + half:+.2f}), p = 0.27"
     # The variances of 3 runs each are 4 and 7/3, so the standard error is sqrt(4/3 + 7/9).
-    # The 97.5% quantile of Student's t distribution with 3.74 degrees of freedom is 2.8546.
-    half = 2.8546 * math.sqrt(19 / 9)
+    # The 97.5% quantile of Student's t distribution with 3.741 degrees of freedom is 2.8539.
+    half = 2.8539 * math.sqrt(19 / 9)
     assert vim[6].startswith(f"+1.33 ({4 / 3 - half:+.2f} to {4 / 3 + half:+.2f}), p = 0.4")
     assert deit[2:] == ["80.00", "80.00", "9.00", "", " "]
 
