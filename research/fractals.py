@@ -26,8 +26,8 @@ These options make classes easier or harder to distinguish:
     variation
     --points       number of points; fewer points leave dots
     --clutter      number of smaller pieces of other systems behind the fractal (not in FractalDB)
-    --placement    rotate the fractal by any angle, shrink its rotated bounding square to at least half of the image, and
-    move it (not in FractalDB)
+    --placement    rotate the fractal by any angle, shrink its rotated bounding square to at least half of the image,
+    and move it (not in FractalDB)
     --colours      give each class a colour for each map, used for its points, and one for the background (not in
     FractalDB, whose code cycles hues with the step). An image's colours differ from the class's by up to SHARE of the
     range: the larger the share, the less colours reveal the class; at 0 they identify it
