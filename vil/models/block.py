@@ -321,7 +321,7 @@ class Blocks(nn.Sequential):
         return middle_token(x_BLC) if class_token_only else x_BLC
 
 
-KNOWN_MIXERS = (LonghornMixer, MambaMixer)  # mixers that the kernels, pooled models, vil.export and vil.viz support
+KNOWN_MIXERS = (LonghornMixer, MambaMixer)  # mixers that the fused kernels, pooled models and vil.viz support
 
 for _mixer in KNOWN_MIXERS:
     _direction = [_mixer.direction, TokenConv1d, nn.Linear, StepProjection]
