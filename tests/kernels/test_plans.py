@@ -1,6 +1,7 @@
 """Tests of recorded plans: replaying a plan with other tensors computes what the recorded function computes."""
 
-import functools
+import random
+from types import SimpleNamespace
 
 import emulator
 import pytest
@@ -9,7 +10,8 @@ from blocks import OnGpu, make_block, on_an_emulated_gpu, weights_of
 
 from vil.kernels.block import backward, forward, kernels
 from vil.kernels.block.weights import BackwardOptions, Inputs, Normed, Options, SavedForBackward
-from vil.kernels.cuda import launches, plan, recording
+from vil.kernels.cuda import graphs, launches, memory, plan, recording
+from vil.kernels.cuda.memory import Lifetime
 from vil.kernels.cuda.plan import Plan
 from vil.models.block import LonghornMixer, MambaMixer
 
@@ -46,30 +48,113 @@ def test_a_replayed_plan_equals_the_recorded_function(poison):
     assert all(t is None or t.is_meta for t in results)
 
 
-def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(monkeypatch):
-    def function(x):
-        a, b, c = (torch.empty_like(x) for _ in range(3))
-        a.copy_(x)
-        d = torch.empty_like(x)
-        b.copy_(a)
-        d.copy_(b)
-        c.copy_(a + d)
-        return [c * 2]
+def chain(x):
+    """Copy values through four temporary buffers, of which at most two are in use at a time."""
+    a, b, c = (torch.empty_like(x) for _ in range(3))
+    a.copy_(x)
+    b.copy_(a)
+    c.copy_(b)
+    a = torch.empty_like(x)
+    a.copy_(c)
+    return [a + c, torch.mm(c.view(10, 100), a.view(100, 10))]
 
+
+def test_buffers_with_disjoint_lifetimes_share_memory(monkeypatch):
+    x, made = torch.randn(1000), []
+    recorded = Plan(chain, (x,), CPU)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a[0]) or empty(*a, **k))
+    total, product = recorded([x])
+    assert torch.equal(total, 2 * x)
+    torch.testing.assert_close(product, x.view(10, 100) @ x.view(100, 10))
+    # the results, and in bytes, the temporary buffers, of which one is in the memory of the first result
+    assert made == [(1000,), (10, 10), 2 * 4096]
+
+
+def test_buffers_are_allocated_at_their_first_use_if_that_needs_less_memory(monkeypatch):
+    """Small buffers share an allocation. Others are allocated and freed in turn."""
     x, made = torch.randn(1000), []
     empty = torch.empty
-    # The first list has the expected number of elements of each allocation.
-    # The second list has the expected number of tensors that each step frees, including the temporary a + d.
-    one, four = ([4 * 1024], [1, 4]), ([1024] * 4, [1, 2, 1, 1])
-    for small, (sizes, freed) in ((recording.SMALL, one), (4000, one), (3999, four)):
+    monkeypatch.setattr(recording, "MEMORY", 0)
+    for small, sizes in ((4000, [4 * 1024, (1000,), (10, 10)]), (3999, [1024] * 4 + [(1000,), (10, 10)])):
         monkeypatch.setattr(recording, "SMALL", small)
-        recorded = Plan(function, (x,), CPU)
+        recorded = Plan(chain, (x,), CPU)
         made.clear()
-        monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a) or empty(*a, **k))
-        assert torch.equal(recorded([x])[0], 4 * x)
+        monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a[0]) or empty(*a, **k))
+        total, _ = recorded([x])
         monkeypatch.setattr(torch, "empty", empty)
-        assert [size for (size,) in made] == sizes
-        assert [len(step.args[0]) for step in recorded.steps if isinstance(step, functools.partial)] == freed
+        assert torch.equal(total, 2 * x)
+        assert made == sizes
+
+
+def test_buffers_that_are_used_at_the_same_time_do_not_overlap_in_memory():
+    generator = random.Random(0)
+    for _ in range(300):
+        buffers = []
+        for i in range(generator.randint(1, 12)):
+            first = generator.randint(0, 20)
+            buffers.append(Lifetime(i, 100 * generator.randint(1, 30), first, first + generator.randint(0, 8)))
+        results, temporary = buffers[: generator.randint(0, 3)], buffers[3:]
+        places, size = memory.assign(temporary, results)
+        for a in temporary:
+            result, start = places[a.buffer]
+            assert start % memory.ALIGNMENT == 0
+            host = next((r for r in results if r.buffer == result), None)
+            assert start + a.size <= (size if host is None else host.size)
+            assert host is None or a.last < host.first
+            for b in temporary:
+                if a is not b and places[b.buffer].result == result and a.overlaps(b):
+                    other = places[b.buffer].start
+                    assert start + a.size <= other or other + b.size <= start
+        assert memory.peak(temporary, results) <= size + sum(r.size for r in results)
+        assert size <= sum(memory.rounded(b.size) for b in temporary)
+
+
+def test_a_graph_is_captured_when_the_same_addresses_occur_again(monkeypatch):
+    """A graph replays only calls with the addresses and the stream of its capture. A failed capture disables graphs."""
+    state, events = dict(stream=1, capturing=False), []
+
+    class Graph:
+        def __init__(self, key):
+            self.key = key
+
+        def replay(self):
+            events.append(("replay", self.key))
+
+    def capture(device, stream, run):
+        run()
+        return Graph(stream)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=state["stream"]))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(graphs, "_capture", capture)
+    plans = graphs.Graphs()
+
+    def call(*addresses):
+        events.clear()
+        replayed = plans.replay(CPU, list(addresses), lambda: events.append("run"))
+        return replayed, [*events]
+
+    eager, captured, replayed = (False, []), (True, ["run", ("replay", 1)]), (True, [("replay", 1)])
+    assert [call(1, 2) for _ in range(4)] == [eager, eager, captured, replayed]
+    assert call(1, 3) == call(1, 3) == eager
+    assert call(1, 2) == replayed
+    assert call(1, 3) == captured
+    state.update(stream=2)
+    assert call(1, 2) == eager
+    state.update(stream=1, capturing=True)  # the caller captures a graph of its own
+    assert call(1, 2) == eager
+    state.update(capturing=False)
+    monkeypatch.setattr(graphs, "GRAPHS", 2)
+    assert [call(1, 4) for _ in range(3)] == [eager, eager, captured]
+    assert call(1, 2) == eager  # the oldest graph was dropped
+
+    def fail(*_):
+        raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(graphs, "_capture", fail)
+    assert [call(5) for _ in range(3)] == [eager] * 3
+    assert call(1, 4) == eager
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])

@@ -26,6 +26,7 @@ From a call to the kernels:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -89,9 +90,9 @@ def block(
     return y_BMC, None if xhat_TC is None else Normed(xhat_TC, rstd_T)
 
 
-def is_eager(t: Tensor) -> bool:
+def is_eager(t: Tensor | None) -> bool:
     """Return whether the operator may run without PyTorch's dispatcher, which costs host time."""
-    return t.device.type == "cuda" and backends.unobserved(t)
+    return t is not None and t.device.type == "cuda" and backends.unobserved(t)
 
 
 def _to_schema(options: Options, keep: bool, flat: list[Tensor | None]) -> tuple:
@@ -120,7 +121,11 @@ def _block_backward(
     recurrence, class_token_only, norm_given, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
     directions, saved,
 ):  # fmt: skip
-    """Return the gradients of x, of xhat (the RMSNorm of x, empty unless `norm_given`), and of a block's weights."""
+    """Return the gradients of x, of xhat (the RMSNorm of x, empty unless `norm_given`), and of a block's weights.
+
+    The gradients of the weights are few tensors, because each tensor of an operator costs host time under
+    torch.compile: that of out_proj, both A_log of the selective recurrence, and one flat tensor for all other weights.
+    """
     weights = [norm_C, in_proj, out_proj, *directions]
     check_backward(
         recurrence, class_token_only, Lines.read(lines), dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj,
@@ -129,20 +134,26 @@ def _block_backward(
     options = BackwardOptions(recurrence, class_token_only, norm_given, Lines.read(lines))
     saved = SavedForBackward.of(saved, recurrence, options.lines is not None)
     flat = dx_BMC, dnext_TC, *(next_normed or (None, None)), scale_B, norm_C, in_proj
-    dx_BLC, dxhat_TC, dout_proj, dA_log, *dweights = backward(
-        options, BlockWeights.of(weights).sizes(), False, [*flat, *saved]
+    dx_BLC, dxhat_TC, dout_proj, dA_log, dweights = backward(
+        options, BlockWeights.of(weights).sizes(), True, [*flat, *saved]
     )
     # an operator's results must not share memory with each other or with its arguments
-    dA_logs = () if dA_log is None else [t.clone() for t in dA_log]
-    gradients = named_gradients(dout_proj, dA_logs, *dweights).flat()
     if dx_BLC.data_ptr() == dx_BMC.data_ptr():
         dx_BLC = dx_BLC.clone()
-    return [dx_BLC, dx_BLC.new_empty(0, dtype=saved.uz.dtype) if dxhat_TC is None else dxhat_TC, *gradients]
+    if dxhat_TC is None:
+        dxhat_TC = dx_BLC.new_empty(0, dtype=saved.uz.dtype)
+    return [dx_BLC, dxhat_TC, dout_proj, dweights, *([] if dA_log is None else [dA_log])]
 
 
 @torch.library.register_fake("vil::block")
 def _fake_block(*arguments):
-    options, keep, flat = _from_schema(*arguments)
+    return fake_block(*_from_schema(*arguments))
+
+
+def fake_block(
+    options: Options, keep: bool, flat: list[Tensor | None]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
+    """Return uninitialized results of the operator `vil::block`."""
     check_forward(options, keep, flat)
     x_BLC, _, normed, weights = Inputs.of(flat)
     (B, L, C), sizes, dtype = x_BLC.shape, weights.sizes(), options.dtype
@@ -178,9 +189,11 @@ def _fake_block_backward(
         recurrence, class_token_only, Lines.read(lines), dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj,
         out_proj, directions, saved,
     )  # fmt: skip
-    (B, L, _), xhat_TC = saved[0].shape, saved[-2]
-    gradients = [t.new_empty(t.shape) for t in weights]
-    return [dx_BMC.new_empty(B, L, dx_BMC.shape[2]), xhat_TC.new_empty(xhat_TC.shape if norm_given else 0), *gradients]
+    (B, L, _), xhat_TC, sizes = saved[0].shape, saved[-2], BlockWeights.of(weights).sizes()
+    dx_BLC, dxhat_TC = dx_BMC.new_empty(B, L, dx_BMC.shape[2]), xhat_TC.new_empty(xhat_TC.shape if norm_given else 0)
+    dweights = norm_C.new_empty(sum(math.prod(shape) for shape in sizes.flat_shapes()))
+    dA_log = [norm_C.new_empty(2, sizes.D, sizes.N)] if recurrence == "selective" else []
+    return [dx_BLC, dxhat_TC, out_proj.new_empty(out_proj.shape), dweights, *dA_log]
 
 
 class _EagerBlock(torch.autograd.Function):
@@ -197,12 +210,12 @@ class _EagerBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dx_BMC, dnext_TC, _):
-        dx_BMC = _gradient_of_output(ctx, dx_BMC, dnext_TC)
+        dx_BMC = gradient_of_output(ctx, dx_BMC, dnext_TC)
         dx_BLC, dxhat_TC, dout_proj, dA_log, dweights = backward(
             ctx.options, ctx.sizes, True, [dx_BMC, dnext_TC, *ctx.saved_tensors]
         )
-        dweights = torch_private.unflatten(dweights, _weight_placeholders(ctx.sizes))
-        gradients = named_gradients(dout_proj, () if dA_log is None else dA_log.unbind(), *dweights).flat()
+        views = torch_private.unflatten(dweights, weight_placeholders(ctx.sizes))
+        gradients = named_gradients(dout_proj, () if dA_log is None else dA_log.unbind(), *views).flat()
         return None, None, dx_BLC, None, dxhat_TC, None, *gradients
 
 
@@ -214,7 +227,7 @@ class _ObservedBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, options, *flat):
-        y_BMC, next_xhat_TC, next_rstd_T, *saved = _below_autograd(options, True, list(flat))
+        y_BMC, next_xhat_TC, next_rstd_T, *saved = _below_autograd(options, list(flat))
         # forward saves packed weights, but the operator `vil::block_backward` needs the unpacked weights
         _, _, _, _, _, _, *out_proj_and_directions = flat
         _save_for_backward(ctx, options, flat, y_BMC, (next_xhat_TC, next_rstd_T), saved, out_proj_and_directions)
@@ -224,15 +237,19 @@ class _ObservedBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dx_BMC, dnext_TC, *_):
-        dx_BMC, options = _gradient_of_output(ctx, dx_BMC, dnext_TC), ctx.options
+        dx_BMC, options = gradient_of_output(ctx, dx_BMC, dnext_TC), ctx.options
         next_xhat_TC, next_rstd_T, scale_B, norm_C, in_proj, *others = ctx.saved_tensors
         fields = len(SavedForBackward._fields)
         saved, (out_proj, *directions) = SavedForBackward(*others[:fields]), others[fields:]
         next_normed = [] if next_xhat_TC is None else [next_xhat_TC, next_rstd_T]
-        dx_BLC, dxhat_TC, *gradients = torch.ops.vil.block_backward(
+        dx_BLC, dxhat_TC, dout_proj, dweights, *dA_log = torch.ops.vil.block_backward(
             *options[:-1], options.lines or (), dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
             directions, saved.flat(),
         )  # fmt: skip
+        shapes = BlockWeights.of([norm_C, in_proj, out_proj, *directions]).sizes().flat_shapes()
+        parts = dweights.split([math.prod(shape) for shape in shapes])
+        views = [part.view(shape) for part, shape in zip(parts, shapes)]
+        gradients = named_gradients(dout_proj, dA_log[0].unbind() if dA_log else (), *views).flat()
         return None, dx_BLC, None, dxhat_TC if options.norm_given else None, None, *gradients
 
 
@@ -251,34 +268,35 @@ def _save_for_backward(
     ctx.save_for_backward(*next_normed, scale_B, norm_C, in_proj, *saved, *others)
 
 
-def _gradient_of_output(ctx, dx_BMC: Tensor | None, dnext_TC: Tensor) -> Tensor:
+def gradient_of_output(ctx, dx_BMC: Tensor | None, dnext_TC: Tensor) -> Tensor:
     """Return the gradient of the block's output, or zeros if only the output's norm has a gradient."""
     return torch.zeros(ctx.shape, device=dnext_TC.device) if dx_BMC is None else dx_BMC
 
 
 @functools.lru_cache(maxsize=256)
-def _weight_placeholders(sizes: Sizes) -> list[Tensor]:
-    """Return meta tensors with the shapes of the tensors that `unpack_gradients` returns."""
-    norm_C, in_proj, _, *directions = sizes.shapes()
-    return [torch.empty(shape, device="meta") for shape in (norm_C, in_proj, *directions)]
+def weight_placeholders(sizes: Sizes) -> list[Tensor]:
+    """Return meta tensors with the shapes of the gradients that share a tensor."""
+    return [torch.empty(shape, device="meta") for shape in sizes.flat_shapes()]
 
 
-def _below_autograd(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
+def _below_autograd(options: Options, flat: list[Tensor | None]) -> list[Tensor | None]:
     """Call the CUDA implementation of `vil::block` without its Autograd implementation."""
     with torch_private.below_autograd():
-        y_BMC, next_normed, saved = torch.ops.vil.block(*_to_schema(options, keep, flat))
+        y_BMC, next_normed, saved = torch.ops.vil.block(*_to_schema(options, True, flat))
     norm_given = Inputs.of(flat).normed is not None
-    kept = SavedForBackward.of(saved, options.recurrence, options.lines is not None, norm_given) if keep else ()
+    kept = SavedForBackward.of(saved, options.recurrence, options.lines is not None, norm_given)
     return [y_BMC, *(next_normed or (None, None)), *kept]
 
 
 def _differentiable_block(*arguments):
     """Implement `vil::block` for PyTorch's Autograd dispatch key."""
-    options, keep, flat = _from_schema(*arguments)
-    if keep:
-        y_BMC, *others = _ObservedBlock.apply(options, *flat)
-    else:
-        y_BMC, *others = _below_autograd(options, keep, flat)
+    if not (arguments[-1] and torch.is_grad_enabled()):  # also the forward pass of a compiled training step
+        if is_eager(arguments[6]):
+            return _block(*arguments)
+        with torch_private.below_autograd():
+            return torch.ops.vil.block(*arguments)
+    options, _, flat = _from_schema(*arguments)
+    y_BMC, *others = _ObservedBlock.apply(options, *flat)
     next_normed, saved = others[:2], others[2:]
     return y_BMC, [t for t in next_normed if t is not None], [t for t in saved if t is not None]
 

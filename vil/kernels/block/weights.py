@@ -47,6 +47,11 @@ class Sizes(NamedTuple):
         direction: list[tuple[int, ...]] = [(D, 1, K), (D,), (self.P, D), (D, R), (D,), (D,)]
         return [(C,), (2 * D, C), (C, D), *direction, *direction]
 
+    def flat_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the weights whose gradients share one tensor: all except out_proj and A_log."""
+        norm, in_proj, _, *directions = self.shapes()
+        return [norm, in_proj, *directions]
+
 
 class DirectionWeights(NamedTuple):
     """Weights of one direction of a block, or their gradients."""

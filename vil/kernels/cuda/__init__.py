@@ -4,6 +4,8 @@
 `compiler`  compilation by NVRTC, with a cache on disk
 `launches`  launch of a kernel with named arguments on PyTorch's current stream
 `plan`      replay of the launches that `recording` has recorded as `steps`
+`memory`    assignment of a plan's temporary tensors to memory
+`graphs`    replay of whole plans as CUDA graphs
 `hardware`  properties of the GPU
 `elements`  element types and vector widths
 """

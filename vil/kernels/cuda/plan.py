@@ -2,7 +2,8 @@
 
 A function that reads sizes, allocates, takes views, calls products and launches kernels repeats the same steps for
 tensors of equal shapes, strides, dtypes, device and alignment. Therefore the first call for such tensors records the
-steps (recording.py), and every call replays the recorded steps with the addresses of its own tensors.
+steps (recording.py), and every call replays the recorded steps with the addresses of its own tensors. If the addresses
+are those of earlier calls, a CUDA graph replays all steps at once (graphs.py).
 
     forward = planned()(forward)
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from . import launches
+from .graphs import Graphs
 from .recording import Recording, device_of
 from .steps import view_in
 
@@ -91,8 +93,8 @@ class Plan:
         self.device = device
         # for each input tensor, its index in the flat arguments, its buffer's number and its byte offset in the buffer
         self.inputs = [(i, *recorded) for i, recorded in zip(_tensor_indices(arguments), recording.inputs)]
-        self.steps, self.outputs = recording.finish(results)
-        self.buffer_count = len(recording.buffers)
+        in_advance, self.allocations, self.steps, self.outputs, self.buffer_count = recording.finish(results)
+        self.graphs = Graphs() if in_advance and device.type == "cuda" else None
 
     def __call__(self, given: list[Any]) -> list[Tensor | None]:
         """Replay the plan for a flat list of input tensors, and return the results of the recorded function."""
@@ -101,10 +103,18 @@ class Plan:
         for i, buffer, offset in self.inputs:
             t = tensors[buffer] = given[i]  # None is never an input
             addresses[buffer] = t.data_ptr() - offset
-        with launches.on(self.device), torch.no_grad(), _recorded_dtypes(self.device):
-            stream = launches.current_stream(self.device)
-            for step in self.steps:
-                step(tensors, addresses, stream)
+
+        def run() -> None:
+            with torch.no_grad(), _recorded_dtypes(self.device):
+                stream = launches.current_stream(self.device)
+                for step in self.steps:
+                    step(tensors, addresses, stream)
+
+        with launches.on(self.device):
+            for allocate in self.allocations:
+                allocate(tensors, addresses, None)
+            if self.graphs is None or not self.graphs.replay(self.device, addresses, run):
+                run()
         # create views outside of `no_grad`, because autograd forbids in-place changes of views created in `no_grad`
         return [None if output is None else view_in(tensors, output) for output in self.outputs]
 

@@ -1,8 +1,9 @@
 """Recording of a function's kernel launches, operators and allocations, which a `Plan` replays.
 
 The function runs on placeholders on PyTorch's meta device, which computes nothing. The recording keeps kernel launches
-with their grids and numbers, PyTorch operators that compute or write, and buffers. Small buffers share an allocation,
-as do large buffers with the same lifetime. Views and queries of sizes are not recorded.
+with their grids and numbers, PyTorch operators that compute or write, and buffers. Views and queries of sizes are not
+recorded. All memory is allocated in advance (memory.py), unless allocations at first use need less memory. For those,
+small buffers share an allocation, as do large buffers with the same lifetime.
 
     input      returns a placeholder for a tensor
     finish     returns the recorded steps as functions, after computing lifetimes and allocations of buffers
@@ -21,10 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import steps
 from .launches import Launch, thread
+from .memory import Lifetime, Place, assign, peak, rounded
 from .steps import Step, View
 
-ALIGNMENT = 256  # alignment in bytes of buffers that share an allocation
 SMALL = 1 << 22  # maximum bytes of a buffer that shares an allocation with buffers of other lifetimes
+# maximum memory of a plan that allocates all buffers in advance, relative to allocations at first use
+MEMORY = 1.08
 aten = torch.ops.aten
 ALLOCATIONS = {
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
@@ -68,6 +71,16 @@ class Allocation(NamedTuple):
     buffers: list[int]
     size: int  # bytes
     dtype: torch.dtype  # dtype in which PyTorch operators view the memory
+
+
+class Recorded(NamedTuple):
+    """Recorded steps as functions."""
+
+    in_advance: bool  # whether `allocations` allocates all memory, otherwise `steps` allocate
+    allocations: list[Step]
+    steps: list[Step]
+    outputs: list[View | None]  # results of the recorded function
+    buffers: int  # number of buffers
 
 
 class Recording(TorchDispatchMode):
@@ -116,6 +129,10 @@ class Recording(TorchDispatchMode):
         if operator in ALLOCATIONS:
             for i in new:
                 self.recorded.append(Empty(self._add(flat[i], "empty")))
+        elif new and operator in steps.INTO:
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            self.recorded.append(Empty(self._add(result, "empty")))
+            self.recorded.append(Call(steps.INTO[operator], (result, *args), kwargs, [result, *inputs], [], True))
         elif new or operator._schema.is_mutable:
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             results = [(i, self._add(flat[i], "result")) for i in new]
@@ -131,10 +148,52 @@ class Recording(TorchDispatchMode):
         """Return the index in `buffers` of the storage of a placeholder tensor."""
         return self.numbers[t.untyped_storage()]
 
-    def finish(self, results: list) -> tuple[list[Step], list[View | None]]:
-        """Return the functions that replay the recorded steps, and a `View` for each of the function's results."""
+    def finish(self, results: list) -> Recorded:
+        """Return functions that allocate memory and replay the recorded steps, and a `View` for each result."""
         returned = {self.number_of(t) for t in results if isinstance(t, Tensor)}
-        last_use = {buffer: i for i, record in enumerate(self.recorded) for buffer in self._used(record)}
+        first_use: dict[int, int] = {}
+        last_use: dict[int, int] = {}
+        for i, record in enumerate(self.recorded):
+            for buffer in self._used(record):
+                first_use.setdefault(buffer, i)
+                last_use[buffer] = i
+        empty = [record.buffer for record in self.recorded if isinstance(record, Empty)]
+        lifetimes = [
+            Lifetime(b, self._storage_bytes(b), first_use.get(b, 0), last_use.get(b, 0))
+            for b in empty
+            if b in last_use or b in returned
+        ]
+        kept = [b for b in lifetimes if b.buffer in returned]
+        temporary = [b for b in lifetimes if b.buffer not in returned]
+        places, size = assign(temporary, [b for b in kept if self.buffers[b.buffer].tensor.is_contiguous()])
+        allocates = any(isinstance(record, Call) and record.results for record in self.recorded)
+        in_advance = not allocates and size + sum(b.size for b in kept) <= MEMORY * peak(temporary, kept)
+        if in_advance:
+            allocations, done = self._in_advance(kept, places, size)
+        else:
+            allocations, done = [], self._at_first_use(last_use, returned)
+        outputs = [self._view(t) if isinstance(t, Tensor) else t for t in results]
+        return Recorded(in_advance, allocations, done, outputs, len(self.buffers) + 1)
+
+    def _in_advance(
+        self, results: list[Lifetime], places: dict[int, Place], size: int
+    ) -> tuple[list[Step], list[Step]]:  # fmt: skip
+        """Return functions that allocate all memory, and functions that replay the steps without allocations."""
+        common = len(self.buffers)
+        operands = {self.number_of(t) for call in self.recorded if isinstance(call, Call) for t in call.inputs}
+        allocations = [steps.allocate_alone(self.device, self.buffers[b.buffer].tensor, b.buffer) for b in results]
+        if size:
+            allocations.append(steps.allocate(self.device, torch.uint8, size, [(common, 0)]))
+        parts = []
+        for buffer, (result, start) in places.items():
+            self.starts[buffer] = start
+            dtype = self.buffers[buffer].tensor.dtype if buffer in operands else None
+            parts.append((buffer, common if result is None else result, start, dtype))
+        launches = [self._step(record, {}, set()) for record in self.recorded if not isinstance(record, Empty)]
+        return allocations, [steps.divide(parts), *[step for step in launches if step is not None]]
+
+    def _at_first_use(self, last_use: dict[int, int], returned: set[int]) -> list[Step]:
+        """Return functions that replay the steps, with allocations in the order of the recorded function."""
         allocations = self._allocations(last_use, returned)
         done: list[Step] = []
         for i, record in enumerate(self.recorded):
@@ -144,7 +203,7 @@ class Recording(TorchDispatchMode):
             inner = [b for b, end in last_use.items() if end == i and b not in returned]
             if ended := [b for b in inner if self.buffers[b].kind != "input"]:
                 done.append(steps.free(ended))
-        return done, [self._view(t) if isinstance(t, Tensor) else t for t in results]
+        return done
 
     def _used(self, record: Empty | Call | Launch) -> set[int]:
         """Return the indices of the buffers that a recorded launch or operator reads or writes."""
@@ -153,6 +212,9 @@ class Recording(TorchDispatchMode):
         if isinstance(record, Call):
             return {self.number_of(t) for t in record.inputs} | {buffer for _, buffer in record.results}
         return set()
+
+    def _storage_bytes(self, buffer: int) -> int:
+        return self.buffers[buffer].tensor.untyped_storage().nbytes()
 
     def _allocations(self, last_use: dict[int, int], returned: set[int]) -> dict[int, Allocation]:
         """Assign buffers to shared allocations, and return each allocation by the number of its first buffer.
@@ -170,7 +232,7 @@ class Recording(TorchDispatchMode):
                 steps_before += 1
             elif record.buffer in last_use and record.buffer not in returned:
                 t = self.buffers[record.buffer].tensor
-                small = t.untyped_storage().nbytes() <= SMALL
+                small = self._storage_bytes(record.buffer) <= SMALL
                 lifetime = () if small else (steps_before, last_use[record.buffer])
                 dtype = t.dtype if record.buffer in operands else torch.uint8
                 groups.setdefault((*lifetime, dtype), []).append(record.buffer)
@@ -179,7 +241,7 @@ class Recording(TorchDispatchMode):
             size = 0
             for buffer in buffers:
                 self.starts[buffer] = size
-                size += -(-max(1, self.buffers[buffer].tensor.untyped_storage().nbytes()) // ALIGNMENT) * ALIGNMENT
+                size += rounded(self._storage_bytes(buffer))
                 last_use[buffer] = max(last_use[b] for b in buffers)
             allocations[buffers[0]] = Allocation(buffers, size, dtype)
         return allocations

@@ -23,13 +23,36 @@ Step = Callable[[list, list, Any], None]
 aten = torch.ops.aten
 # Python bindings with less host overhead than the same operators in torch.ops.aten
 BINDINGS: dict[Any, Callable] = {
-    aten.mm.default: torch.mm,
-    aten.bmm.default: torch.bmm,
-    aten.mm.dtype: lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype),
-    aten.bmm.dtype: lambda a, b, dtype: torch.bmm(a, b, out_dtype=dtype),
     aten.addmm.dtype_out: lambda x, a, b, dtype, out: torch.addmm(x, a, b, out_dtype=dtype, out=out),
     aten.addmm.out: torch.addmm,
 }
+# functions that write an operator's result to their first argument, so that a plan can allocate the result in advance
+INTO: dict[Any, Callable] = {
+    aten.mm.default: lambda out, a, b: torch.mm(a, b, out=out),
+    aten.bmm.default: lambda out, a, b: torch.bmm(a, b, out=out),
+    aten.mm.dtype: lambda out, a, b, dtype: torch.mm(a, b, out_dtype=dtype, out=out),
+    aten.bmm.dtype: lambda out, a, b, dtype: torch.bmm(a, b, out_dtype=dtype, out=out),
+    aten.add.Tensor: lambda out, a, b, alpha=1: torch.add(a, b, alpha=alpha, out=out),
+    aten.mul.Tensor: lambda out, a, b: torch.mul(a, b, out=out),
+    aten.neg.default: lambda out, x: torch.neg(x, out=out),
+    aten.exp.default: lambda out, x: torch.exp(x, out=out),
+    aten.stack.default: lambda out, tensors, dim=0: torch.stack(tensors, dim, out=out),
+    aten.cat.default: lambda out, tensors, dim=0: torch.cat(tensors, dim, out=out),
+    aten.clone.default: lambda out, x, **_: out.copy_(x),
+    aten._to_copy.default: lambda out, x, **_: out.copy_(x),
+    aten.zeros_like.default: lambda out, *_, **__: out.zero_(),
+    aten.new_zeros.default: lambda out, *_, **__: out.zero_(),
+    aten.constant_pad_nd.default: lambda out, x, pad, value=0: pad_into(out, x, pad, value),
+}
+
+
+def pad_into(out: Tensor, x: Tensor, pad: Sequence[int], value: float) -> None:
+    """Write `torch.nn.functional.pad(x, pad, value=value)` to `out`."""
+    out.fill_(value)
+    for i, before in enumerate(pad[::2]):
+        dim = -1 - i
+        out = out.narrow(dim, before, x.shape[dim])
+    out.copy_(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +105,8 @@ def call_operator(
     nested = [arg for arg in args if not isinstance(arg, View)], kwargs
     has_nested_views = any(isinstance(leaf, View) for leaf in tree_leaves(nested))
 
-    if len(view_indices) == len(args) == 2 and len(results) == 1 and not kwargs:
-        return _call_product(call, args[0], args[1], results[0][1])
+    if len(view_indices) == len(args) == 3 and not results and not kwargs:
+        return _call_with_three(call, *args)
 
     def prepare(tensors):
         if has_nested_views:  # views inside lists or keyword arguments
@@ -107,12 +130,11 @@ def call_operator(
     return step_with_result if returns_tensor and results else step
 
 
-def _call_product(call: Callable, a: View, b: View, buffer: int) -> Step:
-    """Return a function that replays a matrix product of two views with little host overhead."""
+def _call_with_three(call: Callable, out: View, a: View, b: View) -> Step:
+    """Return a function that replays an operator of three views, such as a matrix product, with little overhead."""
 
-    def step(tensors, addresses, _):
-        t = tensors[buffer] = call(view_in(tensors, a), view_in(tensors, b))
-        addresses[buffer] = t.data_ptr()
+    def step(tensors, *_):
+        call(view_in(tensors, out), view_in(tensors, a), view_in(tensors, b))
 
     return step
 
@@ -124,7 +146,7 @@ def allocate(device: torch.device, dtype: torch.dtype, size: int, starts: list[t
     """
     count = size // dtype.itemsize
 
-    def step(tensors, addresses, _):
+    def step(tensors, addresses, *_):
         memory = torch.empty(count, dtype=dtype, device=device)
         address = memory.data_ptr()
         for buffer, start in starts:
@@ -138,12 +160,34 @@ def allocate_alone(device: torch.device, like: Tensor, buffer: int) -> Step:
     shape, stride, dtype = like.shape, like.stride(), like.dtype
     contiguous = like.is_contiguous()
 
-    def step(tensors, addresses, _):
+    def step(tensors, addresses, *_):
         if contiguous:
             t = torch.empty(shape, dtype=dtype, device=device)
         else:
             t = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         tensors[buffer], addresses[buffer] = t, t.data_ptr()
+
+    return step
+
+
+def divide(parts: list[tuple[int, int, int, torch.dtype | None]]) -> Step:
+    """Return a function that assigns memory of allocated tensors to other buffers.
+
+    `parts` hold (buffer, buffer of the allocated tensor, offset in bytes, dtype in which operators view the memory, or
+    None if only kernels use the buffer).
+    """
+    views = list(dict.fromkeys((source, dtype) for _, source, _, dtype in parts if dtype is not None))
+
+    def step(tensors, addresses, _):
+        for buffer, source, start, _ in parts:
+            addresses[buffer] = addresses[source] + start
+        typed = {}
+        for source, dtype in views:
+            t = tensors[source].view(-1)
+            typed[source, dtype] = t[: t.nbytes // 256 * 256 // t.itemsize].view(dtype)
+        for buffer, source, _, dtype in parts:
+            if dtype is not None:
+                tensors[buffer] = typed[source, dtype]
 
     return step
 
