@@ -53,6 +53,7 @@ def reference_kernels(monkeypatch):
         monkeypatch.setattr(module, "FP32", torch.float64)
         monkeypatch.setattr(module, "backends", SimpleNamespace(**{**vars(backends), **as_on_a_gpu}))
     monkeypatch.setattr(block_op, "check_backward", lambda *_: None)  # reference kernels keep no chunk states
+    monkeypatch.setattr(contract, "check_saved", lambda *_: None)
     with operator_on_a_cpu():
         yield handed
 
@@ -238,6 +239,31 @@ def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(mid
     found = outcome(torch.compile(chain, fullgraph=True, backend="aot_eager"), x, dy, class_token_only=middle)
     torch.testing.assert_close({name.removeprefix("_orig_mod."): t for name, t in found.items()}, expected)
     assert reference_kernels == [False, True, True]
+
+
+@pytest.mark.parametrize("how", ["eager", "observed", "compiled"])
+@pytest.mark.parametrize(("mixer", "pool", "middle"), [(LonghornMixer, "rows", False), (MambaMixer, None, True)])
+def test_runs_of_blocks_have_the_gradients_of_plain_blocks(
+    mixer, pool, middle, how, reference_kernels, plain, monkeypatch
+):
+    """Eight blocks, which are a run of six blocks and a run of two, have the gradients of unfused blocks in fp64."""
+    monkeypatch.setattr(block_op, "is_eager", lambda t: how == "eager" and not torch.compiler.is_compiling())
+    if pool:
+        monkeypatch.setattr(ReferenceKernels, "scans_lines", lambda *_: False, raising=False)
+    modules = [make_block(mixer, 24, 0.2, seed=i, pool=pool, dtype=torch.float64) for i in range(8)]
+    chain = Blocks(*modules)
+    x, dy = torch.randn(2, 3, 10, 24, dtype=torch.float64)
+    arguments = dict(grid=(3, 3), class_token_only=middle)
+    plain()
+    torch.manual_seed(1)
+    expected = outcome(chain, x, dy, **arguments)
+    dispatch.set_fused(True)
+    torch.compiler.reset()
+    run = torch.compile(chain, fullgraph=True, backend="aot_eager") if how == "compiled" else chain
+    torch.manual_seed(1)
+    found = outcome(run, x, dy, **arguments)
+    torch.testing.assert_close({name.removeprefix("_orig_mod."): t for name, t in found.items()}, expected)
+    assert reference_kernels[:8] == [False] + [True] * 7
 
 
 def test_models_call_kernels_only_through_dispatch(reference_kernels, monkeypatch):
@@ -461,8 +487,8 @@ def test_backward_of_a_block_needs_at_most_the_memory_of_five_scan_inputs():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("mixer", "middle"), [(LonghornMixer, True), (MambaMixer, False)])
-def test_the_block_operator_passes_opcheck(mixer, middle, device, monkeypatch):
-    """torch.library.opcheck accepts the operator's schema, autograd and fake results, also with dynamic shapes."""
+def test_the_block_operators_pass_opcheck(mixer, middle, device, monkeypatch):
+    """torch.library.opcheck accepts the schemas, autograd and fake results, also with dynamic shapes."""
     if device == "cpu":
         blocks.on_an_emulated_gpu(monkeypatch)
     block = make_block(mixer, 16, device=device)
@@ -470,9 +496,13 @@ def test_the_block_operator_passes_opcheck(mixer, middle, device, monkeypatch):
     norm, in_proj, out_proj, *directions = weights_of(block).flat()
     options, normed = options_of(block, torch.float32, middle, norm_next=True), [xhat.flatten(0, 1), x.new_ones(18)]
     arguments = *options[:-1], [], x, normed, x.new_ones(2), norm, in_proj, out_proj, directions, True
+    run = (
+        *options[:-1], [], x, normed, [x.new_ones(2), None], 2 * [norm, in_proj, out_proj, *directions],
+    )  # fmt: skip
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     with operator_on_a_cpu():
         torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
+        torch.library.opcheck(torch.ops.vil.run.default, run, test_utils=tests)
 
 
 @pytest.mark.gpu

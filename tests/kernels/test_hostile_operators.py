@@ -1,5 +1,6 @@
 """Tests of direct operator calls: invalid arguments raise before a kernel runs, and valid ones may have any layout."""
 
+import itertools
 import re
 
 import hostile
@@ -191,6 +192,51 @@ def test_missing_tensors_and_lists_of_wrong_length_are_rejected_by_name(call, ot
     with pytest.raises((ValueError, RuntimeError), match=rf"\b{next(iter(others))}\b"):
         run(call, named | others)
     assert launched == []
+
+
+def run_calls(recurrence):
+    """Return valid arguments of `vil::run` and `vil::run_backward` for two blocks."""
+    named, new = block_call(recurrence), hostile.random_tensors(2)
+    weights = [named[name] for name in ("norm_C", "in_proj", "out_proj")] + named["directions"]
+    how = {name: named[name] for name in ("recurrence", "eps", "dtype", "class_token_only", "norm_next", "lines")}
+    forward = how | dict(
+        x_BLC=named["x_BLC"], normed=named["normed"], scales=[named["scale_B"]] * 2, weights=2 * weights
+    )
+    backward = block_backward_call(recurrence, norm_given=True)
+    names = ("dx_BMC", "dnext_TC", "next_normed")
+    return dict(run=forward, run_backward=dict(
+        recurrence=recurrence, class_token_only=False, norm_given=True, lines=[],
+        sizes=list(BlockWeights.of(weights).sizes()), **{name: backward[name] for name in names},
+        scales=[new(2), new(2)], weights=2 * weights[:2], saved=2 * backward["saved"],
+    ))  # fmt: skip
+
+
+@recurrences
+@pytest.mark.parametrize("call", ["run", "run_backward"])
+def test_invalid_tensors_of_a_run_are_rejected_before_any_launch(call, recurrence, launched):
+    named, count = run_calls(recurrence)[call], 0
+    for place in hostile.places(named):
+        for change in hostile.WRONG.values():
+            wrong = hostile.changed(named, place, change)
+            if wrong is not None:
+                with pytest.raises((ValueError, RuntimeError)):
+                    run(call, wrong)
+                count += 1
+    assert count > 100
+    lists = ("scales", "weights", "saved", "sizes", "lines")
+    for name, change in itertools.product(lists, (without_last, lambda items: [*items, *items[:1]], lambda items: [])):
+        if named.get(name):
+            with pytest.raises((ValueError, RuntimeError)):
+                run(call, named | {name: change(named[name])})
+    assert launched == []
+
+
+@EMULATED
+@recurrences
+@pytest.mark.parametrize("call", ["run", "run_backward"])
+def test_a_valid_run_is_accepted(call, recurrence, launched):
+    assert all(t.isfinite().all() for t in tree_leaves(run(call, run_calls(recurrence)[call])[:2]))
+    assert launched
 
 
 @pytest.mark.parametrize("N", [1, 5, 12, 128])

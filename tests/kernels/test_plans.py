@@ -8,7 +8,7 @@ import pytest
 import torch
 from blocks import OnGpu, make_block, on_an_emulated_gpu, weights_of
 
-from vil.kernels.block import backward, forward, kernels
+from vil.kernels.block import backward, forward, kernels, run
 from vil.kernels.block.weights import BackwardOptions, Inputs, Normed, Options, SavedForBackward
 from vil.kernels.cuda import graphs, launches, memory, plan, recording
 from vil.kernels.cuda.memory import Lifetime
@@ -228,16 +228,8 @@ def test_views_as_another_dtype_may_only_be_passed_to_kernels():
         Plan(lambda x: [x.view(torch.int32) + 1], (torch.randn(4),), CPU)
 
 
-@emulator.EMULATED
-@pytest.mark.parametrize("class_token_only", [False, True])
-@pytest.mark.parametrize(
-    ("mixer", "shape", "hopper"), [(LonghornMixer, (2, 33, 192), True), (MambaMixer, (1, 70, 36), False)]
-)
-def test_replaying_an_emulated_block_equals_running_the_block(
-    mixer, shape, hopper, class_token_only, monkeypatch, poison
-):
-    """Replaying a recorded block, also with other tensors, is bitwise identical to running the block directly."""
-    dtype, (B, L, C) = torch.bfloat16, shape
+def emulate_plans(monkeypatch, hopper):
+    """Run the launches of plans, and launches outside of plans, on an emulated GPU."""
     launch = launches.launch  # original function, which records launches for a `Plan`
     on_an_emulated_gpu(monkeypatch, hopper=hopper)
     monkeypatch.setattr(launches, "launch", launch)
@@ -250,6 +242,67 @@ def test_replaying_an_emulated_block_equals_running_the_block(
         emulator.run_with(one, values)
 
     monkeypatch.setattr(launches.Launch, "run", at_once)
+
+
+@emulator.EMULATED
+@pytest.mark.parametrize("norm_given", [False, True])
+@pytest.mark.parametrize(("mixer", "hopper"), [(LonghornMixer, True), (MambaMixer, False)])
+def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
+    mixer, hopper, norm_given, monkeypatch, poison
+):  # fmt: skip
+    """A plan of two blocks is bitwise identical to forward and backward passes of single blocks."""
+    dtype, (B, L, C) = torch.bfloat16, (2, 33, 192)
+    emulate_plans(monkeypatch, hopper)
+    modules = [make_block(mixer, C, seed=seed) for seed in range(2)]
+    weights = [weights_of(module, detach=True) for module in modules]
+    x, dy = torch.randn(2, B, L, C)
+    normed = (torch.randn(B * L, C).to(dtype), torch.rand(B * L)) if norm_given else (None, None)
+    scales = [torch.rand(B), torch.rand(B)]
+    options = tuple(Options(mixer.recurrence, 1e-5, dtype, False, norm_next) for norm_next in (True, False))
+    flat = [x, *normed, *scales, *[t for own in weights for t in own.flat()]]
+    found = Plan(run.forward_run.__wrapped__, (options, flat), CPU)(flat)
+
+    inputs, expected, own_normed = x, [], normed
+    for own, scale, of_block in zip(options, scales, weights):
+        inputs, xhat, rstd, *saved = forward.forward.__wrapped__(
+            own, True, [inputs, scale, *own_normed, *of_block.flat()]
+        )
+        norm = own_normed if own_normed[0] is not None else saved[-2:]
+        expected.append((xhat, rstd, SavedForBackward(*saved[:-2], *norm), scale, of_block))
+        own_normed = xhat, rstd
+    assert torch.equal(found[0], inputs)
+    fields = len(SavedForBackward._fields)
+    for i, (_, _, saved, _, _) in enumerate(expected):
+        for name, value, truth in zip(saved._fields, found[3 + i * fields : 3 + (i + 1) * fields], saved):
+            if name != "packed" and not (i == 0 and norm_given and name in ("xhat", "rstd")):
+                assert value is None if truth is None else torch.equal(value, truth), (i, name)
+
+    how = tuple(BackwardOptions(mixer.recurrence, False, norm_given or i > 0) for i in range(2))
+    sizes = weights[0].sizes()
+    flat = [dy, None, None, None]
+    for _, _, saved, scale, of_block in expected:
+        flat += [scale, of_block.norm, of_block.in_proj, *saved]
+    found = Plan(run.backward_run.__wrapped__, (how, sizes, flat), CPU)(flat)
+    dx, dnext, next_normed, gradients = dy, None, (None, None), []
+    for own, (_, _, saved, scale, of_block) in zip(reversed(how), reversed(expected)):
+        tensors = [dx, dnext, *next_normed, scale, of_block.norm, of_block.in_proj, *saved]
+        dx, dnext, *of_weights = backward.backward.__wrapped__(own, sizes, True, tensors)
+        gradients, next_normed = of_weights + gradients, saved[-2:]
+    for value, truth in zip(found, [dx, dnext, *gradients], strict=True):
+        assert value is None if truth is None else torch.equal(value, truth)
+
+
+@emulator.EMULATED
+@pytest.mark.parametrize("class_token_only", [False, True])
+@pytest.mark.parametrize(
+    ("mixer", "shape", "hopper"), [(LonghornMixer, (2, 33, 192), True), (MambaMixer, (1, 70, 36), False)]
+)
+def test_replaying_an_emulated_block_equals_running_the_block(
+    mixer, shape, hopper, class_token_only, monkeypatch, poison
+):
+    """Replaying a recorded block, also with other tensors, is bitwise identical to running the block directly."""
+    dtype, (B, L, C) = torch.bfloat16, shape
+    emulate_plans(monkeypatch, hopper)
     run_forward, run_backward = forward.forward.__wrapped__, backward.backward.__wrapped__
 
     def unpacked(results):

@@ -35,6 +35,7 @@ from torch.utils.flop_counter import conv_flop_count, register_flop_formula  # n
 _logger.setLevel(_level)
 
 from .block import block_op as _block  # noqa: E402, F401  defines the operators
+from .block import run_op as _run  # noqa: E402, F401
 from .scan import scan_op as _scan  # noqa: E402, F401
 from .scan import torch_scan as _torch_scan  # noqa: E402, F401
 
@@ -81,6 +82,31 @@ def block_backward(
     B, L, _U = saved[0]
     products, scans = _block_products(B, L, out_proj[0], directions, lines)
     return 2 * products + BACKWARD[recurrence] * scans
+
+
+@register_flop_formula(torch.ops.vil.run)
+def run(
+    recurrence, eps, dtype, class_token_only, norm_next, lines, x_BLC, normed, scales, weights, *_, **__
+) -> int:  # fmt: skip
+    B, L, C = x_BLC
+    flops = 0
+    for i in range(len(scales)):
+        products, scans = _block_products(B, L, C, weights[3:], lines[3 * i : 3 * i + 3])
+        flops += products + FORWARD * scans
+    return flops
+
+
+@register_flop_formula(torch.ops.vil.run_backward)
+def run_backward(
+    recurrence, class_token_only, norm_given, lines, sizes, dx_BMC, dnext, next_normed, scales, weights, saved, **_
+) -> int:  # fmt: skip
+    (B, L, _U), (C, D, N, R, K) = saved[0], sizes
+    direction = [(D, 1, K), (D,), (R + 2 * N, D), (D, R)]
+    flops = 0
+    for i in range(len(scales)):
+        products, scans = _block_products(B, L, C, direction, lines[3 * i : 3 * i + 3])
+        flops += 2 * products + BACKWARD[recurrence] * scans
+    return flops
 
 
 def _block_products(B: int, L: int, C: int, directions: list, lines: Sequence[int]) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from ..kernels.block.fused import fused_operator
+from ..kernels.block.fused import run_blocks as run_fused_blocks
 from ..kernels.block.lines import Lines
 from ..kernels.block.weights import BlockWeights, DirectionWeights, Options
 from .tokens import grid_of
@@ -80,45 +81,57 @@ def run_blocks(
     """
     modules = list(blocks)
     normed, normed_eps = None, 0.0
-    ahead: list[FusedBlock | None] = []
-    for i, block in enumerate(modules):
-        is_last = i + 1 == len(modules)
-        ahead = ahead or fused_blocks(modules[i:], x_BLC)
-        fused = ahead.pop(0)
-        if fused is None:
-            x_BLC, normed = call(block, x_BLC, grid, checkpointing), None
+    while modules:
+        fused = fused_blocks(modules, x_BLC)
+        if not fused:
+            x_BLC, normed = call(modules.pop(0), x_BLC, grid, checkpointing), None
             continue
 
-        options = options_of(
-            block,
-            fused.weights,
-            lines_of(block, x_BLC, grid),
-            class_token_only=class_token_only and is_last,
-            norm_next=not (is_last or checkpointing),
-        )
-        scale_B = path_scale(block, x_BLC)
+        count = len(fused)
+        own, modules = modules[:count], modules[count:]
+        operator, weights = fused[0].operator, [each.weights for each in fused]
+        options = [
+            options_of(
+                block,
+                weights[i],
+                lines_of(block, x_BLC, grid),
+                class_token_only=class_token_only and not modules and i + 1 == count,
+                norm_next=not checkpointing and bool(modules or i + 1 < count),
+            )
+            for i, block in enumerate(own)
+        ]
+        scales = [path_scale(block, x_BLC) for block in own]
         if checkpointing:
-            # No random numbers are sampled in the recomputation, because a CUDA graph could not restore the RNG state.
-            x_BLC, _ = checkpoint(fused.operator, x_BLC, fused.weights, options, scale_B, preserve_rng_state=False)
+            for each in zip(weights, options, scales):
+                # no random numbers are sampled in the recomputation, because a CUDA graph could not restore the state
+                x_BLC, _ = checkpoint(operator, x_BLC, *each, preserve_rng_state=False)
         else:
-            given = normed if options.eps == normed_eps else None
-            x_BLC, normed = fused.operator(x_BLC, fused.weights, options, scale_B, given)
-            normed_eps = options.eps
+            given = normed if options[0].eps == normed_eps else None
+            x_BLC, normed = run_fused_blocks(operator, x_BLC, weights, options, scales, given)
+            normed_eps = options[0].eps
     return x_BLC
 
 
-def fused_blocks(modules: Sequence[nn.Module], x_BLC: Tensor) -> list["FusedBlock | None"]:
-    """Check the first modules: return each one's operator and weights, or None if the module must run unfused.
+def fused_blocks(modules: Sequence[nn.Module], x_BLC: Tensor) -> list["FusedBlock"]:
+    """Return the operator and weights of each of the first modules that can run fused one after another.
 
-    On a GPU, only the first module is checked. On a CPU, all modules up to the first that must run unfused are checked
-    together, because matrix products between the checks would clear the caches.
+    The list ends before a module that must run unfused or needs another operator, eps or dtype. All modules are
+    checked together, because on a CPU, matrix products between the checks would clear the caches.
     """
-    found: list[FusedBlock | None] = []
+    found: list[FusedBlock] = []
     for block in modules:
-        found.append(fused_block(block, x_BLC) if only_runs_forward(block) else None)
-        if found[-1] is None or not x_BLC.is_cpu:
+        fused = fused_block(block, x_BLC) if only_runs_forward(block) else None
+        if fused is None:
             break
+        if found and (fused.operator is not found[0].operator or eps_of(block) != eps_of(modules[0])):
+            break
+        found.append(fused)
     return found
+
+
+def eps_of(block: nn.Module) -> float:
+    modules: dict[str, Any] = block._modules
+    return modules["norm"].eps
 
 
 def only_runs_forward(block: nn.Module) -> bool:

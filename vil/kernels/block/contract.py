@@ -17,7 +17,7 @@ from ..scan.chunks import chunk_state_count
 from . import kernels
 from .lines import Lines
 from .tokens import Tokens
-from .weights import BlockWeights, Inputs, Normed, Options
+from .weights import BackwardOptions, BlockWeights, Inputs, Normed, Options, SavedForBackward, Sizes
 
 FP32 = torch.float32
 TAPS = (2, 3, 4)  # convolution widths that the kernels support
@@ -77,16 +77,29 @@ def check_backward(
     residual: Row = "dx_BMC", dx_BMC, "BMC", FP32
     weights = BlockWeights.of([norm_C, in_proj, out_proj, *directions])
     sizes = _check_weights(residual, scale_B, weights)
-    next_normed = Normed(*next_normed) if next_normed else None
-    if dnext_TC is not None and (next_normed is None or class_token_only):
+    check_saved(
+        recurrence, class_token_only, lines, residual, dnext_TC, next_normed, sizes, weights.sizes(), saved
+    )  # fmt: skip
+
+
+def check_saved(
+    recurrence: str, class_token_only: bool, lines: Lines | None, residual: Row, dnext_TC: Tensor | None,
+    next_normed: list[Tensor], sizes: dict[str, int], weight_sizes: Sizes, saved: list[Tensor],
+) -> None:  # fmt: skip
+    """Raise a ValueError if a gradient or saved tensor of a block is invalid.
+
+    `residual` is the row of the gradient dx_BMC, and `sizes` has the sizes of the weights by dimension letter.
+    """
+    norm = Normed(*next_normed) if next_normed else None
+    if dnext_TC is not None and (norm is None or class_token_only):
         raise ValueError("dnext_TC must be None if next_normed is empty or class_token_only is True")
     dtype = saved[0].dtype
     check_choice("dtype of saved[0] (uz)", dtype, backends.DTYPES)
 
     # check uz first, because the shapes of other saved tensors follow from the number of tokens in uz
-    sizes.update({"2": 2, "t": sizes["B"] * sizes["M"], "W": kernels.packed_size(weights.sizes(), dtype)})
+    sizes.update({"2": 2, "t": sizes["B"] * sizes["M"], "W": kernels.packed_size(weight_sizes, dtype)})
     saved_rows = _saved_rows(recurrence, lines, saved, dtype)
-    norm_rows = _norm_rows("next_normed", next_normed, "t", dtype)
+    norm_rows = _norm_rows("next_normed", norm, "t", dtype)
     check(sizes, residual, ("dnext_TC", dnext_TC, "tC", dtype), *norm_rows, saved_rows[0])
     tokens = Tokens(sizes["L"], class_token_only)
     _check_lines(lines, sizes["L"], class_token_only)
@@ -100,6 +113,33 @@ def check_backward(
     scanned_tokens = lines.S if lines else tokens.H
     sizes.update(T=sizes["B"] * tokens.L, l=scanned_tokens, S=chunk_state_count(scanned_tokens))
     check(sizes, residual, *saved_rows)
+
+
+def check_run_backward(options: tuple[BackwardOptions, ...], sizes: Sizes, flat: list[Tensor | None]) -> None:
+    """Raise a ValueError if an argument of `run.backward_run` is invalid or not supported by the kernels."""
+    dx, dnext_TC, *next_normed = flat[:4]
+    dx_BMC, each = given(dx), 3 + len(SavedForBackward._fields)
+    letters = sizes._asdict() | {"1": 1, "E": 2 * sizes.D, "P": sizes.P}
+    for i, own in reversed([*enumerate(options)]):
+        scale_B, norm_C, in_proj, *saved = flat[4 + i * each : 4 + (i + 1) * each]
+        check_given(norm_C=norm_C, in_proj=in_proj)
+        residual: Row = "dx_BMC", dx_BMC, "BMC", FP32
+        dtype, known = given(norm_C).dtype, dict(letters)
+        check(
+            known,
+            residual,
+            ("scale_B", scale_B, "B", FP32),
+            ("norm_C", norm_C, "C", dtype),
+            ("in_proj", in_proj, "EC", dtype),
+        )
+        kept = [t for t in saved if t is not None]
+        check_saved(
+            own.recurrence, own.class_token_only, own.lines, residual, dnext_TC,
+            [t for t in next_normed if t is not None], known, sizes, kept,
+        )  # fmt: skip
+        # gradients between blocks have the shapes of the tensors that the blocks pass on
+        B, L = given(saved[0]).shape[:2]
+        dx_BMC, dnext_TC, next_normed = dx_BMC.new_empty(1).expand(B, L, sizes.C), None, []
 
 
 def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:

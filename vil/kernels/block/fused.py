@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from . import block_op, cpu
+from . import block_op, cpu, run_op
 from .contract import FP32, TAPS
-from .weights import BlockWeights
+from .weights import BlockWeights, Normed, Options
 
 
 def fused_operator(x_BLC: Tensor, weights: BlockWeights) -> Callable | None:
@@ -39,3 +39,22 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights) -> Callable | None:
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor stores its own values, unlike wrapper subclasses such as those of DTensor and torchao."""
     return not hasattr(type(tensor), "__tensor_flatten__")
+
+
+def run_blocks(
+    operator: Callable,
+    x_BLC: Tensor,
+    weights: Sequence[BlockWeights],
+    options: Sequence[Options],
+    scales: Sequence[Tensor | None],
+    normed: Normed | None,
+) -> tuple[Tensor, Normed | None]:
+    """Run consecutive blocks with the operator that `fused_operator` returned for all of them.
+
+    Each block passes the norm of its output to the next one, so all blocks must have the same eps.
+    """
+    if operator is block_op.block:
+        return run_op.run_blocks(x_BLC, weights, options, scales, normed)
+    for own in zip(weights, options, scales):
+        x_BLC, normed = operator(x_BLC, *own, normed)
+    return x_BLC, normed

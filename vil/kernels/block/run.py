@@ -1,0 +1,71 @@
+"""Forward and backward pass of a run: consecutive blocks of equal sizes, which one plan replays.
+
+A run has less host time per block than single blocks. The tensors of a run are flat lists:
+
+    forward     x, xhat and rstd of x (or None twice), each block's scale (or None), each block's weights
+    saved       each block's `SavedForBackward`, whose xhat and rstd are None if they are inputs of the run
+    backward    dx', dxhat' (or None), xhat' and rstd' (or None twice), and for each block its scale (or None), norm,
+                in_proj and `SavedForBackward` with xhat and rstd
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..cuda.plan import planned
+from .backward import backward
+from .contract import check_forward, check_run_backward
+from .forward import forward
+from .weights import BackwardOptions, Options, SavedForBackward, Sizes
+
+FIELDS = len(SavedForBackward._fields)
+
+
+def forward_arguments(options: tuple[Options, ...], flat: list[Tensor | None]) -> list[list[Tensor | None]]:
+    """Return the flat inputs of each block. Only the first block has x and its norm, all others have None instead."""
+    blocks = len(options)
+    x, xhat, rstd = flat[:3]
+    scales, weights = flat[3 : 3 + blocks], flat[3 + blocks :]
+    each = len(weights) // blocks
+    return [
+        [*((None, scales[i], None, None) if i else (x, scales[i], xhat, rstd)), *weights[i * each : (i + 1) * each]]
+        for i in range(blocks)
+    ]
+
+
+def check_run(options: tuple[Options, ...], flat: list[Tensor | None]) -> None:
+    """Raise a ValueError if an argument of `forward_run` is invalid or not supported by the kernels."""
+    for own, inputs in zip(options, forward_arguments(options, flat)):
+        check_forward(own, True, [flat[0], *inputs[1:]])
+
+
+@planned(check_run)
+def forward_run(options: tuple[Options, ...], flat: list[Tensor | None]) -> list[Tensor | None]:
+    """Return x', xhat' and rstd' of the last block (or None twice), and the tensors that backward needs."""
+    run = getattr(forward, "__wrapped__")  # noqa: B009  the plan of a run contains the steps of its blocks
+    x, xhat, rstd = flat[:3]
+    saved: list[Tensor | None] = []
+    for own, inputs in zip(options, forward_arguments(options, flat)):
+        given = xhat, rstd
+        x, xhat, rstd, *kept = run(own, True, [x, inputs[1], xhat, rstd, *inputs[4:]])
+        if saved and given[0] is not None:
+            kept = [*kept[:-2], *given]
+        saved += kept
+    return [x, xhat, rstd, *saved]
+
+
+@planned(check_run_backward)
+def backward_run(
+    options: tuple[BackwardOptions, ...], sizes: Sizes, flat: list[Tensor | None]
+) -> list[Tensor | None]:  # fmt: skip
+    """Return the gradients of x and xhat (or None), and for each block those that `backward` returns for weights."""
+    run = getattr(backward, "__wrapped__")  # noqa: B009
+    dx, dnext, *next_normed = flat[:4]
+    each = 3 + FIELDS
+    gradients: list[Tensor | None] = []
+    for i, own in reversed([*enumerate(options)]):
+        inputs = flat[4 + i * each : 4 + (i + 1) * each]
+        dx, dnext, *of_weights = run(own, sizes, True, [dx, dnext, *next_normed, *inputs])
+        gradients = [*of_weights, *gradients]
+        next_normed = inputs[-2:] if own.norm_given else [None, None]
+    return [dx, dnext, *gradients]
