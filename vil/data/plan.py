@@ -12,7 +12,7 @@ from ..config import ConfigError
 from .device.decoding import decoder_is_missing
 from .device.encoded import is_small
 from .device.transform_parameters import TransformSampler
-from .host.workers import BATCHES_AHEAD, MOST_READERS, MOST_WORKERS, PIECE, choose_workers
+from .host.workers import BATCHES_AHEAD, PIECE, choose_workers
 from .samplers import EvaluationBatches, TrainingBatches
 from .sources.readers import has_jpegs, typical_file_bytes, typical_pixels
 from .sources.splits import streams
@@ -117,7 +117,6 @@ def plan_loading(
     workers, prefetch = choose_workers(
         options.workers,
         options.device,
-        most=MOST_READERS if on_device and not small else MOST_WORKERS,
         pieces=math.ceil(batch_size / PIECE) * len(batches),
         ahead=pieces_ahead,
         # encoded files occupy shared memory until the device has decoded them

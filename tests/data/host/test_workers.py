@@ -135,7 +135,7 @@ def shared_memory(tmp_path, monkeypatch):
 
 def chosen(requested=None, batch_size=256, pieces=1000, **options):
     ahead = workers.BATCHES_AHEAD * math.ceil(batch_size / workers.PIECE)
-    options = dict(pieces=pieces, ahead=ahead, piece_size=64, piece_bytes=10 * MIB, most=16, in_use=2) | options
+    options = dict(pieces=pieces, ahead=ahead, piece_size=64, piece_bytes=10 * MIB, in_use=2) | options
     return workers.choose_workers(requested, CUDA, **options)
 
 
@@ -147,7 +147,6 @@ def test_workers_are_at_most_the_number_of_pieces_and_prefetch_whole_batches(mac
     assert chosen(pieces=0)[0] == 1
     assert chosen(requested=30, pieces=3)[0] == 30  # an explicit number of workers is kept
     assert chosen(requested=0) == (0, None)
-    assert chosen(most=8)[0] == 8
     for wanted, batch_size in ((2, 256), (1, 1024), (14, 1024), (4, 8)):
         count, prefetch = chosen(wanted, batch_size)
         assert prefetch >= 2

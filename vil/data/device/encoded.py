@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..host.shared_bytes import Channel, SharedBytes, share_bytes
 from ..host.workers import into_shared_memory
 from .batched_transforms import ARGUMENTS, CODES, GEOMETRIC, affine_matrix
 from .nvjpeg import MOST_PIXELS
@@ -63,7 +64,8 @@ class EncodedBatch:
     files: np.ndarray  # (N,) of FILE
     operations: np.ndarray  # (N, T) opcodes of up to T operations per file; 0 means no operation
     arguments: np.ndarray  # (N, T, ARGUMENTS)
-    contents: list[Tensor]  # one tensor per file or, in a worker's result, one tensor with the content of all files
+    # one tensor per file or, in a worker's result, one tensor (before pickling, `SharedBytes`) of all files
+    contents: list[Any]
     finished_rows: np.ndarray  # positions of `finished` in the batch
     finished: list[Tensor]  # augmented images (n, 3, H, W) uint8
 
@@ -86,27 +88,30 @@ def is_plain_jpeg(data: bytes, header: Any) -> bool:
     return has_one_frame and is_ycc and is_baseline and is_sampled and is_complete
 
 
-def collate_encoded(samples: Sequence[tuple[EncodedImage | Tensor, int]], size: tuple[int, int]) -> EncodedBatch:
+def collate_encoded(
+    samples: Sequence[tuple[EncodedImage | Tensor, int]], size: tuple[int, int], channel: Channel | None = None
+) -> EncodedBatch:
     """Collate encoded images, augmented images (3, H, W) uint8 and their targets to a batch.
 
     Args:
         samples: Images and targets.
         size: Height and width of augmented images.
+        channel: Channel through which a worker sends the encoded images.
     """
     encoded = {row: image for row, (image, _) in enumerate(samples) if isinstance(image, EncodedImage)}
     finished = {row: image for row, (image, _) in enumerate(samples) if isinstance(image, Tensor)}
     operations, arguments = _encode_operations([image.parameters.operations for image in encoded.values()], size)
-    content = bytearray().join(image.data for image in encoded.values())
+    contents = [image.data for image in encoded.values() if image.data]
     batch = EncodedBatch(
         targets=np.array([target for _, target in samples], dtype=np.int64),
         files=np.array([image.record(row) for row, image in encoded.items()], dtype=FILE),
         operations=operations,
         arguments=arguments,
-        contents=[torch.frombuffer(content, dtype=torch.uint8)] if content else [],
+        contents=[share_bytes(contents, channel)] if contents else [],
         finished_rows=np.array(list(finished), dtype=np.int64),
         finished=[torch.stack(list(finished.values()))] if finished else [],
     )
-    into_shared_memory(*batch.contents, *batch.finished)
+    into_shared_memory(*batch.finished)
     return batch
 
 

@@ -24,7 +24,6 @@ from ..sources.images import restrict_pillow
 _logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16  # maximum default number of workers per training process
-MOST_READERS = 8  # maximum default number of workers if they only read files
 PIECE = 64  # number of images per task of a worker; a batch is split into tasks, so that its loading is parallel
 BATCHES_AHEAD = 3  # number of batches, or of groups of batches (see `batches_together`), that the workers prefetch
 SHARED_MEMORY = Path("/dev/shm")
@@ -88,7 +87,6 @@ def choose_workers(
     requested: int | None,
     device: torch.device,
     *,
-    most: int,
     pieces: int,
     ahead: int,
     in_use: int,
@@ -100,7 +98,6 @@ def choose_workers(
     Args:
         requested: Number of workers requested by the user, or None for the default.
         device: Device of the batches.
-        most: Maximum number of workers if `requested` is None.
         pieces: Number of pieces in a pass over the split.
         ahead: Number of pieces that all workers together should prefetch.
         in_use: Number of pieces that occupy shared memory in addition to prefetched pieces.
@@ -113,7 +110,7 @@ def choose_workers(
     Raises:
         ConfigError: The pieces of a single worker exceed the shared memory.
     """
-    workers = min(default_workers(device), most, max(1, pieces)) if requested is None else requested
+    workers = min(default_workers(device), max(1, pieces)) if requested is None else requested
     if not workers:
         return 0, None
     prefetch = max(2, math.ceil(ahead / workers))
