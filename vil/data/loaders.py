@@ -27,9 +27,9 @@ from .device.encoded import collate_encoded
 from .device.loader import DeviceLoader
 from .device.reader import EncodedReader
 from .device.synthetic import SyntheticLoader
+from .host.channel import open_channel
 from .host.loader import HostLoader, PieceLoader, Waits
 from .host.reader import ImageReader
-from .host.shared_bytes import open_channel
 from .host.workers import PIECE, into_shared_memory, prepare_worker, start_workers
 from .plan import LoadingOptions, LoadingPlan, plan_loading
 from .samplers import EvaluationBatches, Pieces, TrainingBatches
@@ -234,7 +234,7 @@ def _open_on_device(dataset, transform, batches, plan: LoadingPlan) -> DeviceLoa
     reader = EncodedReader(dataset, transform, isinstance(batches, TrainingBatches), plan.sampler)
     cache = DecodedCache(len(dataset), plan.device, room=None if plan.keeps_decoded else 0)
     pieces = Pieces(batches, plan.piece_size, cache.task)
-    collate = partial(collate_encoded, size=plan.sampler.size, channel=open_channel(plan.workers))
+    collate = partial(collate_encoded, size=plan.sampler.size, channel=open_channel() if plan.workers else None)
     loader = _piece_loader(reader, plan, collate_fn=collate, batch_sampler=pieces)
     return _started(DeviceLoader(loader, batches, plan, cache), pieces)
 

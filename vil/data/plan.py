@@ -14,12 +14,11 @@ from .device.encoded import is_small
 from .device.transform_parameters import TransformSampler
 from .host.workers import BATCHES_AHEAD, PIECE, choose_workers
 from .samplers import EvaluationBatches, TrainingBatches
-from .sources.readers import has_jpegs, typical_file_bytes, typical_pixels
+from .sources.readers import has_jpegs, typical_pixels
 from .sources.splits import streams
 
 # target number of pixels per augmentation step on the device; with fewer pixels, launch overhead dominates
 PIXELS_TOGETHER = 2**20
-MARGIN = 1.5  # shared memory reserved per image, relative to the typical image size
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class LoadingPlan:
     device: torch.device
     batch_size: int
     piece_size: int  # maximum number of images that a worker loads at a time (a piece of a batch)
-    piece_bytes: int  # bytes of shared memory that the images of one worker's piece of a batch need
+    piece_bytes: int | None  # bytes of /dev/shm per piece of a batch; None if the workers send pieces without /dev/shm
     workers: int
     prefetch: int | None  # number of pieces of a batch that each worker prefetches; None without workers
     sampler: TransformSampler | None  # sampler of the device's transforms; None if the workers augment
@@ -102,25 +101,15 @@ def plan_loading(
 
     pixels = typical_pixels(dataset) if on_device else math.inf
     small = is_small(pixels)
-    if small:
-        image_bytes = int(3 * MARGIN * pixels)
-    elif on_device:
-        image_bytes = int(MARGIN * typical_file_bytes(dataset))
-    else:
-        image_bytes = math.prod(image_shape)
-
     batch_size = batches.batch_size
     together = max(1, int(PIXELS_TOGETHER // (batch_size * pixels))) if small else 1
     piece_size = batch_size if is_stream else min(batch_size, PIECE)
-    piece_bytes = piece_size * image_bytes
-    pieces_ahead = BATCHES_AHEAD * math.ceil(together * batch_size / PIECE)
+    piece_bytes = None if on_device else piece_size * math.prod(image_shape)
     workers, prefetch = choose_workers(
         options.workers,
         options.device,
         pieces=math.ceil(batch_size / PIECE) * len(batches),
-        ahead=pieces_ahead,
-        # encoded files occupy shared memory until the device has decoded them
-        in_use=pieces_ahead if on_device else 2,
+        ahead=BATCHES_AHEAD * math.ceil(together * batch_size / PIECE),
         piece_size=piece_size,
         piece_bytes=piece_bytes,
     )

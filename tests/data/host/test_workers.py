@@ -135,7 +135,7 @@ def shared_memory(tmp_path, monkeypatch):
 
 def chosen(requested=None, batch_size=256, pieces=1000, **options):
     ahead = workers.BATCHES_AHEAD * math.ceil(batch_size / workers.PIECE)
-    options = dict(pieces=pieces, ahead=ahead, piece_size=64, piece_bytes=10 * MIB, in_use=2) | options
+    options = dict(pieces=pieces, ahead=ahead, piece_size=64, piece_bytes=10 * MIB) | options
     return workers.choose_workers(requested, CUDA, **options)
 
 
@@ -179,8 +179,7 @@ def test_too_little_shared_memory_for_one_worker_is_rejected_with_the_remedy(mac
         ConfigError, match="29 MiB free, and loading .* least 30 MiB: .*--shm-size=8g, or .*--workers 0"
     ):
         chosen()
-    with pytest.raises(ConfigError, match="at least 130 MiB:"):
-        chosen(in_use=12)
+    assert chosen(piece_bytes=None) == (14, 2)  # these workers do not use the folder
     machine(16, processes=8)
     with pytest.raises(ConfigError, match="at least 240 MiB:"):  # 8 ranks need 30 MiB each
         chosen()
@@ -206,12 +205,12 @@ def started(image_folder):
     before = set(multiprocessing.active_children())
     new = lambda: set(multiprocessing.active_children()) - before  # noqa: E731
 
-    def make(count=1, batch_size=5, streams=False, on_device=None):
+    def make(count=1, batch_size=5, streams=False):
         split = open_split(str(image_folder), "", "val")
         if streams:
             split = IterableImageDataset("", reader=UserList([*split]))
             split.set_loader_cfg = lambda num_workers: None
-        loader = evaluation_loader(split, DATA_CONFIG, CPU, count, batch_size, 0, 1, on_device)
+        loader = evaluation_loader(split, DATA_CONFIG, CPU, count, batch_size, 0, 1)
         if streams:
             next(iter(loader))  # starts the workers
         return loader, new()
@@ -222,13 +221,12 @@ def started(image_folder):
         worker.join()
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_worker_reports_full_shared_memory_in_one_line(started, monkeypatch, on_device):
+def test_a_worker_reports_full_shared_memory_in_one_line(started, monkeypatch):
     parent, usage = os.getpid(), shutil.disk_usage
     free = lambda folder: usage(folder) if os.getpid() == parent else SimpleNamespace(free=100)  # noqa: E731
     monkeypatch.setattr(shutil, "disk_usage", free)
     with pytest.raises(ConfigError) as caught:
-        list(started(on_device=on_device)[0])
+        list(started()[0])
     message = str(caught.value)
     assert message.startswith(f"{workers.SHARED_MEMORY} is full: 0 MiB free")
     assert "--shm-size=8g, or set --workers 0" in message

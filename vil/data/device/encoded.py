@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..host.shared_bytes import Channel, SharedBytes, share_bytes
-from ..host.workers import into_shared_memory
+from ..host.channel import Channel, send, send_bytes
 from .batched_transforms import ARGUMENTS, CODES, GEOMETRIC, affine_matrix
 from .nvjpeg import MOST_PIXELS
 from .transform_parameters import Operation, TransformParameters
@@ -64,10 +63,9 @@ class EncodedBatch:
     files: np.ndarray  # (N,) of FILE
     operations: np.ndarray  # (N, T) opcodes of up to T operations per file; 0 means no operation
     arguments: np.ndarray  # (N, T, ARGUMENTS)
-    # one tensor per file or, in a worker's result, one tensor (before pickling, `SharedBytes`) of all files
-    contents: list[Any]
+    contents: list[Any]  # one tensor per file or, in a worker's result, one (sent) tensor with the content of all files
     finished_rows: np.ndarray  # positions of `finished` in the batch
-    finished: list[Tensor]  # augmented images (n, 3, H, W) uint8
+    finished: list[Any]  # augmented images (n, 3, H, W) uint8, as tensors or, in a worker, as sent tensors
 
 
 def is_small(pixels: Any) -> Any:
@@ -96,23 +94,21 @@ def collate_encoded(
     Args:
         samples: Images and targets.
         size: Height and width of augmented images.
-        channel: Channel through which a worker sends the encoded images.
+        channel: Channel through which a worker sends the images.
     """
     encoded = {row: image for row, (image, _) in enumerate(samples) if isinstance(image, EncodedImage)}
     finished = {row: image for row, (image, _) in enumerate(samples) if isinstance(image, Tensor)}
     operations, arguments = _encode_operations([image.parameters.operations for image in encoded.values()], size)
     contents = [image.data for image in encoded.values() if image.data]
-    batch = EncodedBatch(
+    return EncodedBatch(
         targets=np.array([target for _, target in samples], dtype=np.int64),
         files=np.array([image.record(row) for row, image in encoded.items()], dtype=FILE),
         operations=operations,
         arguments=arguments,
-        contents=[share_bytes(contents, channel)] if contents else [],
+        contents=[send_bytes(contents, channel)] if contents else [],
         finished_rows=np.array(list(finished), dtype=np.int64),
-        finished=[torch.stack(list(finished.values()))] if finished else [],
+        finished=[send(torch.stack(list(finished.values())), channel)] if finished else [],
     )
-    into_shared_memory(*batch.finished)
-    return batch
 
 
 def _encode_operations(

@@ -26,6 +26,7 @@ _logger = logging.getLogger(__name__)
 MOST_WORKERS = 16  # maximum default number of workers per training process
 PIECE = 64  # number of images per task of a worker; a batch is split into tasks, so that its loading is parallel
 BATCHES_AHEAD = 3  # number of batches, or of groups of batches (see `batches_together`), that the workers prefetch
+IN_USE = 2  # number of pieces in `SHARED_MEMORY` in addition to prefetched pieces
 SHARED_MEMORY = Path("/dev/shm")
 CGROUPS = Path("/sys/fs/cgroup")
 GROUPS_OF_PROCESS = Path("/proc/self/cgroup")
@@ -89,9 +90,8 @@ def choose_workers(
     *,
     pieces: int,
     ahead: int,
-    in_use: int,
     piece_size: int,
-    piece_bytes: int,
+    piece_bytes: int | None,
 ) -> tuple[int, int | None]:
     """Choose the number of workers and of prefetched pieces, limited by CPU cores, split size and shared memory.
 
@@ -100,9 +100,8 @@ def choose_workers(
         device: Device of the batches.
         pieces: Number of pieces in a pass over the split.
         ahead: Number of pieces that all workers together should prefetch.
-        in_use: Number of pieces that occupy shared memory in addition to prefetched pieces.
         piece_size: Number of images per piece.
-        piece_bytes: Shared memory per piece, in bytes.
+        piece_bytes: Bytes of `SHARED_MEMORY` per piece. None if the pieces do not use `SHARED_MEMORY`.
 
     Returns:
         The number of workers, and the number of pieces that each worker prefetches (None without workers).
@@ -114,14 +113,12 @@ def choose_workers(
     if not workers:
         return 0, None
     prefetch = max(2, math.ceil(ahead / workers))
-    if not SHARED_MEMORY.is_dir():
+    if piece_bytes is None or not SHARED_MEMORY.is_dir():
         return workers, prefetch
-    return _fit_shared_memory(workers, prefetch, in_use=in_use, piece_size=piece_size, piece_bytes=piece_bytes)
+    return _fit_shared_memory(workers, prefetch, piece_size, piece_bytes)
 
 
-def _fit_shared_memory(
-    workers: int, prefetch: int, *, in_use: int, piece_size: int, piece_bytes: int
-) -> tuple[int, int]:
+def _fit_shared_memory(workers: int, prefetch: int, piece_size: int, piece_bytes: int) -> tuple[int, int]:
     """Reduce the numbers of workers and of prefetched pieces to fit in shared memory, and log a warning if needed.
 
     Raises:
@@ -129,11 +126,11 @@ def _fit_shared_memory(
     """
     # training and validation workers do not prefetch at the same time
     free = shutil.disk_usage(SHARED_MEMORY).free
-    room = free // _local_processes() // max(1, piece_bytes) - in_use
+    room = free // _local_processes() // piece_bytes - IN_USE
     if room < 1:
         raise ConfigError(
             f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and loading images takes at least "
-            f"{_local_processes() * (in_use + 1) * piece_bytes / 2**20:.0f} MiB: start the container with "
+            f"{_local_processes() * (IN_USE + 1) * piece_bytes / 2**20:.0f} MiB: start the container with "
             "--shm-size=8g, or set --workers 0"
         )
     fitting_workers = min(workers, room)

@@ -21,7 +21,6 @@ TAR_READERS = (ReaderImageTar, ReaderImageInTar)
 SAMPLE = 32  # files that are inspected before a split is loaded
 ROTATION_SAMPLE = 1000  # files whose EXIF orientation is read before a split is loaded
 HEAD_BYTES = 2**14  # first bytes of a file, in which cameras write the EXIF orientation
-LARGE_FILE = 2**18  # file size in bytes that is assumed if the sizes are unknown
 
 
 def open_indexed(reader, index: int) -> tuple[BinaryIO, int]:
@@ -68,17 +67,6 @@ def typical_pixels(dataset) -> float:
             if plain is not None:
                 pixels.append(math.prod(open_image(io.BytesIO(plain)).size))
     return sum(pixels) / len(pixels) if pixels else math.inf
-
-
-def typical_file_bytes(dataset) -> float:
-    """Return the mean size of a folder's files in bytes, estimated from sampled files; `LARGE_FILE` if unknown."""
-    if not isinstance(dataset.reader, ReaderImageFolder):
-        return LARGE_FILE
-    sizes = []
-    for i in _sample(dataset):
-        with contextlib.suppress(OSError):
-            sizes.append(os.stat(dataset.reader.samples[i][0]).st_size)
-    return sum(sizes) / len(sizes) if sizes else LARGE_FILE
 
 
 def count_rotated(dataset) -> tuple[int, int]:
