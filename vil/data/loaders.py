@@ -29,6 +29,7 @@ from .device.reader import EncodedReader
 from .device.synthetic import SyntheticLoader
 from .host.channel import open_channel
 from .host.loader import HostLoader, PieceLoader, Waits
+from .host.parameters import ParameterLoader
 from .host.reader import ImageReader
 from .host.workers import PIECE, into_shared_memory, prepare_worker, start_workers
 from .plan import LoadingOptions, LoadingPlan, plan_loading
@@ -55,18 +56,27 @@ class TrainingLoader:
         images: Loader of augmented images (B, 3, H, W) uint8 and targets (B,).
         batches: Batch sampler of the loader.
         augment: Augmentation of a batch.
+        parameters: Loader of the parameters of `augment`.
     """
 
-    def __init__(self, images: PieceLoader | SyntheticLoader, batches: TrainingBatches, augment: BatchAugmentation):
+    def __init__(
+        self,
+        images: PieceLoader | SyntheticLoader,
+        batches: TrainingBatches,
+        augment: BatchAugmentation,
+        parameters: ParameterLoader,
+    ):
         self.images = images
         self.batches = batches
         self.augment = augment
+        self.parameters = parameters
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Iterate over the micro-batches of an epoch, starting at `first_step`."""
         self.batches.set_epoch(epoch, first_step)
-        for (images, targets), position in zip(self._uint8_batches(epoch), self.batches.first_positions()):
-            yield Batch(*self.augment(images, targets, epoch, position), position)
+        batches = zip(self._uint8_batches(epoch), self.parameters.parameters(), self.batches.first_positions())
+        for (images, targets), parameters, position in batches:
+            yield Batch(*self.augment.apply(images, targets, parameters), position)
 
     def _uint8_batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         dataset = self.images.dataset
@@ -140,7 +150,10 @@ def training_loader(
     """
     options = LoadingOptions(device, config.workers, config.augment_on_device)
     images = _open_images(dataset, training_transform(config, data_config), batches, data_config["input_size"], options)
-    return TrainingLoader(images, batches, BatchAugmentation(config, num_classes, data_config))
+    augment = BatchAugmentation(config, num_classes, data_config)
+    samples_in_worker = isinstance(images, DeviceLoader) and images.plan.workers > 0
+    parameters = ParameterLoader(augment, batches, data_config["input_size"][1:], int(samples_in_worker))
+    return TrainingLoader(images, batches, augment, parameters)
 
 
 def training_transform(config: Config, data_config: dict[str, Any]):

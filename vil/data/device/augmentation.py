@@ -95,7 +95,11 @@ class BatchAugmentation:
             position: Position of the first image in the epoch.
         """
         count, _, height, width = images_B3HW.shape
-        sampled = self.sample(count, height, width, epoch, position)
+        return self.apply(images_B3HW, targets_B, self.sample(count, height, width, epoch, position))
+
+    def apply(self, images_B3HW: Tensor, targets_B: Tensor, sampled: BatchParameters) -> tuple[Tensor, Tensor]:
+        """Augment images with sampled parameters, and return float32 images and targets as `__call__` does."""
+        count = len(images_B3HW)
         partners = None if sampled.mixing is None else _partners(count)
         images = finish(
             images_B3HW, self.mean, self.std, sampled.boxes, sampled.keys, self.mode, sampled.mixing, partners
