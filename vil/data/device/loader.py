@@ -39,6 +39,8 @@ class PreparedGroup:
     targets: Tensor  # (B,)
     rejected: np.ndarray  # (F,) records of the files that the device could not decode
     start: float  # time in seconds at which the preparation started, after waiting for the model
+    # the encoded images, whose memory is freed in the caller's thread, because freeing would delay the next preparation
+    encoded: EncodedBatch
 
 
 @dataclass
@@ -97,20 +99,19 @@ class DeviceLoader(PieceLoader):
     ) -> PendingGroup:
         """Schedule the preparation of consecutive batches, each of which is a list of parts loaded by workers."""
         sizes = [sum(len(piece.targets) for piece in pieces) for pieces in group]
-        prepare = functools.partial(self._prepare, [*chain(*group)], use)
+        prepare = functools.partial(self._prepare, join_pieces([*chain(*group)]), use)
         return PendingGroup(thread.submit(prepare).result if self.plan.in_thread else prepare, sizes)
 
-    def _prepare(self, pieces: list[EncodedBatch], use: torch.cuda.Event | None) -> PreparedGroup:
-        """Wait for the CUDA event `use`, then decode and transform batches on the device."""
+    def _prepare(self, batch: EncodedBatch, use: torch.cuda.Event | None) -> PreparedGroup:
+        """Wait for the CUDA event `use`, then decode and transform consecutive batches on the device."""
         if use:
             use.synchronize()
         start = time.perf_counter()
-        batch = join_pieces(pieces)
         with self._on_stream():
             images, targets, rejected = self.prepare(batch)
         if self.stream:
             self.stream.synchronize()  # the files must stay alive until the decoder has read them
-        return PreparedGroup(images, targets, rejected, start)
+        return PreparedGroup(images, targets, rejected, start, batch)
 
     def _batches(self, pending: PendingGroup) -> Iterator[tuple[Tensor, Tensor]]:
         """Wait until batches are prepared, and return an iterator over their images and targets."""

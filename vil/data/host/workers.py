@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -9,6 +10,11 @@ import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows has no module `fcntl`
+    fcntl = None  # type: ignore[assignment]
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -26,6 +32,7 @@ _logger = logging.getLogger(__name__)
 MOST_WORKERS = 16  # maximum default number of workers per training process
 PIECE = 64  # number of images per task of a worker; a batch is split into tasks, so that its loading is parallel
 BATCHES_AHEAD = 3  # number of batches, or of groups of batches (see `batches_together`), that the workers prefetch
+PIPE_BYTES = 2**20  # capacity of the pipe from the workers to the training process; Linux allows 1 MiB by default
 IN_USE = 2  # number of pieces in `SHARED_MEMORY` in addition to prefetched pieces
 SHARED_MEMORY = Path("/dev/shm")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -180,7 +187,15 @@ def start_workers(loader: DataLoader) -> Iterator:
         # Keep the queues alive until `loaded` is deleted. Otherwise garbage collection could close a queue too early.
         queues = [*loaded._index_queues, loaded._worker_result_queue]  # type: ignore[attr-defined]
         weakref.finalize(loaded, queues.clear).atexit = False
+        _enlarge(loaded._worker_result_queue)  # type: ignore[attr-defined]
     return loaded
+
+
+def _enlarge(queue) -> None:
+    """Enlarge the pipe of a queue, so that workers do not wait until the training process has received a result."""
+    if hasattr(fcntl, "F_SETPIPE_SZ"):  # only on Linux
+        with contextlib.suppress(OSError):  # the user's limit of pipe memory is exceeded
+            fcntl.fcntl(queue._reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 def prepare_worker(worker: int) -> None:
