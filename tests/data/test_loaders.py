@@ -14,6 +14,7 @@ from timm.data.dataset import IterableImageDataset
 from vil.config import Config, ConfigError
 from vil.data.device import decoding, encoded
 from vil.data.device.loader import DeviceLoader
+from vil.data.device.parameter_loader import ParameterLoader
 from vil.data.host.loader import HostLoader
 from vil.data.loaders import TrainingLoader, _say_once, evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
@@ -74,15 +75,25 @@ def test_synthetic_images_are_noise(image_folder):
     assert loader.take_unreadable() == 0
 
 
-def test_a_resumed_iterable_dataset_rereads_and_drops_the_images_of_earlier_steps(image_folder):
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_a_resumed_iterable_dataset_rereads_and_drops_the_images_of_earlier_steps(image_folder, in_worker):
     class Stream(list):
         dataset = SimpleNamespace(set_epoch=lambda epoch: epochs.append(epoch))
 
     epochs, batches = [], TrainingBatches(70, small_config(image_folder, batch_size=8), 8, 0, 1)
     stream = Stream((letter, letter.upper()) for letter in "abcdefgh")
-    loader = TrainingLoader(stream, batches, lambda images, targets, epoch, position: (images + str(epoch), targets))
+
+    class Augmentation:
+        def sample(self, count, height, width, epoch, position):
+            return f"{epoch}-{position}"
+
+        def __call__(self, images, targets, parameters):
+            return images + parameters, targets
+
+    augment = Augmentation()
+    loader = TrainingLoader(stream, batches, augment, ParameterLoader(augment, batches, (2, 2), in_worker))
     for epoch in (3, 0):
-        left = [(f"{letter}{epoch}", letter.upper(), position) for letter, position in zip("efgh", (32, 40, 48, 56))]
+        left = [(f"{c}{epoch}-{position}", c.upper(), position) for c, position in zip("efgh", (32, 40, 48, 56))]
         assert list(loader.epoch(epoch, first_step=2)) == left
     assert epochs == [3, 0]
 

@@ -109,7 +109,7 @@ def test_an_image_is_never_mixed_with_a_copy_of_itself(image_folder, global_batc
     for batch in global_batches(config, 200, 1):
         indices = torch.tensor([i for i, _ in batch])
         images = torch.zeros(len(batch), 3, 2, 2, dtype=torch.uint8)
-        _, targets = augment(images, indices, epoch=0, position=0)
+        _, targets = augment(images, indices, augment.sample(len(batch), 2, 2, epoch=0, position=0))
         # Each image has its own class, so an image that is mixed with a copy of itself would have a single peak.
         assert ((targets > targets.min(dim=1, keepdim=True).values).sum(dim=1) == 2).all()
 

@@ -46,8 +46,8 @@ def poison(step, rank):
     augmentation, calls = BatchAugmentation, []
     original = augmentation.__call__
 
-    def call(self, images, *place):
-        images, targets = original(self, images, *place)
+    def call(self, *arguments):
+        images, targets = original(self, *arguments)
         calls.append(None)
         if os.environ["RANK"] == str(rank) and len(calls) == step:
             images[1, 2, 3, 4] = float("nan")

@@ -67,7 +67,8 @@ def test_the_labels_agree_with_the_mixing_of_a_batch(tmp_path, monkeypatch):
     config = Config(mixup=1.0, cutmix=0.0, reprob=0.0, smoothing=0.1)
     targets = torch.arange(32) % 3
     pixels = (100 * targets.to(torch.uint8))[:, None, None, None].expand(-1, 3, 8, 8).contiguous()
-    mosaic(tmp_path).add(*BatchAugmentation(config, 3, DATA)(pixels, targets, 0, 0))
+    augment = BatchAugmentation(config, 3, DATA)
+    mosaic(tmp_path).add(*augment(pixels, targets, augment.sample(32, 8, 8, 0, 0)))
     levels = {"ant": 0, "bee?$": 100, "a class with a l": 200}
     shown = tiles(figures[0])
     assert any("\n" in title for title, _ in shown)

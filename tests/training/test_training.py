@@ -136,7 +136,8 @@ def test_evaluation_uses_the_preprocessing_options(image_folder):
     # test_vit's weights specify a mean and std of 0.5, so a white pixel is 1
     other = dict(model="test_vit", model_kwargs={}, img_size=160, mixup=0.0, cutmix=0.0, reprob=0.0)
     trainer, white = Trainer(small_config(image_folder, **other), CPU, 0, 1), torch.full((2, 3, 160, 160), 255)
-    augmented, _ = trainer.data.train_loader.augment(white.byte(), torch.zeros(2, dtype=torch.long), 0, 0)
+    augment = trainer.data.train_loader.augment
+    augmented, _ = augment(white.byte(), torch.zeros(2, dtype=torch.long), augment.sample(2, 160, 160, 0, 0))
     for images in (augmented, trainer.data.val_loader.normalize(white.byte())):
         torch.testing.assert_close(images, torch.ones(2, 3, 160, 160))
 

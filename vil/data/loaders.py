@@ -25,11 +25,11 @@ from .device.augmentation import BatchAugmentation, Normalization
 from .device.cache import DecodedCache
 from .device.encoded import collate_encoded
 from .device.loader import DeviceLoader
+from .device.parameter_loader import ParameterLoader
 from .device.reader import EncodedReader
 from .device.synthetic import SyntheticLoader
 from .host.channel import open_channel
 from .host.loader import HostLoader, PieceLoader, Waits
-from .host.parameters import ParameterLoader
 from .host.reader import ImageReader
 from .host.workers import PIECE, into_shared_memory, prepare_worker, start_workers
 from .plan import LoadingOptions, LoadingPlan, plan_loading
@@ -56,7 +56,7 @@ class TrainingLoader:
         images: Loader of augmented images (B, 3, H, W) uint8 and targets (B,).
         batches: Batch sampler of the loader.
         augment: Augmentation of a batch.
-        parameters: Loader of the parameters of `augment`.
+        parameters: Loader of the parameters of the augmentation.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TrainingLoader:
         self.batches.set_epoch(epoch, first_step)
         batches = zip(self._uint8_batches(epoch), self.parameters.parameters(), self.batches.first_positions())
         for (images, targets), parameters, position in batches:
-            yield Batch(*self.augment.apply(images, targets, parameters), position)
+            yield Batch(*self.augment(images, targets, parameters), position)
 
     def _uint8_batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         dataset = self.images.dataset
@@ -151,8 +151,8 @@ def training_loader(
     options = LoadingOptions(device, config.workers, config.augment_on_device)
     images = _open_images(dataset, training_transform(config, data_config), batches, data_config["input_size"], options)
     augment = BatchAugmentation(config, num_classes, data_config)
-    samples_in_worker = isinstance(images, DeviceLoader) and images.plan.workers > 0
-    parameters = ParameterLoader(augment, batches, data_config["input_size"][1:], int(samples_in_worker))
+    in_worker = isinstance(images, DeviceLoader) and images.plan.workers > 0 and augment.is_random
+    parameters = ParameterLoader(augment, batches, data_config["input_size"][1:], in_worker)
     return TrainingLoader(images, batches, augment, parameters)
 
 

@@ -60,21 +60,25 @@ def test_a_batch_is_erased_and_mixed_like_timms(options):
     given = images.clone()
     expected = augmented_by_timm(images, targets, config, 10, epoch=3, position=40)
     augment = BatchAugmentation(Config(**config), 10, DATA_CONFIG)
-    for ours, theirs in zip(augment(images, targets, epoch=3, position=40), expected, strict=True):
+    parameters = augment.sample(68, 12, 20, epoch=3, position=40)
+    for ours, theirs in zip(augment(images, targets, parameters), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert torch.equal(images, given)  # `augment` must not change its input, because synthetic images are reused
     if config["reprob"] or config["mixup_prob"]:
         for other in (dict(epoch=2, position=40), dict(epoch=3, position=48)):
-            assert not torch.allclose(augment(images, targets, **other)[0], expected[0], atol=1e-3)
+            parameters = augment.sample(68, 12, 20, **other)
+            assert not torch.allclose(augment(images, targets, parameters)[0], expected[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["pixel", "rand"])
 def test_erased_regions_get_independent_noise_per_image(mode):
     config, images, targets = dict(RECIPE, reprob=0.7, mixup_prob=0.0), random_images(96, 3, 40, 48), torch.arange(96)
-    (grey, _), (noisy, _), (again, _), (part, _) = (
-        BatchAugmentation(Config(**config | dict(remode=kind)), 100, DATA_CONFIG)(images[first:], targets, 1, first)
-        for kind, first in (("const", 0), (mode, 0), (mode, 0), (mode, 32))
-    )
+
+    def augmented(kind, first):
+        augment = BatchAugmentation(Config(**config | dict(remode=kind)), 100, DATA_CONFIG)
+        return augment(images[first:], targets, augment.sample(96 - first, 40, 48, 1, first))[0]
+
+    grey, noisy, again, part = (augmented(*key) for key in (("const", 0), (mode, 0), (mode, 0), (mode, 32)))
     erased = (grey == 0).all(dim=1)
     assert 0.5 < erased.any(dim=(1, 2)).float().mean() < 0.9
     assert torch.equal(noisy.movedim(1, -1)[~erased], grey.movedim(1, -1)[~erased])

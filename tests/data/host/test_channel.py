@@ -42,7 +42,7 @@ def loader(workers=2, **options):
 def check(loaded, first=0):
     for number, (image, content) in enumerate(loaded, start=first):
         assert torch.equal(image, torch.full(SHAPE, number % 251, dtype=torch.uint8))
-        assert bytes(content) == b"%d" % number + bytes(100_000)
+        assert content.numpy().tobytes() == b"%d" % number + bytes(100_000)
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])

@@ -37,6 +37,11 @@ class Normalization:
         self.mean = tuple(data_config["mean"])
         self.std = tuple(data_config["std"])
 
+    @property
+    def is_random(self) -> bool:
+        """Whether parameters are sampled, for random erasing or for mixing."""
+        return bool(self.erase or self.mix)
+
     def __call__(self, images_B3HW: Tensor) -> Tensor:
         """Normalize uint8 images to float32."""
         device = images_B3HW.device
@@ -85,29 +90,28 @@ class BatchAugmentation:
                 switch_prob=config.mixup_switch_prob,
             )
 
-    def __call__(self, images_B3HW: Tensor, targets_B: Tensor, epoch: int, position: int) -> tuple[Tensor, Tensor]:
+    @property
+    def is_random(self) -> bool:
+        """Whether parameters are sampled, for random erasing or for mixing."""
+        return bool(self.erase or self.mix)
+
+    def __call__(self, images_B3HW: Tensor, targets_B: Tensor, parameters: BatchParameters) -> tuple[Tensor, Tensor]:
         """Augment images and return float32 images and targets. Mixing returns soft targets (B, num_classes).
 
         Args:
             images_B3HW: uint8 images.
             targets_B: Class indices.
-            epoch: Index of the epoch.
-            position: Position of the first image in the epoch.
+            parameters: Parameters that `sample` has sampled for these images.
         """
-        count, _, height, width = images_B3HW.shape
-        return self.apply(images_B3HW, targets_B, self.sample(count, height, width, epoch, position))
-
-    def apply(self, images_B3HW: Tensor, targets_B: Tensor, sampled: BatchParameters) -> tuple[Tensor, Tensor]:
-        """Augment images with sampled parameters, and return float32 images and targets as `__call__` does."""
         count = len(images_B3HW)
-        partners = None if sampled.mixing is None else _partners(count)
+        partners = None if parameters.mixing is None else _partners(count)
         images = finish(
-            images_B3HW, self.mean, self.std, sampled.boxes, sampled.keys, self.mode, sampled.mixing, partners
+            images_B3HW, self.mean, self.std, parameters.boxes, parameters.keys, self.mode, parameters.mixing, partners
         )
-        if sampled.mixing is None:
+        if parameters.mixing is None:
             return images, targets_B
 
-        shares = to_device(sampled.mixing[:, 5:].copy(), targets_B.device)
+        shares = to_device(parameters.mixing[:, 5:].copy(), targets_B.device)
         soft = mixup_target(targets_B, self.num_classes, smoothing=self.smoothing)
         return images, soft * shares + soft[_partners_on(count, targets_B.device)] * (1 - shares)
 
@@ -124,7 +128,7 @@ class BatchAugmentation:
         boxes = np.zeros((count, 4), dtype=np.int32)
         keys = np.zeros(count, dtype=np.uint32)
         mixing = np.zeros((count, 6), dtype=np.float32)
-        for start in range(0, count, MIXUP_GROUP):
+        for start in range(0, count if self.is_random else 0, MIXUP_GROUP):
             group = slice(start, min(start + MIXUP_GROUP, count))
             # the first word seeds the RNGs of Python and NumPy, and each other word seeds the noise of one image
             words = np.random.SeedSequence((self.seed, epoch, position + start, 1)).generate_state(1 + MIXUP_GROUP)

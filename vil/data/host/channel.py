@@ -30,7 +30,7 @@ class Channel:
     when the thread that loads images releases the GIL. A channel sends one message and needs no answer. The memory is
     freed when both processes have closed it or have died, and it is not limited by the size of /dev/shm.
 
-    A channel must be created before the workers start.
+    A channel must be created before the workers start. The socket holds some 250 messages, and then sending waits.
     """
 
     def __init__(self):

@@ -1,44 +1,42 @@
-"""Loader of the sampled parameters of batch augmentation, which a worker samples ahead of the training process."""
+"""Loader of the parameters of batch augmentation, which a worker can sample ahead of the training process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ...fault_tolerance.workers import worker_errors_explained
-from ..device.augmentation import BatchAugmentation, BatchParameters
+from ..host.workers import prepare_worker, start_workers
 from ..samplers import TrainingBatches
-from .workers import prepare_worker, start_workers
+from .augmentation import BatchAugmentation, BatchParameters
 
 PREFETCHED = 4  # number of batches whose parameters are sampled ahead
 
 
 class ParameterLoader:
-    """Loader of the augmentation parameters of an epoch's batches.
+    """Loader of the augmentation parameters of the batches of an epoch.
 
-    With a worker, the training process does not spend its time on sampling. Other threads that need the GIL, such as
-    the thread that prepares images, would wait for the sampling.
+    Sampling in the training process would hold the GIL, for which the thread that prepares images would wait.
 
     Args:
-        augment: Augmentation of a batch.
+        augment: Augmentation that samples the parameters.
         batches: Batch sampler.
         size: Height and width of the images.
-        workers: Number of workers: 1 to sample in a worker, 0 to sample in this process.
+        in_worker: Whether a worker samples, instead of this process.
     """
 
-    def __init__(self, augment: BatchAugmentation, batches: TrainingBatches, size: Sequence[int], workers: int):
+    def __init__(self, augment: BatchAugmentation, batches: TrainingBatches, size: Sequence[int], in_worker: bool):
         self.batches = batches
-        self.ready = False
+        self.ready = False  # until the worker has started
         self.loader = DataLoader(
             _Parameters(augment, batches.batch_size, tuple(size)),
             batch_size=None,
             sampler=self,
-            num_workers=workers,
-            prefetch_factor=PREFETCHED if workers else None,
-            persistent_workers=workers > 0,
-            worker_init_fn=_prepare,
+            num_workers=int(in_worker),
+            prefetch_factor=PREFETCHED if in_worker else None,
+            persistent_workers=in_worker,
+            worker_init_fn=prepare_worker,
         )
         start_workers(self.loader)
         self.ready = True
@@ -53,7 +51,7 @@ class ParameterLoader:
                 yield self.batches.epoch, position
 
     def parameters(self) -> Iterator[BatchParameters]:
-        """Iterate over the parameters of the batches of the epoch."""
+        """Iterate over the parameters of the epoch's batches."""
         with worker_errors_explained():
             yield from self.loader
 
@@ -66,8 +64,3 @@ class _Parameters(Dataset):
 
     def __getitem__(self, key: tuple[int, int]) -> BatchParameters:
         return self.augment.sample(self.count, *self.size, *key)
-
-
-def _prepare(worker: int) -> None:
-    prepare_worker(worker)
-    torch.set_num_threads(1)
