@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import math
-import mmap
 import os
 import socket
 import time
@@ -121,11 +120,12 @@ class SentTensor:
 def _receive(key: int, name: bytes, shape: tuple[int, ...]) -> Tensor:
     """Return a uint8 tensor that a worker has sent through the channel with this key."""
     descriptor = _channels[key].receive(name)
-    try:
-        memory = mmap.mmap(descriptor, math.prod(shape))
+    try:  # `mmap.mmap` would keep the file open, and there is a limit of open files
+        path = f"/proc/self/fd/{descriptor}"
+        tensor = torch.from_file(path, shared=True, size=math.prod(shape), dtype=torch.uint8)
     finally:
         os.close(descriptor)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
+    return tensor.view(shape)
 
 
 def send(tensor: Tensor, channel: Channel | None) -> Tensor | SentTensor:
