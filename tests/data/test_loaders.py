@@ -1,5 +1,6 @@
 """Tests that loaders equal timm's transforms, and that either workers or the device augments images, as appropriate."""
 
+import dataclasses
 import tarfile
 from collections import UserList
 from types import SimpleNamespace
@@ -180,6 +181,15 @@ def test_pieces_reserve_shared_memory_for_the_images_that_workers_have_augmented
     streaming = IterableImageDataset("", reader=UserList())
     streaming.set_loader_cfg = lambda num_workers: None
     assert piece_bytes(streaming, 100) == 100 * 3 * 12 * 16  # workers return whole batches of an iterable dataset
+
+
+def test_a_loader_recommends_the_number_of_workers_that_the_cores_allow(photo_folder, said, monkeypatch):
+    monkeypatch.setattr("vil.data.plan.default_workers", lambda device: 3)
+    plan = loader_for_training(photo_folder, CUDA).plan
+    assert plan.remedy == "--workers 3"
+    assert dataclasses.replace(plan, workers=2).remedy == "--workers 3"
+    assert "only for a slow disk, --workers 6" in dataclasses.replace(plan, workers=3).remedy
+    assert "baseline JPEGs" in dataclasses.replace(plan, workers=3, sampler=None).remedy
 
 
 @pytest.mark.parametrize(

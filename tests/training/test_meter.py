@@ -120,7 +120,7 @@ def measure(rank):
     train(meter, clock, 1, wait=(1.0, 3.0)[rank], work=(3.0, 1.0)[rank], loss=(0.1, 0.2)[rank], norm=(1.0, 4.0)[rank])
     meter.collect()
     bottleneck = Bottleneck(1)
-    bottleneck.look(meter, "", waited_for_model=float(rank), preparing=0.0)
+    bottleneck.look(meter, "", "", waited_for_model=float(rank), preparing=0.0)
     row = meter.summary(global_batch_size=16) | dict(looked=astuple(bottleneck.times))
     distributed.destroy_process_group()
     return row
@@ -152,18 +152,18 @@ def looked(clock, steps, caplog):
                     meter.times.seconds += 1
                     meter.times.waited_for_gpu += 1
                     meter.times.waited_at_looks += 1
-                bottleneck.look(meter, "3 workers", for_model, for_preparation)
+                bottleneck.look(meter, "3 workers", "--workers 14", for_model, for_preparation)
     return caplog.messages
 
 
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        ((5, 0, 1, 2, 0.1), r"waiting for images \(3 workers\) \(60%\): more --workers, .*"),
+        ((5, 0, 1, 2, 0.1), r"waiting for images \(3 workers\) \(60%\): --workers 14"),
         ((1, 0, 1, 5, 0.0), r"launching work from the training process \(69%\): --cuda-graphs, .*"),
         (
             (1, 0, 4, 3, 0.0),
-            r"preparing images \(3 workers\) \(49%\): --no-augment-on-device",
+            r"preparing images \(3 workers\) \(49%\): files of fewer pixels",
         ),
         ((6, 0, 0, 2, 0.2), None),  # the host also waits for the GPU, so the GPU is not idle
         ((4, 2, 0, 2, 0), None),  # loading waits for the model to free memory, so the GPU is not idle

@@ -97,6 +97,11 @@ class TrainingLoader:
         return self.images.description
 
     @property
+    def remedy(self) -> str:
+        """What may help if the device waits for the workers, for a log message."""
+        return self.images.remedy
+
+    @property
     def waits(self) -> Waits:
         """Total seconds that the run has waited for the model to free memory, and for the device to prepare batches."""
         return self.images.waits

@@ -12,7 +12,7 @@ from ..config import ConfigError
 from .device.decoding import decoder_is_missing
 from .device.encoded import is_small
 from .device.transform_parameters import TransformSampler
-from .host.workers import BATCHES_AHEAD, PIECE, choose_workers
+from .host.workers import BATCHES_AHEAD, PIECE, choose_workers, default_workers
 from .samplers import EvaluationBatches, TrainingBatches
 from .sources.readers import has_jpegs, typical_pixels
 from .sources.splits import streams
@@ -64,6 +64,15 @@ class LoadingPlan:
         compete with the caller for the GIL.
         """
         return not self.decodes_in_workers
+
+    @property
+    def remedy(self) -> str:
+        """What may help if the device waits for the workers."""
+        most = default_workers(self.device)
+        if self.workers < most:
+            return f"--workers {most}"
+        jpegs = "baseline JPEGs (decoded on the GPU), " if self.sampler is None else ""
+        return f"{jpegs}more CPU cores, a faster disk or, only for a slow disk, --workers {2 * self.workers}"
 
     def __str__(self) -> str:
         who = f"{self.workers} worker{'s' * (self.workers != 1)}" if self.workers else "no workers"

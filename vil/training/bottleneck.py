@@ -47,12 +47,15 @@ class Bottleneck:
         self.epoch: EpochMeter | None = None  # epoch of the previous measurement
         self.times: HostTimes | None = None  # total times at the previous measurement
 
-    def look(self, meter: EpochMeter, how_loaded: str, waited_for_model: float, preparing: float) -> None:
+    def look(
+        self, meter: EpochMeter, how_loaded: str, loading_remedy: str, waited_for_model: float, preparing: float
+    ) -> None:
         """Warn if the GPU waited for the host since the previous measurement. Call `look` after each step.
 
         Args:
             meter: Meter of the epoch.
             how_loaded: Short description of how images are loaded, for the warning.
+            loading_remedy: What may help if the GPU waits for the workers, for the warning.
             waited_for_model: Total seconds that the run waited for the model to free memory for a batch.
             preparing: Total seconds that the run waited while this process decoded and augmented images.
         """
@@ -65,9 +68,9 @@ class Bottleneck:
         self.times = times
         if before is not None:
             self.is_known = True
-            self._warn(times.minus(before), how_loaded)
+            self._warn(times.minus(before), how_loaded, loading_remedy)
 
-    def _warn(self, interval: HostTimes, how_loaded: str) -> None:
+    def _warn(self, interval: HostTimes, how_loaded: str, loading_remedy: str) -> None:
         # If the host is the bottleneck, the host hardly waits for the GPU.
         waited_for_gpu = interval.waited_for_gpu - interval.waited_at_looks + interval.waited_for_model
         if not is_rank0() or waited_for_gpu >= IDLE * interval.seconds:
@@ -80,10 +83,10 @@ class Bottleneck:
             remedy = "--cuda-graphs, a larger --batch-size or --torchcompile"
         elif longest == interval.preparing:
             what = f"preparing images ({how_loaded})"
-            remedy = "--no-augment-on-device"
+            remedy = "files of fewer pixels"
         else:
             what = f"waiting for images ({how_loaded})"
-            remedy = "more --workers, baseline JPEGs (decoded on the GPU) or a faster disk"
+            remedy = loading_remedy
         _logger.warning(
             "the GPU waits for the host, which spends its time on %s (%.0f%%): %s may help",
             what, 100 * longest / interval.seconds, remedy,

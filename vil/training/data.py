@@ -105,6 +105,11 @@ class Data:
         """Short description of how images are loaded."""
         return self.train_loader.description
 
+    @property
+    def remedy(self) -> str:
+        """What may help if the GPU waits for images."""
+        return self.train_loader.remedy
+
     def take_unreadable(self) -> int:
         """Return the number of unreadable training images in this process since the last call."""
         return self.train_loader.take_unreadable()

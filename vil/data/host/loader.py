@@ -50,6 +50,10 @@ class PieceLoader:
         return str(self.plan)
 
     @property
+    def remedy(self) -> str:
+        return self.plan.remedy
+
+    @property
     def dataset(self):
         return self.loader.dataset
 
