@@ -322,7 +322,8 @@ def test_the_thread_prefetches_at_most_two_batches(six_batches, monkeypatch):
 def test_waiting_times_for_the_model_and_the_thread_are_measured(six_batches, monkeypatch):
     slow = SimpleNamespace(synchronize=lambda: time.sleep(0.05))
     monkeypatch.setattr(DeviceLoader, "_record_use", lambda _: slow)
-    monkeypatch.setattr(device_loader, "join_pieces", lambda pieces: time.sleep(0.02) or join_pieces(pieces))
+    prepare = six_batches.prepare
+    monkeypatch.setattr(six_batches, "prepare", lambda batch: time.sleep(0.02) or prepare(batch))
     begin = time.perf_counter()
     list(six_batches)
     for_model, for_thread = six_batches.waits

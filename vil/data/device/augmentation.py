@@ -37,11 +37,6 @@ class Normalization:
         self.mean = tuple(data_config["mean"])
         self.std = tuple(data_config["std"])
 
-    @property
-    def is_random(self) -> bool:
-        """Whether parameters are sampled, for random erasing or for mixing."""
-        return bool(self.erase or self.mix)
-
     def __call__(self, images_B3HW: Tensor) -> Tensor:
         """Normalize uint8 images to float32."""
         device = images_B3HW.device

@@ -63,4 +63,6 @@ class _Parameters(Dataset):
         self.size = size
 
     def __getitem__(self, key: tuple[int, int]) -> BatchParameters:
-        return self.augment.sample(self.count, *self.size, *key)
+        height, width = self.size
+        epoch, position = key
+        return self.augment.sample(self.count, height, width, epoch, position)

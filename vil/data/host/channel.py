@@ -135,7 +135,7 @@ def send(tensor: Tensor, channel: Channel | None) -> Tensor | SentTensor:
         SharedMemoryError: There is no channel, and the shared memory is full.
     """
     if channel and get_worker_info():
-        return SentTensor([memoryview(tensor.numpy()).cast("B")], tensor.shape, channel)
+        return SentTensor([tensor.numpy().data.cast("B")], tensor.shape, channel)
     into_shared_memory(tensor)
     return tensor
 
