@@ -27,33 +27,39 @@ class ParameterLoader:
     """
 
     def __init__(self, augment: BatchAugmentation, batches: TrainingBatches, size: Sequence[int], in_worker: bool):
-        self.batches = batches
-        self.ready = False  # until the worker has started
+        self.keys = _Keys(batches)
         self.loader = DataLoader(
             _Parameters(augment, batches.batch_size, tuple(size)),
             batch_size=None,
-            sampler=self,
+            sampler=self.keys,
             num_workers=int(in_worker),
             prefetch_factor=PREFETCHED if in_worker else None,
             persistent_workers=in_worker,
             worker_init_fn=prepare_worker,
         )
         start_workers(self.loader)
-        self.ready = True
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield the epoch and position of each batch, as the DataLoader's sampler."""
-        if self.ready:
-            for position in self.batches.first_positions():
-                yield self.batches.epoch, position
+        self.keys.ready = True
 
     def parameters(self) -> Iterator[BatchParameters]:
         """Iterate over the parameters of the epoch's batches."""
         with worker_errors_explained():
             yield from self.loader
+
+
+class _Keys:
+    """Sampler of the epoch and position of each batch. It yields nothing until `ready` is set, as `Pieces` does."""
+
+    def __init__(self, batches: TrainingBatches):
+        self.batches = batches
+        self.ready = False
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        if self.ready:
+            for position in self.batches.first_positions():
+                yield self.batches.epoch, position
 
 
 class _Parameters(Dataset):
