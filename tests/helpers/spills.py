@@ -28,13 +28,14 @@ def log_of_compiling(source, arch, macros):
     return emulator.kept(key, ".log", compile_cubin).read_text()
 
 
-def assert_no_spills(kernels):
+def assert_no_spills(kernels, allowed=8):
     """Assert that compiling the kernels, given as (source, architecture, macros), spills almost no registers.
 
-    In the tests, NVRTC 13.0 spills only a constant pointer of `pool`. Other releases of NVRTC may spill more.
+    In the tests, NVRTC 13.0 spills only a constant pointer of `pool`, and registers that scan_lines_bwd uses once per
+    image or tile. Other releases of NVRTC may spill more. `allowed` is the number of bytes for sm_90.
     """
     kernels = [kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]
     with ThreadPoolExecutor(2) as pool:
         for kernel, log in zip(kernels, pool.map(lambda kernel: log_of_compiling(*kernel), kernels)):
             spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", log)))
-            assert spilled <= (8 if kernel[1].startswith("sm_90") else 120), (kernel, log)
+            assert spilled <= (allowed if kernel[1].startswith("sm_90") else 120), (kernel, log)

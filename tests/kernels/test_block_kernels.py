@@ -67,7 +67,7 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
     # projections are packed in the matrix products' dtype, other weights in fp32
     assert [t.dtype for t in views] == 4 * [BF16] + 4 * [torch.float32]
     shapes = (
-        (2 * D, C), (3, 2, K + 1, D), (2, 5, sizes.padded_P, D), (2, 7, D, sizes.padded_R), (4, 2, D), (2, D)
+        (2 * D, C), (3, 2, K + 1, D), (2, 5, sizes.padded_P, D), (2, 7, D, sizes.padded_R), (4, 2, D), (6, 2, D)
     )  # fmt: skip
     given = weights.norm, weights.in_proj, sizes, *[torch.randn(shape) for shape in shapes]
     found, (in_one,) = (kernels.unpack_gradients(*given, BF16, in_one) for in_one in (False, True))

@@ -26,7 +26,9 @@ from vil.kernels.block import (
     pack_weights,
     pool,
     pooled_conv_backward,
+    projection_gradients,
     scan_lines,
+    scan_lines_bwd,
     step_proj_bwd,
     sum_lines,
     unpack_gradients,
@@ -61,6 +63,9 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
             scan_lines.macros_of(recurrence, torch.empty(2, 1, S, D, dtype=t, device="meta"), R + 32, R)
             for recurrence in ("longhorn", "selective") for S, D, R in ((15, 384, 16), (15, 768, 24)) if small
         ],
+        projection_gradients: [
+            projection_gradients.macros_of(t, D, R + 32, R) for D, R in ((384, 16), (768, 24)) if small
+        ],
         sum_lines: [dict(INPUT=dtype, VECTOR=8 if small else 4, THREADS=192)],
         step_proj_bwd: [step_proj_bwd.macros_of(t, D, R, 16) for D, R in ((384, 16), (768, 24)) if small],
         gate_outproj: [dict(INPUT=dtype, WIDTH=C, POOLED=pooled) for C in widths for pooled in (0, 1)],
@@ -79,6 +84,15 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
             for module, all_macros in named.items() for macros in (all_macros if small and hopper else all_macros[-1:])
         ]
     )  # fmt: skip
+
+
+@NVRTC
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_the_backward_scan_of_lines_spills_only_outside_of_its_loop_over_lines(arch):
+    """At most 16 registers are spilled, although the loop over lines uses 255 registers."""
+    sizes = ((15, 384, 16), (16, 768, 24), (15, 768, 24))
+    macros = [scan_lines_bwd.macros_of(torch.bfloat16, *size) for size in sizes]
+    assert_no_spills([(scan_lines_bwd.SOURCE, arch, m) for m in macros], allowed=64)
 
 
 def random_tensors(device, *kinds):
@@ -252,10 +266,11 @@ def calls_of_unpack_gradients(tokens, B, L, C, D):
     dfolded, dfilters, dx_proj = torch.randn(2 * D, C), torch.randn(parts, 2, TAPS + 1, D), torch.randn(2, parts, P, D)
     dstep_proj, dskips, dchannels = torch.randn(2, parts, D, R), torch.randn(parts + 1, 2, D), torch.randn(2, 2, D)
     # The gradients of the skip weights have one memory layout in pooled blocks, and another in the scan.
-    for of_skips in (dskips, dchannels[None, :, 0]):
+    # The gradients of step_bias have a similar difference.
+    for of_skips, of_bias in ((dskips, dskips.flip(0)), (dchannels[None, :, 0], dchannels[None, :, 1])):
         yield (
             weights.norm, weights.in_proj, weights.sizes(), dfolded, dfilters, dx_proj, dstep_proj, of_skips,
-            dchannels[:, 1], tokens(0).dtype,
+            of_bias, tokens(0).dtype,
         )  # fmt: skip
 
 

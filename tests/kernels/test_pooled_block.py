@@ -18,7 +18,7 @@ from emulator import EMULATED
 from scans import relative_error
 
 from vil.kernels import backends
-from vil.kernels.block import pool, pooled_conv_backward, scan_lines, sum_lines
+from vil.kernels.block import pool, pooled_conv_backward, scan_lines, scan_lines_bwd, sum_lines
 from vil.kernels.block.lines import Lines
 from vil.models import dispatch
 
@@ -108,6 +108,40 @@ def test_scan_lines_equals_its_definition(B, S, D, R, dtype, recurrence, device,
     truth = scan_lines.reference(recurrence, *exactly)
     # scan_lines rounds steps, keys and queries like conv_xproj, so the kernels have equal tolerances.
     close(found, truth, dtype, "conv_xproj")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("B", "S", "D", "R", "dtype"),
+    [
+        (3, 15, 64, 8, torch.bfloat16), (3, 16, 384, 16, torch.float16), (2, 9, 768, 24, torch.bfloat16),
+        (1, 8, 192, 24, torch.float16), (5, 3, 64, 8, torch.bfloat16), (2, 1, 128, 16, torch.float16),
+    ],
+)  # fmt: skip
+def test_scan_lines_backward_equals_its_definition(B, S, D, R, dtype, device, monkeypatch, poison):
+    if device == "cpu":
+        on_an_emulated_gpu(monkeypatch, multiprocessors=4)  # two CTAs for each direction
+    g = torch.Generator().manual_seed(0)
+
+    def random(*size, dtype=dtype):
+        return torch.randn(size, generator=g).to(device, dtype)
+
+    means, x_proj, step_proj = random(2, B, S, D), random(2, R + 32, D) / D**0.5, random(2, D, R) / R**0.5
+    bias, dy = random(2, D, dtype=torch.float32), random(B, S, D)
+    assert scan_lines_bwd.fits("longhorn", means, x_proj, step_proj)
+    for other in (
+        ("selective", means, x_proj, step_proj), ("longhorn", means.repeat(1, 1, 17, 1), x_proj, step_proj),
+        ("longhorn", means.float(), x_proj, step_proj), ("longhorn", means[..., 8:], x_proj, step_proj),
+        ("longhorn", means, x_proj[:, 16:], step_proj), ("longhorn", means, x_proj[:, 4:], step_proj[..., 4:]),
+    ):  # fmt: skip
+        assert not scan_lines_bwd.fits(*other)
+    found, again = (scan_lines_bwd.scan_lines_backward(means, x_proj, step_proj, bias, dy) for _ in range(2))
+    assert all(map(torch.equal, found, again))
+    truth = scan_lines_bwd.reference(*(t.double() for t in (means, x_proj, step_proj, bias, dy)))
+    for value, expected, parts in zip(found, truth, (None, 1, 1, 0), strict=True):
+        # Step, keys, queries, states and their gradients are rounded to 16 bits, so gradients have several roundings.
+        error = relative_error(value if parts is None else value.sum(parts), expected)
+        assert error < (6e-3 if dtype == torch.bfloat16 else 8e-4)
 
 
 @pytest.fixture

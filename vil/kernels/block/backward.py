@@ -31,8 +31,8 @@ class DirectionGradients(NamedTuple):
     x_proj: Tensor
     step_proj: Tensor
     skips: Tensor
-    step_bias: Tensor  # (2, D)
-    A: Tensor  # (2, D, N) for the selective recurrence, otherwise empty
+    step_bias: Tensor  # (parts, 2, D)
+    A: Tensor | None  # (2, D, N) for the selective recurrence, otherwise empty or None
 
 
 @planned()
@@ -88,7 +88,7 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
     if not options.norm_given:
         dx_TC, _ = kernels.norm_backward(dxhat_TC, xhat_TC, rstd_T, dx_TC)
     # the gradient of A_log is dA * A, because A = -exp(A_log)
-    dA_log = None if saved.A is None else (dA_2DN * saved.A).to(norm_C.dtype)
+    dA_log = None if saved.A is None else (given(dA_2DN) * saved.A).to(norm_C.dtype)
     return [
         dx_TC.view(B, L, C), dxhat_TC if options.norm_given else None, dout_proj.to(norm_C.dtype), dA_log, *dweights
     ]  # fmt: skip
@@ -110,7 +110,7 @@ def _through_directions(
     dprojected_2TP, dstep_proj = kernels.step_proj_backward(dstep_logits_2TD, step_2TR, w.step_proj, dk_2TN, dq_2TN)
     dx_proj = kernels.products_over_tokens(dprojected_2TP, v_2TD)
     dfilters = kernels.conv_backward(u_BLD, dv_2BHD, dprojected_2TP, w.x_proj, w.conv, w.conv_bias, du_BLD)
-    return DirectionGradients(dfilters, dx_proj, dstep_proj, dchannels[None, :, 0], dchannels[:, 1], dA_2DN)
+    return DirectionGradients(dfilters, dx_proj, dstep_proj, dchannels[None, :, 0], dchannels[None, :, 1], dA_2DN)
 
 
 def _through_lines(
@@ -118,7 +118,30 @@ def _through_lines(
     saved: SavedForBackward,
 ) -> DirectionGradients:  # fmt: skip
     """Backpropagate through a pooled block's scan, projections and convolutions. Writes u's gradient to `du_BLD`."""
-    p, dy_BSD = project_pooled(given(saved.pooled), w), kernels.sum_lines(dy_BLD, lines)
+    means_2BSD, dy_BSD = given(saved.pooled), kernels.sum_lines(dy_BLD, lines)
+    dA_2DN: Tensor | None
+    if kernels.backpropagates_lines(recurrence, means_2BSD, w.x_proj, w.step_proj):
+        dmeans_2BSD, dx_proj, dstep_proj, dstep_bias = kernels.scan_lines_backward(
+            means_2BSD, w.x_proj, w.step_proj, w.step_bias, dy_BSD
+        )
+        dA_2DN = None
+    else:
+        dmeans_2BSD, dx_proj, dstep_proj, dstep_bias, dA_2DN = _through_scan(recurrence, means_2BSD, dy_BSD, w, saved)
+    dfilters, dskips = kernels.pooled_conv_backward(
+        u_BLD, dy_BLD, dmeans_2BSD, w.conv, w.conv_bias, w.skip, du_BLD, lines
+    )
+    # the scan of a pooled block has no skip connection
+    return DirectionGradients(dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dA_2DN)
+
+
+def _through_scan(
+    recurrence: str, means_2BSD: Tensor, dy_BSD: Tensor, w: PackedWeights, saved: SavedForBackward
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Backpropagate through a pooled block's scan and projections, with several launches.
+
+    Returns the gradients of the means, x_proj, step_proj, step_bias and A, in the form of `DirectionGradients`.
+    """
+    p = project_pooled(means_2BSD, w)
     dmeans_2BSD, dstep_logits_2BSD, dk_2BSN, dq_2BSN, dA_2DN, dchannels = scans.scan_backward(
         recurrence, dy_BSD.expand(2, -1, -1, -1), p.v, given(p.step_logits), p.k, p.q, saved.A, None, w.step_bias,
         saved.states, REVERSE, overwrite_step_logits=True,
@@ -129,11 +152,7 @@ def _through_lines(
     dprojected_2TP, dstep_proj = kernels.step_proj_backward(dstep_logits_2TD, step_2TR, w.step_proj, dk_2TN, dq_2TN)
     dx_proj = kernels.products_over_tokens(dprojected_2TP, means_2TD)
     dmeans_2TD.baddbmm_(dprojected_2TP, w.x_proj)
-    dfilters, dskips = kernels.pooled_conv_backward(
-        u_BLD, dy_BLD, dmeans_2BSD, w.conv, w.conv_bias, w.skip, du_BLD, lines
-    )
-    # the scan of a pooled block has no skip connection
-    return DirectionGradients(dfilters, dx_proj, dstep_proj, dskips, dchannels[:, 1], dA_2DN)
+    return dmeans_2BSD, dx_proj, dstep_proj, dchannels[None, :, 1], dA_2DN
 
 
 def _through_in_proj(

@@ -77,6 +77,9 @@ extern "C" __global__ void __launch_bounds__(256) unpack_gradients(PARAMETERS_un
     } else if (is_among(i, 2 * D)) {
         unsigned g = i / D, d = i % D;
         put((g ? dskip_1 : dskip_0) + d, sum_of_parts(dskips + g * next_direction + d, skip_parts, next_part));
-        put((g ? dstep_bias_1 : dstep_bias_0) + d, dstep_biases[g * next_bias + d]);
+    } else if (is_among(i, 2 * D)) {
+        unsigned g = i / D, d = i % D;
+        float sum = sum_of_parts(dstep_biases + g * next_bias + d, bias_parts, next_bias_part);
+        put((g ? dstep_bias_1 : dstep_bias_0) + d, sum);
     }
 }

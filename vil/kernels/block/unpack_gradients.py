@@ -18,7 +18,8 @@ SOURCE = Source("block/unpack_gradients", {
         norm=In("PARAMETER"), in_proj=In("PARAMETER"), dfolded=In("float"), dfilters=In("float", restrict=False),
         dx_projs=In("float", restrict=False), dsteps=In("float", restrict=False), filter_parts=I64, x_parts=I64,
         step_parts=I64, dskips=In("float", restrict=False), skip_parts=I64, next_part=I64, next_direction=I64,
-        dstep_biases=In("float", restrict=False), next_bias=I64, dnorm=Out("PARAMETER"), din_proj=Out("PARAMETER"),
+        dstep_biases=In("float", restrict=False), bias_parts=I64, next_bias_part=I64, next_bias=I64,
+        dnorm=Out("PARAMETER"), din_proj=Out("PARAMETER"),
         **direction_parameters("d", Out("PARAMETER", restrict=False)), channels=I64, projections_=I64, rank_=I64,
         padded_rank_=I64,
     ),
@@ -39,7 +40,7 @@ def unpack_gradients(
         dx_proj: (2, parts, padded R + 2N, D), to be summed over parts.
         dstep_proj: (2, parts, D, padded R), to be summed over parts, whose number may differ from that of `dfilters`.
         dskips: (parts, 2, D), to be summed over parts.
-        dstep_bias: (2, D).
+        dstep_bias: (parts, 2, D), to be summed over parts.
         dtype: Dtype of the products.
         in_one: Whether to return all gradients in one tensor, for `unflatten`.
     """
@@ -49,7 +50,7 @@ def unpack_gradients(
     if in_one:
         memory = norm_C.new_empty(sum(t.numel() for t in gradients))
         gradients = unflatten(memory, gradients)
-    blocks = -(-C // 8) + -(-2 * D * (sizes.padded_P + sizes.padded_R + K + 2) // 256)
+    blocks = -(-C // 8) + -(-2 * D * (sizes.padded_P + sizes.padded_R + K + 3) // 256)
     vector = 4 if C % 4 == 0 else 1
     macros = dict(INPUT=ELEMENT[dtype], PARAMETER=ELEMENT[norm_C.dtype], VECTOR=vector, WIDTH=C, TAPS=K)
     dnorm, din_proj, *ddirections = gradients
@@ -57,7 +58,8 @@ def unpack_gradients(
         norm=norm_C, in_proj=in_proj, dfolded=dfolded, dfilters=dfilters, dx_projs=dx_proj, dsteps=dstep_proj,
         filter_parts=dfilters.shape[0], x_parts=dx_proj.shape[1], step_parts=dstep_proj.shape[1],
         dskips=dskips, skip_parts=dskips.shape[0], next_part=dskips.stride(0), next_direction=dskips.stride(1),
-        dstep_biases=dstep_bias, next_bias=dstep_bias.stride(0), dnorm=dnorm, din_proj=din_proj,
+        dstep_biases=dstep_bias, bias_parts=dstep_bias.shape[0], next_bias_part=dstep_bias.stride(0),
+        next_bias=dstep_bias.stride(1), dnorm=dnorm, din_proj=din_proj,
         **by_direction("d", (ddirections[:6], ddirections[6:])), channels=D, projections_=sizes.padded_P,
         rank_=R, padded_rank_=sizes.padded_R,
     ))  # fmt: skip
@@ -75,7 +77,7 @@ def reference(
         folded, _, *rest = reference_packed(weights, dtype)
         return torch.cat([t.flatten() for t in (folded, *rest)])
 
-    dskip, dfilters = dskips.sum(0), dfilters.sum(0)
+    dskip, dfilters, dstep_bias = dskips.sum(0), dfilters.sum(0), dstep_bias.sum(0)
     dpacked = (
         dfolded, dx_proj.sum(1), dstep_proj.sum(1), dfilters[:, :-1].mT, dfilters[:, -1], dstep_bias, dskip
     )  # fmt: skip
