@@ -125,7 +125,12 @@ VARIANTS = {
     ),
     "conv_xproj": Variant("conv, products", replaced(conv_xproj, "fits", no), small(TRAIN, BATCH, LARGE, LARGE_TRAIN)),
     "step_proj_bwd": Variant("products", replaced(step_proj_bwd, "fits", no), both(TRAIN)),
-    "scan_lines": Variant("products, scan", replaced(kernels, "scans_lines", no), {"vil_small_pooled": [SINGLE]}),
+    "scan_image": Variant(
+        "products, scan",
+        replaced(kernels, "scans_images", no),
+        {name: [TRAIN, BATCH, SMALL_TRAIN] for name in ("vil_small_pooled", "vil_tiny_pooled")},
+    ),
+    "scan_lines": Variant("scan_image", replaced(kernels, "scans_lines", no), {"vil_small_pooled": [SINGLE]}),
 }
 
 

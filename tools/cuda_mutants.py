@@ -35,7 +35,7 @@ PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:ra
 TESTS = {  # test files by CUDA source; sources that are not listed use the tests of their folder
     **{f"cuda/{name}.cuh": SCAN + BLOCK for name in ("async_copies", "elements", "mma")},
     **{f"block/{name}.cu": POOLED for name in ("pool", "scan_lines", "sum_lines", "pooled_conv_backward")},
-    **{f"block/{name}.cu": POOLED for name in ("scan_lines_bwd", "projection_gradients")},
+    **{f"block/{name}.cu": POOLED for name in ("scan_image", "scan_lines_bwd", "projection_gradients")},
     "block/along_lines.cuh": POOLED,
 }
 FOLDERS = {"scan": SCAN, "block": BLOCK, "cuda": BLOCK, "augment": AUGMENT}
@@ -308,6 +308,24 @@ TABLE = {
          "    wait_for_copies<0>();\n    ⟦__syncthreads();→__syncwarp();⟧"),
         ("odd tokens are missing in the gradient of step_proj",
          "⟦        add(sums.step_proj[n], others.step_proj[n]);→⟧"),
+    ],
+    "block/scan_image.cu": [
+        ("x_proj is read before it has arrived",
+         "⟦        wait_for_copies<1>();→⟧\n        __syncwarp();  // means and x_proj are there"),
+        ("step_proj is read before it has arrived", "⟦wait_for_copies<1>();→⟧  // step_proj"),
+        ("partial sums are added before they are there", "⟦        __syncthreads();→⟧  // barrier A"),
+        ("sums are read before they are there", "⟦        __syncthreads();→⟧  // barrier B"),
+        ("the last warp's partial sum is missing", "for (int w = 1; w < WARPS⟦→ - 1⟧; w++)"),
+        ("entries of other pairs are not zero",
+         "store((float *)((char *)cta.update + i), Floats<4>{⟦→0x1p127f, 0x1p127f, 0x1p127f, 0x1p127f⟧});"),
+        ("both directions have the first one's step weights",
+         "copy_step_proj(warp, step_proj + (⟦D + →⟧d) * RANK, lane);"),
+        ("the second direction reads from the first line", "return ⟦g ? S - 1 - min(i, S - 1) : →⟧min(i, S - 1);"),
+        ("the first direction's y is missing", "⟦if (g) load_rows(→if (false) load_rows(⟧first"),
+        ("the sixteenth line has no y", "if (S == ⟦LINES→LINES + 1⟧) advance"),
+        ("the second line's y is that of the first", "queries.at[2 * ⟦second→0⟧],"),
+        ("both tiles have the first tile's bias", "⟦16 * i + →⟧8 * h + lane / 4);"),
+        ("channels 32 to 63 have the bias of the first 32", "bias[0] = bias[⟦WARP_CHANNELS / 32 - 1→0⟧];"),
     ],
     "block/pooled_conv_backward.cu": [
         ("a mean's gradient is not shared", "float line_share = 1.f⟦ / length→⟧;"),

@@ -43,6 +43,14 @@ MEANING = {
     r'asm\("mma.sync.aligned.m16n8k16.row.col.f32.f16.*?"r"\(b_1\)\);': (
         "multiply_fragments(from_fp16, &sums[0].at[0], {a_0, a_1, a_2, a_3, b_0, b_1});"
     ),
+    r'asm\("mma.sync.aligned.m16n8k16.row.col.f32.bf16[^;]*;"[^;]*"f"\(start\)\);': (
+        "for (int i = 0; i < 4; i++) product[i] = start; multiply_fragments([](unsigned bits) {"
+        " return __uint_as_float(bits << 16); }, product, {a[0], a[1], a[2], a[3], b_0, b_1});"
+    ),
+    r'asm\("mma.sync.aligned.m16n8k16.row.col.f32.f16[^;]*;"[^;]*"f"\(start\)\);': (
+        "for (int i = 0; i < 4; i++) product[i] = start;"
+        " multiply_fragments(from_fp16, product, {a[0], a[1], a[2], a[3], b_0, b_1});"
+    ),
     r'asm\("fma.rn.bf16x2 [^;]*;"[^;]*;': (
         "product = to_bf16(unpack(bf16{}, a).at[0] * unpack(bf16{}, b).at[0])"
         " | to_bf16(unpack(bf16{}, a).at[1] * unpack(bf16{}, b).at[1]) << 16;"

@@ -27,6 +27,7 @@ from vil.kernels.block import (
     pool,
     pooled_conv_backward,
     projection_gradients,
+    scan_image,
     scan_lines,
     scan_lines_bwd,
     step_proj_bwd,
@@ -65,6 +66,10 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
         ],
         projection_gradients: [
             projection_gradients.macros_of(t, D, R + 32, R) for D, R in ((384, 16), (768, 24)) if small
+        ],
+        scan_image: [
+            scan_image.macros_of(t, D, R, channels)
+            for D, R, channels in ((384, 16, 32), (384, 16, 64), (768, 24, 64)) if small
         ],
         sum_lines: [dict(INPUT=dtype, VECTOR=8 if small else 4, THREADS=192)],
         step_proj_bwd: [step_proj_bwd.macros_of(t, D, R, 16) for D, R in ((384, 16), (768, 24)) if small],

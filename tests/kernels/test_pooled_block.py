@@ -18,8 +18,9 @@ from emulator import EMULATED
 from scans import relative_error
 
 from vil.kernels import backends
-from vil.kernels.block import pool, pooled_conv_backward, scan_lines, scan_lines_bwd, sum_lines
+from vil.kernels.block import kernels, pool, pooled_conv_backward, scan_image, scan_lines, scan_lines_bwd, sum_lines
 from vil.kernels.block.lines import Lines
+from vil.kernels.cuda import hardware
 from vil.models import dispatch
 
 # The class token is in the middle of the tokens, so even, odd and single numbers of rows and columns differ.
@@ -108,6 +109,58 @@ def test_scan_lines_equals_its_definition(B, S, D, R, dtype, recurrence, device,
     truth = scan_lines.reference(recurrence, *exactly)
     # scan_lines rounds steps, keys and queries like conv_xproj, so the kernels have equal tolerances.
     close(found, truth, dtype, "conv_xproj")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("B", "S", "D", "R", "dtype"),
+    [
+        (3, 15, 384, 16, torch.bfloat16), (2, 16, 768, 24, torch.bfloat16), (2, 7, 128, 32, torch.float16),
+        (1, 3, 576, 8, torch.float16), (5, 1, 64, 40, torch.bfloat16),
+        (1, 16, 128, 16, torch.float16), (1, 14, 384, 16, torch.float16),
+    ],
+)  # fmt: skip
+def test_scan_image_equals_its_definition(B, S, D, R, dtype, device, monkeypatch, poison):
+    if device == "cpu":
+        on_an_emulated_gpu(monkeypatch)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
+    g = torch.Generator().manual_seed(0)
+
+    def random(*size, dtype=dtype):
+        return torch.randn(size, generator=g).to(device, dtype)
+
+    means, x_proj, step_proj = random(2, B, S, D), random(2, R + 32, D) / D**0.5, random(2, D, R) / R**0.5
+    inputs = means, x_proj, step_proj, None, random(2, D, dtype=torch.float32)
+    assert scan_image.fits("longhorn", means, x_proj, step_proj)
+    assert not scan_image.fits("selective", means, x_proj, step_proj)
+    for other in (
+        (means.repeat(1, 1, 17, 1), x_proj, step_proj), (means.float(), x_proj, step_proj),
+        (means[..., 32:], x_proj, step_proj), (means, x_proj[:, 16:], step_proj),
+        (means, x_proj[:, 4:], step_proj[..., 4:]), (means.repeat(1, 1, 1, 48), x_proj, step_proj),
+    ):  # fmt: skip
+        assert not scan_image.fits("longhorn", *other)
+    (found, states), (again, _) = (scan_image.scan_image("longhorn", *inputs) for _ in range(2))
+    assert torch.equal(found, again)
+    assert states.shape == (2, B, 0, 16, D)
+    truth = scan_image.reference("longhorn", *[t if t is None else t.double() for t in inputs])
+    # The kernel rounds steps, keys and queries like conv_xproj, so the kernels have equal tolerances.
+    close(found, truth, dtype, "conv_xproj")
+
+
+@pytest.mark.parametrize(
+    ("B", "S", "D", "expected"),
+    [
+        (1, 15, 768, "scan_lines"), (5, 15, 768, "scan_lines"), (6, 15, 768, None), (43, 15, 768, None),
+        (44, 15, 768, "scan_image"), (11, 64, 384, "scan_lines"), (44, 16, 384, "scan_image"), (44, 17, 384, None),
+        (44, 15, 1536, None), (44, 15, 96, None),
+    ],
+)  # fmt: skip
+def test_few_and_many_images_have_kernels_that_project_and_scan(B, S, D, expected, monkeypatch):
+    emulator.as_if_on_a_gpu(monkeypatch, multiprocessors=132)
+    R = D // 32 + -(D // 32) % 8  # padded to a multiple of 8
+    sizes = (2, B, S, D), (2, R + 32, D), (2, D, R)
+    scan = kernels.line_scan("longhorn", *(torch.empty(size, dtype=torch.bfloat16) for size in sizes))
+    assert (scan and scan.__name__) == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)

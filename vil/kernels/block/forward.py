@@ -89,8 +89,8 @@ def _read_lines(
     lines = options.lines
     assert lines is not None
     means_2BSD, skipped_BLD = kernels.pool(u_BLD, w.conv, w.conv_bias, w.skip, lines)
-    if kernels.scans_lines(means_2BSD, w.x_proj, w.step_proj):
-        y_BSD, states = kernels.scan_lines(options.recurrence, means_2BSD, w.x_proj, w.step_proj, A_2DN, w.step_bias)
+    if scan := kernels.line_scan(options.recurrence, means_2BSD, w.x_proj, w.step_proj):
+        y_BSD, states = scan(options.recurrence, means_2BSD, w.x_proj, w.step_proj, A_2DN, w.step_bias)
     else:
         p = project_pooled(means_2BSD, w)
         y_2BSD, states = scans.scan_forward(

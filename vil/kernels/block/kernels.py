@@ -9,6 +9,8 @@ explains what each kernel computes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from ..scan.cuda_scan import forward_schedule
@@ -24,6 +26,8 @@ from .norm_backward import norm_backward
 from .pack_weights import PackedWeights, pack_weights, packed_size
 from .pool import pool
 from .pooled_conv_backward import pooled_conv_backward
+from .scan_image import fits as scans_images
+from .scan_image import scan_image
 from .scan_lines import fits as scans_lines
 from .scan_lines import scan_lines
 from .scan_lines_bwd import fits as backpropagates_lines
@@ -43,3 +47,11 @@ def schedule_scan(
     (_, P, _), (_, _, R) = x_proj_2PD.shape, step_proj_2DR.shape
     schedule = forward_schedule(recurrence, u_BLD[:, :H].expand(2, -1, -1, -1), (P - R) // 2, R)
     return schedule, schedule.projects_step(H, R)
+
+
+def line_scan(
+    recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor
+) -> Callable | None:  # fmt: skip
+    """Return the kernel that computes the projections and scans of row or column means, or None if none fits."""
+    inputs = means_2BSD, x_proj_2PD, step_proj_2DR
+    return scan_lines if scans_lines(*inputs) else scan_image if scans_images(recurrence, *inputs) else None

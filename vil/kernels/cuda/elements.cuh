@@ -120,3 +120,8 @@ DEVICE float min_or_nan(float a, float b) {
 }
 constexpr float LOG2E = 1.4426950408889634f;
 DEVICE float exp_fast(float x) { return exp2_fast(x * LOG2E); }
+// Returns the power of two whose product with v, a number of at least 1, is at least 1 and less than 2.
+DEVICE float inverse_exponent(float v) {
+    constexpr unsigned EXPONENT = 0x7f800000u, TWICE_THE_BIAS = 0x7f000000u;  // bits of an fp32 number
+    return __uint_as_float(TWICE_THE_BIAS - (__float_as_uint(v) & EXPONENT));
+}

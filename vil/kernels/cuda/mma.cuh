@@ -36,6 +36,18 @@ DEVICE void multiply(fp16, float (&product)[4], unsigned a_0, unsigned a_1, unsi
         : "r"(a_0), "r"(a_1), "r"(b), "f"(start));
 }
 
+// Computes product (16, 8) = a (16, 16) b (16, 8) + start.
+DEVICE void multiply(bf16, float (&product)[4], const unsigned (&a)[4], unsigned b_0, unsigned b_1, float start) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_0), "r"(b_1), "f"(start));
+}
+DEVICE void multiply(fp16, float (&product)[4], const unsigned (&a)[4], unsigned b_0, unsigned b_1, float start) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_0), "r"(b_1), "f"(start));
+}
+
 // Load 2 or 4 matrices of 8 x 8 16-bit elements from shared memory (ldmatrix).
 // Lanes 8 i to 8 i + 7 pass the addresses of the rows of matrix i.
 // A lane receives columns 2p, 2p+1 of row r, or, if transposed, rows 2p, 2p+1 of column r.

@@ -2,12 +2,6 @@
 
 #include "forward_mma_memory.cuh"
 
-// Returns the power of two whose product with v, a number of at least 1, is at least 1 and less than 2.
-DEVICE float inverse_exponent(float v) {
-    constexpr unsigned EXPONENT = 0x7f800000u, TWICE_THE_BIAS = 0x7f000000u;  // bits of an fp32 number
-    return __uint_as_float(TWICE_THE_BIAS - (__float_as_uint(v) & EXPONENT));
-}
-
 // Operands of the states of a tile. Eight lanes compute a pair of tokens, with two states per lane.
 // A warp computes 4 pairs of tokens at a time, and then the 4 pairs that are APART pairs later.
 struct StateProducer {
