@@ -31,7 +31,7 @@
 //   -dk    H and E                        x and -2                      (16 states, 8 tokens)
 //
 // All tokens have different operands a. Therefore b is zero except for the column of the token, and a product adds to the
-// sums of only this token. Sums over states are computed by shuffles, because movmatrix would be slower. docs/kernels/block.md lists buffers and barriers.
+// sums of only this token. Sums over states are computed by shuffles. docs/kernels/block.md lists buffers and barriers.
 
 #include "../cuda/types.cuh"
 #define RECURRENCE Longhorn
