@@ -248,8 +248,6 @@ def test_runs_of_blocks_have_the_gradients_of_plain_blocks(
 ):
     """Eight blocks, which are a run of six blocks and a run of two, have the gradients of unfused blocks in fp64."""
     monkeypatch.setattr(block_op, "is_eager", lambda t: how == "eager" and not torch.compiler.is_compiling())
-    if pool:
-        monkeypatch.setattr(ReferenceKernels, "scans_lines", lambda *_: False, raising=False)
     modules = [make_block(mixer, 24, 0.2, seed=i, pool=pool, dtype=torch.float64) for i in range(8)]
     chain = Blocks(*modules)
     x, dy = torch.randn(2, 3, 10, 24, dtype=torch.float64)

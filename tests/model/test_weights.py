@@ -282,7 +282,7 @@ def test_weights_beyond_fp16_are_named_and_nothing_is_written(best, tmp_path, mo
     ("config", "message"),
     [
         (json.dumps({"model": "vil_tiny", "model_kwargs": {"url": "x"}}), "has the model argument 'url'"),
-        (json.dumps({"model": "vil_tiny", "img_size": 10**9}), "has img_size 1000000000, but img_size must be at most"),
+        (json.dumps({"model": "vil_tiny", "img_size": 10**9}), "'img_size' .* must be at most 8192, got 1000000000"),
         ("[1, 2]", "must be a dict, got list"),
         ("[" * 10**5, "must be a dict, got str"),
     ],

@@ -269,6 +269,6 @@ def test_a_flat_folder_is_rejected_in_one_line(tmp_path, monkeypatch):
 
 def test_too_few_images_for_a_config_name_the_command_that_fits(photos):
     with pytest.raises(
-        SystemExit, match="batch_size must be at most 16, .* so that `vil train FOLDER` chooses a recipe"
+        SystemExit, match="batch_size must be at most 16, .* so that `vil train FOLDER` chooses a value"
     ):
         run_vil(["train", photos, "-c", "vil_tiny", "--device", "cpu", "--workers", "0"])
