@@ -1,20 +1,20 @@
 """FLOP formulas of this package's operators for PyTorch's FlopCounterMode.
 
-A model's count does not depend on which operators the model uses.
+The FLOP count of a model does not depend on which operators the model uses.
 
 PyTorch counts only products, 2 FLOPs for a multiplication and its addition, and nothing for elementwise functions. The
-recurrence counts as a product of its coefficients and states: all operations on each of its G B L D N elements of state
-count, and operations with fewer elements (step sizes, norms of keys, the skip connection) do not.
+recurrence counts as a product of coefficients and states. All operations on the G B L D N elements of the states count.
+Operations on fewer elements (step sizes, norms of keys, the skip connection) do not count.
 
     forward, 7    decay 1 - eps k^2 or exp(A dt) (2), drive k (eps x) or b (dt x) (1), decay S + drive (2), q S (2)
     backward      q dy plus gradients from later tokens (3), gradients of q (2), decay (1), drive (2) and key (2); via
     the decay, Longhorn's eps (2) and key (2), or Mamba's exponent (1), dt (2) and A (2)
 
 The sum is 14 for Longhorn's gradient and 15 for Mamba's. States, projections and other values that backward recomputes
-to save memory do not count. VMamba and similar papers count 9 for forward, `FIELD_CONVENTION`.
+to save memory do not count. VMamba and similar papers count 9 FLOPs for forward (`FIELD_CONVENTION`).
 
-The block's operators count what their parts count separately, including tokens that are not needed after the last
-block, and the K - 1 additional tokens of the convolution's padding.
+A fused block counts as many FLOPs as the parts of an unfused block. The count includes tokens that the last block need
+not compute, and the K - 1 additional tokens of the convolution's padding.
 
     B batch    L tokens    C model width    D inner width    N states    R rank    P = R + 2N    K taps    G directions
 """

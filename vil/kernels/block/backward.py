@@ -45,8 +45,8 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
         options: Options of forward.
         sizes: Sizes of the weights, which are saved packed.
         in_one: Whether `unpack_gradients` returns all gradients in one tensor.
-        flat: Gradients of x' and of xhat' (or None); xhat' and its factors (or None twice); the scale or None; norm and
-            in_proj, for the gradients of their product; and `SavedForBackward`.
+        flat: Gradients of x' and of xhat' (or None); xhat' and rstd' (or None twice); scale (or None); weights norm and
+            in_proj, whose product is the weight of the packed projection; and `SavedForBackward`.
     """
     dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, saved = BackwardInputs.of(map(aligned, flat))
     xhat_TC, rstd_T = given(saved.xhat), given(saved.rstd)
@@ -117,7 +117,7 @@ def _through_lines(
     recurrence: str, lines: Lines, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights,
     saved: SavedForBackward,
 ) -> DirectionGradients:  # fmt: skip
-    """Backpropagate through a pooled block's scan, projections and convolutions. Writes u's gradient to `du_BLD`."""
+    """Backpropagate through a pooled block's scan, projections and convolutions, and write `du_BLD`."""
     means_2BSD, dy_BSD = given(saved.pooled), kernels.sum_lines(dy_BLD, lines)
     dA_2DN: Tensor | None
     if kernels.backpropagates_lines(recurrence, means_2BSD, w.x_proj, w.step_proj):
@@ -137,7 +137,7 @@ def _through_lines(
 def _through_scan(
     recurrence: str, means_2BSD: Tensor, dy_BSD: Tensor, w: PackedWeights, saved: SavedForBackward
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Backpropagate through a pooled block's scan and projections, with several launches.
+    """Backpropagate through a pooled block's scan and projections with separate kernels.
 
     Returns the gradients of the means, x_proj, step_proj, step_bias and A, in the form of `DirectionGradients`.
     """
@@ -172,7 +172,7 @@ def _through_in_proj(
 def named_gradients(
     dout_proj: Tensor, dA_logs: Sequence[Tensor], dnorm: Tensor, din_proj: Tensor, *others
 ) -> BlockWeights:
-    """Arrange the gradients that `backward` returns as `BlockWeights`. `dA_logs` is empty for Longhorn."""
+    """Arrange the gradients from `backward` in a `BlockWeights`. `dA_logs` is empty for Longhorn."""
     first, second = DirectionWeights(*others[:6], *dA_logs[:1]), DirectionWeights(*others[6:], *dA_logs[1:])
     return BlockWeights(dnorm, din_proj, dout_proj, (first, second))
 

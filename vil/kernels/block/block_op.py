@@ -70,7 +70,7 @@ def block(
         x_BLC: Residual stream, fp32.
         weights: Weights, all of one dtype.
         options: Options of the computation.
-        scale_B: Stochastic depth: 0 or 1 / (1 - rate) for each image. None for 1.
+        scale_B: Factors of stochastic depth, 0 or 1 / (1 - rate) for each image. None means 1.
         normed: Norm of x that the previous block returned, if both blocks have the same eps.
 
     Returns:
@@ -123,8 +123,8 @@ def _block_backward(
 ):  # fmt: skip
     """Return the gradients of x, of xhat (the RMSNorm of x, empty unless `norm_given`), and of a block's weights.
 
-    The gradients of the weights are few tensors, because each tensor of an operator costs host time under
-    torch.compile: that of out_proj, both A_log of the selective recurrence, and one flat tensor for all other weights.
+    The gradients of the weights are the gradient of out_proj, one flat tensor for all other weights except A_log and,
+    for the selective recurrence, one tensor for both A_log. Few tensors save host time under torch.compile.
     """
     weights = [norm_C, in_proj, out_proj, *directions]
     check_backward(
@@ -222,7 +222,7 @@ class _EagerBlock(torch.autograd.Function):
 class _ObservedBlock(torch.autograd.Function):
     """Autograd function of the operator `vil::block`, whose backward is the operator `vil::block_backward`.
 
-    Its outputs include the saved tensors, because a compiler must see which operator creates them.
+    The outputs include the saved tensors, because a compiler must see which operator creates the saved tensors.
     """
 
     @staticmethod
@@ -290,7 +290,8 @@ def _below_autograd(options: Options, flat: list[Tensor | None]) -> list[Tensor 
 
 def _differentiable_block(*arguments):
     """Implement `vil::block` for PyTorch's Autograd dispatch key."""
-    if not (arguments[-1] and torch.is_grad_enabled()):  # also the forward pass of a compiled training step
+    # a compiled training step also calls the forward pass without gradients
+    if not (arguments[-1] and torch.is_grad_enabled()):
         if is_eager(arguments[6]):
             return _block(*arguments)
         with torch_private.below_autograd():

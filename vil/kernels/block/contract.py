@@ -88,7 +88,7 @@ def check_saved(
 ) -> None:  # fmt: skip
     """Raise a ValueError if a gradient or saved tensor of a block is invalid.
 
-    `residual` is the row of the gradient dx_BMC, and `sizes` has the sizes of the weights by dimension letter.
+    `residual` describes the gradient dx_BMC as a row of `check`. `sizes` maps dimension letters to the weights' sizes.
     """
     norm = Normed(*next_normed) if next_normed else None
     if dnext_TC is not None and (norm is None or class_token_only):
@@ -137,7 +137,7 @@ def check_run_backward(options: tuple[BackwardOptions, ...], sizes: Sizes, flat:
             own.recurrence, own.class_token_only, own.lines, residual, dnext_TC,
             [t for t in next_normed if t is not None], known, sizes, kept,
         )  # fmt: skip
-        # gradients between blocks have the shapes of the tensors that the blocks pass on
+        # the gradient that a block receives has the shape of the block's output
         B, L = given(saved[0]).shape[:2]
         dx_BMC, dnext_TC, next_normed = dx_BMC.new_empty(1).expand(B, L, sizes.C), None, []
 

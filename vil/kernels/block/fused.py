@@ -51,7 +51,7 @@ def run_blocks(
 ) -> tuple[Tensor, Normed | None]:
     """Run consecutive blocks with the operator that `fused_operator` returned for all of them.
 
-    Each block passes the norm of its output to the next one, so all blocks must have the same eps.
+    Each block passes the norm of its output to the next block, so all blocks must have the same eps.
     """
     if operator is block_op.block:
         return run_op.run_blocks(x_BLC, weights, options, scales, normed)

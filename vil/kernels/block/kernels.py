@@ -2,9 +2,9 @@
 """Launch functions of a block's CUDA kernels except the scan, collected from one module per kernel.
 
 Each kernel has a module with the name of its source, which contains limits, macros, launch and the reference
-implementation `reference` (for gate_outproj_sm90, gate_outproj contains it). If a kernel has dynamic shared memory, the
-host computes its size as the macro CTA_BYTES, and the kernel asserts that CTA_BYTES is correct. docs/kernels/block.md
-explains what each kernel computes.
+implementation `reference`. The reference implementation of gate_outproj_sm90 is in gate_outproj. If a kernel has
+dynamic shared memory, the host computes its size as the macro CTA_BYTES, and the kernel asserts that CTA_BYTES is
+correct. docs/kernels/block.md explains what each kernel computes.
 """
 
 from __future__ import annotations
@@ -52,6 +52,6 @@ def schedule_scan(
 def line_scan(
     recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor
 ) -> Callable | None:  # fmt: skip
-    """Return the kernel that computes the projections and scans of row or column means, or None if none fits."""
+    """Return the kernel for the projections and scans of row or column means, or None if no kernel fits."""
     inputs = means_2BSD, x_proj_2PD, step_proj_2DR
     return scan_lines if scans_lines(*inputs) else scan_image if scans_images(recurrence, *inputs) else None

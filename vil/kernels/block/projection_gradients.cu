@@ -11,8 +11,9 @@
 //   OUTPUTS    columns of dprojected P, a multiple of 8
 //   CTA_BYTES  dynamic shared memory, computed by the host
 //
-// A CTA processes 64 channels and every `parts`-th stage of 64 tokens of one direction. A warp has 16 of the channels, and
-// every second 16 tokens of a stage. All operands are loaded from rows of tokens, transposed (cuda/mma.cuh):
+// A CTA processes 64 channels and every `parts`-th stage of 64 tokens of one direction. A warp processes 16 of the
+// channels, and every second group of 16 tokens of a stage. All operands are loaded from rows of tokens and transposed
+// (cuda/mma.cuh):
 //
 //                  a                                   b                         sums
 //   dx_proj        dprojected (16 outputs, 16 tokens)  x (16 tokens, 8 channels) (16 outputs, 8 channels)
@@ -40,7 +41,7 @@ struct Stage {
 struct CtaMemory {
     union {
         Stage stages[STAGES];
-        Gradients gradients[WARPS / 2][32];  // of the warps with odd tokens, by lane
+        Gradients gradients[WARPS / 2][32];  // sums of the warps with odd groups of tokens, by lane
     };
 };
 static_assert(sizeof(CtaMemory) == CTA_BYTES);
@@ -55,7 +56,7 @@ DEVICE void copy_rows(Element (*to)[PITCH_], const Element *from, int stride, in
     }
 }
 
-// Loads a transposed matrix of 16 x 16 elements, whose upper right part is word 1 if `right` is 8, or word 2 if 16.
+// Loads a transposed matrix of 16 x 16 elements. In memory, its upper right part is word 1 if `is_a`, otherwise word 2.
 template <int PITCH_>
 DEVICE void load_16(unsigned (&word)[4], const Element (*rows)[PITCH_], int first, int most, bool is_a, int lane) {
     int lower = is_a ? lane / 16 : lane / 8 % 2, right = is_a ? lane / 8 % 2 : lane / 16;

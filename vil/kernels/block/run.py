@@ -22,7 +22,7 @@ FIELDS = len(SavedForBackward._fields)
 
 
 def forward_arguments(options: tuple[Options, ...], flat: list[Tensor | None]) -> list[list[Tensor | None]]:
-    """Return the flat inputs of each block. Only the first block has x and its norm, all others have None instead."""
+    """Return the flat inputs of each block. All blocks except the first have None instead of x and its norm."""
     blocks = len(options)
     x, xhat, rstd = flat[:3]
     scales, weights = flat[3 : 3 + blocks], flat[3 + blocks :]
@@ -58,7 +58,7 @@ def forward_run(options: tuple[Options, ...], flat: list[Tensor | None]) -> list
 def backward_run(
     options: tuple[BackwardOptions, ...], sizes: Sizes, flat: list[Tensor | None]
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of x and xhat (or None), and for each block those that `backward` returns for weights."""
+    """Return the gradients of x and xhat (or None), and the gradients of each block's weights from `backward`."""
     run = getattr(backward, "__wrapped__")  # noqa: B009
     dx, dnext, *next_normed = flat[:4]
     each = 3 + FIELDS

@@ -2,7 +2,7 @@
 
 A call of an operator costs host time, in eager mode and under torch.compile. Therefore a model runs up to `BLOCKS`
 blocks of equal sizes with one call. More blocks per call would delay the gradients of the last blocks, which
-DistributedDataParallel reduces while earlier blocks still compute theirs.
+DistributedDataParallel all-reduces during the backward pass of earlier blocks.
 
     run_blocks         the function that models call
     _EagerRun          autograd function for eager mode, which calls `forward_run` and `backward_run` directly
@@ -65,7 +65,7 @@ def run_blocks(
 def _count(
     x_BLC: Tensor, weights: Sequence[BlockWeights], options: Sequence[Options], normed: Normed | None
 ) -> int:  # fmt: skip
-    """Return how many of the first blocks can be a run."""
+    """Return how many of the first blocks can form one run."""
     if not (needs_gradients(x_BLC, weights[0]) and (normed is None or normed.xhat.dtype == options[0].dtype)):
         return 1
     first, sizes, count = options[0], weights[0].sizes(), 1
@@ -228,7 +228,7 @@ class _EagerRun(torch.autograd.Function):
 class _ObservedRun(torch.autograd.Function):
     """Autograd function of the operator `vil::run`, whose backward is the operator `vil::run_backward`.
 
-    Its outputs include the saved tensors, because a compiler must see which operator creates them.
+    The outputs include the saved tensors, because a compiler must see which operator creates the saved tensors.
     """
 
     @staticmethod
@@ -283,7 +283,7 @@ def _save_for_backward(
 ) -> None:  # fmt: skip
     """Save the tensors for the backward pass in the order that `backward_run` expects after the gradients."""
     _, xhat_TC, rstd_T = flat[:3]
-    # every block but the first returns the gradient of the norm that it read, whichever block has computed the norm
+    # every block except the first returns the gradient of its input norm, even if the block itself computed this norm
     ctx.options = tuple([
         BackwardOptions(own.recurrence, own.class_token_only, i > 0 or xhat_TC is not None, own.lines)
         for i, own in enumerate(options)
@@ -301,7 +301,7 @@ def _save_for_backward(
 
 def _differentiable(*arguments):
     """Implement `vil::run` for PyTorch's Autograd dispatch key."""
-    if not torch.is_grad_enabled():  # the forward pass of a compiled training step
+    if not torch.is_grad_enabled():  # as in the forward pass of a compiled training step
         if block_op.is_eager(arguments[6]):
             return _forward(*arguments)
         with torch_private.below_autograd():

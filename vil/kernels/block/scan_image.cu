@@ -29,7 +29,7 @@
 // While the warps scan direction 0, x_proj of direction 1 arrives.
 // y_0, and then y_0 + y_1, overwrite the means of direction 0, rounded to 16 bits.
 // All warps read `parts` of all warps between barriers A and B.
-// All other data of a warp is accessed only by the warp itself, so it needs only __syncwarp.
+// All other data of a warp is accessed only by the warp itself, so the data needs only __syncwarp.
 
 #include "../cuda/async_copies.cuh"
 #include "../cuda/types.cuh"
@@ -62,7 +62,7 @@ static_assert(sizeof(CtaMemory) == CTA_BYTES && D % WARP_CHANNELS == 0);
 static_assert(WARP_CHANNELS == 32 || WARP_CHANNELS == 64);
 static_assert(RANK % 8 == 0 && N == 16 && LOADS <= 2);
 
-// Returns the line that is read as number i in direction g, or the last one read if there are fewer lines.
+// Returns the index of the ith line in the reading order of direction g, or of the last line if i >= S.
 DEVICE int line_of(int i, int g, int S) { return g ? S - 1 - min(i, S - 1) : min(i, S - 1); }
 
 // Returns the first column of a piece of means or x_proj. The same piece of 8 adjacent rows is in different banks.
@@ -123,12 +123,12 @@ DEVICE void finish_steps(CtaMemory &cta, int first, int g, int S) {
 }
 
 // Computes the operands of the states for lines 4 unit to 4 unit + 3, which are two pairs.
-// Eight lanes have a line: lanes with column < 4 have four states of its key, and other lanes of its query.
+// Eight lanes share a line: lanes with column < 4 have four states of the key, and the other lanes of the query.
 DEVICE void finish_keys(CtaMemory &cta, int unit, int g, int S, int lane) {
     int i = 4 * unit + lane / 8, column = lane % 8, pair = i / 2;
     bool second = i % 2, is_key = column < 4;
     Pack<Element, 4> rounded = sum_of_parts(cta, line_of(i, g, S), RANK + 4 * column);
-    Floats<4> own = to_floats(rounded), other, next;  // other: query of the key, or key of the query
+    Floats<4> own = to_floats(rounded), other, next;  // other: query if `is_key`, otherwise key
     float kk = 0, kq = 0;
     UNROLLED for (int j = 0; j < 4; j++) {
         other.at[j] = __shfl_xor_sync(WARP, own.at[j], 4);
@@ -193,7 +193,7 @@ struct Tile {
     INLINE void prepare(WarpMemory &warp, const CtaMemory &cta, const Steps &steps, int tile, const float (&bias)[2], int g,
                         int S, int lane) {
         c = lane / 4, p = lane % 4, piece = 2 * tile, line = line_of(lane / 16 * 8 + lane % 8, g, S);
-        unsigned x[4], weights[EIGHTS / 2 + 1][4], last[2];  // x: c and c + 8 of lines 0 to 7, then of lines 8 to 15
+        unsigned x[4], weights[EIGHTS / 2 + 1][4], last[2];  // x: channels c and c + 8 of lines 0 to 7, then of 8 to 15
         load_rows(x, warp.means[g], lane);
         const Element(*rows)[STEP_PITCH] = &warp.step_proj[16 * tile + lane % 16];
         UNROLLED for (int e = 0; e < EIGHTS / 2; e++) load_matrices(weights[e], &rows[0][16 * e + lane / 16 * 8]);

@@ -20,15 +20,15 @@ SOURCE = Source("block/scan_image", {
 
 MOST_LINES = 16  # rows of a product on tensor cores
 STATES = 16
-IMAGES = 3  # multiprocessors per image that separate kernels need to be faster
-MOST_WARPS = 12  # a warp needs up to 168 registers per thread
+IMAGES = 3  # maximum number of multiprocessors per image; with more, separate kernels are faster
+MOST_WARPS = 12  # maximum number of warps per multiprocessor, because a thread needs up to 168 registers
 
 
 def fits(recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
     """Return whether `scan_image` supports the inputs and is fast for them.
 
-    Longhorn with 16 bits and 16 states is supported, if an image fits into shared memory. The batch must be large,
-    because one multiprocessor processes an image.
+    The kernel supports Longhorn with 16-bit types and 16 states, if an image and the weights of a direction fit into
+    shared memory. The batch must be large, because a single multiprocessor processes an image.
     """
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     if recurrence != "longhorn" or means_2BSD.dtype.itemsize != 2 or P - R != 2 * STATES or S > MOST_LINES:
@@ -58,7 +58,8 @@ def scan_image(
 def warp_channels(D: int, B: int, device: torch.device) -> int:
     """Return the number of channels per warp.
 
-    If there is at most one CTA per multiprocessor, more warps hide latencies. Otherwise, two CTAs fit if D is small.
+    If there is at most one CTA per multiprocessor, a CTA has more warps, which hide latencies. Otherwise, a CTA has
+    fewer warps, so that two CTAs fit on a multiprocessor if D is small.
     """
     return 32 if D <= 32 * MOST_WARPS and hardware.multiprocessors(device) >= B else 64
 

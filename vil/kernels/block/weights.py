@@ -92,7 +92,7 @@ class BlockWeights(NamedTuple):
     def sizes(self) -> Sizes:
         """Return the sizes of the weights.
 
-        This is a method, because torch.compile in PyTorch 2.10 does not support properties of a NamedTuple.
+        `sizes` is a method, because torch.compile in PyTorch 2.10 does not support properties of a NamedTuple.
         """
         (C, D), direction = self.out_proj.shape, self.directions[0]
         R = direction.step_proj.shape[1]

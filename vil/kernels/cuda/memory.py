@@ -25,7 +25,7 @@ class Lifetime(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Memory of a temporary buffer: a byte offset in the memory of a result, or in the common allocation if None."""
+    """Memory of a temporary buffer: a byte offset in a result, or in the common allocation if `result` is None."""
 
     result: int | None
     start: int
@@ -53,7 +53,7 @@ def assign(temporary: Sequence[Lifetime], results: Sequence[Lifetime]) -> tuple[
 
 
 def peak(temporary: Sequence[Lifetime], results: Sequence[Lifetime]) -> int:
-    """Return the peak of bytes if buffers are allocated at their first use and temporary ones freed after it."""
+    """Return the peak bytes if buffers are allocated at first use, and temporary buffers are freed after last use."""
     changes: list[tuple[float, int]] = []
     for buffer in temporary:
         changes += [(buffer.first, buffer.size), (buffer.last + 0.5, -buffer.size)]

@@ -1,9 +1,9 @@
 """Recording of a function's kernel launches, operators and allocations, which a `Plan` replays.
 
 The function runs on placeholders on PyTorch's meta device, which computes nothing. The recording keeps kernel launches
-with their grids and numbers, PyTorch operators that compute or write, and buffers. Views and queries of sizes are not
-recorded. All memory is allocated in advance (memory.py), unless allocations at first use need less memory. For those,
-small buffers share an allocation, as do large buffers with the same lifetime.
+with their grids and scalar arguments, PyTorch operators that compute or write, and buffers. Views and queries of sizes
+are not recorded. All memory is allocated in advance (memory.py), unless allocations at first use need much less memory.
+If memory is allocated at first use, small buffers share an allocation, as do large buffers with the same lifetime.
 
     input      returns a placeholder for a tensor
     finish     returns the recorded steps as functions, after computing lifetimes and allocations of buffers
