@@ -4,39 +4,47 @@
     python -m research.fractals data/few --classes 10 --per-class 50 --val-per-class 10 --points 10000
     python -m research.fractals data/coloured --test-per-class 50 --points 20000 --placement --colours 0.2
 
-The program writes OUT/{train,validation,test}/{c0000,c0001,...}/*.jpg. The same command resumes an interrupted run;
-each class folder is written atomically.
+The program writes OUT/{train,validation,test}/{c0000,c0001,...}/*.jpg. Each class folder is written atomically, and the
+same command resumes an interrupted run.
 
 A class is an iterated function system: a few affine maps of the plane, of which the chaos game applies one at a time,
 chosen at random, to a point. The images of a class are rendered from systems near the class's system. The procedure
 follows the paper of FractalDB (Kataoka et al., "Pre-training without Natural Images", ACCV 2020) and its authors' code:
-2 to 8 maps (at most 7 in their code) with coefficients uniform in [-1, 1], applied with probabilities in proportion to
-|det|; a system becomes a class if 100,000 points fill at least 0.2 of 512 x 512 pixels; points are scaled to the image,
-each axis separately, with a margin of 6 pixels in 512, plotted as 3x3 patches of grey 127 on black, and flipped.
-The differences are: their 1,000 images of a class are 25 weights of the class, one parameter of all its maps at a time,
-by 4 flips, by 10 patches; here every coefficient of every image has its own weight, as in 1p-frac (2024). An image has
-one patch, which only adds grey; their code samples another patch for every point and pastes it, including black pixels,
-over earlier points, so that their fractals are grainy and fill about half as much. Many short chains replace one long
-chain, without the points before they reach the attractor. An image whose points fill almost nothing, for example
-because its maps no longer contract, is sampled again.
+
+    maps       2 to 8 maps (at most 7 in the authors' code) with coefficients uniform in [-1, 1], applied with
+    probabilities in proportion to |det|
+    classes    a system becomes a class if 100,000 points fill at least 0.2 of 512 x 512 pixels
+    images     the points are scaled to the image, each axis separately, with a margin of 6 pixels in 512. The points
+    are plotted as 3x3 patches of grey 127 on black, and the image is flipped.
+
+The procedure differs from the code of FractalDB's authors:
+
+    weights    Every coefficient of every image has its own weight, as in 1p-frac (2024). In FractalDB, the 1,000 images
+    of a class are the combinations of 25 weights, each of one parameter of all maps, 4 flips and 10 patches.
+    patches    An image has one patch, which only adds grey. FractalDB's code samples a patch for every point, and
+    pastes the patch including black pixels over earlier points. Therefore, FractalDB's fractals are grainy and fill
+    about half as much.
+    chains     Many short chains of the chaos game replace one long chain. The points before a chain reaches the
+    attractor are omitted.
+    retries    An image whose points fill almost nothing is sampled again, for example if its maps do not contract.
 
 These options make classes easier or harder to distinguish:
 
-    --variation    weight range of an image's coefficients: the class's times a sample from 1 - variation to 1 +
-    variation
+    --variation    each coefficient of an image is the coefficient of its class times a sample from 1 - variation to
+    1 + variation
     --points       number of points; fewer points leave dots
     --clutter      number of smaller pieces of other systems behind the fractal (not in FractalDB)
     --placement    rotate the fractal by any angle, shrink its rotated bounding square to at least half of the image,
     and move it (not in FractalDB)
     --colours      give each class a colour for each map, used for its points, and one for the background (not in
     FractalDB, whose code cycles hues with the step). An image's colours differ from the class's by up to SHARE of the
-    range: the larger the share, the less colours reveal the class; at 0 they identify it
+    range. With a larger share, colours reveal less about the class. At 0, colours identify the class.
 
 Classes and images depend only on the options, not on how many are rendered at a time or how often a run was
-interrupted. A GPU and a CPU round differently: a few pixels may differ, and so may a class or an image close to a
-threshold.
+interrupted. Because a GPU and a CPU round differently, a few pixels may differ between them, and so may a class or an
+image close to a threshold.
 
-    B  images             M  maps, the most of a system     H, W  pixels
+    B  images             M  maximum number of maps         H, W  pixels
     N  points             K  chains of the chaos game       C  colours of an image
 """
 

@@ -4,14 +4,14 @@ r"""Train ViL, ViM and DeiT with the same recipe and several seeds, and compare 
     python -m research.seeds -c research/configs/digits.yaml --out output/digits.json
     python -m research.seeds -c research/configs/digits.yaml --jobs 15 --device cpu      # 15 runs at a time
 
-Every run calls `train_imagenet.py` with the same config, budget and recipe; the reported accuracy is that after the
-last epoch. A seed determines the initial weights, the order of the images and their augmentation. The models are
+Every run calls `train_imagenet.py` with the same config, budget and recipe. The accuracy after the last epoch is
+reported. A seed determines the initial weights, the order of the images and their augmentation. The models are
 compared by the paired t-test over the seeds, and also by Welch's t-test, because models of one seed share only the
 order and the augmentation of images.
 
 With `--folder`, the runs are kept in a folder. The next call resumes interrupted runs (stopped by `--minutes`, Ctrl-C,
-SIGTERM or a lost machine) and starts missing ones. With `--test-split`, the last weights of all runs classify images
-that no run has seen and that nothing was chosen on, and the predictions are compared image by image by McNemar's test.
+SIGTERM or a lost machine) and starts missing runs. With `--test-split`, the last weights of all runs classify test
+images, which no run has seen and which no choice is based on. McNemar's test compares the predictions by image.
 Runs with another recipe or other images (by the names and sizes of their files) are rejected, in the folder and in
 `--earlier`.
 

@@ -17,7 +17,7 @@ from .timm_args import from_timm, img_size_of
 from .values import COMMAND_LINE, KINDS, checked, flag_of, kind_of, may_be_pair, read_yaml, unknown_option
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # folder of this package's configs
-SHORT_FLAGS = {"batch_size": ["-b"], "workers": ["-j"]}  # timm's
+SHORT_FLAGS = {"batch_size": ["-b"], "workers": ["-j"]}  # short options, as in timm
 SOURCE = COMMAND_LINE  # describes in error messages where an option was set
 
 _logger = logging.getLogger(__name__)

@@ -98,7 +98,7 @@ class TrainingLoader:
 
     @property
     def remedy(self) -> str:
-        """What may help if the device waits for the workers, for a log message."""
+        """Suggestion for a log message if the device waits for the workers."""
         return self.images.remedy
 
     @property

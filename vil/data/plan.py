@@ -67,7 +67,7 @@ class LoadingPlan:
 
     @property
     def remedy(self) -> str:
-        """What may help if the device waits for the workers."""
+        """Suggestion for a log message if the device waits for the workers."""
         most = default_workers(self.device)
         if self.workers < most:
             return f"--workers {most}"

@@ -69,8 +69,8 @@ def run_blocks(
 ) -> Tensor:
     """Run blocks sequentially and return the residual stream (B, L, C).
 
-    If two consecutive blocks run fused without activation checkpointing, the first block also computes the norm of the
-    second block, if its kernels can.
+    If two consecutive blocks run fused without activation checkpointing, and the kernels of the first block support the
+    fused add-norm, the first block also computes the norm of the second block.
 
     Args:
         blocks: Modules of any class. Modules with hooks and modules other than blocks are called as usual.
@@ -103,7 +103,7 @@ def run_blocks(
         scales = [path_scale(block, x_BLC) for block in own]
         if checkpointing:
             for each in zip(weights, options, scales):
-                # no random numbers are sampled in the recomputation, because a CUDA graph could not restore the state
+                # the recomputation samples no random numbers, because a CUDA graph could not restore the RNG state
                 x_BLC, _ = checkpoint(operator, x_BLC, *each, preserve_rng_state=False)
         else:
             given = normed if options[0].eps == normed_eps else None
@@ -113,10 +113,10 @@ def run_blocks(
 
 
 def fused_blocks(modules: Sequence[nn.Module], x_BLC: Tensor) -> list["FusedBlock"]:
-    """Return the operator and weights of each of the first modules that can run fused one after another.
+    """Return the fused operators and the weights of the modules at the start of the sequence that run fused together.
 
-    The list ends before a module that must run unfused or needs another operator, eps or dtype. All modules are
-    checked together, because on a CPU, matrix products between the checks would clear the caches.
+    The list ends before a module that must run unfused, or needs another operator or eps. All modules are checked
+    together, because on a CPU, matrix products between the checks would evict the checks' code from the caches.
     """
     found: list[FusedBlock] = []
     for block in modules:

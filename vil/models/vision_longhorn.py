@@ -385,7 +385,7 @@ class VisionLonghorn(nn.Module):
             x: Images (B, 3, H, W).
             indices: Last n blocks if an int, blocks with these indices if a list, all blocks if None.
             return_prefix_tokens: Return the class token (B, 1, C) with each map. The class token is in the middle of
-                the sequence, unlike the name in timm suggests.
+                the sequence, although timm's name suggests a prefix.
             norm: Apply the final norm to each map.
             stop_early: Stop after the last requested block.
             output_fmt: "NCHW" for maps (B, C, h, w), "NLC" for maps (B, h w, C).

@@ -55,7 +55,7 @@ class Bottleneck:
         Args:
             meter: Meter of the epoch.
             how_loaded: Short description of how images are loaded, for the warning.
-            loading_remedy: What may help if the GPU waits for the workers, for the warning.
+            loading_remedy: Suggestion if the GPU waits for the workers, for the warning.
             waited_for_model: Total seconds that the run waited for the model to free memory for a batch.
             preparing: Total seconds that the run waited while this process decoded and augmented images.
         """

@@ -107,7 +107,7 @@ class Data:
 
     @property
     def remedy(self) -> str:
-        """What may help if the GPU waits for images."""
+        """Suggestion for a log message if the GPU waits for images."""
         return self.train_loader.remedy
 
     def take_unreadable(self) -> int:

@@ -17,13 +17,13 @@ PREFETCHED = 4  # number of batches whose parameters are sampled ahead
 class ParameterLoader:
     """Loader of the augmentation parameters of the batches of an epoch.
 
-    Sampling in the training process would hold the GIL, for which the thread that prepares images would wait.
+    Sampling in the training process would hold the GIL, and thus delay the thread that prepares images.
 
     Args:
         augment: Augmentation that samples the parameters.
         batches: Batch sampler.
         size: Height and width of the images.
-        in_worker: Whether a worker samples, instead of this process.
+        in_worker: Whether a worker samples the parameters, instead of this process.
     """
 
     def __init__(self, augment: BatchAugmentation, batches: TrainingBatches, size: Sequence[int], in_worker: bool):
@@ -47,7 +47,7 @@ class ParameterLoader:
 
 
 class _Keys:
-    """Sampler of the epoch and position of each batch. It yields nothing until `ready` is set, as `Pieces` does."""
+    """Sampler of the epoch and position of each batch. Like `Pieces`, `_Keys` yields nothing until `ready` is set."""
 
     def __init__(self, batches: TrainingBatches):
         self.batches = batches

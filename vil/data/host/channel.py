@@ -27,9 +27,9 @@ class Channel:
 
     PyTorch transfers a tensor's memory in several messages between both processes, and a worker answers a message only
     when the thread that loads images releases the GIL. A channel sends one message and needs no answer. The memory is
-    freed when both processes have closed it or have died, and it is not limited by the size of /dev/shm.
+    freed when both processes have closed the memory or have died. The size of /dev/shm does not limit this memory.
 
-    A channel must be created before the workers start. The socket holds some 250 messages, and then sending waits.
+    A channel must be created before the workers start. `send` waits while the socket holds about 250 unread messages.
     """
 
     def __init__(self):
@@ -39,11 +39,11 @@ class Channel:
         _channels[self.key] = self
         weakref.finalize(self, _close, self.receiver, self.sender, self.received)
 
-    def __getstate__(self) -> dict:  # for workers that are not forked
+    def __getstate__(self) -> dict:  # pickled for workers that are spawned instead of forked
         return {"key": self.key, "sender": self.sender}
 
     def send(self, name: bytes, descriptor: int) -> None:
-        """Send a file descriptor with a unique name of up to 64 bytes. Called in a worker.
+        """Send a file descriptor with a unique name of up to 64 bytes from a worker to the training process.
 
         If too many sent file descriptors have not been received yet, `send` waits.
         """
@@ -129,7 +129,7 @@ def _receive(key: int, name: bytes, shape: tuple[int, ...]) -> Tensor:
 
 
 def send(tensor: Tensor, channel: Channel | None) -> Tensor | SentTensor:
-    """Make a worker's uint8 tensor available to the training process. Other processes keep the tensor.
+    """Make a worker's uint8 tensor available to the training process. Outside of workers, return the tensor unchanged.
 
     Raises:
         SharedMemoryError: There is no channel, and the shared memory is full.

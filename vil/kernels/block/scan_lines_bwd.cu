@@ -228,7 +228,7 @@ DEVICE float sum_over_states(float (&v)[8], Lane at) {
     UNROLLED for (int bit = 4; bit > 0; bit /= 2)
         UNROLLED for (int i = 0; i < bit; i++) {
             unsigned one = __float_as_uint(v[i]), other = __float_as_uint(v[i + bit]);
-            unsigned own = at.r & bit ? other : one, sent = one ^ other ^ own;  // ?: would take three moves
+            unsigned own = at.r & bit ? other : one, sent = one ^ other ^ own;  // two ?: would take three moves
             v[i] = __uint_as_float(own) + __shfl_xor_sync(WARP, __uint_as_float(sent), 4 * bit);
         }
     return v[0];
