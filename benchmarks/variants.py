@@ -7,8 +7,9 @@
 
 On a GPU, each row compares a model with all variants to the same model without one of them. Both are captured as CUDA
 graphs, whose replays alternate. A variant is removed by replacing an entry of the tables or conditions that choose
-kernels, and the plans that were recorded with it are forgotten. "unused" means that the model launches the same kernels
-without it. Without --cases, the last row compares the Triton scan with the PyTorch scan in unfused blocks.
+kernels, and by forgetting the plans that were recorded with the variant. "unused" means that the model launches the
+same kernels with and without the variant. Without --cases, the last row compares the Triton scan with the PyTorch scan
+in unfused blocks.
 
 On a CPU, each row has the CPU time of a step on one thread in plain PyTorch, and the speedups with the fused block and
 with the scan in unfused blocks.
@@ -130,7 +131,7 @@ VARIANTS = {
         replaced(kernels, "scans_images", no),
         {name: [TRAIN, BATCH, SMALL_TRAIN] for name in ("vil_small_pooled", "vil_tiny_pooled")},
     ),
-    "scan_lines": Variant("scan_image", replaced(kernels, "scans_lines", no), {"vil_small_pooled": [SINGLE]}),
+    "scan_lines": Variant("products, scan", replaced(kernels, "scans_lines", no), {"vil_small_pooled": [SINGLE]}),
 }
 
 

@@ -54,8 +54,8 @@ class PendingGroup:
 class DeviceLoader(PieceLoader):
     """Loader that decodes and transforms images on the device; on a GPU, on a separate CUDA stream.
 
-    The loader prepares a group of batches when the model has finished the third group before it, because batches ahead
-    of the model occupy memory.
+    The loader prepares the ith group of batches after the model has finished group i - 3, because batches ahead of the
+    model occupy memory.
 
     Args:
         loader: Loader of encoded pieces.

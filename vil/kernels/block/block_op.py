@@ -19,7 +19,7 @@ From a call to the kernels:
     block              the function that models call
     _EagerBlock        autograd function for eager mode, which calls `forward` and `backward` without the dispatcher
     _ObservedBlock     autograd function for calls that a compiler or a dispatch mode observes
-    _block, _fake_*    implementations of the schemas, in which missing tensors are omitted from lists
+    _block, _fake_*    implementations of the operators, whose lists omit missing tensors
     forward, backward  modules with the order of kernels and matrix products, which plans replay
 """
 

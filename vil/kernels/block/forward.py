@@ -72,7 +72,7 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
 def _read_tokens(
     options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None, tokens: Tokens
 ) -> tuple[kernels.GateInputs, None, Tensor]:
-    """Scan all tokens. Return the gate's inputs, None for the pooled tokens, and the states that backward needs."""
+    """Scan all tokens. Return the gate's inputs, None instead of pooled tokens, and the states that backward needs."""
     schedule, from_step = kernels.schedule_scan(options.recurrence, u_BLD, tokens.H, w.x_proj, w.step_proj)
     p = project(u_BLD, w, tokens.H, not from_step)
     y_2BHD, states = scans.scan_forward(

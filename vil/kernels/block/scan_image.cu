@@ -22,8 +22,9 @@
 // For each direction:
 //  1. project       a warp multiplies its channels of the means (16 lines) by its columns of x_proj
 //     barrier A
-//  2. finish_keys   a warp adds the partial sums of all warps for two pairs of lines, rounds the sums like the result of a
-//     finish_steps  product, and computes the operands of the states
+//  2. finish_keys   a warp adds all warps' partial sums of keys and queries for two pairs of lines, rounds the sums to
+//                   16 bits, and computes the operands of the states
+//     finish_steps  a warp adds and rounds all warps' partial sums of steps
 //     barrier B
 //  3. scan_tiles    a warp scans 32 channels at a time: step sizes, operands of the channels, states and y
 // While the warps scan direction 0, x_proj of direction 1 arrives.
@@ -38,7 +39,7 @@ typedef INPUT Element;
 constexpr int D = WIDTH, N = STATES, P = RANK + 2 * N, LINES = 16, PAIRS = LINES / 2;
 constexpr int TOGETHER = 2;  // tiles of 16 channels that a warp scans at once
 constexpr int WARPS = D / WARP_CHANNELS, EIGHTS = RANK / 8, LOADS = (EIGHTS + 3) / 4;
-// PIECES 16-byte pieces of a row; ROWS rows that a warp copies at once
+// PIECES: number of 16-byte pieces of a row; ROWS: number of rows that a warp copies at once
 constexpr int PIECES = WARP_CHANNELS / 8, ROWS = 32 / PIECES;
 // Rows begin in different banks.
 constexpr int PART_PITCH = P | 8, STEP_PITCH = RANK | 8;
@@ -66,7 +67,7 @@ static_assert(RANK % 8 == 0 && N == 16 && LOADS <= 2);
 DEVICE int line_of(int i, int g, int S) { return g ? S - 1 - min(i, S - 1) : min(i, S - 1); }
 
 // Returns the first column of a piece of means or x_proj. The same piece of 8 adjacent rows is in different banks.
-// If the bits of rows or pieces do not overlap, the column of their sum is the exclusive or of their columns.
+// If the bits of two rows (or pieces) do not overlap, the column of their sum is the XOR of their columns.
 DEVICE constexpr int swizzled(int row, int piece) { return (piece ^ row * PIECES / 8 % PIECES) * 8; }
 
 // Start copying the channels of the warp from the means of S lines, from all rows of x_proj, and from step_proj.
@@ -302,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_image(PA
     copy_step_proj(warp, step_proj + d * RANK, lane);
     copy_means(warp.means[1], means + B * S * D, S, lane);
     commit_copies();
-    // Entries of other pairs stay zero.
+    // Initialize the operands with zeros, because entries of other pairs must be zero.
     for (int i = threadIdx.x * 16; i < int(sizeof cta.update + sizeof cta.output); i += 32 * WARPS * 16)
         store((float *)((char *)cta.update + i), Floats<4>{});
 #pragma unroll 1
