@@ -5,12 +5,14 @@ import re
 import statistics
 from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from processes import in_processes
 
 from vil import distributed
+from vil.data.host.loader import Waits
 from vil.training import meter as measuring
 from vil.training.bottleneck import Bottleneck
 from vil.training.meter import EpochMeter
@@ -120,7 +122,7 @@ def measure(rank):
     train(meter, clock, 1, wait=(1.0, 3.0)[rank], work=(3.0, 1.0)[rank], loss=(0.1, 0.2)[rank], norm=(1.0, 4.0)[rank])
     meter.collect()
     bottleneck = Bottleneck(1)
-    bottleneck.look(meter, "", "", waited_for_model=float(rank), preparing=0.0)
+    bottleneck.look(meter, SimpleNamespace(waits=Waits(for_model=float(rank))))
     row = meter.summary(global_batch_size=16) | dict(looked=astuple(bottleneck.times))
     distributed.destroy_process_group()
     return row
@@ -138,21 +140,22 @@ def test_means_are_computed_over_all_ranks():
 
 def looked(clock, steps, caplog):
     """Simulate epochs from each step's seconds of waiting and work, and return the logged warnings."""
-    bottleneck, for_model, for_preparation = Bottleneck(5), 0.0, 0.0
+    bottleneck, waits = Bottleneck(5), Waits()
     with caplog.at_level("WARNING"):
         for epoch in steps:
             meter = EpochMeter()
             for i, (data, model, preparation, host, gpu) in enumerate(epoch, start=1):
                 meter.times.seconds += data + model + preparation + host + gpu
                 meter.times.waited += data + model + preparation
-                for_model, for_preparation = for_model + model, for_preparation + preparation
+                waits = Waits(waits.for_model + model, waits.for_preparation + preparation)
                 meter.times.waited_for_gpu += gpu
                 meter.losses.append(0.0)
                 if i % 5 == 0:
                     meter.times.seconds += 1
                     meter.times.waited_for_gpu += 1
                     meter.times.waited_at_looks += 1
-                bottleneck.look(meter, "3 workers", "--workers 14", for_model, for_preparation)
+                loader = SimpleNamespace(description="3 workers", remedy="--workers 14", waits=waits)
+                bottleneck.look(meter, loader)
     return caplog.messages
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, astuple, dataclass
 
 import torch
 
+from ..data.loaders import TrainingLoader
 from ..distributed import all_reduce_sum, is_rank0
 from .meter import EpochMeter, Times
 
@@ -47,30 +48,26 @@ class Bottleneck:
         self.epoch: EpochMeter | None = None  # epoch of the previous measurement
         self.times: HostTimes | None = None  # total times at the previous measurement
 
-    def look(
-        self, meter: EpochMeter, how_loaded: str, loading_remedy: str, waited_for_model: float, preparing: float
-    ) -> None:
+    def look(self, meter: EpochMeter, loader: TrainingLoader) -> None:
         """Warn if the GPU waited for the host since the previous measurement. Call `look` after each step.
 
         Args:
             meter: Meter of the epoch.
-            how_loaded: Short description of how images are loaded, for the warning.
-            loading_remedy: Suggestion if the GPU waits for the workers, for the warning.
-            waited_for_model: Total seconds that the run waited for the model to free memory for a batch.
-            preparing: Total seconds that the run waited while this process decoded and augmented images.
+            loader: Loader of the training images, which measures waiting times and describes itself in the warning.
         """
         if self.is_known or meter.steps % self.interval:
             return
-        own = HostTimes(**asdict(meter.times), waited_for_model=waited_for_model, preparing=preparing)
+        waits = loader.waits
+        own = HostTimes(**asdict(meter.times), waited_for_model=waits.for_model, preparing=waits.for_preparation)
         times = HostTimes(*all_reduce_sum(torch.tensor(astuple(own), dtype=torch.float64)).tolist())
         before = self.times if self.epoch is meter else None
         self.epoch = meter
         self.times = times
         if before is not None:
             self.is_known = True
-            self._warn(times.minus(before), how_loaded, loading_remedy)
+            self._warn(times.minus(before), loader)
 
-    def _warn(self, interval: HostTimes, how_loaded: str, loading_remedy: str) -> None:
+    def _warn(self, interval: HostTimes, loader: TrainingLoader) -> None:
         # If the host is the bottleneck, the host hardly waits for the GPU.
         waited_for_gpu = interval.waited_for_gpu - interval.waited_at_looks + interval.waited_for_model
         if not is_rank0() or waited_for_gpu >= IDLE * interval.seconds:
@@ -82,11 +79,11 @@ class Bottleneck:
             what = "launching work from the training process"
             remedy = "--cuda-graphs, a larger --batch-size or --torchcompile"
         elif longest == interval.preparing:
-            what = f"preparing images ({how_loaded})"
+            what = f"preparing images ({loader.description})"
             remedy = "files of fewer pixels"
         else:
-            what = f"waiting for images ({how_loaded})"
-            remedy = loading_remedy
+            what = f"waiting for images ({loader.description})"
+            remedy = loader.remedy
         _logger.warning(
             "the GPU waits for the host, which spends its time on %s (%.0f%%): %s may help",
             what, 100 * longest / interval.seconds, remedy,

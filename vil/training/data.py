@@ -96,19 +96,9 @@ class Data:
         return self.train_loader.epoch(epoch, first_step)
 
     @property
-    def waits(self) -> tuple[float, float]:
-        """Seconds that the run waited for the model to free memory, and for the preparation of images."""
-        return self.train_loader.waits
-
-    @property
     def how_loaded(self) -> str:
         """Short description of how images are loaded."""
         return self.train_loader.description
-
-    @property
-    def remedy(self) -> str:
-        """Suggestion for a log message if the GPU waits for images."""
-        return self.train_loader.remedy
 
     def take_unreadable(self) -> int:
         """Return the number of unreadable training images in this process since the last call."""
