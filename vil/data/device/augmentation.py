@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from timm.data import Mixup
-from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
+from timm.data.mixup import cutmix_bbox_and_lam, one_hot
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
@@ -107,7 +107,8 @@ class BatchAugmentation:
             return images, targets_B
 
         shares = to_device(parameters.mixing[:, 5:].copy(), targets_B.device)
-        soft = mixup_target(targets_B, self.num_classes, smoothing=self.smoothing)
+        rest = self.smoothing / self.num_classes
+        soft = one_hot(targets_B, self.num_classes, on_value=1 - self.smoothing + rest, off_value=rest)
         return images, soft * shares + soft[_partners_on(count, targets_B.device)] * (1 - shares)
 
     def sample(self, count: int, height: int, width: int, epoch: int, position: int) -> BatchParameters:
