@@ -16,6 +16,7 @@ import torch
 from scans import in_order, of_both_directions
 
 from vil.data.device.batched_transforms import apply_operations, crop_resize_flip, finish
+from vil.data.device.decoded import DecodedImages
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.augment import OPERATIONS
 from vil.kernels.cuda import hardware
@@ -97,8 +98,9 @@ def augmentation(interpolation: str) -> None:
     boxes = np.array([(0, 0, *image.shape[1:]) for image in images])
     resized, offsets = np.full((count, 2), (30, 400)), np.full((count, 2), (-3, 5))
     flips = np.arange(count) % 2 == 0
-    crop_resize_flip(images, boxes, flips, size, interpolation)
-    crops = crop_resize_flip(images, boxes, flips, size, interpolation, resized, offsets)
+    decoded = DecodedImages.of(images)
+    crop_resize_flip(decoded, boxes, flips, size, interpolation)
+    crops = crop_resize_flip(decoded, boxes, flips, size, interpolation, resized, offsets)
     codes = np.arange(count)[:, None].repeat(2, axis=1)
     crops = apply_operations(crops, codes, np.full((count, 2, 6), 0.9), (1, 2, 3), interpolation)
     erasing, mixing = np.array([[3, 4, 20, 200]] * count), np.array([[0, 30, 0, 200, 0.5, 0.5]] * count)

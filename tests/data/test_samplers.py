@@ -157,7 +157,7 @@ def test_rank_r_of_n_evaluates_every_nth_image_from_r_on():
 
 def test_pieces_form_batches_and_none_is_sampled_before_the_sampler_is_ready():
     """A sampler yields nothing before `ready` is set, because PyTorch reads from it when the workers start."""
-    pieces = Pieces(EvaluationBatches(250, 100, 1, 2), 64, lambda index, seed: (index, seed, 7))
+    pieces = Pieces(EvaluationBatches(250, 100, 1, 2), 64, lambda pairs: [(*pair, 7) for pair in pairs])
     assert list(pieces) == []
     pieces.ready = True
     assert [len(piece) for piece in pieces] == [64, 36, 25]

@@ -21,6 +21,7 @@ from timm.data import auto_augment, create_transform
 
 from vil.data.device import batched_transforms
 from vil.data.device.batched_transforms import POINTWISE, affine_matrix, apply_operations, crop_resize_flip, finish
+from vil.data.device.decoded import DecodedImages
 from vil.kernels import augment, cuda
 from vil.kernels.augment import CODES
 from vil.kernels.cuda import compiler
@@ -89,7 +90,7 @@ def test_resized_crops_of_any_size_equal_pils(where, interpolation):
             expected.append(tensor(crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flips[-1] else crop))
         decoded = [tensor(image).to(where.device) for image in images]
         decoded[0] = decoded[0].mT.contiguous().mT  # one image has a transposed memory layout
-        crops = crop_resize_flip(decoded, np.array(boxes), np.array(flips), size, interpolation)
+        crops = crop_resize_flip(DecodedImages.of(decoded), np.array(boxes), np.array(flips), size, interpolation)
         # Small crops have many pixels exactly between two levels, which fp32 sums may round to either level.
         assert_levels(crops, expected, *((0, 0) if where.exact else (2, 0.1)))
 
@@ -101,7 +102,8 @@ def test_images_of_extreme_shapes_are_resized_like_pil(where, shape):
         shape = tuple(n if n == 1 else 3 * n if min(shape) > 1 else 32 * n for n in shape)
     image, box = noise(*shape), np.array([[0, 0, *shape]])
     for interpolation, method in METHODS.items():
-        crop = crop_resize_flip([tensor(image).to(where.device)], box, np.array([False]), (5, 9), interpolation)
+        images = DecodedImages.of([tensor(image).to(where.device)])
+        crop = crop_resize_flip(images, box, np.array([False]), (5, 9), interpolation)
         assert torch.equal(crop[0].cpu(), tensor(image.resize((9, 5), method)))
 
 
@@ -121,8 +123,8 @@ def test_windows_are_those_of_timms_evaluation(where, interpolation, crop_pct):
     offsets = [[-((height - n) // 2) if n < height else round((n - height) / 2) for n in size] for size in resized]
     boxes = np.array([(0, 0, image.height, image.width) for image in images])
     windows = crop_resize_flip(
-        [tensor(image).to(where.device) for image in images], boxes, np.zeros(len(images), bool), (height, height),
-        interpolation, np.array(resized), np.array(offsets),
+        DecodedImages.of([tensor(image).to(where.device) for image in images]), boxes, np.zeros(len(images), bool),
+        (height, height), interpolation, np.array(resized), np.array(offsets),
     )  # fmt: skip
     expected = [torch.as_tensor(transform(image)) for image in images]
     assert_levels(windows, expected, *((0, 0) if where.exact else (1, 0.1)))
@@ -135,7 +137,8 @@ def test_crops_of_like_size_are_padded_together_as_many_as_memory_holds():
 
 
 def test_a_crop_outside_its_image_is_rejected(where):
-    images, flips = [torch.zeros(3, 8, 9, dtype=torch.uint8, device=where.device)] * 2, np.zeros(2, bool)
+    images = DecodedImages.of([torch.zeros(3, 8, 9, dtype=torch.uint8, device=where.device)] * 2)
+    flips = np.zeros(2, bool)
     for box in ((0, 0, 9, 9), (0, 1, 8, 9), (-1, 0, 2, 2), (0, -1, 2, 2), (3, 3, 0, 2), (3, 3, 2, 0)):
         (top, left, height, width) = box
         place = rf"got {height}x{width} pixels at \({top}, {left}\)"
@@ -232,7 +235,7 @@ def test_operations_of_an_image_are_applied_in_order(where):
 @pytest.mark.parametrize("interpolation", METHODS)
 def test_a_batch_is_transformed_on_its_device(interpolation):
     """Results stay on the images' device: PyTorch raises if "meta" images are combined with tensors on a CPU."""
-    images = [torch.empty(3, 20, 30 + i, dtype=torch.uint8, device="meta") for i in range(3)]
+    images = DecodedImages.of([torch.empty(3, 20, 30 + i, dtype=torch.uint8, device="meta") for i in range(3)])
     boxes, flips = np.array([[0, 0, 20, 30]] * 3), np.array([True, False, True])
     crops = crop_resize_flip(images, boxes, flips, (8, 12), interpolation)
     assert (crops.device.type, crops.shape) == ("meta", (3, 3, 8, 12))
@@ -388,7 +391,7 @@ def test_a_batch_takes_few_launches_and_one_copy_a_function(monkeypatch):
     emulate(monkeypatch, lambda source, entry, *_: launched.append(entry))
     real = augment._to_device
     monkeypatch.setattr(augment, "_to_device", lambda *given: copied.append(1) or real(*given))
-    images = [tensor(noise(20, 30))] * 13
+    images = DecodedImages.of([tensor(noise(20, 30))] * 13)
     crops = crop_resize_flip(images, np.array([[0, 0, 20, 30]] * 13), np.zeros(13, bool), (8, 8), "bicubic")
     codes = np.arange(13, dtype=np.uint8)[:, None].repeat(2, axis=1)
     apply_operations(crops, codes, np.ones((13, 2, 6)), FILL, "bicubic")
@@ -419,13 +422,13 @@ def test_the_last_image_of_more_than_2_to_the_31_pixels_emulated(monkeypatch):
 @pytest.mark.gpu
 def test_augmented_images_are_bitwise_reproducible_in_any_batch():
     device, numbers = torch.device("cuda"), random.Random(0)
-    images = [tensor(smooth(375, 500, i)).to(device) for i in range(64)]
+    images = DecodedImages.of([tensor(smooth(375, 500, i)).to(device) for i in range(64)])
     boxes, flips = np.array([(i, 2 * i, 300 - 2 * i, 350 - 3 * i) for i in range(64)]), np.arange(64) % 2 == 0
-    codes, arguments = encoded([[random_operation(numbers) for _ in range(2)] for _ in images], (224, 224))
+    codes, arguments = encoded([[random_operation(numbers) for _ in range(2)] for _ in range(64)], (224, 224))
     erasing = np.array([(i, i, 100, 90) for i in range(64)], np.int32)
 
     def augmented(which):
-        crops = crop_resize_flip([images[i] for i in which], boxes[which], flips[which], (224, 224), "bicubic")
+        crops = crop_resize_flip(images[which], boxes[which], flips[which], (224, 224), "bicubic")
         operated = apply_operations(crops, codes[which], arguments[which], FILL, "bicubic")
         return finish(operated, MEAN, STD, erasing[which], np.array(which, np.uint32), "pixel")
 

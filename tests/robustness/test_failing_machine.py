@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from faults import assert_same, before
@@ -24,7 +25,8 @@ from vil import checkpoint
 from vil.checkpoint import CheckpointError
 from vil.cli import predict, viz
 from vil.config import Config, ConfigError
-from vil.data.device.cache import CachedImage, DecodedCache
+from vil.data.device.cache import DecodedCache
+from vil.data.device.decoded import DecodedImages
 from vil.data.loaders import evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
 from vil.data.sources.images import read_image
@@ -454,8 +456,9 @@ def test_a_deleted_best_checkpoint_is_reported_as_missing(image_folder, tmp_path
 
 def test_the_cache_counts_the_bytes_of_a_replaced_image_once():
     cache = DecodedCache(2, torch.device("cpu"), room=1000)
-    image = torch.zeros(3, 10, 10, dtype=torch.uint8)
-    for version in range(10):
-        cache.add({0: CachedImage(image, 0, (version, 0))})
-        assert cache.get(0, (version, 0)) is not None
+    image, index, target = DecodedImages.of([torch.zeros(3, 10, 10, dtype=torch.uint8)]), np.array([0]), np.array([0])
+    for number in range(10):
+        version = np.array([[number, 0]])
+        cache.add(index, image, target, version)
+        assert cache.get(index, version).are_present
     assert cache.room == 700

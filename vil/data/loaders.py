@@ -251,7 +251,7 @@ def _open_on_device(dataset, transform, batches, plan: LoadingPlan) -> DeviceLoa
     assert plan.sampler
     reader = EncodedReader(dataset, transform, isinstance(batches, TrainingBatches), plan.sampler)
     cache = DecodedCache(len(dataset), plan.device, room=None if plan.keeps_decoded else 0)
-    pieces = Pieces(batches, plan.piece_size, cache.task)
+    pieces = Pieces(batches, plan.piece_size, cache.tasks)
     collate = partial(collate_encoded, size=plan.sampler.size, channel=open_channel() if plan.workers else None)
     loader = _piece_loader(reader, plan, collate_fn=collate, batch_sampler=pieces)
     return _started(DeviceLoader(loader, batches, plan, cache), pieces)

@@ -132,11 +132,9 @@ class TrainingBatches:
         seeds = random_numbers.integers(2**32, size=self.steps * self.global_batch)
         unique = math.ceil(self.global_batch / self.repeats)
         for first in self.first_positions():
-            batch = []
-            for position in range(first, first + self.micro_batch):
-                step, row = divmod(position, self.global_batch)
-                batch.append((int(order[step * unique + row % unique]), int(seeds[position])))
-            yield batch
+            positions = np.arange(first, first + self.micro_batch)
+            steps, rows = np.divmod(positions, self.global_batch)
+            yield [*zip(order[steps * unique + rows % unique].tolist(), seeds[positions].tolist())]
 
 
 class EvaluationBatches:
@@ -167,24 +165,24 @@ class Pieces:
     Args:
         batches: Batch sampler of (index, seed) pairs.
         size: Maximum number of images per piece.
-        task: Function from index and seed to the task of a worker. By default, the pair itself is the task.
+        tasks: Function from (index, seed) pairs to the tasks of a worker. By default, the pairs are the tasks.
     """
 
     def __init__(
         self,
         batches: TrainingBatches | EvaluationBatches,
         size: int,
-        task: Callable[[int, int], tuple] | None = None,
+        tasks: Callable[[list[tuple[int, int]]], np.ndarray] | None = None,
     ):
         self.batches = batches
         self.size = size
-        self.task = task
+        self.tasks = tasks
         self.ready = False
 
-    def __iter__(self) -> Iterator[list[tuple]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int]] | np.ndarray]:
         if not self.ready:
             return
         for batch in self.batches:
             for start in range(0, len(batch), self.size):
                 piece = batch[start : start + self.size]
-                yield [self.task(*pair) for pair in piece] if self.task else piece
+                yield self.tasks(piece) if self.tasks else piece

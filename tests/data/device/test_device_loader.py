@@ -17,6 +17,7 @@ from timm.data import create_transform
 from vil.data import plan
 from vil.data.device import cache, encoded, preparation
 from vil.data.device import loader as device_loader
+from vil.data.device.decoded import DecodedImages
 from vil.data.device.decoding import decode
 from vil.data.device.encoded import EncodedImage, collate_encoded, join_pieces
 from vil.data.device.loader import DeviceLoader
@@ -184,7 +185,7 @@ def test_cached_images_equal_newly_decoded_images(files, device, monkeypatch, op
     monkeypatch.setattr(cache, "HOST_BYTES", 0)
     monkeypatch.setattr(cache, "SHARE", 2**50)
     without, loader = epochs(files, device, **options)
-    assert not loader.cache.images
+    assert not loader.cache.images.are_present.any()
     assert same(with_memory, without)
 
 
@@ -221,13 +222,14 @@ def test_repeated_augmentation_fills_the_cache_before_the_first_batch(
     assert caplog.messages[0].endswith("read: some 0.0027 GiB")  # 3 bytes per pixel
     monkeypatch.setattr(loader, "_loaded", None)
     assert list(loader) == []  # the cache is filled only once
-    assert len(loader.cache.images) in read
+    assert loader.cache.images.are_present.sum() in read
     assert loader.dataset.unreadable.count == 0
     keys = [key for batch in loader.batches for key in batch]
     assert len(keys) == 48  # filling the cache does not change the images of an epoch
     without, _ = on_device(files, device)
     monkeypatch.setattr(without, "gathered", lambda: iter(()))
-    assert [list(without), without.cache.images] == [[], {}]
+    assert list(without) == []
+    assert not without.cache.images.are_present.any()
 
 
 def of_length(jpeg, length=40_000):
@@ -259,7 +261,7 @@ def test_images_are_cached_only_if_all_fit_and_the_cache_is_logged(files, device
     monkeypatch.setattr(cache, "HOST_BYTES", room)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (cache.SHARE * room, None))
     _, loader = epochs(files, device, count=1)
-    assert bool(loader.cache.images) == stays
+    assert loader.cache.images.are_present.any() == stays
     line = f"52 images stay decoded on {device} once they have been read: some 0.0023 GiB"
     assert [message for message in caplog.messages if "decoded on" in message] == [line] * stays
     caplog.clear()
@@ -269,8 +271,9 @@ def test_images_are_cached_only_if_all_fit_and_the_cache_is_logged(files, device
     assert caplog.messages == []
     assert [cache.DecodedCache(room + more, device).reserve(1) for more in (0, 1)] == [True, False]
     few = cache.DecodedCache(3, device, room=2 * 48)
-    few.add({i: cache.CachedImage(torch.zeros(3, 4, 4, dtype=torch.uint8), 0, (0, 0)) for i in range(3)})
-    assert list(few.images) == [0, 1]
+    images = DecodedImages.of([torch.zeros(3, 4, 4, dtype=torch.uint8)] * 3)
+    few.add(np.arange(3), images, np.zeros(3), np.zeros((3, 2)))
+    assert few.images.are_present.tolist() == [True, True, False]
 
 
 def test_repeated_evaluations_read_files_once(files, device):

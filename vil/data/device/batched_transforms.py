@@ -17,6 +17,7 @@ from torchvision.transforms.v2 import functional as TF
 
 from ...kernels import augment, cuda
 from ...kernels.augment import CODES, OPERATIONS
+from .decoded import DecodedImages
 
 ARGUMENTS = 6  # maximum number of arguments of an operation; an affine transform has a matrix of 6 numbers
 
@@ -28,19 +29,18 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def crop_resize_flip(
-    images: Sequence[Tensor],
+    images: DecodedImages,
     boxes: np.ndarray,
     flips: np.ndarray,
     size: tuple[int, int],
     interpolation: str,
     resized: np.ndarray | None = None,
     offsets: np.ndarray | None = None,
-    sources: np.ndarray | None = None,
 ) -> Tensor:
-    """Crop images (3, h, w) uint8 of any sizes and resize the crops with antialiasing, as PIL does.
+    """Crop images of any sizes and resize the crops with antialiasing, as PIL does.
 
     Args:
-        images: Tensors on one device.
+        images: (B,) images, none of which is missing.
         boxes: (B, 4) integers: top, left, height and width of each crop.
         flips: (B,) booleans: whether to flip the result horizontally.
         size: Height and width of the result.
@@ -48,7 +48,6 @@ def crop_resize_flip(
         resized: (B, 2) integers: height and width that each crop is resized to; `size` if None.
         offsets: (B, 2) integers: row and column of the resized crop at which the result begins; 0 if None. Pixels
             outside the resized crop are 0, as in torchvision's centre crop.
-        sources: (B,) integers: index of the image of each crop; one crop of each image if None.
 
     Returns:
         (B, 3, *size) uint8.
@@ -56,18 +55,18 @@ def crop_resize_flip(
     Raises:
         ValueError: A box is empty or exceeds its image.
     """
-    device = images[0].device
-    sources = np.arange(len(images)) if sources is None else sources
-    sizes = np.array([image.shape[1:] for image in images])[sources]
-    _check_boxes(boxes, sizes)
-    resized = np.full((len(sources), 2), size) if resized is None else resized
-    offsets = np.zeros((len(sources), 2), dtype=np.int64) if offsets is None else offsets
+    count, device = len(images), images.device
+    _check_boxes(boxes, images.sizes)
+    resized = np.full((count, 2), size) if resized is None else resized
+    offsets = np.zeros((count, 2), dtype=np.int64) if offsets is None else offsets
     if cuda.runs_on(device):
-        return augment.crop_resize_flip(images, sources, sizes, boxes, flips, size, interpolation, resized, offsets)
+        return augment.crop_resize_flip(
+            images.addresses, images.sizes, boxes, flips, size, interpolation, resized, offsets, device
+        )
 
-    resized_crops = torch.empty(len(sources), 3, *size, dtype=torch.uint8, device=device)
+    resized_crops = torch.empty(count, 3, *size, dtype=torch.uint8, device=device)
     for rows in _rows_of_similar_size(boxes[:, 2:].max(axis=1)):
-        crops = _padded_crops([images[source] for source in sources[rows]], boxes[rows])
+        crops = _padded_crops(images.pixels[rows], boxes[rows])
         height, width = crops.shape[2:]
 
         axes = to_device(np.stack([boxes[rows, 2:], resized[rows], offsets[rows]]), device)
@@ -97,7 +96,7 @@ def _check_boxes(boxes: np.ndarray, sizes: np.ndarray) -> None:
     )
 
 
-def _padded_crops(images: Sequence[Tensor], boxes: np.ndarray) -> Tensor:
+def _padded_crops(images: np.ndarray, boxes: np.ndarray) -> Tensor:
     """Crop each image to its box, and pad all crops to the largest height and width. The padding is uninitialized."""
     height, width = boxes[:, 2:].max(axis=0)
     crops = torch.empty(len(images), 3, height, width, dtype=torch.uint8, device=images[0].device)
@@ -150,8 +149,9 @@ def apply_operations(
         interpolation: 'bilinear' or 'bicubic', for 'Affine'.
     """
     blurs = operations == CODES["GaussianBlur"]
-    arguments = arguments.copy()
-    arguments[blurs, :3] = _boxes_of_gaussians(arguments[blurs, 0])
+    if blurs.any():
+        arguments = arguments.copy()
+        arguments[blurs, :3] = _boxes_of_gaussians(arguments[blurs, 0])
     if cuda.runs_on(images.device):
         return augment.apply_operations(images, operations, arguments, fill, interpolation)
 

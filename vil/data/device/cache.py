@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import threading
+from collections.abc import Sequence
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from ...distributed import warn_on_rank0
+from .decoded import DecodedImages
 
 SHARE = 8  # the cache of a split may use up to 1 / SHARE of a GPU's free memory
 HOST_BYTES = 2**30  # maximum bytes of a split's cached images on devices other than CUDA GPUs
 
-
-class CachedImage(NamedTuple):
-    """Decoded image on the device."""
-
-    pixels: Tensor  # (3, h, w) uint8
-    target: int
-    version: tuple[int, int]  # size and modification time of the file
-
-
-class CachedHeader(NamedTuple):
-    """Metadata of a cached image, which lets a worker skip reading the file."""
-
-    target: int
-    size: tuple[int, int]  # height and width
-    version: tuple[int, int]
-
-
-class Task(NamedTuple):
-    """Dataset index and augmentation seed of an image for a worker, with metadata if the image is cached."""
-
-    image_index: int
-    seed: int
-    cached: CachedHeader | None = None
+# task of a worker to load an image, with metadata of a cached image, whose file the worker need not read
+TASK = np.dtype(
+    [
+        ("index", "i8"),  # index of the image in the dataset
+        ("seed", "i8"),  # seed of the image's augmentation
+        ("target", "i8"),
+        ("size", "i8", 2),  # height and width; 0 if the image is not cached
+        ("version", "i8", 2),  # size and modification time of the file that was decoded
+    ]
+)
 
 
 class DecodedCache:
@@ -52,35 +41,44 @@ class DecodedCache:
     def __init__(self, count: int, device: torch.device, room: int | None = None):
         self.count = count
         self.device = device
-        self.images: dict[int, CachedImage] = {}
         self.room = room
+        self.images = DecodedImages.missing(count)
+        self.targets = np.zeros(count, np.int64)
+        self.versions = np.zeros((count, 2), np.int64)
+        self.lock = threading.Lock()  # a thread can add images while the main thread creates tasks
 
-    def task(self, index: int, seed: int) -> Task:
-        """Return the task that makes a worker load an image."""
-        cached = self.images.get(index)
-        if cached is None:
-            return Task(index, seed)
-        _, height, width = cached.pixels.shape
-        return Task(index, seed, CachedHeader(cached.target, (height, width), cached.version))
+    def tasks(self, keys: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Return tasks (N,) of dtype `TASK`, given pairs of an image index and an augmentation seed."""
+        indices, seeds = np.array(keys).T
+        tasks = np.empty(len(keys), TASK)
+        tasks["index"] = indices
+        tasks["seed"] = seeds
+        with self.lock:
+            tasks["target"] = self.targets[indices]
+            tasks["size"] = self.images.sizes[indices]
+            tasks["version"] = self.versions[indices]
+        return tasks
 
-    def get(self, index: int, version: tuple[int, int]) -> Tensor | None:
-        cached = self.images.get(index)
-        return cached.pixels if cached and cached.version == version else None
+    def get(self, indices: np.ndarray, versions: np.ndarray) -> DecodedImages:
+        """Return images by index. An image is missing if it is not cached, or if the file's version (N, 2) differs."""
+        images = DecodedImages.missing(len(indices))
+        are_current = (self.versions[indices] == versions).all(axis=1)
+        images[are_current] = self.images[indices[are_current]]
+        return images
 
-    def add(self, decoded: dict[int, CachedImage]) -> None:
-        """Add images to the cache until the memory limit is reached."""
-        if not decoded:
+    def add(self, indices: np.ndarray, images: DecodedImages, targets: np.ndarray, versions: np.ndarray) -> None:
+        """Add images with different indices to the cache until the memory limit is reached."""
+        if not len(indices):
             return
-        self.reserve(sum(image.pixels.nbytes for image in decoded.values()) / len(decoded))
-        room = self.room or 0
-        for index, image in decoded.items():
-            if replaced := self.images.pop(index, None):  # the file of a cached image has changed
-                room += replaced.pixels.nbytes
-            room -= image.pixels.nbytes
-            if room < 0:
-                break
-            self.images[index] = image
-        self.room = room
+        self.reserve(images.nbytes.mean())
+        # the image of a changed file replaces the cached image
+        growth = images.nbytes - self.images[indices].nbytes
+        fit = growth.cumsum() <= (self.room or 0)
+        self.room = (self.room or 0) - int(growth[fit].sum())
+        with self.lock:
+            self.images[indices[fit]] = images[fit]
+            self.targets[indices[fit]] = targets[fit]
+            self.versions[indices[fit]] = versions[fit]
 
     def reserve(self, typical_bytes: float) -> bool:
         """Return whether the cache has room. If `room` is None, set the memory limit, to 0 if the split would not fit.

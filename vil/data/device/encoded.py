@@ -18,8 +18,6 @@ from .transform_parameters import Operation, TransformParameters
 
 SMALL = 2**14  # workers decode images of up to `SMALL` pixels, because nvJPEG takes as long for them as for larger ones
 
-NO_CONTENT = torch.empty(0, dtype=torch.uint8)
-
 FILE = np.dtype(
     [
         ("row", "i8"),  # index of the image in the batch
@@ -63,7 +61,8 @@ class EncodedBatch:
     files: np.ndarray  # (N,) of FILE
     operations: np.ndarray  # (N, T) opcodes of up to T operations per file; 0 means no operation
     arguments: np.ndarray  # (N, T, ARGUMENTS)
-    contents: list[Any]  # one tensor per file or, in a worker's result, one (sent) tensor with the content of all files
+    # one tensor per file that has content or, in a worker's result, one (sent) tensor with the content of all files
+    contents: list[Any]
     finished_rows: np.ndarray  # positions of `finished` in the batch
     finished: list[Any]  # augmented images (n, 3, H, W) uint8, as tensors or, in a worker, as sent tensors
 
@@ -128,7 +127,7 @@ def _encode_operations(
 
 
 def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
-    """Concatenate parts of a batch that several workers have loaded, with one content tensor per file."""
+    """Concatenate parts of a batch that several workers have loaded, and split their content into files."""
     first_rows = np.cumsum([0, *(len(piece.targets) for piece in pieces[:-1])])
     files = np.concatenate([piece.files for piece in pieces])
     files["row"] += np.repeat(first_rows, [len(piece.files) for piece in pieces])
@@ -151,11 +150,7 @@ def _pad_turns(array: np.ndarray, turns: int) -> np.ndarray:
     return padded
 
 
-def _split_contents(piece: EncodedBatch) -> list[Tensor]:
-    """Split a worker's concatenated content into one tensor per file.
-
-    Files without content share one empty tensor, because creating one per cached image would take time.
-    """
-    lengths = piece.files["bytes"].tolist()
-    contents = iter(piece.contents[0].split([length for length in lengths if length]) if piece.contents else ())
-    return [next(contents) if length else NO_CONTENT for length in lengths]
+def _split_contents(piece: EncodedBatch) -> Sequence[Tensor]:
+    """Split a worker's concatenated content into one tensor per file that has content."""
+    lengths = piece.files["bytes"]
+    return piece.contents[0].split(lengths[lengths > 0].tolist()) if piece.contents else ()

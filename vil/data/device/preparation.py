@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .batched_transforms import apply_operations, crop_resize_flip, to_device
-from .cache import CachedImage, DecodedCache
+from .cache import DecodedCache
+from .decoded import DecodedImages
 from .decoding import decode, unpack
 from .encoded import EncodedBatch, is_small
 from .transform_parameters import TransformSampler
@@ -52,44 +53,42 @@ class Preparation:
         _, first, original_of = np.unique(batch.files["index"], return_index=True, return_inverse=True)
         rejected = []
         for group in _groups(batch.files[first]):
-            originals = self._originals(batch, first[group])
-            is_decoded = np.array([original is not None for original in originals])
             files = np.flatnonzero((original_of >= group[0]) & (original_of <= group[-1]))
-            sources = original_of[files] - group[0]  # index in `originals` of each file's image
+            originals = self._originals(batch, first[group])[original_of[files] - group[0]]
+            are_present = originals.are_present
 
-            rejected += files[~is_decoded[sources]].tolist()
-            files, sources = files[is_decoded[sources]], sources[is_decoded[sources]]
+            rejected += files[~are_present].tolist()
+            files = files[are_present]
             if len(files):
-                decoded = [original for original in originals if original is not None]
-                index_of_decoded = is_decoded.cumsum() - 1
-                transformed = self._transform(batch, files, decoded, index_of_decoded[sources])
+                transformed = self._transform(batch, files, originals[are_present])
                 images[to_device(batch.files["row"][files], self.device)] = transformed
         return rejected
 
-    def _originals(self, batch: EncodedBatch, files: np.ndarray) -> list[Tensor | None]:
-        """Return the images (3, h, w) of files from the cache or the decoder. A rejected file gives None."""
+    def _originals(self, batch: EncodedBatch, files: np.ndarray) -> DecodedImages:
+        """Return the images of files from the cache or the decoder. The image of a rejected file is missing."""
         records = batch.files[files]
-        indices = records["index"].tolist()
-        versions = list(map(tuple, records["version"].tolist()))
-        originals = list(map(self.cache.get, indices, versions))
-
-        is_missing = np.array([original is None for original in originals]) & (records["bytes"] > 0)
-        small = is_small(records["size"].prod(axis=1))
-        targets = batch.targets[records["row"]].tolist()
-        new: dict[int, CachedImage] = {}
-        for missing, read in ((is_missing & small, self._unpack), (is_missing & ~small, self._decode)):
-            numbers = np.flatnonzero(missing).tolist()
-            if not numbers:
-                continue
-            contents = [batch.contents[files[i]] for i in numbers]
-            sizes = records["size"][numbers].tolist()
-            for i, size, image in zip(numbers, sizes, read(contents, sizes)):
-                # skip a file whose decoded size differs from its header
-                if image is not None and [*image.shape[1:]] == size:
-                    originals[i] = image
-                    new[indices[i]] = CachedImage(image, targets[i], versions[i])
-        self.cache.add(new)
+        originals = self.cache.get(records["index"], records["version"])
+        new = np.flatnonzero(~originals.are_present & (records["bytes"] > 0))
+        if len(new):
+            originals[new] = self._decode_new(batch, files[new])
         return originals
+
+    def _decode_new(self, batch: EncodedBatch, files: np.ndarray) -> DecodedImages:
+        """Decode files that have content, and add the images to the cache. The image of a rejected file is missing."""
+        records = batch.files[files]
+        contents = [batch.contents[i] for i in (batch.files["bytes"] > 0).cumsum()[files] - 1]
+        images = DecodedImages.missing(len(files))
+        are_small = is_small(records["size"].prod(axis=1))
+        for numbers, read in ((np.flatnonzero(are_small), self._unpack), (np.flatnonzero(~are_small), self._decode)):
+            if len(numbers):
+                decoded = read([contents[i] for i in numbers], records["size"][numbers].tolist())
+                images[numbers] = DecodedImages.of(decoded)
+
+        are_valid = (images.sizes == records["size"]).all(axis=1)  # reject a file whose header has another size
+        images[~are_valid] = DecodedImages.missing((~are_valid).sum())
+        records = records[are_valid]
+        self.cache.add(records["index"], images[are_valid], batch.targets[records["row"]], records["version"])
+        return images
 
     def _unpack(self, contents: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
         return unpack(contents, sizes, self.device)
@@ -97,10 +96,8 @@ class Preparation:
     def _decode(self, contents: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor | None]:
         return decode(contents, self.device)
 
-    def _transform(
-        self, batch: EncodedBatch, files: np.ndarray, originals: Sequence[Tensor], sources: np.ndarray
-    ) -> Tensor:
-        """Crop, flip and augment images. The image of the i-th file is `originals[sources[i]]`."""
+    def _transform(self, batch: EncodedBatch, files: np.ndarray, originals: DecodedImages) -> Tensor:
+        """Crop, flip and augment the images of files."""
         records, sampler = batch.files[files], self.sampler
         crops = crop_resize_flip(
             originals,
@@ -110,7 +107,6 @@ class Preparation:
             sampler.interpolation,
             records["resized"],
             records["offset"],
-            sources,
         )
         operations = batch.operations[files]
         if not operations.any():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
@@ -15,7 +16,6 @@ from ..host.reader import ImageReader
 from ..seeds import seed_everything
 from ..sources.images import image_of, read_bytes
 from ..sources.readers import file_version, open_indexed
-from .cache import Task
 from .encoded import EncodedImage, is_plain_jpeg, is_small
 from .transform_parameters import TransformSampler
 
@@ -23,7 +23,7 @@ from .transform_parameters import TransformSampler
 class EncodedReader(ImageReader):
     """`ImageReader` that returns an `EncodedImage` for small images and for files that a device can decode.
 
-    The keys are the tasks of `DecodedCache`. Only the transform is sampled for an image that the device has cached.
+    A worker loads the tasks of `DecodedCache`, and only samples the transform of an image that the device has cached.
     """
 
     def __init__(self, dataset, transform, is_training: bool, sampler: TransformSampler):
@@ -31,21 +31,28 @@ class EncodedReader(ImageReader):
         self.sampler = sampler
 
     def __getitem__(self, key: tuple):
-        index, seed, cached = Task(*key)
+        return self.load(*key)
+
+    def __getitems__(self, tasks: np.ndarray) -> list:
+        """Load the images of tasks (N,) of dtype `cache.TASK`."""
+        return [self.load(*task) for task in tasks.tolist()]
+
+    def load(self, index: int, seed: int, target: int = 0, size: Sequence[int] = (0, 0), cached: Sequence[int] = ()):
+        """Load an image, given the fields of a task. `cached` is the version of the file that was decoded."""
+        data = b""
         try:
             version = file_version(self.dataset.reader, index)
-            if cached and cached.version == version:
-                data, size, target = b"", cached.size, cached.target
-            else:
+            if not all(size) or version != tuple(cached):
                 data, size, target = self._content(index)
         except Exception:  # `finish` reads the image again and reports the error
             return self.finish(index, seed)
 
+        height, width = size
         seed_everything(seed)
-        parameters = self.sampler(Image.new("1", size[::-1]))
+        parameters = self.sampler(Image.new("1", (width, height)))
         if 0 in parameters.box[2:]:  # timm's random crop of a tiny image can be empty
             return self.finish(index, seed)
-        return EncodedImage(index, seed, data, size, version, parameters), target
+        return EncodedImage(index, seed, data, (height, width), version, parameters), target
 
     def _content(self, index: int) -> tuple[bytes, tuple[int, int], int]:
         """Return an image's JPEG file or raw pixels, its size (height, width), and its target.

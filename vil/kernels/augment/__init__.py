@@ -39,7 +39,8 @@ OPERATIONS = (
     "Brightness", "Sharpness", "GaussianBlur",
 )  # fmt: skip
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
-TABLES = [CODES[name] for name in OPERATIONS[1:] if name not in ("Affine", "Color", "Sharpness", "GaussianBlur")]
+# whether the operation of each opcode maps the values of a channel by a table
+HAS_TABLE = np.array([name not in ("", "Affine", "Color", "Sharpness", "GaussianBlur") for name in OPERATIONS])
 MACROS = {name.upper(): code for name, code in CODES.items() if name}
 COLOURS = "red", "green", "blue"
 NOISE = {"const": 0, "rand": 1, "pixel": 2}
@@ -53,16 +54,17 @@ REST = np.dtype([("key", "u4"), ("erased", "i4", 4), ("partner", "i4"), ("mixing
 
 
 def crop_resize_flip(
-    images: Sequence[Tensor], indices_B: np.ndarray, sizes_B2: np.ndarray, boxes_B4: np.ndarray, flips_B: np.ndarray,
-    size: tuple[int, int], interpolation: str, resized_B2: np.ndarray, offsets_B2: np.ndarray,
+    addresses_B: np.ndarray, sizes_B2: np.ndarray, boxes_B4: np.ndarray, flips_B: np.ndarray, size: tuple[int, int],
+    interpolation: str, resized_B2: np.ndarray, offsets_B2: np.ndarray, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Run `batched_transforms.crop_resize_flip` on a GPU. Row i of `sizes_B2` is the size of the image of crop i."""
-    images, device = [image.contiguous() for image in images], images[0].device
-    (H, W), count = size, len(indices_B)
+    """Run `batched_transforms.crop_resize_flip` on a GPU, given the addresses of contiguous images (3, h, w) uint8.
+
+    The caller must keep the images alive until the call returns.
+    """
+    (H, W), count = size, len(addresses_B)
     crops = np.empty(count, CROP)
-    pointers = np.array([image.data_ptr() for image in images])[indices_B]
     crops["row"], crops["plane"], crops["flip"] = sizes_B2[:, 1], sizes_B2.prod(axis=1), flips_B
-    crops["pixels"] = pointers + boxes_B4[:, 0] * sizes_B2[:, 1] + boxes_B4[:, 1]
+    crops["pixels"] = addresses_B + boxes_B4[:, 0] * sizes_B2[:, 1] + boxes_B4[:, 1]
     lengths_B2 = boxes_B4[:, 2:]
     support_B2 = (1 + (interpolation == "bicubic")) * np.maximum(lengths_B2 / resized_B2, 1)
     taps_B2 = np.minimum(2 * np.ceil(support_B2).astype(np.int64) + 1, lengths_B2)
@@ -95,7 +97,7 @@ def apply_operations(
     for record, codes_B in zip(records, codes_BT.T):
         if not codes_B.any():
             continue
-        if np.isin(codes_B, TABLES).any():
+        if HAS_TABLE[codes_B].any():
             of_tables = dict(operations=record, images=images, tables=tables, pixels=H * W)
             launch(SOURCE, "build_tables", MACROS, count, 512, of_tables)
         changed = torch.empty_like(images)
