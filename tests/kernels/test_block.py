@@ -242,7 +242,10 @@ def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(mid
 
 
 @pytest.mark.parametrize("how", ["eager", "observed", "compiled"])
-@pytest.mark.parametrize(("mixer", "pool", "middle"), [(LonghornMixer, "rows", False), (MambaMixer, None, True)])
+@pytest.mark.parametrize(
+    ("mixer", "pool", "middle"),
+    [(LonghornMixer, "rows", False), (LonghornMixer, "columns", True), (MambaMixer, None, True)],
+)
 def test_runs_of_blocks_have_the_gradients_of_plain_blocks(
     mixer, pool, middle, how, reference_kernels, plain, monkeypatch
 ):

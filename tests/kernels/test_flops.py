@@ -60,7 +60,14 @@ def test_every_operator_of_the_scan_counts_the_same_forward_and_backward():
 
 @pytest.mark.parametrize(
     ("kind", "class_token_only"),
-    [("vil_tiny", False), ("vil_tiny", True), ("vim_tiny", False), ("vim_tiny", True), ("vil_tiny_pooled", False)],
+    [
+        ("vil_tiny", False),
+        ("vil_tiny", True),
+        ("vim_tiny", False),
+        ("vim_tiny", True),
+        ("vil_tiny_pooled", False),
+        ("vil_tiny_pooled", True),
+    ],
 )
 def test_the_fused_block_counts_what_its_parts_do(kind, class_token_only):
     with torch.device("meta"):

@@ -68,8 +68,8 @@ def block_call(recurrence, L=5):
     )  # fmt: skip
 
 
-def block_backward_call(recurrence, class_token_only=False, norm_given=False):
-    named = block_call(recurrence) | dict(class_token_only=class_token_only)
+def block_backward_call(recurrence, class_token_only=False, norm_given=False, lines=()):
+    named = block_call(recurrence) | dict(class_token_only=class_token_only, lines=list(lines))
     named |= dict(normed=named["normed"] if norm_given else [])
     with FakeTensorMode(allow_non_fake_inputs=True):
         y, _, saved = block_op._fake_block(*named.values())
@@ -78,7 +78,7 @@ def block_backward_call(recurrence, class_token_only=False, norm_given=False):
     after = [] if class_token_only else [new(B * M, C), new(B * M)]
     given = dict(dnext_TC=new(B * M, C) if after else None, next_normed=after)
     given |= {name: named[name] for name in ("scale_B", "norm_C", "in_proj", "out_proj", "directions")}
-    how = dict(recurrence=recurrence, class_token_only=class_token_only, norm_given=norm_given, lines=[])
+    how = dict(recurrence=recurrence, class_token_only=class_token_only, norm_given=norm_given, lines=list(lines))
     return how | dict(dx_BMC=new(B, M, C)) | given | dict(saved=saved)
 
 
@@ -94,6 +94,9 @@ CALLS = {
     "block": block_call,
     "block_backward": block_backward_call,
     "block_backward of the class token": lambda recurrence: block_backward_call(recurrence, class_token_only=True),
+    "block_backward of the class token of a pooled block": lambda recurrence: block_backward_call(
+        recurrence, class_token_only=True, lines=[2, 2, 0]
+    ),
     "block_backward of a given norm": lambda recurrence: block_backward_call(recurrence, norm_given=True),
 }
 calls = pytest.mark.parametrize("call", CALLS)
@@ -164,7 +167,7 @@ OTHERS = [
     *(("block", {name: change}) for name in ("directions", "normed") for change in (without_last, one_more, backwards)),
     *(("block_backward", dict(saved=change)) for change in (without_last, one_more, backwards)),
     *(("block", dict(lines=lines)) for lines in ([2, 3, 0], [-2, -2, 0])),
-    ("block", dict(lines=[2, 2, 0], class_token_only=True)),
+    ("block", dict(lines=[2, 3, 0], class_token_only=True)),
     ("block", dict(normed=[None, None])),
     ("block", dict(directions=lambda directions: [*directions[:-1], None])),
     ("block", dict(directions=[])),
@@ -347,8 +350,13 @@ OPTIONS = [
         for only in (False, True) for norm_next in (False, True) for keep in (False, True)
         for scale_B in (None, torch.ones(2)) for normed in ([], [torch.ones(10, 16), torch.ones(10)])
     ),
+    *(
+        ("block", dict(lines=[2, 2, 0], class_token_only=only, keep=keep))
+        for only in (False, True) for keep in (False, True)
+    ),
     ("block_backward", dict(dnext_TC=None)),
     ("block_backward", dict(dnext_TC=None, next_normed=[])),
+    ("block_backward of the class token of a pooled block", dict(scale_B=None)),
     ("block_backward of a given norm", dict()),
     ("block_backward of a given norm", dict(dnext_TC=None)),
     ("block_backward of the class token", dict(scale_B=None)),

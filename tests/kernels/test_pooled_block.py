@@ -1,5 +1,7 @@
 """Tests of pooled blocks: kernels against reference implementations, and the operator against the unfused block."""
 
+import copy
+
 import emulator
 import pytest
 import torch
@@ -22,6 +24,8 @@ from vil.kernels.block import kernels, pool, pooled_conv_backward, scan_image, s
 from vil.kernels.block.lines import Lines
 from vil.kernels.cuda import hardware
 from vil.models import dispatch
+from vil.models.block import Blocks, LonghornMixer, MambaMixer
+from vil.models.tokens import middle_token
 
 # The class token is in the middle of the tokens, so even, odd and single numbers of rows and columns differ.
 GRIDS = [(4, 6), (3, 5), (14, 14), (1, 7), (7, 1), (1, 1), (2, 70)]
@@ -206,22 +210,45 @@ def gpu(device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("axis", ["rows", "columns"])
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2.5e-2)])
-def test_a_fused_pooled_block_equals_the_plain_one(dtype, tolerance, mixer, axis, device, gpu, poison, monkeypatch):
-    """A fused pooled block has the outputs and gradients of the unfused block in fp64."""
-    (h, w), C = ((3, 5), 32) if device == "cpu" else ((14, 14), 192)
+def test_a_fused_pooled_block_equals_the_plain_one(
+    dtype, tolerance, mixer, axis, middle, device, gpu, poison, monkeypatch
+):
+    """A fused pooled block, with all tokens or only the class token, equals the unfused block in fp64."""
+    (h, w), C = ((3, 5) if axis == "rows" else (4, 3), 32) if device == "cpu" else ((14, 14), 192)
     block, truth = (make_block(mixer, C, drop_path=0.25, pool=axis).to(device).train() for _ in range(2))
     x, dy = torch.randn(2, 4, h * w + 1, C, device=device)
     monkeypatch.setattr(dispatch, "path_scale", lambda *_: x.new_tensor([4 / 3, 0, 4 / 3, 4 / 3]))
     truth.double().drop_path = Scale(x.new_tensor([4 / 3, 0, 4 / 3, 4 / 3]))
-    expected = outcome(truth, x.double(), dy.double(), grid=(h, w))
+    expected = outcome(truth, x.double(), dy.double(), grid=(h, w), class_token_only=middle)
     with operator_on_a_cpu():
-        found, again = (outcome(block.to(dtype), x, dy, grid=(h, w)) for _ in range(2))
+        found, again = (outcome(block.to(dtype), x, dy, grid=(h, w), class_token_only=middle) for _ in range(2))
     for name, value in expected.items():
         assert torch.equal(found[name], again[name]), name
         assert relative_error(found[name], value) < tolerance, name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize(
+    ("mixer", "axis", "B", "grid"),
+    [(LonghornMixer, "rows", 1, (3, 5)), (MambaMixer, "columns", 2, (1, 20)), (LonghornMixer, None, 1, (5, 14))],
+)
+def test_inference_of_few_images_equals_the_plain_one(mixer, axis, B, grid, middle, device, gpu, poison, monkeypatch):
+    """Blocks of few tokens without gradients have the outputs of unfused blocks."""
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 48)
+    blocks = Blocks(*[make_block(mixer, 192, pool=axis, seed=seed) for seed in range(3)]).to(device).eval()
+    (h, w), options = grid, dict(class_token_only=middle) | (dict(grid=grid) if axis else {})
+    x = torch.randn(B, h * w + 1, 192, device=device)
+    with torch.no_grad(), operator_on_a_cpu():
+        expected = copy.deepcopy(blocks).double()(x.double(), **options)
+        found, again = (blocks.to(torch.bfloat16)(x, **options) for _ in range(2))
+    assert torch.equal(found, again)
+    x = middle_token(x) if middle else x
+    assert relative_error(found - x, expected - x) < 2.5e-2
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -229,10 +256,11 @@ def test_a_fused_pooled_block_equals_the_plain_one(dtype, tolerance, mixer, axis
 def test_the_operator_of_a_pooled_block_keeps_to_the_rules_of_pytorch(columns, device, gpu):
     block, x = make_block(MIXERS[0], 16, device=device), torch.randn(2, 13, 16, device=device, requires_grad=True)
     norm, in_proj, out_proj, *directions = weights_of(block).flat()
-    options = [*options_of(block, torch.float32)[:-1], Lines.of(3, 4, columns)]
-    arguments = *options, x, [], x.new_ones(2), norm, in_proj, out_proj, directions, True
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     with operator_on_a_cpu():
-        torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
+        for middle in (True, False):
+            options = [*options_of(block, torch.float32, middle)[:-1], Lines.of(3, 4, columns)]
+            arguments = *options, x, [], x.new_ones(2), norm, in_proj, out_proj, directions, True
+            torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
         with pytest.raises(ValueError, match="lines must cover the 12 patches"):
             torch.ops.vil.block(*options[:-1], [3, 3, False], *arguments[6:])

@@ -130,13 +130,13 @@ def test_the_last_block_computes_only_the_class_token(name, size, fused):
         model.set_grad_checkpointing(checkpointing)
         torch.manual_seed(1)
         actual = model(x)
-        # pooled blocks have no kernel that computes only the middle token
-        assert fused == [False, False, name == "vil_tiny"]
+        assert fused == [False, False, True]
         assert_same_output_and_gradients(model, actual, expected)
 
 
-def test_the_last_block_computes_all_tokens_if_hooks_or_wrappers_need_them(fused):
-    model = small(depth=2).eval()
+@pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_pooled"])
+def test_the_last_block_computes_all_tokens_if_hooks_or_wrappers_need_them(name, fused):
+    model = small(name, depth=2).eval()
     x = random_images(2, 3, 48, 48)
     expected = model(x)
     assert fused == [False, True]
@@ -149,7 +149,7 @@ def test_the_last_block_computes_all_tokens_if_hooks_or_wrappers_need_them(fused
     assert shapes == [(2, 10, 32)] * 2
     model.forward_features(x)
     model.forward_intermediates(x)
-    small(global_pool="avg", depth=2)(x)
+    small(name, global_pool="avg", depth=2)(x)
     model.blocks[-1] = torch.nn.Sequential(model.blocks[-1])
     torch.testing.assert_close(model(x), expected)
     assert fused == [False] * 12

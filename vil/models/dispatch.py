@@ -248,7 +248,6 @@ def options_of(
     """
     modules: dict[str, Any] = block._modules
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weights.norm.dtype
-    class_token_only = class_token_only and lines is None  # pooled kernels compute all tokens
     return Options(modules["mixer"].recurrence, modules["norm"].eps, dtype, class_token_only, norm_next, lines)
 
 

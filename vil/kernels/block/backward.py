@@ -61,14 +61,15 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
         dx_TC, dout_TC = kernels.norm_backward(dnext_TC, *next_normed, dx_BMC.view(-1, C))
 
     u_BLD, z_BMD = split(saved.uz, xhat_TC, w, tokens)
+    # in a pooled block, dy needs its own memory, because `pooled_conv_backward` reads neighbours of dy while writing du
     if options.class_token_only:
-        duz_BLE = du_BLD = torch.zeros_like(saved.uz)
+        dy_BLD = torch.zeros_like(saved.uz)
+        duz_BLE = du_BLD = dy_BLD if options.lines is None else torch.empty_like(dy_BLD)
         dz_BMD = torch.empty_like(z_BMD)
     else:
         duz_BLE = torch.empty_like(saved.uz)
         du_BLD, dz_BMD = duz_BLE.chunk(2, dim=-1)
-    # in a pooled block, dy needs its own memory, because `pooled_conv_backward` reads neighbours of dy while writing du
-    dy_BLD = du_BLD if options.lines is None else torch.empty_like(saved.mean)
+        dy_BLD = du_BLD if options.lines is None else torch.empty_like(saved.mean)
     gated_BMD = kernels.gate_outproj_backward(
         dout_TC, w.out_proj, saved.mean, z_BMD, scale_B, tokens.outputs(dy_BLD), dz_BMD
     )

@@ -11,8 +11,9 @@ at the start of backward.
 In a pooled block, the recurrence reads row or column means of the patches (lines.py), and v, y, steps, keys and queries
 of all tokens are never stored: `pool` stores only the skip connections of all tokens, and backward recomputes v from u.
 
-If only the class token's output is needed, as in a model's last block, each direction processes the half of the tokens
-up to the class token, and z, the gate and the last product are computed for the class token only.
+If only the class token's output is needed, as in a model's last block, z, the gate and the last product are computed
+for the class token only, and each direction processes the half of the tokens up to the class token, unless the block
+is pooled.
 
 From a call to the kernels:
 

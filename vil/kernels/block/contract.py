@@ -61,7 +61,7 @@ def check_forward(options: Options, keep: bool, flat: list[Tensor | None]) -> No
     residual: Row = "x_BLC", x_BLC, "BLC", FP32
     sizes = _check_weights(residual, scale_B, weights)
     check_choice("dtype", options.dtype, backends.DTYPES)
-    _check_lines(options.lines, sizes["L"], options.class_token_only)
+    _check_lines(options.lines, sizes["L"])
 
     sizes["T"] = sizes["B"] * sizes["L"]
     check(sizes, residual, *_norm_rows("normed", normed, "T", options.dtype))
@@ -102,7 +102,7 @@ def check_saved(
     norm_rows = _norm_rows("next_normed", norm, "t", dtype)
     check(sizes, residual, ("dnext_TC", dnext_TC, "tC", dtype), *norm_rows, saved_rows[0])
     tokens = Tokens(sizes["L"], class_token_only)
-    _check_lines(lines, sizes["L"], class_token_only)
+    _check_lines(lines, sizes["L"])
     expected = tokens.M, tokens.columns(sizes["D"])
     if (sizes["M"], sizes["U"]) != expected:
         found = f"{sizes['M']} and {sizes['U']}"
@@ -142,9 +142,7 @@ def check_run_backward(options: tuple[BackwardOptions, ...], sizes: Sizes, flat:
         dx_BMC, dnext_TC, next_normed = dx_BMC.new_empty(1).expand(B, L, sizes.C), None, []
 
 
-def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:
-    if lines and class_token_only:
-        raise ValueError(f"lines must be empty if class_token_only is True, got {tuple(lines)}")
+def _check_lines(lines: Lines | None, L: int) -> None:
     if lines and (min(lines[:2]) < 1 or lines.L != L):
         raise ValueError(
             f"lines must cover the {L - 1} patches of an image, got {lines.number} lines of {lines.length} patches"

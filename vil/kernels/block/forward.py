@@ -58,7 +58,7 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     if options.lines is None:
         y, means_2BSD, states = _read_tokens(options, keep, u_BLD, w, A_2DN, tokens)
     else:
-        y, means_2BSD, states = _read_lines(options, keep, u_BLD, w, A_2DN)
+        y, means_2BSD, states = _read_lines(options, keep, u_BLD, w, A_2DN, tokens)
     if options.class_token_only:
         x_TC = tokens.outputs(x_BLC).clone(memory_format=torch.contiguous_format).view(B, C)
     eps = options.eps if options.norm_next and not options.class_token_only else None
@@ -83,7 +83,7 @@ def _read_tokens(
 
 
 def _read_lines(
-    options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None
+    options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None, tokens: Tokens
 ) -> tuple[kernels.GateInputs, Tensor, Tensor]:
     """Scan row or column means. Return the inputs of the gate, the means, and the states that backward needs."""
     lines = options.lines
@@ -97,6 +97,9 @@ def _read_lines(
             options.recurrence, p.v, given(p.step_logits), p.k, p.q, A_2DN, None, w.step_bias, REVERSE, keep
         )
         y_BSD = y_2BSD[0] + y_2BSD[1]
+    if tokens.class_token_only:
+        skipped_BMD, y_BMD = tokens.outputs(skipped_BLD), y_BSD.narrow(1, lines.class_token, 1)
+        return kernels.GateInputs(skipped_BMD.contiguous(), y_BMD.contiguous()), means_2BSD, states
     return kernels.GateInputs(skipped_BLD, y_BSD, lines), means_2BSD, states
 
 

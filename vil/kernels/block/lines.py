@@ -43,6 +43,11 @@ class Lines(NamedTuple):
         return self.number + 1
 
     @property
+    def class_token(self) -> int:
+        """Index of the class token among the pooled tokens."""
+        return self.number // 2
+
+    @property
     def L(self) -> int:
         """Number of tokens before pooling: all patches and the class token."""
         return self.number * self.length + 1
@@ -64,8 +69,8 @@ class Lines(NamedTuple):
     def pooled(self) -> Tensor:
         """Return the index of each token's row or column mean, for tokens in the order that `order` returns."""
         lines = torch.arange(self.L - 1) // self.length
-        lines, center = lines + (lines >= self.number // 2), (self.L - 1) // 2
-        return torch.cat([lines[:center], torch.tensor([self.number // 2]), lines[center:]])
+        lines, center = lines + (lines >= self.class_token), (self.L - 1) // 2
+        return torch.cat([lines[:center], torch.tensor([self.class_token]), lines[center:]])
 
     def pooled_in_memory(self) -> Tensor:
         """Return the index of each token's row or column mean, for tokens in row-major order."""

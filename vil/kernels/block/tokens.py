@@ -12,7 +12,7 @@ class Tokens(NamedTuple):
     """Numbers of tokens that a block reads and returns, depending on whether only the class token is needed.
 
     A block processes all L tokens or, if only the class token is needed, the half of the tokens that each direction
-    reads up to the class token.
+    reads up to the class token. The recurrence of a pooled block always reads the means of all lines.
     """
 
     L: int
