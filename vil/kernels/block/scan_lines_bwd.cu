@@ -11,12 +11,11 @@
 //   WIDTH      number of channels D, a multiple of 16
 //   RANK       columns of the step R, a multiple of 8
 //   WARPS      warps per CTA
-//   KEPT       tokens whose residuals a lane keeps in registers: 8 (tokens 0 to 7 are scanned twice) or 16
 //   CTA_BYTES  dynamic shared memory, computed by the host
 //
 // B batch    S lines    D channels    N = 16 states    P = R + 2N    token t: line t, or S - 1 - t in direction 1
 //
-// A CTA processes all channels of every `parts`-th image in one direction, whose weights stay in shared memory.
+// A CTA processes all channels of every `parts`-th image in one direction. Its weights stay in shared memory.
 // A warp processes `TILES_OF_WARP` tiles of 16 adjacent channels, one tile at a time.
 // With r = lane / 4 and p = lane % 4, a lane has 2 states of 4 channels of a tile, as in an operand of tensor cores:
 //
@@ -30,8 +29,8 @@
 //   dq     S (16 states, 16 channels)     dy (16 channels, 8 tokens)    (16 states, 8 tokens)
 //   -dk    H and E                        x and -2                      (16 states, 8 tokens)
 //
-// Each token has its own operand a. Therefore b is zero except for the column of the token, and a product adds only to
-// the sums of this token. Sums over states are computed by shuffles. docs/kernels/block.md lists buffers and barriers.
+// All tokens have different operands a. Therefore b is zero except for the column of the token, and a product adds to the
+// sums of only this token. Sums over states are computed by shuffles. docs/kernels/block.md lists buffers and barriers.
 
 #include "../cuda/types.cuh"
 #define RECURRENCE Longhorn
@@ -45,7 +44,7 @@ constexpr int TILES = D / 16, TILES_OF_WARP = (TILES + WARPS - 1) / WARPS, EIGHT
 constexpr int HALVES = (S_LINES + 7) / 8;
 // The pitches are chosen so that the 16-byte pieces of 8 rows are in different banks.
 constexpr int PITCH = D + 8, P_PITCH = P % 16 ? P : P + 8, STEP_PITCH = RANK % 16 ? RANK : RANK + 8;
-static_assert(S_LINES >= 1 && S_LINES <= ROWS && D % 16 == 0 && RANK % 8 == 0 && (KEPT == 8 || KEPT == 16));
+static_assert(S_LINES >= 1 && S_LINES <= ROWS && D % 16 == 0 && RANK % 8 == 0);
 
 // Inputs of the scan of one tile, (tokens, channels).
 struct Tile {
@@ -84,7 +83,7 @@ struct Rounded {
         UNROLLED for (int h = 0; h < 2; h++)
             UNROLLED for (int i = 0; i < 2; i++) word[h][i] = pack(Element{}, v[h][2 * i], v[h][2 * i + 1]);
     }
-    // Adds the product with operand b (16 channels, 8 tokens).
+    // Adds the product with (16 channels, 8 tokens).
     INLINE void add_over_channels(Sums &sums, unsigned b_0, unsigned b_1) const {
         multiply_add(Element{}, sums, word[0][0], word[1][0], word[0][1], word[1][1], b_0, b_1);
     }
@@ -122,7 +121,7 @@ DEVICE Floats<2> add_parts(const CtaMemory &cta, int row, int column) {
     return sum;
 }
 
-// Adds the warps' sums of [step k q], rounds the sums to 16 bits, and writes the step.
+// Rounds [step k q] like the result of a product, and writes the step.
 DEVICE void finish_projections(CtaMemory &cta, Element *step, bool reverse) {
     for (int i = threadIdx.x; i < ROWS * (P / 2); i += THREADS) {
         int row = i / (P / 2), column = i % (P / 2) * 2;
@@ -138,7 +137,7 @@ DEVICE void finish_projections(CtaMemory &cta, Element *step, bool reverse) {
     }
 }
 
-// Returns k.k of token t to the four lanes with equal r, each of which squares four states.
+// Returns k.k of token t, which the lanes of a row compute together.
 DEVICE float squared_norm(const CtaMemory &cta, int t, Lane at) {
     Floats<4> k = to_floats(load<4>(&cta.projected[t][RANK + 4 * at.p]));
     float sum = k.at[0] * k.at[0] + k.at[1] * k.at[1] + k.at[2] * k.at[2] + k.at[3] * k.at[3];
@@ -179,7 +178,7 @@ DEVICE void prepare(const CtaMemory &cta, Tile &tile, int first, const Floats<4>
 
 typedef Longhorn::Kept Residuals[2][4];
 
-// Inputs of a token: value (x or dy) and step size of the lane's channels, and keys and queries of the lane's states.
+// Inputs of a token for a lane: its channels' value (x or dy) and step size, and its states' keys and queries.
 struct Token {
     Floats<4> value, step_size, keys;
     INLINE Token(const CtaMemory &cta, const float (&values)[ROWS][16], const Tile &tile, int t, Lane at)
@@ -196,20 +195,9 @@ DEVICE void advance(States &S, Residuals &kept, const Token &t) {
             Longhorn::update(S[h][c], kept[h][c], t.value.at[c], t.step_size.at[c], t.keys.at[h], 0);
 }
 
-// Scans the first 8 tokens without keeping residuals.
-DEVICE void scan_first(States &S, const CtaMemory &cta, const Tile &tile, Lane at) {
-    Residuals unused;
-    Token token(cta, tile.x, tile, 0, at);
-    UNROLLED for (int t = 0; t < 8; t++) {
-        Token following(cta, tile.x, tile, t < 7 ? t + 1 : t, at);
-        advance(S, unused, token);
-        token = following;
-    }
-}
-
-// Scans the tokens of a half (8 tokens), keeps the residuals, and adds dq.
-DEVICE void rescan(States &S, Residuals (&kept)[8], Sums &dq, const CtaMemory &cta, const Tile &tile, int first, int half,
-                   Lane at) {
+// Scans the tokens of a half, keeps residuals, and adds dq.
+DEVICE void scan(States &S, Residuals (&kept)[8], Sums &dq, const CtaMemory &cta, const Tile &tile, int first, int half,
+                 Lane at) {
     constexpr int LAST = S_LINES - 1;
     Pack<Element, 4> dy = load<4>(&cta.dy[8 * half + at.r][first + 4 * at.p]);
     Token token(cta, tile.x, tile, 8 * half, at);
@@ -222,20 +210,20 @@ DEVICE void rescan(States &S, Residuals (&kept)[8], Sums &dq, const CtaMemory &c
         }
 }
 
-// Adds 8 values over the lanes with equal p, and returns the sum of value r. In each round, a lane sends half of its
-// remaining values.
+// Adds 8 values over the lanes of a column p, and returns the sum of value r. A lane sends half of its values, then half
+// of the rest.
 DEVICE float sum_over_states(float (&v)[8], Lane at) {
     UNROLLED for (int bit = 4; bit > 0; bit /= 2)
         UNROLLED for (int i = 0; i < bit; i++) {
             unsigned one = __float_as_uint(v[i]), other = __float_as_uint(v[i + bit]);
-            unsigned own = at.r & bit ? other : one, sent = one ^ other ^ own;  // two ?: would take three moves
+            unsigned own = at.r & bit ? other : one, sent = one ^ other ^ own;  // as ?:, selects take three moves
             v[i] = __uint_as_float(own) + __shfl_xor_sync(WARP, __uint_as_float(sent), 4 * bit);
         }
     return v[0];
 }
 
-// Updates G from the last token of a half to the first, and adds -dk. `sums` receives a sum over states of each token:
-// sum_x of channel 4p + r in lanes with r < 4, and sum_step_size of channel 4p + r - 4 in the other lanes.
+// Moves G from the end of a half to its start, and adds -dk. `sums` receives a sum over states of each token: sum_x of
+// channel 4p + r in lanes with r < 4, and sum_step_size of channel 4p + r - 4 in the other lanes.
 DEVICE void walk_back(States &G, const Residuals (&kept)[8], Sums &minus_dk, float (&sums)[8], const CtaMemory &cta,
                       const Tile &tile, int first, int half, Lane at) {
     constexpr int LAST = S_LINES - 1;
@@ -271,7 +259,7 @@ DEVICE void walk_back(States &G, const Residuals (&kept)[8], Sums &minus_dk, flo
 // Sums over the channels of a warp.
 struct ChannelSums {
     Sums dq[HALVES], minus_dk[HALVES];
-    float norm[HALVES];  // dL/d(k.k) of token 8 half + r, over the lane's channels
+    float norm[HALVES];  // of token 8 half + r, over the lane's channels
 };
 
 // Writes dx and dstep_logits of token 8 half + r.
@@ -295,30 +283,19 @@ DEVICE void finish_half(CtaMemory &cta, Tile &tile, const float (&sums)[8], floa
     if (t < S_LINES) store(dstep_logits + ((reverse ? S_LINES - 1 - t : t) * D + first + 4 * at.p), rounded);
 }
 
-// Adds to `dstep_bias` in global memory, which is the sum over the CTA's images, or initializes the sum (`is_first`).
+// `dstep_bias` is the sum over the CTA's images, beginning with the first one.
 DEVICE void scan_tile(CtaMemory &cta, Tile &tile, ChannelSums &of, Element *dstep_logits, float *dstep_bias,
                       int first, bool is_first, bool reverse, Lane at) {
     // Lanes with r < 4 add to channel 4p + r.
     dstep_bias += first + 4 * at.p + at.r % 4;
     float bias_before = is_first ? 0 : *dstep_bias;
-    Residuals kept[KEPT / 8][8];
+    Residuals kept[HALVES][8];
     States S = {}, G = {};
     Floats<4> bias = {};
-    if (HALVES == 2) {
-        if (KEPT == 16) {
-            rescan(S, kept[0], of.dq[0], cta, tile, first, 0, at);
-        } else {
-            scan_first(S, cta, tile, at);
-        }
-    }
+    UNROLLED for (int half = 0; half < HALVES; half++) scan(S, kept[half], of.dq[half], cta, tile, first, half, at);
     UNROLLED for (int half = HALVES - 1; half >= 0; half--) {
         float sums[8] = {};
-        constexpr bool KEEPS_ALL = HALVES == 2 && KEPT == 16;
-        if (half == 0)
-            UNROLLED for (int c = 0; c < 8; c++) S[c / 4][c % 4] = 0;
-        auto &own = kept[KEPT == 16 ? half : 0];
-        if (!(KEEPS_ALL && half == 0)) rescan(S, own, of.dq[half], cta, tile, first, half, at);
-        walk_back(G, own, of.minus_dk[half], sums, cta, tile, first, half, at);
+        walk_back(G, kept[half], of.minus_dk[half], sums, cta, tile, first, half, at);
         finish_half(cta, tile, sums, of.norm[half], bias, dstep_logits, first, half, reverse, at);
     }
     UNROLLED for (int c = 0; c < 4; c++) {

@@ -25,7 +25,7 @@ SOURCE = Source("block/scan_lines_bwd", {
 })  # fmt: skip
 
 ROWS, N = 16, 16  # maximum number of lines, and the supported number of states
-WARPS, KEPT = 8, 16  # macros of scan_lines_bwd.cu; the fastest of the measured pairs
+WARPS = 8  # maximum number of warps per CTA; 12 warps are slower
 
 
 class LineGradients(NamedTuple):
@@ -83,9 +83,7 @@ def line_gradients(
 
 
 def macros_of(dtype: torch.dtype, S: int, D: int, R: int) -> dict:
-    return dict(
-        INPUT=ELEMENT[dtype], LINES=S, WIDTH=D, RANK=R, WARPS=warps(D), KEPT=KEPT, CTA_BYTES=cta_bytes(D, R)
-    )  # fmt: skip
+    return dict(INPUT=ELEMENT[dtype], LINES=S, WIDTH=D, RANK=R, WARPS=warps(D), CTA_BYTES=cta_bytes(D, R))
 
 
 def warps(D: int) -> int:
