@@ -295,7 +295,6 @@ TABLE = {
          "⟦        __syncthreads();  // all warps have read the image\n→⟧"),
         ("the gradient of keys lacks the step size's",
          "for (int w = 1; w < WARPS; w++) norm += ⟦→0 * ⟧cta.norms[w][row];"),
-        ("the state of a tile begins with the one before", "S[c / 4][c % 4] = ⟦0→S[c / 4][c % 4]⟧;"),
         ("the bias's gradient is that of the last image", "float bias_before = ⟦is_first→true⟧ ? 0"),
         ("other channels' weights of the step", "channel = row / 2 * 4 + ⟦lane / 8 % 2 * 2→0⟧ + row % 2;\n#pragma"),
         ("dmeans lack eight of the projections", "UNROLLED for (int i = 0; i < (16 * k + ⟦8→16⟧ < P ? 4 : 2); i++)"),

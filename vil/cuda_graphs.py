@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .kernels.cuda.graphs import without_garbage_collection
+
 _logger = logging.getLogger(__name__)
 
 
@@ -111,16 +113,11 @@ def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
 def nothing_collected() -> Iterator[None]:
     """Collect garbage, and disable Python's garbage collector inside the context.
 
-    A capture fails if the garbage collector destroys another CUDA graph meanwhile.
+    The first collection destroys earlier CUDA graphs that are garbage and releases their memory.
     """
     gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with without_garbage_collection():
         yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _rng_state_of_host() -> tuple:

@@ -108,7 +108,7 @@ def _capture(device: torch.device, stream: int, run: Callable[[], None]) -> torc
     torch.cuda.current_blas_handle()  # cuBLAS must not be initialized during a capture
     of = _capture_stream(device, stream)
     graph = torch.cuda.CUDAGraph()
-    with _without_garbage_collection(), torch.cuda.stream(of.stream):
+    with without_garbage_collection(), torch.cuda.stream(of.stream):
         # "thread_local" allows CUDA calls from other threads during the capture
         graph.capture_begin(pool=of.pool, capture_error_mode="thread_local")
         try:
@@ -120,7 +120,7 @@ def _capture(device: torch.device, stream: int, run: Callable[[], None]) -> torc
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Disable Python's garbage collector, because a capture fails if another graph is destroyed meanwhile."""
     enabled = gc.isenabled()
     gc.disable()
