@@ -154,8 +154,8 @@ def test_scan_image_equals_its_definition(B, S, D, R, dtype, device, monkeypatch
 @pytest.mark.parametrize(
     ("B", "S", "D", "expected"),
     [
-        (1, 15, 768, "scan_lines"), (5, 15, 768, "scan_lines"), (6, 15, 768, None), (43, 15, 768, None),
-        (44, 15, 768, "scan_image"), (11, 64, 384, "scan_lines"), (44, 16, 384, "scan_image"), (44, 17, 384, None),
+        (1, 15, 768, "scan_lines"), (5, 15, 768, "scan_lines"), (6, 15, 768, None), (32, 15, 768, None),
+        (33, 15, 768, "scan_image"), (11, 64, 384, "scan_lines"), (17, 16, 384, "scan_image"), (44, 17, 384, None),
         (44, 15, 1536, None), (44, 15, 96, None),
     ],
 )  # fmt: skip
@@ -165,6 +165,14 @@ def test_few_and_many_images_have_kernels_that_project_and_scan(B, S, D, expecte
     sizes = (2, B, S, D), (2, R + 32, D), (2, D, R)
     scan = kernels.line_scan("longhorn", *(torch.empty(size, dtype=torch.bfloat16) for size in sizes))
     assert (scan and scan.__name__) == expected
+
+
+@pytest.mark.parametrize(("B", "D", "expected"), [(16, 768, False), (17, 768, True), (1, 384, True)])
+def test_few_images_with_many_channels_do_not_use_scan_lines_backward(B, D, expected, monkeypatch):
+    emulator.as_if_on_a_gpu(monkeypatch, multiprocessors=132)
+    sizes = (2, B, 15, D), (2, 24 + 32, D), (2, D, 24)
+    tensors = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
+    assert kernels.backpropagates_lines("longhorn", *tensors) == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -177,7 +185,8 @@ def test_few_and_many_images_have_kernels_that_project_and_scan(B, S, D, expecte
 )  # fmt: skip
 def test_scan_lines_backward_equals_its_definition(B, S, D, R, dtype, device, monkeypatch, poison):
     if device == "cpu":
-        on_an_emulated_gpu(monkeypatch, multiprocessors=4)  # two CTAs for each direction
+        on_an_emulated_gpu(monkeypatch)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 4)  # two CTAs for each direction
     g = torch.Generator().manual_seed(0)
 
     def random(*size, dtype=dtype):

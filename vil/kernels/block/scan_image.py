@@ -20,7 +20,7 @@ SOURCE = Source("block/scan_image", {
 
 MOST_LINES = 16  # rows of a product on tensor cores
 STATES = 16
-IMAGES = 3  # maximum number of multiprocessors per image; with more, separate kernels are faster
+CHANNELS = 3072  # separate kernels are faster for fewer images than D / CHANNELS per multiprocessor
 MOST_WARPS = 12  # maximum number of warps per multiprocessor, because a thread needs up to 168 registers
 
 
@@ -34,7 +34,7 @@ def fits(recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR:
     if recurrence != "longhorn" or means_2BSD.dtype.itemsize != 2 or P - R != 2 * STATES or S > MOST_LINES:
         return False
     device, shape = device_of(means_2BSD), D % 64 == R % 8 == 0 and R <= 64 and D <= 64 * MOST_WARPS
-    many = hardware.multiprocessors(device) <= IMAGES * B
+    many = hardware.multiprocessors(device) * D <= CHANNELS * B
     return shape and many and cta_bytes(D, R, 64) <= hardware.shared_bytes(device)
 
 

@@ -22,15 +22,17 @@
 //     states r (h = 0) and r + 8 (h = 1)      channels 4p + c, c = 0 .. 3
 //
 // Columns 2p and 2p + 1 of the first half of a tile are channels 4p and 4p + 1, and of the second half 4p + 2 and 4p + 3.
-// Tensor cores compute the sums over channels from operands rounded to 16 bits, with e the step size, H = e G, and
-// E = H residual:
+// Tensor cores compute the sums over channels and over states from operands rounded to 16 bits, with e the step size,
+// H = e G, and E = H residual:
 //
-//          a                              b                             sums
-//   dq     S (16 states, 16 channels)     dy (16 channels, 8 tokens)    (16 states, 8 tokens)
-//   -dk    H and E                        x and -2                      (16 states, 8 tokens)
+//                    a                              b                                sums
+//   dq               S (16 states, 16 channels)     dy (16 channels, 8 tokens)       (16 states, 8 tokens)
+//   -dk              H and E                        x and -2                         (16 states, 8 tokens)
+//   sum_x            H^T (16 channels, 16 states)   k (16 states, 8 tokens)          (16 channels, 8 tokens)
+//   sum_step_size    E^T                            k                                (16 channels, 8 tokens)
 //
 // All tokens have different operands a. Therefore b is zero except for the column of the token, and a product adds to the
-// sums of only this token. Sums over states are computed by shuffles. docs/kernels/block.md lists buffers and barriers.
+// sums of only this token. docs/kernels/block.md lists buffers and barriers.
 
 #include "../cuda/types.cuh"
 #define RECURRENCE Longhorn
@@ -46,11 +48,11 @@ constexpr int HALVES = (S_LINES + 7) / 8;
 constexpr int PITCH = D + 8, P_PITCH = P % 16 ? P : P + 8, STEP_PITCH = RANK % 16 ? RANK : RANK + 8;
 static_assert(S_LINES >= 1 && S_LINES <= ROWS && D % 16 == 0 && RANK % 8 == 0);
 
-// Inputs of the scan of one tile, (tokens, channels).
+// Inputs of the scan of one tile, (tokens, channels). ROW is chosen to avoid bank conflicts of `by_token`.
+constexpr int ROW = 20;
 struct Tile {
-    alignas(16) float x[ROWS][16];  // overwritten by sum_x
-    alignas(16) float dy[ROWS][16];  // overwritten by sum_step_size
-    alignas(16) float step_size[ROWS][16], slope[ROWS][16];
+    alignas(16) float x[ROWS][ROW];  // overwritten by sum_x, and then by sum_step_size
+    alignas(16) float dy[ROWS][16], step_size[ROWS][16], slope[ROWS][16];
 };
 struct CtaMemory {
     alignas(16) Element x_proj[P][PITCH];
@@ -86,6 +88,11 @@ struct Rounded {
     // Adds the product with (16 channels, 8 tokens).
     INLINE void add_over_channels(Sums &sums, unsigned b_0, unsigned b_1) const {
         multiply_add(Element{}, sums, word[0][0], word[1][0], word[0][1], word[1][1], b_0, b_1);
+    }
+    // Adds the product of the transposed operand (16 channels, 16 states) with (16 states, 8 tokens).
+    INLINE void add_over_states(Sums &sums, unsigned b_0, unsigned b_1) const {
+        multiply_add(Element{}, sums, transpose(word[0][0]), transpose(word[0][1]), transpose(word[1][0]),
+                     transpose(word[1][1]), b_0, b_1);
     }
 };
 
@@ -181,7 +188,8 @@ typedef Longhorn::Kept Residuals[2][4];
 // Inputs of a token for a lane: its channels' value (x or dy) and step size, and its states' keys and queries.
 struct Token {
     Floats<4> value, step_size, keys;
-    INLINE Token(const CtaMemory &cta, const float (&values)[ROWS][16], const Tile &tile, int t, Lane at)
+    template <int PITCH_>
+    INLINE Token(const CtaMemory &cta, const float (&values)[ROWS][PITCH_], const Tile &tile, int t, Lane at)
         : value(load<4>(&values[t][4 * at.p])), step_size(load<4>(&tile.step_size[t][4 * at.p])),
           keys(load<4>(cta.keys[t][at.r])) {
         // The compiler must not load tokens earlier, because their values would take too many registers.
@@ -210,25 +218,13 @@ DEVICE void scan(States &S, Residuals (&kept)[8], Sums &dq, const CtaMemory &cta
         }
 }
 
-// Adds 8 values over the lanes of a column p, and returns the sum of value r. A lane sends half of its values, then half
-// of the rest.
-DEVICE float sum_over_states(float (&v)[8], Lane at) {
-    UNROLLED for (int bit = 4; bit > 0; bit /= 2)
-        UNROLLED for (int i = 0; i < bit; i++) {
-            unsigned one = __float_as_uint(v[i]), other = __float_as_uint(v[i + bit]);
-            unsigned own = at.r & bit ? other : one, sent = one ^ other ^ own;  // as ?:, selects take three moves
-            v[i] = __uint_as_float(own) + __shfl_xor_sync(WARP, __uint_as_float(sent), 4 * bit);
-        }
-    return v[0];
-}
-
-// Moves G from the end of a half to its start, and adds -dk. `sums` receives a sum over states of each token: sum_x of
-// channel 4p + r in lanes with r < 4, and sum_step_size of channel 4p + r - 4 in the other lanes.
-DEVICE void walk_back(States &G, const Residuals (&kept)[8], Sums &minus_dk, float (&sums)[8], const CtaMemory &cta,
-                      const Tile &tile, int first, int half, Lane at) {
+// Moves G from the end of a half to its start, and adds -dk, sum_x and sum_step_size.
+DEVICE void walk_back(States &G, const Residuals (&kept)[8], Sums &minus_dk, Sums &sum_x, Sums &sum_step_size,
+                      const CtaMemory &cta, const Tile &tile, int first, int half, Lane at) {
     constexpr int LAST = S_LINES - 1;
     Pack<Element, 4> x = load<4>(&cta.x[8 * half + at.r][first + 4 * at.p]);
-    unsigned minus_2 = pack(Element{}, -2, -2);
+    const Element *row = &cta.projected[8 * half + at.r][RANK + 2 * at.p];
+    unsigned k_0 = load<2>(row).word[0], k_1 = load<2>(row + 8).word[0], minus_2 = pack(Element{}, -2, -2);
     Token token(cta, tile.dy, tile, min(8 * half + 7, LAST), at);
     UNROLLED for (int j = 7; j >= 0; j--)
         if (int t = 8 * half + j; t <= LAST) {
@@ -246,12 +242,9 @@ DEVICE void walk_back(States &G, const Residuals (&kept)[8], Sums &minus_dk, flo
             Rounded H_16(H), E_16(E);
             H_16.add_over_channels(minus_dk, at.only(j, x.word[0]), at.only(j, x.word[1]));
             E_16.add_over_channels(minus_dk, at.only(j, minus_2), at.only(j, minus_2));
-            float of_states[8];
-            UNROLLED for (int c = 0; c < 4; c++) {
-                of_states[c] = fmaf(token.keys.at[0], H[0][c], token.keys.at[1] * H[1][c]);
-                of_states[4 + c] = fmaf(token.keys.at[0], E[0][c], token.keys.at[1] * E[1][c]);
-            }
-            sums[j] = sum_over_states(of_states, at);
+            unsigned own_k_0 = at.only(j, k_0), own_k_1 = at.only(j, k_1);
+            H_16.add_over_states(sum_x, own_k_0, own_k_1);
+            E_16.add_over_states(sum_step_size, own_k_0, own_k_1);
             token = following;
         }
 }
@@ -262,16 +255,23 @@ struct ChannelSums {
     float norm[HALVES];  // of token 8 half + r, over the lane's channels
 };
 
+// Passes sums from (channels, tokens) to (tokens, channels): returns the sums of token 8 half + r, channels 4p + c.
+// Row i of the first 8 rows of the transposed operand is channel 4 (i / 2) + i % 2, and of the last 8 rows two more.
+DEVICE Floats<4> by_token(float (&memory)[ROWS][ROW], const Sums &sums, int half, Lane at) {
+    __syncwarp();
+    UNROLLED for (int i = 0; i < 2; i++)
+        UNROLLED for (int e = 0; e < 2; e++)
+            memory[8 * half + 2 * at.p + e][at.r / 2 * 4 + at.r % 2 + 2 * i] = sums[i].at[e];
+    __syncwarp();
+    return load<4>(&memory[8 * half + at.r][4 * at.p]);
+}
+
 // Writes dx and dstep_logits of token 8 half + r.
-DEVICE void finish_half(CtaMemory &cta, Tile &tile, const float (&sums)[8], float &norm, Floats<4> &bias,
-                        Element *dstep_logits, int first, int half, bool reverse, Lane at) {
-    __syncwarp();
-    float(*to)[16] = at.r < 4 ? tile.x : tile.dy;
-    UNROLLED for (int j = 0; j < 8; j++) to[8 * half + j][4 * at.p + at.r % 4] = sums[j];
-    __syncwarp();
+DEVICE void finish_half(CtaMemory &cta, Tile &tile, const Sums &sums_x, const Sums &sums_step_size, float &norm,
+                        Floats<4> &bias, Element *dstep_logits, int first, int half, bool reverse, Lane at) {
     int t = 8 * half + at.r;
-    store(&cta.x[t][first + 4 * at.p], from_floats<Element>(load<4>(&tile.x[t][4 * at.p])));
-    Floats<4> sum_step_size = load<4>(&tile.dy[t][4 * at.p]), dlogit;
+    store(&cta.x[t][first + 4 * at.p], from_floats<Element>(by_token(tile.x, sums_x, half, at)));
+    Floats<4> sum_step_size = by_token(tile.x, sums_step_size, half, at), dlogit;
     Floats<4> step_size = load<4>(&tile.step_size[t][4 * at.p]), slope = load<4>(&tile.slope[t][4 * at.p]);
     UNROLLED for (int c = 0; c < 4; c++) {
         dlogit.at[c] = sum_step_size.at[c] * slope.at[c];
@@ -294,9 +294,9 @@ DEVICE void scan_tile(CtaMemory &cta, Tile &tile, ChannelSums &of, Element *dste
     Floats<4> bias = {};
     UNROLLED for (int half = 0; half < HALVES; half++) scan(S, kept[half], of.dq[half], cta, tile, first, half, at);
     UNROLLED for (int half = HALVES - 1; half >= 0; half--) {
-        float sums[8] = {};
-        walk_back(G, kept[half], of.minus_dk[half], sums, cta, tile, first, half, at);
-        finish_half(cta, tile, sums, of.norm[half], bias, dstep_logits, first, half, reverse, at);
+        Sums sum_x = {}, sum_step_size = {};
+        walk_back(G, kept[half], of.minus_dk[half], sum_x, sum_step_size, cta, tile, first, half, at);
+        finish_half(cta, tile, sum_x, sum_step_size, of.norm[half], bias, dstep_logits, first, half, reverse, at);
     }
     UNROLLED for (int c = 0; c < 4; c++) {
         UNROLLED for (int distance = 4; distance < 32; distance *= 2)

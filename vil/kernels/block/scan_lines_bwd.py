@@ -26,6 +26,8 @@ SOURCE = Source("block/scan_lines_bwd", {
 
 ROWS, N = 16, 16  # maximum number of lines, and the supported number of states
 WARPS = 8  # maximum number of warps per CTA; 12 warps are slower
+NARROW = 384  # number of channels up to which the kernel is fast for any number of images
+IMAGES = 8  # multiprocessors per image that separate kernels need to be faster for more channels
 
 
 class LineGradients(NamedTuple):
@@ -39,11 +41,16 @@ class LineGradients(NamedTuple):
 
 
 def fits(recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
-    """Return whether the kernel supports the recurrence and the inputs."""
-    (*_, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
-    shape = means_2BSD.dtype.itemsize == 2 and S <= ROWS and D % 64 == R % 8 == 0 and P - R == 2 * N
-    needed = max(cta_bytes(D, R), other_cta_bytes(P, R))
-    return recurrence == "longhorn" and shape and needed <= hardware.shared_bytes(device_of(means_2BSD))
+    """Return whether the kernel supports the recurrence and the inputs, and is fast for them.
+
+    One multiprocessor processes all channels of an image, so few images with many channels are slow.
+    """
+    (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
+    device, shape = device_of(means_2BSD), S <= ROWS and D % 64 == R % 8 == 0 and P - R == 2 * N
+    if recurrence != "longhorn" or means_2BSD.dtype.itemsize != 2 or not shape:
+        return False
+    fast = D <= NARROW or hardware.multiprocessors(device) <= IMAGES * B
+    return fast and max(cta_bytes(D, R), other_cta_bytes(P, R)) <= hardware.shared_bytes(device)
 
 
 def scan_lines_backward(
@@ -94,7 +101,7 @@ def cta_bytes(D: int, R: int) -> int:
     P, W = R + 2 * N, warps(D)
     pitch, P_pitch, R_pitch = D + 8, P + (0 if P % 16 else 8), R + (0 if R % 16 else 8)
     elements = (P + 2 * ROWS) * pitch + D * R_pitch + ROWS * P_pitch
-    floats = ROWS * 32 + W * ROWS + W * ROWS * max(P, 64)
+    floats = ROWS * 32 + W * ROWS + W * ROWS * max(P, 68)
     return 2 * elements + 4 * floats
 
 
