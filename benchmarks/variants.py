@@ -41,6 +41,7 @@ from vil.kernels.block import (
     gate_outproj_bwd_sm90,
     gate_outproj_sm90,
     kernels,
+    run,
     step_proj_bwd,
 )
 from vil.kernels.cuda import launches
@@ -258,7 +259,8 @@ def forgotten_plans() -> Iterator[None]:
 
     def forget() -> None:
         heuristics.choose.cache_clear()
-        for function in (forward.forward, backward.backward, cuda_scan.forward, cuda_scan.backward):
+        of_blocks = forward.forward, backward.backward, run.forward_run, run.backward_run
+        for function in (*of_blocks, cuda_scan.forward, cuda_scan.backward):
             inspect.getclosurevars(function).nonlocals["plans"].clear()
 
     forget()
