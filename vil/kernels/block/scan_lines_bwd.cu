@@ -15,7 +15,7 @@
 //
 // B batch    S lines    D channels    N = 16 states    P = R + 2N    token t: line t, or S - 1 - t in direction 1
 //
-// A CTA processes all channels of every `parts`-th image in one direction. Its weights stay in shared memory.
+// A CTA processes all channels of every `parts`-th image in one direction, whose weights stay in shared memory.
 // A warp processes `TILES_OF_WARP` tiles of 16 adjacent channels, one tile at a time.
 // With r = lane / 4 and p = lane % 4, a lane has 2 states of 4 channels of a tile, as in an operand of tensor cores:
 //
@@ -31,8 +31,8 @@
 //   sum_x            H^T (16 channels, 16 states)   k (16 states, 8 tokens)          (16 channels, 8 tokens)
 //   sum_step_size    E^T                            k                                (16 channels, 8 tokens)
 //
-// All tokens have different operands a. Therefore b is zero except for the column of the token, and a product adds to the
-// sums of only this token. docs/kernels/block.md lists buffers and barriers.
+// Each token has its own operand a. Therefore b is zero except for the column of the token, and a product adds only to
+// the sums of this token. docs/kernels/block.md lists buffers and barriers.
 
 #include "../cuda/types.cuh"
 #define RECURRENCE Longhorn
@@ -85,7 +85,7 @@ struct Rounded {
         UNROLLED for (int h = 0; h < 2; h++)
             UNROLLED for (int i = 0; i < 2; i++) word[h][i] = pack(Element{}, v[h][2 * i], v[h][2 * i + 1]);
     }
-    // Adds the product with (16 channels, 8 tokens).
+    // Adds the product with operand b (16 channels, 8 tokens).
     INLINE void add_over_channels(Sums &sums, unsigned b_0, unsigned b_1) const {
         multiply_add(Element{}, sums, word[0][0], word[1][0], word[0][1], word[1][1], b_0, b_1);
     }
@@ -128,7 +128,7 @@ DEVICE Floats<2> add_parts(const CtaMemory &cta, int row, int column) {
     return sum;
 }
 
-// Rounds [step k q] like the result of a product, and writes the step.
+// Adds the warps' sums of [step k q], rounds the sums to 16 bits, and writes the step.
 DEVICE void finish_projections(CtaMemory &cta, Element *step, bool reverse) {
     for (int i = threadIdx.x; i < ROWS * (P / 2); i += THREADS) {
         int row = i / (P / 2), column = i % (P / 2) * 2;
@@ -144,7 +144,7 @@ DEVICE void finish_projections(CtaMemory &cta, Element *step, bool reverse) {
     }
 }
 
-// Returns k.k of token t, which the lanes of a row compute together.
+// Returns k.k of token t to the four lanes with equal r, each of which squares four states.
 DEVICE float squared_norm(const CtaMemory &cta, int t, Lane at) {
     Floats<4> k = to_floats(load<4>(&cta.projected[t][RANK + 4 * at.p]));
     float sum = k.at[0] * k.at[0] + k.at[1] * k.at[1] + k.at[2] * k.at[2] + k.at[3] * k.at[3];
@@ -185,7 +185,7 @@ DEVICE void prepare(const CtaMemory &cta, Tile &tile, int first, const Floats<4>
 
 typedef Longhorn::Kept Residuals[2][4];
 
-// Inputs of a token for a lane: its channels' value (x or dy) and step size, and its states' keys and queries.
+// Inputs of a token: value (x or dy) and step size of the lane's channels, and keys and queries of the lane's states.
 struct Token {
     Floats<4> value, step_size, keys;
     template <int PITCH_>
@@ -203,7 +203,7 @@ DEVICE void advance(States &S, Residuals &kept, const Token &t) {
             Longhorn::update(S[h][c], kept[h][c], t.value.at[c], t.step_size.at[c], t.keys.at[h], 0);
 }
 
-// Scans the tokens of a half, keeps residuals, and adds dq.
+// Scans the tokens of a half (8 tokens), keeps the residuals, and adds dq.
 DEVICE void scan(States &S, Residuals (&kept)[8], Sums &dq, const CtaMemory &cta, const Tile &tile, int first, int half,
                  Lane at) {
     constexpr int LAST = S_LINES - 1;
@@ -218,7 +218,7 @@ DEVICE void scan(States &S, Residuals (&kept)[8], Sums &dq, const CtaMemory &cta
         }
 }
 
-// Moves G from the end of a half to its start, and adds -dk, sum_x and sum_step_size.
+// Updates G from the last token of a half to the first, and adds -dk, sum_x and sum_step_size.
 DEVICE void walk_back(States &G, const Residuals (&kept)[8], Sums &minus_dk, Sums &sum_x, Sums &sum_step_size,
                       const CtaMemory &cta, const Tile &tile, int first, int half, Lane at) {
     constexpr int LAST = S_LINES - 1;
@@ -252,10 +252,10 @@ DEVICE void walk_back(States &G, const Residuals (&kept)[8], Sums &minus_dk, Sum
 // Sums over the channels of a warp.
 struct ChannelSums {
     Sums dq[HALVES], minus_dk[HALVES];
-    float norm[HALVES];  // of token 8 half + r, over the lane's channels
+    float norm[HALVES];  // dL/d(k.k) of token 8 half + r, over the lane's channels
 };
 
-// Passes sums from (channels, tokens) to (tokens, channels): returns the sums of token 8 half + r, channels 4p + c.
+// Transposes sums (channels, tokens) through shared memory, and returns those of token 8 half + r, channels 4p + c.
 // Row i of the first 8 rows of the transposed operand is channel 4 (i / 2) + i % 2, and of the last 8 rows two more.
 DEVICE Floats<4> by_token(float (&memory)[ROWS][ROW], const Sums &sums, int half, Lane at) {
     __syncwarp();
@@ -283,7 +283,7 @@ DEVICE void finish_half(CtaMemory &cta, Tile &tile, const Sums &sums_x, const Su
     if (t < S_LINES) store(dstep_logits + ((reverse ? S_LINES - 1 - t : t) * D + first + 4 * at.p), rounded);
 }
 
-// `dstep_bias` is the sum over the CTA's images, beginning with the first one.
+// Adds to `dstep_bias` in global memory, which is the sum over the CTA's images, or initializes the sum (`is_first`).
 DEVICE void scan_tile(CtaMemory &cta, Tile &tile, ChannelSums &of, Element *dstep_logits, float *dstep_bias,
                       int first, bool is_first, bool reverse, Lane at) {
     // Lanes with r < 4 add to channel 4p + r.
