@@ -76,7 +76,8 @@ class Preparation:
     def _decode_new(self, batch: EncodedBatch, files: np.ndarray) -> DecodedImages:
         """Decode files that have content, and add the images to the cache. The image of a rejected file is missing."""
         records = batch.files[files]
-        contents = [batch.contents[i] for i in (batch.files["bytes"] > 0).cumsum()[files] - 1]
+        index_of_content = (batch.files["bytes"] > 0).cumsum() - 1
+        contents = [batch.contents[i] for i in index_of_content[files]]
         images = DecodedImages.missing(len(files))
         are_small = is_small(records["size"].prod(axis=1))
         for numbers, read in ((np.flatnonzero(are_small), self._unpack), (np.flatnonzero(~are_small), self._decode)):
@@ -84,7 +85,7 @@ class Preparation:
                 decoded = read([contents[i] for i in numbers], records["size"][numbers].tolist())
                 images[numbers] = DecodedImages.of(decoded)
 
-        are_valid = (images.sizes == records["size"]).all(axis=1)  # reject a file whose header has another size
+        are_valid = (images.sizes == records["size"]).all(axis=1)  # reject a file whose header states another size
         images[~are_valid] = DecodedImages.missing((~are_valid).sum())
         records = records[are_valid]
         self.cache.add(records["index"], images[are_valid], batch.targets[records["row"]], records["version"])
