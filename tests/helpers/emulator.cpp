@@ -268,6 +268,7 @@ static void wait_for(unsigned barrier, unsigned phase) {
         wait_at(emulator::READY);
     }
 }
+static void wait_long_for(unsigned barrier, unsigned phase) { wait_for(barrier, phase); }
 static void copy_16_async(unsigned to, const void *from) { start_copy(shared_memory + to, from, 16, true); }
 static void wait_for_all_copies() {
     commit_started();
@@ -292,6 +293,34 @@ static void load_shared(unsigned (&v)[4], unsigned from) {
     memcpy(v, shared_memory + from, 16);
 }
 static void store_shared(unsigned to, unsigned v) { memcpy(shared_memory + to, &v, 4); }
+// Emulate stmatrix: store transposed 8 x 8 matrices. Lanes 8 i to 8 i + 7 hold the addresses of the columns of matrix i.
+static void store_columns(unsigned to, const unsigned *matrices, int count) {
+    for (int i = 0; i < count; i++) current->fragments.word[i] = matrices[i];
+    __syncwarp();
+    int lane = threadIdx.x % 32, column = lane % 8;
+    if (lane / 8 < count) {
+        emulator::check_aligned(shared_memory + to, 16);
+        for (int row = 0; row < 8; row++) {
+            auto &of_row = emulator::threads[threadIdx.x / 32 * 32 + row * 4 + column / 2].fragments;
+            unsigned short element = of_row.word[lane / 8] >> column % 2 * 16;
+            memcpy(shared_memory + to + row * 2, &element, 2);
+        }
+    }
+    __syncwarp();
+}
+static void store_transposed(unsigned to, unsigned a, unsigned b) {
+    const unsigned matrices[] = {a, b};
+    store_columns(to, matrices, 2);
+}
+static void store_transposed(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+    const unsigned matrices[] = {a, b, c, d};
+    store_columns(to, matrices, 4);
+}
+static void store_unless_negative(int index, void *to, unsigned first, unsigned second) {
+    if (index < 0) return;
+    emulator::check_aligned(to, 8);
+    memcpy(to, &first, 4), memcpy((char *)to + 4, &second, 4);
+}
 namespace emulator {
 template <class T>
 static float shared_value(unsigned address) {
@@ -357,6 +386,32 @@ static void run_shared(const emulator::Product &product) {
 template <class T>
 static void multiply_shared(T, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) {
     current->open_products.push_back({run_shared<T>, sums, nullptr, a, b, unsigned(apart), add});
+}
+struct Rows {
+    unsigned address;
+    Rows(unsigned address) : address(address) {}
+    Rows after(int bytes) const { return address + bytes; }
+};
+template <class T>
+static void run_rows(const emulator::Product &product) {
+    auto value = [](unsigned address) { return emulator::shared_value<T>(address ^ (address >> 7 & 7) << 4); };
+    float a[2][16];
+    int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    for (int i = 0; i < 32; i++) a[i / 16][i % 16] = value(product.a_shared + (row + i / 16 * 8) * 128 + i % 16 * 2);
+    for (int j = 0; j < 50; j++) {
+        int column = j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2;
+        float b[16];
+        for (int k = 0; k < 16; k++) b[k] = value(product.b + column * 128 + k * 2);
+        for (int half = 0; half < 2; half++) {
+            float &to = product.sums[j / 2 * 4 + half * 2 + j % 2], sum = product.add ? to : 0;
+            for (int k = 0; k < 16; k++) sum += a[half][k] * b[k];
+            to = sum;
+        }
+    }
+}
+template <class T>
+static void multiply_rows(T, float (&sums)[100], Rows a, Rows b, bool add) {
+    current->open_products.push_back({run_rows<T>, sums, nullptr, a.address, b.address, 0, add});
 }
 static void show_to_products() {}
 

@@ -35,6 +35,13 @@ MEANING = {
     r'asm\("ex2.approx.ftz.f32 [^;]*;"[^;]*;': "y = exp2f(x);",
     r'asm\("rcp.approx.ftz.f32 [^;]*;"[^;]*;': "y = 1 / x;",
     r'asm\("tanh.approx.f32 [^;]*;"[^;]*;': "y = tanhf(x);",
+    r'asm\("tanh.approx.f16x2 [^;]*;"[^;]*;': (
+        "y.word = to_fp16(tanhf(from_fp16(x.word & 0xffff))) | to_fp16(tanhf(from_fp16(x.word >> 16))) << 16;"
+    ),
+    r'asm\("fma.rn.f16x2 [^;]*;"[^;]*;': (
+        "sum.word = to_fp16(from_fp16(a.word & 0xffff) * from_fp16(b.word & 0xffff) + from_fp16(c.word & 0xffff))"
+        " | to_fp16(from_fp16(a.word >> 16) * from_fp16(b.word >> 16) + from_fp16(c.word >> 16)) << 16;"
+    ),
     r'asm\("min.NaN.f32 [^;]*;"[^;]*;': "c = a != a || b != b ? NAN : min(a, b);",
     r'asm\("mma.sync.aligned.m16n8k16.row.col.f32.bf16.*?"r"\(b_1\)\);': (
         "multiply_fragments([](unsigned bits) { return __uint_as_float(bits << 16); }, &sums[0].at[0],"

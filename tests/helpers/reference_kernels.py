@@ -38,7 +38,7 @@ class ReferenceKernels:
     fuses_product, runs_hopper_kernels = staticmethod(lambda *_: False), staticmethod(lambda *_: True)
     empty_tiles, schedule_scan = staticmethod(lambda *_: None), staticmethod(lambda *_: (None, False))
     line_scan = staticmethod(lambda *_: None)
-    backpropagates_lines = staticmethod(lambda *_: False)
+    backpropagates_lines, empty_in_proj_tiles = staticmethod(lambda *_: False), staticmethod(lambda *_: None)
     pool, pooled_conv_backward = staticmethod(pool.reference), staticmethod(pooled_conv_backward.reference)
     add_product = staticmethod(lambda x, a, b: x + a @ b)
 

@@ -21,6 +21,7 @@ from vil.kernels.block import (
     gate_outproj,
     gate_outproj_bwd_sm90,
     gate_outproj_sm90,
+    in_proj_pool_sm90,
     kernels,
     norm_backward,
     pack_weights,
@@ -82,6 +83,9 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
             (pool, 5 if small else 4), (pooled_conv_backward, 2),
         )},
         gate_outproj_bwd_sm90: [gate_outproj_bwd_sm90.macros_of(t, C) for C in widths if hopper],
+        in_proj_pool_sm90: [
+            in_proj_pool_sm90.macros_of(t, C, keep) for C in widths for keep in (False, True) if hopper
+        ],
     }  # fmt: skip
     assert_no_spills(
         [

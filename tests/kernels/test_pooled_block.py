@@ -20,9 +20,18 @@ from emulator import EMULATED
 from scans import relative_error
 
 from vil.kernels import backends
-from vil.kernels.block import kernels, pool, pooled_conv_backward, scan_image, scan_lines, scan_lines_bwd, sum_lines
+from vil.kernels.block import (
+    in_proj_pool_sm90,
+    kernels,
+    pool,
+    pooled_conv_backward,
+    scan_image,
+    scan_lines,
+    scan_lines_bwd,
+    sum_lines,
+)
 from vil.kernels.block.lines import Lines
-from vil.kernels.cuda import hardware
+from vil.kernels.cuda import hardware, launches
 from vil.models import dispatch
 from vil.models.block import Blocks, LonghornMixer, MambaMixer
 from vil.models.tokens import middle_token
@@ -64,8 +73,8 @@ def test_pooled_kernels_equal_their_definitions(case, dtype):
         filters, skips = conv_backward(t["u"], t["e"], t["dmeans"], *weights, du, lines)
         return *pool(t["u"], *weights, lines), sum_lines(t["e"], lines), du, filters, skips
 
-    kernels = pool.pool, sum_lines.sum_lines, pooled_conv_backward.pooled_conv_backward
-    found, again = (run(t, *kernels) for _ in range(2))
+    tested = pool.pool, sum_lines.sum_lines, pooled_conv_backward.pooled_conv_backward
+    found, again = (run(t, *tested) for _ in range(2))
     truth = run(exact, pool.reference, sum_lines.reference, pooled_conv_backward.reference)
     for i, (value, repeated, expected) in enumerate(zip(found, again, truth, strict=True)):
         assert torch.equal(value, repeated)
@@ -210,6 +219,96 @@ def test_scan_lines_backward_equals_its_definition(B, S, D, R, dtype, device, mo
         assert error < (6e-3 if dtype == torch.bfloat16 else 8e-4)
 
 
+def inputs_of_in_proj_pool(B, lines, C, dtype, device):
+    g = torch.Generator().manual_seed(0)
+    D = 2 * C
+    sizes = dict(xhat=(B * lines.L, C), in_proj=(2 * D, C)), dict(conv=(2, D, 4), bias=(2, D), skip=(2, D))
+    xhat, in_proj = (torch.randn(size, generator=g) for size in sizes[0].values())
+    products = [t.to(device, dtype) for t in (xhat, in_proj / C**0.5)]
+    return [*products, *(torch.randn(size, generator=g).to(device) for size in sizes[1].values())]
+
+
+IN_PROJ_POOL = [  # images, grid, columns, C, multiprocessors
+    (3, (14, 14), True, 192, 2), (2, (13, 15), False, 384, 1), (2, (15, 13), True, 192, 1), (1, (12, 13), False, 192, 1)
+]  # fmt: skip
+ON_A_GPU = [(128, (14, 14), False, 384, 132), (300, (14, 14), True, 384, 132), (250, (14, 14), True, 192, 132)]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("device", "case", "dtype"),
+    [pytest.param("cpu", case, torch.bfloat16, marks=EMULATED, id=f"emulated-{case}") for case in IN_PROJ_POOL]
+    + [pytest.param("cpu", IN_PROJ_POOL[0], torch.float16, marks=EMULATED, id="emulated-fp16")]
+    + [
+        pytest.param("cuda", case, dtype, marks=pytest.mark.gpu)
+        for case in IN_PROJ_POOL + ON_A_GPU for dtype in (torch.bfloat16, torch.float16)
+    ],
+)  # fmt: skip
+def test_in_proj_pool_equals_its_definition(case, dtype, keep, device, monkeypatch, poison):
+    B, grid, columns, C, multiprocessors = case
+    if device == "cpu":
+        emulator.as_if_on_a_gpu(monkeypatch, hopper=True)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
+    lines = Lines.of(*grid, columns)
+    xhat, in_proj, *others = inputs = inputs_of_in_proj_pool(B, lines, C, dtype, device)
+    assert in_proj_pool_sm90.fits(B, in_proj, 4, dtype, lines)
+    tiles = in_proj_pool_sm90.reference_tiles(in_proj)
+    (uz, means, skipped), again = (kernels.in_proj_pool(xhat, tiles, *others, lines, keep) for _ in range(2))
+    truth = in_proj_pool_sm90.reference(*(t.double() for t in inputs), lines)
+    halves = [t.chunk(2, dim=-1) for t in (uz, again[0], truth[0])]
+    for value, repeated, expected, roundings in (
+        *((u, again, true, 2) for u, again, true in [next(zip(*halves))] if keep),  # written only if `keep`
+        (*(z for _, z in halves), 1),
+        (means, again[1], truth[1], 2),  # u is rounded before the convolution
+        (skipped, again[2], truth[2], 2),
+    ):
+        assert torch.equal(value, repeated)
+        # The error of tanh_fast is added to the rounding of bf16.
+        assert value.dtype == dtype
+        close(value, expected, dtype, "in_proj_pool", roundings)
+
+
+def test_in_proj_pool_runs_for_many_images_of_supported_sizes_on_hopper(monkeypatch):
+    emulator.as_if_on_a_gpu(monkeypatch, multiprocessors=132, hopper=True)
+
+    def fits(B=128, grid=(14, 14), columns=False, C=384, E=None, taps=4, dtype=torch.bfloat16):
+        tiles = kernels.empty_in_proj_tiles(B, torch.empty(E or 4 * C, C), taps, dtype, Lines.of(*grid, columns))
+        assert tiles is None or tiles.dtype == dtype
+        return tiles is not None
+
+    for supported in (
+        {}, dict(C=192), dict(dtype=torch.float16), dict(grid=(12, 13), columns=True), dict(grid=(15, 13)),
+        dict(grid=(13, 15), columns=True), dict(B=99), dict(B=198), dict(B=256),
+    ):  # fmt: skip
+        assert fits(**supported), supported
+    for other in (
+        dict(B=98), dict(B=133), dict(B=197), dict(grid=(16, 12)), dict(grid=(12, 16), columns=True),
+        dict(grid=(14, 15)), dict(grid=(11, 11)), dict(grid=(11, 18)), dict(C=256), dict(E=384 * 2), dict(taps=3),
+        dict(dtype=torch.float32),
+    ):  # fmt: skip
+        assert not fits(**other), other
+    monkeypatch.setattr(hardware, "is_hopper", lambda device: False)
+    assert not fits()
+
+
+@EMULATED
+def test_offsets_of_more_than_32_bits_of_in_proj_pool_emulated(monkeypatch):
+    """The last image of a batch, whose offsets exceed 2^32 elements, equals the reference implementation."""
+    if not emulator.has_sparse():
+        pytest.skip("needs memory that is not reserved")
+    B, C, lines = 2**17 + 1, 192, Lines.of(12, 12, True)
+    emulator.as_if_on_a_gpu(monkeypatch, multiprocessors=2**40, hopper=True)
+    xhat = emulator.sparse((B * lines.L, C), torch.bfloat16)
+    last, in_proj, *weights = inputs = inputs_of_in_proj_pool(1, lines, C, torch.bfloat16, "cpu")
+    xhat[-lines.L :] = last
+    with emulator.sparse_where_large(blocks=1) as launch:
+        monkeypatch.setattr(launches, "launch", launch)
+        found = kernels.in_proj_pool(xhat, in_proj_pool_sm90.reference_tiles(in_proj), *weights, lines, True)
+    truth = in_proj_pool_sm90.reference(*(t.double() for t in inputs), lines)
+    for value, expected in zip((found[0][-1:], found[1][:, -1:], found[2][-1:]), truth, strict=True):
+        close(value, expected, torch.bfloat16, "in_proj_pool", 2)
+
+
 @pytest.fixture
 def gpu(device, monkeypatch):
     if device == "cpu":
@@ -238,6 +337,25 @@ def test_a_fused_pooled_block_equals_the_plain_one(
     for name, value in expected.items():
         assert torch.equal(found[name], again[name]), name
         assert relative_error(found[name], value) < tolerance, name
+
+
+@EMULATED
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_pooled_block_with_in_proj_pool_emulated_equals_the_plain_one(keep, monkeypatch, poison):
+    """With the kernels of Hopper, a pooled block has the output and gradients of the unfused block in fp64."""
+    on_an_emulated_gpu(monkeypatch, hopper=True)
+    monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
+    used = []
+    monkeypatch.setattr(kernels, "in_proj_pool", lambda *a: used.append(a[-1]) or in_proj_pool_sm90.in_proj_pool(*a))
+    block, truth = (make_block(MIXERS[0], 192, pool="columns").train(keep) for _ in range(2))
+    x, dy = torch.randn(2, 1, 144, 192)
+    expected = outcome(truth.double(), x.double(), dy.double(), grid=(13, 11))
+    with operator_on_a_cpu(), torch.set_grad_enabled(keep):
+        block.bfloat16()
+        found = outcome(block, x, dy, grid=(13, 11)) if keep else {"y": block(x, grid=(13, 11))}
+    assert used == [keep]
+    for name, value in found.items():
+        assert relative_error(value, expected[name]) < 2.5e-2, name
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -44,21 +44,31 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     (B, L, C), D, dtype = x_BLC.shape, weights.out_proj.shape[1], options.dtype
     tokens, x_TC = Tokens(L, options.class_token_only), x_BLC.view(-1, C)
     tiles = None if options.class_token_only else kernels.empty_tiles(B * L, weights.out_proj, dtype)
+    lines, in_proj_tiles = options.lines, None
+    if lines and not options.class_token_only:
+        in_proj_tiles = kernels.empty_in_proj_tiles(B, weights.in_proj, weights.sizes().K, dtype, lines)
     # cuBLAS adds out_proj's product to its output in place, so copy the residual stream first
     copy = not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
-    packed, norm = kernels.pack_weights(weights, dtype, tiles, None if normed else x_TC, options.eps, copy)
+    packed, norm = kernels.pack_weights(
+        weights, dtype, tiles, None if normed else x_TC, options.eps, copy, in_proj_tiles
+    )  # fmt: skip
     w, A_2DN = PackedWeights.of(packed, weights.sizes()), A_of(weights)
     if normed:
         norm = [*normed, x_TC.clone() if copy else x_TC]
     xhat_TC, rstd_T, x_TC = map(given, norm)
-    uz_BLE = torch.mm(xhat_TC, w.in_proj[: tokens.columns(D)].t()).view(B, L, -1)
+    pooled = None  # row or column means, and skip connections
+    if lines and in_proj_tiles is not None:
+        uz_BLE, *pooled = kernels.in_proj_pool(xhat_TC, in_proj_tiles, w.conv, w.conv_bias, w.skip, lines, keep)
+    else:
+        uz_BLE = torch.mm(xhat_TC, w.in_proj[: tokens.columns(D)].t()).view(B, L, -1)
     u_BLD, z_BMD = split(uz_BLE, xhat_TC, w, tokens)
     kept = (None, None) if normed else (xhat_TC, rstd_T)
-    means_2BSD: Tensor | None
+    means_2BSD: Tensor | None = None
     if options.lines is None:
-        y, means_2BSD, states = _read_tokens(options, keep, u_BLD, w, A_2DN, tokens)
+        y, states = _read_tokens(options, keep, u_BLD, w, A_2DN, tokens)
     else:
-        y, means_2BSD, states = _read_lines(options, keep, u_BLD, w, A_2DN, tokens)
+        means_2BSD, skipped_BLD = pooled or kernels.pool(u_BLD, w.conv, w.conv_bias, w.skip, options.lines)
+        y, states = _read_lines(options, keep, means_2BSD, skipped_BLD, w, A_2DN, tokens)
     if options.class_token_only:
         x_TC = tokens.outputs(x_BLC).clone(memory_format=torch.contiguous_format).view(B, C)
     eps = options.eps if options.norm_next and not options.class_token_only else None
@@ -71,24 +81,24 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
 
 def _read_tokens(
     options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None, tokens: Tokens
-) -> tuple[kernels.GateInputs, None, Tensor]:
-    """Scan all tokens. Return the gate's inputs, None instead of pooled tokens, and the states that backward needs."""
+) -> tuple[kernels.GateInputs, Tensor]:
+    """Scan all tokens. Return the gate's inputs, and the states that backward needs."""
     schedule, from_step = kernels.schedule_scan(options.recurrence, u_BLD, tokens.H, w.x_proj, w.step_proj)
     p = project(u_BLD, w, tokens.H, not from_step)
     y_2BHD, states = scans.scan_forward(
         options.recurrence, p.v, p.step if from_step else given(p.step_logits), p.k, p.q, A_2DN,
         w.skip, w.step_bias, REVERSE, keep, schedule=schedule, step_proj_GDR=w.step_proj if from_step else None,
     )  # fmt: skip
-    return kernels.GateInputs(*tokens.outputs_of_both(y_2BHD)), None, states
+    return kernels.GateInputs(*tokens.outputs_of_both(y_2BHD)), states
 
 
 def _read_lines(
-    options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None, tokens: Tokens
-) -> tuple[kernels.GateInputs, Tensor, Tensor]:
-    """Scan row or column means. Return the inputs of the gate, the means, and the states that backward needs."""
+    options: Options, keep: bool, means_2BSD: Tensor, skipped_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None,
+    tokens: Tokens,
+) -> tuple[kernels.GateInputs, Tensor]:  # fmt: skip
+    """Scan row or column means. Return the inputs of the gate, and the states that backward needs."""
     lines = options.lines
     assert lines is not None
-    means_2BSD, skipped_BLD = kernels.pool(u_BLD, w.conv, w.conv_bias, w.skip, lines)
     if scan := kernels.line_scan(options.recurrence, means_2BSD, w.x_proj, w.step_proj):
         y_BSD, states = scan(options.recurrence, means_2BSD, w.x_proj, w.step_proj, A_2DN, w.step_bias)
     else:
@@ -99,8 +109,8 @@ def _read_lines(
         y_BSD = y_2BSD[0] + y_2BSD[1]
     if tokens.class_token_only:
         skipped_BMD, y_BMD = tokens.outputs(skipped_BLD), y_BSD.narrow(1, lines.class_token, 1)
-        return kernels.GateInputs(skipped_BMD.contiguous(), y_BMD.contiguous()), means_2BSD, states
-    return kernels.GateInputs(skipped_BLD, y_BSD, lines), means_2BSD, states
+        return kernels.GateInputs(skipped_BMD.contiguous(), y_BMD.contiguous()), states
+    return kernels.GateInputs(skipped_BLD, y_BSD, lines), states
 
 
 def project_pooled(means_2BSD: Tensor, w: PackedWeights) -> Projected:

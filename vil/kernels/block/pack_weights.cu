@@ -5,6 +5,7 @@
 // The rank of step_proj is padded to `padded_rank`, and the weights of both directions become one tensor.
 // A thread processes V adjacent elements of a large matrix, or one element of a small matrix.
 // If `tiles` is not null, the kernel writes out_proj to `tiles` in the layout of gate_outproj_sm90.cu.
+// If `in_proj_tiles` is not null, the kernel writes in_proj to `in_proj_tiles` in the layout of in_proj_pool_sm90.cu.
 // The remaining CTAs compute the norm, one token per warp, unless an earlier block has computed the norm.
 //
 // pack_weights.py declares the parameters of the kernel. Macros:
@@ -33,7 +34,9 @@ extern "C" __global__ void __launch_bounds__(256) pack_weights(PARAMETERS_pack_w
         i *= V;
         Floats<V> weight = values<V>(in_proj + i), scale = values<V>(norm + i % C);
         UNROLLED for (int j = 0; j < V; j++) weight.at[j] *= scale.at[j];
-        store(packed_in + i, from_floats<Element>(weight));
+        Pack<Element, V> rounded = from_floats<Element>(weight);
+        store(packed_in + i, rounded);
+        if (in_proj_tiles) store(in_proj_tiles + tiled_in(i / C, i % C, D, C), rounded);
     } else if (is_among(i, C * D / V)) {
         i *= V;
         Pack<Element, V> weight = from_floats<Element>(values<V>(out_proj + i));

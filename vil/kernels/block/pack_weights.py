@@ -29,10 +29,11 @@ SOURCE = Source("block/pack_weights", {
         norm=In("PARAMETER", restrict=False), in_proj=In("PARAMETER", restrict=False),
         out_proj=In("PARAMETER", restrict=False), **direction_parameters("", In("PARAMETER", restrict=False)),
         packed_in=Out("Element", restrict=False), packed_out=Out("Element", restrict=False),
-        tiles=Out("Element", restrict=False), packed_conv=Out("float", restrict=False),
-        packed_conv_bias=Out("float", restrict=False), packed_x=Out("Element", restrict=False),
-        packed_step=Out("Element", restrict=False), packed_step_bias=Out("float", restrict=False),
-        packed_skip=Out("float", restrict=False), channels=I64, projections_=I64, rank_=I64, padded_rank_=I64,
+        tiles=Out("Element", restrict=False), in_proj_tiles=Out("Element", restrict=False),
+        packed_conv=Out("float", restrict=False), packed_conv_bias=Out("float", restrict=False),
+        packed_x=Out("Element", restrict=False), packed_step=Out("Element", restrict=False),
+        packed_step_bias=Out("float", restrict=False), packed_skip=Out("float", restrict=False),
+        channels=I64, projections_=I64, rank_=I64, padded_rank_=I64,
         x=In("float"), xhat=Out("Element"), rstd=Out("float"), copy=Out("float"), tokens=I64, eps=DOUBLE, packing=I64,
     ),
 })  # fmt: skip
@@ -85,9 +86,10 @@ def packed_size(sizes: Sizes, dtype: torch.dtype) -> int:
 
 
 def pack_weights(
-    weights: BlockWeights, dtype: torch.dtype, tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Pack a block's weights into one tensor for `PackedWeights`, and write a tiled copy of out_proj to `tiles`.
+    weights: BlockWeights, dtype: torch.dtype, tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool,
+    in_proj_tiles: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+    """Pack a block's weights into one tensor for `PackedWeights`, and write tiled copies of out_proj and in_proj.
 
     If x_TC is given, also return its norm without weight, x / sqrt(mean(x^2) + eps), in `dtype`, the norm's factors
     (T,) in fp32, and x or, at little extra cost, a copy of x.
@@ -104,7 +106,8 @@ def pack_weights(
     packing = -(-((3 * C * D + 2 * sizes.padded_P * D) // vector + 2 * D * (sizes.padded_R + K + 1)) // 256)
     launches.launch(SOURCE, "pack_weights", macros, packing + -(-T // 8), 256, dict(
         norm=weights.norm, in_proj=weights.in_proj, out_proj=weights.out_proj, **by_direction("", weights.directions),
-        packed_in=views.in_proj, packed_out=views.out_proj, tiles=tiles, packed_conv=views.conv,
+        packed_in=views.in_proj, packed_out=views.out_proj, tiles=tiles, in_proj_tiles=in_proj_tiles,
+        packed_conv=views.conv,
         packed_conv_bias=views.conv_bias, packed_x=views.x_proj, packed_step=views.step_proj,
         packed_step_bias=views.step_bias, packed_skip=views.skip, channels=D, projections_=sizes.padded_P, rank_=R,
         padded_rank_=sizes.padded_R, x=x_TC, xhat=xhat_TC, rstd=rstd_T, copy=copy_TC, tokens=T, eps=eps,
@@ -134,9 +137,10 @@ def reference_packed(weights: BlockWeights, dtype: torch.dtype) -> PackedWeights
 
 
 def reference(
-    weights: BlockWeights, dtype: torch.dtype, tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Reference implementation of `pack_weights` that does not write `tiles`."""
+    weights: BlockWeights, dtype: torch.dtype, tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool,
+    in_proj_tiles: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+    """Reference implementation of `pack_weights` that does not write tiles."""
     packed = weights.norm.new_zeros(packed_size(weights.sizes(), dtype), dtype=dtype)
     for part, value in zip(PackedWeights.of(packed, weights.sizes()), reference_packed(weights, dtype)):
         part.copy_(value)

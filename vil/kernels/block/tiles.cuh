@@ -1,4 +1,5 @@
-// Layout in which `pack_weights` stores out_proj for gate_outproj_sm90.cu, whose bulk copies keep this layout.
+// Layouts in which `pack_weights` stores out_proj for gate_outproj_sm90.cu, and in_proj for in_proj_pool_sm90.cu.
+// The bulk copies of both kernels keep these layouts.
 
 #include "../cuda/types.cuh"
 
@@ -12,4 +13,12 @@ constexpr int K_TILE = 32;
 DEVICE int tiled(int c, int d, int C) {
     int row = row_of(c), eighth = d % K_TILE / 8 ^ row / 2 % 4;
     return (d / K_TILE * C + row) * K_TILE + eighth * 8 + d % 8;
+}
+
+// Returns the index of column c of row e of in_proj. A block of 64 columns of 64 rows is contiguous. The blocks of u and
+// of z with the same channels alternate, and all columns of a block's rows precede the next rows.
+// wgmma reads rows of 128 bytes, with each 16-byte piece at index piece ^ row % 8.
+DEVICE int tiled_in(int e, int c, int D, int C) {
+    int of_z = e >= D, d = e - of_z * D, row = row_of(d % 64), piece = c % 64 / 8 ^ row % 8;
+    return (((d / 64 * 2 + of_z) * (C / 64) + c / 64) * 64 + row) * 64 + piece * 8 + c % 8;
 }

@@ -113,6 +113,20 @@ DEVICE float tanh_fast(float x) {
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// Two numbers in fp16, on which one instruction operates.
+struct Halves { unsigned word; };
+DEVICE Halves halves(float low, float high) { return {pack(fp16{}, low, high)}; }
+DEVICE Floats<2> to_floats(Halves h) { return unpack(fp16{}, h.word); }
+DEVICE Halves multiply_add(Halves a, Halves b, Halves c) {
+    Halves sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum.word) : "r"(a.word), "r"(b.word), "r"(c.word));
+    return sum;
+}
+DEVICE Halves tanh_fast(Halves x) {
+    Halves y;
+    asm("tanh.approx.f16x2 %0, %1;" : "=r"(y.word) : "r"(x.word));
+    return y;
+}
 DEVICE float min_or_nan(float a, float b) {
     float c;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));

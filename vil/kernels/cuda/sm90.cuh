@@ -21,6 +21,13 @@ DEVICE void wait_for(unsigned barrier, int parity) {
                  : "memory");
 }
 
+// As wait_for, but the hardware may suspend the warp for a longer time.
+DEVICE void wait_long_for(unsigned barrier, int parity) {
+    asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 10000000;\n"
+                 "@!done bra AGAIN;\n}" ::"r"(barrier), "r"(parity)
+                 : "memory");
+}
+
 DEVICE void copy_16_async(unsigned to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -52,6 +59,25 @@ DEVICE void load_shared(unsigned (&v)[4], unsigned from) {
                  : "memory");
 }
 DEVICE void store_shared(unsigned to, unsigned v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
+
+// Store 2 or 4 matrices of 8 x 8 16-bit elements, with the fragments of load_matrices, transposed in shared memory.
+// Lanes 8 i to 8 i + 7 pass the addresses of the columns of matrix i.
+DEVICE void store_transposed(unsigned column, unsigned a, unsigned b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(column), "r"(a), "r"(b) : "memory");
+}
+DEVICE void store_transposed(unsigned column, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(column), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
+
+// Stores 8 bytes in global memory unless `index` is negative.
+// A branch would keep the compiler from reordering the instructions around the store.
+DEVICE void store_unless_negative(int index, void *to, unsigned first, unsigned second) {
+    asm volatile("{\n.reg .pred p;\nsetp.ge.s32 p, %3, 0;\n@p st.global.v2.b32 [%0], {%1, %2};\n}" ::"l"(to), "r"(first),
+                 "r"(second), "r"(index)
+                 : "memory");
+}
 
 // Computes sums += a b, or sums = a b if not `add`, for 64 rows of `a` and 192 columns of `b`.
 // Each of the four warps has 16 rows of `a`, with the fragments of multiply_add.
@@ -102,6 +128,8 @@ DEVICE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0
 // Prevents the compiler from moving accesses to the sums across this function.
 DEVICE void hold(float (&sums)[96]) { asm volatile("" : R96(sums)::"memory"); }
 DEVICE void hold(float (&sums)[64]) { asm volatile("" : R64(sums)::"memory"); }
+#define R100(x) R96(x), R4(x, 96)
+DEVICE void hold(float (&sums)[100]) { asm volatile("" : R100(sums)::"memory"); }
 
 // Computes sums += a b, or sums = a b if not `add`, with both operands in shared memory and 128 columns of `b`.
 // Rows of `a` and `b` have 128 bytes in shared memory, with each 16-byte piece at index piece ^ row % 8.
@@ -119,5 +147,35 @@ DEVICE unsigned long long matrix_of_128_byte_rows(unsigned address, int apart) {
 }
 DEVICE void multiply_shared(bf16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("bf16"); }
 DEVICE void multiply_shared(fp16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("f16"); }
+// Location of a matrix for multiply_rows, which is the first half of the matrix's descriptor.
+struct Rows {
+    unsigned low;
+    INLINE Rows(unsigned address) : low((address & SHARED_MEMORY) / 16 | 1 << 16) {}
+    // Returns the location of a matrix that starts `bytes` bytes later.
+    INLINE Rows after(int bytes) const {
+        Rows rows = *this;
+        rows.low += bytes / 16;
+        return rows;
+    }
+    INLINE unsigned long long matrix() const {
+        unsigned long long matrix;
+        asm("mov.b64 %0, {%1, %2};" : "=l"(matrix) : "r"(low), "r"(unsigned(8 * 128 / 16 | SWIZZLED_128_BYTES << 30)));
+        return matrix;
+    }
+};
+// Computes sums += a b^T, or sums = a b^T if not `add`, with both operands in shared memory and 200 rows of `b`.
+// Rows of `a` and `b` have 128 bytes in shared memory, with each 16-byte piece at index piece ^ row % 8.
+// A product uses 16 columns of `a` and `b`. The sums have the columns of 25 multiply_add, one after another.
+#define WGMMA_ROWS(type)                                                                               \
+    asm volatile(                                                                                      \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %102, 0;\n"                                                  \
+        "wgmma.mma_async.sync.aligned.m64n200k16.f32." type "." type " {" FIRST_64 ", "                \
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
+        "%96, %97, %98, %99}, %100, %101, p, 1, 1, 0, 0;\n}"                                           \
+        : R100(sums)                                                                                   \
+        : "l"(a.matrix()), "l"(b.matrix()), "r"(int(add)))
+DEVICE void multiply_rows(bf16, float (&sums)[100], Rows a, Rows b, bool add) { WGMMA_ROWS("bf16"); }
+DEVICE void multiply_rows(fp16, float (&sums)[100], Rows a, Rows b, bool add) { WGMMA_ROWS("f16"); }
 // Makes writes of this thread to shared memory visible to wgmma (proxy fence).
 DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
