@@ -132,6 +132,11 @@ VARIANTS = {
         replaced(kernels, "scans_images", no),
         {name: [TRAIN, BATCH, SMALL_TRAIN] for name in ("vil_small_pooled", "vil_tiny_pooled")},
     ),
+    "in_proj_pool_sm90": Variant(
+        "product, pool",
+        replaced(kernels, "empty_in_proj_tiles", lambda *_: None),
+        {name: [TRAIN, BATCH] for name in ("vil_small_pooled", "vil_tiny_pooled")},
+    ),
     "scan_lines": Variant("products, scan", replaced(kernels, "scans_lines", no), {"vil_small_pooled": [SINGLE]}),
 }
 

@@ -35,7 +35,10 @@ PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:ra
 TESTS = {  # test files by CUDA source; sources that are not listed use the tests of their folder
     **{f"cuda/{name}.cuh": SCAN + BLOCK for name in ("async_copies", "elements", "mma")},
     **{f"block/{name}.cu": POOLED for name in ("pool", "scan_lines", "sum_lines", "pooled_conv_backward")},
-    **{f"block/{name}.cu": POOLED for name in ("scan_image", "scan_lines_bwd", "projection_gradients")},
+    **{
+        f"block/{name}.cu": POOLED
+        for name in ("in_proj_pool_sm90", "scan_image", "scan_lines_bwd", "projection_gradients")
+    },
     "block/along_lines.cuh": POOLED,
 }
 FOLDERS = {"scan": SCAN, "block": BLOCK, "cuda": BLOCK, "augment": AUGMENT}
@@ -308,6 +311,20 @@ TABLE = {
          "    wait_for_copies<0>();\n    ⟦__syncthreads();→__syncwarp();⟧"),
         ("odd tokens are missing in the gradient of step_proj",
          "⟦        add(sums.step_proj[n], others.step_proj[n]);→⟧"),
+    ],
+    "block/in_proj_pool_sm90.cu": [
+        ("Hopper: columns without a token are not zero", "⟦store_shared(slots + i * CHUNK * 2 + w * 4, 0);→;⟧"),
+        ("Hopper: weights are read before they have arrived", "⟦wait_long_for(full + stage * 8, parity);→⟧"),
+        ("Hopper: xhat is read before it has arrived", "⟦wait_long_for(xhat_full + chunk * 8, tokens.parity());→⟧"),
+        ("Hopper: the next xhat overwrites xhat of this image", "if (⟦last→true⟧ && i >= CHUNKS)"),
+        ("Hopper: a stage is released while its products run", "if (i >= AHEAD) release(i⟦ - AHEAD→⟧, step"),
+        ("Hopper: the tile is read before it is written", "⟦wait_long_for(handed.full(), handed.parity());→⟧"),
+        ("Hopper: the tile is overwritten before it is read",
+         "⟦wait_long_for(handed.empty(), handed.parity() ^ 1);→⟧"),
+        ("Hopper: the class token belongs to the line around it", "if (i <= left⟦ && i != foreign→⟧)"),
+        ("Hopper: the class token is divided by the length of a line", "lines.share(⟦pooled→0⟧)"),
+        ("Hopper: tensors of more than 2^31 elements: z of other images",
+         "uz + (⟦i64(image)→image⟧ * L * (2 * D) + D"),
     ],
     "block/scan_image.cu": [
         ("x_proj is read before it has arrived",
