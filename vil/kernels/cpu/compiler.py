@@ -141,9 +141,9 @@ def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> byt
     import llvmlite.binding as llvm
     from numba import cfunc, types
 
-    _widen_vectors()
     function = getattr(importlib.import_module(module), factory)(*constants)
-    compiled = cfunc(types.void(types.CPointer(types.int64)), error_model="numpy", fastmath=FAST)(function)
+    with _wide_vectors(llvm):
+        compiled = cfunc(types.void(types.CPointer(types.int64)), error_model="numpy", fastmath=FAST)(function)
     symbol = _symbol(factory, constants)
     text = compiled.inspect_llvm().replace(compiled.native_name, symbol)
     code = llvm.parse_assembly(text)
@@ -162,18 +162,21 @@ def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> byt
     return machine.emit_object(code)
 
 
-@functools.cache
-def _widen_vectors() -> None:
-    """Make Numba use 512-bit vectors if the CPU supports them.
+@contextlib.contextmanager
+def _wide_vectors(llvm):
+    """Make Numba use 512-bit vectors in a context if the CPU supports them.
 
-    For Intel CPUs, LLVM prefers 256 bits to avoid lower clock rates. This has no effect if `numba.njit` has
-    already decorated a function, because Numba reads the CPU's features only once per process.
+    For Intel CPUs, LLVM prefers 256 bits to avoid lower clock rates. Numba's target machine is replaced, because
+    Numba reads the setting `CPU_FEATURES` only once per process, which another package may have caused already.
     """
-    from numba.core import codegen, config
+    from numba.core import registry
 
-    settings: Any = config  # Any, because numba.config sets its attributes dynamically
-    if settings.CPU_FEATURES is None:
-        settings.CPU_FEATURES = _wide(codegen.get_host_cpu_features())
+    codegen: Any = registry.cpu_target.target_context.codegen()
+    machine, codegen._tm = codegen._tm, _machine(llvm)
+    try:
+        yield
+    finally:
+        codegen._tm = machine
 
 
 def _wide(features: str) -> str:
