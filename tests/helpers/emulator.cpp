@@ -110,14 +110,15 @@ static V __shfl_xor_sync(unsigned, V v, int distance) {
     __syncwarp();
     return other;
 }
-static bool __any_sync(unsigned, bool v) {
+static unsigned __ballot_sync(unsigned, bool v) {
     current->passed = v;
     __syncwarp();
-    bool any = false;
-    for (int lane = 0; lane < 32; lane++) any |= emulator::threads[threadIdx.x / 32 * 32 + lane].passed != 0;
+    unsigned lanes = 0;
+    for (int lane = 0; lane < 32; lane++) lanes |= (emulator::threads[threadIdx.x / 32 * 32 + lane].passed != 0) << lane;
     __syncwarp();
-    return any;
+    return lanes;
 }
+static bool __any_sync(unsigned all, bool v) { return __ballot_sync(all, v) != 0; }
 template <class T>
 static void atomicAdd(T *sum, T v) { *sum += v; }
 static void start_copy(void *to, const void *from, int bytes, bool valid) {

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cuda.elements import vector_width
 from ..cuda.source import I64, Parameters
 
 # kernel parameters that lines.cuh expects; `Lines.arguments` returns their values
@@ -81,6 +82,12 @@ def cta_shape(D: int, vector: int) -> tuple[int, int]:
     """Return the number of CTAs that share a token's channels, and the threads per CTA (whole warps, at most 192)."""
     groups = -(-D // (vector * 192))
     return groups, -(-D // (vector * groups * 32)) * 32
+
+
+def widths(limit: int, u_BLD: Tensor, *others: Tensor) -> tuple[int, int]:
+    """Return the number of adjacent channels of a thread, at most `limit`, and of a copy to shared memory."""
+    vector = vector_width(limit, u_BLD, *others)
+    return vector, min(vector_width(16 // u_BLD.element_size(), u_BLD, *others), 4 * vector)
 
 
 def in_order(t_BLX: Tensor, lines: Lines) -> Tensor:

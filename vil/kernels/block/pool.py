@@ -5,21 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import launches
-from ..cuda.elements import ELEMENT, vector_width
+from ..cuda import hardware, launches
+from ..cuda.elements import ELEMENT
+from ..cuda.plan import device_of
 from ..cuda.source import I64, In, Out, Source
 from . import conv
-from .lines import LINE_PARAMETERS, Lines, cta_shape, in_order, line_means
+from .lines import LINE_PARAMETERS, Lines, cta_shape, in_order, line_means, widths
 
 SOURCE = Source("block/pool", {
     "pool": dict(
         u=In("Element"), u_stride=I64, weights=In("float"), biases=In("float"), skip=In("float"),
-        means=Out("Element"), skipped=Out("Element"), B=I64, D=I64, **LINE_PARAMETERS,
+        means=Out("Element"), skipped=Out("Element"), B=I64, D=I64, **LINE_PARAMETERS, stretch=I64,
     ),
 })  # fmt: skip
 
-VECTOR = 2
-WARPS = {2: 30, 4: 24}  # resident warps per multiprocessor, by element size in bytes
+VECTOR, WARPS = 2, 24  # maximum vector width in elements, and number of resident warps per multiprocessor
+START = 16  # time before the first token of a stretch of lines, in units of the time per token
 
 
 def pool(
@@ -32,15 +33,25 @@ def pool(
     B, L, D = u_BLD.shape
     means_2BSD = u_BLD.new_empty(2, B, lines.S, D)
     skipped_BLD = u_BLD.new_empty(B, L, D)
-    vector = vector_width(VECTOR, u_BLD)
+    vector, piece = widths(VECTOR, u_BLD)
     groups, threads = cta_shape(D, vector)
-    ctas, taps = WARPS[u_BLD.element_size()] * 32 // threads, conv_2DK.shape[2]
-    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=ctas)
-    launches.launch(SOURCE, "pool", macros, B * lines.S * groups, threads, dict(
+    ctas, taps = WARPS * 32 // threads, conv_2DK.shape[2]
+    stretch = lines_per_cta(B * groups, lines, ctas * hardware.multiprocessors(device_of(u_BLD)))
+    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, PIECE=piece, TAPS=taps, THREADS=threads, CTAS=ctas)
+    launches.launch(SOURCE, "pool", macros, B * -(-lines.number // stretch) * groups, threads, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, skip=skip_2D, means=means_2BSD,
-        skipped=skipped_BLD, B=B, D=D, **lines.arguments(),
+        skipped=skipped_BLD, B=B, D=D, **lines.arguments(), stretch=stretch,
     ))  # fmt: skip
     return means_2BSD, skipped_BLD
+
+
+def lines_per_cta(images: int, lines: Lines, resident: int) -> int:
+    """Return how many consecutive lines of an image a CTA should process if `resident` CTAs run at the same time."""
+
+    def time(stretch: int) -> int:
+        return -(-images * -(-lines.number // stretch) // resident) * (stretch * lines.length + START)
+
+    return min(range(1, lines.number + 1), key=time)
 
 
 def reference_v(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, lines: Lines) -> Tensor:

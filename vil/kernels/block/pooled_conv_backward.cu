@@ -16,42 +16,45 @@
 
 #include "along_lines.cuh"
 
-constexpr int V = VECTOR, RING = 4;
-static_assert(BACK < RING);
+constexpr int GROUP = 4;  // number of tokens of a step
+static_assert(BACK < GROUP);
+typedef Ring<GROUP, 2>::Stage Stage;
+typedef Pack<int, 4> Four;
 
-// Length of two tables per stretch: positions of tokens, and pooled tokens. Tables start RING tokens early.
-constexpr int NUMBERS = SEGMENT + 3 * RING;
+// A group of copies has the tokens t + BACK to t + BACK + 3 of a step for tokens t to t + 3.
+// Tables start with the group of the second last step before a stretch.
+constexpr int BEFORE = 2 * GROUP - BACK, TABLE = SEGMENT + (DEPTH + 2) * GROUP;
 
-// Prefetched tokens of u and e.
-struct Arriving {
-    Tokens<const Element> u, e;
-    struct Token {
-        Pack<Element, V> u, e;
-    } token[RING];
-    INLINE void fetch(int number, int at) {
-        token[number % RING] = {};
-        if (at >= 0) token[number % RING] = {load<V>(u.at(at)), load<V>(e.at(at))};
-    }
-};
-
-// Gradient that the tokens of a line receive from the line's mean: share dmean_g, or zero outside the image.
+// Gradients that the tokens of a line receive from the line's means: share dmean_g, or zero outside the image.
+// The gradients of the next line are prefetched.
 struct OfLine {
-    const Element *mean_0, *mean_1;
-    int D, line = -1;
+    Tokens<const Element> mean_0;
+    i64 second;  // distance to the means of direction 1
+    float share;
+    int expected = -1;
+    Pack<Element, V> packs[2];
     Floats<V> from_mean_0 = {}, from_mean_1 = {};
-    INLINE void read(int now, float share) {
-        line = now;
-        Pack<Element, V> packs[2] = {};
-        if (line >= 0) packs[0] = load<V>(mean_0 + i64(line) * D), packs[1] = load<V>(mean_1 + i64(line) * D);
+    INLINE void fetch(int pooled) {
+        expected = pooled;
+        packs[0] = load<V>(mean_0.at(pooled)), packs[1] = load<V>(mean_0.at(pooled) + second);
+    }
+    INLINE void enter(const Lines &lines, int pooled) {
+        if (pooled < 0) {
+            from_mean_0 = from_mean_1 = {};
+            return;
+        }
+        if (pooled != expected) fetch(pooled);
         from_mean_0 = to_floats(packs[0]), from_mean_1 = to_floats(packs[1]);
-        UNROLLED for (int c = 0; c < V; c++) from_mean_0.at[c] *= share, from_mean_1.at[c] *= share;
+        float factor = pooled == lines.class_token() ? 1 : share;
+        UNROLLED for (int c = 0; c < V; c++) from_mean_0.at[c] *= factor, from_mean_1.at[c] *= factor;
+        fetch(min(pooled + 1, lines.count));
     }
 };
 
 // Ring buffers of u, e, dv_1 and s_0 for tokens t to t + BACK, and of s_1 for tokens t - BACK to t.
 // s_0 and s_1 are doubled and filters are halved, as silu_and_slope requires.
 struct Window {
-    Floats<V> u[RING], e[RING], dv_1[RING], s_0[RING] = {}, s_1[RING] = {};
+    Floats<V> u[GROUP], e[GROUP], dv_1[GROUP], s_0[GROUP] = {}, s_1[GROUP] = {};
 };
 
 // Returns dv of one direction.
@@ -64,18 +67,20 @@ DEVICE Floats<V> gradient(const Floats<V> &skip, const Floats<V> &e, const Float
 // A thread processes one stretch after another.
 // In the step for token t, a thread computes du and direction 1 at token t, but direction 0 at token t + BACK.
 // Therefore all terms of du(t) are known in the step for token t.
-// A thread starts RING tokens before its stretch, without stores and sums, to compute the first values of s_0 and s_1.
+// A thread starts GROUP tokens before its stretch, without stores and sums, to compute the first values of s_0 and s_1.
 // Threads share no sums: each thread writes its own partial sums.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward(PARAMETERS_pooled_conv_backward) {
     Lines lines = {int(count), int(length), int(next), int(next_line)};
+    __shared__ Stage stages[THREADS / 32][DEPTH];
+    __shared__ Four at[TABLE / 4];  // memory index of each token, or -1 outside of the image
+    __shared__ Four pooled[TABLE / 4];  // pooled token of each token, or -1
     int groups = (D + THREADS * V - 1) / (THREADS * V), part = blockIdx.x / groups;
-    i64 d = (blockIdx.x % groups * THREADS + threadIdx.x) * i64(V);
+    int first = blockIdx.x % groups * THREADS * V + threadIdx.x / 32 * WARP_CHANNELS;
+    int copied = first + Ring<GROUP, 2>::column(), lane = threadIdx.x % 32, d = first + lane * V;
     bool writes = d < D;
-    d = min(d, D - V);
-    __shared__ int at[NUMBERS], pooled[NUMBERS];
+    d = min(d, int(D) - V);
     int L = lines.tokens(), stretches = (L + stretch - 1) / stretch, items = B * stretches;
     i64 S = count + 1;
-    float line_share = 1.f / length;
     Filter<V> forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d);
     forward.scale(0.5f), backward.scale(0.5f);
     Floats<V> skip_0 = load<V>(skip + d), skip_1 = load<V>(skip + D + d), dskip_0 = {}, dskip_1 = {};
@@ -85,44 +90,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
         i64 b = item / stretches;
         int begin = item % stretches * int(stretch), end = min(L, begin + int(stretch));
         __syncthreads();  // no thread uses the previous stretch any more
-        for (int i = threadIdx.x; i < NUMBERS; i += THREADS) {
-            int t = begin - RING + i;
-            at[i] = lines.at(t), pooled[i] = at[i] < 0 ? -1 : lines.pooled(t);
+        for (int i = threadIdx.x; i < TABLE; i += THREADS) {
+            int t = begin - BEFORE + i, found = t < end + BACK ? lines.at(t) : -1;
+            at[i / 4].at[i % 4] = found, pooled[i / 4].at[i % 4] = found < 0 ? -1 : lines.pooled(t);
         }
         __syncthreads();
-        const Element *mean = dmeans + b * S * D + d;
-        Arriving arriving = {{u + b * L * u_stride + d, u_stride}, {e + b * L * D + d, D}};
-        OfLine of_line = {mean, mean + B * S * D, int(D)};
+        Ring<GROUP, 2> ring = {stages[threadIdx.x / 32],
+                               {{u + b * L * u_stride + copied, u_stride}, {e + b * L * D + copied, D}},
+                               copied < D};
+        ring.start(at[0].at);
+        OfLine of_line = {{dmeans + b * S * D + d, D}, B * S * D, 1.f / length};
+        int line = -1;
         Window window;
-        UNROLLED for (int i = 0; i < RING; i++) arriving.fetch(i, at[i]);
-        // Adds token `number` to the ring buffers at index i, and returns dv_0.
-        auto arrive = [&](int number, int i) {
-            auto token = arriving.token[i % RING];
-            arriving.fetch(i, at[number + RING]);
-            if (int now = pooled[number]; now != of_line.line)
-                of_line.read(now, now == lines.class_token() ? 1.f : line_share);
-            window.u[i % RING] = to_floats(token.u), window.e[i % RING] = to_floats(token.e);
-            window.dv_1[i % RING] = gradient(skip_1, window.e[i % RING], of_line.from_mean_1);
-            return gradient(skip_0, window.e[i % RING], of_line.from_mean_0);
+        // Adds token `i` of a group to the ring buffers at index `to`, and returns dv_0.
+        auto arrive = [&](const Stage &group, int i, int now, int to) {
+            window.u[to] = to_floats(load<V>(&group.at[0][i][lane * V]));
+            window.e[to] = to_floats(load<V>(&group.at[1][i][lane * V]));
+            if (now != line) of_line.enter(lines, line = now);
+            window.dv_1[to] = gradient(skip_1, window.e[to], of_line.from_mean_1);
+            return gradient(skip_0, window.e[to], of_line.from_mean_0);
         };
-        UNROLLED for (int i = 0; i < BACK; i++) arrive(i, i);
+        const Stage &ahead = ring.next(at[0].at);
+        UNROLLED for (int i = 0; i < BACK; i++)
+            arrive(ahead, GROUP - BACK + i, pooled[0].at[GROUP - BACK + i], i);
         Tokens<Element> to(du + b * L * du_stride + d, du_stride);
-        // Advances by RING tokens.
+        // Advances by GROUP tokens, where `number` is the index of a group of copies.
         // A stretch sums e v_1 over its own tokens, but e v_0 over the tokens that are BACK tokens later.
         // The first stretch of an image therefore adds e v_0 of the image's first BACK tokens, too.
         auto go = [&](int number, bool here) {
-            UNROLLED for (int i = 0; i < RING; i++) {
-                Floats<V> dv_0 = arrive(number + i + BACK, i + BACK), sum = {}, v_1;
-                int lead = (i + BACK) % RING;
+            const Stage &group = ring.next(at[number].at);
+            Four now = pooled[number];
+            const int *own = at[number - 1].at + GROUP - BACK;
+            UNROLLED for (int i = 0; i < GROUP; i++) {
+                int lead = (i + BACK) % GROUP;
+                Floats<V> dv_0 = arrive(group, i, now.at[i], lead), sum = {}, v_1;
                 UNROLLED for (int c = 0; c < V; c++) {
                     float h_0 = forward.bias.at[c], h_1 = backward.bias.at[c];
                     UNROLLED for (int tap = 0; tap < TAPS; tap++) {
-                        h_0 = fmaf(forward.weight[tap][c], window.u[(lead - BACK + tap + RING) % RING].at[c], h_0);
-                        h_1 = fmaf(backward.weight[tap][c], window.u[(i + BACK - tap) % RING].at[c], h_1);
+                        h_0 = fmaf(forward.weight[tap][c], window.u[(lead - BACK + tap + GROUP) % GROUP].at[c], h_0);
+                        h_1 = fmaf(backward.weight[tap][c], window.u[(i + BACK - tap) % GROUP].at[c], h_1);
                     }
                     SiluOfHalf of_0 = silu_and_slope(Element{}, h_0), of_1 = silu_and_slope(Element{}, h_1);
-                    window.s_0[lead].at[c] = dv_0.at[c] * of_0.twice_slope;
-                    window.s_1[i].at[c] = window.dv_1[i].at[c] * of_1.twice_slope;
+                    window.s_0[lead].at[c] = fmaf(dv_0.at[c], of_0.twice_slope_less_1, dv_0.at[c]);
+                    window.s_1[i].at[c] = fmaf(window.dv_1[i].at[c], of_1.twice_slope_less_1, window.dv_1[i].at[c]);
                     v_1.at[c] = of_1.value;
                     if (here || begin == 0) dskip_0.at[c] = fmaf(window.e[lead].at[c], of_0.value, dskip_0.at[c]);
                 }
@@ -130,8 +140,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
                 UNROLLED for (int c = 0; c < V; c++) {
                     dskip_1.at[c] = fmaf(window.e[i].at[c], v_1.at[c], dskip_1.at[c]);
                     UNROLLED for (int tap = 0; tap < TAPS; tap++) {
-                        float after = window.s_0[(i + BACK - tap) % RING].at[c];
-                        float before = window.s_1[(i - BACK + tap + RING) % RING].at[c];
+                        float after = window.s_0[(i + BACK - tap) % GROUP].at[c];
+                        float before = window.s_1[(i - BACK + tap + GROUP) % GROUP].at[c];
                         dforward[tap].at[c] = fmaf(window.u[i].at[c], after, dforward[tap].at[c]);
                         dbackward[tap].at[c] = fmaf(window.u[i].at[c], before, dbackward[tap].at[c]);
                         sum.at[c] = fmaf(forward.weight[tap][c], after, sum.at[c]);
@@ -140,14 +150,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
                     dforward[TAPS].at[c] += window.s_0[i].at[c];
                     dbackward[TAPS].at[c] += window.s_1[i].at[c];
                 }
-                int token = at[number + i];
+                int token = own[i];
                 if (token >= 0 && writes) store(to.at(token), from_floats<Element>(sum));
             }
         };
-        go(0, false);
+        go(1, false);
 #pragma unroll 1
-        for (int t = begin; t < end; t += RING) go(t - begin + RING, true);
+        for (int number = 2; begin + (number - 2) * GROUP < end; number++) go(number, true);
     }
+    wait_for_copies<0>();
     if (!writes) return;
     dfilters += part * (2 * (TAPS + 1) * D) + d, dskips += part * (2 * D) + d;
     UNROLLED for (int tap = 0; tap <= TAPS; tap++) {

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..cuda import hardware, launches
-from ..cuda.elements import ELEMENT, vector_width
+from ..cuda.elements import ELEMENT
 from ..cuda.plan import device_of
 from ..cuda.source import I64, In, Out, Source
-from .lines import LINE_PARAMETERS, Lines, cta_shape, in_order, line_means
+from .lines import LINE_PARAMETERS, Lines, cta_shape, in_order, line_means, widths
 from .pool import reference_v
 from .reference import gradients
 
@@ -22,7 +22,8 @@ SOURCE = Source("block/pooled_conv_backward", {
 })  # fmt: skip
 
 VECTOR, WARPS = 2, 12  # maximum vector width in elements, and number of resident warps per multiprocessor
-SEGMENT = 64  # must equal SEGMENT in along_lines.cuh
+SEGMENT = 256  # must equal SEGMENT in along_lines.cuh
+START = 12  # time before the first token of a stretch, in units of the time per token
 
 
 def pooled_conv_backward(
@@ -36,13 +37,13 @@ def pooled_conv_backward(
     gradient of the recurrence's input.
     """
     (B, L, D), taps = u_BLD.shape, conv_2DK.shape[2]
-    vector = vector_width(VECTOR, u_BLD, du_BLD)
+    vector, piece = widths(VECTOR, u_BLD, dy_BLD, du_BLD)
     groups, threads = cta_shape(D, vector)
     ctas = WARPS * 32 // threads
     stretch, parts = share(B, L, ctas * hardware.multiprocessors(device_of(u_BLD)) // groups)
     dfilters = u_BLD.new_empty(parts, 2, taps + 1, D, dtype=torch.float32)
     dskips = u_BLD.new_empty(parts, 2, D, dtype=torch.float32)
-    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=ctas)
+    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, PIECE=piece, TAPS=taps, THREADS=threads, CTAS=ctas)
     launches.launch(SOURCE, "pooled_conv_backward", macros, parts * groups, threads, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), e=dy_BLD, dmeans=dmeans_2BSD, weights=conv_2DK, biases=conv_bias_2D,
         skip=skip_2D, du=du_BLD, du_stride=du_BLD.stride(1), dfilters=dfilters, dskips=dskips, B=B, D=D,
@@ -57,8 +58,11 @@ def share(B: int, L: int, most: int) -> tuple[int, int]:
     The number of tokens is a multiple of 4. `most` CTAs keep the GPU busy, and each CTA writes one partial sum.
     """
     most = max(1, most)
-    rounds = -(-B * -(-L // SEGMENT) // most)
-    stretch = max(8, -(-L // (4 * max(-(-L // SEGMENT), most * rounds // B))) * 4)
+
+    def time(stretch: int) -> int:
+        return -(-B * -(-L // stretch) // most) * (stretch + START)
+
+    stretch = min(range(8, SEGMENT + 1, 4), key=time)
     return stretch, min(B * -(-L // stretch), most)
 
 

@@ -15,16 +15,16 @@ template <class T>
 DEVICE float silu_of_half(T, float h) { return 2 * h * sigmoid_of_half(T{}, h); }
 DEVICE float silu_of_half(bf16, float h) { return fmaf(h, tanh_fast(h), h); }
 
-// silu(2h) = h (1 + t) and twice its derivative, (1 + t) (1 + h (1 - t)), where t = tanh(h).
+// silu(2h) = h (1 + t) and its derivative, (1 + t + h (1 - t^2)) / 2, where t = tanh(h).
 struct SiluOfHalf {
-    float value, twice_slope;
+    float value, twice_slope_less_1;
 };
 template <class T>
 DEVICE SiluOfHalf silu_and_slope(T, float h) {
     float s = 2 * sigmoid_of_half(T{}, h);
-    return {h * s, s * (1 + fmaf(-h, s, 2 * h))};
+    return {h * s, fmaf(s, fmaf(-h, s, 2 * h), s - 1)};
 }
 DEVICE SiluOfHalf silu_and_slope(bf16, float h) {
-    float t = tanh_fast(h), s = 1 + t;
-    return {fmaf(h, t, h), fmaf(s, fmaf(-h, t, h), s)};
+    float t = tanh_fast(h);
+    return {fmaf(h, t, h), fmaf(h, fmaf(-t, t, 1), t)};
 }
