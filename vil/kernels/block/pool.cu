@@ -68,14 +68,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool
 #pragma unroll 1
         for (int done = 0; done < SEGMENT && segment + done < end; done += GROUP) {
             const auto &group = ring.next(at[(done + GROUP) / 4].at);
-            Pack<Element, V> news[GROUP];
-            Four here[2];
+            Pack<Element, V> news[4];
+            Four here;
+            int left = end - segment - done, to_center = lines.center() - segment - done;
             unsigned ending = __ballot_sync(WARP, ends[done + threadIdx.x % GROUP] >= 0);  // bit i: token i
-            UNROLLED for (int i = 0; i < GROUP; i++) news[i] = load<V>(&group.at[0][i][threadIdx.x % 32 * V]);
-            UNROLLED for (int i = 0; i < 2; i++) here[i] = at[(done + LEAD) / 4 + i];
             UNROLLED for (int i = 0; i < GROUP; i++) {
+                if (i % 4 == 0) {
+                    here = at[(done + LEAD + i) / 4];
+                    UNROLLED for (int k = 0; k < 4; k++) news[k] = load<V>(&group.at[0][i + k][threadIdx.x % 32 * V]);
+                }
                 Floats<V> v_0 = forward.bias, v_1 = backward.bias, both;
-                window[(i + LEAD) % GROUP] = to_floats(news[i]);
+                window[(i + LEAD) % GROUP] = to_floats(news[i % 4]);
                 UNROLLED for (int k = 0; k < V; k++) {
                     UNROLLED for (int tap = 0; tap < TAPS; tap++) {
                         v_0.at[k] = fmaf(forward.weight[tap][k], window[(i - BACK + tap + GROUP) % GROUP].at[k], v_0.at[k]);
@@ -84,10 +87,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool
                     v_0.at[k] = silu_of_half(Element{}, v_0.at[k]), v_1.at[k] = silu_of_half(Element{}, v_1.at[k]);
                     both.at[k] = fmaf(skip_0.at[k], v_0.at[k], skip_1.at[k] * v_1.at[k]);
                 }
-                if (segment + done + i < end && writes) store(to.at(here[i / 4].at[i % 4]), from_floats<Element>(both));
+                if (i < left && writes) store(to.at(here.at[i % 4]), from_floats<Element>(both));
                 if (!(ending >> i & 1))
                     sum_0 = sum_0 + v_0, sum_1 = sum_1 + v_1;
-                else if (segment + done + i == lines.center())
+                else if (i == to_center)
                     put(lines.class_token(), v_0, v_1, 1);
                 else
                     put(ends[done + i], sum_0 + v_0, sum_1 + v_1, 1.f / length), sum_0 = sum_1 = {};
