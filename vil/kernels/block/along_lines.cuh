@@ -1,13 +1,42 @@
-// Tokens of a pooled block in line order, which each warp copies to shared memory ahead of their use.
-// A warp copies only its own channels, so that warps wait for each other only when a CTA fills a table.
+// Tokens of a pooled block in line order. Each warp copies its channels of the tokens to shared memory ahead of their use.
+// Warps do not wait for each other, except when a CTA writes its tables.
 
 #include "../cuda/async_copies.cuh"
 #include "filter.cuh"
 #include "lines.cuh"
 #include "silu.cuh"
 
-constexpr int V = VECTOR, WARP_CHANNELS = 32 * V, SEGMENT = 256;  // SEGMENT: number of tokens per table
-constexpr int DEPTH = 8 / sizeof(Element);  // number of groups of tokens in a ring buffer, a power of 2
+constexpr int V = VECTOR, WARP_CHANNELS = 32 * V;
+constexpr int SEGMENT = 256;  // number of tokens per table
+typedef Pack<int, 4> Four;
+
+// Writes tables of `size` tokens from token `first` of the line order on.
+// The first table contains the memory index of each token, or -1 for tokens outside of the image and after `last`.
+// The second table contains value(t), or -1.
+template <class Value>
+DEVICE void write_tables(Four *at, Four *values, int size, const Lines &lines, int first, int last, Value value) {
+    __syncthreads();  // no thread uses the previous tables any more
+#pragma unroll 1
+    for (int i = threadIdx.x; i < size; i += THREADS) {
+        int t = first + i, of_token = value(t), index = lines.at(t);
+        if (t > last || index < 0) of_token = index = -1;
+        at[i / 4].at[i % 4] = index, values[i / 4].at[i % 4] = of_token;
+    }
+    __syncthreads();
+}
+
+// Channels of a thread.
+struct Channels {
+    int warp, d;  // first channel of the warp, and of the thread
+    bool writes;
+    INLINE Channels(int group, i64 D) {
+        warp = (group * THREADS + threadIdx.x / 32 * 32) * V, d = warp + threadIdx.x % 32 * V;
+        writes = d < D, d = min(d, int(D) - V);
+    }
+};
+
+// Returns the thread's channels of a token that its warp has copied.
+DEVICE const Element *own(const Element *token) { return token + threadIdx.x % 32 * V; }
 
 // Tokens of a tensor, with 32-bit strides.
 template <class T>
@@ -25,17 +54,18 @@ struct Tokens {
     }
 };
 
-// Ring buffer of a warp's tokens. Copies of DEPTH - 1 groups are in flight while the warp processes a group.
-template <int GROUP, int TENSORS>
+// Ring buffer of a warp for tokens of TENSORS tensors, in groups of GROUP tokens.
+// Copies of DEPTH - 1 groups are in flight while the warp processes a group. DEPTH is a power of 2.
+template <int GROUP, int DEPTH, int TENSORS>
 struct Ring {
     struct Stage {
         Element at[TENSORS][GROUP][WARP_CHANNELS];
     };
-    static constexpr int PIECES = WARP_CHANNELS / PIECE;  // lanes that copy a token of one tensor
+    static constexpr int PIECES = WARP_CHANNELS / PIECE;  // number of lanes that copy one token of one tensor
     Stage *stages;
     Tokens<const Element> tensors[TENSORS];  // start at the first channel that the lane copies
-    bool valid;  // whether the lane copies existing channels
-    unsigned position = 0;
+    bool copies;  // whether this channel exists
+    unsigned stage = 0;
     static INLINE int column() { return threadIdx.x % PIECES * PIECE; }
     INLINE void copy(unsigned stage, const int *table) {
         int row = threadIdx.x % 32 / PIECES;
@@ -43,24 +73,24 @@ struct Ring {
         UNROLLED for (int i = 0; i < GROUP; i += 32 / PIECES) {
             int at = table[i + row];
             UNROLLED for (int k = 0; k < TENSORS; k++)
-                copy_async<PIECE>(&to.at[k][i + row][column()], tensors[k].at(at), at >= 0 && valid);
+                copy_async<PIECE>(&to.at[k][i + row][column()], tensors[k].at(at), at >= 0 && copies);
         }
         commit_copies();
     }
-    // Starts to copy the first DEPTH - 1 groups. `table` has the memory index of each token, or -1 for zeros.
+    // Starts to copy the first groups. `table` contains the memory index of each token, or -1 for zeros.
     INLINE void start(const int *table) {
-        wait_for_copies<0>();
-        __syncwarp();
-        position = 0;
         UNROLLED for (int i = 0; i < DEPTH - 1; i++) copy(i, table + i * GROUP);
     }
-    // Returns the next group, and starts to copy the group that is DEPTH - 1 groups later.
-    // `table` starts with the returned group.
+    // Waits for the next group, whose tokens are the first ones of `table`, and starts to copy a later group.
     INLINE const Stage &next(const int *table) {
         wait_for_copies<DEPTH - 2>();
-        __syncwarp();  // all copies of the group have arrived, and no lane reads the previous group any more
-        copy(position + DEPTH - 1, table + (DEPTH - 1) * GROUP);
-        const Stage &stage = stages[position++ % DEPTH];
-        return stage;
+        __syncwarp();  // the lanes' copies of the group have arrived, and no lane reads the previous group any more
+        copy(stage + DEPTH - 1, table + (DEPTH - 1) * GROUP);
+        return stages[stage++ % DEPTH];
+    }
+    // Waits for the copies of all groups, and until no lane reads a group any more.
+    INLINE void finish() {
+        wait_for_copies<0>();
+        __syncwarp();
     }
 };

@@ -23,7 +23,7 @@ struct Lines {
     // Returns the number of tokens, in line order, before a line of patches and the class token, if it precedes the line.
     INLINE int before(int line) const { return line * length + (line * length > center()); }
     // Returns whether token t of the line order is the last token of its pooled token.
-    INLINE bool is_last(int t) const { return t == center() || (t - (t > center()) + 1) % length == 0; }
+    INLINE bool is_last(int t, int pooled) const { return t == last(pooled); }
     // Returns the pooled token that contains token t of the line order.
     INLINE int pooled(int t) const {
         int line = (t - (t > center())) / length;

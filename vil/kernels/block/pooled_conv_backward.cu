@@ -18,8 +18,9 @@
 
 constexpr int GROUP = 4;  // number of tokens of a step
 static_assert(BACK < GROUP);
-typedef Ring<GROUP, 2>::Stage Stage;
-typedef Pack<int, 4> Four;
+constexpr int DEPTH = 8 / sizeof(Element);
+typedef Ring<GROUP, DEPTH, 2> Copies;
+typedef Copies::Stage Stage;
 
 // A group of copies has the tokens t + BACK to t + BACK + 3 of a step for tokens t to t + 3.
 // Tables start with the group of the second last step before a stretch.
@@ -74,38 +75,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
     __shared__ Stage stages[THREADS / 32][DEPTH];
     __shared__ Four at[TABLE / 4];  // memory index of each token, or -1 outside of the image
     __shared__ Four pooled[TABLE / 4];  // pooled token of each token, or -1
-    int groups = (D + THREADS * V - 1) / (THREADS * V), part = blockIdx.x / groups;
-    int first = blockIdx.x % groups * THREADS * V + threadIdx.x / 32 * WARP_CHANNELS;
-    int copied = first + Ring<GROUP, 2>::column(), lane = threadIdx.x % 32, d = first + lane * V;
-    bool writes = d < D;
-    d = min(d, int(D) - V);
-    int L = lines.tokens(), stretches = (L + stretch - 1) / stretch, items = B * stretches;
+    int groups = (int(D) + THREADS * V - 1) / (THREADS * V), part = blockIdx.x / groups;
+    Channels channels(blockIdx.x % groups, D);
+    int d = channels.d, copied = channels.warp + Copies::column();
+    int L = lines.tokens(), stretches = (L + int(stretch) - 1) / int(stretch), items = B * stretches;
     i64 S = count + 1;
-    Filter<V> forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d);
-    forward.scale(0.5f), backward.scale(0.5f);
-    Floats<V> skip_0 = load<V>(skip + d), skip_1 = load<V>(skip + D + d), dskip_0 = {}, dskip_1 = {};
+    Floats<V> dskip_0 = {}, dskip_1 = {};
     Floats<V> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
 #pragma unroll 1
     for (int item = part; item < items; item += parts) {
         i64 b = item / stretches;
         int begin = item % stretches * int(stretch), end = min(L, begin + int(stretch));
-        __syncthreads();  // no thread uses the previous stretch any more
-        for (int i = threadIdx.x; i < TABLE; i += THREADS) {
-            int t = begin - BEFORE + i, found = t < end + BACK ? lines.at(t) : -1;
-            at[i / 4].at[i % 4] = found, pooled[i / 4].at[i % 4] = found < 0 ? -1 : lines.pooled(t);
-        }
-        __syncthreads();
-        Ring<GROUP, 2> ring = {stages[threadIdx.x / 32],
+        Filter<V> forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d);
+        Floats<V> skip_0 = load<V>(skip + d), skip_1 = load<V>(skip + D + d);
+        OfLine of_line = {{dmeans + b * S * D + d, D}, B * S * D, 1.f / length};
+        of_line.fetch(lines.pooled(max(begin - GROUP, 0)));
+        write_tables(at, pooled, TABLE, lines, begin - BEFORE, end + BACK - 1, [&](int t) { return lines.pooled(t); });
+        Copies ring = {stages[threadIdx.x / 32],
                                {{u + b * L * u_stride + copied, u_stride}, {e + b * L * D + copied, D}},
                                copied < D};
         ring.start(at[0].at);
-        OfLine of_line = {{dmeans + b * S * D + d, D}, B * S * D, 1.f / length};
+        forward.scale(0.5f), backward.scale(0.5f);
         int line = -1;
         Window window;
         // Adds token `i` of a group to the ring buffers at index `to`, and returns dv_0.
         auto arrive = [&](const Stage &group, int i, int now, int to) {
-            window.u[to] = to_floats(load<V>(&group.at[0][i][lane * V]));
-            window.e[to] = to_floats(load<V>(&group.at[1][i][lane * V]));
+            window.u[to] = to_floats(load<V>(own(group.at[0][i])));
+            window.e[to] = to_floats(load<V>(own(group.at[1][i])));
             if (now != line) of_line.enter(lines, line = now);
             window.dv_1[to] = gradient(skip_1, window.e[to], of_line.from_mean_1);
             return gradient(skip_0, window.e[to], of_line.from_mean_0);
@@ -151,15 +147,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
                     dbackward[TAPS].at[c] += window.s_1[i].at[c];
                 }
                 int token = own[i];
-                if (token >= 0 && writes) store(to.at(token), from_floats<Element>(sum));
+                if (token >= 0 && channels.writes) store(to.at(token), from_floats<Element>(sum));
             }
         };
         go(1, false);
 #pragma unroll 1
         for (int number = 2; begin + (number - 2) * GROUP < end; number++) go(number, true);
+        ring.finish();
     }
-    wait_for_copies<0>();
-    if (!writes) return;
+    if (!channels.writes) return;
     dfilters += part * (2 * (TAPS + 1) * D) + d, dskips += part * (2 * D) + d;
     UNROLLED for (int tap = 0; tap <= TAPS; tap++) {
         UNROLLED for (int c = 0; c < V; c++) dforward[tap].at[c] *= 0.5f, dbackward[tap].at[c] *= 0.5f;
