@@ -31,8 +31,8 @@ def log_of_compiling(source, arch, macros):
 def assert_no_spills(kernels, allowed=8):
     """Assert that compiling the kernels, given as (source, architecture, macros), spills almost no registers.
 
-    In the tests, NVRTC 13.0 spills only a constant pointer of `pool`, and registers that scan_lines_bwd uses once per
-    image or tile. Other releases of NVRTC may spill more. `allowed` is the number of bytes for sm_90.
+    In the tests, NVRTC 13.0 spills only constants of `pool`, and registers that scan_lines_bwd uses once per image or
+    tile. Other releases of NVRTC may spill more. `allowed` is the number of bytes for sm_90.
     """
     kernels = [kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]
     with ThreadPoolExecutor(2) as pool:

@@ -79,9 +79,8 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
             gate_outproj_sm90.macros_of(t, C, keep, pooled)
             for C, keep in ((192, True), (384, False), (384, True)) for pooled in (False, True) if small and hopper
         ],
-        **{module: [dict(INPUT=dtype, TAPS=4, VECTOR=2, THREADS=192, CTAS=ctas)] for module, ctas in (
-            (pool, 5 if small else 4), (pooled_conv_backward, 2),
-        )},
+        **{module: [dict(INPUT=dtype, TAPS=4, VECTOR=2, PIECE=8 if small else 4, THREADS=threads, CTAS=ctas)]
+           for module, threads, ctas in ((pool, 96, 8 if small else 6), (pooled_conv_backward, 192, 2))},
         gate_outproj_bwd_sm90: [gate_outproj_bwd_sm90.macros_of(t, C) for C in widths if hopper],
         in_proj_pool_sm90: [
             in_proj_pool_sm90.macros_of(t, C, keep) for C in widths for keep in (False, True) if hopper

@@ -37,15 +37,15 @@ from vil.models.block import Blocks, LonghornMixer, MambaMixer
 from vil.models.tokens import middle_token
 
 # The class token is in the middle of the tokens, so even, odd and single numbers of rows and columns differ.
-GRIDS = [(4, 6), (3, 5), (14, 14), (1, 7), (7, 1), (1, 1), (2, 70)]
+GRIDS = [(4, 6), (3, 5), (14, 14), (1, 7), (7, 1), (1, 1), (2, 150)]
 DEVICES = [pytest.param("cpu", marks=EMULATED, id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture
-def case(device, grid, columns, dtype, monkeypatch, poison):
+def case(device, grid, columns, dtype, multiprocessors, monkeypatch, poison):
     """Return the pooled rows or columns as `Lines`, the inputs of the pooling kernels, and the inputs in fp64."""
     if device == "cpu":
-        emulator.as_if_on_a_gpu(monkeypatch)
+        emulator.as_if_on_a_gpu(monkeypatch, multiprocessors)
     lines, g = Lines.of(*grid, columns), torch.Generator().manual_seed(0)
     B, L, S, D, K = 3, lines.L, lines.S, 40, 4
 
@@ -63,7 +63,9 @@ def case(device, grid, columns, dtype, monkeypatch, poison):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "multiprocessors"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 5), (torch.float16, 2)]
+)
 def test_pooled_kernels_equal_their_definitions(case, dtype):
     lines, t, exact = case
 

@@ -1,5 +1,6 @@
-// Tokens of a pooled block in line order. Each warp copies its channels of the tokens to shared memory ahead of their use.
-// Warps do not wait for each other, except when a CTA writes its tables.
+// Tokens of a pooled block in line order.
+// Each warp copies its channels of the tokens to shared memory before it uses the tokens.
+// Warps wait for each other only when their CTA writes tables.
 
 #include "../cuda/async_copies.cuh"
 #include "filter.cuh"
@@ -11,8 +12,8 @@ constexpr int SEGMENT = 256;  // number of tokens per table
 typedef Pack<int, 4> Four;
 
 // Writes tables of `size` tokens from token `first` of the line order on.
-// The first table contains the memory index of each token, or -1 for tokens outside of the image and after `last`.
-// The second table contains value(t), or -1.
+// `at` receives the memory index of each token, or -1 for tokens outside of the image and after `last`.
+// `values` receives value(t) of each token t, or -1 for the same tokens.
 template <class Value>
 DEVICE void write_tables(Four *at, Four *values, int size, const Lines &lines, int first, int last, Value value) {
     __syncthreads();  // no thread uses the previous tables any more

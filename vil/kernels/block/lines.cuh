@@ -20,10 +20,8 @@ struct Lines {
         return pooled == class_token() ? center() : patch + (patch >= center());
     }
     INLINE float share(int pooled) const { return pooled == class_token() ? 1.f : 1.f / length; }
-    // Returns the number of tokens, in line order, before a line of patches and the class token, if it precedes the line.
+    // Returns the number of tokens before a line of patches, without a class token directly before the line.
     INLINE int before(int line) const { return line * length + (line * length > center()); }
-    // Returns whether token t of the line order is the last token of its pooled token.
-    INLINE bool is_last(int t, int pooled) const { return t == last(pooled); }
     // Returns the pooled token that contains token t of the line order.
     INLINE int pooled(int t) const {
         int line = (t - (t > center())) / length;

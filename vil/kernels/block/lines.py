@@ -78,9 +78,9 @@ class Lines(NamedTuple):
         return self.pooled()[self.order().argsort()]
 
 
-def cta_shape(D: int, vector: int) -> tuple[int, int]:
-    """Return the number of CTAs that share a token's channels, and the threads per CTA (whole warps, at most 192)."""
-    groups = -(-D // (vector * 192))
+def cta_shape(D: int, vector: int, most: int = 192) -> tuple[int, int]:
+    """Return the number of CTAs that share a token's channels, and the threads per CTA: whole warps, up to `most`."""
+    groups = -(-D // (vector * most))
     return groups, -(-D // (vector * groups * 32)) * 32
 
 

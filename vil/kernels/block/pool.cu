@@ -26,8 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool
     __shared__ Stage stages[THREADS / 32][DEPTH];
     __shared__ Four at[TABLE / 4];  // memory index of each token, or -1
     __shared__ Four ends[TABLE / 4];  // pooled token whose last token the token is, or -1
-    constexpr int CTA_CHANNELS = THREADS * V;
-    int groups = (int(D) + CTA_CHANNELS - 1) / CTA_CHANNELS, stretches = (lines.count + int(stretch) - 1) / int(stretch);
+    int groups = (int(D) + THREADS * V - 1) / (THREADS * V), stretches = (int(count) + int(stretch) - 1) / int(stretch);
     int item = blockIdx.x / groups, first_line = item % stretches * int(stretch);
     i64 b = item / stretches, L = lines.tokens(), S = count + 1;
     Channels channels(blockIdx.x % groups, D);
@@ -37,13 +36,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool
     int begin = lines.before(first_line), end = lines.before(min(first_line + int(stretch), lines.count));
     auto write = [&](int segment) {
         write_tables(at, ends, min(TABLE, end - segment + (DEPTH + 1) * GROUP), lines, segment - LEAD, end + BACK - 1,
-                     [&](int t) { int pooled = lines.pooled(t); return t < end && lines.is_last(t, pooled) ? pooled : -1; });
+                     [&](int t) {
+                         int pooled = lines.pooled(t);
+                         return t < end && t == lines.last(pooled) ? pooled : -1;
+                     });
     };
     write(begin);
     Copies ring = {stages[threadIdx.x / 32], {{u + b * L * u_stride + copied, u_stride}}, copied < D};
     ring.start(at[0].at);
     forward.scale(0.5f), backward.scale(0.5f);
     Tokens<Element> to(skipped + b * L * D + d, D), mean(means + b * S * D + d, D);
+    // Stores the means of a pooled token.
     auto put = [&](int pooled, Floats<V> x_0, Floats<V> x_1, float share) {
         UNROLLED for (int c = 0; c < V; c++) x_0.at[c] *= share, x_1.at[c] *= share;
         if (channels.writes) store(mean.at(pooled), from_floats<Element>(x_0));
@@ -65,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool
             Four index;
             Pack<Element, V> news[4];
             Floats<V> v_0[2], v_1[2], skipped;
+            // Adds token i to the sums, and stores the means if the token's pooled token ends there.
             auto add = [&](int i) {
                 if (!(ending >> i & 1))
                     sum_0 = sum_0 + v_0[i % 2], sum_1 = sum_1 + v_1[i % 2];
@@ -79,15 +83,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool
                     UNROLLED for (int k = 0; k < 4; k++) news[k] = load<V>(own(group.at[0][i + k]));
                 }
                 window[(i + LEAD) % GROUP] = to_floats(news[i % 4]);
-                Floats<V> &x_0 = v_0[i % 2], &x_1 = v_1[i % 2];
-                x_0 = forward.bias, x_1 = backward.bias;
                 UNROLLED for (int c = 0; c < V; c++) {
+                    float h_0 = forward.bias.at[c], h_1 = backward.bias.at[c];
                     UNROLLED for (int tap = 0; tap < TAPS; tap++) {
-                        x_0.at[c] = fmaf(forward.weight[tap][c], window[(i - BACK + tap + GROUP) % GROUP].at[c], x_0.at[c]);
-                        x_1.at[c] = fmaf(backward.weight[tap][c], window[(i + BACK - tap) % GROUP].at[c], x_1.at[c]);
+                        h_0 = fmaf(forward.weight[tap][c], window[(i - BACK + tap + GROUP) % GROUP].at[c], h_0);
+                        h_1 = fmaf(backward.weight[tap][c], window[(i + BACK - tap) % GROUP].at[c], h_1);
                     }
-                    x_0.at[c] = silu_of_half(Element{}, x_0.at[c]), x_1.at[c] = silu_of_half(Element{}, x_1.at[c]);
-                    skipped.at[c] = fmaf(skip_0.at[c], x_0.at[c], skip_1.at[c] * x_1.at[c]);
+                    h_0 = silu_of_half(Element{}, h_0), h_1 = silu_of_half(Element{}, h_1);
+                    v_0[i % 2].at[c] = h_0, v_1[i % 2].at[c] = h_1;
+                    skipped.at[c] = fmaf(skip_0.at[c], h_0, skip_1.at[c] * h_1);
                 }
                 if (i < left && channels.writes) store(to.at(index.at[i % 4]), from_floats<Element>(skipped));
                 if (i % 2 == 0) continue;

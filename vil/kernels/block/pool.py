@@ -19,7 +19,8 @@ SOURCE = Source("block/pool", {
     ),
 })  # fmt: skip
 
-VECTOR, WARPS = 2, 24  # maximum vector width in elements, and number of resident warps per multiprocessor
+VECTOR, THREADS = 2, 96  # maximum vector width in elements, and maximum threads per CTA
+WARPS = {2: 24, 4: 18}  # resident warps per multiprocessor, by element size in bytes
 START = 16  # time before the first token of a stretch of lines, in units of the time per token
 
 
@@ -34,8 +35,8 @@ def pool(
     means_2BSD = u_BLD.new_empty(2, B, lines.S, D)
     skipped_BLD = u_BLD.new_empty(B, L, D)
     vector, piece = widths(VECTOR, u_BLD)
-    groups, threads = cta_shape(D, vector)
-    ctas, taps = WARPS * 32 // threads, conv_2DK.shape[2]
+    groups, threads = cta_shape(D, vector, THREADS)
+    ctas, taps = WARPS[u_BLD.element_size()] * 32 // threads, conv_2DK.shape[2]
     stretch = lines_per_cta(B * groups, lines, ctas * hardware.multiprocessors(device_of(u_BLD)))
     macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, PIECE=piece, TAPS=taps, THREADS=threads, CTAS=ctas)
     launches.launch(SOURCE, "pool", macros, B * -(-lines.number // stretch) * groups, threads, dict(

@@ -16,14 +16,13 @@
 
 #include "along_lines.cuh"
 
-constexpr int GROUP = 4;  // number of tokens of a step
+constexpr int GROUP = 4, DEPTH = 8 / sizeof(Element);  // number of tokens per step, and of groups in a ring buffer
 static_assert(BACK < GROUP);
-constexpr int DEPTH = 8 / sizeof(Element);
 typedef Ring<GROUP, DEPTH, 2> Copies;
 typedef Copies::Stage Stage;
 
-// A group of copies has the tokens t + BACK to t + BACK + 3 of a step for tokens t to t + 3.
-// Tables start with the group of the second last step before a stretch.
+// A step for tokens t to t + GROUP - 1 reads the group of copies that starts with token t + BACK.
+// The tables start two groups before the first step with stores.
 constexpr int BEFORE = 2 * GROUP - BACK, TABLE = SEGMENT + (DEPTH + 2) * GROUP;
 
 // Gradients that the tokens of a line receive from the line's means: share dmean_g, or zero outside the image.
@@ -80,22 +79,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
     int d = channels.d, copied = channels.warp + Copies::column();
     int L = lines.tokens(), stretches = (L + int(stretch) - 1) / int(stretch), items = B * stretches;
     i64 S = count + 1;
-    Floats<V> dskip_0 = {}, dskip_1 = {};
+    Filter<V> forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d);
+    forward.scale(0.5f), backward.scale(0.5f);
+    Floats<V> skip_0 = load<V>(skip + d), skip_1 = load<V>(skip + D + d), dskip_0 = {}, dskip_1 = {};
     Floats<V> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
 #pragma unroll 1
     for (int item = part; item < items; item += parts) {
         i64 b = item / stretches;
         int begin = item % stretches * int(stretch), end = min(L, begin + int(stretch));
-        Filter<V> forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d);
-        Floats<V> skip_0 = load<V>(skip + d), skip_1 = load<V>(skip + D + d);
-        OfLine of_line = {{dmeans + b * S * D + d, D}, B * S * D, 1.f / length};
-        of_line.fetch(lines.pooled(max(begin - GROUP, 0)));
         write_tables(at, pooled, TABLE, lines, begin - BEFORE, end + BACK - 1, [&](int t) { return lines.pooled(t); });
-        Copies ring = {stages[threadIdx.x / 32],
-                               {{u + b * L * u_stride + copied, u_stride}, {e + b * L * D + copied, D}},
-                               copied < D};
+        Tokens<const Element> from_u(u + b * L * u_stride + copied, u_stride), from_e(e + b * L * D + copied, D);
+        Copies ring = {stages[threadIdx.x / 32], {from_u, from_e}, copied < D};
         ring.start(at[0].at);
-        forward.scale(0.5f), backward.scale(0.5f);
+        OfLine of_line = {{dmeans + b * S * D + d, D}, B * S * D, 1.f / length};
         int line = -1;
         Window window;
         // Adds token `i` of a group to the ring buffers at index `to`, and returns dv_0.
@@ -107,8 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
             return gradient(skip_0, window.e[to], of_line.from_mean_0);
         };
         const Stage &ahead = ring.next(at[0].at);
-        UNROLLED for (int i = 0; i < BACK; i++)
-            arrive(ahead, GROUP - BACK + i, pooled[0].at[GROUP - BACK + i], i);
+        UNROLLED for (int i = 0; i < BACK; i++) arrive(ahead, GROUP - BACK + i, pooled[0].at[GROUP - BACK + i], i);
         Tokens<Element> to(du + b * L * du_stride + d, du_stride);
         // Advances by GROUP tokens, where `number` is the index of a group of copies.
         // A stretch sums e v_1 over its own tokens, but e v_0 over the tokens that are BACK tokens later.
@@ -116,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
         auto go = [&](int number, bool here) {
             const Stage &group = ring.next(at[number].at);
             Four now = pooled[number];
-            const int *own = at[number - 1].at + GROUP - BACK;
+            const int *stored = at[number - 1].at + GROUP - BACK;
             UNROLLED for (int i = 0; i < GROUP; i++) {
                 int lead = (i + BACK) % GROUP;
                 Floats<V> dv_0 = arrive(group, i, now.at[i], lead), sum = {}, v_1;
@@ -146,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
                     dforward[TAPS].at[c] += window.s_0[i].at[c];
                     dbackward[TAPS].at[c] += window.s_1[i].at[c];
                 }
-                int token = own[i];
+                int token = stored[i];
                 if (token >= 0 && channels.writes) store(to.at(token), from_floats<Element>(sum));
             }
         };
