@@ -260,10 +260,9 @@ TABLE = {
          "⟦writes = d < D, d = min(d, int(D) - V);→writes = true, d = min(d, int(D));⟧"),
         ("tables are overwritten while they are read", "⟦__syncthreads();→⟧  // no thread uses the previous tables"),
         ("tables are read before they are written", "of_token;\n    }\n    ⟦__syncthreads();→⟧"),
-        ("tokens outside of the image are not zero", "at >= 0⟦ && copies→ || !copies⟧"),
+        ("tokens outside of the image are not zero", "⟦at >= 0 && copies→copies⟧);"),
         ("a group is read before its copies arrive", "wait_for_copies<⟦DEPTH - 2→DEPTH - 1⟧>();"),
         ("a group is read before the copies of other lanes arrive", "⟦__syncwarp();→⟧  // the lanes' copies"),
-        ("copies of a stretch arrive in the next stretch", "⟦wait_for_copies<0>();→⟧"),
     ],
     "block/pool.cu": [
         ("the window of a segment's later tokens", "if (⟦segment != begin→false⟧) write(segment);"),

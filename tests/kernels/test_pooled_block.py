@@ -37,7 +37,7 @@ from vil.models.block import Blocks, LonghornMixer, MambaMixer
 from vil.models.tokens import middle_token
 
 # The class token is in the middle of the tokens, so even, odd and single numbers of rows and columns differ.
-GRIDS = [(4, 6), (3, 5), (14, 14), (1, 7), (7, 1), (1, 1), (2, 150)]
+GRIDS = [(4, 6), (3, 5), (14, 14), (1, 7), (7, 1), (1, 1), (1, 300)]
 DEVICES = [pytest.param("cpu", marks=EMULATED, id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
