@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vil.kernels import checks
 from vil.kernels.block import block_op, contract, kernels
+from vil.kernels.block.lines import Lines
 from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options, Sizes
 from vil.kernels.scan import heuristics, scan_op
 from vil.models.block import Block, LonghornMixer, MambaMixer
@@ -485,7 +486,8 @@ def in_dtype(call, named, dtype):
     if call == "block":
         return named | dict(dtype=dtype, normed=[named["normed"][0].to(dtype), named["normed"][1]])
     if call.startswith("block_backward"):
-        rows = contract._saved_rows(named["recurrence"], None, list(named["saved"]), dtype)
+        lines = Lines(*named["lines"]) if named["lines"] else None
+        rows = contract._saved_rows(named["recurrence"], lines, list(named["saved"]), dtype)
         of = [own_dtype for _, _, _, own_dtype in rows]
         saved, sizes = list(named["saved"]), sizes_of(named)
         packed = saved[3].new_zeros(kernels.packed_size(sizes, dtype), dtype=dtype)
