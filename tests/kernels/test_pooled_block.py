@@ -47,7 +47,7 @@ def case(device, grid, columns, dtype, multiprocessors, monkeypatch, poison):
     if device == "cpu":
         emulator.as_if_on_a_gpu(monkeypatch, multiprocessors)
     lines, g = Lines.of(*grid, columns), torch.Generator().manual_seed(0)
-    B, L, S, D, K = 3, lines.L, lines.S, 40, 4
+    B, L, S, D, K = 3, lines.L, lines.S, 72, 4
 
     def random(*size, dtype=dtype):
         return torch.randn(size, generator=g).to(device, dtype)
