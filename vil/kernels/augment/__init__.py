@@ -39,7 +39,7 @@ OPERATIONS = (
     "Brightness", "Sharpness", "GaussianBlur",
 )  # fmt: skip
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
-# whether the operation of each opcode maps the values of a channel by a table
+# for each opcode: whether the operation maps the values of a channel through a lookup table
 HAS_TABLE = np.array([name not in ("", "Affine", "Color", "Sharpness", "GaussianBlur") for name in OPERATIONS])
 MACROS = {name.upper(): code for name, code in CODES.items() if name}
 COLOURS = "red", "green", "blue"

@@ -11,9 +11,9 @@ constexpr int V = VECTOR, WARP_CHANNELS = 32 * V;
 constexpr int SEGMENT = 256;  // number of tokens per table
 typedef Pack<int, 4> Four;
 
-// Writes tables of `size` tokens from token `first` of the line order on.
+// Writes two tables for `size` tokens, starting with token `first` of the line order.
 // `at` receives the memory index of each token, or -1 for tokens outside of the image and after `last`.
-// `values` receives value(t) of each token t, or -1 for the same tokens.
+// `values` receives value(t) of each token t, or -1 wherever `at` receives -1.
 template <class Value>
 DEVICE void write_tables(Four *at, Four *values, int size, const Lines &lines, int first, int last, Value value) {
     __syncthreads();  // no thread uses the previous tables any more
@@ -29,7 +29,7 @@ DEVICE void write_tables(Four *at, Four *values, int size, const Lines &lines, i
 // Channels of a thread.
 struct Channels {
     int warp, d;  // first channel of the warp, and of the thread
-    bool writes;
+    bool writes;  // false if the thread has no channels of its own
     INLINE Channels(int group, i64 D) {
         warp = (group * THREADS + threadIdx.x / 32 * 32) * V, d = warp + threadIdx.x % 32 * V;
         writes = d < D, d = min(d, int(D) - V);
@@ -65,7 +65,7 @@ struct Ring {
     static constexpr int PIECES = WARP_CHANNELS / PIECE;  // number of lanes that copy one token of one tensor
     Stage *stages;
     Tokens<const Element> tensors[TENSORS];  // start at the first channel that the lane copies
-    bool copies;  // whether this channel exists
+    bool copies;  // whether the channels that the lane copies exist
     unsigned stage = 0;
     static INLINE int column() { return threadIdx.x % PIECES * PIECE; }
     INLINE void copy(unsigned stage, const int *table) {
@@ -82,7 +82,8 @@ struct Ring {
     INLINE void start(const int *table) {
         UNROLLED for (int i = 0; i < DEPTH - 1; i++) copy(i, table + i * GROUP);
     }
-    // Waits for the next group, whose tokens are the first ones of `table`, and starts to copy a later group.
+    // Waits for the next group, and starts to copy the group that is DEPTH - 1 groups later.
+    // `table` contains the memory indices of the tokens, starting with the next group.
     INLINE const Stage &next(const int *table) {
         wait_for_copies<DEPTH - 2>();
         __syncwarp();  // the lanes' copies of the group have arrived, and no lane reads the previous group any more

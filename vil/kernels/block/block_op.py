@@ -12,8 +12,8 @@ In a pooled block, the recurrence reads row or column means of the patches (line
 of all tokens are never stored: `pool` stores only the skip connections of all tokens, and backward recomputes v from u.
 
 If only the class token's output is needed, as in a model's last block, z, the gate and the last product are computed
-for the class token only, and each direction processes the half of the tokens up to the class token, unless the block
-is pooled.
+for the class token only. In a block that is not pooled, each direction then processes only the half of the tokens up
+to the class token.
 
 From a call to the kernels:
 

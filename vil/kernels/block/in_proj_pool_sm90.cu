@@ -16,18 +16,19 @@
 //
 // B images    C columns of xhat    D channels    S lines and the class token    count, length, next, next_line: lines.cuh
 //
-// Each multiprocessor runs one CTA of 16 warps, which processes whole images. xhat of an image is in shared memory.
+// Each multiprocessor runs one CTA of 16 warps, which processes one image after another and keeps the image's xhat in
+// shared memory. The tile is a buffer in shared memory with u of 64 channels for all tokens.
 // docs/kernels/block.md lists the buffers, and cuda/pipeline.cuh the rules of the barriers.
 //
 //   warps 0 - 3      start products of 64 channels and all tokens, alternately channels of u and of z
-//                    While the tensor cores compute z, the warps write u to the tile in shared memory.
+//                    While the tensor cores compute z, the warps write u to the tile.
 //                    While the tensor cores compute u, the warps store z.
-//   warps 4 - 11     compute convolutions of u and sums over lines; a warp has up to two lines, and a lane two channels
+//   warps 4 - 11     compute convolutions, means and skip connections; a warp has up to two lines, a lane two channels
 //   warp 12          loads the weights, CHUNK columns per stage
 //   warps 14, 15     load xhat, CHUNK columns of all tokens of an image per slot
 //
 // The products are transposed: a row is a channel, and column t is token t of the line order.
-// Rows are permuted by row_of in tiles.cuh, so that a lane of the transposed results has four adjacent channels.
+// Rows are permuted by row_of in tiles.cuh, so that after `transposed`, a lane has four adjacent channels.
 
 #include "../cuda/sm90.cuh"
 #include "../cuda/pipeline.cuh"
@@ -40,8 +41,8 @@ constexpr int C = WIDTH, D = 2 * C;
 constexpr int STARTERS = 4, CONVOLVERS = 8, PRODUCERS = 4;  // warps
 constexpr int COLUMNS = 200, TILE = 64, STEPS = D / TILE;   // tokens and channels of a product; products of u per image
 constexpr int CHUNK = 64, CHUNKS = C / CHUNK;               // columns of xhat
-constexpr int TOGETHER = 7;                                 // tokens of an iteration of a convolution
-constexpr int AHEAD = 2;                                    // chunks whose products are in flight
+constexpr int TOGETHER = 7;                                 // tokens per iteration of a convolution
+constexpr int AHEAD = 2;                                    // number of chunks whose products are in flight
 // Sizes and offsets in shared memory in bytes.
 // Between the rows of the tile, 16 bytes are unused, so that eight consecutive rows use different banks.
 constexpr int SLOT = COLUMNS * CHUNK * 2, STAGE = TILE * CHUNK * 2, ROW = TILE * 2 + 16;
@@ -53,8 +54,8 @@ static_assert(OF_STAGES + STAGES * STAGE == CTA_BYTES && CTA_BYTES <= 227 * 1024
 static_assert(SLOTS % CHUNKS == 0 && D % TILE == 0 && OF_BARRIERS % 8 == 0 && SLOT % 1024 == 0 && STAGE % 1024 == 0);
 static_assert(2 * CHUNKS % STAGES == 0 && STEPS % 2 == 0 && TOGETHER > 2 * BACK && COLUMNS / 4 % 4 == 2);
 
-// Writes the table of rows, and zeros for columns without tokens, so that convolutions read zeros after the last token.
-// rows[t] is the index in memory of token t of the line order, or -1.
+// Writes the table of rows. rows[t] is the index in memory of token t of the line order, or -1 if there is no token t.
+// Also fills columns without tokens with zeros in all slots, so that convolutions read zeros after the last token.
 DEVICE void write_tables(short *rows, unsigned slots, const Lines &lines) {
     for (int i = threadIdx.x; i < COLUMNS + 8; i += blockDim.x) rows[i] = lines.at(i);
     for (int i = threadIdx.x; i < SLOTS * COLUMNS; i += blockDim.x)
@@ -83,8 +84,8 @@ DEVICE void produce_tokens(Pipeline<SLOTS> tokens, unsigned slots, const Element
     }
 }
 
-// A lane of warp 12 loads CHUNK columns of TILE channels at a time, alternately of u and of z.
-// `tiles` has this order, and rows as in a slot (tiled_in in tiles.cuh).
+// A lane of warp 12 loads CHUNK columns of TILE channels at a time: all columns for channels of u, then all columns for
+// the same channels of z, and so on. `tiles` has the same order, and its rows have the layout of slots (see tiled_in).
 DEVICE void produce_weights(Pipeline<STAGES> stages, unsigned weights, const Element *tiles, int images) {
 #pragma unroll 1
     for (int image = blockIdx.x; image < images; image += gridDim.x)
@@ -96,7 +97,7 @@ DEVICE void produce_weights(Pipeline<STAGES> stages, unsigned weights, const Ele
         }
 }
 
-// Starts the products of a chunk: sums += weights xhat^T for TILE channels of all tokens, or sums = weights xhat^T.
+// Starts the products of a chunk: sums += weights xhat^T for TILE channels of all tokens, or sums = ... if not `add`.
 DEVICE void start(float (&sums)[COLUMNS / 2], Rows weights, Rows xhat, bool add) {
     hold(sums);
     begin_products();
@@ -111,17 +112,17 @@ DEVICE Element *in_register(Element *p) {
     return p;
 }
 
-// Transposes fragments of 16 channels and 8 columns. After this, a lane has column lane / 4, and four adjacent channels.
+// Transposes fragments of 16 channels and 8 columns. Returns four adjacent channels of column lane / 4.
 DEVICE Pack<Element, 4> transposed(unsigned upper, unsigned lower) { return {transpose(upper), transpose(lower)}; }
 
-// Writes a pair of tokens of each lane. `to` points to the lane's channels of the first token of the image in memory.
+// Stores 16 channels of columns 8 j to 8 j + 7. `to` points to the lane's four channels of the image's first token.
 DEVICE void store_pair(Element *to, int stride, const short *rows, int j, unsigned upper, unsigned lower, int lane) {
     Pack<Element, 4> four = transposed(upper, lower);
     int row = rows[8 * j + lane / 4];
     store_unless_negative(row, to + i64(row) * stride, four.word[0], four.word[1]);
 }
 
-// Rounds 64 rows of products, and stores the tokens of part `part` of CHUNKS.
+// Rounds the warp's products, and stores the products of part `part` of the columns, which are split into CHUNKS parts.
 DEVICE void store_products(const float (&sums)[COLUMNS / 2], Element *to, int stride, const short *rows, int part, int lane) {
     UNROLLED for (int j = 0; j < COLUMNS / 8; j++) {
         if (j * CHUNKS / (COLUMNS / 8) != part) continue;
@@ -130,7 +131,7 @@ DEVICE void store_products(const float (&sums)[COLUMNS / 2], Element *to, int st
     }
 }
 
-// Numbers of two channels. Stored is the type of u in the tile.
+// Values of two channels. `Stored` is the type of u in the tile.
 template <class T>
 struct Two {
     typedef T Stored;
@@ -148,7 +149,7 @@ struct Two {
         return {fmaf(two.at[0], a.two.at[0], b.two.at[0]), fmaf(two.at[1], a.two.at[1], b.two.at[1])};
     }
 };
-// For results in bf16, fp16 is precise enough, and an instruction computes two channels. u and v are limited to 65504.
+// For results in bf16, fp16 is precise enough, and an instruction computes two channels. Values above 65504 overflow.
 template <>
 struct Two<bf16> {
     typedef fp16 Stored;
@@ -162,7 +163,7 @@ struct Two<bf16> {
 };
 typedef Two<Element> Pair;
 
-// Rounds and transposes 16 rows of products of a warp, and writes them to the tile, which has a row for each token.
+// Rounds and transposes a warp's 16 rows of products, and writes the products to the tile, which has a row per token.
 DEVICE void hand_over(const float (&sums)[COLUMNS / 2], unsigned tile, int warp, int lane) {
     unsigned to = tile + (lane / 16 * 8 + lane % 8) * ROW + (warp * 2 + lane / 8 % 2) * 16;
     unsigned m[COLUMNS / 4];
@@ -190,7 +191,7 @@ struct Channels {
 struct Convolution {
     static constexpr int WORDS = ROW / 4;  // distance of tokens in the tile
     const Channels &channels;
-    Element *u, *skipped;  // of the lane's channels of the image's first token in memory
+    Element *u, *skipped;  // point to the lane's channels of the image's first token in memory
     Pair window[TOGETHER + 2 * BACK];  // u of TOGETHER tokens, and of BACK tokens before and after
     Floats<2> sum_0 = {}, sum_1 = {};
     // `here` points to token t, the line's first token, in the tile. Tokens before token 0 are zero.
@@ -200,7 +201,7 @@ struct Convolution {
             window[BACK + i] = t + i < 0 ? Pair() : Pair::stored(here[i * WORDS]);
     }
     // Computes v of TOGETHER tokens, writes skipped and, if KEEP, u, and adds v to the sums.
-    // Tokens after the token with index `left` and the token with index `foreign` do not belong to the line.
+    // `left` and `foreign` count from `here`. Tokens after `left` and token `foreign` do not belong to the line.
     INLINE void next(const unsigned *here, const short *rows, int left, int foreign) {
         int row[TOGETHER];
         UNROLLED for (int i = 0; i < TOGETHER; i++) {
@@ -245,10 +246,10 @@ DEVICE void convolve(const Channels &channels, const unsigned *tile, int pooled,
     store(means + of_direction + pooled * D, from_floats<Element>(line.sum_1));
 }
 
-// Products of u and z by the first four warps. The mbarriers of a chunk are known when the code is compiled.
+// Products of u and z, which the first four warps compute. The mbarriers of a chunk are compile-time constants.
 struct Products {
     float u[COLUMNS / 2], z[COLUMNS / 2];
-    Element *to_z = nullptr;  // of z that is not stored yet
+    Element *to_z = nullptr;  // destination of z that is not stored yet, or null
     const unsigned tile, full, empty;
     const Rows weights;
     Pipeline<1> handed;
@@ -274,7 +275,7 @@ struct Products {
         }
     }
     // Computes u and z of an image. `uz` points to the image.
-    // The products of chunk i - AHEAD have finished when the products of chunk i have started and the warp has waited.
+    // When a warp has started the products of chunk i and has waited, the products of chunk i - AHEAD have finished.
     INLINE void multiply(Pipeline<SLOTS> tokens, unsigned slots, Element *uz, int image, int L) {
         unsigned xhat_full = tokens.full(), xhat_empty = tokens.empty();
         const Rows xhat = slots + tokens.stage() * SLOT;
@@ -304,7 +305,7 @@ struct Products {
     }
 };
 
-// uz has rows of u and z. u is written only if KEEP.
+// A row of uz contains u and then z of a token. u is written only if KEEP.
 extern "C" __global__ void __launch_bounds__(32 * (STARTERS + CONVOLVERS + PRODUCERS), 1) in_proj_pool(PARAMETERS_in_proj_pool) {
     extern __shared__ __align__(1024) char shared[];
     unsigned tile = shared_address(shared), slots = tile + OF_SLOTS, weights = tile + OF_STAGES;

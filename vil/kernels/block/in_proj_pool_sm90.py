@@ -39,7 +39,7 @@ def fits(B: int, in_proj_EC: Tensor, taps: int, dtype: torch.dtype, lines: Lines
 
 
 def empty_tiles(B: int, in_proj_EC: Tensor, taps: int, dtype: torch.dtype, lines: Lines) -> Tensor | None:
-    """Allocate a copy of in_proj for the kernel's tiled layout, or return None if the kernel does not run."""
+    """Allocate memory for in_proj in the kernel's tiled layout, or return None if the kernel does not run."""
     if not fits(B, in_proj_EC, taps, dtype, lines):
         return None
     return torch.empty_like(in_proj_EC, dtype=dtype, memory_format=torch.contiguous_format)
@@ -50,7 +50,7 @@ def in_proj_pool(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return uz (B, L, 2D), and row or column means and skip connections as `pool` does.
 
-    The first half of uz, which is u, is not written unless `keep`. `tiles` is in_proj in the layout of `tiled`.
+    The first half of uz, which is u, is written only if `keep`. `tiles` has the layout of `tiled_in` in tiles.cuh.
     """
     (T, C), dtype = xhat_TC.shape, xhat_TC.dtype
     assert xhat_TC.data_ptr() % 16 == 0
@@ -76,12 +76,13 @@ def macros_of(dtype: torch.dtype, C: int, keep: bool) -> dict:
 
 
 def reference_tiles(in_proj_EC: Tensor) -> Tensor:
-    """Return in_proj in the layout of the kernel, which `pack_weights` writes: 64 columns of 64 rows after one another.
+    """Return in_proj in the layout of the kernel, which `pack_weights` writes.
 
-    Tiles of u and z alternate. Rows are permuted by `row_of` in tiles.cuh, and 16-byte pieces of row r by r % 8.
+    Blocks of 64 rows and 64 columns are contiguous. Groups of 64 rows of u and of z alternate. Rows are permuted
+    by `row_of` in tiles.cuh. In row r of a block, the 16-byte piece with index i is stored at index i ^ r % 8.
     """
     E, C = in_proj_EC.shape
-    # u or z, tile, 16 rows, row % 16 // 4, row % 4 // 2, row % 2, chunk, piece, column
+    # dimensions of the view: u or z, 64 rows, 16 rows, row % 16 // 4, row % 4 // 2, row % 2, chunk, piece, column
     rows = (
         in_proj_EC.view(2, E // 128, 4, 4, 2, 2, C // 64, 8, 8).permute(1, 0, 6, 2, 4, 3, 5, 7, 8).reshape(-1, 64, 8, 8)
     )

@@ -20,7 +20,8 @@ struct Lines {
         return pooled == class_token() ? center() : patch + (patch >= center());
     }
     INLINE float share(int pooled) const { return pooled == class_token() ? 1.f : 1.f / length; }
-    // Returns the number of tokens before a line of patches, without a class token directly before the line.
+    // Returns the index in line order of a line's first patch, or the number of tokens if `line` is `count`.
+    // If the class token directly precedes the first patch, the function returns the class token's index instead.
     INLINE int before(int line) const { return line * length + (line * length > center()); }
     // Returns the pooled token that contains token t of the line order.
     INLINE int pooled(int t) const {

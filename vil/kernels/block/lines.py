@@ -79,13 +79,13 @@ class Lines(NamedTuple):
 
 
 def cta_shape(D: int, vector: int, most: int = 192) -> tuple[int, int]:
-    """Return the number of CTAs that share a token's channels, and the threads per CTA: whole warps, up to `most`."""
+    """Return how many CTAs share a token's channels, and the threads per CTA, a multiple of 32 up to `most`."""
     groups = -(-D // (vector * most))
     return groups, -(-D // (vector * groups * 32)) * 32
 
 
 def widths(limit: int, u_BLD: Tensor, *others: Tensor) -> tuple[int, int]:
-    """Return the number of adjacent channels of a thread, at most `limit`, and of a copy to shared memory."""
+    """Return the number of adjacent channels per thread, at most `limit`, and per copy to shared memory."""
     vector = vector_width(limit, u_BLD, *others)
     return vector, min(vector_width(16 // u_BLD.element_size(), u_BLD, *others), 4 * vector)
 

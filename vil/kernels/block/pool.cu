@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     __shared__ Stage stages[THREADS / 32][DEPTH];
     __shared__ Four at[TABLE / 4];  // memory index of each token, or -1
-    __shared__ Four ends[TABLE / 4];  // pooled token whose last token the token is, or -1
+    __shared__ Four ends[TABLE / 4];  // index of the pooled token that ends at each token, or -1
     int groups = (int(D) + THREADS * V - 1) / (THREADS * V), stretches = (int(count) + int(stretch) - 1) / int(stretch);
     int item = blockIdx.x / groups, first_line = item % stretches * int(stretch);
     i64 b = item / stretches, L = lines.tokens(), S = count + 1;
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool
     ring.start(at[0].at);
     forward.scale(0.5f), backward.scale(0.5f);
     Tokens<Element> to(skipped + b * L * D + d, D), mean(means + b * S * D + d, D);
-    // Stores the means of a pooled token.
+    // Stores the means of a pooled token, which are x_0 and x_1 times `share`.
     auto put = [&](int pooled, Floats<V> x_0, Floats<V> x_1, float share) {
         UNROLLED for (int c = 0; c < V; c++) x_0.at[c] *= share, x_1.at[c] *= share;
         if (channels.writes) store(mean.at(pooled), from_floats<Element>(x_0));
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool
             Four index;
             Pack<Element, V> news[4];
             Floats<V> v_0[2], v_1[2], skipped;
-            // Adds token i to the sums, and stores the means if the token's pooled token ends there.
+            // Adds token i to the sums, and stores the means if a pooled token ends at token i.
             auto add = [&](int i) {
                 if (!(ending >> i & 1))
                     sum_0 = sum_0 + v_0[i % 2], sum_1 = sum_1 + v_1[i % 2];

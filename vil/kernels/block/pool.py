@@ -21,7 +21,7 @@ SOURCE = Source("block/pool", {
 
 VECTOR, THREADS = 2, 96  # maximum vector width in elements, and maximum threads per CTA
 WARPS = {2: 24, 4: 18}  # resident warps per multiprocessor, by element size in bytes
-START = 16  # time before the first token of a stretch of lines, in units of the time per token
+START = 16  # estimated time before the first token of a CTA, in units of the time per token
 
 
 def pool(

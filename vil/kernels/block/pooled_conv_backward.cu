@@ -22,7 +22,7 @@ typedef Ring<GROUP, DEPTH, 2> Copies;
 typedef Copies::Stage Stage;
 
 // A step for tokens t to t + GROUP - 1 reads the group of copies that starts with token t + BACK.
-// The tables start two groups before the first step with stores.
+// The tables start two groups before the group that the first step with stores reads.
 constexpr int BEFORE = 2 * GROUP - BACK, TABLE = SEGMENT + (DEPTH + 2) * GROUP;
 
 // Gradients that the tokens of a line receive from the line's means: share dmean_g, or zero outside the image.
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     __shared__ Stage stages[THREADS / 32][DEPTH];
     __shared__ Four at[TABLE / 4];  // memory index of each token, or -1 outside of the image
-    __shared__ Four pooled[TABLE / 4];  // pooled token of each token, or -1
+    __shared__ Four pooled[TABLE / 4];  // index of each token's pooled token, or -1
     int groups = (int(D) + THREADS * V - 1) / (THREADS * V), part = blockIdx.x / groups;
     Channels channels(blockIdx.x % groups, D);
     int d = channels.d, copied = channels.warp + Copies::column();

@@ -23,7 +23,7 @@ SOURCE = Source("block/pooled_conv_backward", {
 
 VECTOR, WARPS = 2, 12  # maximum vector width in elements, and number of resident warps per multiprocessor
 SEGMENT = 256  # must equal SEGMENT in along_lines.cuh
-START = 12  # time before the first token of a stretch, in units of the time per token
+START = 12  # estimated time before the first token of a stretch, in units of the time per token
 
 
 def pooled_conv_backward(

@@ -20,7 +20,7 @@ SOURCE = Source("block/scan_image", {
 
 MOST_LINES = 16  # rows of a product on tensor cores
 STATES = 16
-CHANNELS = 3072  # separate kernels are faster for fewer images than D / CHANNELS per multiprocessor
+CHANNELS = 3072  # with fewer than D / CHANNELS images per multiprocessor, separate kernels are faster
 MOST_WARPS = 12  # maximum number of warps per multiprocessor, because a thread needs up to 168 registers
 
 

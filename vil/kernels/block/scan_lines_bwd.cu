@@ -89,7 +89,7 @@ struct Rounded {
     INLINE void add_over_channels(Sums &sums, unsigned b_0, unsigned b_1) const {
         multiply_add(Element{}, sums, word[0][0], word[1][0], word[0][1], word[1][1], b_0, b_1);
     }
-    // Adds the product of the transposed operand (16 channels, 16 states) with (16 states, 8 tokens).
+    // Adds the product of the transposed operand a (16 channels, 16 states) with operand b (16 states, 8 tokens).
     INLINE void add_over_states(Sums &sums, unsigned b_0, unsigned b_1) const {
         multiply_add(Element{}, sums, transpose(word[0][0]), transpose(word[0][1]), transpose(word[1][0]),
                      transpose(word[1][1]), b_0, b_1);
@@ -255,8 +255,8 @@ struct ChannelSums {
     float norm[HALVES];  // dL/d(k.k) of token 8 half + r, over the lane's channels
 };
 
-// Transposes sums (channels, tokens) through shared memory, and returns those of token 8 half + r, channels 4p + c.
-// Row i of the first 8 rows of the transposed operand is channel 4 (i / 2) + i % 2, and of the last 8 rows two more.
+// Transposes sums (channels, tokens) through shared memory, and returns the sums of token 8 half + r, channels 4p + c.
+// For i < 8, row i of the sums is channel 4 (i / 2) + i % 2, and row i + 8 is channel 4 (i / 2) + i % 2 + 2.
 DEVICE Floats<4> by_token(float (&memory)[ROWS][ROW], const Sums &sums, int half, Lane at) {
     __syncwarp();
     UNROLLED for (int i = 0; i < 2; i++)

@@ -27,7 +27,7 @@ SOURCE = Source("block/scan_lines_bwd", {
 ROWS, N = 16, 16  # maximum number of lines, and the supported number of states
 WARPS = 8  # maximum number of warps per CTA; 12 warps are slower
 NARROW = 384  # number of channels up to which the kernel is fast for any number of images
-IMAGES = 8  # multiprocessors per image that separate kernels need to be faster for more channels
+IMAGES = 8  # for more than NARROW channels, separate kernels are faster with more than IMAGES multiprocessors per image
 
 
 class LineGradients(NamedTuple):

@@ -15,7 +15,7 @@ template <class T>
 DEVICE float silu_of_half(T, float h) { return 2 * h * sigmoid_of_half(T{}, h); }
 DEVICE float silu_of_half(bf16, float h) { return fmaf(h, tanh_fast(h), h); }
 
-// silu(2h) = h (1 + t) and its derivative, (1 + t + h (1 - t^2)) / 2, where t = tanh(h).
+// With t = tanh(h), the value is silu(2h) = h (1 + t), and twice_slope_less_1 is 2 silu'(2h) - 1 = t + h (1 - t^2).
 struct SiluOfHalf {
     float value, twice_slope_less_1;
 };

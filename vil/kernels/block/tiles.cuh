@@ -15,8 +15,8 @@ DEVICE int tiled(int c, int d, int C) {
     return (d / K_TILE * C + row) * K_TILE + eighth * 8 + d % 8;
 }
 
-// Returns the index of column c of row e of in_proj. A block of 64 columns of 64 rows is contiguous. The blocks of u and
-// of z with the same channels alternate, and all columns of a block's rows precede the next rows.
+// Returns the index of column c of row e of in_proj. A block of 64 rows and 64 columns is contiguous.
+// The blocks are ordered by channel / 64, then u before z, and then by column.
 // wgmma reads rows of 128 bytes, with each 16-byte piece at index piece ^ row % 8.
 DEVICE int tiled_in(int e, int c, int D, int C) {
     int of_z = e >= D, d = e - of_z * D, row = row_of(d % 64), piece = c % 64 / 8 ^ row % 8;

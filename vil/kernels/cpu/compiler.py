@@ -166,8 +166,8 @@ def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> byt
 def _wide_vectors(llvm):
     """Make Numba use 512-bit vectors in a context if the CPU supports them.
 
-    For Intel CPUs, LLVM prefers 256 bits to avoid lower clock rates. Numba's target machine is replaced, because
-    Numba reads the setting `CPU_FEATURES` only once per process, which another package may have caused already.
+    For Intel CPUs, LLVM prefers 256 bits to avoid lower clock rates. The context replaces Numba's target
+    machine, because setting `CPU_FEATURES` has no effect if another package has already used Numba in this process.
     """
     from numba.core import registry
 

@@ -113,7 +113,7 @@ DEVICE float tanh_fast(float x) {
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// Two numbers in fp16, on which one instruction operates.
+// Two fp16 numbers in one register. One instruction operates on both numbers.
 struct Halves { unsigned word; };
 DEVICE Halves halves(float low, float high) { return {pack(fp16{}, low, high)}; }
 DEVICE Floats<2> to_floats(Halves h) { return unpack(fp16{}, h.word); }

@@ -21,7 +21,7 @@ DEVICE void wait_for(unsigned barrier, int parity) {
                  : "memory");
 }
 
-// As wait_for, but the hardware may suspend the warp for a longer time.
+// Waits as wait_for does, but the hardware may suspend the warp for a longer time.
 DEVICE void wait_long_for(unsigned barrier, int parity) {
     asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 10000000;\n"
                  "@!done bra AGAIN;\n}" ::"r"(barrier), "r"(parity)
@@ -60,7 +60,7 @@ DEVICE void load_shared(unsigned (&v)[4], unsigned from) {
 }
 DEVICE void store_shared(unsigned to, unsigned v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
 
-// Store 2 or 4 matrices of 8 x 8 16-bit elements, with the fragments of load_matrices, transposed in shared memory.
+// Store 2 or 4 transposed matrices of 8 x 8 16-bit elements, given fragments with the layout of load_matrices.
 // Lanes 8 i to 8 i + 7 pass the addresses of the columns of matrix i.
 DEVICE void store_transposed(unsigned column, unsigned a, unsigned b) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(column), "r"(a), "r"(b) : "memory");
@@ -147,11 +147,11 @@ DEVICE unsigned long long matrix_of_128_byte_rows(unsigned address, int apart) {
 }
 DEVICE void multiply_shared(bf16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("bf16"); }
 DEVICE void multiply_shared(fp16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("f16"); }
-// Location of a matrix for multiply_rows, which is the first half of the matrix's descriptor.
+// Lower half of the descriptor of a matrix for multiply_rows, which contains the matrix's address.
 struct Rows {
     unsigned low;
     INLINE Rows(unsigned address) : low((address & SHARED_MEMORY) / 16 | 1 << 16) {}
-    // Returns the location of a matrix that starts `bytes` bytes later.
+    // Returns the lower half of the descriptor of a matrix that starts `bytes` bytes later.
     INLINE Rows after(int bytes) const {
         Rows rows = *this;
         rows.low += bytes / 16;
