@@ -113,7 +113,7 @@ def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
 def nothing_collected() -> Iterator[None]:
     """Collect garbage, and disable Python's garbage collector inside the context.
 
-    The first collection destroys earlier CUDA graphs that are garbage and releases their memory.
+    Collecting garbage first destroys unreachable CUDA graphs and releases their memory.
     """
     gc.collect()
     with without_garbage_collection():

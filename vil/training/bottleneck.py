@@ -53,7 +53,7 @@ class Bottleneck:
 
         Args:
             meter: Meter of the epoch.
-            loader: Loader of the training images, which measures waiting times and describes itself in the warning.
+            loader: Loader of the training images, which provides waiting times, and descriptions for the warning.
         """
         if self.is_known or meter.steps % self.interval:
             return

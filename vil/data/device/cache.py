@@ -14,7 +14,7 @@ from .decoded import DecodedImages
 SHARE = 8  # the cache of a split may use up to 1 / SHARE of a GPU's free memory
 HOST_BYTES = 2**30  # maximum bytes of a split's cached images on devices other than CUDA GPUs
 
-# task of a worker to load an image, with metadata of a cached image, whose file the worker need not read
+# task of a worker to load an image; for a cached image, the metadata let the worker skip reading the file
 TASK = np.dtype(
     [
         ("index", "i8"),  # index of the image in the dataset
@@ -60,14 +60,14 @@ class DecodedCache:
         return tasks
 
     def get(self, indices: np.ndarray, versions: np.ndarray) -> DecodedImages:
-        """Return images by index. An image is missing if it is not cached, or if the file's version (N, 2) differs."""
+        """Return images by index. An image is missing if it is not cached with the given version (N, 2) of its file."""
         images = DecodedImages.missing(len(indices))
         are_current = (self.versions[indices] == versions).all(axis=1)
         images[are_current] = self.images[indices[are_current]]
         return images
 
     def add(self, indices: np.ndarray, images: DecodedImages, targets: np.ndarray, versions: np.ndarray) -> None:
-        """Add images with different indices to the cache until the memory limit is reached."""
+        """Add images, whose indices must be distinct, to the cache until the memory limit is reached."""
         if not len(indices):
             return
         self.reserve(images.nbytes.mean())

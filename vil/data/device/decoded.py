@@ -1,4 +1,4 @@
-"""Arrays of decoded images on the device."""
+"""Array of decoded images on the device, with their sizes and addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 class DecodedImages:
     """Images (3, h, w) uint8 of any sizes on one device, any of which can be missing.
 
-    NumPy's indices select and replace images, so that no Python code runs for each image.
+    Indexing with NumPy arrays selects or replaces images without a Python loop over images.
     """
 
     pixels: np.ndarray  # (N,) contiguous tensors; None for a missing image

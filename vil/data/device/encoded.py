@@ -61,7 +61,7 @@ class EncodedBatch:
     files: np.ndarray  # (N,) of FILE
     operations: np.ndarray  # (N, T) opcodes of up to T operations per file; 0 means no operation
     arguments: np.ndarray  # (N, T, ARGUMENTS)
-    # one tensor per file that has content or, in a worker's result, one (sent) tensor with the content of all files
+    # one tensor per file that has content; in a worker's result, one (sent) tensor with the content of all files
     contents: list[Any]
     finished_rows: np.ndarray  # positions of `finished` in the batch
     finished: list[Any]  # augmented images (n, 3, H, W) uint8, as tensors or, in a worker, as sent tensors

@@ -85,7 +85,7 @@ class Preparation:
                 decoded = read([contents[i] for i in numbers], records["size"][numbers].tolist())
                 images[numbers] = DecodedImages.of(decoded)
 
-        are_valid = (images.sizes == records["size"]).all(axis=1)  # reject a file whose header states another size
+        are_valid = (images.sizes == records["size"]).all(axis=1)  # reject files with a wrong size in the header
         images[~are_valid] = DecodedImages.missing((~are_valid).sum())
         records = records[are_valid]
         self.cache.add(records["index"], images[are_valid], batch.targets[records["row"]], records["version"])

@@ -23,7 +23,8 @@ from .transform_parameters import TransformSampler
 class EncodedReader(ImageReader):
     """`ImageReader` that returns an `EncodedImage` for small images and for files that a device can decode.
 
-    A worker loads the tasks of `DecodedCache`, and only samples the transform of an image that the device has cached.
+    Workers load the tasks of `DecodedCache`. For an image that the device has cached, a worker only samples the
+    transform.
     """
 
     def __init__(self, dataset, transform, is_training: bool, sampler: TransformSampler):
@@ -38,7 +39,7 @@ class EncodedReader(ImageReader):
         return [self.load(*task) for task in tasks.tolist()]
 
     def load(self, index: int, seed: int, target: int = 0, size: Sequence[int] = (0, 0), cached: Sequence[int] = ()):
-        """Load an image, given the fields of a task. `cached` is the version of the file that was decoded."""
+        """Load an image, given the fields of a task. `cached` is the version of the file that the device has cached."""
         data = b""
         try:
             version = file_version(self.dataset.reader, index)
