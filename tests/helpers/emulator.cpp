@@ -388,10 +388,10 @@ template <class T>
 static void multiply_shared(T, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) {
     current->open_products.push_back({run_shared<T>, sums, nullptr, a, b, unsigned(apart), add});
 }
-struct Rows {
+struct SharedRows {
     unsigned address;
-    Rows(unsigned address) : address(address) {}
-    Rows after(int bytes) const { return address + bytes; }
+    SharedRows(unsigned address) : address(address) {}
+    SharedRows after(int bytes) const { return address + bytes; }
 };
 template <class T>
 static void run_rows(const emulator::Product &product) {
@@ -411,7 +411,7 @@ static void run_rows(const emulator::Product &product) {
     }
 }
 template <class T>
-static void multiply_rows(T, float (&sums)[100], Rows a, Rows b, bool add) {
+static void multiply_rows(T, float (&sums)[100], SharedRows a, SharedRows b, bool add) {
     current->open_products.push_back({run_rows<T>, sums, nullptr, a.address, b.address, 0, add});
 }
 static void show_to_products() {}

@@ -98,7 +98,7 @@ DEVICE void produce_weights(Pipeline<STAGES> stages, unsigned weights, const Ele
 }
 
 // Starts the products of a chunk: sums += weights xhat^T for TILE channels of all tokens, or sums = ... if not `add`.
-DEVICE void start(float (&sums)[COLUMNS / 2], Rows weights, Rows xhat, bool add) {
+DEVICE void start(float (&sums)[COLUMNS / 2], SharedRows weights, SharedRows xhat, bool add) {
     hold(sums);
     begin_products();
     UNROLLED for (int k = 0; k < CHUNK; k += 16)
@@ -251,7 +251,7 @@ struct Products {
     float u[COLUMNS / 2], z[COLUMNS / 2];
     Element *to_z = nullptr;  // destination of z that is not stored yet, or null
     const unsigned tile, full, empty;
-    const Rows weights;
+    const SharedRows weights;
     Pipeline<1> handed;
     const short *rows;
     const int warp, lane;
@@ -278,7 +278,7 @@ struct Products {
     // When a warp has started the products of chunk i and has waited, the products of chunk i - AHEAD have finished.
     INLINE void multiply(Pipeline<SLOTS> tokens, unsigned slots, Element *uz, int image, int L) {
         unsigned xhat_full = tokens.full(), xhat_empty = tokens.empty();
-        const Rows xhat = slots + tokens.stage() * SLOT;
+        const SharedRows xhat = slots + tokens.stage() * SLOT;
 #pragma unroll 1
         for (int step = 0; step < STEPS; step++) {
             UNROLLED for (int i = 0; i < 2 * CHUNKS; i++) {

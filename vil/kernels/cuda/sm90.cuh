@@ -148,12 +148,12 @@ DEVICE unsigned long long matrix_of_128_byte_rows(unsigned address, int apart) {
 DEVICE void multiply_shared(bf16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("bf16"); }
 DEVICE void multiply_shared(fp16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("f16"); }
 // Lower half of the descriptor of a matrix for multiply_rows, which contains the matrix's address.
-struct Rows {
+struct SharedRows {
     unsigned low;
-    INLINE Rows(unsigned address) : low((address & SHARED_MEMORY) / 16 | 1 << 16) {}
+    INLINE SharedRows(unsigned address) : low((address & SHARED_MEMORY) / 16 | 1 << 16) {}
     // Returns the lower half of the descriptor of a matrix that starts `bytes` bytes later.
-    INLINE Rows after(int bytes) const {
-        Rows rows = *this;
+    INLINE SharedRows after(int bytes) const {
+        SharedRows rows = *this;
         rows.low += bytes / 16;
         return rows;
     }
@@ -175,7 +175,7 @@ struct Rows {
         "%96, %97, %98, %99}, %100, %101, p, 1, 1, 0, 0;\n}"                                           \
         : R100(sums)                                                                                   \
         : "l"(a.matrix()), "l"(b.matrix()), "r"(int(add)))
-DEVICE void multiply_rows(bf16, float (&sums)[100], Rows a, Rows b, bool add) { WGMMA_ROWS("bf16"); }
-DEVICE void multiply_rows(fp16, float (&sums)[100], Rows a, Rows b, bool add) { WGMMA_ROWS("f16"); }
+DEVICE void multiply_rows(bf16, float (&sums)[100], SharedRows a, SharedRows b, bool add) { WGMMA_ROWS("bf16"); }
+DEVICE void multiply_rows(fp16, float (&sums)[100], SharedRows a, SharedRows b, bool add) { WGMMA_ROWS("f16"); }
 // Makes writes of this thread to shared memory visible to wgmma (proxy fence).
 DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
