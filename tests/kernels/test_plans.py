@@ -72,7 +72,7 @@ def test_buffers_with_disjoint_lifetimes_share_memory(monkeypatch):
 
 
 def test_buffers_are_allocated_at_their_first_use_if_that_needs_less_memory(monkeypatch):
-    """Small buffers share an allocation. Others are allocated and freed in turn."""
+    """Small buffers share an allocation. Each larger buffer is allocated at its first use."""
     x, made = torch.randn(1000), []
     empty = torch.empty
     monkeypatch.setattr(recording, "MEMORY", 0)

@@ -33,7 +33,7 @@ class DecodedImages:
 
     @classmethod
     def missing(cls, count: int) -> DecodedImages:
-        """Return an array of missing images."""
+        """Return an array of `count` missing images."""
         return cls(np.empty(count, object), np.zeros((count, 2), np.int64), np.zeros(count, np.int64))
 
     @property

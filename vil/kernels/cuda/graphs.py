@@ -104,7 +104,7 @@ def _capture_stream(device: torch.device, stream: int) -> CaptureStream:
 
 
 def _capture(device: torch.device, stream: int, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Capture `run` as a graph that will be replayed on the given stream of the caller."""
+    """Capture `run` as a graph. The caller replays the graph on `stream`, the id of a CUDA stream."""
     torch.cuda.current_blas_handle()  # cuBLAS must not be initialized during a capture
     of = _capture_stream(device, stream)
     graph = torch.cuda.CUDAGraph()
