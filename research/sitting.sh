@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# Run a study on a remote machine that is available for half an hour. The machine starts empty, has no network, and
-# transfers at most 64 MiB with each call in either direction. Each line below is one call, from the root of the copy of
-# this checkout that the call transfers:
+# Run studies on a remote machine that is available for half an hour. The machine starts empty, has no network, and
+# transfers at most 64 MiB with each call in either direction, in files of at most 16 MiB. Each line below is one call,
+# from the root of the copy of this checkout that the call transfers:
 #
-#     research/sitting.sh unpack           # unpack data/tiny_parts/*.tar.gz; one call for each part
-#     research/sitting.sh start COMMAND    # check the package on every GPU, then start the command in the background
-#     research/sitting.sh wait SECONDS     # wait for the command; results are copied to $OUT every half minute
+#     research/sitting.sh unpack FOLDER       # unpack data/parts/*.tar* into FOLDER; one call for each part
+#     research/sitting.sh start COMMAND       # start the command in the background; can be called several times
+#     research/sitting.sh wait SECONDS        # wait for all commands; results are copied to $OUT every half minute
+#     research/sitting.sh checkpoints FIRST   # copy four pieces of the runs' last.pt to $OUT, beginning with piece FIRST
+#     research/sitting.sh restore             # add data/parts/piece-* to the new machine; one call for each four pieces
 #
-# If a start fails, nothing runs, and each later wait fails at once, so that no machine time is wasted. Make the calls
-# without a pause, because an idle machine is released. The files in vil/weights/ need not be transferred.
+# The first start checks the package on every GPU. If this check fails, nothing runs, and each later wait fails at once,
+# so that no machine time is wasted. Make the calls without a pause, because an idle machine is released. Every call of
+# `checkpoints` says how many pieces there are. Call `restore` with all pieces, in order, before the first start. The
+# files in vil/weights/ need not be transferred.
 set -euo pipefail
 place=$HOME/sitting  # the study runs in a copy, because each call transfers the checkout again
 
@@ -18,14 +22,8 @@ save() {  # tar fails if files change or disappear while it reads them, so error
     cp "$place/results" "$OUT/writing" && mv "$OUT/writing" "$OUT/results.tar.gz" || true
 }
 
-case $1 in
-unpack)
-    mkdir -p "$place/data/tiny_imagenet"
-    for part in data/tiny_parts/*.tar.gz; do
-        tar xzf "$part" -C "$place/data/tiny_imagenet"
-    done
-    ;;
-start)
+check() {  # once: copy the checkout, install the package, and run every kind of block on every GPU
+    [ ! -e "$place/checked" ] || return 0
     mkdir -p "$place/output"
     tar c --exclude ./data --exclude ./output . | tar x -C "$place"
     cd "$place"
@@ -45,20 +43,51 @@ for device in [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
         assert all(p.grad.isfinite().all() for p in model.parameters()), name
     print(device, torch.cuda.get_device_name(device) if device != "cpu" else "", flush=True)
 PROGRAM
+    touch checked
+}
+
+case $1 in
+unpack)
+    mkdir -p "$place/$2"
+    for part in data/parts/*.tar*; do
+        tar xf "$part" -C "$place/$2"
+    done
+    ;;
+start)
+    check
+    cd "$place"
     shift
-    setsid nohup "$@" > output/log.txt 2>&1 < /dev/null &
-    echo $! > process
+    setsid nohup "$@" >> output/log.txt 2>&1 < /dev/null &
+    echo $! >> processes
     ;;
 wait)
-    read -r process < "$place/process"
+    mapfile -t processes < "$place/processes"
     for ((second = 0; second < $2; second++)); do
-        kill -0 "$process" 2>/dev/null || break
+        kill -0 "${processes[@]}" 2>/dev/null || break  # fails only if all have ended
         sleep 1
         ((second % 30)) || save
     done
     save
     tail -n 20 "$place/output/log.txt"
     find "$place/output" -name summary.csv -exec wc -l {} +
-    kill -0 "$process" 2>/dev/null || { echo "it has ended"; exit 1; }
+    kill -0 "${processes[@]}" 2>/dev/null || { echo "all commands have ended"; exit 1; }
+    ;;
+checkpoints)
+    cd "$place"
+    if (($2 == 0)); then
+        rm -rf pieces && mkdir pieces
+        find output -name last.pt -o -path '*/summary.csv' -o -path '*/config.yaml' -o -name study.json -o -name '*.jsonl' |
+            { tar c -T - || [ $? = 1 ]; } | split --bytes 15M --numeric-suffixes - pieces/piece-  # 1: a file grew
+    fi
+    for ((i = $2; i < $2 + 4; i++)); do
+        piece=$(printf 'pieces/piece-%02d' "$i")
+        [ ! -e "$piece" ] || cp "$piece" "$OUT"
+    done
+    echo "$(find pieces -type f | wc -l) pieces, $(du --bytes --total pieces/* | tail -n 1 | cut -f 1) bytes"
+    ;;
+restore)
+    mkdir -p "$place"
+    cat data/parts/piece-* >> "$place/checkpoints.tar"
+    tar xf "$place/checkpoints.tar" -C "$place" 2>/dev/null || echo "the archive is not complete yet"
     ;;
 esac

@@ -359,3 +359,31 @@ def test_a_sitting_whose_package_does_not_work_starts_nothing_and_nobody_waits_f
     if works:
         with tarfile.open(results) as tar:
             assert sorted(tar.getnames()) == ["output/log.txt", "output/photographs.json"]
+
+
+def test_a_sitting_moves_the_checkpoints_of_several_studies_to_another_machine(tmp_path):
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "python3").chmod(0o755)
+    for name in ("tree/data/parts", "first", "second"):
+        (tmp_path / name).mkdir(parents=True)
+
+    def call(home, out, *words):
+        environment = os.environ | dict(HOME=str(home), OUT=str(out), PATH=f"{tmp_path}:{os.environ['PATH']}")
+        command = ["bash", seeds.ROOT / "research" / "sitting.sh", *words]
+        return subprocess.run(command, cwd=tmp_path / "tree", env=environment, check=False, timeout=60).returncode
+
+    first, second, parts = tmp_path / "first", tmp_path / "second", tmp_path / "tree" / "data" / "parts"
+    for name in ("a", "b"):
+        command = f"mkdir -p output/{name}; head -c 40000000 /dev/urandom > output/{name}/last.pt"
+        assert call(first, first, "start", "sh", "-c", command) == 0
+    assert call(first, first, "wait", "60") == 1  # all have ended
+    for beginning in (0, 4):
+        assert call(first, parts, "checkpoints", str(beginning)) == 0
+        assert len([*parts.iterdir()]) == (4 if beginning == 0 else 2)
+        assert max(piece.stat().st_size for piece in parts.iterdir()) <= 2**24
+        assert call(second, second, "restore") == 0
+        for piece in parts.iterdir():
+            piece.unlink()
+    for name in ("a", "b"):
+        path = f"sitting/output/{name}/last.pt"
+        assert (second / path).read_bytes() == (first / path).read_bytes()
