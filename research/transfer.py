@@ -283,9 +283,10 @@ def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, An
 
 
 def train_on(images: Path, words: list[str], folder: str, run: Any) -> dict[str, Any]:
-    """Train a run on a folder of images, with the command-line options `words`. Return the accuracy and losses.
+    """Train a run on a folder of images, with the command-line options `words`. Return the accuracies and losses.
 
-    A diverged run has an accuracy of 0%.
+    The accuracies are those of the EMA weights: `top1` after the last epoch, and `top1_by_epoch`. A diverged run has an
+    accuracy of 0%.
     """
     words = [*words, "--data-dir", str(images), "--output", folder, "--experiment", "-".join(map(str, run))]
     words += ["--lr", str(run.setting), "--seed", str(run.seed)]
@@ -298,10 +299,11 @@ def train_on(images: Path, words: list[str], folder: str, run: Any) -> dict[str,
             return dict(top1=0.0, error=str(error))
         finally:
             shutil.rmtree(trainer.run_info.folder)
-    last = trainer.state.history[-1]
+    epochs = trainer.state.history
     return dict(
-        top1=last["eval_top1_ema"], loss=last["eval_loss_ema"], train_loss=last["train_loss"], updates=trainer.steps,
-        seconds=round(time.monotonic() - start, 1), plan=trainer.setup,
+        top1=epochs[-1]["eval_top1_ema"], loss=epochs[-1]["eval_loss_ema"], train_loss=epochs[-1]["train_loss"],
+        updates=trainer.steps, seconds=round(time.monotonic() - start, 1), plan=trainer.setup,
+        top1_by_epoch=[round(epoch["eval_top1_ema"], 2) for epoch in epochs],
     )  # fmt: skip
 
 

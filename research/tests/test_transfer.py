@@ -280,6 +280,7 @@ def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, weights,
         assert (config.epochs, config.device, config.drop_path) == (1, "cpu", 0.1)
         outcome = run["top1"], run["loss"], run["train_loss"], run["updates"]
         assert outcome == (1000 * config.lr, 4, 5, 7)  # results of the EMA weights after the last epoch
+        assert run["top1_by_epoch"] == [50, 1000 * config.lr]
 
 
 def test_a_run_that_is_lost_has_nothing_right_and_says_so(tmp_path, monkeypatch):
