@@ -144,6 +144,18 @@ def of_recipes() -> str:
     return recipes(plain, {name: models.get(photographs.VIL, {}) for name, models in found.items()})
 
 
+def published_vit() -> str:
+    """Return a Markdown table of the top-1 of each run of the published ViT, after the last epoch and in the best."""
+    found = json.loads((RESULTS / "published_vit.json").read_text())
+    table = [["learning rate", "seed", "top-1 % of the last epoch", "top-1 % of the best epoch", "best epoch"]]
+    for run in found["runs"]:
+        top1 = run["curves"]["eval_top1"]
+        best = max(range(len(top1)), key=top1.__getitem__)
+        cells = [f"{run['top1']:.2f}", f"{top1[best]:.2f}", str(best + 1)]
+        table.append([f"{found['config']['lr']:g}", str(run["seed"]), *cells])
+    return markdown_table(table)
+
+
 def weights() -> str:
     """Return a Markdown table of each method's top-1 on digits, with weights pre-trained on generated images."""
     table = [
@@ -167,6 +179,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "photographs": partial(of_photographs, photographs.models_table),
     "photographs-differences": partial(of_photographs, photographs.differences_table),
     "literature": lambda: seeds.report(photographs.read(RESULTS / "literature.json")[0]),
+    "published-vit": published_vit,
     "trainers": lambda: trainers.trainers_table(RESULTS),
     "weights": weights,
     "transfer": lambda: transfer.ways_table(runs_of("transfer")),
