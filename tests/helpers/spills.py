@@ -1,31 +1,58 @@
-"""Compile kernels without a GPU, and check for register spills in the report of NVRTC."""
+"""Compile kernels without a GPU, check for register spills in the report of NVRTC, and check the machine code."""
 
 import io
 import os
 import re
+import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import emulator
 import pytest
+import triton
 
 from vil.kernels.cuda import compiler
 
 NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
 
 
+DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+ACCESS = re.compile(r"\b(LD|LDG|LDGSTS|ST|STG|UBLKCP|RED|ATOM|ATOMG)\b")  # instructions that access global memory
+
+
 def log_of_compiling(source, arch, macros):
-    """Return the ptxas report of compiling a source, from a cache if compiled before."""
+    """Return the ptxas report and the early kernels of compiling a source, from a cache if compiled before."""
     from cuda.bindings import nvrtc
 
     def compile_cubin(path):
         log = io.StringIO()
-        assert compiler.compile_cubin(source, arch, tuple(sorted(macros.items())), log)
-        path.write_text(log.getvalue())
+        cubin = compiler.compile_cubin(source, arch, tuple(sorted(macros.items())), log)
+        early = [] if arch.startswith("sm_8") else early_kernels(cubin)
+        path.write_text(log.getvalue() + "".join(f"{kernel} does not wait first\n" for kernel in early))
 
-    how = Path(compiler.__file__).read_text(), os.environ.get("MUTANT_UNDER_TEST"), nvrtc.nvrtcVersion()
-    key = repr((how, source.text, arch, sorted(macros.items())))
+    how = *(Path(file).read_text() for file in (__file__, compiler.__file__)), nvrtc.nvrtcVersion()
+    key = repr((how, os.environ.get("MUTANT_UNDER_TEST"), source.text, arch, sorted(macros.items())))
     return emulator.kept(key, ".log", compile_cubin).read_text()
+
+
+def early_kernels(cubin):
+    """Return the kernels that access global memory before waiting for the previous kernel, or never wait.
+
+    The compiler may move a load of constant memory before the wait, which the source does not show.
+    """
+    if not DISASSEMBLER.exists():
+        return []
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        code = subprocess.run([DISASSEMBLER, file.name], capture_output=True, text=True, check=True).stdout
+    _, *functions = re.split(r"^\.text\.", code, flags=re.MULTILINE)
+    return [
+        function.partition(":")[0]
+        for function in functions
+        if "ACQBULK" not in function or ACCESS.search(function.partition("ACQBULK")[0])
+    ]
 
 
 def assert_no_spills(kernels, allowed=8):
@@ -33,9 +60,12 @@ def assert_no_spills(kernels, allowed=8):
 
     In the tests, NVRTC 13.0 spills only constants of `pool`, and registers that scan_lines_bwd uses once per image or
     tile. Other releases of NVRTC may spill more. `allowed` is the number of bytes for sm_90.
+
+    Also assert that the kernels wait for the previous kernel before they access global memory.
     """
     kernels = [kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]
     with ThreadPoolExecutor(2) as pool:
         for kernel, log in zip(kernels, pool.map(lambda kernel: log_of_compiling(*kernel), kernels)):
             spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", log)))
+            assert "does not wait first" not in log, (kernel, log)
             assert spilled <= (allowed if kernel[1].startswith("sm_90") else 120), (kernel, log)

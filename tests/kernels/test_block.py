@@ -498,7 +498,7 @@ def test_the_block_operators_pass_opcheck(mixer, middle, device, monkeypatch):
     options, normed = options_of(block, torch.float32, middle, norm_next=True), [xhat.flatten(0, 1), x.new_ones(18)]
     arguments = *options[:-1], [], x, normed, x.new_ones(2), norm, in_proj, out_proj, directions, True
     run = (
-        *options[:-1], [], x, normed, [x.new_ones(2), None], 2 * [norm, in_proj, out_proj, *directions],
+        *options[:-1], [], x, normed, [x.new_ones(2), None], 2 * [norm, in_proj, out_proj, *directions], True,
     )  # fmt: skip
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     with operator_on_a_cpu():

@@ -282,6 +282,16 @@ def test_kernels_are_compiled_for_the_gpu_that_has_the_tensors(only_hopper, capa
     assert gate_outproj_sm90.SOURCE.only_hopper  # the kernel uses instructions of sm_90a, which sm_90 lacks
 
 
+@pytest.mark.parametrize(("capability", "supported"), [((8, 9), False), ((9, 0), True), ((12, 0), True)])
+def test_kernels_without_early_accesses_overlap_with_the_previous_kernel_if_the_gpu_supports_it(
+    capability, supported, gpu
+):
+    gpu.capability = capability
+    launch()
+    launch(Source(DECLARED.name, {"other": dict(x=Out("float", early=True))}), "other")
+    assert [config.programmatic_stream_serialization for _, _, config, _, _ in gpu.launches] == [supported, False]
+
+
 def test_large_shared_memory_is_requested_and_too_much_is_rejected(gpu):
     launch(shared_bytes=48 * 1024)
     assert gpu.asked == []

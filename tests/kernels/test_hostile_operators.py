@@ -204,7 +204,7 @@ def run_calls(recurrence):
     weights = [named[name] for name in ("norm_C", "in_proj", "out_proj")] + named["directions"]
     how = {name: named[name] for name in ("recurrence", "eps", "dtype", "class_token_only", "norm_next", "lines")}
     forward = how | dict(
-        x_BLC=named["x_BLC"], normed=named["normed"], scales=[named["scale_B"]] * 2, weights=2 * weights
+        x_BLC=named["x_BLC"], normed=named["normed"], scales=[named["scale_B"]] * 2, weights=2 * weights, keep=True
     )
     backward = block_backward_call(recurrence, norm_given=True)
     names = ("dx_BMC", "dnext_TC", "next_normed")

@@ -1,5 +1,7 @@
 """Tests of recorded plans: replaying a plan with other tensors computes what the recorded function computes."""
 
+import inspect
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -166,7 +168,7 @@ def test_a_plan_keeps_the_alignment_modulo_16_bytes(offset):
 
     class OfAddress(launches.Launch):
         def __init__(self, t):
-            self.tensors, self.values = [(0, t)], [0]
+            self.tensors, self.early, self.values = [(0, t)], [], [0]
 
         def run_with(self, values, stream):
             addresses.extend(values)
@@ -183,6 +185,42 @@ def test_a_plan_keeps_the_alignment_modulo_16_bytes(offset):
         assert seen.pop() == behind
         assert torch.equal(recorded([x])[0], x[1:] + 1)
         assert addresses.pop() == x.data_ptr()
+
+
+def test_a_kernel_with_early_accesses_shares_no_memory_with_kernels_that_may_still_run():
+    """A kernel with early accesses may run beside all kernels since the previous such kernel.
+
+    The first such kernel waits, and so does a kernel that reads a tensor which the plan computes.
+    """
+    ran = []
+
+    class Kernel(launches.Launch):
+        def __init__(self, *tensors, early=()):
+            self.tensors, self.values = list(enumerate(tensors)), [0] * len(tensors)
+            self.early, self.overlaps = list(early), not early
+            launches.thread.recording.add_launch(self)
+
+        def run_with(self, values, stream):
+            ran.append((values, self.overlaps))
+
+    def function(x):
+        before, first, between, second, after, third = (x.new_empty(64) for _ in range(6))
+        Kernel(x, before)
+        Kernel(first, early=[x, first])
+        Kernel(first, between)
+        Kernel(second, early=[x, second])
+        Kernel(second, after)
+        copy = x.clone()
+        Kernel(third, copy, early=[copy, third])
+        return [x.new_empty(1)]
+
+    Plan(function, (torch.randn(9),), CPU)([torch.randn(9)])
+    (_, before), (first,), (_, between), (second,), (_, after), _ = [values for values, _ in ran]
+    assert len({first, between, second}) == 3
+    # other memory is reused, because the first kernel with early accesses and all other kernels wait
+    assert before in (first, between, second)
+    assert after in (first, between)
+    assert [overlaps for _, overlaps in ran] == [True, False, True, True, True, False]
 
 
 def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypatch):
@@ -260,7 +298,10 @@ def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
     scales = [torch.rand(B), torch.rand(B)]
     options = tuple(Options(mixer.recurrence, 1e-5, dtype, False, norm_next) for norm_next in (True, False))
     flat = [x, *normed, *scales, *[t for own in weights for t in own.flat()]]
-    found = Plan(run.forward_run.__wrapped__, (options, flat), CPU)(flat)
+    found = Plan(run.forward_run.__wrapped__, (options, True, flat), CPU)(flat)
+    without_saved = Plan(run.forward_run.__wrapped__, (options, False, flat), CPU)(flat)
+    for value, truth in zip(without_saved, found[:3], strict=True):
+        assert value is None if truth is None else torch.equal(value, truth)
 
     inputs, expected, own_normed = x, [], normed
     for own, scale, of_block in zip(options, scales, weights):
@@ -290,6 +331,26 @@ def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
         gradients, next_normed = of_weights + gradients, saved[-2:]
     for value, truth in zip(found, [dx, dnext, *gradients], strict=True):
         assert value is None if truth is None else torch.equal(value, truth)
+
+
+@emulator.EMULATED
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_emulated_run_may_pack_weights_as_soon_as_the_weights_of_the_previous_block_are_packed(keep, monkeypatch):
+    """Weights that are packed before the previous block runs do not overwrite memory of the previous block."""
+    (B, L, C), blocks = (2, 33, 192), 3
+    emulate_plans(monkeypatch, hopper=True)
+    weights = [t for i in range(blocks) for t in weights_of(make_block(LonghornMixer, C, seed=i), detach=True).flat()]
+    options = tuple(Options("longhorn", 1e-5, torch.bfloat16, False, i < blocks - 1) for i in range(blocks))
+    flat = [torch.randn(B, L, C), None, None, *[None] * blocks, *weights]
+    in_order, early = (Plan(run.forward_run.__wrapped__, (options, keep, flat), CPU) for _ in range(2))
+    launched = [inspect.getclosurevars(step).nonlocals.get("launch") for step in early.steps]
+    packing = [i for i, launch in enumerate(launched) if launch and launch.entry == "pack_weights"]
+    assert [launched[i].overlaps for i in packing] == [False, True, True]
+    for before, i in reversed([*itertools.pairwise(packing)]):
+        early.steps.insert(before + 1, early.steps[i])
+    expected = in_order(flat)
+    for found, truth in zip(early(flat)[:3], expected[:3], strict=True):
+        assert found is None if truth is None else torch.equal(found, truth)
 
 
 @emulator.EMULATED

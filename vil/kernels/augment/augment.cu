@@ -43,6 +43,7 @@ DEVICE double filter(double x, bool bicubic) {
 
 // One CTA computes the weights of one axis of one crop. Pixels outside the resized crop have no weights.
 extern "C" __global__ void __launch_bounds__(256) resize_weights(PARAMETERS_resize_weights) {
+    begin_kernel();
     Axis axis = crops[blockIdx.x / 2].axes[blockIdx.x % 2];
     Taps taps(axis, memory, blockIdx.x % 2 ? W : H);
     double scale = double(axis.length) / axis.resized, stretch = scale < 1 ? 1 : scale;
@@ -67,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(256) resize_weights(PARAMETERS_resi
 // A thread resizes each row of the crop horizontally at its column.
 // A thread adds each resized row to the sums, in shared memory, of all rows of the result that depend on the row.
 extern "C" __global__ void __launch_bounds__(256) crop_resize_flip(PARAMETERS_crop_resize_flip) {
+    begin_kernel();
     extern __shared__ __align__(16) char shared[];
     int *sums = reinterpret_cast<int *>(shared) + threadIdx.x;  // (rows, 3, blockDim.x)
     int bands = (H + rows - 1) / rows, image = blockIdx.x / bands;
@@ -142,6 +144,7 @@ DEVICE int mapped(i64 code, double argument, int value, Levels levels, int mean,
 
 // Writes tables (B, 3, 256) of the operations that map the values of each channel. One CTA processes one image.
 extern "C" __global__ void __launch_bounds__(512) build_tables(PARAMETERS_build_tables) {
+    begin_kernel();
     // number of histograms, which avoid conflicts because adjacent pixels often have the same value
     constexpr int COPIES = 8;
     __shared__ unsigned counts[3 * 256 * COPIES];
@@ -240,6 +243,7 @@ DEVICE int smooth(const u8 *pixels, int x, int y, int H, int W) {
 
 // Applies each image's operation with one thread per pixel and `parts` CTAs per image. Copies images for GAUSSIANBLUR.
 extern "C" __global__ void __launch_bounds__(256) apply_operations(PARAMETERS_apply_operations) {
+    begin_kernel();
     int image = blockIdx.x / parts, i = blockIdx.x % parts * blockDim.x + threadIdx.x, pixels = H * W;
     if (i >= pixels) return;
     const Operation &operation = operations[image];
@@ -272,6 +276,7 @@ extern "C" __global__ void __launch_bounds__(256) apply_operations(PARAMETERS_ap
 // A line has `length` pixels at distance `step`, and a channel has `lines` lines at distance `apart`.
 // A CTA processes `together` lines.
 extern "C" __global__ void __launch_bounds__(256) gaussian_blur(PARAMETERS_gaussian_blur) {
+    begin_kernel();
     extern __shared__ __align__(16) char shared[];
     int parts = (lines + together - 1) / together, plane = blockIdx.x / parts, first = blockIdx.x % parts * together;
     const Operation &operation = operations[plane / 3];
@@ -366,6 +371,7 @@ DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const 
 
 // Normalization, random erasing and mixing, with `parts` CTAs per image and four adjacent elements per thread.
 extern "C" __global__ void __launch_bounds__(256) finish(PARAMETERS_finish) {
+    begin_kernel();
     int image = blockIdx.x / parts, first = (blockIdx.x % parts * blockDim.x + threadIdx.x) * 4;
     int pixels = H * W, elements = 3 * pixels, left = elements - first;
     if (left <= 0) return;

@@ -23,6 +23,7 @@ constexpr int WARPS = 4;
 // For token t + i, direction 0 reads window[i] to window[i + BACK].
 // For token t + i, direction 1 reads window[i + BACK] to window[i + 2 BACK].
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) conv(PARAMETERS_conv) {
+    begin_kernel();
     constexpr int V = VECTOR < 4 ? VECTOR : 4;
     i64 stretches = (L + stretch - 1) / stretch, thread = blockIdx.x * i64(32 * WARPS) + threadIdx.x;
     i64 d = thread % (D / V) * V, b = thread / (D / V) / stretches;

@@ -230,6 +230,7 @@ struct Stretch {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, PRODUCTS <= 5 ? 3 : 2)
 conv_backward(PARAMETERS_conv_backward) {
+    begin_kernel();
     extern __shared__ __align__(16) char shared[];
     Tile *tiles = reinterpret_cast<Tile *>(shared);
     int lane = threadIdx.x % 32, quad = lane % 4, channel = threadIdx.x / 4 * LANE;

@@ -255,6 +255,7 @@ DEVICE void store_step_logits(Element *step_logits, const Step &step, const Step
 
 extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ < 1200 ? 2 : 1)
 conv_xproj(PARAMETERS_conv_xproj) {
+    begin_kernel();
     extern __shared__ __align__(16) char shared[];
     CtaMemory &memory = *reinterpret_cast<CtaMemory *>(shared);
     Stage *stages = memory.stages;

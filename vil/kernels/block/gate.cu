@@ -18,6 +18,7 @@ constexpr int WARPS = 4;
 // Computes gated = scale mean silu(z), where mean = (y_0 + y_1) / 2, and scale is the image's stochastic-depth factor.
 // Each warp processes one token. `means` is null if no gradient is needed.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) gate(PARAMETERS_gate) {
+    begin_kernel();
     i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
     if (token >= tokens) return;
     Lines lines = {int(count), int(length), int(next), int(next_line)};
@@ -39,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gate(PARAMETERS_gate) {
 
 // Computes dy = scale dgated silu(z) / 2 of either direction, dz = scale dgated mean silu'(z), and gated again.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) gate_backward(PARAMETERS_gate_backward) {
+    begin_kernel();
     i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
     if (token >= tokens) return;
     float scale = scales ? scales[token / L] : 1;

@@ -28,6 +28,7 @@ constexpr int C = WIDTH, D = 2 * C;
 constexpr int OUTPUTS = 48, EACH = 64, WARPS = D / EACH;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) gate_outproj_of_few(PARAMETERS_gate_outproj_of_few) {
+    begin_kernel();
     constexpr int THIRTY_TWOS = EACH / 32, EIGHTS = OUTPUTS / 8;
     __shared__ float parts[WARPS][16][OUTPUTS + 8];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = tokens, L = L_;

@@ -152,6 +152,7 @@ DEVICE void store_gradients(const float (&sums)[SLICE / 2], Pipeline<SLOTS> &inp
 // Each group processes up to `tokens_of_group` tokens at a time, for `rounds` rounds.
 // z and dz are halves of rows of length 2 D.
 extern "C" __global__ void __launch_bounds__(384, 1) gate_outproj_backward(PARAMETERS_gate_outproj_backward) {
+    begin_kernel();
     extern __shared__ __align__(1024) char shared[];
     unsigned weights = shared_address(shared), slots = weights + OF_SLOTS, barriers = weights + OF_BARRIERS;
     unsigned weights_there = weights + OF_WEIGHTS_THERE;

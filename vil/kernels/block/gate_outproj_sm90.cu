@@ -259,6 +259,7 @@ DEVICE void store_norm(Sums &sums, Element *xhat, float *rstd, double eps, int t
 // Each group processes up to `tokens_of_group` tokens at a time, for `rounds` rounds.
 // rstd and xhat may be null. z is the second half of rows of length 2 D.
 extern "C" __global__ void __launch_bounds__(384, 1) gate_outproj(PARAMETERS_gate_outproj) {
+    begin_kernel();
     extern __shared__ __align__(1024) char shared[];
     unsigned weights = shared_address(shared), slots = weights + OF_SLOTS, barriers = weights + OF_SLOT_BARRIERS;
     Pipeline<STAGES> stages(weights + OF_STAGE_BARRIERS);

@@ -307,6 +307,7 @@ struct Products {
 
 // A row of uz contains u and then z of a token. u is written only if KEEP.
 extern "C" __global__ void __launch_bounds__(32 * (STARTERS + CONVOLVERS + PRODUCERS), 1) in_proj_pool(PARAMETERS_in_proj_pool) {
+    begin_kernel();
     extern __shared__ __align__(1024) char shared[];
     unsigned tile = shared_address(shared), slots = tile + OF_SLOTS, weights = tile + OF_STAGES;
     short *rows = (short *)(shared + OF_ROWS);

@@ -12,6 +12,7 @@
 #include "norm.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) norm_backward(PARAMETERS_norm_backward) {
+    begin_kernel();
     int lane = threadIdx.x % 32;
     i64 token = i64(blockIdx.x) * 8 + threadIdx.x / 32;
     if (token >= tokens) return;

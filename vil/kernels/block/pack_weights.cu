@@ -7,6 +7,7 @@
 // If `tiles` is not null, the kernel writes out_proj to `tiles` in the layout of gate_outproj_sm90.cu.
 // If `in_proj_tiles` is not null, the kernel writes in_proj to `in_proj_tiles` in the layout of in_proj_pool_sm90.cu.
 // The remaining CTAs compute the norm, one token per warp, unless an earlier block has computed the norm.
+// Weights are packed while the previous kernels run, and only the norm waits for the previous kernel (overlap.cuh).
 //
 // pack_weights.py declares the parameters of the kernel. Macros:
 //   INPUT      element type of the packed weights: bf16, fp16 or float; the residual stream is in fp32
@@ -23,6 +24,7 @@
 
 extern "C" __global__ void __launch_bounds__(256) pack_weights(PARAMETERS_pack_weights) {
     if (blockIdx.x >= packing) {
+        wait_for_previous_kernel();
         i64 token = (blockIdx.x - packing) * 8 + threadIdx.x / 32;
         if (token < tokens) rms_norm(token, x, xhat, rstd, copy, eps);
         return;
@@ -59,4 +61,5 @@ extern "C" __global__ void __launch_bounds__(256) pack_weights(PARAMETERS_pack_w
         packed_step_bias[i] = value((i < D ? step_bias_0 : step_bias_1) + d);
         packed_skip[i] = value((i < D ? skip_0 : skip_1) + d);
     }
+    if (blockIdx.x == 0) wait_for_previous_kernel();
 }

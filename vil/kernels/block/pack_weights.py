@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,15 +25,14 @@ def direction_parameters(prefix: str, pointer: Pointer) -> Parameters:
     return {f"{prefix}{name}_{g}": pointer for name in WEIGHTS for g in (0, 1)}
 
 
+EarlyIn, EarlyOut = (functools.partial(pointer, restrict=False, early=True) for pointer in (In, Out))
 SOURCE = Source("block/pack_weights", {
     "pack_weights": dict(
-        norm=In("PARAMETER", restrict=False), in_proj=In("PARAMETER", restrict=False),
-        out_proj=In("PARAMETER", restrict=False), **direction_parameters("", In("PARAMETER", restrict=False)),
-        packed_in=Out("Element", restrict=False), packed_out=Out("Element", restrict=False),
-        tiles=Out("Element", restrict=False), in_proj_tiles=Out("Element", restrict=False),
-        packed_conv=Out("float", restrict=False), packed_conv_bias=Out("float", restrict=False),
-        packed_x=Out("Element", restrict=False), packed_step=Out("Element", restrict=False),
-        packed_step_bias=Out("float", restrict=False), packed_skip=Out("float", restrict=False),
+        norm=EarlyIn("PARAMETER"), in_proj=EarlyIn("PARAMETER"), out_proj=EarlyIn("PARAMETER"),
+        **direction_parameters("", EarlyIn("PARAMETER")), packed_in=EarlyOut("Element"),
+        packed_out=EarlyOut("Element"), tiles=EarlyOut("Element"), in_proj_tiles=EarlyOut("Element"),
+        packed_conv=EarlyOut("float"), packed_conv_bias=EarlyOut("float"), packed_x=EarlyOut("Element"),
+        packed_step=EarlyOut("Element"), packed_step_bias=EarlyOut("float"), packed_skip=EarlyOut("float"),
         channels=I64, projections_=I64, rank_=I64, padded_rank_=I64,
         x=In("float"), xhat=Out("Element"), rstd=Out("float"), copy=Out("float"), tokens=I64, eps=DOUBLE, packing=I64,
     ),

@@ -22,6 +22,7 @@ typedef Ring<GROUP, DEPTH, 1> Copies;
 typedef Copies::Stage Stage;
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool) {
+    begin_kernel();
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     __shared__ Stage stages[THREADS / 32][DEPTH];
     __shared__ Four at[TABLE / 4];  // memory index of each token, or -1

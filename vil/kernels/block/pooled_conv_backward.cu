@@ -70,6 +70,7 @@ DEVICE Floats<V> gradient(const Floats<V> &skip, const Floats<V> &e, const Float
 // A thread starts GROUP tokens before its stretch, without stores and sums, to compute the first values of s_0 and s_1.
 // Threads share no sums: each thread writes its own partial sums.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward(PARAMETERS_pooled_conv_backward) {
+    begin_kernel();
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     __shared__ Stage stages[THREADS / 32][DEPTH];
     __shared__ Four at[TABLE / 4];  // memory index of each token, or -1 outside of the image

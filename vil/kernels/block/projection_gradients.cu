@@ -66,6 +66,7 @@ DEVICE void load_16(unsigned (&word)[4], const Element (*rows)[PITCH_], int firs
 DEVICE void add(Sums &a, const Sums &b) { a[0] = a[0] + b[0], a[1] = a[1] + b[1]; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) projection_gradients(PARAMETERS_projection_gradients) {
+    begin_kernel();
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
     constexpr int SLABS = D / CHANNELS;

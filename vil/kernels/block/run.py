@@ -3,7 +3,8 @@
 A run has less host time per block than single blocks. The tensors of a run are flat lists:
 
     forward     x, xhat and rstd of x (or None twice), each block's scale (or None), each block's weights
-    saved       each block's `SavedForBackward`, whose xhat and rstd are None if they are inputs of the run
+    saved       each block's `SavedForBackward` if gradients are needed, with None instead of xhat and rstd if they are
+                inputs of the run
     backward    dx', dxhat' (or None), xhat' and rstd' (or None twice), and for each block its scale (or None), norm,
                 in_proj and `SavedForBackward` with xhat and rstd
 """
@@ -33,21 +34,21 @@ def forward_arguments(options: tuple[Options, ...], flat: list[Tensor | None]) -
     ]
 
 
-def check_run(options: tuple[Options, ...], flat: list[Tensor | None]) -> None:
+def check_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> None:
     """Raise a ValueError if an argument of `forward_run` is invalid or not supported by the kernels."""
     for own, inputs in zip(options, forward_arguments(options, flat)):
-        check_forward(own, True, [flat[0], *inputs[1:]])
+        check_forward(own, keep, [flat[0], *inputs[1:]])
 
 
 @planned(check_run)
-def forward_run(options: tuple[Options, ...], flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Return x', xhat' and rstd' of the last block (or None twice), and the tensors that backward needs."""
+def forward_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
+    """Return x', xhat' and rstd' of the last block (or None twice) and, if `keep`, the tensors that backward needs."""
     run = getattr(forward, "__wrapped__")  # noqa: B009  the plan of a run contains the steps of its blocks
     x, xhat, rstd = flat[:3]
     saved: list[Tensor | None] = []
     for own, inputs in zip(options, forward_arguments(options, flat)):
         given = xhat, rstd
-        x, xhat, rstd, *kept = run(own, True, [x, inputs[1], xhat, rstd, *inputs[4:]])
+        x, xhat, rstd, *kept = run(own, keep, [x, inputs[1], xhat, rstd, *inputs[4:]])
         if saved and given[0] is not None:
             kept = [*kept[:-2], *given]
         saved += kept

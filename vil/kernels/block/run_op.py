@@ -1,8 +1,8 @@
-"""Run of consecutive blocks as one PyTorch operator for training on NVIDIA GPUs, `vil::run`, and its gradient.
+"""Run of consecutive blocks as one PyTorch operator for NVIDIA GPUs, `vil::run`, and its gradient.
 
 A call of an operator costs host time, in eager mode and under torch.compile. Therefore a model runs up to `BLOCKS`
-blocks of equal sizes with one call. More blocks per call would delay the gradients of the last blocks, which
-DistributedDataParallel all-reduces during the backward pass of earlier blocks.
+blocks of equal sizes with one call. More blocks per call would delay the first kernel of a call, and the gradients of
+the last blocks, which DistributedDataParallel all-reduces during the backward pass of earlier blocks.
 
     run_blocks         the function that models call
     _EagerRun          autograd function for eager mode, which calls `forward_run` and `backward_run` directly
@@ -31,7 +31,7 @@ BLOCKS = 6  # maximum number of blocks per run
 torch.library.define(
     "vil::run",
     "(str recurrence, float eps, ScalarType dtype, bool class_token_only, bool norm_next, int[] lines,"
-    " Tensor x_BLC, Tensor[] normed, Tensor?[] scales, Tensor[] weights)"
+    " Tensor x_BLC, Tensor[] normed, Tensor?[] scales, Tensor[] weights, bool keep)"
     " -> (Tensor x_BMC, Tensor[] next_normed, Tensor[] saved)",
 )
 torch.library.define(
@@ -49,30 +49,33 @@ def run_blocks(
     scales: Sequence[Tensor | None],
     normed: Normed | None = None,
 ) -> tuple[Tensor, Normed | None]:
-    """Run consecutive blocks as `block_op.block` would, in runs of up to `BLOCKS` blocks if gradients are needed."""
+    """Run consecutive blocks as `block_op.block` would, in runs of up to `BLOCKS` blocks."""
     i = 0
     while i < len(options):
-        count = _count(x_BLC, weights[i:], options[i:], normed)
+        keep = needs_gradients(x_BLC, weights[i])
+        count = _count(x_BLC, weights[i:], options[i:], normed, keep)
         own = slice(i, i + count)
         if count == 1:
             x_BLC, normed = block_op.block(x_BLC, weights[i], options[i], scales[i], normed)
         else:
-            x_BLC, normed = _run(x_BLC, weights[own], options[own], scales[own], normed)
+            x_BLC, normed = _run(x_BLC, weights[own], options[own], scales[own], normed, keep)
         i += count
     return x_BLC, normed
 
 
 def _count(
-    x_BLC: Tensor, weights: Sequence[BlockWeights], options: Sequence[Options], normed: Normed | None
+    x_BLC: Tensor, weights: Sequence[BlockWeights], options: Sequence[Options], normed: Normed | None, keep: bool
 ) -> int:  # fmt: skip
-    """Return how many of the first blocks can form one run."""
-    if not (needs_gradients(x_BLC, weights[0]) and (normed is None or normed.xhat.dtype == options[0].dtype)):
+    """Return how many of the first blocks can form one run. `keep` is whether the first block needs gradients."""
+    if normed is not None and normed.xhat.dtype != options[0].dtype:
         return 1
     first, sizes, count = options[0], weights[0].sizes(), 1
     while count < min(BLOCKS, len(options)) and weights[count].sizes() == sizes:
         own, previous = options[count], options[count - 1]
         pooled = own.lines is not None
         if own[:3] != first[:3] or pooled != (first.lines is not None) or not previous.norm_next:
+            break
+        if not keep and needs_gradients(x_BLC, weights[count]):
             break
         count += 1
     return count
@@ -84,26 +87,30 @@ def _run(
     options: Sequence[Options],
     scales: Sequence[Tensor | None],
     normed: Normed | None,
+    keep: bool,
 ) -> tuple[Tensor, Normed | None]:
     flat = [x_BLC, *(normed or (None, None)), *scales, *[t for own in weights for t in own.flat()]]
-    if block_op.is_eager(x_BLC):
+    if not block_op.is_eager(x_BLC):
+        y_BMC, next_normed, _ = torch.ops.vil.run(*_to_schema(tuple(options), keep, flat))
+        return y_BMC, Normed(*next_normed) if next_normed else None
+    if keep:
         y_BMC, xhat_TC, rstd_T = _EagerRun.apply(weights[0].sizes(), tuple(options), *flat)
-        return y_BMC, None if xhat_TC is None else Normed(xhat_TC, rstd_T)
-    y_BMC, next_normed, _ = torch.ops.vil.run(*_to_schema(tuple(options), flat))
-    return y_BMC, Normed(*next_normed) if next_normed else None
+    else:
+        y_BMC, xhat_TC, rstd_T = forward_run(tuple(options), False, flat)
+    return y_BMC, None if xhat_TC is None else Normed(xhat_TC, rstd_T)
 
 
-def _to_schema(options: tuple[Options, ...], flat: list[Tensor | None]) -> tuple:
+def _to_schema(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> tuple:
     """Convert the arguments of `forward_run` to arguments of the operator `vil::run`."""
     first, last, blocks = options[0], options[-1], len(options)
     x_BLC, xhat_TC, rstd_T, *others = flat
     normed = [] if xhat_TC is None else [xhat_TC, rstd_T]
     lines = [number for own in options for number in own.lines or ()]
     how = *first[:3], last.class_token_only, last.norm_next, lines
-    return *how, x_BLC, normed, others[:blocks], others[blocks:]
+    return *how, x_BLC, normed, others[:blocks], others[blocks:], keep
 
 
-def _from_schema(recurrence, eps, dtype, class_token_only, norm_next, lines, x_BLC, normed, scales, weights):
+def _from_schema(recurrence, eps, dtype, class_token_only, norm_next, lines, x_BLC, normed, scales, weights, keep):
     """Convert the arguments of the operator `vil::run` to arguments of `forward_run`."""
     blocks, last = len(scales), len(scales) - 1
     _check_lists(recurrence, lines, blocks, normed, weights=(weights, 17 if recurrence == "selective" else 15))
@@ -111,7 +118,7 @@ def _from_schema(recurrence, eps, dtype, class_token_only, norm_next, lines, x_B
         Options(recurrence, eps, dtype, class_token_only and i == last, norm_next or i < last, own)
         for i, own in enumerate(_lines_of(lines, blocks))
     ])  # fmt: skip
-    return options, [x_BLC, *(normed or (None, None)), *scales, *weights]
+    return options, keep, [x_BLC, *(normed or (None, None)), *scales, *weights]
 
 
 def _lines_of(lines: Sequence[int], blocks: int) -> list[Lines | None]:
@@ -170,13 +177,13 @@ def _backward(*arguments):
 
 @torch.library.register_fake("vil::run")
 def _fake(*arguments):
-    options, flat = _from_schema(*arguments)
+    options, keep, flat = _from_schema(*arguments)
     x_BLC, normed, saved = flat[0], flat[1:3], []
     y_BMC, next_normed = x_BLC, [t for t in normed if t is not None]
     for own, (_, scale_B, _, _, *weights) in zip(options, forward_arguments(options, flat)):
         given_norm = next_normed
         y_BMC, next_normed, kept = block_op.fake_block(
-            own, True, [x_BLC, scale_B, *(given_norm or (None, None)), *weights]
+            own, keep, [x_BLC, scale_B, *(given_norm or (None, None)), *weights]
         )
         if given_norm and saved:
             kept += [torch.empty_like(t) for t in given_norm]
@@ -206,7 +213,7 @@ class _EagerRun(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, sizes, options, *flat):
-        y_BMC, next_xhat_TC, next_rstd_T, *saved = forward_run(options, list(flat))
+        y_BMC, next_xhat_TC, next_rstd_T, *saved = forward_run(options, True, list(flat))
         ctx.sizes = sizes
         _save_for_backward(ctx, options, flat, y_BMC, (next_xhat_TC, next_rstd_T), saved)
         ctx.mark_non_differentiable(*[t for t in (next_rstd_T,) if t is not None])
@@ -234,7 +241,7 @@ class _ObservedRun(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sizes, options, *flat):
         with torch_private.below_autograd():
-            y_BMC, next_normed, saved = torch.ops.vil.run(*_to_schema(options, list(flat)))
+            y_BMC, next_normed, saved = torch.ops.vil.run(*_to_schema(options, True, list(flat)))
         saved = _by_block(options, saved, norm_given=flat[1] is not None)
         next_normed = next_normed or (None, None)
         ctx.sizes = sizes
@@ -301,13 +308,14 @@ def _save_for_backward(
 
 def _differentiable(*arguments):
     """Implement `vil::run` for PyTorch's Autograd dispatch key."""
-    if not torch.is_grad_enabled():  # as in the forward pass of a compiled training step
+    # a compiled training step also calls the forward pass without gradients
+    if not (arguments[-1] and torch.is_grad_enabled()):
         if block_op.is_eager(arguments[6]):
             return _forward(*arguments)
         with torch_private.below_autograd():
             return torch.ops.vil.run(*arguments)
-    options, flat = _from_schema(*arguments)
-    check_run(options, flat)
+    options, keep, flat = _from_schema(*arguments)
+    check_run(options, keep, flat)
     sizes = BlockWeights.of([given(t) for t in forward_arguments(options, flat)[0][4:]]).sizes()
     y_BMC, *others = _ObservedRun.apply(sizes, options, *flat)
     next_normed, saved = others[:2], others[2:]

@@ -291,6 +291,7 @@ DEVICE void scan_tiles(WarpMemory &warp, const CtaMemory &cta, int first, float 
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_image(PARAMETERS_scan_image) {
+    begin_kernel();
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
     int lane = threadIdx.x % 32, w = threadIdx.x / 32, d = w * WARP_CHANNELS, S = lines;

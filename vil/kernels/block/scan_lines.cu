@@ -122,6 +122,7 @@ DEVICE void scan(CtaMemory &memory, const float (&A)[NL], int g, int c, int part
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) scan_lines(PARAMETERS_scan_lines) {
+    begin_kernel();
     extern __shared__ __align__(16) char shared[];
     CtaMemory &memory = *reinterpret_cast<CtaMemory *>(shared);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = warp / 4, part = warp % 4, S = lines;

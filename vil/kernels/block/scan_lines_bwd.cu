@@ -387,6 +387,7 @@ DEVICE void backpropagate_projections(CtaMemory &cta, int first_tile, int tiles,
 
 // `dstep_biases` receives a row for each CTA of a direction: (parts, 2, D).
 extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_lines_backward(PARAMETERS_scan_lines_backward) {
+    begin_kernel();
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = blockIdx.x % 2, part = blockIdx.x / 2;

@@ -96,6 +96,7 @@ struct KeyGradients {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) step_proj_backward(PARAMETERS_step_proj_backward) {
+    begin_kernel();
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = blockIdx.x % parts, g = blockIdx.x / parts;

@@ -13,6 +13,7 @@ typedef INPUT Element;
 constexpr int TOGETHER = 20;  // number of tokens that are loaded at the same time
 
 extern "C" __global__ void __launch_bounds__(THREADS) sum_lines(PARAMETERS_sum_lines) {
+    begin_kernel();
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     int groups = (D + THREADS * VECTOR - 1) / (THREADS * VECTOR), S = lines.count + 1, center = lines.center();
     unsigned pooled_token = blockIdx.x / groups;

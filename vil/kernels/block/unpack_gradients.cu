@@ -27,6 +27,7 @@ DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) unpack_gradients(PARAMETERS_unpack_gradients) {
+    begin_kernel();
     constexpr unsigned C = WIDTH;
     unsigned D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
     unsigned norm_blocks = (C + COLUMNS - 1) / COLUMNS;

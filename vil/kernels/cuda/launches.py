@@ -9,6 +9,7 @@ import threading
 import torch
 from torch import Tensor
 
+from . import hardware
 from .compiler import cached_cubin
 from .source import Number, Pointer, Source
 
@@ -37,6 +38,7 @@ class Launch:
         self.kernel = self.config = None  # set by the first run
         self.values: list[int | float] = []
         self.tensors: list[tuple[int, Tensor]] = []  # each tensor argument with its index in `values`
+        self.early: list[Tensor] = []  # tensors that the kernel accesses before it waits for the previous kernel
         parameters = source.kernels[entry]
         if arguments.keys() != parameters.keys():
             missing = [name for name in parameters if name not in arguments]
@@ -49,8 +51,12 @@ class Launch:
                 if value is not None:
                     self._check_pointer(name, parameter, value)
                     self.tensors.append((i, value))
+                    self.early += [value] * parameter.early
             else:
                 self.values.append(self._number(name, parameter, value))
+        # Whether the kernel may start before the previous kernel has ended (overlap.cuh). If there are early accesses,
+        # only a plan knows whether previous kernels use the same memory.
+        self.overlaps = not self.early
         devices = {t.device for _, t in self.tensors}
         if len(devices) > 1:
             found = ", ".join(sorted(map(str, devices)))
@@ -89,7 +95,7 @@ class Launch:
         if self.kernel is None:
             device = torch.cuda.current_device()
             # set `config` first, because another thread may launch as soon as `kernel` is not None
-            self.config = _config(self.ctas, self.threads, self.shared_bytes)
+            self.config = _config(self.ctas, self.threads, self.shared_bytes, self.overlaps and _can_overlap(device))
             self.kernel = _kernel(self.source, self.entry, device, tuple(self.macros.items()), self.shared_bytes)
         _launcher()(stream, self.config, self.kernel, *values)
 
@@ -158,10 +164,17 @@ def _kernel(source: Source, entry: str, device_index: int, macros: tuple[tuple[s
 
 
 @functools.cache
-def _config(ctas: int, threads: int, shared_bytes: int):
+def _config(ctas: int, threads: int, shared_bytes: int, overlaps: bool):
     from cuda.core import LaunchConfig
 
-    return LaunchConfig(grid=ctas, block=threads, shmem_size=shared_bytes)
+    return LaunchConfig(
+        grid=ctas, block=threads, shmem_size=shared_bytes, programmatic_stream_serialization=overlaps
+    )  # fmt: skip
+
+
+def _can_overlap(device_index: int) -> bool:
+    """Return whether the GPU supports programmatic dependent launch."""
+    return torch.cuda.get_device_capability(device_index) >= hardware.HOPPER
 
 
 @functools.cache

@@ -12,6 +12,7 @@ If memory is allocated at first use, small buffers share an allocation, as do la
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -157,6 +158,15 @@ class Recording(TorchDispatchMode):
             for buffer in self._used(record):
                 first_use.setdefault(buffer, i)
                 last_use[buffer] = i
+        # A kernel with early accesses may start when the previous such kernel has ended (overlap.cuh), unless the plan
+        # computes an input that the kernel reads early. The memory of early outputs must be free from this time on.
+        overlapping: list[Launch] = []
+        early = [(i, record) for i, record in enumerate(self.recorded) if isinstance(record, Launch) and record.early]
+        for (start, _), (i, launch) in itertools.pairwise(early):
+            buffers = {self.number_of(t) for t in launch.early}
+            if all(self.buffers[b].kind == "input" or first_use[b] == i for b in buffers):
+                first_use |= dict.fromkeys(buffers, start)
+                overlapping.append(launch)
         empty = [record.buffer for record in self.recorded if isinstance(record, Empty)]
         lifetimes = [
             Lifetime(b, self._storage_bytes(b), first_use.get(b, 0), last_use.get(b, 0))
@@ -169,6 +179,8 @@ class Recording(TorchDispatchMode):
         allocates = any(isinstance(record, Call) and record.results for record in self.recorded)
         in_advance = not allocates and size + sum(b.size for b in kept) <= MEMORY * peak(temporary, kept)
         if in_advance:
+            for launch in overlapping:
+                launch.overlaps = True
             allocations, done = self._in_advance(kept, places, size)
         else:
             allocations, done = [], self._at_first_use(last_use, returned)
@@ -252,7 +264,7 @@ class Recording(TorchDispatchMode):
         """Return the function that replays a recorded step, or None for an allocation that the replay does not need."""
         if isinstance(record, Launch):
             pointers = [(i, self.number_of(t), t.data_ptr()) for i, t in record.tensors]
-            record.tensors = []  # release the placeholders, because replays only use addresses
+            record.tensors, record.early = [], []  # release the placeholders, because replays only use addresses
             return steps.launch_kernel(record, pointers)
         if isinstance(record, Call):
             args, kwargs = tree_map(self._argument, (record.args, record.kwargs))

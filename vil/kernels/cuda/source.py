@@ -44,6 +44,7 @@ class Pointer:
     const: bool
     restrict: bool = True  # whether the pointer is declared __restrict__: no other parameter shares its memory
     pack: int = 1  # number of elements that the kernel accesses at once
+    early: bool = False  # whether the kernel accesses the memory before it waits for the previous kernel (overlap.cuh)
 
     @property
     def type(self) -> str:

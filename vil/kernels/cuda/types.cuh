@@ -3,3 +3,4 @@
 #include "elements.cuh"
 #include "async_copies.cuh"
 #include "mma.cuh"
+#include "overlap.cuh"

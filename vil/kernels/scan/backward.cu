@@ -168,6 +168,7 @@ DEVICE void store_channel_sums(float *row, const ChannelSums &sums, const States
 // `channel_partials` receives a row for each image and segment.
 // `key_partials` receives dk and dq, with the shape (CTAs per sequence, G, B, L, 2, N).
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_backward(PARAMETERS_scan_backward) {
+    begin_kernel();
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
     WarpMemory &warp = cta.warps[threadIdx.x / 32];

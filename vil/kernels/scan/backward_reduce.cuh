@@ -15,6 +15,7 @@ DEVICE Floats<4> load_once(const float *p) {
 // The first CTAs add the `rows` rows of `channel_partials`, and 8 threads share a column.
 // Further CTAs add dk and dq of every token over the `key_parts` CTAs of its channels, with 4 states per thread.
 extern "C" __global__ void reduce_partials(PARAMETERS_reduce_partials) {
+    begin_kernel();
     __shared__ float slices[8][32];
     i64 key_items = tokens * 2 * KEY_VECTORS, row_ctas = (columns + 31) / 32;
     if (blockIdx.x < row_ctas) {

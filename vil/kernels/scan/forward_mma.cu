@@ -38,6 +38,7 @@
 #include "forward_mma_consumer.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_forward(PARAMETERS_scan_forward) {
+    begin_kernel();
     extern __shared__ __align__(128) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
 

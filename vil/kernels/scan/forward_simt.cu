@@ -10,6 +10,7 @@
 #include "simt_scan.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_forward(PARAMETERS_scan_forward) {
+    begin_kernel();
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
 

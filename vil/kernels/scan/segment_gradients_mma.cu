@@ -99,6 +99,7 @@ DEVICE int tiles_of(int tokens) { return (tokens + TILE - 1) / TILE; }
 
 // A thread computes the operands of two states, n and n + 8, of one triple.
 extern "C" __global__ void __launch_bounds__(128) stage_factors(PARAMETERS_stage_factors) {
+    begin_kernel();
     static_assert(N == 16);
     unsigned index = blockIdx.x * 128u + threadIdx.x, tile = index / (8 * TRIPLES), each = tiles_of(segment_tokens);
     if (tile >= count) return;
@@ -224,6 +225,7 @@ DEVICE void advance(LaneStates &F, LaneStates &decay, const ChannelFactors &chan
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) segment_gradients(PARAMETERS_segment_gradients) {
+    begin_kernel();
     extern __shared__ __align__(16) char shared[];
 
     int tokens = segment_chunks * CHUNK, boundaries = (L + tokens - 1) / tokens - 1;

@@ -12,6 +12,7 @@
 #include "simt_scan.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) segment_states(PARAMETERS_segment_states) {
+    begin_kernel();
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
 
@@ -62,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) segment_state
 
 // States between segments, or their gradients if GRADIENTS is true. Each thread computes one element of the states.
 extern "C" __global__ void pass_states(PARAMETERS_pass_states) {
+    begin_kernel();
     i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x, sequence = i / ND, state = i % ND;
     if (sequence >= sequences) return;
     float passed = 0;
