@@ -295,6 +295,18 @@ def test_a_frozen_model_gives_its_images_a_gradient(runs_at_once, reference_kern
     torch.testing.assert_close(found, torch.autograd.grad(model(x).square().sum(), x)[0])
 
 
+@pytest.mark.parametrize("runs_at_once", [False, True])
+def test_blocks_after_frozen_blocks_get_gradients(runs_at_once, reference_kernels, plain, monkeypatch):
+    monkeypatch.setattr(block_op, "is_eager", lambda t: runs_at_once)
+    model = randomised(small(depth=4, img_size=32)).eval().requires_grad_(False)
+    trained = [*model.blocks[2:].requires_grad_().parameters()]
+    x = random_images(2, 3, 32, 32, dtype=torch.float64)
+    found = torch.autograd.grad(model(x).square().sum(), trained)
+    assert len(reference_kernels) == 4
+    plain()
+    torch.testing.assert_close(found, torch.autograd.grad(model(x).square().sum(), trained))
+
+
 # Tests that need a GPU
 
 
