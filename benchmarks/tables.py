@@ -140,6 +140,20 @@ def speed() -> str:
     return table(["images/s", "`vil_small_pooled`", "`vil_small`", "DeiT-small", "DeiT-small, compiled"], rows)
 
 
+def beside_compiled() -> str:
+    """Tabulate the throughput of pooled ViL and compiled DeiT at 224 pixels as CUDA graphs, and its ratio."""
+    rates = {
+        (row["model"], row["task"], row["batch"]): row.get("graph", row.get("compiled+graph"))["images_per_second"]
+        for row in results("h200_pooled_224")["rows"]
+    }
+    rows = []
+    for task, batch in (("train", 128), ("infer", 256), ("infer", 1)):
+        for size in ("small", "tiny"):
+            pooled, deit = rates[f"vil_{size}_pooled", task, batch], rates[f"deit_{size}_patch16_224", task, batch]
+            rows.append([f"{size}: {task}, batch {batch}", number(pooled), number(deit), f"{pooled / deit:.2f}"])
+    return table(["images/s", "pooled ViL", "DeiT, compiled", "pooled ViL / compiled DeiT"], rows)
+
+
 def sizes() -> str:
     """Tabulate the unpooled models of the package, with GFLOPs from the table in docs/architecture.md."""
     page = (ROOT / "docs" / "architecture.md").read_text()
@@ -200,7 +214,7 @@ def clothing() -> str:
 TABLES = {
     "results": results_of_tiny_models, "sizes": sizes,
     "speed": speed, "scan beside": scan_beside, "scan": scan, "models beside": models_beside,
-    "models": models, "pooled": pooled, "clothing": clothing,
+    "models": models, "pooled": pooled, "beside compiled": beside_compiled, "clothing": clothing,
 }  # fmt: skip
 
 
