@@ -4,10 +4,10 @@ r"""Train ViL, ViM and DeiT with the same recipe and several seeds, and compare 
     python -m research.seeds -c research/configs/digits.yaml --out output/digits.json
     python -m research.seeds -c research/configs/digits.yaml --jobs 15 --device cpu      # 15 runs at a time
 
-Every run calls `train_imagenet.py` with the same config, budget and recipe. The accuracy after the last epoch is
-reported. A seed determines the initial weights, the order of the images and their augmentation. The models are
-compared by the paired t-test over the seeds, and also by Welch's t-test, because models of one seed share only the
-order and the augmentation of images.
+Every run calls research/train.py, which trains as `train_imagenet.py` does. All runs have the same config, budget and
+recipe. The accuracy after the last epoch is reported. A seed determines the initial weights, the order of the images
+and their augmentation. The models are compared by the paired t-test over the seeds, and also by Welch's t-test, because
+models of one seed share only the order and the augmentation of images.
 
 With `--folder`, the runs are kept in a folder. The next call resumes interrupted runs (stopped by `--minutes`, Ctrl-C,
 SIGTERM or a lost machine) and starts missing runs. With `--test-split`, the last weights of all runs classify test
@@ -48,7 +48,8 @@ import torch
 import yaml
 from timm.data import resolve_data_config
 
-import vil  # noqa: F401  registers the models
+import research.models  # noqa: F401  registers the models of studies
+import vil  # noqa: F401  registers the models of the package
 from research.compare import listed, paired, spread, welch
 from research.predictions import Judged, compare_images, job_of, joined, name_of
 from vil.config import ConfigError, load_config
@@ -76,7 +77,7 @@ EVALUATED_AT_ONCE = 250
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Return the study's options and the options to pass to train_imagenet.py."""
+    """Return the study's options and the options to pass to research/train.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("-c", "--config", type=Path, default=ROOT / "research" / "configs" / "digits.yaml")
@@ -259,7 +260,7 @@ def find_runs(folder: Path, models: list[str]) -> list[tuple[str, int]]:
 def train(
     options, model: str, seed: int, words: list[str], folder: Path, deadline: Deadline, gpus: SimpleQueue[str]
 ) -> None:
-    """Start or resume one run of train_imagenet.py on free GPUs, and stop it at the deadline."""
+    """Start or resume one run of research/train.py on free GPUs, and stop it at the deadline."""
     path, config = folder / name_of(model, seed), yaml.safe_load(options.config.read_text())
     if is_done(path) or deadline.passed:
         return
@@ -268,7 +269,7 @@ def train(
         arguments["num_heads"] = arguments["embed_dim"] // HEAD_WIDTH
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.processes}"]
     launcher = launcher if options.processes else []
-    command = [sys.executable, *launcher, str(ROOT / "train_imagenet.py"), "-c", str(options.config.resolve())]
+    command = [sys.executable, *launcher, str(ROOT / "research" / "train.py"), "-c", str(options.config.resolve())]
     command += ["--model", model, "--seed", str(seed), "--resume", "auto"]
     command += ["--output", str(folder.resolve()), "--experiment", path.name, *words]
     if arguments:

@@ -109,7 +109,8 @@ import json, signal, sys, time
 from pathlib import Path
 
 words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-folder, orders = Path(words["--output"], words["--experiment"]), Path(__file__).with_name("orders")
+root = Path(__file__).parents[1]
+folder, orders = Path(words["--output"], words["--experiment"]), root / "orders"
 with open(folder / "calls", "a") as calls:
     calls.write(json.dumps(sys.argv[1:]) + "\\n")
 given = sys.argv[sys.argv.index("--model-kwargs") + 1 :]
@@ -123,7 +124,7 @@ names = "lr train_loss grad_norm images_per_second eval_images_per_second eval_l
 def train(epochs):  # the first epoch has the highest numbers, and is the best
     rows = [",".join(str(number / epoch) for number in range(1, 9)) for epoch in range(1, epochs + 1)]
     (folder / "summary.csv").write_text("\\n".join([",".join(names), *rows]))
-    (folder / "last.pt").write_bytes(Path(__file__).with_name("last.pt").read_bytes())
+    (folder / "last.pt").write_bytes((root / "last.pt").read_bytes())
 
 def stop(*_):
     (folder / "stopped").touch()
@@ -145,7 +146,8 @@ def stubbed(tmp_path, image_folder, monkeypatch):
     monkeypatch.setattr(seeds, "ROOT", tmp_path)
     model = timm.create_model("vil_tiny", num_classes=4, img_size=16, **SMALL["model_kwargs"])
     torch.save({"state_dict": model.state_dict()}, tmp_path / "last.pt")
-    (tmp_path / "train_imagenet.py").write_text(STUB)
+    (tmp_path / "research").mkdir()
+    (tmp_path / "research" / "train.py").write_text(STUB)
     shutil.copytree(image_folder, tmp_path / "images")
     shutil.copytree(tmp_path / "images" / "val", tmp_path / "images" / "test")
     config = SMALL | dict(data_dir=str(tmp_path / "images"), epochs=1)
@@ -200,11 +202,11 @@ def test_sigterm_stops_the_runs_which_the_next_call_resumes(stubbed, capsys):
 
 def test_a_run_that_something_else_stops_is_not_an_error(stubbed):
     root, command = stubbed
-    (root / "train_imagenet.py").write_text("print('stopped'); raise SystemExit(75)")
+    (root / "research" / "train.py").write_text("print('stopped'); raise SystemExit(75)")
     with pytest.raises(SystemExit) as ended:
         run_study([*command, "--seeds", "1"])
     assert ended.value.code == 75
-    (root / "train_imagenet.py").write_text("print(5000 * '.' + 'what is wrong'); raise SystemExit(3)")
+    (root / "research" / "train.py").write_text("print(5000 * '.' + 'what is wrong'); raise SystemExit(3)")
     with pytest.raises(SystemExit, match="vil_tiny-0 ended with status 3: .*what is wrong"):
         run_study([*command, "--seeds", "1"])
     assert (root / "runs" / "vil_tiny-0" / "log.txt").read_text().startswith("stopped\n.")
@@ -247,7 +249,7 @@ def test_parallel_runs_of_several_processes_have_gpus_of_their_own(stubbed, monk
     root, command = stubbed
     note = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], "
     note += "'on', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
-    (root / "train_imagenet.py").write_text(note + "if os.environ['RANK'] != '0': raise SystemExit\n" + STUB)
+    (root / "research" / "train.py").write_text(note + "if os.environ['RANK'] != '0': raise SystemExit\n" + STUB)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
     run_study([*command, "--seeds", "2", "--jobs", "2", "--processes", "2"])
     logs = [(root / "runs" / f"vil_tiny-{seed}" / "log.txt").read_text().splitlines() for seed in range(2)]
@@ -426,7 +428,7 @@ def test_predictions_of_the_same_images_are_joined_by_the_names_of_runs():
         (["4", "7"], 3, 1, ["4", "7", "4"]),
         (["0", "1", "2", "3"], 2, 2, ["0,1", "2,3"]),
         (["0", "1", "2"], 2, 2, ["0,1", "0,1"]),
-        (["0"], 1, 2, ["0"]),  # with too few devices, train_imagenet.py reports the error
+        (["0"], 1, 2, ["0"]),  # with too few devices, research/train.py reports the error
         ([], 2, 1, ["", ""]),
     ],
 )

@@ -1,0 +1,38 @@
+"""Models of the studies that are not part of the package, registered with timm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import timm
+import torch
+from timm.layers import DropPath
+from timm.models import VisionTransformer, register_model
+from torch import nn
+
+
+@register_model
+def published_vit(drop_path_rate: float = 0.0, **arguments: Any) -> VisionTransformer:
+    """Return DeiT-tiny with the initialization and the stochastic depth of Lee et al. (2021).
+
+    The weights of linear layers and of the patch embedding are drawn by Xavier's normal distribution, and biases are
+    zero. The class token and the position embeddings have a standard deviation of 1 instead of 0.02. Each residual
+    branch is dropped with the probability `drop_path_rate`, which in timm's DeiT grows linearly from zero with depth.
+
+    Args:
+        drop_path_rate: Probability of dropping a residual branch of an image.
+        arguments: Arguments of timm's `create_model` for DeiT-tiny.
+    """
+    model = timm.create_model("deit_tiny_patch16_224", drop_path_rate=drop_path_rate, **arguments)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            with torch.no_grad():
+                nn.init.xavier_normal_(module.weight.flatten(1))  # of a patch embedding as a linear layer of all pixels
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+    nn.init.normal_(model.cls_token)
+    nn.init.normal_(model.pos_embed)
+    if drop_path_rate:
+        for block in model.blocks:
+            block.drop_path1, block.drop_path2 = DropPath(drop_path_rate), DropPath(drop_path_rate)
+    return model

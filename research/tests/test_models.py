@@ -1,0 +1,70 @@
+"""Tests of research/models.py, and of research/train.py, which trains these models."""
+
+import json
+import math
+
+import pytest
+import timm
+import torch
+import yaml
+from processes import SMALL
+
+from research import seeds
+
+SHAPE = dict(patch_size=8, depth=9, num_heads=12, mlp_ratio=2, qkv_bias=False, img_size=64, num_classes=200)
+
+
+@pytest.fixture(scope="module")
+def published_vit():
+    torch.manual_seed(0)
+    return timm.create_model("published_vit", drop_path_rate=0.1, **SHAPE)
+
+
+def test_the_published_vit_is_a_deit_of_another_shape(published_vit):
+    expected = timm.create_model("deit_tiny_patch16_224", **SHAPE).eval()
+    assert sum(p.numel() for p in published_vit.parameters()) == 2_756_744
+    expected.load_state_dict(published_vit.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(published_vit.eval()(images), expected(images))
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs"),
+    [
+        ("patch_embed.proj.weight", 3 * 8 * 8, 192),
+        ("blocks.0.attn.qkv.weight", 192, 3 * 192),
+        ("blocks.8.mlp.fc1.weight", 192, 384),
+        ("head.weight", 192, 200),
+    ],
+)
+def test_weights_of_the_published_vit_start_with_the_variance_of_glorot_and_bengio(
+    name, inputs, outputs, published_vit
+):
+    weight = published_vit.get_parameter(name)
+    assert weight.numel() == inputs * outputs
+    assert weight.std().item() == pytest.approx(math.sqrt(2 / (inputs + outputs)), rel=0.03)
+    assert weight.abs().max() > 3.5 * weight.std()  # the distribution is normal, not uniform
+
+
+def test_positions_of_the_published_vit_start_with_variance_one_and_biases_with_zero(published_vit):
+    assert published_vit.pos_embed.std().item() == pytest.approx(1, rel=0.05)
+    assert published_vit.cls_token.std().item() == pytest.approx(1, rel=0.2)
+    biases = {name: p for name, p in published_vit.named_parameters() if name.endswith("bias")}
+    assert not any(bias.any() for bias in biases.values())
+
+
+def test_every_branch_of_the_published_vit_is_dropped_with_the_same_probability(published_vit):
+    rates = {branch.drop_prob for block in published_vit.blocks for branch in (block.drop_path1, block.drop_path2)}
+    assert rates == {0.1}
+
+
+def test_a_study_trains_a_model_that_is_not_part_of_the_package(image_folder, tmp_path, monkeypatch):
+    arguments = dict(patch_size=8, embed_dim=24, depth=2, num_heads=3)
+    config = SMALL | dict(data_dir=str(image_folder), epochs=1, model_kwargs=arguments)
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
+    words = ["-c", tmp_path / "small.yaml", "--models", "published_vit", "--seeds", "1", "--out", tmp_path / "out.json"]
+    monkeypatch.setattr("sys.argv", ["seeds", *map(str, words), "--device", "cpu"])
+    seeds.main()
+    (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert (run["model"], run["epochs"]) == ("published_vit", 1)
