@@ -243,6 +243,16 @@ def test_a_valid_run_is_accepted(call, recurrence, launched):
     assert launched
 
 
+@recurrences
+def test_gradients_of_a_run_have_the_dtypes_of_each_blocks_weights(recurrence):
+    named = tree_map_only(torch.Tensor, lambda t: t.to("meta"), run_calls(recurrence)["run_backward"])
+    first, second = named["weights"][:2], named["weights"][2:]
+    named["weights"] = [*first, *[t.bfloat16() for t in second]]
+    each = 2 + (recurrence == "selective")
+    dtypes = [t.dtype for t in torch.ops.vil.run_backward(*named.values())[2:]]
+    assert dtypes == each * [torch.float32] + each * [torch.bfloat16]
+
+
 @pytest.mark.parametrize("N", [1, 5, 12, 128])
 def test_unsupported_numbers_of_states_are_rejected(N, launched):
     k = torch.zeros(2, 3, 66, N)

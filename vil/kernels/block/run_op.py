@@ -195,11 +195,11 @@ def _fake(*arguments):
 def _fake_backward(*arguments):
     options, sizes, flat = _backward_arguments(*arguments)
     check_run_backward(options, sizes, flat)
-    dx_BMC, norm_C, uz_BLE = given(flat[0]), given(flat[5]), given(flat[7])
+    dx_BMC, uz_BLE = given(flat[0]), given(flat[7])
     (B, L, _), C = uz_BLE.shape, sizes.C
     dxhat_TC = uz_BLE.new_empty((B * L, C) if options[0].norm_given else 0)
     gradients = []
-    for _ in options:
+    for norm_C in map(given, flat[5 :: 3 + FIELDS]):
         gradients += [
             norm_C.new_empty(C, sizes.D),
             *[norm_C.new_empty(2, sizes.D, sizes.N)][: options[0].recurrence == "selective"],
