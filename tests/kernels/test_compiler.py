@@ -155,7 +155,7 @@ def test_processes_that_start_at_once_on_a_cold_cache_all_get_the_kernel(tiny, t
 def gpu(monkeypatch):
     """Simulate two GPUs of compute capability 9.0, of which GPU 0 is current, and record launches."""
     core, bindings = pytest.importorskip("cuda.core"), pytest.importorskip("cuda.bindings")
-    state = SimpleNamespace(current=0, launches=[], bound=[], asked=[], loaded=[], capability=(9, 0))
+    state = SimpleNamespace(current=0, launches=[], bound=[], asked=[], loaded=[], capability=(9, 0), driver=13000)
     success = bindings.driver.CUresult.CUDA_SUCCESS
     state.answer = success
 
@@ -193,6 +193,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(core, "Device", lambda i: SimpleNamespace(set_current=lambda: state.bound.append(i)))
     monkeypatch.setattr(core, "launch", launch)
     monkeypatch.setattr(bindings.driver, "cuKernelSetAttribute", set_attribute)
+    monkeypatch.setattr(bindings.driver, "cuDriverGetVersion", lambda: (success, state.driver))
     monkeypatch.setattr(bindings.driver, "CUdevice", int)
     monkeypatch.setattr(
         launches,
@@ -282,11 +283,14 @@ def test_kernels_are_compiled_for_the_gpu_that_has_the_tensors(only_hopper, capa
     assert gate_outproj_sm90.SOURCE.only_hopper  # the kernel uses instructions of sm_90a, which sm_90 lacks
 
 
-@pytest.mark.parametrize(("capability", "supported"), [((8, 9), False), ((9, 0), True), ((12, 0), True)])
-def test_kernels_without_early_accesses_overlap_with_the_previous_kernel_if_the_gpu_supports_it(
-    capability, supported, gpu
+@pytest.mark.parametrize(
+    ("capability", "driver", "supported"),
+    [((8, 9), 13000, False), ((9, 0), 13000, True), ((12, 0), 12030, True), ((9, 0), 12020, False)],
+)
+def test_kernels_without_early_accesses_overlap_with_the_previous_kernel_if_gpu_and_driver_support_it(
+    capability, driver, supported, gpu
 ):
-    gpu.capability = capability
+    gpu.capability, gpu.driver = capability, driver
     launch()
     launch(Source(DECLARED.name, {"other": dict(x=Out("float", early=True))}), "other")
     assert [config.programmatic_stream_serialization for _, _, config, _, _ in gpu.launches] == [supported, False]

@@ -173,8 +173,11 @@ def _config(ctas: int, threads: int, shared_bytes: int, overlaps: bool):
 
 
 def _can_overlap(device_index: int) -> bool:
-    """Return whether the GPU supports programmatic dependent launch."""
-    return torch.cuda.get_device_capability(device_index) >= hardware.HOPPER
+    """Return whether GPU and driver support programmatic dependent launch, also in CUDA graphs (CUDA 12.3)."""
+    from cuda.bindings import driver
+
+    _, version = driver.cuDriverGetVersion()
+    return version >= 12030 and torch.cuda.get_device_capability(device_index) >= hardware.HOPPER
 
 
 @functools.cache
