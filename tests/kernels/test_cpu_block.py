@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vil.kernels.block import cpu_tokens
 from vil.models import dispatch
 from vil.models.block import Block, Blocks, LonghornMixer, MambaMixer
+from vil.models.tokens import middle_token
 
 MIXERS = pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
 
@@ -184,12 +185,16 @@ def test_results_do_not_depend_on_the_number_of_threads(mixer, pool):
 @pytest.mark.parametrize("pool", ["rows", "columns"])
 @pytest.mark.parametrize("grid", [(3, 4), (4, 3), (3, 3), (7, 5), (1, 5), (5, 1), (1, 1), (17, 3), (2, 70)])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_pooled_block_and_its_gradients_equal_its_parts_in_fp64(mixer, pool, grid, scaled, poison):
-    """The output and the gradients of a fused pooled block equal those of the unfused block in fp64."""
+@pytest.mark.parametrize("middle", [False, True])
+def test_a_pooled_block_and_its_gradients_equal_its_parts_in_fp64(mixer, pool, grid, scaled, middle, poison):
+    """The output and the gradients of a fused pooled block equal those of the unfused block in fp64.
+
+    If `middle` is set, only the output of the class token is needed.
+    """
     block, x = a_block(mixer, 40, pool=pool), torch.randn(3, grid[0] * grid[1] + 1, 40, requires_grad=True)
     scale = torch.tensor([1.5, 0.0, 2.0]) if scaled else None
     run, weights = dispatch.fused_block(block, x)
-    options = dispatch.options_of(block, weights, dispatch.lines_of(block, x, grid))
+    options = dispatch.options_of(block, weights, dispatch.lines_of(block, x, grid), class_token_only=middle)
     y, again = (run(x, weights, options, scale)[0] for _ in range(2))
     found = [y, *gradients(y, block, x)]
     with torch.no_grad():
@@ -201,6 +206,7 @@ def test_a_pooled_block_and_its_gradients_equal_its_parts_in_fp64(mixer, pool, g
     names, x = ["y", "x", *dict(block.named_parameters())], x.detach().double().requires_grad_()
     truth = block.double()(x, grid=grid)
     truth = truth if scale is None else x + scale[:, None, None] * (truth - x)
+    truth = middle_token(truth) if middle else truth
     for name, a, e in zip(names, found, [truth, *gradients(truth, block, x)], strict=True):
         assert relative_error(a, e) < (2e-6 if name == "y" else 1e-5), name
 

@@ -312,8 +312,8 @@ class Blocks(nn.Sequential):
             x_BLC: Residual stream.
             grid: Patch grid (h, w), which pooled blocks need unless the grid is square.
             class_token_only: Return only the class token (B, 1, C), unless this module has hooks. This saves time on
-                NVIDIA GPUs, because the last fused block then computes its gate and its last product only for the
-                class token.
+                NVIDIA GPUs and, in a pooled model, on CPUs, because the last fused block then computes its gate and its
+                last product only for the class token.
             checkpointing: Run each block with activation checkpointing.
         """
         class_token_only = class_token_only and not dispatch.has_hooks(self)

@@ -22,6 +22,8 @@ from .cpu_launch import ROWS, addresses, kernel_of, over_tokens
 from .tokens import Tokens
 from .weights import BlockWeights, Normed, Options, needs_gradients
 
+MixerSaved = cpu_tokens.Saved | cpu_lines.Saved | cpu_lines.SavedOfClassToken
+
 _kernel = functools.partial(kernel_of, "cpu_kernels")
 
 
@@ -33,61 +35,92 @@ def block(
     if not all([t.is_contiguous() for t in flat]):  # noqa: C419  a list is faster than a generator
         weights = BlockWeights.of([t.contiguous() for t in flat])
     if needs_gradients(x_BLC, weights):
-        y_BLC = _Block.apply(options, x_BLC, scale_B, *weights.flat())
+        y_BMC = _Block.apply(options, x_BLC, scale_B, *weights.flat())
     else:
-        y_BLC, *_ = _forward(options, x_BLC, scale_B, weights, keep=False)
-    return Tokens(y_BLC.shape[1], options.class_token_only).outputs(y_BLC), None
+        y_BMC, *_ = _forward(options, x_BLC, scale_B, weights, keep=False)
+    # a full block computes all tokens
+    return y_BMC if options.lines else Tokens(x_BLC.shape[1], options.class_token_only).outputs(y_BMC), None
 
 
 class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, x_BLC, scale_B, *flat):
-        y_BLC, *saved, mixer = _forward(options, x_BLC, scale_B, BlockWeights.of(flat), keep=True)
+        y_BMC, *saved, mixer = _forward(options, x_BLC, scale_B, BlockWeights.of(flat), keep=True)
         ctx.options, ctx.weight_count, ctx.mixer_type = options, len(flat), type(mixer)
         ctx.save_for_backward(x_BLC, scale_B, *saved, *flat, *mixer)
-        return y_BLC
+        return y_BMC
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy_BLC):
+    def backward(ctx, dy_BMC):
         x_BLC, scale_B, rstd_T, h_TC, uz_BLE, *tensors = ctx.saved_tensors
         weights, mixer = BlockWeights.of(tensors[: ctx.weight_count]), ctx.mixer_type(*tensors[ctx.weight_count :])
-        dy_BLC = dy_BLC.contiguous()
+        dy_BMC = dy_BMC.contiguous()
         with torch.autocast("cpu", enabled=False):  # the kernels read the products as fp32
-            dx_BLC, dweights = _backward(ctx.options, dy_BLC, x_BLC, scale_B, weights, rstd_T, h_TC, uz_BLE, mixer)
+            dx_BLC, dweights = _backward(ctx.options, dy_BMC, x_BLC, scale_B, weights, rstd_T, h_TC, uz_BLE, mixer)
         return None, dx_BLC, None, *dweights.flat()
 
 
 def _forward(
     options: Options, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, cpu_tokens.Saved | cpu_lines.Saved]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, MixerSaved]:
     """Return the block's output and the tensors for backward: rstd, h, uz and those of the mixer.
 
-    Unless `keep` is set, the tensors for backward are not valid.
+    A pooled block computes z and its output only for the class token if only the class token is needed. Then uz is only
+    u, (B, L, D). Unless `keep` is set, the tensors for backward are not valid.
     """
-    (B, L, C), D = x_BLC.shape, weights.out_proj.shape[1]
-    x_TC = x_BLC.view(B * L, C)
-    h_TC, rstd_T = _norm(x_TC, weights.norm, options.eps)
-    uz_BLE = torch.mm(h_TC, weights.in_proj.t()).view(B, L, 2 * D)
-    mixer = cpu_tokens if options.lines is None else cpu_lines
-    gated_BLD, saved = mixer.forward(options, uz_BLE, scale_B, weights, keep)
-    y_TC = torch.mm(gated_BLD.view(B * L, D), weights.out_proj.t()).add_(x_TC)  # addmm is slower on some CPUs
-    return y_TC.view(B, L, C), rstd_T, h_TC, uz_BLE, saved
+    (B, L, C), D, tokens = x_BLC.shape, weights.out_proj.shape[1], _tokens(options, x_BLC)
+    h_TC, rstd_T = _norm(x_BLC.view(B * L, C), weights.norm, options.eps)
+    uz_BLE = torch.mm(h_TC, weights.in_proj[: tokens.columns(D)].t()).view(B, L, -1)
+    saved: MixerSaved
+    if tokens.class_token_only:
+        z_BD = torch.mm(_class_tokens(h_TC, tokens), weights.in_proj[D:].t())
+        gated, saved = cpu_lines.forward_of_class_token(options, uz_BLE, z_BD, scale_B, weights)
+    else:
+        mixer = cpu_tokens if options.lines is None else cpu_lines
+        gated, saved = mixer.forward(options, uz_BLE, scale_B, weights, keep)
+    x = tokens.outputs(x_BLC).reshape(-1, C)
+    y = torch.mm(gated.view(-1, D), weights.out_proj.t()).add_(x)  # addmm is slower on some CPUs
+    return y.view(B, -1, C), rstd_T, h_TC, uz_BLE, saved
 
 
 def _backward(
-    options: Options, dy_BLC: Tensor, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, rstd_T: Tensor,
-    h_TC: Tensor, uz_BLE: Tensor, saved: cpu_tokens.Saved | cpu_lines.Saved,
+    options: Options, dy_BMC: Tensor, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, rstd_T: Tensor,
+    h_TC: Tensor, uz_BLE: Tensor, saved: MixerSaved,
 ) -> tuple[Tensor, BlockWeights]:  # fmt: skip
     """Return the gradients of x and of all weights."""
-    (B, L, C), D, duz_BLE = x_BLC.shape, weights.out_proj.shape[1], torch.empty_like(uz_BLE)
-    x_TC, dout_TC, duz_TE = x_BLC.view(B * L, C), dy_BLC.view(B * L, C), duz_BLE.view(B * L, 2 * D)
-    dgated_BLD = torch.mm(dout_TC, weights.out_proj).view(B, L, D)
-    mixer = cpu_tokens if options.lines is None else cpu_lines
-    gated_BLD, directions = mixer.backward(options, dgated_BLD, uz_BLE, scale_B, weights, saved, duz_BLE)
-    dx_TC, dnorm_C = _norm_backward(x_TC, weights.norm, rstd_T, torch.mm(duz_TE, weights.in_proj), dout_TC)
-    din_proj, dout_proj = torch.mm(duz_TE.t(), h_TC), torch.mm(dout_TC.t(), gated_BLD.view(B * L, D))
+    (B, L, C), D, tokens = x_BLC.shape, weights.out_proj.shape[1], _tokens(options, x_BLC)
+    dout, duz_BLE = dy_BMC.view(-1, C), torch.empty_like(uz_BLE)
+    dgated = torch.mm(dout, weights.out_proj)
+    if isinstance(saved, cpu_lines.SavedOfClassToken):
+        gated, dz_BD, directions = cpu_lines.backward_of_class_token(
+            options, dgated, uz_BLE, scale_B, weights, saved, duz_BLE
+        )
+    else:
+        mixer = cpu_tokens if options.lines is None else cpu_lines
+        gated, directions = mixer.backward(
+            options, dgated.view(B, L, D), uz_BLE, scale_B, weights, saved, duz_BLE
+        )  # fmt: skip
+    duz_TE = duz_BLE.view(B * L, -1)
+    dh_TC, din_proj = torch.mm(duz_TE, weights.in_proj[: tokens.columns(D)]), torch.mm(duz_TE.t(), h_TC)
+    dout_proj = torch.mm(dout.t(), gated.view(-1, D))
+    if tokens.class_token_only:
+        _class_tokens(dh_TC, tokens).add_(torch.mm(dz_BD, weights.in_proj[D:]))
+        din_proj = torch.cat([din_proj, torch.mm(dz_BD.t(), _class_tokens(h_TC, tokens))])
+        dout, dout_BC = x_BLC.new_zeros(B * L, C), dout
+        _class_tokens(dout, tokens).copy_(dout_BC)
+    dx_TC, dnorm_C = _norm_backward(x_BLC.view(B * L, C), weights.norm, rstd_T, dh_TC, dout)
     return dx_TC.view(B, L, C), BlockWeights(dnorm_C, din_proj, dout_proj, directions)
+
+
+def _tokens(options: Options, x_BLC: Tensor) -> Tokens:
+    """Return the tokens that the block returns. A full block returns all tokens."""
+    return Tokens(x_BLC.shape[1], options.class_token_only and options.lines is not None)
+
+
+def _class_tokens(t_TX: Tensor, tokens: Tokens) -> Tensor:
+    """Return a view (B, X) of the class token of each image."""
+    return t_TX.view(-1, tokens.L, t_TX.shape[1])[:, tokens.class_token]
 
 
 def _norm(x_TC: Tensor, gamma_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import given
@@ -27,6 +28,7 @@ from .cpu_launch import (
     z_address,
 )  # fmt: skip
 from .lines import Lines
+from .tokens import Tokens
 from .weights import BlockWeights, DirectionWeights, Options
 
 _kernel = functools.partial(kernel_of, "cpu_line_kernels")
@@ -40,6 +42,15 @@ class Saved(NamedTuple):
     projected: Tensor  # (2, B, S, P)
     y: Tensor  # (2, B, S, D), outputs of both directions
     skipped: Tensor  # (B, L, D), mean of both directions' skip connections
+
+
+class SavedOfClassToken(NamedTuple):
+    """Tensors that forward saves for backward if only the class token is needed."""
+
+    means: Tensor  # (2, B, S, D) of the convolved tokens
+    projected: Tensor  # (2, B, S, P)
+    mean: Tensor  # (B, D) of both directions' outputs with skip connections
+    z: Tensor  # (B, D)
 
 
 class Scanned(NamedTuple):
@@ -74,10 +85,63 @@ def backward(
     duz_BLE: Tensor,
 ) -> tuple[Tensor, tuple[DirectionWeights, DirectionWeights]]:  # fmt: skip
     """Write the gradient of uz to `duz_BLE`. Return the input of out_proj, and the gradients of the weights."""
-    (_, _, _, R, K), lines = weights.sizes(), given_lines(options)
-    tables = line_tables(lines)  # this reference outlives the kernels, which get only the address
+    tables = line_tables(given_lines(options))  # this reference outlives the kernels, which get only the address
     gated_BLD, dy_BSD = gate_backward(dgated_BLD, saved, uz_BLE, scale_B, tables, duz_BLE)
     dskipped_BLD = dgated_BLD  # `gate_backward` has overwritten the gradient of its output
+    return gated_BLD, directions_backward(options, dy_BSD, dskipped_BLD, uz_BLE, weights, saved, duz_BLE)
+
+
+def forward_of_class_token(
+    options: Options, u_BLD: Tensor, z_BD: Tensor, scale_B: Tensor | None, weights: BlockWeights
+) -> tuple[Tensor, SavedOfClassToken]:
+    """Return the input of out_proj of the class token, (B, D), and the tensors for backward."""
+    (_, L, _), lines = u_BLD.shape, given_lines(options)
+    tables, skipped_BLD = line_tables(lines), torch.empty_like(u_BLD)
+    means_2BSD = pool(u_BLD, weights, lines, tables, skipped_BLD)
+    projected_2BSP, y_2BSD = scan(options.recurrence, means_2BSD, weights)
+    mean_BD = y_2BSD[:, :, lines.class_token].mean(0) + skipped_BLD[:, Tokens(L, True).class_token]
+    gated_BD = mean_BD * F.silu(z_BD)
+    if scale_B is not None:
+        gated_BD *= scale_B[:, None]
+    return gated_BD, SavedOfClassToken(means_2BSD, projected_2BSP, mean_BD, z_BD)
+
+
+def backward_of_class_token(
+    options: Options, dgated_BD: Tensor, u_BLD: Tensor, scale_B: Tensor | None, weights: BlockWeights,
+    saved: SavedOfClassToken, du_BLD: Tensor,
+) -> tuple[Tensor, Tensor, tuple[DirectionWeights, DirectionWeights]]:  # fmt: skip
+    """Write the gradient of u to `du_BLD`.
+
+    Return the input of out_proj of the class token, the gradient of z, and the gradients of the weights.
+    """
+    (_, B, S, D), (_, L, _), lines = saved.means.shape, u_BLD.shape, given_lines(options)
+    if scale_B is not None:
+        dgated_BD = dgated_BD * scale_B[:, None]
+    silu_BD, slope_BD = F.silu(saved.z), saved.z.sigmoid()
+    dz_BD = dgated_BD * saved.mean * (slope_BD + silu_BD * (1 - slope_BD))
+    dmean_BD = dgated_BD * silu_BD
+    dy_BSD, dskipped_BLD = u_BLD.new_zeros(B, S, D), torch.zeros_like(u_BLD)
+    dy_BSD[:, lines.class_token] = dmean_BD / 2
+    dskipped_BLD[:, Tokens(L, True).class_token] = dmean_BD
+    gated_BD = saved.mean * silu_BD
+    if scale_B is not None:
+        gated_BD *= scale_B[:, None]
+    return gated_BD, dz_BD, directions_backward(options, dy_BSD, dskipped_BLD, u_BLD, weights, saved, du_BLD)
+
+
+def directions_backward(
+    options: Options, dy_BSD: Tensor, dskipped_BLD: Tensor, uz_BLE: Tensor, weights: BlockWeights,
+    saved: Saved | SavedOfClassToken, duz_BLE: Tensor,
+) -> tuple[DirectionWeights, DirectionWeights]:  # fmt: skip
+    """Write the gradient of u to `duz_BLE`, and return the gradients of both directions' weights.
+
+    Args:
+        dy_BSD: Gradient of the forward scan's outputs, which equals that of the backward scan's outputs.
+        dskipped_BLD: Gradient of the mean of both directions' skip connections.
+        uz_BLE: Output of in_proj, whose first D columns are u.
+    """
+    (_, _, _, R, K), lines = weights.sizes(), given_lines(options)
+    tables = line_tables(lines)  # this reference outlives the kernels, which get only the address
     d = scan_backward(options.recurrence, dy_BSD, saved, weights)
     dfilters_2KD = pool_backward(d.means, dskipped_BLD, uz_BLE, weights, lines, tables, duz_BLE)
     dx_proj_2PD = torch.bmm(d.projected.flatten(1, 2).mT, saved.means.flatten(1, 2))
@@ -90,7 +154,7 @@ def backward(
             gradient._replace(A_log=dA_ND.t() * -given(direction.A_log).exp())  # because A = -exp(A_log)
             for gradient, dA_ND, direction in zip((first, second), d.A, weights.directions)
         )
-    return gated_BLD, (first, second)
+    return first, second
 
 
 def pool(uz_BLE: Tensor, weights: BlockWeights, lines: Lines, tables: Tensor, skipped_BLD: Tensor) -> Tensor:
@@ -135,7 +199,9 @@ def scan(recurrence: str, means_2BSD: Tensor, weights: BlockWeights) -> tuple[Te
     return projected_2BSP, y_2BSD
 
 
-def scan_backward(recurrence: str, dy_BSD: Tensor, saved: Saved, weights: BlockWeights) -> Scanned:
+def scan_backward(
+    recurrence: str, dy_BSD: Tensor, saved: Saved | SavedOfClassToken, weights: BlockWeights
+) -> Scanned:  # fmt: skip
     """Return the gradients of the scan and of both projections, for equal gradients of both directions' outputs."""
     (_, B, S, D), (_, _, N, R, _), new = saved.means.shape, weights.sizes(), dy_BSD.new_empty
     dmeans_2BSD, dstep_logits_2BSD = new(2, 2, B, S, D)
