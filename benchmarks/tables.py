@@ -141,7 +141,7 @@ def speed() -> str:
 
 
 def beside_compiled() -> str:
-    """Tabulate the throughput of pooled ViL and compiled DeiT at 224 pixels as CUDA graphs, and its ratio."""
+    """Tabulate the throughput of pooled ViL and of compiled DeiT with CUDA graphs at 224 pixels, and the ratios."""
     rates = {
         (row["model"], row["task"], row["batch"]): row.get("graph", row.get("compiled+graph"))["images_per_second"]
         for row in results("h200_pooled_224")["rows"]

@@ -1,4 +1,4 @@
-"""Models of the studies that are not part of the package, registered with timm."""
+"""Models that only the studies use, registered with timm. The models are not part of the package."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch import nn
 def published_vit(drop_path_rate: float = 0.0, **arguments: Any) -> VisionTransformer:
     """Return DeiT-tiny with the initialization and the stochastic depth of Lee et al. (2021).
 
-    The weights of linear layers and of the patch embedding are drawn by Xavier's normal distribution, and biases are
-    zero. The class token and the position embeddings have a standard deviation of 1 instead of 0.02. Each residual
-    branch is dropped with the probability `drop_path_rate`, which in timm's DeiT grows linearly from zero with depth.
+    The weights of linear layers and of the patch embedding are sampled from Xavier's normal distribution, and biases
+    are zero. The class token and the position embeddings have a standard deviation of 1; in timm's DeiT, the standard
+    deviations are 1e-6 and 0.02. Each residual branch is dropped with the probability `drop_path_rate`. In timm's DeiT,
+    this probability grows linearly with depth, from zero to `drop_path_rate`.
 
     Args:
         drop_path_rate: Probability of dropping a residual branch of an image.
@@ -27,7 +28,8 @@ def published_vit(drop_path_rate: float = 0.0, **arguments: Any) -> VisionTransf
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             with torch.no_grad():
-                nn.init.xavier_normal_(module.weight.flatten(1))  # of a patch embedding as a linear layer of all pixels
+                # flatten(1), because a patch embedding is a linear layer whose inputs are all values of a patch
+                nn.init.xavier_normal_(module.weight.flatten(1))
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
     nn.init.normal_(model.cls_token)

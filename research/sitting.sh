@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Run studies on a remote machine that is available for half an hour. The machine starts empty, has no network, and
-# transfers at most 64 MiB with each call in either direction, in files of at most 16 MiB. Each line below is one call,
-# from the root of the copy of this checkout that the call transfers:
+# transfers at most 64 MiB with each call in either direction, in files of at most 16 MiB. Each line below is one call.
+# The call transfers a copy of this checkout, and runs the line in the root of the copy:
 #
 #     research/sitting.sh unpack FOLDER       # unpack data/parts/*.tar* into FOLDER; one call for each part
 #     research/sitting.sh start COMMAND       # start the command in the background; can be called several times
 #     research/sitting.sh wait SECONDS        # wait for all commands; results are copied to $OUT every half minute
-#     research/sitting.sh checkpoints FIRST   # copy four pieces of the runs' last.pt to $OUT, beginning with piece FIRST
-#     research/sitting.sh restore             # add data/parts/piece-* to the new machine; one call for each four pieces
+#     research/sitting.sh checkpoints FIRST   # copy four pieces of the checkpoints to $OUT, beginning with piece FIRST
+#     research/sitting.sh restore             # unpack data/parts/piece-* on a new machine; one call per four pieces
 #
 # The first start checks the package on every GPU. If this check fails, nothing runs, and each later wait fails at once,
-# so that no machine time is wasted. Make the calls without a pause, because an idle machine is released. Every call of
-# `checkpoints` says how many pieces there are. Call `restore` with all pieces, in order, before the first start. The
-# files in vil/weights/ need not be transferred.
+# so that no machine time is wasted. Make the calls without a pause, because an idle machine is released. Calling
+# `checkpoints 0` splits the checkpoints into pieces, and each call of `checkpoints` prints the number of pieces. Call
+# `restore` with all pieces, in order, before the first start. The files in vil/weights/ need not be transferred.
 set -euo pipefail
 place=$HOME/sitting  # the study runs in a copy, because each call transfers the checkout again
 
@@ -63,7 +63,7 @@ start)
 wait)
     mapfile -t processes < "$place/processes"
     for ((second = 0; second < $2; second++)); do
-        kill -0 "${processes[@]}" 2>/dev/null || break  # fails only if all have ended
+        kill -0 "${processes[@]}" 2>/dev/null || break  # kill fails only if all commands have ended
         sleep 1
         ((second % 30)) || save
     done
@@ -77,7 +77,7 @@ checkpoints)
     if (($2 == 0)); then
         rm -rf pieces && mkdir pieces
         find output -name last.pt -o -path '*/summary.csv' -o -path '*/config.yaml' -o -name study.json -o -name '*.jsonl' |
-            { tar c -T - || [ $? = 1 ]; } | split --bytes 15M --numeric-suffixes - pieces/piece-  # 1: a file grew
+            { tar c -T - || [ $? = 1 ]; } | split --bytes 15M --numeric-suffixes - pieces/piece-  # 1 if a file grew
     fi
     for ((i = $2; i < $2 + 4; i++)); do
         piece=$(printf 'pieces/piece-%02d' "$i")

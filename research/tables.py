@@ -145,7 +145,7 @@ def of_recipes() -> str:
 
 
 def published_vit() -> str:
-    """Return a Markdown table of the top-1 of each run of the published ViT, after the last epoch and in the best."""
+    """Return a Markdown table of the published ViT's top-1 in the last and in the best epoch of each run."""
     found = json.loads((RESULTS / "published_vit.json").read_text())
     table = [["learning rate", "seed", "top-1 % of the last epoch", "top-1 % of the best epoch", "best epoch"]]
     for run in found["runs"]:

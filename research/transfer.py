@@ -285,8 +285,8 @@ def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, An
 def train_on(images: Path, words: list[str], folder: str, run: Any) -> dict[str, Any]:
     """Train a run on a folder of images, with the command-line options `words`. Return the accuracies and losses.
 
-    The accuracies are those of the EMA weights: `top1` after the last epoch, and `top1_by_epoch`. A diverged run has an
-    accuracy of 0%.
+    `top1` is the accuracy of the EMA weights after the last epoch, and `top1_by_epoch` has their accuracy after each
+    epoch. A diverged run has an accuracy of 0%.
     """
     words = [*words, "--data-dir", str(images), "--output", folder, "--experiment", "-".join(map(str, run))]
     words += ["--lr", str(run.setting), "--seed", str(run.seed)]

@@ -556,7 +556,8 @@ def report_stale() -> int:
     """Print mutants with stale quotes, and CUDA sources without a mutant. Return the count."""
     stale = [f"{m.file}: {m.shows}: STALE: {why}" for m in MUTANTS if (why := why_stale(m))]
     files = {path.relative_to(source.SOURCES).as_posix() for path in source.SOURCES.glob("*/*.cu*")}
-    # The emulator replaces sm90.cuh and runs one kernel at a time, so mutants of these files would not be detected.
+    # Mutants of sm90.cuh and overlap.cuh would not be detected, because the emulator replaces sm90.cuh and runs one
+    # kernel at a time.
     without = sorted(files - {"cuda/sm90.cuh", "cuda/overlap.cuh", "cuda/types.cuh"} - {m.file for m in MUTANTS})
     for line in [*stale, *(f"{file}: no mutant" for file in without)]:
         print(line)

@@ -376,7 +376,7 @@ def test_a_sitting_moves_the_checkpoints_of_several_studies_to_another_machine(t
     for name in ("a", "b"):
         command = f"mkdir -p output/{name}; head -c 40000000 /dev/urandom > output/{name}/last.pt"
         assert call(first, first, "start", "sh", "-c", command) == 0
-    assert call(first, first, "wait", "60") == 1  # all have ended
+    assert call(first, first, "wait", "60") == 1  # all commands have ended
     for beginning in (0, 4):
         assert call(first, parts, "checkpoints", str(beginning)) == 0
         assert len([*parts.iterdir()]) == (4 if beginning == 0 else 2)

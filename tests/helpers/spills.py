@@ -1,4 +1,4 @@
-"""Compile kernels without a GPU, check for register spills in the report of NVRTC, and check the machine code."""
+"""Compile kernels without a GPU, and check for register spills and for a missing wait for the previous kernel."""
 
 import io
 import os
@@ -22,7 +22,7 @@ ACCESS = re.compile(r"\b(LD|LDG|LDGSTS|ST|STG|UBLKCP|RED|ATOM|ATOMG)\b")  # inst
 
 
 def log_of_compiling(source, arch, macros):
-    """Return the ptxas report and the early kernels of compiling a source, from a cache if compiled before."""
+    """Compile a source or read a cached result. Return the ptxas report, and a line for each of the `early_kernels`."""
     from cuda.bindings import nvrtc
 
     def compile_cubin(path):
@@ -39,7 +39,7 @@ def log_of_compiling(source, arch, macros):
 def early_kernels(cubin):
     """Return the kernels that access global memory before waiting for the previous kernel, or never wait.
 
-    The compiler may move a load of constant memory before the wait, which the source does not show.
+    The machine code is checked, because the compiler may move loads of read-only memory before the wait.
     """
     if not DISASSEMBLER.exists():
         return []

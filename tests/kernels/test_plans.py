@@ -188,9 +188,10 @@ def test_a_plan_keeps_the_alignment_modulo_16_bytes(offset):
 
 
 def test_a_kernel_with_early_accesses_shares_no_memory_with_kernels_that_may_still_run():
-    """A kernel with early accesses may run beside all kernels since the previous such kernel.
+    """A kernel with early accesses may overlap with all kernels after the previous kernel with early accesses.
 
-    The first such kernel waits, and so does a kernel that reads a tensor which the plan computes.
+    The first kernel with early accesses does not overlap with previous kernels. Neither does a kernel that reads a
+    tensor early if the plan computes the tensor.
     """
     ran = []
 
@@ -217,7 +218,7 @@ def test_a_kernel_with_early_accesses_shares_no_memory_with_kernels_that_may_sti
     Plan(function, (torch.randn(9),), CPU)([torch.randn(9)])
     (_, before), (first,), (_, between), (second,), (_, after), _ = [values for values, _ in ran]
     assert len({first, between, second}) == 3
-    # other memory is reused, because the first kernel with early accesses and all other kernels wait
+    # `before` and `after` may share memory, because the first kernel with early accesses and all other kernels wait
     assert before in (first, between, second)
     assert after in (first, between)
     assert [overlaps for _, overlaps in ran] == [True, False, True, True, True, False]

@@ -7,7 +7,8 @@
 // If `tiles` is not null, the kernel writes out_proj to `tiles` in the layout of gate_outproj_sm90.cu.
 // If `in_proj_tiles` is not null, the kernel writes in_proj to `in_proj_tiles` in the layout of in_proj_pool_sm90.cu.
 // The remaining CTAs compute the norm, one token per warp, unless an earlier block has computed the norm.
-// Weights are packed while the previous kernels run, and only the norm waits for the previous kernel (overlap.cuh).
+// Weights are packed while the previous kernels run. CTAs that compute the norm wait for the previous kernel first, and
+// CTA 0 waits before it ends (overlap.cuh).
 //
 // pack_weights.py declares the parameters of the kernel. Macros:
 //   INPUT      element type of the packed weights: bf16, fp16 or float; the residual stream is in fp32

@@ -42,7 +42,7 @@ def check_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None
 
 @planned(check_run)
 def forward_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Return x', xhat' and rstd' of the last block (or None twice) and, if `keep`, the tensors that backward needs."""
+    """Return x', xhat' and rstd' of the last block (xhat' and rstd' may be None) and, if `keep`, saved tensors."""
     run = getattr(forward, "__wrapped__")  # noqa: B009  the plan of a run contains the steps of its blocks
     x, xhat, rstd = flat[:3]
     saved: list[Tensor | None] = []

@@ -308,7 +308,7 @@ def _save_for_backward(
 
 def _differentiable(*arguments):
     """Implement `vil::run` for PyTorch's Autograd dispatch key."""
-    # a compiled training step also calls the forward pass without gradients
+    # in the forward pass of a compiled training step, `keep` is true, but gradients are disabled
     if not (arguments[-1] and torch.is_grad_enabled()):
         if block_op.is_eager(arguments[6]):
             return _forward(*arguments)

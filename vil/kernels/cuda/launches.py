@@ -173,7 +173,7 @@ def _config(ctas: int, threads: int, shared_bytes: int, overlaps: bool):
 
 
 def _can_overlap(device_index: int) -> bool:
-    """Return whether GPU and driver support programmatic dependent launch, also in CUDA graphs (CUDA 12.3)."""
+    """Return whether the GPU supports programmatic dependent launch, and the driver supports it in CUDA graphs."""
     from cuda.bindings import driver
 
     _, version = driver.cuDriverGetVersion()

@@ -1,11 +1,12 @@
-// Programmatic dependent launch, by which consecutive kernels of a stream overlap on GPUs since sm_90.
+// Programmatic dependent launch: consecutive kernels of a stream overlap on GPUs of compute capability 9.0 or higher.
 //
 // The CTAs of a kernel start as soon as all CTAs of the previous kernel have called `begin_kernel` or ended, and
-// multiprocessors are free. Therefore every kernel begins with a call of `begin_kernel`.
+// multiprocessors are free. Therefore every kernel without early accesses begins with a call of `begin_kernel`.
 //
-// Other rules apply to a kernel that accesses memory before it waits (`early` in source.py). Such a kernel never calls
-// `begin_kernel`, so the next kernel starts when the kernel has ended. At least one thread of the kernel calls
-// `wait_for_previous_kernel`, so the kernel ends after the previous kernel.
+// A kernel with early accesses (`early` in source.py) accesses memory before it waits for the previous kernel. A kernel
+// with early accesses never calls `begin_kernel`, so the next kernel starts only after the kernel with early accesses
+// has ended. At least one thread of the kernel with early accesses calls `wait_for_previous_kernel`, so the kernel ends
+// after the previous kernel.
 
 #include "elements.cuh"
 

@@ -158,8 +158,9 @@ class Recording(TorchDispatchMode):
             for buffer in self._used(record):
                 first_use.setdefault(buffer, i)
                 last_use[buffer] = i
-        # A kernel with early accesses may start when the previous such kernel has ended (overlap.cuh), unless the plan
-        # computes an input that the kernel reads early. The memory of early outputs must be free from this time on.
+        # A kernel with early accesses may start as soon as the previous kernel with early accesses has ended
+        # (overlap.cuh), unless the plan computes an input that the kernel reads early. Therefore the memory of
+        # early outputs must be free from the launch of that previous kernel on.
         overlapping: list[Launch] = []
         early = [(i, record) for i, record in enumerate(self.recorded) if isinstance(record, Launch) and record.early]
         for (start, _), (i, launch) in itertools.pairwise(early):
