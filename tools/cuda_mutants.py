@@ -26,7 +26,7 @@ from vil.kernels.cuda import source
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/helpers"))  # pytest also adds this folder to sys.path
 import emulator
 
-LIMIT = 600  # seconds; test timeout, because a mutant that hangs counts as detected
+LIMIT = 600  # seconds; time limit for the tests of a mutant. A mutant that exceeds the limit counts as detected.
 SCAN = ["tests/kernels/test_cuda.py"]
 POOLED = ["tests/kernels/test_pooled_block.py"]
 BLOCK = [f"tests/kernels/test_block{name}.py" for name in ("_kernels", "_references", "")] + POOLED

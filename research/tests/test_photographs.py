@@ -166,7 +166,7 @@ def stubbed(tmp_path, image_folder, monkeypatch):
     for split, name in (("train", "train"), ("choose", "val")):
         (tmp_path / "images" / split).symlink_to(image_folder / name)
     shutil.copytree(image_folder / "val", tmp_path / "images" / "test")
-    for name in CLASSES:  # the split `test` has six images per class, and the split `choose` seven
+    for name in CLASSES:  # the split `test` has six images per class, and the split `choose` has seven
         (tmp_path / "images" / "test" / name / "0.png").unlink()
     config = dict(data_dir=str(tmp_path / "images"), val_split="choose", img_size=16, epochs=30, global_batch_size=16)
     config["model_kwargs"] = dict(depth=1, patch_size=8)
@@ -231,7 +231,8 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
     # The file has a header, 24 rows for the test images, and 36 columns for the runs.
     assert (len(rows), rows[0].count(",")) == (25, 1 + 36)
     assert "| vil_tiny | 2" in (shown := capsys.readouterr().out)
-    assert "25.00 ± 0.00" in shown  # all predictions are one class, to which a quarter of the images belong
+    # Each run predicts one class for all images, and a quarter of the images belong to this class.
+    assert "25.00 ± 0.00" in shown
 
     (root / "out.json").write_text(json.dumps(found | dict(runs=found["runs"][:-1])))
     (root / "runs").rename(root / "gone")
@@ -262,7 +263,7 @@ def test_results_that_are_half_written_are_gone_on_with(stubbed, monkeypatch, ca
 
     def stop(path, content):
         write(path, content)
-        if len(started) > 13:  # fail after the first of the two files that a run with test predictions writes
+        if len(started) > 13:  # fail after the predictions are written and before out.json is written
             raise OSError("no space left")
 
     with monkeypatch.context() as patch:

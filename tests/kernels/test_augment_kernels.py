@@ -154,9 +154,9 @@ def random_operation(numbers, name=None):
     name = name or numbers.choice([*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
     ranges = dict(Posterize=(0, 8), Solarize=(0, 256), SolarizeAdd=(0, 110), Rotate=(-30, 30), GaussianBlur=(0.1, 2))
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
-    if name in ("TranslateX", "TranslateY"):  # in steps of 0.5 pixels, half of the shifts sample at the image's edge
+    if name in ("TranslateX", "TranslateY"):  # multiples of 0.5 pixels; half of these shifts sample at the image's edge
         return name, numbers.randint(-40, 40) / 2
-    if name not in ranges:  # factors in steps of 0.1, for which many pixels have an integer as exact result
+    if name not in ranges:  # factors in steps of 0.1, because the exact results of many pixels are then integers
         return name, numbers.randint(1, 19) / 10
     argument = numbers.uniform(*ranges[name])
     return name, int(argument) if name in ("Posterize", "Solarize", "SolarizeAdd") else argument
@@ -170,7 +170,7 @@ def by_timm(image, name, argument, interpolation="bicubic"):
 
 
 def encoded(operations, size):
-    """Encode each image's sequence of operations, given as (name, argument), as the kernels' codes and arguments."""
+    """Convert each image's operations, a list of (name, argument), to the opcodes and arguments of the kernels."""
     codes = np.zeros((len(operations), len(operations[0])), np.uint8)
     arguments = np.zeros((*codes.shape, batched_transforms.ARGUMENTS))
     for i, turns in enumerate(operations):

@@ -99,7 +99,7 @@ def test_the_emulated_hopper_kernel_returns_the_norm_with_eps(monkeypatch, poiso
 @pytest.mark.parametrize(("B", "L"), [(11, 16), (13, 5), (5, 21), (2, 600)])
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 33), (BF16, 64)])
 def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dtype, D, B, L, poison):
-    """In fp32, each CTA processes several groups of four stretches of tokens sequentially, and reuses shared memory."""
+    """In fp32, a CTA loops over groups of four stretches (runs of consecutive tokens) and reuses shared memory."""
     for H in (L, L // 2 + 1):
         sizes = (B, L, D), (2, B, H, D), (2, B * H, 16), (2, 16, D)
         inputs = *[torch.randn(size).to(dtype) for size in sizes], torch.randn(2, D, 4), torch.randn(2, D)

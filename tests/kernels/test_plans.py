@@ -69,7 +69,7 @@ def test_buffers_with_disjoint_lifetimes_share_memory(monkeypatch):
     total, product = recorded([x])
     assert torch.equal(total, 2 * x)
     torch.testing.assert_close(product, x.view(10, 100) @ x.view(100, 10))
-    # the results, and in bytes, the temporary buffers, of which one is in the memory of the first result
+    # the shapes of both results, and the bytes of one allocation, which the four temporary buffers share
     assert made == [(1000,), (10, 10), 2 * 4096]
 
 
@@ -113,7 +113,10 @@ def test_buffers_that_are_used_at_the_same_time_do_not_overlap_in_memory():
 
 
 def test_a_graph_is_captured_when_the_same_addresses_occur_again(monkeypatch):
-    """A graph replays only calls with the addresses and the stream of its capture. A failed capture disables graphs."""
+    """A graph replays only calls with the stream and the tensor addresses of the capture.
+
+    After a failed capture, the plan uses no graphs.
+    """
     state, events = dict(stream=1, capturing=False), []
 
     class Graph:
@@ -149,7 +152,7 @@ def test_a_graph_is_captured_when_the_same_addresses_occur_again(monkeypatch):
     state.update(capturing=False)
     monkeypatch.setattr(graphs, "GRAPHS", 2)
     assert [call(1, 4) for _ in range(3)] == [eager, eager, captured]
-    assert call(1, 2) == eager  # the oldest graph was dropped
+    assert call(1, 2) == eager  # the new graph has replaced the oldest graph, because GRAPHS is 2
 
     def fail(*_):
         raise RuntimeError("operation not permitted")
@@ -241,7 +244,8 @@ def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypa
     def t(*size, **kind):
         return torch.zeros(*size, **kind).as_subclass(OnGpu)
 
-    odd, eight = (torch.zeros(3 + i)[i:].as_subclass(OnGpu) for i in (1, 2))  # 4 and 8 bytes after a 16-byte boundary
+    # `odd` starts 4 bytes after a 16-byte boundary, and `eight` starts 8 bytes after a 16-byte boundary
+    odd, eight = (torch.zeros(3 + i)[i:].as_subclass(OnGpu) for i in (1, 2))
     first = t(3).as_subclass(type("OnFirst", (OnGpu,), dict(get_device=lambda _: 0)))
     calls = [
         (t(3), [t(2, 2)], None, 1), (first, [t(2, 2)], None, 1), (odd, [t(2, 2)], None, 1), (eight, [t(2, 2)], None, 1),

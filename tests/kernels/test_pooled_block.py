@@ -122,7 +122,7 @@ def test_scan_lines_equals_its_definition(B, S, D, R, dtype, recurrence, device,
     assert states.shape == (2, B, 0, 16, D)
     exactly = [t if t is None else t.double() for t in (means, x_proj, step_proj, A, bias)]
     truth = scan_lines.reference(recurrence, *exactly)
-    # scan_lines rounds steps, keys and queries like conv_xproj, so the kernels have equal tolerances.
+    # scan_lines rounds steps, keys and queries like conv_xproj, so both kernels have the same tolerance.
     close(found, truth, dtype, "conv_xproj")
 
 
@@ -158,7 +158,7 @@ def test_scan_image_equals_its_definition(B, S, D, R, dtype, device, monkeypatch
     assert torch.equal(found, again)
     assert states.shape == (2, B, 0, 16, D)
     truth = scan_image.reference("longhorn", *[t if t is None else t.double() for t in inputs])
-    # The kernel rounds steps, keys and queries like conv_xproj, so the kernels have equal tolerances.
+    # scan_image rounds steps, keys and queries like conv_xproj, so both kernels have the same tolerance.
     close(found, truth, dtype, "conv_xproj")
 
 
@@ -172,7 +172,7 @@ def test_scan_image_equals_its_definition(B, S, D, R, dtype, device, monkeypatch
 )  # fmt: skip
 def test_few_and_many_images_have_kernels_that_project_and_scan(B, S, D, expected, monkeypatch):
     emulator.as_if_on_a_gpu(monkeypatch, multiprocessors=132)
-    R = D // 32 + -(D // 32) % 8  # padded to a multiple of 8
+    R = D // 32 + -(D // 32) % 8  # rank D // 32 of the step projection, rounded up to a multiple of 8
     sizes = (2, B, S, D), (2, R + 32, D), (2, D, R)
     scan = kernels.line_scan("longhorn", *(torch.empty(size, dtype=torch.bfloat16) for size in sizes))
     assert (scan and scan.__name__) == expected
@@ -197,7 +197,7 @@ def test_few_images_with_many_channels_do_not_use_scan_lines_backward(B, D, expe
 def test_scan_lines_backward_equals_its_definition(B, S, D, R, dtype, device, monkeypatch, poison):
     if device == "cpu":
         on_an_emulated_gpu(monkeypatch)
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 4)  # two CTAs for each direction
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 4)  # so each direction has two CTAs
     g = torch.Generator().manual_seed(0)
 
     def random(*size, dtype=dtype):
@@ -259,7 +259,8 @@ def test_in_proj_pool_equals_its_definition(case, dtype, keep, device, monkeypat
     truth = in_proj_pool_sm90.reference(*(t.double() for t in inputs), lines)
     halves = [t.chunk(2, dim=-1) for t in (uz, again[0], truth[0])]
     for value, repeated, expected, roundings in (
-        *((u, again, true, 2) for u, again, true in [next(zip(*halves))] if keep),  # written only if `keep`
+        # u is written only if `keep` is true
+        *((u, again, true, 2) for u, again, true in [next(zip(*halves))] if keep),
         (*(z for _, z in halves), 1),
         (means, again[1], truth[1], 2),  # u is rounded before the convolution
         (skipped, again[2], truth[2], 2),

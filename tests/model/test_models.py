@@ -365,7 +365,7 @@ def test_pruning_removes_blocks_that_the_intermediates_do_not_need():
     assert model.prune_intermediate_layers([0, 2], prune_head=False) == [0, 2]
     kept = {name: t for name, t in weights.items() if not name.startswith("blocks.3.")}
     torch.testing.assert_close(model(x), naive_model.model(x, kept))
-    assert model.prune_intermediate_layers() == [2]  # returns the index of the last kept block
+    assert model.prune_intermediate_layers() == [2]  # the result is the index of the last kept block
     assert len(model.blocks) == 3
 
 

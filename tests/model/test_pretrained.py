@@ -1,4 +1,4 @@
-"""Tests of the weights in the package: `pretrained=True` in timm, and names of weights in options."""
+"""Tests of the weights in the package, loaded by timm's `pretrained=True` or by name (`--pretrained-path NAME`)."""
 
 import json
 from dataclasses import fields

@@ -653,7 +653,7 @@ def test_a_cached_tar_index_runs_no_code_and_may_be_damaged(image_folder, tmp_pa
     monkeypatch.chdir(tmp_path)
     with tarfile.open("train.tar", "w") as tar:
         tar.add(image_folder / "train", "train")
-    os.truncate("train.tar", 11 * 2**30)  # timm reads an index of tar files of more than 10 GiB
+    os.truncate("train.tar", 11 * 2**30)  # timm reads a cached index only if the tar files exceed 10 GiB
     (tmp_path / "_train_tarinfos.pickle").write_bytes(listed)
     assert len(open_split(str(tmp_path), "", "train")) == len(open_split(str(image_folder), "", "train"))
     assert re.fullmatch(r".*/_train_tarinfos.pickle is passed over.*Error\(.*\); remove it.* anew", caplog.messages[0])

@@ -467,7 +467,7 @@ def test_links_out_of_the_dataset_and_duplicate_links_are_skipped(tmp_path, capl
     by_link = open_split(str(tmp_path / "link"), "", "train")
     assert {by_link.filename(i) for i in range(len(by_link))} == names
     (outside / "ant").mkdir()
-    (outside / "ant" / "1.jpg").write_bytes(SMALL_JPEG)  # beside this class folder, outside/1.jpg has no class
+    (outside / "ant" / "1.jpg").write_bytes(SMALL_JPEG)  # outside/1.jpg is in no class folder
     (root / "test").symlink_to(outside)  # a split's folder may be a link
     assert [path for path, _ in open_split(str(root), "", "test").reader.samples] == [f"{root}/test/ant/1.jpg"]
     assert {str(path.relative_to(root / "train")) for path in viz.image_files([root / "train"])} == names - linked
@@ -580,7 +580,7 @@ def test_a_long_run_of_broken_files_is_replaced_by_the_next_readable_image(caplo
     assert next(readers(rows))[100, 0][1] >= 50_000
     # an unreadable image is replaced by a readable image among the next nine, if any
     assert next(readers(Million(lambda index: index >= 109)))[100, 0][1] == 109
-    # after the last image, the search continues with the first
+    # the search for a readable image continues with the first image after the last image
     image, target = next(readers(Rows(encode(RGB, "PNG"), SMALL_JPEG, b"")))[2, 0]
     assert (target, np.array_equal(image, RGB)) == (0, True)
     caplog.clear()

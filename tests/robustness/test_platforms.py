@@ -112,7 +112,8 @@ def test_models_use_no_fp64_because_mps_does_not_support_it(name, monkeypatch):
     model = timm.create_model(name, depth=2, embed_dim=32, img_size=32, drop_path_rate=0.5)
     with Recorded() as recorded:
         model(torch.rand(2, 3, 32, 32)).sum().backward()
-    assert torch.ops.aten.addcmul_ in recorded.operators  # the reference scan calls addcmul_
+    # Only the reference scan calls addcmul_, so the operators inside the reference scan were recorded.
+    assert torch.ops.aten.addcmul_ in recorded.operators
     assert torch.ops.vil.reference_scan_backward in recorded.operators
     assert {d for d in recorded.dtypes if d.is_floating_point} == {torch.float32}
 

@@ -92,7 +92,7 @@ def test_hosts_communicate_over_gloo_and_a_missing_rank_is_reported_in_one_line(
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Unset the variables that describe a process group, and return a function that sets variables."""
+    """Unset the environment variables of launchers, and return a function that sets given environment variables."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_"))] + ["RANK", "WORLD_SIZE"]:
         monkeypatch.delenv(name, raising=False)
     return lambda variables: [monkeypatch.setenv(*pair.split("=")) for pair in variables.split()]
@@ -132,7 +132,8 @@ def test_an_incomplete_launcher_environment_is_rejected(launched, variables, fou
 def test_a_launcher_of_one_process_needs_no_process_group(launched, variables):
     launched(variables)
     assert distributed.init_process_group("cpu") == (torch.device("cpu"), 0, 1)
-    assert distributed.is_rank0()  # a stray RANK would hide the warnings
+    # If a stray RANK made the rank nonzero, this process would not log warnings.
+    assert distributed.is_rank0()
 
 
 @pytest.mark.parametrize("variables", ["WORLD_SIZE=2 RANK=1", "SLURM_NTASKS=2 SLURM_PROCID=1"])

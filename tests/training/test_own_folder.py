@@ -74,7 +74,8 @@ def test_given_options_win(photos, given, caplog):
         assert f"--{name.replace('_', '-')} " not in caplog.text
     if "vil_tiny" in given.values() or "vil_tiny.tiny_in200" in given.values():
         assert (config.model, config.pretrained_path) == ("vil_tiny", "vil_tiny.tiny_in200")
-    if given.get("model") in ("vil_small", "resnet18") or "model_kwargs" in given:  # no packaged weights fit
+    # The weights in the package do not fit these models.
+    if given.get("model") in ("vil_small", "resnet18") or "model_kwargs" in given:
         assert (config.pretrained_path, config.img_size, config.model_kwargs) == (
             None, None, given.get("model_kwargs", {}),
         )  # fmt: skip
@@ -226,7 +227,7 @@ def test_resuming_keeps_the_options_of_the_run(run, monkeypatch):
     assert config.pretrained_path is None  # a resumed run chooses no pretrained weights
     (run / "run/last.pt").rename(run / "kept.pt")
     (run / "run/last.pt").write_bytes(b"damaged")
-    assert Config(**complete(given)).epochs == 2  # the options come from previous.pt
+    assert Config(**complete(given)).epochs == 2  # last.pt is damaged, so the options are read from previous.pt
     (run / "kept.pt").replace(run / "run/last.pt")
     with pytest.raises(CheckpointError, match="val_fraction must be 0.2, as in .*last.pt, got 0.3"):
         Trainer(Config(**complete(given | {"val_fraction": 0.3})), torch.device("cpu"), 0, 1)

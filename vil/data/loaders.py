@@ -103,7 +103,7 @@ class TrainingLoader:
 
     @property
     def waits(self) -> Waits:
-        """Total seconds that the run has waited for the model to free memory, and for the device to prepare batches."""
+        """Total seconds that the run has waited for batches, by the reason for waiting."""
         return self.images.waits
 
     def take_unreadable(self) -> int:

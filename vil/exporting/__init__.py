@@ -222,7 +222,8 @@ def compare(
         difference = (truth - value).abs().max().item()
         if not difference <= tolerance * max(1, truth.abs().max().item()):  # "not <=" also catches NaN
             raise ExportError(
-                f"{name} differs from the model's by {difference:.1e}, more than rounding: no file was written"
+                f"{name} of the exported model must equal {name} of the PyTorch model up to rounding, "
+                f"got a difference of {difference:.1e}: no file was written"
             )
         largest = max(largest, difference)
     has_same_top1 = expected[0].argmax(-1) == found[0].argmax(-1)

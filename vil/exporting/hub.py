@@ -24,7 +24,7 @@ def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, A
     """
     # leave out the license, which is unknown, and label_names, which is a top-level key of config.json
     known = {field.name for field in fields(PretrainedCfg)} - {"label_names", "license"}
-    model = copy.copy(model)  # the next line must not change the caller's model
+    model = copy.copy(model)  # copied, so that setting pretrained_cfg does not change the caller's model
     model.pretrained_cfg = _selected(model.pretrained_cfg, known)
 
     config: dict[str, Any] = {"pretrained_cfg": _selected(metadata, known)}
@@ -35,7 +35,7 @@ def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, A
         # Older versions of timm need a Path, although the parameter is annotated as str.
         save_config_for_hf(model, path, config, dict(arguments))  # type: ignore[arg-type]
         written = json.loads(path.read_text())
-    # timm reads num_classes from outside model_args, and transformers sets num_classes itself
+    # timm reads num_classes from the top level of config.json instead, and transformers sets num_classes itself
     written.get("model_args", {}).pop("num_classes", None)
     return json.dumps(written, indent=2)
 

@@ -13,7 +13,8 @@ from ..models.block import Block
 from .mixers import ClassTokenBlock
 from .traced import Exported, is_known, program_of
 
-MAX_FOLDED = 2**31  # maximum number of elements of a folded constant; constants of an ONNX file (2 GiB) have fewer
+# maximum number of elements of a folded constant, which no constant exceeds in an ONNX file of at most 2 GiB
+MAX_FOLDED = 2**31
 DOMAIN = "vil.block"  # ONNX domain of the block functions, which are inlined after translation
 
 
@@ -27,11 +28,11 @@ class Kind(NamedTuple):
 
 
 class BlockFunction(NamedTuple):
-    """ONNX function for all blocks of one kind.
+    """ONNX function that all blocks with the same `Kind` share, with the weights as inputs.
 
     Attributes:
         name: Name of the ONNX function.
-        block: Any block of the kind.
+        block: One of these blocks, from which the function is translated.
     """
 
     name: str

@@ -27,7 +27,7 @@ COLUMNS = 3  # panels per row
 WIDTH = 12  # width of the figure in inches
 HEIGHT = 3  # height of each panel in inches
 DOTS_PER_INCH = 100
-FEWEST_TO_CUT = 5  # plots of fewer epochs do not cut off the first epoch
+FEWEST_TO_CUT = 5  # the y-axis may exclude the first epoch only if the run has at least this many epochs
 MARGIN = 0.05  # space above and below the lines, as a fraction of their range
 
 

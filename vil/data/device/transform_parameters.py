@@ -102,7 +102,7 @@ def _sample_random_crop(
 
 
 def _sample_resize(step: Resize, image: Image.Image, parameters: TransformParameters) -> None:
-    if isinstance(step.size, int):  # length of the shorter side
+    if isinstance(step.size, int):  # an int is the length of the shorter side
         height, width = image.height, image.width
         longer_side = int(step.size * max(height, width) / min(height, width))
         parameters.resized = (step.size, longer_side) if height <= width else (longer_side, step.size)
@@ -130,7 +130,8 @@ def _sample_flip(step: RandomHorizontalFlip, image: Image.Image, parameters: Tra
 
 
 def _sample_policy(step: RandAugment | AutoAugment, image: Image.Image, parameters: TransformParameters) -> None:
-    parameters.operations += step([])  # `_recorder` makes each operation append itself to the list
+    # `_recorder` has replaced the functions of the operations, so `step` returns a list of the sampled operations
+    parameters.operations += step([])
 
 
 def _sample_jitter(step: ColorJitter, image: Image.Image, parameters: TransformParameters) -> None:

@@ -17,7 +17,12 @@ from .workers import start_workers
 
 
 class Waits(NamedTuple):
-    """Total seconds that a run waited for the model to free memory for a batch, and for the batch's preparation."""
+    """Total seconds that a run has waited for batches, by the reason for waiting.
+
+    Attributes:
+        for_model: Seconds until the model had finished earlier batches, so that memory for the next batch was free.
+        for_preparation: Seconds until the device had prepared the next batch in free memory.
+    """
 
     for_model: float = 0.0
     for_preparation: float = 0.0

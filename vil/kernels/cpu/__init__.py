@@ -1,4 +1,4 @@
-"""Shared modules of the CPU kernels.
+"""Modules that the CPU kernels of the scan and of the block share.
 
 `compiler`     compilation of Python functions to machine code, and launches
 `language`     building blocks of kernels

@@ -23,7 +23,7 @@ import torch
 
 _logger = logging.getLogger(__name__)
 
-SIGHTINGS = 3  # number of calls with the same addresses before a graph is captured
+SIGHTINGS = 3  # number of the call, counted from 1, with the same addresses that captures a graph
 GRAPHS = 256  # maximum number of graphs per plan
 KEYS = 4096  # maximum number of sets of addresses per plan whose calls are counted
 
@@ -35,11 +35,11 @@ class Graphs:
 
     def __init__(self) -> None:
         self.captured: dict[tuple, torch.cuda.CUDAGraph] = {}
-        self.calls: dict[tuple, int] = {}  # number of calls with addresses that have no graph
+        self.calls: dict[tuple, int] = {}  # number of calls by stream and addresses without a graph
         self.enabled = True
 
     def replay(self, device: torch.device, addresses: list[int], run: Callable[[], None]) -> bool:
-        """Replay the graph for these addresses, and return False if no graph exists.
+        """Replay the graph for these addresses, and return whether a graph was replayed.
 
         Args:
             device: Current GPU.

@@ -95,8 +95,8 @@ def call_operator(
 
     Args:
         operator: The operator.
-        args, kwargs: Its arguments, with a `View` for each tensor.
-        results: Index in the operator's flat results and buffer of each result that owns memory.
+        args, kwargs: Arguments of the operator, with a `View` instead of each tensor.
+        results: Pair (index in the operator's flattened results, buffer) of each result that owns memory.
         returns_tensor: Whether the operator returns one tensor, neither a tuple nor a list.
     """
     call = BINDINGS.get(operator, operator)
@@ -109,7 +109,7 @@ def call_operator(
         return _call_with_three(call, *args)
 
     def prepare(tensors):
-        if has_nested_views:  # views inside lists or keyword arguments
+        if has_nested_views:  # replace views that are inside lists or keyword arguments, too
             return tree_map(lambda leaf: view_in(tensors, leaf) if isinstance(leaf, View) else leaf, (args, kwargs))
         own = args.copy()
         for i in view_indices:
