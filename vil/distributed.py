@@ -58,7 +58,7 @@ def init_process_group(device: str) -> tuple[torch.device, int, int]:
         ConfigError: The process group cannot be initialized.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Processes that survive a killed torchrun would disturb the next run.
+        # Exit if torchrun is killed, because a surviving process would disturb the next run.
         terminate_with_parent()
 
     # CPU tensors use gloo, which does not wait for a GPU and fails at once if a process exits
@@ -121,8 +121,8 @@ def _environment_problem() -> str | None:
     """Return why the environment variables do not describe a valid process group, or None.
 
     timm creates a process group if WORLD_SIZE, or without it SLURM_NTASKS, exceeds 1. The processes find each other at
-    MASTER_ADDR and MASTER_PORT. In an interactive Slurm job, or with a leftover variable, the world size counts
-    processes that were never started.
+    MASTER_ADDR and MASTER_PORT. In an interactive Slurm job, or if a variable is left over from another run, the world
+    size counts processes that were never started.
     """
     variable = world_size_variable()
     if variable is None or os.environ[variable] == "1":

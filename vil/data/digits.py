@@ -3,7 +3,7 @@
     python -m vil.data.digits data/digits
     python -m vil.data.digits data/digits_few --train-per-class 20            # harder: 200 training images
     python -m vil.data.digits data/digits_five --train-per-class 5 --seed 3   # 50 training images, sampled by the seed
-    python -m vil.data.digits data/high --digits 5 6 7 8 9                    # some of the classes
+    python -m vil.data.digits data/high --digits 5 6 7 8 9                    # images of five digits only
 
 The dataset has 1,797 real images of 8x8 pixels, scanned from forms that 13 people filled in (the test set of UCI
 "Optical Recognition of Handwritten Digits"). A fixed, stratified quarter is held out as the validation split. With

@@ -20,9 +20,9 @@ from .sources.split_paths import SPLIT_NAMES
 def split_folder(source: Path, target: Path, validation: float = SHARE) -> dict[str, int]:
     """Split the class folders `source`/CLASS into `target`/train/CLASS and `target`/validation/CLASS.
 
-    The validation images are those that training would hold out. The same file names and share always give the same
-    splits (see `vil.data.held_out`). The classes are found as in training (see `ClassFolders`), and class folders keep
-    their paths. New files are hard links, or copies if a hard link cannot be created.
+    The validation images are those that training on `source` would hold out. The same file names and share always give
+    the same splits (see `vil.data.held_out`). The classes are found as in training (see `ClassFolders`), and class
+    folders keep their paths. New files are hard links, or copies if a hard link cannot be created.
 
     Returns:
         Number of images per split.

@@ -17,7 +17,7 @@ def held_out(names: Sequence[str], classes: Sequence[Hashable], share: float = S
     has two or more images, at least one image is held out and at least one is kept. The only image of a class is kept.
 
     Args:
-        names: Path of each image inside the data set, with "/".
+        names: Path of each image inside the data set, with "/" as the separator.
         classes: Class of each image.
         share: Share of each class to hold out, between 0 and 1.
     """

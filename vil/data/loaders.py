@@ -151,7 +151,7 @@ def training_loader(
         data_config: timm's data config of the images.
         device: Device of the batches.
         batches: Batch sampler.
-        num_classes: Length of a soft target.
+        num_classes: Number of classes, which is the length of a soft target.
     """
     options = LoadingOptions(device, config.workers, config.augment_on_device)
     images = _open_images(dataset, training_transform(config, data_config), batches, data_config["input_size"], options)
@@ -196,7 +196,7 @@ def evaluation_loader(
         batch_size: Images in a batch.
         rank: Rank of this process.
         world_size: Number of processes.
-        augment_on_device: Whether the device decodes and resizes; None uses a GPU that supports it.
+        augment_on_device: Whether the device decodes and resizes the images. None uses a GPU if possible.
         is_reused: Whether the loader will be used for more than one pass.
     """
     options = LoadingOptions(device, workers, augment_on_device, is_reused)
@@ -273,9 +273,9 @@ def _piece_loader(dataset, plan: LoadingPlan, **arguments) -> DataLoader:
 
 
 def _started(loader, pieces: Pieces):
-    """Start a loader's workers. They load nothing until the first pass.
+    """Start a loader's workers, which load nothing until the first pass over the loader.
 
-    Workers must start before autograd creates threads.
+    Workers must start before autograd creates threads (see `start_workers`).
     """
     start_workers(loader.loader)
     pieces.ready = True

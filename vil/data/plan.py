@@ -60,8 +60,8 @@ class LoadingPlan:
     def in_thread(self) -> bool:
         """Whether a separate thread prepares batches on the device.
 
-        The thread waits for the decoder. If workers decode small images, no thread is used, because the thread would
-        compete with the caller for the GIL.
+        The thread waits for the decoder, so that the caller can continue. If workers decode small images, no thread is
+        used, because the thread would compete with the caller for the GIL.
         """
         return not self.decodes_in_workers
 
@@ -98,7 +98,7 @@ def plan_loading(
         transform: timm's transform of an image.
         batches: Batch sampler.
         image_shape: Shape (3, H, W) of a transformed image.
-        options: Requests of the run.
+        options: Options of the run for loading images.
 
     Raises:
         ConfigError: `augment_on_device` is True but the device does not support the images, or shared memory is too
@@ -122,7 +122,7 @@ def plan_loading(
         piece_size=piece_size,
         piece_bytes=piece_bytes,
     )
-    # with repeated augmentation, one epoch does not contain all images, so the cache is filled first
+    # with repeated augmentation, one epoch does not contain all images, so the cache is filled before the first batch
     fills_cache = on_device and batches.repeats > 1 and math.isfinite(pixels)
     return LoadingPlan(
         device=options.device,

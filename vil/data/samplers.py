@@ -15,7 +15,7 @@ import numpy as np
 from ..config import Config, ConfigError
 from ..text import counted
 
-FEW = 8  # the log recommends more steps to runs of fewer than FEW**3 steps with fewer than FEW steps per epoch
+FEW = 8  # the log recommends more steps if a run has fewer than FEW steps per epoch and fewer than FEW**3 in total
 SMALL = 4  # the log recommends smaller batches only if the global batch size exceeds SMALL
 
 

@@ -77,7 +77,7 @@ def export_model(
         path: Path of an .onnx, .pt2 or .safetensors file, which is written atomically. A .safetensors file stores
             weights in half precision. If the path has no extension, model.safetensors, config.json and README.md are
             written to a folder; an existing README.md is kept.
-        features: Indices of the blocks whose feature maps are additional outputs. The outputs are in ascending order.
+        features: Indices of the blocks whose feature maps are additional outputs, in ascending order of the indices.
         opset: ONNX opset version.
         metadata: Additional metadata entries for the file.
         **preprocessing: Values of mean, std, crop_pct, crop_mode or interpolation to store instead of the values in

@@ -45,9 +45,9 @@ def convolve(mixer: BidirectionalMixer, h_BLC: Tensor) -> list[Tensor]:
 
 
 def convolve_images(mixer: BidirectionalMixer, h_BLC: Tensor) -> list[Tensor]:
-    """Compute `convolve` with convolutions of images, which are faster in onnxruntime and slower in PyTorch.
+    """Compute `convolve` with 2-D convolutions, which are faster in onnxruntime and slower in PyTorch.
 
-    The input projection is a convolution, too, because onnxruntime then keeps one memory layout for both convolutions.
+    The input projection is also a 2-D convolution, because onnxruntime then keeps one memory layout for both convolutions.
     Permuted tensors have four dimensions, because onnxruntime merges only four-dimensional permutations with changes of
     the layout.
     """
@@ -127,7 +127,7 @@ def _project_out(
 ) -> Tensor:
     """Add the skip connections to the mean output y of both directions, gate, and project to the model width."""
     weight = mixer.in_proj.weight
-    z_BLD = F.linear(h_BLC, weight[len(weight) // 2 :])  # onnxscript folds slices of weights, but not splits
+    z_BLD = F.linear(h_BLC, weight[len(weight) // 2 :])  # a slice, because onnxscript does not fold splits
     forward, backward = mixer.directions
     skipped_BLD = forward.skip / 2 * forward_v_BLD + backward.skip / 2 * backward_v_BLD
     return mixer.out_proj(F.silu(z_BLD) * (skipped_BLD + y_BLD))

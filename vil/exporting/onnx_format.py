@@ -101,7 +101,8 @@ def _version_of(onnx: Any, name: str, opset: int) -> int | None:
 def _clean(proto: Any) -> None:
     """Remove the metadata of PyTorch's exporter and the shapes of weights, and name the dynamic dimension "batch".
 
-    onnxruntime's `quantize_dynamic` transposes weights without changing the shapes, which PyTorch 2.10 writes.
+    The shapes of weights, which PyTorch 2.10 writes, are removed because onnxruntime's `quantize_dynamic` transposes
+    weights without updating their shapes.
     """
     for graph in _graphs(proto.graph):
         weights = {weight.name for weight in graph.initializer}

@@ -13,7 +13,7 @@ from ..models.block import Block
 from .mixers import ClassTokenBlock
 from .traced import Exported, is_known, program_of
 
-# maximum number of elements of a folded constant, which no constant exceeds in an ONNX file of at most 2 GiB
+# maximum number of elements of a folded constant; an ONNX file of at most 2 GiB contains no larger constant
 MAX_FOLDED = 2**31
 DOMAIN = "vil.block"  # ONNX domain of the block functions, which are inlined after translation
 
@@ -32,7 +32,7 @@ class BlockFunction(NamedTuple):
 
     Attributes:
         name: Name of the ONNX function.
-        block: One of these blocks, from which the function is translated.
+        block: One of the blocks with this `Kind`, from which the function is translated.
     """
 
     name: str

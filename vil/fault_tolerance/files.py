@@ -16,7 +16,7 @@ from .machine_errors import cause_of
 
 _logger = logging.getLogger(__name__)
 
-# names of unfinished files, which no other program uses
+# pattern of the names of temporary files (see `_unfinished`), which no other program uses
 UNFINISHED = r"\..+\.[0-9a-f]{16}\.vil\.tmp"
 # error codes of fsync on file systems that do not support fsync
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)

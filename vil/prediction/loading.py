@@ -32,7 +32,7 @@ def classifier_of(
     Args:
         model: The model or checkpoint.
         device: Device of a checkpoint's model; None uses cuda if available.
-        use_ema: Whether to load the EMA weights of a checkpoint. None as for `from_checkpoint`.
+        use_ema: Whether to load the EMA weights of a checkpoint. None chooses as `from_checkpoint` does.
 
     Raises:
         ConfigError: The model has no classifier head, the checkpoint does not store the model's name, or the ONNX file
@@ -69,7 +69,7 @@ def _classifier_of_model(model: Any) -> Classifier:
             "To change this, set model.pretrained_cfg or use a timm model",
             type(inner).__name__,
         )
-    module: nn.Module = model if isinstance(model, nn.Module) else inner  # timm's ModelEma is no nn.Module
+    module: nn.Module = model if isinstance(model, nn.Module) else inner  # timm's ModelEma is not an nn.Module
     weight = next(module.parameters())
 
     def run(images: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-# Pillow supports about forty formats, and detects a format by content; an EPS file would start Ghostscript.
+# Only `FORMATS` are allowed: Pillow detects about forty formats by content, and an EPS file would start Ghostscript.
 Image.init()
 HEIC = "HEIF"  # Pillow's name of the HEIC format; only the decoding sandbox registers the format
 FORMATS = tuple(f for f in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF") if f in Image.OPEN)

@@ -26,7 +26,7 @@ def strip_metadata(data: bytes) -> bytes | None:
     """Return a JPEG or PNG without metadata, or None if the time to decode the file cannot be bounded.
 
     An allow-list keeps only the parts that the pixels depend on, so that no kind of metadata is decoded. A JPEG is kept
-    unchanged from the first scan on, where Pillow reads no metadata. Other formats give None.
+    unchanged from the first scan on, where Pillow reads no metadata. For other formats, return None.
 
     Raises:
         UnfitImageError: The file is a JPEG with more than `MOST_SCANS` scans.

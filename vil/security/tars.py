@@ -1,4 +1,4 @@
-"""Reader of untrusted tar files in bounded memory. Sizes claimed by headers are never allocated unchecked."""
+"""Reader of untrusted tar files in bounded memory. Each size in a header is checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def read_member(stream: Any, member: Member, most: int) -> bytes:
 def check_tar(file: BinaryIO, depth: int = 0) -> None:
     """Raise a tarfile.ReadError if Python's tarfile would need far more memory than a tar file's headers occupy.
 
-    This happens for sparse members, and for large global headers, which tarfile copies to all members. Members with a
+    Sparse members need such memory, and so do large global headers, which tarfile copies to all members. Members with a
     negative size and other large headers are rejected, too. Nested tar files are checked recursively.
     """
     if depth > DEEPEST:

@@ -130,7 +130,7 @@ class Unpickler(pickle._Unpickler):
             raise TorchFileError(
                 f"the file sets attributes of a {type(instance).__name__}; save only the state_dict() of the model"
             )
-        instance.__dict__ = state  # a copy for each of many objects that share one dict would take too much memory
+        instance.__dict__ = state  # not copied, because many objects can share one large dict
 
     dispatch[pickle.REDUCE[0]] = load_reduce
     dispatch[pickle.NEWOBJ[0]] = load_reduce

@@ -63,7 +63,7 @@ class BatchAugmentation:
 
     Args:
         config: Options of the run, with the probabilities and strengths.
-        num_classes: Length of a soft target.
+        num_classes: Number of classes, which is the length of a soft target.
         data_config: timm's data config, with `mean` and `std` of pixels in 0..1.
     """
 
@@ -126,7 +126,7 @@ class BatchAugmentation:
         mixing = np.zeros((count, 6), dtype=np.float32)
         for start in range(0, count if self.is_random else 0, MIXUP_GROUP):
             group = slice(start, min(start + MIXUP_GROUP, count))
-            # the first word seeds the RNGs of Python and NumPy, and each other word seeds the noise of one image
+            # words[0] seeds the RNGs of Python and NumPy, and each further word seeds the erasing noise of one image
             words = np.random.SeedSequence((self.seed, epoch, position + start, 1)).generate_state(1 + MIXUP_GROUP)
             random.seed(int(words[0]))
             np.random.seed(words[0])
@@ -144,7 +144,7 @@ class BatchAugmentation:
     def _sample_mixing(self, height: int, width: int) -> tuple[float, ...]:
         """Sample a box for mixup or cutmix, the mixing ratio inside the box, and the mixing ratio of the targets.
 
-        The box is top, bottom, left, right.
+        The first four of the returned numbers are the top, bottom, left and right of the box.
         """
         share, use_cutmix = self.mix._params_per_batch()
         if not use_cutmix or share == 1:

@@ -1,8 +1,9 @@
-"""Reference implementation of timm's transforms on batches of uint8 images (B, 3, H, W), like PIL except for rounding.
+"""Reference implementation of timm's transforms on batches of uint8 images (B, 3, H, W).
 
-Two matrix products resize and flip many crops at once. Augmentation policies and colour jitter are applied operation by
-operation, each to all images that sampled the operation, with each image's own arguments. At the end, the batch is
-normalized, erased and mixed. For images on an NVIDIA GPU, the kernels of `vil/kernels/augment` compute these functions.
+The results equal PIL's results except for rounding. Two matrix products resize and flip many crops at once. Each
+operation of augmentation policies and colour jitter is applied at once to all images that sampled the operation, with
+each image's own arguments. At the end, the batch is normalized, erased and mixed. For images on an NVIDIA GPU, the
+functions of this module call the kernels of `vil/kernels/augment`.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def apply_operations(
 
     Args:
         images: (B, 3, H, W) uint8, not modified.
-        operations: (B, T) opcodes of up to T operations per image, which are indices of `OPERATIONS`; 0 for none.
+        operations: (B, T) opcodes, which are indices in `OPERATIONS`, of up to T operations per image. Opcode 0 means
+            no operation.
         arguments: (B, T, ARGUMENTS): one number for operations of `POINTWISE`; for 'Affine', PIL's matrix from output
             to input coordinates; for 'GaussianBlur', PIL's radius.
         fill: Colour of pixels that an affine operation reads outside the image.
@@ -252,8 +254,8 @@ def _kernel(x: Tensor, interpolation: str, a: float) -> Tensor:
 def _boxes_of_gaussians(radii_N: np.ndarray) -> np.ndarray:
     """Convert standard deviations of Gaussians to the box filters (N, 3) that PIL applies three times instead.
 
-    The columns are the whole pixels on each side, the weight of each pixel, and the weight of the next pixel at both
-    ends, with weights as multiples of 2^-24. Dtypes follow PIL, which follows Gwosdek et al. (2011).
+    The columns are the number of whole pixels on each side, the weight of each pixel, and the weight of the next pixel
+    at both ends. Weights are multiples of 2^-24. The dtypes are PIL's, which implements Gwosdek et al. (2011).
     """
     variance = np.square(radii_N.astype(np.float32)) / 3
     length = np.sqrt(12.0 * variance.astype(np.float64) + 1).astype(np.float32)
@@ -322,19 +324,20 @@ def finish(
 ) -> Tensor:
     """Normalize images, erase a box of each image, and mix each image with its partner, in this order.
 
-    In mode 'pixel', erasing noise is a function of the image's key, the size of the box and the position in the box. On
-    an NVIDIA GPU, the noise differs, and in mode 'pixel' is a function of the key and the position in the image.
+    In mode 'pixel', erasing noise is a function of the image's key, the size of the box and the position in the box.
+    The kernel for NVIDIA GPUs computes different noise, which in mode 'pixel' is a function of the key and the position
+    in the image.
 
     Args:
         images: (B, 3, H, W) uint8.
-        mean: Mean of each channel, with white as 1.
-        std: Standard deviation of each channel.
-        erasing: (B, 4) int32: top, left, height and width of the erased box; no box if height is 0.
-        keys: (B,) uint32: keys of the noise.
+        mean: Mean of each channel, for pixel values from 0 to 1.
+        std: Standard deviation of each channel, for pixel values from 0 to 1.
+        erasing: (B, 4) int32: top, left, height and width of the erased box. Height 0 means no box.
+        keys: (B,) uint32: RNG seed of the noise in each image's box.
         mode: 'pixel' for standard normal noise, 'rand' for one normal number for each channel of an image, 'const' for
             0.
         mixing: (B, 6) float32: top, bottom, left and right of a box, and the image's share inside the box; the partner
-            has the remaining share. The sixth number is the share in the target and not used here.
+            has the remaining share. `finish` ignores the sixth number, which is the image's share in the target.
         partners: (B,) int64: index of each image's mixing partner.
 
     Returns:

@@ -14,7 +14,7 @@ from .decoded import DecodedImages
 SHARE = 8  # the cache of a split may use up to 1 / SHARE of a GPU's free memory
 HOST_BYTES = 2**30  # maximum bytes of a split's cached images on devices other than CUDA GPUs
 
-# task of a worker to load an image; for a cached image, the metadata let the worker skip reading the file
+# record of a worker's task to load one image; if the image is cached, the metadata let the worker skip reading the file
 TASK = np.dtype(
     [
         ("index", "i8"),  # index of the image in the dataset
@@ -30,12 +30,12 @@ class DecodedCache:
     """Cache of a split's decoded images on the device.
 
     Unless `room` is given, the cache stays empty if the whole split would probably not fit. Each rank caches the images
-    that it has decoded. A file that has changed is read again.
+    that it has decoded. If a file has changed since its image was cached, the file is read again.
 
     Args:
         count: Number of images in the split.
         device: Device of the images.
-        room: Maximum bytes; None chooses the limit when the first images are known.
+        room: Maximum bytes of cached images; if None, the first call of `reserve` chooses the limit.
     """
 
     def __init__(self, count: int, device: torch.device, room: int | None = None):
@@ -81,7 +81,7 @@ class DecodedCache:
             self.versions[indices[fit]] = versions[fit]
 
     def reserve(self, typical_bytes: float) -> bool:
-        """Return whether the cache has room. If `room` is None, set the memory limit, to 0 if the split would not fit.
+        """Return whether the cache has room. If `room` is None, first set the limit, to 0 if the split would not fit.
 
         Args:
             typical_bytes: Mean size of a decoded image in bytes.

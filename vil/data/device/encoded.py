@@ -16,7 +16,7 @@ from .batched_transforms import ARGUMENTS, CODES, GEOMETRIC, affine_matrix
 from .nvjpeg import MOST_PIXELS
 from .transform_parameters import Operation, TransformParameters
 
-SMALL = 2**14  # workers decode images of up to `SMALL` pixels, because nvJPEG takes as long for them as for larger ones
+SMALL = 2**14  # workers decode images of up to `SMALL` pixels, for which nvJPEG takes as long as for larger ones
 
 FILE = np.dtype(
     [
@@ -57,10 +57,10 @@ class EncodedImage:
 class EncodedBatch:
     """Batch of encoded images for the device to decode, and of images that workers have already augmented."""
 
-    targets: np.ndarray  # (B,)
-    files: np.ndarray  # (N,) of FILE
+    targets: np.ndarray  # (B,) class indices
+    files: np.ndarray  # (N,) records of dtype `FILE`
     operations: np.ndarray  # (N, T) opcodes of up to T operations per file; 0 means no operation
-    arguments: np.ndarray  # (N, T, ARGUMENTS)
+    arguments: np.ndarray  # (N, T, ARGUMENTS) arguments of the operations
     # one tensor per file that has content; in a worker's result, one (sent) tensor with the content of all files
     contents: list[Any]
     finished_rows: np.ndarray  # positions of `finished` in the batch

@@ -28,7 +28,7 @@ from .cache import DecodedCache
 from .encoded import EncodedBatch, join_pieces
 from .preparation import Preparation
 
-FILL_SECONDS = 10  # seconds after which filling the cache before the first batch stops
+FILL_SECONDS = 10  # seconds after which the loader stops filling the cache before the first batch
 
 
 @dataclass
@@ -60,7 +60,7 @@ class DeviceLoader(PieceLoader):
     Args:
         loader: Loader of encoded pieces.
         batches: Batch sampler.
-        plan: Plan of the loader.
+        plan: Loading plan of the split.
         cache: Cache of decoded images, which creates the workers' tasks.
     """
 

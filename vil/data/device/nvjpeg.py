@@ -2,8 +2,8 @@
 
 The library is called directly instead of through torchvision because of two flags. With the flag
 UPSAMPLING_WITH_INTERPOLATION, subsampled colours are interpolated as in Pillow, and pixels differ by at most 1. With
-the flag HW_DECODE_NO_PIPELINE, nvJPEG does not wait for the whole GPU while it prepares its next files. Beside a
-training model, nvJPEG decodes 14,500 images/s with HW_DECODE_NO_PIPELINE, and 200 to 400 images/s without the flag
+the flag HW_DECODE_NO_PIPELINE, nvJPEG does not wait for the whole GPU while it prepares its next files. While a model
+trains on the same GPU, nvJPEG decodes 14,500 images/s with HW_DECODE_NO_PIPELINE, and 200 to 400 images/s without it
 (research/notebooks/2026-11-pipeline.md).
 """
 
@@ -20,17 +20,17 @@ from torch import Tensor
 
 from ...text import one_line
 
-HARDWARE = 3  # nvjpegBackend_t
-GPU_HYBRID = 2  # nvjpegBackend_t
+HARDWARE = 3  # value of nvjpegBackend_t
+GPU_HYBRID = 2  # value of nvjpegBackend_t
 FLAGS = {"NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE": 1, "NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION": 32}
 MOST_PIXELS = 2**24  # maximum pixels of a file that nvJPEG decodes; larger files are rare
-PLANAR_RGB = 3  # nvjpegOutputFormat_t
+PLANAR_RGB = 3  # value of nvjpegOutputFormat_t
 STATUS = (
     "success", "not initialized", "invalid parameter", "bad JPEG", "JPEG not supported", "allocator failure",
     "execution failed", "architecture mismatch", "internal error", "implementation not supported",
     "incomplete bitstream",
 )  # fmt: skip
-DESTINATION = np.dtype([("channels", "u8", 4), ("pitches", "u8", 4)])  # nvjpegImage_t
+DESTINATION = np.dtype([("channels", "u8", 4), ("pitches", "u8", 4)])  # struct nvjpegImage_t
 
 
 class DecodingError(RuntimeError):
@@ -73,7 +73,7 @@ class JpegDecoder:
             files: File contents as uint8 CPU tensors, which must stay alive until the decoding is done.
 
         Raises:
-            DecodingError: A file is corrupt, too large or of an unsupported kind.
+            DecodingError: A file is corrupt, too large or an unsupported type of JPEG.
         """
         pointers = np.array([file.data_ptr() for file in files], dtype=np.uint64)
         lengths = np.array([len(file) for file in files], dtype=np.uint64)

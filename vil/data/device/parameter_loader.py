@@ -47,7 +47,7 @@ class ParameterLoader:
 
 
 class _Keys:
-    """Sampler of the epoch and position of each batch. Like `Pieces`, `_Keys` yields nothing until `ready` is set."""
+    """Sampler of the epoch and first position of each batch. Like `Pieces`, `_Keys` is empty until `ready` is set."""
 
     def __init__(self, batches: TrainingBatches):
         self.batches = batches

@@ -15,7 +15,7 @@ from .decoding import decode, unpack
 from .encoded import EncodedBatch, is_small
 from .transform_parameters import TransformSampler
 
-PIXELS_AT_ONCE = 2**28  # approximate number of pixels that are decoded at a time, which take 0.8 GB
+PIXELS_AT_ONCE = 2**28  # approximate number of pixels that are decoded at a time; the pixels take 0.8 GB
 
 
 class Preparation:
@@ -48,8 +48,8 @@ class Preparation:
 
     def _decode_and_transform(self, batch: EncodedBatch, images: Tensor) -> list[int]:
         """Write the images of a batch's files to `images`, and return the indices of rejected files."""
-        # A file that repeated augmentation has repeated in the batch is decoded only once.
-        # `first` has the first occurrence of each image, and `original_of` maps each occurrence to its image.
+        # A file that occurs several times in the batch, due to repeated augmentation, is decoded only once.
+        # `first` has the index of each image's first occurrence, and `original_of` maps each occurrence to its image.
         _, first, original_of = np.unique(batch.files["index"], return_index=True, return_inverse=True)
         rejected = []
         for group in _groups(batch.files[first]):

@@ -23,8 +23,8 @@ from .transform_parameters import TransformSampler
 class EncodedReader(ImageReader):
     """`ImageReader` that returns an `EncodedImage` for small images and for files that a device can decode.
 
-    Workers load the tasks of `DecodedCache`. For an image that the device has cached, a worker only samples the
-    transform.
+    Workers load images as specified by `DecodedCache.tasks`. For an image that the device has cached, a worker only
+    samples the transform.
     """
 
     def __init__(self, dataset, transform, is_training: bool, sampler: TransformSampler):

@@ -1,4 +1,4 @@
-"""Loader of noise, copied to the device once, to measure a run without data loading."""
+"""Loader of random images, copied to the device once, to measure the speed of a run without data loading."""
 
 from __future__ import annotations
 

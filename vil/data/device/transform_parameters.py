@@ -40,7 +40,7 @@ class TransformSampler:
     """Sampler of a timm transform's random parameters, which does not read an image's pixels.
 
     Args:
-        transform: timm's transform. The sampler copies its steps.
+        transform: timm's transform, whose steps the sampler copies.
 
     Attributes:
         size: Height and width of a transformed image.

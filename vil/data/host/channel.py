@@ -25,9 +25,10 @@ _channels: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictiona
 class Channel:
     """Unix socket through which the workers of a loader send the file descriptors of tensors' memory.
 
-    PyTorch transfers a tensor's memory in several messages between both processes, and a worker answers a message only
-    when the thread that loads images releases the GIL. A channel sends one message and needs no answer. The memory is
-    freed when both processes have closed the memory or have died. The size of /dev/shm does not limit this memory.
+    PyTorch transfers a tensor's memory in several messages between worker and training process, and the worker answers
+    a message only when the thread that loads images releases the GIL. A channel sends one message and needs no answer.
+    The memory is freed when both processes have closed the memory or have died. The size of /dev/shm does not limit the
+    memory.
 
     A channel must be created before the workers start. `send` waits while the socket holds about 250 unread messages.
     """
@@ -120,7 +121,7 @@ class SentTensor:
 def _receive(key: int, name: bytes, shape: tuple[int, ...]) -> Tensor:
     """Return a uint8 tensor that a worker has sent through the channel with this key."""
     descriptor = _channels[key].receive(name)
-    try:  # `mmap.mmap` would keep the file open, and there is a limit of open files
+    try:  # do not use `mmap.mmap`, which would keep the file open, because the number of open files is limited
         path = f"/proc/self/fd/{descriptor}"
         tensor = torch.from_file(path, shared=True, size=math.prod(shape), dtype=torch.uint8)
     finally:

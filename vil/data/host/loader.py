@@ -33,8 +33,8 @@ class PieceLoader:
 
     Args:
         loader: Loader of pieces, which are parts of a batch that one worker loads.
-        batches: Batch sampler that knows the `sizes()` of its batches; None if a piece is a batch.
-        plan: Plan of the loader.
+        batches: Batch sampler with a method `sizes`; None if each piece is a whole batch.
+        plan: Loading plan of the split.
     """
 
     def __init__(self, loader: DataLoader, batches, plan: LoadingPlan):

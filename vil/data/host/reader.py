@@ -22,7 +22,7 @@ from ..sources.images import (
 )
 from ..sources.readers import open_indexed
 
-# Training replaces an unreadable image by one of the next images in the dataset, otherwise by a distant image.
+# To replace an unreadable image, training first tries the next images in the dataset, then distant images.
 NEIGHBORS_TRIED = 10
 DISTANT_IMAGES_TRIED = 100
 

@@ -131,7 +131,7 @@ def _fit_shared_memory(workers: int, prefetch: int, piece_size: int, piece_bytes
     Raises:
         ConfigError: The pieces of a single worker exceed the shared memory.
     """
-    # training and validation workers do not prefetch at the same time
+    # one split may use all free space, because training and validation workers do not prefetch at the same time
     free = shutil.disk_usage(SHARED_MEMORY).free
     room = free // _local_processes() // piece_bytes - IN_USE
     if room < 1:

@@ -27,7 +27,8 @@ class ClassFolders:
         files: Paths of the images.
         folders: Path of each image's folder inside the split, with "/"; "" is the split itself.
         where: Name of the split in messages.
-        known: Class names of the training split or model. A folder that has one of these names is a class folder.
+        known: Class names of the training split or model. A folder with such a name is a class folder, even if the
+            folder contains all other class folders.
 
     Attributes:
         root: Path of the folder inside the split that contains all class folders.

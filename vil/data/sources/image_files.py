@@ -101,7 +101,8 @@ class _Found:
         """Add the image or folder that a link leads to. Return False if it is outside the data set or already found."""
         target = os.path.realpath(link)
         is_folder = os.path.isdir(target)
-        if not os.path.exists(target) and (self._is_image(link) or not os.path.splitext(link)[1]):  # or a class folder
+        # a link without a target may have led to an image or, if the link has no extension, to a class folder
+        if not os.path.exists(target) and (self._is_image(link) or not os.path.splitext(link)[1]):
             self.dangling.append(link)
         if not is_folder and not self._is_image(link):
             return True

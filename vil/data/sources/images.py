@@ -60,14 +60,14 @@ def read_bytes(file: str | os.PathLike | BinaryIO) -> bytes:
 def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
     """Return the first image of a file as 8-bit RGB, rotated by its EXIF orientation.
 
-    A JPEG or PNG whose structure bounds its cost is decoded in this process without its metadata, any other file under
-    the limits of `sandbox`.
+    A JPEG or PNG whose structure bounds the cost of decoding is decoded in this process, without its metadata. Any
+    other file is decoded in the sandbox (see `vil.security.sandbox`).
 
     Raises:
         UnfitImageError: The file is not an image, damaged or beyond the limits, or the path is a URL.
         FileNotFoundError: There is no such file.
-        MachineError: The machine cannot read the file, or start the sandbox, or has killed the sandbox. For an open
-            file, these errors are OSErrors instead.
+        MachineError: The file cannot be read because of an I/O error, or the sandbox cannot start or was killed. If
+            `file` is an open file, an OSError is raised instead.
     """
     if not isinstance(file, (str, os.PathLike)):
         return image_of(read_bytes(file), is_upright=True)
@@ -99,10 +99,10 @@ def restrict_pillow() -> None:
 class Unreadable:
     """Counter of unreadable images over all workers of a loader. A warning names each image once.
 
-    An image that is tried several times is counted once per call of `take`.
+    An image that is read several times between two calls of `take` is counted once.
 
     Args:
-        numbers: Number of images that are distinguished.
+        numbers: Number of different values of `number`, which identifies an image.
     """
 
     def __init__(self, numbers: int):

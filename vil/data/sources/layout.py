@@ -51,8 +51,8 @@ def find_layout(folder: str) -> Layout:
     """Find the splits or class folders in a folder, at any depth.
 
     Raises:
-        ConfigError: The folder does not exist, has no images, more than one data set or an unreadable tar file, or does
-            not show the classes of its images.
+        ConfigError: The folder does not exist, has no images, more than one data set or an unreadable tar file, or its
+            subfolders do not determine the classes of the images.
     """
     root = Path(folder)
     if not root.is_dir():

@@ -18,9 +18,9 @@ from ...security.image_structure import strip_metadata
 from .images import open_file, read_bytes
 
 TAR_READERS = (ReaderImageTar, ReaderImageInTar)
-SAMPLE = 32  # files that are inspected before a split is loaded
-ROTATION_SAMPLE = 1000  # files whose EXIF orientation is read before a split is loaded
-HEAD_BYTES = 2**14  # first bytes of a file, in which cameras write the EXIF orientation
+SAMPLE = 32  # maximum number of files that are inspected before a split is loaded
+ROTATION_SAMPLE = 1000  # maximum number of files whose EXIF orientation is read before a split is loaded
+HEAD_BYTES = 2**14  # number of bytes at the start of a file, where cameras write the EXIF orientation
 
 
 def open_indexed(reader, index: int) -> tuple[BinaryIO, int]:
@@ -44,7 +44,7 @@ def has_jpegs(dataset) -> bool:
     reader = dataset.reader
     are_jpegs = []
     for i in _sample(dataset):
-        if isinstance(reader, TAR_READERS):  # workers would share the read position of an open tar file
+        if isinstance(reader, TAR_READERS):  # do not open: workers would share the tar file's read position
             are_jpegs.append(reader.filename(i).lower().endswith((".jpg", ".jpeg")))
             continue
         with contextlib.suppress(Exception):  # an unreadable image is reported when a batch contains it
@@ -70,10 +70,10 @@ def typical_pixels(dataset) -> float:
 
 
 def count_rotated(dataset) -> tuple[int, int]:
-    """Return the number of inspected files with an EXIF orientation other than 1, and of all inspected files.
+    """Return the number of inspected files whose EXIF orientation is not 1, and the number of all inspected files.
 
-    At most `ROTATION_SAMPLE` files are inspected, by their first `HEAD_BYTES` bytes. Other sources than folders are not
-    inspected.
+    At most `ROTATION_SAMPLE` files are inspected, by their first `HEAD_BYTES` bytes. Only the files of a folder are
+    inspected; for other sources, both numbers are 0.
     """
     if not isinstance(dataset.reader, ReaderImageFolder):
         return 0, 0

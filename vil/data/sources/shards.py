@@ -45,15 +45,15 @@ class LabelError(WorkersError):
 class Shards(ReaderWds):
     """timm's reader of WebDataset shards, with limits for untrusted shards and a count of unreadable samples.
 
-    Images are decoded like those of other sources, and a local folder can only open its own shards.
+    Images are decoded like those of other sources. The shards of a local folder must lie inside the folder.
 
     If a sample cannot be read, a warning names it and `unreadable` counts it. Training uses the next sample; evaluation
     uses a blank image with the target `UNREADABLE`.
 
     Args:
         root: Folder or URL of the shards.
-        num_classes: Number of classes; samples of other classes cannot be read, and evaluation raises a LabelError.
-            None accepts all.
+        num_classes: Number of classes. A sample of another class counts as unreadable in training, and raises a
+            LabelError in evaluation. None accepts all classes.
 
     Raises:
         ConfigError: `root` is empty, `root` or the split is a command, no shard of a local folder exists, a shard is
@@ -107,7 +107,7 @@ class Shards(ReaderWds):
             )
 
     def _lazy_init(self) -> None:
-        enter_secure_mode()  # runs in the worker, which opens the shards
+        enter_secure_mode()  # a spawned worker, which opens the shards, does not inherit secure mode
         super()._lazy_init()
         shards: Any = self.ds
         # replace the last stages of timm's pipeline, which read, shuffle and decode samples
@@ -120,7 +120,8 @@ class Shards(ReaderWds):
     def __iter__(self) -> Iterator[tuple[Image.Image, int]]:
         """Iterate over images and targets.
 
-        In evaluation, every sample is read once over all ranks, while timm would give each rank the same number.
+        In evaluation, every sample is read once over all ranks, while timm's reader
+        would give each rank the same number of samples.
         """
         if self.is_training:
             yield from super().__iter__()
@@ -134,7 +135,7 @@ class Shards(ReaderWds):
 
     @property
     def _are_few(self) -> bool:
-        """Return whether there are fewer shards than workers, so that all workers read all shards and take turns."""
+        """Whether there are fewer shards than workers. If so, all workers read all shards and share the samples."""
         return len(self.split_info.filenames) < self.global_num_workers
 
     def _split_by_node_and_worker(self, src: Iterator[dict]) -> Iterator[dict]:
@@ -149,10 +150,10 @@ class Shards(ReaderWds):
         return samples
 
     def _members(self, shards: Iterator[dict]) -> Iterator[dict]:
-        """Iterate over the members of opened shards. After an error of a file, continue with the next shard.
+        """Iterate over the members of opened shards. After an error in a shard's data, continue with the next shard.
 
         Raises:
-            MachineError: The machine cannot read a shard.
+            MachineError: A shard cannot be read because of an I/O or memory error.
         """
         for shard in shards:
             problem: object = None
@@ -191,7 +192,8 @@ class Shards(ReaderWds):
         buffer = _ShuffleBuffer(seed=self.worker_seed + self.epoch_count.value)
         for sample in samples:
             buffer.add(sample)
-            if len(buffer) < self.sample_shuffle_size:  # add two samples for each one taken until the buffer is full
+            # until the buffer is full, add two samples for each sample that is taken
+            if len(buffer) < self.sample_shuffle_size:
                 for second in islice(samples, 1):
                     buffer.add(second)
             if len(buffer) >= min(self.sample_initial_size, self.sample_shuffle_size):
@@ -274,10 +276,10 @@ def _open_local(url: str, *_, **__) -> BinaryIO:
     """Open a file of a local folder of shards.
 
     Raises:
-        UnfitImageError: A shard beside an `_info.json` is missing, the file is not regular, or an `_info.json` has more
-            than `MOST_INFO` bytes.
+        UnfitImageError: A shard is missing although `_info.json` exists, the file is not regular, or an `_info.json`
+            has more than `MOST_INFO` bytes.
         FileNotFoundError: There is no `_info.json`.
-        MachineError: The machine cannot read the file.
+        MachineError: The file cannot be read because of an I/O error.
     """
     path = _path_of(url)
     if path.endswith("info.json") and os.path.getsize(path) > MOST_INFO:
@@ -302,10 +304,10 @@ def _close(shard: dict) -> None:
 
 
 def _log_or_stop(error: Exception) -> bool:
-    """Handle an error of webdataset: log an error in a shard and return whether to continue.
+    """Handle an exception caught by webdataset: log an error in a shard's data and return whether to continue.
 
     Raises:
-        MachineError: The error is one of the machine.
+        MachineError: The exception is an I/O or memory error.
     """
     if isinstance(error, MachineError):
         raise MachineError(error.args[0]) from None  # restore the message, to which webdataset has appended the URL

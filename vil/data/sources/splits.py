@@ -1,4 +1,4 @@
-"""Opening of a run's data splits as timm datasets, which read folders, tar files, shards or hubs."""
+"""Opening of a run's data splits as timm datasets, which read folders, tar files, shards or datasets of a hub."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def open_split(
     """Open timm's dataset of one split.
 
     Args:
-        data_dir, dataset, split: Options of a run.
+        data_dir, dataset, split: Values of the options `data_dir` and `dataset`, and the name of the split.
         num_classes: Number of classes that the split must have.
         known: Class names that decide which folders are class folders (see `ClassFolders`).
-        kwargs: Arguments of timm's `create_dataset` or of `Shards`. Folders and tar files ignore them.
+        kwargs: Arguments of timm's `create_dataset` or of `Shards`, ignored for folders and tar files.
 
     Raises:
         ConfigError: The split is missing, cannot be opened, or does not have `num_classes` classes. If the folder
@@ -98,14 +98,14 @@ def follow_classes(
     Args:
         images: The split, opened with `data_dir`, `dataset` and `split`.
         known: Class names by index.
-        owner: Owner of these classes in messages, such as the model.
+        owner: Description of the source of `known` in messages, such as "training".
         data_dir, dataset, split: As for `open_split`.
 
     Returns:
         The split, and the indices of its classes.
 
     Raises:
-        ConfigError: The split has a class that is not `known`.
+        ConfigError: The split has a class that is not in `known`.
     """
     reader = images.reader
     names = class_names(images)
@@ -292,7 +292,7 @@ def hold_out(images, fraction: float) -> tuple[ImageDataset, ImageDataset]:
 
 
 def _warn_of_missing_classes(split: str, known: Mapping[str, int], present: Iterable[int]) -> None:
-    """Warn if a split lacks some of the `known` classes. `present` has the class indices of the split."""
+    """Warn if a split lacks some of the `known` classes. `present` contains the class indices of the split."""
     indices = {*present}
     if missing := [name for name, index in known.items() if index not in indices]:
         warn_on_rank0(

@@ -19,7 +19,7 @@ class TarReader(ClassReader, ReaderImageInTar):
     Args:
         root: The tar file, which may hold a tar file for each class.
         known: See `ClassFolders`.
-        use_list: Read and write timm's list of the members of a large file.
+        use_list: Whether to read and write timm's list of the members, which timm stores beside a large tar file.
 
     Raises:
         ConfigError: There are no class folders.
