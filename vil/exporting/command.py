@@ -1,4 +1,4 @@
-"""Implementation of the command `vil export`: load or create the model, export it and print a report."""
+"""Implementation of `vil export`: load or create the model, export it and print a report."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, A
         # Older versions of timm need a Path, although the parameter is annotated as str.
         save_config_for_hf(model, path, config, dict(arguments))  # type: ignore[arg-type]
         written = json.loads(path.read_text())
-    # model_args need no num_classes: timm reads num_classes from the top level, and transformers sets num_classes itself
+    # drop num_classes from model_args, because timm reads the top-level num_classes, and transformers sets its own
     written.get("model_args", {}).pop("num_classes", None)
     return json.dumps(written, indent=2)
 

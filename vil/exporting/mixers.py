@@ -47,9 +47,9 @@ def convolve(mixer: BidirectionalMixer, h_BLC: Tensor) -> list[Tensor]:
 def convolve_images(mixer: BidirectionalMixer, h_BLC: Tensor) -> list[Tensor]:
     """Compute `convolve` with 2-D convolutions, which are faster in onnxruntime and slower in PyTorch.
 
-    The input projection is also a 2-D convolution, because onnxruntime then keeps one memory layout for both convolutions.
-    Permuted tensors have four dimensions, because onnxruntime merges only four-dimensional permutations with changes of
-    the layout.
+    The input projection is also a 2-D convolution, because onnxruntime then keeps one memory layout for both
+    convolutions. Permuted tensors have four dimensions, because onnxruntime merges only four-dimensional permutations
+    with changes of the layout.
     """
     weight = mixer.in_proj.weight
     h_BC1L = h_BLC.unsqueeze(1).permute(0, 3, 1, 2)

@@ -31,7 +31,7 @@ class WorkersError(ConfigError):
     """Error in a data-loader worker. The message stays one line when PyTorch raises the error in the main process."""
 
     def __init__(self, message: str):
-        # drop the worker's traceback, which PyTorch puts before the message to recreate the error in the main process
+        # drop the worker's traceback, to which PyTorch sets the message when it raises the error in the main process
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
@@ -92,7 +92,7 @@ def retry_reading(name: str, read: Callable[[], T]) -> T:
         return retry(read)
     except Exception as error:
         if is_machine_error(error) and not isinstance(error, MemoryError):  # decoders raise MemoryError for huge images
-            raise MachineError.reading(name, error) from None  # `from None` shortens tracebacks that workers send
+            raise MachineError.reading(name, error) from None  # no cause, because workers send tracebacks as text
         raise
 
 

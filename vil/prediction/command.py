@@ -1,4 +1,4 @@
-"""Implementation of the command `vil predict`: print the predictions for image files, and write tables of predictions."""
+"""Implementation of `vil predict`: print the predictions for image files, and write tables of predictions."""
 
 from __future__ import annotations
 

@@ -138,10 +138,11 @@ def _is_plain_split(split: str, dataset: str) -> bool:
         return False
     if split == "." and not dataset:  # the split "." is the data folder itself
         return True
-    if dataset.lower().startswith("wds/"):  # a shard range and a number of images are allowed, as in x-{0000..0099}.tar|50000
+    if dataset.lower().startswith("wds/"):
+        # allow a number of images and a range of shards, as in x-{0000..0099}.tar|50000
         split = re.sub(r"\|\d{1,12}$", "", split)
         split = re.sub(r"\{0*\d{1,5}\.\.0*\d{1,5}\}", "0", split, count=1)
-    elif dataset:  # a slice of a split is allowed, such as train[:10%]
+    elif dataset:  # allow a slice of a split, such as train[:10%]
         split = re.sub(r"\[[\d:%]*\]", "", split)
     return all(re.fullmatch(r"[\w .+-]+", name) and name.strip(".") for name in split.split("/"))
 

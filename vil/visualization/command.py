@@ -1,4 +1,4 @@
-"""Implementation of the command `vil viz`: plot evidence, scans and receptive fields of a trained model for image files."""
+"""Implementation of `vil viz`: plot evidence, scans and receptive fields of a trained model for image files."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def plot_why(shown: Tensor, titles: Sequence[str], maps: dict[str, Tensor], curv
     Args:
         shown: Images to plot, (B, 3, H, W) with values from 0 to 1.
         titles: One title per image.
-        maps: Maps (B, h, w) with their names as keys. If a map has negative values, red marks negative and blue positive values.
+        maps: Maps (B, h, w) with their names as keys. If a map has negative values, red marks negative values and blue
+            positive values.
         curves: Deletion curves (B, steps + 1), with the name of the map that ranks the patches as keys.
     """
     from matplotlib.figure import Figure
