@@ -50,7 +50,7 @@ def split_folder(source: Path, target: Path, validation: float = SHARE) -> dict[
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as unfinished:
         whole = Path(unfinished) / target.name
-        whole.mkdir()  # a new folder, because a temporary folder has restricted permissions
+        whole.mkdir()  # create a subfolder, because the temporary folder itself has restricted permissions
         counts = _fill(whole, source, files_of_class, validation)
         if target.exists():
             target.rmdir()  # on Windows, rename cannot replace an empty folder

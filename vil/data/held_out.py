@@ -6,7 +6,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
-SHARE = 0.2  # share of each class that is held out by default
+SHARE = 0.2  # share of each class that is held out for validation by default
 
 
 def held_out(names: Sequence[str], classes: Sequence[Hashable], share: float = SHARE) -> list[bool]:

@@ -38,7 +38,7 @@ from .sources.images import UnreadableSplitError
 from .sources.splits import streams
 from .sources.synthetic import SyntheticImages
 
-STALLED = 2 * PIECE * SECONDS  # timeout in seconds of a DataLoader's item, after which the workers are assumed to hang
+STALLED = 2 * PIECE * SECONDS  # seconds; timeout for an item of a DataLoader, after which workers are assumed to hang
 
 
 class Batch(NamedTuple):
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
 
     images: Tensor  # (B, 3, H, W) float32, normalized, erased and mixed
     targets: Tensor  # (B,) class indices or, if images are mixed, (B, classes) soft targets
-    position: int  # position of the first image in the epoch
+    position: int  # position of the batch's first image in the epoch
 
 
 class TrainingLoader:
@@ -233,7 +233,7 @@ def _open_stream(dataset, transform, plan: LoadingPlan) -> HostLoader:
     dataset.transform = transform
     # timm before 1.0.31 treats the dataset as empty if num_workers is 0
     dataset.set_loader_cfg(num_workers=max(1, plan.workers))
-    dataset.reader.batch_size = plan.batch_size  # in training, the reader gives each worker a whole number of batches
+    dataset.reader.batch_size = plan.batch_size  # timm's reader then gives each training worker whole batches only
     loader = _piece_loader(dataset, plan, collate_fn=_collate, batch_size=plan.batch_size)
     return HostLoader(loader, None, plan)
 
@@ -263,7 +263,7 @@ def _piece_loader(dataset, plan: LoadingPlan, **arguments) -> DataLoader:
         dataset,
         num_workers=plan.workers,
         prefetch_factor=plan.prefetch,
-        # encoded files are not copied to the device by PyTorch, so pinning does not help
+        # PyTorch does not copy encoded files to the device, so pinned memory does not help
         pin_memory=plan.device.type == "cuda" and plan.sampler is None,
         persistent_workers=plan.workers > 0,
         timeout=STALLED if plan.workers else 0,

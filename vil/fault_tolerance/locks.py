@@ -20,7 +20,7 @@ from .machine_errors import cause_of
 fcntl: Any
 try:
     fcntl = importlib.import_module("fcntl")
-except ImportError:  # Windows
+except ImportError:  # Windows has no module `fcntl`
     fcntl = None
 
 PATIENCE = 10  # seconds; maximum wait for a lock, because the workers of a killed run keep its lock for some seconds

@@ -23,7 +23,7 @@ def check_outputs(paths: Iterable[Path]) -> None:
             write_atomically(probe := path.with_name(f".{path.name}.{os.getpid()}"), b"")
             probe.unlink()
         except OSError as error:
-            is_file_in_path = isinstance(error, FileExistsError) and error.filename  # a parent is a file
+            is_file_in_path = isinstance(error, FileExistsError) and error.filename  # a parent folder is a file
             cause = f"{error.filename} is not a folder" if is_file_in_path else error.strerror or error
             raise ConfigError(f"cannot write {path}: {cause}") from error
 

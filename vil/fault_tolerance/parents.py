@@ -32,7 +32,7 @@ def obey_only_parent() -> None:
     if not hasattr(signal, "sigtimedwait"):  # on macOS and Windows, SIGTERM always ends the worker
         return
 
-    parent: Any = multiprocessing.parent_process()  # never None in a worker
+    parent: Any = multiprocessing.parent_process()  # `parent_process` never returns None in a worker
 
     def wait_for_signals() -> None:
         while True:

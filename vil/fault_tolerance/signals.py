@@ -59,7 +59,7 @@ def handlers_restored() -> Iterator[None]:
 @contextmanager
 def signals_blocked() -> Iterator[None]:
     """Block schedulers' signals and Ctrl-C for threads and processes that start inside the `with` block."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
+    if not hasattr(signal, "pthread_sigmask"):  # Windows has no pthread_sigmask
         yield
         return
 

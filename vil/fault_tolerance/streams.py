@@ -121,7 +121,7 @@ class BackgroundStream:
 
     def _write_now(self, text: str) -> None:
         """Write a text to the unbuffered file, because the interpreter waits for the buffers' locks at exit."""
-        with suppress(OSError, ValueError):  # a full disk, or a closed terminal or file
+        with suppress(OSError, ValueError):  # drop the text if the disk is full, or the terminal or file is closed
             buffer = getattr(self.stream, "buffer", None)
             if buffer is None:
                 self.stream.write(text)

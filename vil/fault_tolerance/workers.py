@@ -41,11 +41,11 @@ def _explain(error: OSError | RuntimeError) -> ConfigError | None:
         is_machines = is_machine_error(error) or "[Errno " in str(error)
         reason = str(error).rpartition("Error: ")[2].strip()
         return MachineError(f"cannot read the data set: {reason}") if is_machines else None
-    if isinstance(error.__cause__, LostWorkerError):  # raised by `explain_lost_workers` and wrapped by PyTorch
+    if isinstance(error.__cause__, LostWorkerError):  # PyTorch wraps the error of `explain_lost_workers`
         return error.__cause__
     if "DataLoader worker" in str(error):
         return LostWorkerError(error)
-    if "DataLoader timed out" in str(error):  # for example, a disk or a mount does not respond
+    if "DataLoader timed out" in str(error):  # a disk or mount that does not respond can cause a timeout
         return MachineError(f"cannot read the data set: {error}. To continue, {remedy_for(error)}")
     return None
 

@@ -100,7 +100,7 @@ def to_rgb(image: Any) -> Image.Image:
         return _grey_to_rgb(image)
     if image.mode == "RGB" and image.format == "JPEG":
         image.load()
-        return image  # `convert` would copy the image
+        return image  # not converted, because `convert` would copy the image
     return image.convert("RGB")
 
 

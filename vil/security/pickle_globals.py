@@ -20,7 +20,7 @@ MOST_DIMENSIONS = 64
 
 def call(function: Any, arguments: Any) -> Any:
     """Call one of the functions in `GLOBALS`, the only functions that a pickle can name."""
-    if not isinstance(function, FunctionType) or type(arguments) is not tuple:  # *arguments would iterate over a tensor
+    if not isinstance(function, FunctionType) or type(arguments) is not tuple:  # do not unpack a tensor as arguments
         raise TorchFileError(
             f"the file calls an object of type {type(function).__name__}; save only the state_dict() of the model"
         )
@@ -36,7 +36,7 @@ def _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, meta
 
 
 def _rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype, metadata=None) -> Tensor:
-    return _rebuild_tensor(storage.view(dtype), offset, size, stride)  # storages of _rebuild_tensor_v3 have no dtype
+    return _rebuild_tensor(storage.view(dtype), offset, size, stride)  # storages of _rebuild_tensor_v3 are untyped
 
 
 def _rebuild_parameter(data, requires_grad, hooks, state=None) -> Tensor:

@@ -54,7 +54,7 @@ def _load_archive(file: BinaryIO, unpickler: Unpickler) -> Any:
             # a compressed part can be a decompression bomb
             raise TorchFileError("the file is a compressed zip archive; save the file again with torch.save")
         for part in parts.values():
-            if not part.CRC:  # with torch.serialization.set_crc32_options(False), torch.save stores no checksums
+            if not part.CRC:  # torch.save stores no checksum after torch.serialization.set_crc32_options(False)
                 del part.CRC
 
         byte_order = f"{folder}/byteorder"

@@ -22,12 +22,12 @@ LARGEST_KEY = (
     2**32
 )  # maximum magnitude of integer dict keys, because larger integers can have colliding hashes, which are slow
 OPCODES = {
-    # structure of the pickle
+    # opcodes of the pickle's structure
     "PROTO", "FRAME", "STOP", "MARK", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET",
-    # numbers and text
+    # opcodes for numbers and text
     "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
     "BINUNICODE", "SHORT_BINUNICODE", "BINSTRING", "SHORT_BINSTRING",
-    # containers
+    # opcodes for containers
     "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS",
     # opcodes that name a function in `GLOBALS`, or a storage
     "GLOBAL", "STACK_GLOBAL", "BINPERSID",

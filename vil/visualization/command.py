@@ -115,7 +115,7 @@ def titles_of(model: VisionLonghorn, files: Sequence[Path], pictures: Sequence[I
 
     Titles are short enough for adjacent plots.
     """
-    predicted = cast("list[list[Prediction]]", predict(model, pictures, topk=1))  # one list per image
+    predicted = cast("list[list[Prediction]]", predict(model, pictures, topk=1))  # `predict` returns one list per image
     titles = []
     for path, (best,) in zip(files, predicted):
         name = label_of("/".join(path.parts[-2:]))

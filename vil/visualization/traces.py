@@ -70,7 +70,7 @@ def check_model(model: nn.Module) -> VisionLonghorn:
 
 
 def blocks_of(model: VisionLonghorn) -> list[Block]:
-    return cast("list[Block]", list(model.blocks))  # nn.Sequential has no type parameter
+    return cast("list[Block]", list(model.blocks))  # cast, because nn.Sequential has no type parameter
 
 
 @contextmanager

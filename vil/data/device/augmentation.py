@@ -55,7 +55,7 @@ class BatchParameters:
 
     boxes: np.ndarray | None  # (B, 4) int32: box to erase in each image
     keys: np.ndarray | None  # (B,) uint32: RNG seeds of the noise in erased boxes
-    mixing: np.ndarray | None  # (B, 6) float32: mixed box, mixing ratio inside the box, mixing ratio of the target
+    mixing: np.ndarray | None  # (B, 6) float32: box to mix, mixing ratio of pixels in the box, mixing ratio of targets
 
 
 class BatchAugmentation:

@@ -24,7 +24,7 @@ FILE = np.dtype(
         ("index", "i8"),  # index of the image in the dataset
         ("seed", "i8"),  # seed of the image's augmentation
         ("bytes", "i8"),  # number of content bytes; 0 if the device has cached the image
-        ("size", "i8", 2),  # height and width
+        ("size", "i8", 2),  # height and width of the image
         ("version", "i8", 2),  # size and modification time of the file
         ("box", "i8", 4),  # box, resized, offset and flip are fields of `TransformParameters`
         ("resized", "i8", 2),

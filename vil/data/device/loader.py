@@ -35,8 +35,8 @@ FILL_SECONDS = 10  # seconds after which the loader stops filling the cache befo
 class PreparedGroup:
     """Consecutive batches that the device has decoded and transformed together."""
 
-    images: Tensor  # (B, 3, H, W) uint8
-    targets: Tensor  # (B,)
+    images: Tensor  # (B, 3, H, W) uint8 images
+    targets: Tensor  # (B,) class indices
     rejected: np.ndarray  # (F,) records of the files that the device could not decode
     start: float  # time in seconds at which the preparation started, after waiting for the model
     # the encoded images, whose memory is freed in the caller's thread, because freeing would delay the next preparation
@@ -48,7 +48,7 @@ class PendingGroup:
     """Consecutive batches that a thread is preparing, or that calling `result` prepares."""
 
     result: Callable[[], PreparedGroup]
-    sizes: list[int]  # images in each batch
+    sizes: list[int]  # number of images in each batch
 
 
 class DeviceLoader(PieceLoader):
@@ -162,7 +162,7 @@ class DeviceLoader(PieceLoader):
                     break
         finally:
             pieces.batches = batches
-            self.dataset.unreadable.take()  # count an unreadable image when its batch is delivered
+            self.dataset.unreadable.take()  # reset the count: an unreadable image counts when its batch is delivered
 
     def _on_stream(self) -> AbstractContextManager:
         return torch.cuda.stream(self.stream) if self.stream else nullcontext()

@@ -89,7 +89,7 @@ class JpegDecoder:
             destinations["pitches"][:, :3] = sizes_B2[:, 1:]
 
             self.decoded.synchronize()  # wait until the previous call no longer uses nvJPEG's state
-            # Hardware decoders may ignore the stream's order (pytorch/vision#9606) and overwrite memory still in use.
+            # wait, because hardware decoders may ignore stream order (pytorch/vision#9606) and overwrite memory in use
             torch.cuda.current_stream().synchronize()
             self._initialize(len(files))
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)

@@ -15,7 +15,7 @@ class SyntheticLoader:
     """Loader that yields the same random images (B, 3, H, W) uint8 and targets (B,) for each batch of a sampler."""
 
     description = "noise, kept on the device"
-    remedy = ""  # no worker loads images
+    remedy = ""  # more workers would not help, because no worker loads images
     waits = Waits()
 
     def __init__(self, dataset: SyntheticImages, batches, image_shape: Sequence[int], device: torch.device):

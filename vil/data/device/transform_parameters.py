@@ -30,7 +30,7 @@ class TransformParameters:
     """Sampled transform of an image: crop, resized size, output window, flip and augmentation operations."""
 
     box: tuple[int, int, int, int]  # top, left, height and width of the crop
-    resized: tuple[int, int] = (0, 0)  # height, width
+    resized: tuple[int, int] = (0, 0)  # height and width of the resized crop
     offset: tuple[int, int] = (0, 0)  # top and left of the output in the resized crop; negative if the output is larger
     flip: bool = False
     operations: list[Operation] = field(default_factory=list)
@@ -102,7 +102,7 @@ def _sample_random_crop(
 
 
 def _sample_resize(step: Resize, image: Image.Image, parameters: TransformParameters) -> None:
-    if isinstance(step.size, int):  # an int is the length of the shorter side
+    if isinstance(step.size, int):  # an int size is the length of the shorter side
         height, width = image.height, image.width
         longer_side = int(step.size * max(height, width) / min(height, width))
         parameters.resized = (step.size, longer_side) if height <= width else (longer_side, step.size)

@@ -40,7 +40,7 @@ class Channel:
         _channels[self.key] = self
         weakref.finalize(self, _close, self.receiver, self.sender, self.received)
 
-    def __getstate__(self) -> dict:  # pickled for workers that are spawned instead of forked
+    def __getstate__(self) -> dict:  # pickle a channel for workers that are spawned instead of forked
         return {"key": self.key, "sender": self.sender}
 
     def send(self, name: bytes, descriptor: int) -> None:

@@ -38,7 +38,7 @@ class ImageReader(Dataset):
         self.dataset = dataset
         self.transform = transform
         self.is_training = is_training
-        self.is_upright = getattr(dataset.reader, "is_upright", False)  # set by `apply_exif_orientation`
+        self.is_upright = getattr(dataset.reader, "is_upright", False)  # as set by `apply_exif_orientation`
         self.unreadable = Unreadable(len(dataset))
 
     def __len__(self) -> int:

@@ -193,8 +193,8 @@ def start_workers(loader: DataLoader) -> Iterator:
 
 def _enlarge(queue) -> None:
     """Enlarge the pipe of a queue, so that workers do not wait until the training process has received a result."""
-    if hasattr(fcntl, "F_SETPIPE_SZ"):  # only on Linux
-        with contextlib.suppress(OSError):  # the user's limit of pipe memory is exceeded
+    if hasattr(fcntl, "F_SETPIPE_SZ"):  # only Linux has F_SETPIPE_SZ
+        with contextlib.suppress(OSError):  # the call fails if it exceeds the user's limit of pipe memory
             fcntl.fcntl(queue._reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 

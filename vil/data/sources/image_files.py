@@ -65,7 +65,7 @@ class _Found:
         self.suffixes = get_img_extensions(as_set=True)
         self.files: list[str] = []
         self.dangling: list[str] = []
-        self.others: Counter[str] = Counter()  # counts of other files by extension, and of hidden entries
+        self.others: Counter[str] = Counter()  # number of other files by extension, and of hidden files and folders
         self.links: list[str] = []
         self.targets: set[str] = set()  # resolved paths of followed links and of folders inside linked folders
 

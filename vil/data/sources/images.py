@@ -107,8 +107,8 @@ class Unreadable:
 
     def __init__(self, numbers: int):
         self._count = multiprocessing.Value("q", 0)
-        self._states = multiprocessing.RawArray("b", numbers)  # 0, `NAMED` or `LATE`
-        self._counted = multiprocessing.RawArray("b", numbers)  # 1 if the image is counted since the last `take`
+        self._states = multiprocessing.RawArray("b", numbers)  # state of each image: 0, `NAMED` or `LATE`
+        self._counted = multiprocessing.RawArray("b", numbers)  # 1 for an image counted since the last `take`
 
     @property
     def count(self) -> int:

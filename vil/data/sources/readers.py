@@ -36,7 +36,7 @@ def file_version(reader, index: int) -> tuple[int, int]:
     if not isinstance(reader, ReaderImageFolder):
         return 0, 0
     status = os.stat(reader.samples[index][0])
-    return status.st_size, status.st_mtime_ns % 2**63  # some file systems store times beyond 64 bits
+    return status.st_size, status.st_mtime_ns % 2**63  # modulo, because some file systems store times beyond 64 bits
 
 
 def has_jpegs(dataset) -> bool:
@@ -80,7 +80,7 @@ def count_rotated(dataset) -> tuple[int, int]:
     sample = _sample(dataset, ROTATION_SAMPLE)
     rotated = 0
     for i in sample:
-        with contextlib.suppress(Exception):  # loading the image reports the error
+        with contextlib.suppress(Exception):  # an unreadable image is reported when a batch contains it
             file, _ = open_indexed(dataset.reader, i)
             with file:
                 rotated += exif_orientation(file.read(HEAD_BYTES)) != 1

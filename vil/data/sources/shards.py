@@ -63,7 +63,7 @@ class Shards(ReaderWds):
     """
 
     num_classes: int | None
-    is_upright = False  # set by `apply_exif_orientation`
+    is_upright = False  # `apply_exif_orientation` sets this attribute
 
     def __init__(self, root: str | None, num_classes: int | None = None, **kwargs):
         if not root:
