@@ -33,7 +33,7 @@ def split_digits(
         train_per_class: Number of training images of each class; all if None.
         seed: Seed for sampling the training images. If None, a fixed order is used.
         rehearse: Use `REHEARSED` training images per class as the validation split instead of the held-out images.
-            These images are removed from the training split.
+            The `REHEARSED` images are removed from the training split.
 
     Raises:
         ValueError: A class has too few training images.

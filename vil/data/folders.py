@@ -31,7 +31,7 @@ def split_folder(source: Path, target: Path, validation: float = SHARE) -> dict[
         ConfigError: `source` has no class folders.
         ValueError: `validation` is not in (0, 1), `source` is missing, already split or has fewer than two
             classes, a class has fewer than two images, or `target` is not empty or lies inside `source`.
-        OSError: A file cannot be read or written. `target` is not created in this case.
+        OSError: A file cannot be read or written, so `target` is not created.
     """
     if not 0 < validation < 1:
         raise ValueError(f"the share of validation must be greater than 0 and less than 1, got {validation}")

@@ -1,7 +1,7 @@
 """Batch samplers of (index, seed) pairs, which determine the order of images and the share of each rank.
 
 In training, the images of a global batch and the seeds of their augmentation depend on the run's seed, the epoch and
-the position in the epoch. They do not depend on the world size, the number of workers or the accumulation steps.
+the position in the epoch. Neither depends on the world size, the number of workers or the accumulation steps.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class TrainingBatches:
     """Batch sampler of (index, seed) pairs for this rank's micro-batches of one epoch.
 
     A global batch is a slice of the epoch's permutation, repeated `repeats` times (repeated augmentation, Hoffer et
-    al., 2020, as in DeiT). Each rank processes a consecutive share of the global batch. The last global batch is
-    dropped if it is incomplete.
+    al., 2020, as in DeiT). Each rank processes a consecutive share of the global batch. An incomplete last global
+    batch is dropped.
 
     Args:
         num_images: Number of images in the split.
@@ -96,7 +96,7 @@ class TrainingBatches:
 
         Args:
             epochs: Number of epochs.
-            whole: Name of these epochs in the log line.
+            whole: Name of the whole of `epochs` epochs in the log line.
         """
         left_out = self.num_images - self.steps * math.ceil(self.global_batch / self.repeats)
         steps, total = (counted(number, "step") for number in (self.steps, self.steps * epochs))

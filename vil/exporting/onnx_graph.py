@@ -63,7 +63,7 @@ def onnx_model(exported: Exported, opset: int) -> Any:
 def call(functions: Functions, block: Block, x_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
     """Run a block as a call of an ONNX function, which all blocks with the same structure share.
 
-    If no function in `functions` has this structure, a new function is added.
+    If no function in `functions` has the block's structure, a new function is added.
     """
     kind = Kind(str(block), block.pool, grid, tuple(x_BLC.shape[1:]))
     if kind not in functions:

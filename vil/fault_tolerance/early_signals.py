@@ -27,7 +27,7 @@ def exit_on_signals() -> None:
 
 
 def launched_rank() -> str:
-    """Return the rank that torchrun or Slurm gave to this process, or "0"."""
+    """Return the rank that torchrun or Slurm gave to this process, or "0" if neither did."""
     return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
 
 

@@ -41,7 +41,7 @@ class FolderLock:
         folder: The run folder, created if it is missing. Unfinished files of killed processes are deleted.
 
     Raises:
-        FolderInUseError: Another run holds the lock. The message names that run, its start time and a remedy.
+        FolderInUseError: Another run holds the lock. The message names the other run, its start time and a remedy.
         OSError: The folder cannot be written to.
     """
 

@@ -25,8 +25,8 @@ def terminate_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
 def obey_only_parent() -> None:
     """Ignore signals from cluster schedulers in a data-loader worker.
 
-    So the worker keeps loading data until the training process has written its checkpoint. The worker still exits when
-    its parent process sends SIGTERM or dies.
+    The worker therefore keeps loading data until the training process has written its checkpoint. The worker still
+    exits when its parent process sends SIGTERM or dies.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C sends SIGINT to all foreground processes of a terminal
     if not hasattr(signal, "sigtimedwait"):  # on macOS and Windows, SIGTERM always ends the worker

@@ -29,8 +29,8 @@ def predict(
     Args:
         model: A timm model, which runs on its current device, or the path of a checkpoint: a file written by
             `vil train`, or a .safetensors file, .onnx file or folder written by vil.export.
-        images: A file path, a Pillow image, or an array (H, W), (H, W, 3) or (H, W, 4) of uint8 or uint16. An iterable
-            of these for several images.
+        images: A file path, a Pillow image, or an array (H, W), (H, W, 3) or (H, W, 4) of uint8 or uint16. For several
+            images, an iterable of paths, Pillow images or arrays.
         topk: Number of classes per image.
         batch_size: Number of images per forward pass of the model.
 

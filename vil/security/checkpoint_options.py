@@ -148,7 +148,7 @@ def _is_plain_split(split: str, dataset: str) -> bool:
 
 
 def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
-    """Raise a ConfigError if a checkpoint selects shards or a hub dataset and the user has not confirmed it."""
+    """Raise a ConfigError if a checkpoint selects shards or a hub dataset that the user has not confirmed."""
     dataset = saved.get("dataset")
     if not dataset or given.get("dataset") is not None or (dataset.startswith("wds/") and given.get("data_dir")):
         return

@@ -74,7 +74,7 @@ class Sandbox:
         return Image.frombytes("RGB", size, content)
 
     def _request(self, data: bytes, is_upright: bool) -> tuple[tuple[int, int], bytes]:
-        """Decode the image in `data`. Return its size and pixels, or the size (0, 0) and an error message."""
+        """Decode the image in `data`. Return the image's size and pixels, or the size (0, 0) and an error message."""
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = _start()

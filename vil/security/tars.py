@@ -106,8 +106,8 @@ def read_member(stream: Any, member: Member, most: int) -> bytes:
 def check_tar(file: BinaryIO, depth: int = 0) -> None:
     """Raise a tarfile.ReadError if Python's tarfile would need far more memory than a tar file's headers occupy.
 
-    Sparse members need such memory, and so do large global headers, which tarfile copies to all members. Members with a
-    negative size and other large headers are rejected, too. Nested tar files are checked recursively.
+    Sparse members would need more memory, and so would large global headers, which tarfile copies to all members.
+    Members with a negative size and other large headers are rejected, too. Nested tar files are checked recursively.
     """
     if depth > DEEPEST:
         raise tarfile.ReadError(f"tar files must be nested at most {DEEPEST} levels deep, got {depth}")

@@ -1,7 +1,7 @@
 """Batch augmentation on the device: normalization and, in training, random erasing and mixup or cutmix.
 
 timm samples the boxes and mixing ratios on the host, seeded by the position in the run. On an NVIDIA GPU, one kernel
-launch applies them to the images.
+launch erases the boxes and mixes the images.
 """
 
 from __future__ import annotations

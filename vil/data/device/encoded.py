@@ -68,7 +68,7 @@ class EncodedBatch:
 
 
 def is_small(pixels: Any) -> Any:
-    """Return whether workers decode images of this many pixels, element-wise for an array."""
+    """Return whether workers decode an image with `pixels` pixels, element-wise for an array."""
     return pixels <= SMALL
 
 

@@ -1,7 +1,7 @@
 """Loader whose batches are decoded and transformed on the model's device, on GPUs by nvJPEG and batched kernels.
 
-The workers read files and sample random parameters. They also decode small images, and decode and transform images that
-the device does not support (see `EncodedReader`).
+The workers read files and sample random parameters. Workers also decode small images, and decode and transform images
+that the device does not support (see `EncodedReader`).
 """
 
 from __future__ import annotations

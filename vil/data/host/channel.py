@@ -89,7 +89,7 @@ class SentTensor:
     """uint8 tensor of a worker, which the training process unpickles as a Tensor.
 
     Args:
-        parts: Bytes of the tensor, which are concatenated. There must be at least one byte.
+        parts: Parts of the tensor's bytes, which are concatenated; at least one byte in total.
         shape: Shape of the tensor.
         channel: Channel to the training process.
 
@@ -119,7 +119,7 @@ class SentTensor:
 
 
 def _receive(key: int, name: bytes, shape: tuple[int, ...]) -> Tensor:
-    """Return a uint8 tensor that a worker has sent through the channel with this key."""
+    """Return a uint8 tensor that a worker has sent through the channel with the key `key`."""
     descriptor = _channels[key].receive(name)
     try:  # do not use `mmap.mmap`, which would keep the file open, because the number of open files is limited
         path = f"/proc/self/fd/{descriptor}"

@@ -98,7 +98,7 @@ class _Found:
                         self.others[os.path.splitext(entry.name)[1].lower() or entry.name] += 1
 
     def follow(self, link: str, data_dir: str) -> bool:
-        """Add the image or folder that a link leads to. Return False if it is outside the data set or already found."""
+        """Add the image or folder that a link leads to. Return False if the target is outside the data set or known."""
         target = os.path.realpath(link)
         is_folder = os.path.isdir(target)
         # a link without a target may have led to an image or, if the link has no extension, to a class folder
@@ -122,7 +122,7 @@ class _Found:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a name is hidden, like those of files that operating systems or archive programs add."""
+    """Return whether a file name or folder name is hidden, as are names that operating systems or archive programs add."""
     return name.startswith(".") or name == "__MACOSX"
 
 

@@ -45,7 +45,7 @@ class LabelError(WorkersError):
 class Shards(ReaderWds):
     """timm's reader of WebDataset shards, with limits for untrusted shards and a count of unreadable samples.
 
-    Images are decoded like those of other sources. The shards of a local folder must lie inside the folder.
+    Images are decoded as in the readers of other sources. The shards of a local folder must lie inside the folder.
 
     If a sample cannot be read, a warning names it and `unreadable` counts it. Training uses the next sample; evaluation
     uses a blank image with the target `UNREADABLE`.
@@ -226,7 +226,7 @@ class Shards(ReaderWds):
     def _reject_class(self, target: int, num_classes: int, sample: dict[str, Any]) -> None:
         """Raise an error for a class that the model does not have.
 
-        Evaluation ends with this error, because accuracies over a part of the classes would be misleading.
+        Evaluation ends with an error, because accuracies over a part of the classes would be misleading.
 
         Raises:
             UnfitImageError: In training, which uses the next sample.
@@ -322,7 +322,7 @@ def _path_of(url: str) -> str:
 
 
 def _most_samples(path: str) -> int:
-    """Return the largest number of samples that a shard of this file size can contain."""
+    """Return the largest number of samples that a shard can contain, given the size of its file."""
     with open_file(path) as file:
         ratio = MOST_RATIO if file.read(len(GZIP)) == GZIP else 1
     return ratio * os.path.getsize(path) // FEWEST_BYTES
