@@ -122,7 +122,7 @@ class _Found:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file name or folder name is hidden, as are names that operating systems or archive programs add."""
+    """Return whether a file or folder name is hidden, as names that operating systems or archive programs add are."""
     return name.startswith(".") or name == "__MACOSX"
 
 
