@@ -1,7 +1,8 @@
 """Batch samplers of (index, seed) pairs, which determine the order of images and the share of each rank.
 
 In training, the images of a global batch and the seeds of their augmentation depend on the run's seed, the epoch and
-the position in the epoch. Neither depends on the world size, the number of workers or the accumulation steps.
+the position in the epoch. The images and seeds do not depend on the world size, the number of workers or the
+accumulation steps.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class TrainingBatches:
 
         Args:
             epochs: Number of epochs.
-            whole: Name of the whole of `epochs` epochs in the log line.
+            whole: Name of all `epochs` epochs together, for the log line.
         """
         left_out = self.num_images - self.steps * math.ceil(self.global_batch / self.repeats)
         steps, total = (counted(number, "step") for number in (self.steps, self.steps * epochs))

@@ -31,7 +31,7 @@ class WorkersError(ConfigError):
     """Error in a data-loader worker. The message stays one line when PyTorch raises the error in the main process."""
 
     def __init__(self, message: str):
-        # drop the worker's traceback, to which PyTorch sets the message when it raises the error in the main process
+        # drop the traceback: PyTorch re-raises a worker's error with the worker's whole traceback as the message
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
