@@ -120,8 +120,8 @@ class Shards(ReaderWds):
     def __iter__(self) -> Iterator[tuple[Image.Image, int]]:
         """Iterate over images and targets.
 
-        In evaluation, every sample is read once over all ranks, while timm's reader would give each rank the same number
-        of samples.
+        In evaluation, every sample is read once over all ranks, while timm's reader would give each rank the same
+        number of samples.
         """
         if self.is_training:
             yield from super().__iter__()
