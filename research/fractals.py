@@ -21,18 +21,18 @@ The procedure differs from the code of FractalDB's authors:
 
     weights    Every coefficient of every image has its own weight, as in 1p-frac (2024). In FractalDB, the 1,000 images
     of a class are the combinations of 25 weights, each of one parameter of all maps, 4 flips and 10 patches.
-    patches    An image has one patch, which only adds grey. FractalDB's code samples a patch for every point, and
-    pastes the patch including black pixels over earlier points. Therefore, FractalDB's fractals are grainy and fill
-    about half as much.
-    chains     Many short chains of the chaos game replace one long chain. The points before a chain reaches the
-    attractor are omitted.
+    patches    An image has one patch for all points, and the black pixels of the patch do not cover earlier points.
+    FractalDB's code samples a patch for every point, and pastes the patch including black pixels over earlier points.
+    Therefore, FractalDB's fractals are grainy and fill about half as many pixels.
+    chains     Many short chains of the chaos game replace one long chain. The first points
+    of each chain, which are not yet close to the attractor, are omitted.
     retries    An image whose points fill almost nothing is sampled again, for example if its maps do not contract.
 
 These options make classes easier or harder to distinguish:
 
     --variation    each coefficient of an image is the coefficient of its class times a sample from 1 - variation to
     1 + variation
-    --points       number of points; fewer points leave dots
+    --points       number of points of an image; few points leave separate dots instead of a filled shape
     --clutter      number of smaller pieces of other systems behind the fractal (not in FractalDB)
     --placement    rotate the fractal by any angle, shrink its rotated bounding square to at least half of the image,
     and move it (not in FractalDB)
@@ -81,7 +81,7 @@ MOST_MAPS = 8
 CHAINS = 512
 BURN_IN = 50  # number of steps from (0, 0) that each chain of the chaos game discards
 TABLE = 2**22  # number of positions in the table of random numbers at which a chaos game can start
-# maximum number of points rendered at a time; a point takes about 40 bytes of memory and a pixel 20 bytes
+# maximum number of points rendered at a time, by device; a point takes about 40 bytes of memory and a pixel 20 bytes
 AT_ONCE = dict(cuda=2**26, cpu=2**22)
 
 # An iterated function system becomes a class if 100,000 points fill at least 0.2 of the pixels of a 512 x 512 image.
@@ -107,12 +107,12 @@ class Fractals:
 
     Attributes:
         classes: Number of classes.
-        per_class: Training images of each class.
-        val_per_class: Validation images of each class.
-        test_per_class: Images of each class in a third split, which neither training nor model selection has seen.
+        per_class: Number of training images of each class.
+        val_per_class: Number of validation images of each class.
+        test_per_class: Number of images of each class in a third split, which neither training nor model selection has seen.
         seed: Seed of classes and images, at least 0.
         size: Side of the images in pixels.
-        points: Points of the chaos game in each image.
+        points: Number of points of the chaos game in each image.
         variation: Every coefficient of a class is multiplied by a sample from [1 - variation, 1 + variation]; 0 to 1.
         clutter: Number of smaller pieces of other systems behind the fractal.
         placement: Whether to rotate the fractal, shrink its rotated bounding square to at least half of the image, and
@@ -154,9 +154,9 @@ def draw_systems(count: int, seed: int, purpose: int = CLASSES, device: torch.de
 
     Args:
         count: Number of systems.
-        seed: Seed.
-        purpose: CLASSES, or CLUTTER for other systems.
-        device: Device that renders the candidates.
+        seed: Seed of the random numbers.
+        purpose: CLASSES for the systems of classes, or CLUTTER for the systems of clutter.
+        device: Device that renders the candidate systems.
 
     Returns:
         (count, M, 7) float64: a, b, c, d, e, f of the maps x, y -> a x + b y + e, c x + d y + f, and the probability of
@@ -193,7 +193,7 @@ def vary(systems_BM7: np.ndarray, uniform_BM6: np.ndarray, variation: float) -> 
     Args:
         systems_BM7: Systems of `draw_systems`.
         uniform_BM6: Random numbers in [0, 1) that determine the weights.
-        variation: At least 0.
+        variation: Largest relative change of a coefficient, at least 0.
     """
     weights_BM6 = 1 + variation * (2 * uniform_BM6 - 1)
     varied = np.broadcast_to(systems_BM7, (*weights_BM6.shape[:2], 7)).copy()
@@ -275,7 +275,7 @@ def render(points_BN2: Tensor, maps_BN: Tensor, frames_B32: Tensor, masks_B33: T
     Args:
         points_BN2: Points of `play`. Their bounding box becomes the square from -1 to 1.
         maps_BN: Map indices of `play`.
-        frames_B32: Affine map of that square: the images of (1, 0) and (0, 1) minus the image of the origin, and the
+        frames_B32: Affine map of the square from -1 to 1: the images of (1, 0) and (0, 1) minus the image of the origin, and the
             image of the origin as the last row. Points inside the square are drawn inside the margin.
         masks_B33: Boolean patch that is drawn around each point.
         size: H and W.
@@ -335,9 +335,9 @@ def render_images(
     Args:
         systems: Systems of all classes, (classes, M, 7), as returned by `draw_systems`.
         clutter: Systems of the small fractals behind each fractal, (any number, M, 7).
-        fractals: Options.
-        places: Positions of the B images.
-        device: Device that renders.
+        fractals: Options of the data set.
+        places: Positions of the B images in the data set.
+        device: Device that renders the images.
 
     Returns:
         (B, H, W, 3) uint8 on the device.
@@ -479,8 +479,8 @@ def write_fractals(out: Path, fractals: Fractals, device: torch.device | str = "
 
     Args:
         out: Output folder.
-        fractals: Options.
-        device: Device that renders.
+        fractals: Options of the data set.
+        device: Device that renders the images.
 
     Raises:
         ConfigError: The folder holds other images, the device is not available, or a class has almost no images.
@@ -518,7 +518,7 @@ def _write(out: Path, fractals: Fractals, device: torch.device | str) -> None:
     about = dict(options=asdict(fractals), device=str(device), environment=environment())
     if not record.exists():
         write_atomically(record, json.dumps(about | {"images": 0}, indent=1))
-    if not classes_file.exists():  # a resumed run keeps its classes, because another device might sample others
+    if not classes_file.exists():  # a resumed run keeps its classes, because another device might sample other classes
         print(f"{out}: drawing {fractals.classes} classes", flush=True)
         systems = draw_systems(fractals.classes, fractals.seed, CLASSES, device)
         write_atomically(classes_file, lambda file: np.save(file, systems))

@@ -5,7 +5,7 @@
 Each model chooses its learning rate on a held-out part of the training images, with a seed that is not reported. The
 reported accuracy is the top-1 of the EMA weights after the last epoch on the official validation images.
 
-The program trains the runs in the order of the page. A run that the JSON file already has is not trained again. Unknown
+The program trains the runs in the order that research/imagenette.md specifies. A run that the JSON file already has is not trained again. Unknown
 options are treated as options of `train_imagenet.py`.
 """
 
@@ -35,11 +35,11 @@ CONFIG = ROOT / "research" / "configs" / "imagenette.yaml"
 POOLED, VIL, VIM, DEIT = TINY = "vil_tiny_pooled", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224"
 SMALL_POOLED, SMALL_DEIT = SMALL = "vil_small_pooled", "deit_small_patch16_224"
 RESNET = "resnet50"
-STAGES = ((TINY, range(5)), ((RESNET,), range(1)), (SMALL, range(3)))  # models and their seeds
+STAGES = ((TINY, range(5)), ((RESNET,), range(1)), (SMALL, range(3)))  # models and seeds of each stage
 SEEDS = {model: seeds for models, seeds in STAGES for model in models}
 TESTED = ((VIL, VIM), (POOLED, VIL), (POOLED, DEIT), (SMALL_POOLED, SMALL_DEIT))
 RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
-FIRST_RATES = RATES[1:-1]  # a neighbor is tried if the best rate is at an edge
+FIRST_RATES = RATES[1:-1]  # the neighbor in RATES is also tried if the first or last of these rates is best
 CHOICE_SEED, CHOICE_EPOCHS, HELD_OUT = 100, 50, 0.1
 TRAIN_SPLIT, TEST_SPLIT = "train", "val"
 
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def train(data: Path, words: list[str], folder: str, run: Run) -> dict[str, Any]:
-    """Train one run and return its outcome."""
+    """Train one run and return the accuracies, the losses and the duration."""
     words = ["-c", str(CONFIG), "--model", run.model, *words]
     if run.rehearse:
         words += ["--epochs", str(CHOICE_EPOCHS), "--val-fraction", str(HELD_OUT)]
@@ -108,7 +108,7 @@ def rates_to_try(rows: Rows, model: str) -> Sequence[float]:
 
 
 def chosen(rows: Rows, model: str) -> float | None:
-    """Return the best learning rate (the lowest on ties), or None if some rates are still to be tried."""
+    """Return the best learning rate (the lowest on ties), or None if a learning rate has not been tried yet."""
     found = tried(rows, model)
     if not all(rate in found for rate in rates_to_try(rows, model)):
         return None

@@ -20,7 +20,7 @@ PADDING = 4  # number of pixels to add on each side
 
 
 def pad_class(source: Path, target: Path) -> None:
-    """Pad the images of one folder."""
+    """Pad the images of one class folder, and write them to another folder as PNG files."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         with Image.open(path) as image:

@@ -9,21 +9,29 @@ file `--out` are not repeated. Runs that are unfinished when the time is up resu
 call, from files in the folder `--out` with the suffix .states. Parallel calls need different files `--out`, which
 `--report` joins. One process for each GPU trains several runs at a time, each as CUDA graphs on its own stream.
 
-The harness follows Zoology's at d88d6f5 (2026-01) with its configuration of figure 2 (iclr24_zoology_figure2): two
-layers of width C for every mixer, no MLP; Mamba's block with RMSNorm; attention with a LayerNorm before and after it,
-position embeddings, dropout of 0.1 on embeddings and attention; LayerNorm and the tied embedding as head; its
-initialization; token 0 between queries; AdamW with weight decay 0.1 on everything; a cosine schedule by epochs to 0
-without warm-up; 64 epochs of the same batches in the same order; early stopping above 99%. Data are the same for all
-runs: the seed determines weights and dropout, whatever runs beside it. The differences are:
-  - the loss is computed from logits, because that commit's forward returns embeddings and cannot train on tokens;
-  - the lengths include 512 tokens, which that configuration has commented out;
-  - products and activations are bf16 (`--precision fp32`: TF32 products); the residual stream, weights, norms and
+The program follows Zoology's harness at commit d88d6f5 (2026-01) with Zoology's configuration of figure 2
+(iclr24_zoology_figure2):
+  - two layers of width C for every mixer, without an MLP, with Zoology's initialization;
+  - Mamba's block with RMSNorm;
+  - attention with a LayerNorm before and after attention, position embeddings, and dropout of 0.1 on embeddings and
+  attention;
+  - LayerNorm and the tied embedding as head;
+  - token 0 between queries;
+  - AdamW with weight decay 0.1 on all parameters, and a cosine schedule by epochs to 0 without warm-up;
+  - 64 epochs of the same batches in the same order, and early stopping above 99%.
+
+All runs use the same data. The seed of a run determines the run's weights and dropout, and simultaneous runs do not
+change them. The program differs from Zoology's harness in the following points:
+  - the loss is computed from logits, because Zoology's forward at d88d6f5 returns embeddings and cannot train on
+  tokens;
+  - the lengths include 512 tokens, which Zoology's configuration has commented out;
+  - products and activations are bf16 (with `--precision fp32`, products use TF32); the residual stream, weights, norms and
   states are fp32 as in Zoology, and accuracy is measured with fp32 activations, on a GPU with TF32 products;
-  - sequences of an incomplete batch are left out: the last 32 of the 100,000 at 512 tokens;
-  - random numbers differ: the data are another sample of the same distribution;
+  - sequences of an incomplete batch are left out, for example the last 32 of the 100,000 sequences of 512 tokens;
+  - random numbers differ, so the data are another sample of the same distribution;
   - Longhorn, which Zoology does not have, replaces Mamba's recurrence, with the weights of this package's blocks and
   their initialization; all other parts are Mamba's block;
-  - learning rates are around those at which recurrent models learn, instead of 1e-4 to 1e-2.
+  - the tried learning rates are close to those at which recurrent models learn, instead of 1e-4 to 1e-2.
 """
 
 from __future__ import annotations
@@ -59,7 +67,9 @@ PAIRS = {64: 4, 128: 8, 256: 16, 512: 64}
 BATCH = {64: 512, 128: 512, 256: 256, 512: 128}
 LEARNING_RATES = [1e-3, 2.2e-3, 4.6e-3, 1e-2]
 DATA_SEED = 123
-PIECE = 8192  # parameters per tensor; in larger tensors, a thread block of AdamW's fused kernel updates up to 65,536
+# maximum number of parameters per optimizer tensor, because a thread block of AdamW's fused kernel updates up to 65,536
+# parameters of a larger tensor
+PIECE = 8192
 STEPS_A_TURN = 16  # number of training steps that a run queues on the GPU before another run queues steps
 SECONDS_BETWEEN_SAVES = 60
 DONE = object()

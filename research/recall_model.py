@@ -134,8 +134,8 @@ class RecallModel(nn.Module):
     def embedded(self, pairs_BS: Tensor, queries_BP: Tensor) -> Tensor:
         """Return the embeddings of the tokens (B, T, C).
 
-        Most tokens are token 0, which is not looked up. Therefore its gradient is a sum instead of a long queue of
-        atomic additions.
+        Most tokens are token 0, whose embedding is expanded instead of looked up. Therefore the gradient of this
+        embedding is a sum instead of a long queue of atomic additions.
         """
         x_BSC = self.embedding(pairs_BS)
         keys_BPC = x_BSC[:, ::2]

@@ -187,7 +187,7 @@ def open_splits(config: Path, words: list[str], test_split: str | None) -> list:
 
 
 def digest_of(images) -> str:
-    """Return a digest of a split's file names and sizes, or the number of images if they are unknown."""
+    """Return a digest of a split's file names and sizes, or the number of images if the files are unknown."""
     samples = getattr(images.reader, "samples", None)
     if samples is None:
         return f"{len(images)} images"
@@ -291,7 +291,7 @@ def train(
     row = dict(seconds=round(time.monotonic() - start, 1), stopped=stopped, epochs=len(read_summary(path)))
     where = machine()
     row |= dict(commit=where["commit"], gpu=where["gpu"], processes=options.processes, jobs=options.jobs)
-    with open(path / "sessions.jsonl", "a") as sessions:  # one line per call of `train` for this run
+    with open(path / "sessions.jsonl", "a") as sessions:  # each call of `train` adds one line for this run
         sessions.write(json.dumps(row) + "\n")
     if status and not stopped:
         sys.exit(f"{path.name} ended with status {status}: {(path / 'log.txt').read_text()[-2000:]}")
@@ -300,7 +300,7 @@ def train(
 
 
 def read_summary(path: Path) -> list[dict[str, float]]:
-    """Return the rows of a run's summary.csv so far."""
+    """Return the rows of a run's summary.csv, one per finished epoch."""
     if not (path / "summary.csv").exists():
         return []
     rows = csv.DictReader((path / "summary.csv").read_text().splitlines())

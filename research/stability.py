@@ -2,16 +2,17 @@
 
     python -m research.stability --picture research/results/stability.png
 
-Each run has 2,000 steps of AdamW at the peak learning rate of the tiny recipe (1e-3, weight decay 0.1), reached after
-100 steps and then kept. The batch is far below the recipe's 1024, which makes the learning rate harsher. bf16 and fp16
-use autocast, and fp16 a gradient scaler; fp32 runs without TF32. Weights and images are the same in every precision.
+Each run has 2,000 steps of AdamW with weight decay 0.1. The learning rate rises over the first 100 steps to the peak
+learning rate of the tiny recipe (1e-3) and then stays constant. The batch size is far below the tiny recipe's 1024, so
+the same learning rate is a harder test of stability. bf16 and fp16 use autocast, fp16 also uses a gradient scaler, and
+fp32 runs without TF32. The initial weights and the images are the same in every precision.
 `fp32, other images` differs from fp32 only in the seed of the images, and its distance from fp32 is the noise that the
 other distances are compared with.
 
 The images never repeat. Each of the 1000 classes is a smooth random texture. An image is a random crop of its class's
-texture plus another smooth random texture with the weight `--noise`, and white noise. Therefore the loss falls, but not
-to zero. The program exits with an error if anything was not finite, except the gradients of steps that the scaler
-skipped.
+texture plus another smooth random texture with the weight `--noise`, and white noise. The loss falls, but the noise
+keeps it above zero. The program exits with an error if a loss, weight or gradient was not finite, except the gradients
+of steps that the gradient scaler skipped.
 
     S steps    B batch
 """
@@ -153,7 +154,7 @@ def train(model_name: str, images: Images, steps: int, dtype: torch.dtype | None
         for held, new in zip((x_B3HW, labels_B), images.next()):
             held.copy_(new)
         rate.fill_(1e-3 * min(1, (i + 1) / min(100, steps)))
-        if i < 3 or not on_gpu:  # warm up before the capture
+        if i < 3 or not on_gpu:  # warm up before the graph capture
             measured = step()
         else:
             if i == 3:
@@ -163,7 +164,7 @@ def train(model_name: str, images: Images, steps: int, dtype: torch.dtype | None
             graph.replay()
         measured_S2[i] = torch.stack(measured)
     loss_S, norm_S = measured_S2.cpu().unbind(1)
-    # the optimizer does not count skipped steps
+    # The optimizer's step counter does not count the steps that the gradient scaler skipped.
     skipped = steps - max(int(state["step"]) for state in optimizer.state.values())
     finite = all(t.isfinite().all() for t in (loss_S, *parameters)) and int((~norm_S.isfinite()).sum()) == skipped
     return Run(loss_S, norm_S, skipped, finite, time.perf_counter() - start)

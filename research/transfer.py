@@ -130,7 +130,7 @@ class Results:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """For each call of the program that finished at least one run: machine, commit, number of runs and seconds."""
+        """Machine, commit, number of runs and seconds of each call of the program that finished at least one run."""
         runs, seconds = len(self.rows) - self.found, round(time.monotonic() - self.start)
         return [*self.earlier_calls, *([dict(self.machine, runs=runs, seconds=seconds)] if runs else [])]
 
@@ -245,7 +245,7 @@ def begin_process(gpus: Queue[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
     # With the inherited start method "spawn", each of a loader's workers would import PyTorch again.
     multiprocessing.set_start_method(None, force=True)
-    # SIGKILL, because the trainer handles SIGTERM by ending only the current run
+    # Use SIGKILL, because the trainer handles SIGTERM by ending only the current run.
     terminate_with_parent(signal.SIGKILL)
     logging.disable(logging.WARNING)
 

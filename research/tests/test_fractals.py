@@ -141,7 +141,7 @@ def test_classes_are_drawn_and_judged_as_published(systems):
         exists = [row for row in system if row[6]]
         assert len(exists) >= 2
         x, y, points = 0.0, 0.0, []
-        for a, b, c, d, e, f, _ in rng.choices(exists, [row[6] for row in exists], k=100_050):  # a single chain
+        for a, b, c, d, e, f, _ in rng.choices(exists, [row[6] for row in exists], k=100_050):  # one chain of the chaos game instead of many
             x, y = a * x + b * y + e, c * x + d * y + f
             points.append((x, y))
         centre = [[False] * 3, [False, True, False], [False] * 3]
@@ -257,7 +257,7 @@ def test_points_that_are_played_again_come_with_their_maps(monkeypatch):
     assert (fractals.filling_rate(points, 32) >= fractals.KEPT).all()
     assert ((points == first).all((1, 2)) == (rates >= fractals.KEPT)).all()
     a, b, c, d, e, f, _ = torch.from_numpy(fern[0]).float()[maps[:, CHAINS:].long()].unbind(-1)
-    x, y = points[:, :-CHAINS].unbind(-1)  # the previous step
+    x, y = points[:, :-CHAINS].unbind(-1)  # coordinates of the previous step's points
     expected = torch.stack([a * x + b * y + e, c * x + d * y + f], dim=-1)
     np.testing.assert_allclose(points[:, CHAINS:], expected, atol=1e-5)
 
@@ -460,7 +460,7 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, drawn, capsys):
     resource = pytest.importorskip("resource")
     words = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | dict(size=128, clutter=3)).items()]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # limits the file size, so a file is written only in part, as on a full disk
+    # The limit on the file size makes a file be written only in part, as on a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
     try:
         with pytest.raises(SystemExit):

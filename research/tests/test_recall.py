@@ -109,7 +109,7 @@ def test_embeddings_are_those_of_the_sequence_and_so_are_their_gradients():
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_the_loss_is_that_of_zoologys_model_at_the_queries(mixer):
-    """Compare with Zoology's model, whose last block computes all positions instead of only the queries."""
+    """Compare the loss with that of Zoology's model, whose last block computes all positions, not only the queries."""
     torch.manual_seed(0)
     model = RecallModel(mixer, 16, 24).eval()
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_the_loss_is_that_of_zoologys_model_at_the_queries(mixer):
 
 
 @pytest.mark.parametrize("mixer", ["longhorn", "mamba"])
-@pytest.mark.parametrize("width", [16, 136])  # ranks 1 and 9
+@pytest.mark.parametrize("width", [16, 136])  # the ranks of these widths are 1 and 9
 def test_the_causal_mixer_is_one_direction_of_the_packages_block(mixer, width):
     torch.manual_seed(0)
     module = MIXERS[mixer](width)

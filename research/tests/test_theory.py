@@ -96,18 +96,18 @@ def test_a_state_never_grows_when_there_is_nothing_to_remember(g):
         assert (form(S_old, k, torch.zeros(D, dtype=torch.float64), beta).norm(dim=1) <= S_old.norm(dim=1)).all()
 
 
-# Each function returns a random state, a model's online objective, and its published update of the state.
+# Each of the next five functions returns a random state, a model's online objective, and the published updated state.
 # The objectives are from the Longhorn paper's table of online learners.
 
 
 def linear_attention(g):
-    """Linear attention (Katharopoulos et al., 2020): keeps the whole state and maximizes correlation."""
+    """Return a case of linear attention (Katharopoulos et al., 2020), which keeps the whole state."""
     S_old, k, x = randn(g, D, N), randn(g, N), randn(g, D)
     return S_old, lambda S: (S - S_old).square().sum() - 2 * x @ S @ k, S_old + torch.outer(x, k)
 
 
 def retnet(g):
-    """RetNet (Sun et al., 2023): forgets at one fixed rate."""
+    """Return a case of RetNet (Sun et al., 2023), whose states decay at one fixed rate."""
     S_old, k, x, gamma = randn(g, D, N), randn(g, N), randn(g, D), 0.9
 
     def objective(S):
@@ -117,7 +117,7 @@ def retnet(g):
 
 
 def gla(g):
-    """GLA (Yang et al., 2024): each state has a decay rate that depends on the token."""
+    """Return a case of GLA (Yang et al., 2024), whose states have decay rates that depend on the token."""
     S_old, k, x, alpha = randn(g, D, N), randn(g, N), randn(g, D), rand(g, N)
 
     def objective(S):
@@ -127,7 +127,7 @@ def gla(g):
 
 
 def griffin(g):
-    """Griffin (De et al., 2024): the RG-LRU S_t = a S_{t-1} + sqrt(1 - a^2) (i * x) has one state per channel."""
+    """Return a case of Griffin's RG-LRU (De et al., 2024), S_t = a S_{t-1} + sqrt(1 - a^2) (i * x), one state per channel."""
     S_old, x, alpha, gate = randn(g, D), randn(g, D), rand(g, D), rand(g, D)
     drive = (1 - alpha.square()).sqrt() * gate * x
 
@@ -138,7 +138,7 @@ def griffin(g):
 
 
 def longhorn(g):
-    """Return a state of Longhorn (Liu et al., 2024), its online objective and the published update of the state."""
+    """Return a case of Longhorn (Liu et al., 2024): a state, its online objective and its published update."""
     S_old, k, x, beta = randn(g, D, N), randn(g, N), randn(g, D), rand(g, D)
     return S_old, recall_objective(S_old, k, x, beta), closed_form(S_old, k, x, beta)
 
