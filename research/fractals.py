@@ -109,7 +109,8 @@ class Fractals:
         classes: Number of classes.
         per_class: Number of training images of each class.
         val_per_class: Number of validation images of each class.
-        test_per_class: Number of images of each class in a third split, which neither training nor model selection has seen.
+        test_per_class: Number of images of each class in a third split, which neither training nor model selection
+            has seen.
         seed: Seed of classes and images, at least 0.
         size: Side of the images in pixels.
         points: Number of points of the chaos game in each image.
@@ -275,8 +276,8 @@ def render(points_BN2: Tensor, maps_BN: Tensor, frames_B32: Tensor, masks_B33: T
     Args:
         points_BN2: Points of `play`. Their bounding box becomes the square from -1 to 1.
         maps_BN: Map indices of `play`.
-        frames_B32: Affine map of the square from -1 to 1: the images of (1, 0) and (0, 1) minus the image of the origin, and the
-            image of the origin as the last row. Points inside the square are drawn inside the margin.
+        frames_B32: Affine map of the square from -1 to 1: the images of (1, 0) and (0, 1) minus the image of the
+            origin, and the image of the origin as the last row. Points inside the square are drawn inside the margin.
         masks_B33: Boolean patch that is drawn around each point.
         size: H and W.
 

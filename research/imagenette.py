@@ -5,8 +5,8 @@
 Each model chooses its learning rate on a held-out part of the training images, with a seed that is not reported. The
 reported accuracy is the top-1 of the EMA weights after the last epoch on the official validation images.
 
-The program trains the runs in the order that research/imagenette.md specifies. A run that the JSON file already has is not trained again. Unknown
-options are treated as options of `train_imagenet.py`.
+The program trains the runs in the order that research/imagenette.md specifies. A run that the JSON file already has is
+not trained again. Unknown options are treated as options of `train_imagenet.py`.
 """
 
 from __future__ import annotations

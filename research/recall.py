@@ -25,8 +25,8 @@ change them. The program differs from Zoology's harness in the following points:
   - the loss is computed from logits, because Zoology's forward at d88d6f5 returns embeddings and cannot train on
   tokens;
   - the lengths include 512 tokens, which Zoology's configuration has commented out;
-  - products and activations are bf16 (with `--precision fp32`, products use TF32); the residual stream, weights, norms and
-  states are fp32 as in Zoology, and accuracy is measured with fp32 activations, on a GPU with TF32 products;
+  - products and activations are bf16 (with `--precision fp32`, products use TF32); the residual stream, weights, norms
+  and states are fp32 as in Zoology, and accuracy is measured with fp32 activations, on a GPU with TF32 products;
   - sequences of an incomplete batch are left out, for example the last 32 of the 100,000 sequences of 512 tokens;
   - random numbers differ, so the data are another sample of the same distribution;
   - Longhorn, which Zoology does not have, replaces Mamba's recurrence, with the weights of this package's blocks and

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run studies on a remote machine that is available for half an hour. The machine starts empty, has no network, and
-# transfers at most 64 MiB with each call in either direction, in files of at most 16 MiB. Each command line
-# below is one call, which transfers a copy of this checkout, and runs the command line in the root of the copy:
+# transfers at most 64 MiB with each call in either direction, in files of at most 16 MiB. Each command line below
+# is one call, which transfers a copy of this checkout, and runs the command line in the root of the copy:
 #
 #     research/sitting.sh unpack FOLDER       # unpack data/parts/*.tar* into FOLDER; one call for each part
 #     research/sitting.sh start COMMAND       # start the command in the background; can be called several times
@@ -29,7 +29,7 @@ check() {  # on the first call, copy the checkout, install the package, and run 
     cd "$place"
     # Mark the weights as unchanged in git, because missing weights would mark the commit as dirty.
     [ ! -e .git ] || git ls-files -z 'vil/weights/*.safetensors' | xargs -0 git update-index --skip-worktree
-    python3 -m pip install --quiet --no-build-isolation --no-deps --editable .  # outside a venv, which would lack PyTorch
+    python3 -m pip install --quiet --no-build-isolation --no-deps --editable .  # a venv would lack PyTorch
     python3 - <<'PROGRAM'
 import torch
 import timm
@@ -77,7 +77,7 @@ checkpoints)
     if (($2 == 0)); then
         rm -rf pieces && mkdir pieces
         find output -name last.pt -o -path '*/summary.csv' -o -path '*/config.yaml' -o -name study.json -o -name '*.jsonl' |
-            { tar c -T - || [ $? = 1 ]; } | split --bytes 15M --numeric-suffixes - pieces/piece-  # tar exits with 1 if a file grew
+            { tar c -T - || [ $? = 1 ]; } | split --bytes 15M --numeric-suffixes - pieces/piece-  # 1 if a file grew
     fi
     for ((i = $2; i < $2 + 4; i++)); do
         piece=$(printf 'pieces/piece-%02d' "$i")

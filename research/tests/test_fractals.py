@@ -141,7 +141,7 @@ def test_classes_are_drawn_and_judged_as_published(systems):
         exists = [row for row in system if row[6]]
         assert len(exists) >= 2
         x, y, points = 0.0, 0.0, []
-        for a, b, c, d, e, f, _ in rng.choices(exists, [row[6] for row in exists], k=100_050):  # one chain of the chaos game instead of many
+        for a, b, c, d, e, f, _ in rng.choices(exists, [row[6] for row in exists], k=100_050):  # one long chain
             x, y = a * x + b * y + e, c * x + d * y + f
             points.append((x, y))
         centre = [[False] * 3, [False, True, False], [False] * 3]

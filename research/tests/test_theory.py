@@ -127,7 +127,7 @@ def gla(g):
 
 
 def griffin(g):
-    """Return a case of Griffin's RG-LRU (De et al., 2024), S_t = a S_{t-1} + sqrt(1 - a^2) (i * x), one state per channel."""
+    """Return a case of Griffin's RG-LRU (De et al., 2024), S_t = a S_{t-1} + sqrt(1 - a^2) (i * x)."""
     S_old, x, alpha, gate = randn(g, D), randn(g, D), rand(g, D), rand(g, D)
     drive = (1 - alpha.square()).sqrt() * gate * x
 
