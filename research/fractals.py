@@ -41,8 +41,8 @@ These options make classes easier or harder to distinguish:
     range. With a larger share, colours reveal less about the class. At 0, colours identify the class.
 
 Classes and images depend only on the options, not on how many are rendered at a time or how often a run was
-interrupted. Because a GPU and a CPU round differently, a few pixels may differ between them, and so may a class or an
-image close to a threshold.
+interrupted. Because a GPU and a CPU round differently, a few pixels of an image may differ between GPU and CPU. A
+class or an image whose filling rate is close to a threshold may differ completely.
 
     B  images             M  maximum number of maps         H, W  pixels
     N  points             K  chains of the chaos game       C  colours of an image
@@ -97,7 +97,7 @@ GREY, QUALITY = 127, 90
 COLOURS = 1 + MOST_MAPS  # number of colours per class: the colour of the background, and one per map
 
 SPLITS = ("train", "validation", "test")
-# The key of each random number generator begins with the seed and one of these purposes.
+# The key of each random number generator begins with the seed and one of the following purposes.
 CLASSES, CLUTTER, CHOICES, PALETTES, FIRST_SPLIT = range(5)
 
 
@@ -119,7 +119,7 @@ class Fractals:
         placement: Whether to rotate the fractal, shrink its rotated bounding square to at least half of the image, and
             move it inside the image.
         colours: None for grey on black. Otherwise each class has a colour for each map and for the background, and an
-            image's colours differ from them by up to this share of the range of each channel; 0 to 1.
+            image's colours differ from the class's by up to this share of the range of each channel; 0 to 1.
     """
 
     classes: int = 1000
@@ -146,7 +146,7 @@ class Fractals:
                 raise ConfigError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
 
     def images(self, split: str) -> int:
-        """Return the number of images per class in this split."""
+        """Return the number of images per class in the split `split`."""
         return dict(zip(SPLITS, (self.per_class, self.val_per_class, self.test_per_class)))[split]
 
 
@@ -344,7 +344,7 @@ def render_images(
         (B, H, W, 3) uint8 on the device.
 
     Raises:
-        ConfigError: A class has almost no images at this variation.
+        ConfigError: An image of a class is still almost empty after `ATTEMPTS` attempts.
     """
     f, B = fractals, len(places)
     points = _points_that_fill(systems, f, places, device)
@@ -458,7 +458,7 @@ def _to_device(frames: np.ndarray, device: torch.device | str) -> Tensor:
 
 
 def at_once(points: int, size: int, device: torch.device | str) -> int:
-    """Return the number of images to render at a time, for this number of points and this image size."""
+    """Return the number of images of `size` x `size` pixels and `points` points to render at a time."""
     most = AT_ONCE.get(torch.device(device).type, AT_ONCE["cpu"])
     return max(1, most // max(points, CHAINS, size * size // 2))
 
@@ -484,7 +484,8 @@ def write_fractals(out: Path, fractals: Fractals, device: torch.device | str = "
         device: Device that renders the images.
 
     Raises:
-        ConfigError: The folder holds other images, the device is not available, or a class has almost no images.
+        ConfigError: The folder has images with other options, the device is not available, or an image of a class is
+            still almost empty after `ATTEMPTS` attempts.
         FolderInUseError: Another process writes to the folder.
         OSError: A file could not be written; the error names the file.
     """

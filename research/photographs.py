@@ -61,7 +61,7 @@ class Cell(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Name of the folder for all runs with this stage and learning rate."""
+        """Name of the folder for all runs with the same stage and learning rate."""
         return f"{self.stage}-{self.lr:g}"
 
     def __str__(self) -> str:

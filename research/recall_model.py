@@ -63,7 +63,7 @@ class Mamba(Longhorn):
 
 
 def tokens_at(t_BTC: Tensor, places_BP: Tensor | None) -> Tensor:
-    """Return the tokens (B, P, C) at these positions, or all tokens if the positions are None."""
+    """Return the tokens (B, P, C) at the positions `places_BP`, or all tokens if `places_BP` is None."""
     if places_BP is None:
         return t_BTC
     return t_BTC.gather(1, places_BP.unsqueeze(-1).expand(-1, -1, t_BTC.shape[-1]))
@@ -90,7 +90,7 @@ class Attention(nn.Module):
 class RecurrentBlock(nn.Module):
     """Mamba's block, x + mixer(norm(x)), with an fp32 residual stream.
 
-    The output has all tokens, or only the tokens at the given positions.
+    The output has all tokens, or only the tokens at the positions `wanted_BP`.
     """
 
     def __init__(self, mixer: nn.Module, width: int):
