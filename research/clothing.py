@@ -42,8 +42,8 @@ from vil.data.sources.splits import open_split
 from vil.devices import known_device
 
 CONFIG = ROOT / "configs" / "finetune.yaml"
-PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # C of the regression; larger values are weaker penalties
-EPOCHS = {0: 20, 20: 100}  # number of epochs by training images per class; 0 means all images
+PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # C of the logistic regression; larger values are weaker penalties
+EPOCHS = {0: 20, 20: 100}  # numbers of epochs by training images per class; the key 0 means all images
 CHOICE_SEED = 100
 RANDOM = "random"
 

@@ -41,7 +41,7 @@ CONFIG = ROOT / "configs" / "finetune.yaml"
 RECIPE = ["--layer-decay", "none"]
 RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 FIRST_RATES = RATES[1:-1]  # learning rates that are tried first with the short budget
-SHORT, LONG = BUDGETS = 20, 100  # number of epochs of a short run and of a long run
+SHORT, LONG = BUDGETS = 20, 100  # numbers of epochs of a short run and of a long run
 CHOICE_SEED = 100
 SEEDS = range(5)
 POOLED, DEIT, VIL = "vil_tiny_pooled", "deit_tiny_patch16_224", "vil_tiny"

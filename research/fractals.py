@@ -79,7 +79,7 @@ from vil.info import environment
 
 MOST_MAPS = 8
 CHAINS = 512
-BURN_IN = 50  # number of steps from (0, 0) that each chain of the chaos game discards
+BURN_IN = 50  # number of first steps that each chain of the chaos game discards
 TABLE = 2**22  # number of positions in the table of random numbers at which a chaos game can start
 # maximum number of points rendered at a time, by device; a point takes about 40 bytes of memory and a pixel 20 bytes
 AT_ONCE = dict(cuda=2**26, cpu=2**22)
@@ -87,10 +87,10 @@ AT_ONCE = dict(cuda=2**26, cpu=2**22)
 # An iterated function system becomes a class if 100,000 points fill at least 0.2 of the pixels of a 512 x 512 image.
 FILLING, JUDGED_POINTS, JUDGED_SIZE = 0.2, 100_000, 512
 COARSE_SIZE, COARSE_POINTS = 32, 4096
-PROMISING = 0.3  # minimum share of coarse pixels that a candidate must fill before it is rendered with more points
+PROMISING = 0.3  # minimum share of coarse pixels that a candidate class must fill to be rendered with more points
 KEPT = 0.1  # minimum share of filled coarse pixels of an image; emptier images are sampled again
 ATTEMPTS = 100  # maximum number of attempts to sample an image
-MARGIN = 6 / 512  # margin of an image relative to the side of the image
+MARGIN = 6 / 512  # width of the margin around a fractal, relative to the side of the image
 CLUTTER_SYSTEMS = 256
 LARGEST = 4096  # maximum image side in pixels, because larger pixel indices are not exact in float32
 GREY, QUALITY = 127, 90

@@ -39,7 +39,7 @@ STAGES = ((TINY, range(5)), ((RESNET,), range(1)), (SMALL, range(3)))  # models 
 SEEDS = {model: seeds for models, seeds in STAGES for model in models}
 TESTED = ((VIL, VIM), (POOLED, VIL), (POOLED, DEIT), (SMALL_POOLED, SMALL_DEIT))
 RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
-FIRST_RATES = RATES[1:-1]  # the neighbor in RATES is also tried if the first or last of these rates is best
+FIRST_RATES = RATES[1:-1]  # if the first or last of FIRST_RATES is best, its neighbor in RATES is also tried
 CHOICE_SEED, CHOICE_EPOCHS, HELD_OUT = 100, 50, 0.1
 TRAIN_SPLIT, TEST_SPLIT = "train", "val"
 
@@ -48,7 +48,7 @@ class Run(NamedTuple):
     """A training run; `rehearse` is True if the run serves to choose the learning rate."""
 
     model: str
-    setting: float  # learning rate
+    setting: float  # learning rate of the run
     seed: int
     rehearse: bool
 

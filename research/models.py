@@ -28,7 +28,7 @@ def published_vit(drop_path_rate: float = 0.0, **arguments: Any) -> VisionTransf
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             with torch.no_grad():
-                # flattened, because a patch embedding is a linear layer whose inputs are all values of a patch
+                # The weight is flattened, because a patch embedding is a linear layer of all values of a patch.
                 nn.init.xavier_normal_(module.weight.flatten(1))
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)

@@ -40,13 +40,13 @@ TEST_SPLIT = "test"
 VIL, VIM, POOLED, DEIT = MODELS = ["vil_tiny", "vim_tiny", "vil_tiny_pooled", "deit_tiny_patch16_224"]
 COMPARED = ((VIL, VIM), (POOLED, VIL), (VIL, DEIT))  # pairs of models compared by Welch's test, with Holm's correction
 RATES = (5e-4, 1e-3, 2e-3)
-CHOICE_SEED = 100  # seed of the runs that select the learning rate or measure compiled DeiT; other runs do not use it
+CHOICE_SEED = 100  # seed used only by the runs that select the learning rate or measure compiled DeiT
 SEEDS, FURTHER_SEEDS = range(5), range(5, 8)
-PROTOCOL = dict.fromkeys(MODELS, FURTHER_SEEDS.stop)  # exclusive upper bound of each model's seeds
+PROTOCOL = dict.fromkeys(MODELS, FURTHER_SEEDS.stop)  # exclusive upper bound of each model's seeds in the protocol
 # Additional seeds were planned after the first differences were known, so no significance test uses them.
 EXTENSIONS = ({VIL: 12, VIM: 12}, {VIL: 12, VIM: 20})
-WIDEST = 0.5  # percentage points; largest half-width of a confidence interval for which no further seeds are trained
-MARGIN = 1.0  # percentage points; models are equivalent if the interval of their difference is within this margin
+WIDEST = 0.5  # largest half-width of a confidence interval, in points, for which no further seeds are trained
+MARGIN = 1.0  # two models are equivalent if the confidence interval of their difference is within ±MARGIN points
 OPTIONS = {"rates": ["--epochs", "8"], "compiled": ["--epochs", "2", "--torchcompile"], "seeds": []}
 DIVERGED = r"the (loss|gradient norm|gradient's norm) is (nan|inf|-inf) at step"
 
@@ -295,7 +295,7 @@ def main() -> None:
         help="JSON file of all runs; predictions and the final plot are written beside it",
     )
     options, words = parser.parse_known_args()
-    options.processes = None  # number of torchrun processes per run
+    options.processes = None  # number of torchrun processes per run; None starts a run without torchrun
     study = Study(options, words)
     study.go_on()
     tables = rates_table(study.runs), models_table(study.runs, study.judged)

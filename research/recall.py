@@ -67,8 +67,8 @@ PAIRS = {64: 4, 128: 8, 256: 16, 512: 64}
 BATCH = {64: 512, 128: 512, 256: 256, 512: 128}
 LEARNING_RATES = [1e-3, 2.2e-3, 4.6e-3, 1e-2]
 DATA_SEED = 123
-# maximum number of parameters per optimizer tensor, because a thread block of AdamW's fused kernel updates up to 65,536
-# parameters of a larger tensor
+# maximum number of parameters per optimizer tensor; small tensors spread the update over more thread blocks, because
+# one thread block of AdamW's fused kernel updates up to 65,536 parameters of a tensor
 PIECE = 8192
 STEPS_A_TURN = 16  # number of training steps that a run queues on the GPU before another run queues steps
 SECONDS_BETWEEN_SAVES = 60

@@ -16,7 +16,7 @@ from vil.kernels import longhorn_scan, selective_scan
 from vil.models.block import LonghornDirection, MambaDirection
 
 VOCABULARY = 8192
-POWER = 0.01  # exponent of the query distances: distance i has a probability proportional to i^(POWER - 1)
+POWER = 0.01  # the i-th possible position of a query has a probability proportional to i^(POWER - 1)
 LAYERS = 2
 DROPOUT = 0.1  # dropout rate of embeddings and attention
 

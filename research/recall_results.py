@@ -12,7 +12,7 @@ from research.recall_model import MIXERS
 from vil.evaluation.markdown import markdown_table
 from vil.fault_tolerance.files import write_atomically
 
-LEARNED = 90.0  # percent of correct queries, above which a run counts as having learned the task
+LEARNED = 90.0  # a run has learned the task if more than this percentage of its queries is correct
 
 
 @dataclass

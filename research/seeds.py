@@ -160,7 +160,7 @@ class Deadline:
 
     def __enter__(self) -> None:
         self.handlers = {number: signal.signal(number, self._pass) for number in SCHEDULER_SIGNALS}
-        self.hearing = signals_handled_in_thread()  # handlers also run while the main thread is busy
+        self.hearing = signals_handled_in_thread()  # signal handlers also run while the main thread is busy
         self.hearing.__enter__()
 
     def __exit__(self, *error) -> None:
@@ -337,7 +337,7 @@ def read_run(folder: Path, model: str, seed: int, images: int, evaluated: int) -
     built = create_model(model, **model_arguments(saved))
     batch = saved["global_batch_size"]
     images -= images % batch
-    sessions = path / "sessions.jsonl"  # the file does not exist if research.seeds was killed while the run continued
+    sessions = path / "sessions.jsonl"  # sessions.jsonl is missing if research.seeds was killed while the run continued
     return {
         "model": model,
         "seed": seed,

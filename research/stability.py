@@ -154,7 +154,7 @@ def train(model_name: str, images: Images, steps: int, dtype: torch.dtype | None
         for held, new in zip((x_B3HW, labels_B), images.next()):
             held.copy_(new)
         rate.fill_(1e-3 * min(1, (i + 1) / min(100, steps)))
-        if i < 3 or not on_gpu:  # warm up before the graph capture
+        if i < 3 or not on_gpu:  # the first three steps on a GPU are a warm-up before the graph capture
             measured = step()
         else:
             if i == 3:
@@ -184,7 +184,7 @@ def farthest(runs: dict[str, Run], name: str) -> float:
 
 def plot(runs: dict[str, dict[str, Run]]) -> bytes:
     """Plot the smoothed losses, and their differences from fp32, as a PNG."""
-    from matplotlib.figure import Figure  # pyplot would keep figures in global state
+    from matplotlib.figure import Figure  # instead of pyplot, which would keep figures in global state
 
     figure = Figure(figsize=(5 * len(runs), 6), layout="constrained")
     columns = figure.subplots(2, len(runs), sharex=True, squeeze=False).T

@@ -25,7 +25,7 @@ from pathlib import Path
 
 SEED = 0
 CHOSEN = 50  # number of training images per class held out for selecting hyperparameters
-PART_MEGABYTES = 53  # maximum size of a part, so that a part and the source code fit in an upload of 64 MiB
+PART_MEGABYTES = 53  # maximum size of a part; a part and the source code must fit in an upload of 64 MiB
 
 
 def git(repository: Path, *words: str, given: bytes = b"") -> bytes:
@@ -88,7 +88,7 @@ def pack(images: Iterator[tuple[str, bytes]], folder: Path, part_bytes: int) -> 
             gzip.GzipFile("", "wb", fileobj=file, mtime=0) as zipped,
             tarfile.open(fileobj=zipped, mode="w") as tar,
         ):
-            while waiting and file.tell() < part_bytes - 2**18:  # reserve space for the compressor's buffer
+            while waiting and file.tell() < part_bytes - 2**18:  # 2**18 bytes for the compressor's buffer
                 name, content = waiting
                 info = tarfile.TarInfo(name)
                 info.size = len(content)

@@ -72,7 +72,7 @@ from vil.training.trainer import Trainer
 SCRATCH, FINE_TUNED = "from scratch", "fine-tuned"
 PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS = "linear, features", "linear, features of random weights", "linear, pixels"
 KERNEL_MACHINE = "RBF kernel, pixels"
-RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates to select from
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates from which the best is selected
 PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)  # C of the classifiers; larger values are weaker penalties
 SETTINGS = dict.fromkeys((SCRATCH, FINE_TUNED), RATES)
 SETTINGS |= dict.fromkeys((PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS, KERNEL_MACHINE), PENALTIES)
@@ -232,7 +232,7 @@ def processes(jobs: int) -> AbstractContextManager[Executor | None]:
     """Open a process pool for parallel runs; with one job, the context is None and this process does all runs."""
     if jobs == 1:
         return nullcontext()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each process uses one thread
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker process uses one CPU thread
     context = multiprocessing.get_context("spawn")
     gpus = context.Queue()
     for gpu, _ in zip(cycle(visible_gpus() or [""]), range(jobs)):

@@ -113,7 +113,7 @@ def test_features_are_of_every_image_as_it_is_evaluated_and_of_the_ways_weights(
     how = dict(img_size=224)
     assert built == [("vil_tiny", "drawn.safetensors", 0, how), ("vil_tiny", None, 7, how)]
     assert len(found) == 2 * (30 + 2 + 3)
-    reds = [found[Path("train", "hat", f"{i:02}.png")] for i in (0, 29)]  # uniform images with a red level of i / 255
+    reds = [found[Path("train", "hat", f"{i:02}.png")] for i in (0, 29)]  # image i has a uniform red level of i / 255
     np.testing.assert_allclose(reds[1] - reds[0], [29 / 255 / 0.229, 0, 0], atol=1e-5)
 
 

@@ -30,7 +30,7 @@ def test_seeds_that_both_have_are_paired():
 def test_welchs_test_pairs_nothing():
     (first, v1), (second, v2) = mean_and_variance(FIRST), mean_and_variance(SECOND[:3])
     of_means = v1 / 4, v2 / 3
-    freedom = sum(of_means) ** 2 / (of_means[0] ** 2 / 3 + of_means[1] ** 2 / 2)  # Welch-Satterthwaite
+    freedom = sum(of_means) ** 2 / (of_means[0] ** 2 / 3 + of_means[1] ** 2 / 2)  # Welch-Satterthwaite equation
     found = compare.welch(dict(enumerate(FIRST)), dict(zip((9, 5, 7), SECOND)))
     assert found == by_students_distribution(first - second, math.sqrt(sum(of_means)), freedom)
     assert compare.welch({0: 1.0, 1: 2.0}, {0: 3.0}) is None

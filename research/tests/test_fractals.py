@@ -304,7 +304,7 @@ def test_a_class_has_a_palette_from_which_its_images_keep_their_distance(systems
     assert moves.min() < -0.28 * 256
     assert moves.max() > 0.28 * 256
     everything = render_images(systems, systems, Fractals(**SMALL | dict(colours=1.0)), wanted)
-    assert {0, 255} <= set(everything.unique().tolist())  # values are clipped, not wrapped around
+    assert {0, 255} <= set(everything.unique().tolist())  # colour values are clipped, not wrapped around
     assert ((everything.int() - pure).abs() < 256).all()
 
 
@@ -332,7 +332,7 @@ def test_placement_turns_shrinks_and_moves_but_cuts_nothing_off(systems):
     assert 0.99 < extents.max() <= 1
     angles = np.arctan2(frames[:, 0, 1], frames[:, 0, 0])
     assert (np.histogram(angles, 8, (-np.pi, np.pi))[0] > 180).all()
-    assert np.allclose(np.linalg.det(frames[:, :2]), (frames[:, 0] ** 2).sum(1))  # axes remain perpendicular
+    assert np.allclose(np.linalg.det(frames[:, :2]), (frames[:, 0] ** 2).sum(1))  # frame axes remain perpendicular
 
     options = Fractals(**SMALL | dict(per_class=60, size=128, variation=0, placement=True))
     centres, extents = [], []
@@ -396,14 +396,14 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
     saved = itertools.count(1)
 
     def stop(*arguments, save=fractals._save_jpeg):
-        if next(saved) == 10:  # interrupt once, like Ctrl-C
+        if next(saved) == 10:  # interrupt the first call once, like Ctrl-C
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         save(*arguments)
 
     monkeypatch.setattr(fractals, "AT_ONCE", dict(cpu=4000))
     with monkeypatch.context() as patch:
         patch.setattr(fractals, "_save_jpeg", stop)
-        # an earlier training in this process may have left its own handler
+        # an earlier training in this process may have left its own SIGINT handler
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         with pytest.raises(SystemExit) as stopping:
             fractals.main([str(stopped), *small, "--device=cpu"])
@@ -418,7 +418,7 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
     write_fractals(stopped, options)
     assert files(stopped) == files(whole)
     assert all(path.stat().st_mtime_ns == at for path, at in before.items())
-    assert len(drawn) == 2  # the second call reads the sampled classes from a file
+    assert len(drawn) == 2  # the second call reads the classes from a file instead of sampling them
     assert not (stopped / ".unfinished").exists()
     assert json.loads((stopped / "fractals.json").read_text())["images"] == 18
     monkeypatch.setattr(fractals, "render_images", None)  # complete folders must not be rendered again

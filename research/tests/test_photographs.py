@@ -79,7 +79,7 @@ def test_only_the_deviation_decides_whether_further_seeds_are_trained(deviation,
         runs = with_seeds(searched(), **STEADY | {VIL: [40 + v for v in values], VIM: [40 + gap - v for v in values]})
         expected = [Cell("seeds", model, 0.001, seed) for seed in (5, 6, 7) for model in (VIL, VIM)] if more else []
         assert photographs.to_do(runs) == expected
-        # results of DeiT do not change which runs are planned
+        # DeiT's results do not change which runs are planned
         assert photographs.to_do(runs[:-1]) == [Cell("seeds", DEIT, 0.001, 4), *expected]
         done, left = expected[:5], expected[5:]
         # results of the further runs do not change which runs are planned
@@ -106,9 +106,9 @@ TEST = {
 
 def test_test_images_are_counted_when_the_last_run_is_there():
     runs = with_seeds(searched(), **STEADY)
-    runs[-1]["curves"]["images_per_second"] = [10.0, 500.0, 500.0]  # a throttled GPU
+    runs[-1]["curves"]["images_per_second"] = [10.0, 500.0, 500.0]  # a run on a throttled GPU
     (alone,) = (run for run in runs if run["stage"] == "compiled")
-    # the compiled run has two epochs
+    # The compiled run has two epochs, of which the first includes the compilation.
     alone["curves"]["images_per_second"], alone["machine"] = [10.0, 4000.0], dict(gpu=None)
     judged = judged_as(runs, TEST)
     for table in (photographs.models_table, photographs.differences_table):
@@ -263,7 +263,7 @@ def test_results_that_are_half_written_are_gone_on_with(stubbed, monkeypatch, ca
 
     def stop(path, content):
         write(path, content)
-        if len(started) > 13:  # fail after the predictions are written and before out.json is written
+        if len(started) > 13:  # fail between writing the predictions and writing out.json
             raise OSError("no space left")
 
     with monkeypatch.context() as patch:

@@ -113,7 +113,7 @@ def test_the_loss_is_that_of_zoologys_model_at_the_queries(mixer):
     torch.manual_seed(0)
     model = RecallModel(mixer, 16, 24).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # some parameters are initialized to zeros or ones
+        for parameter in model.parameters():  # zeros and ones of the initialization could hide errors
             parameter.add_(0.1 * torch.randn_like(parameter))
     pairs, queries = recall_examples(4, 24, 3, 0, CPU)
     loss = model.loss(pairs, queries)
@@ -309,7 +309,7 @@ def test_a_value_that_is_not_finite_is_recorded_and_ends_the_run():
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_run_cut_short_and_continued_beside_others_equals_one_in_a_piece(mixer, tmp_path, monkeypatch):
-    monkeypatch.setattr(recall, "STEPS_A_TURN", 3)  # an epoch has four steps
+    monkeypatch.setattr(recall, "STEPS_A_TURN", 3)  # an epoch has four steps, so the last turn is shorter
     whole = trained(a_run(mixer=mixer, epochs=4))
     calls = 0
     while True:

@@ -57,7 +57,7 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
     run_study(command)
     for model in MODELS:  # the last checkpoint is evaluated, not the best
         (root / "runs" / f"{model}-0" / "best.pt").unlink()
-    run_study(command)  # all runs are already done
+    run_study(command)  # the second call has no run to train
     for model in MODELS:
         sessions = (root / "runs" / f"{model}-0" / "sessions.jsonl").read_text().splitlines()
         assert [json.loads(line)["epochs"] for line in sessions] == [2]
@@ -218,7 +218,7 @@ def test_without_a_folder_nothing_is_promised(stubbed, capsys):
     with pytest.raises(SystemExit):
         run_study([*command[:i], *command[i + 2 :], "vim_tiny", "--minutes", "0"])
     said = capsys.readouterr().err
-    assert "not done yet: vil_tiny-0, vim_tiny-0, vil_tiny-1, vim_tiny-1, " in said  # all runs are missing
+    assert "not done yet: vil_tiny-0, vim_tiny-0, vil_tiny-1, vim_tiny-1, " in said  # no run of the study is done
     assert "vim_tiny-4; set --folder" in said
 
 
@@ -268,8 +268,8 @@ def test_a_run_that_cannot_start_leaves_its_gpus_to_others(stubbed):
     gpus = SimpleQueue()
     gpus.put("3")
 
-    (root / "runs" / "vil_tiny-0" / "log.txt").mkdir(parents=True)  # the run's output cannot be written
-    (root / "small.yaml").write_text("epochs: 1")  # a config may lack model_kwargs
+    (root / "runs" / "vil_tiny-0" / "log.txt").mkdir(parents=True)  # a folder, so the log cannot be written
+    (root / "small.yaml").write_text("epochs: 1")  # the config of a study may lack model_kwargs
     options = SimpleNamespace(config=root / "small.yaml", processes=None, jobs=1)
     deadline = seeds.Deadline(9)
     assert 9 * 60 - 5 < deadline.time - time.monotonic() <= 9 * 60
@@ -333,7 +333,7 @@ def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stub
     def refused(words, match):
         with pytest.raises(SystemExit, match=match):
             run_study(words)
-        assert not (root / "others").exists()  # rejected before training starts
+        assert not (root / "others").exists()  # the study is rejected before training starts
 
     refused(command, "test_split must equal .*earlier.json, test, got None: leave out --earlier")
     refused(
@@ -428,7 +428,7 @@ def test_predictions_of_the_same_images_are_joined_by_the_names_of_runs():
         (["4", "7"], 3, 1, ["4", "7", "4"]),
         (["0", "1", "2", "3"], 2, 2, ["0,1", "2,3"]),
         (["0", "1", "2"], 2, 2, ["0,1", "0,1"]),
-        (["0"], 1, 2, ["0"]),  # with too few devices, research/train.py reports the error
+        (["0"], 1, 2, ["0"]),  # if a run needs more GPUs than exist, research/train.py reports the error
         ([], 2, 1, ["", ""]),
     ],
 )
@@ -457,7 +457,7 @@ def test_a_table_has_means_and_differences_of_the_first_model():
     runs = [
         dict(model=m, seed=s, parameters=1000, top1=v, epoch_seconds=seconds)
         for m, values in top1.items()
-        for s, (v, seconds) in enumerate(zip(values, (9.0, 2.0, 1.9)))  # the machine was busy during the first run
+        for s, (v, seconds) in enumerate(zip(values, (9.0, 2.0, 1.9)))  # the first run of each model is slow
     ]
     _, _, vil, vim, deit = (line.strip("|").split(" | ") for line in seeds.report(runs).splitlines())
     assert vil[1:] == ["1,000", "92.00 ± 2.00", "90.00 92.00 94.00", "2.00", "", " "]
@@ -486,6 +486,6 @@ def test_curves_are_drawn_by_epochs_and_by_the_time_of_training(monkeypatch):
 
 def test_the_processor_is_the_first_of_proc_cpuinfo_or_what_python_reports(tmp_path):
     cpu_info = tmp_path / "cpuinfo"
-    assert seeds.processor(cpu_info) == platform.processor()  # the fallback on macOS
+    assert seeds.processor(cpu_info) == platform.processor()  # the fallback without a cpuinfo file
     cpu_info.write_text("processor\t: 0\nmodel name\t: One\n\nprocessor\t: 1\nmodel name\t: Two\n")
     assert seeds.processor(cpu_info) == "One"

@@ -39,7 +39,7 @@ def test_the_norm_of_the_gradient_is_that_of_fp32_whatever_the_loss_is_scaled_by
 
 
 def test_steps_that_overflow_are_skipped_and_counted_and_an_infinite_loss_is_noticed():
-    run = stability.train("vil_two_blocks", images(1), 6, torch.float16)  # the initial loss scale overflows fp16
+    run = stability.train("vil_two_blocks", images(1), 6, torch.float16)  # the scaler's initial scale overflows fp16
     assert 0 < run.skipped == (~run.gradient_norms.isfinite()).sum() < 6
     assert run.finite
     assert not stability.train("vil_two_blocks", images(2, noise=math.inf), 2, None).finite

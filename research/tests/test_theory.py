@@ -72,7 +72,7 @@ def test_the_more_beta_the_better_the_new_pair_is_recalled(g):
     S_old, k, x = randn(g, D, N), randn(g, N), randn(g, D)
     weights = torch.tensor([0.0, 0.1, 1.0, 10.0, 1e9], dtype=torch.float64)
     errors = torch.stack([(closed_form(S_old, k, x, b.expand(D)) @ k - x).abs() for b in weights])
-    torch.testing.assert_close(errors[0], (S_old @ k - x).abs())  # beta = 0 keeps the recall error
+    torch.testing.assert_close(errors[0], (S_old @ k - x).abs())  # if beta is 0, the update keeps the recall error
     assert (errors[1:] < errors[:-1]).all()
     assert errors[-1].max() < 1e-8
 

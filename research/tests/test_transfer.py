@@ -96,7 +96,7 @@ def test_what_a_stopped_call_has_left_is_reported_as_far_as_all_ways_have_it():
 
 
 def as_a_run_that_tells_its_process(path):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # training ignores the signal until it has written a checkpoint
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # training ignores SIGTERM until it has written a checkpoint
     path.write_text(f"{os.getpid()} {os.environ['CUDA_VISIBLE_DEVICES']}")
     time.sleep(600)
 
@@ -138,7 +138,7 @@ def test_checkpoints_are_in_memory_if_there_is_enough_of_it(tmp_path, monkeypatc
     monkeypatch.setattr(transfer, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(transfer.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**31 + 1))
     assert [transfer.fast_folder(jobs) for jobs in (1, 2, 3)] == [str(tmp_path), str(tmp_path), None]
-    monkeypatch.setattr(transfer, "SHARED_MEMORY", tmp_path / "none")  # a machine without /dev/shm
+    monkeypatch.setattr(transfer, "SHARED_MEMORY", tmp_path / "none")  # as on a machine without /dev/shm
     assert transfer.fast_folder(1) is None
 
 
@@ -221,7 +221,7 @@ def test_the_benchmark_from_images_to_tables(small_benchmark, weights, tmp_path,
     printed = capsys.readouterr().out
     # stdout has a line for the run that was repeated, and the total seconds of both calls
     said, seconds = printed.partition(" s\n\n")[0].splitlines()
-    # the time is printed after the file is written
+    # the total seconds are printed after the file is written
     assert 0 <= int(seconds) - 1000 - resumed["calls"][1]["seconds"] < 10, said
     assert {**resumed["runs"][-1], "seconds": 0} == {**again, "seconds": 0}
     assert [call["runs"] for call in resumed["calls"]] == [24, 1]
@@ -279,7 +279,7 @@ def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, weights,
         # epochs and device are from the command line, drop_path from the config file
         assert (config.epochs, config.device, config.drop_path) == (1, "cpu", 0.1)
         outcome = run["top1"], run["loss"], run["train_loss"], run["updates"]
-        assert outcome == (1000 * config.lr, 4, 5, 7)  # results of the EMA weights after the last epoch
+        assert outcome == (1000 * config.lr, 4, 5, 7)  # the results are those of the EMA weights after the last epoch
         assert run["top1_by_epoch"] == [50, 1000 * config.lr]
 
 
