@@ -139,7 +139,7 @@ class Probe:
 
     @torch.inference_mode()
     def _features(self, way: str, seed: int) -> dict[Path, np.ndarray]:
-        """Return the pooled class token (C,) of every image, by path."""
+        """Return a dict from each image's path to the pooled class token (C,) of the image."""
         weights = {linear(name): str(path) for name, path in self.files.items()}.get(way)
         model = transfer.frozen("vil_tiny", weights, seed, self.device, img_size=224)
         transform, found = create_transform(**resolve_model_data_config(model)), {}

@@ -189,6 +189,6 @@ def recall_examples(
 
 
 def distinct(weights: Tensor, count: int, pairs: int, generator: torch.Generator) -> Tensor:
-    """Sample each row of indices (count, pairs) without replacement by the Gumbel-top-k trick."""
+    """Sample rows of distinct indices (count, pairs) with the given weights by the Gumbel-top-k trick."""
     uniform = torch.rand(count, len(weights), generator=generator, device=weights.device)
     return (weights.log() - uniform.clamp(min=1e-30).log().neg().log()).topk(pairs).indices

@@ -65,7 +65,7 @@ class Images:
         return torch.randn(shape, generator=self.generator, device=self.device)
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Return images (B, 3, H, W) and their labels (B,)."""
+        """Return the next batch of images (B, 3, H, W) and their labels (B,)."""
         B, size = self.batch, self.img_size
         labels = torch.randint(CLASSES, (B,), generator=self.generator, device=self.device)
         textures = self.textures[labels] + self.noise * self._randn(B, 3, GRID, GRID)

@@ -188,7 +188,7 @@ def do_all(
     options: argparse.Namespace, choice_seeds: Iterable[int], results: Results, pool: Executor | None,
     prepare: Callable[[Run], None], training: Callable[[Run], dict], probe: Callable[[Run], dict],
 ) -> None:  # fmt: skip
-    """Run what a study lacks: first the runs that select learning rates and penalties, then the reported runs."""
+    """Train or fit the missing runs, first those that select learning rates and penalties, then the reported runs."""
     for seeds, rehearse in ((choice_seeds, True), (range(options.seeds), False)):
         runs = [
             Run(way, per_class, setting, seed, rehearse)
@@ -229,7 +229,7 @@ def fast_folder(jobs: int) -> str | None:
 
 
 def processes(jobs: int) -> AbstractContextManager[Executor | None]:
-    """Open a process pool for parallel runs; with one job, the context is None and this process does all runs."""
+    """Open a process pool for parallel runs. With one job, the pool is None, because this process does all runs."""
     if jobs == 1:
         return nullcontext()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker process uses one CPU thread
