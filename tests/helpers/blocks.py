@@ -26,7 +26,7 @@ def make_block(mixer, dim, drop_path=0.0, seed=0, pool=None, **dd):
 
 
 def outcome(block, x, dy, autocast=None, **kwargs):
-    """Return the output and all gradients of a block, or of a sequence of blocks, by name."""
+    """Return a dict of the output and all gradients, by name, of a block or a sequence of blocks."""
     x = x.detach().clone().requires_grad_()
     block.zero_grad()
     run = Blocks(block) if isinstance(block, Block) and "class_token_only" in kwargs else block
@@ -37,7 +37,7 @@ def outcome(block, x, dy, autocast=None, **kwargs):
 
 
 def weights_of(block, detach=False):
-    """Return the weights in the form that the operators accept."""
+    """Return a block's weights in the form that the fused block operators accept."""
     if detach:
         return BlockWeights.of([p.detach() for p in weights_of(block).flat()])
     mixer = block.mixer

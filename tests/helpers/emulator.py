@@ -23,7 +23,7 @@ import torch
 from vil.kernels.cuda import hardware, launches, source
 
 EMULATED = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-# C++ code that replaces GPU code, such as inline PTX. The keys are regular expressions.
+# C++ code that replaces GPU-only code such as inline PTX. Each key is a regular expression for the replaced code.
 MEANING = {
     r'asm\("{.reg .b16 a, b;.*?"r"\(word\)\);': "f.at[0] = from_fp16(word & 0xffff), f.at[1] = from_fp16(word >> 16);",
     r'asm\("cvt.rn.bf16x2.f32 .*?;"[^;]*;': "word = to_bf16(low) | to_bf16(high) << 16;",
@@ -83,11 +83,11 @@ MEANING = {
     r'asm\("mul.wide.s32 [^;]*;"[^;]*;': "offset = i64(t) * stride;",
     r'asm volatile\("ld.global.cs.v4.f32 .*?"l"\(p\)\);': "v = load<4>(p);",
     r'asm\("" : [^;]*;': ";",
-    r'asm volatile\("griddepcontrol.[^;]*;"[^;]*;': "",  # one kernel runs at a time
+    r'asm volatile\("griddepcontrol.[^;]*;"[^;]*;': "",  # no waiting, because the emulator runs one kernel at a time
     r'asm volatile\("" ::: "memory"\);': ";",
     r"extern __shared__ __align__\(\d+\) char shared\[\];": "char *shared = shared_memory;",
     r"__shared__ (\w+) (\w+)(\[.*\]);": r"static \1 \2\3; static unsigned of_\2; emulator::begin_as_nan(\2, of_\2);",
-    # a GPU rejects vector loads and stores at unaligned addresses
+    # check addresses, because a GPU rejects vector loads and stores at unaligned addresses
     r"(DEVICE Pack<T, C> load\(const T \*p\) {)": r"\1 emulator::check_aligned(p, sizeof(Pack<T, C>));",
     r"(DEVICE void store\(T \*p, Pack<T, C> v\) {)": r"\1 emulator::check_aligned(p, sizeof v);",
     r"#pragma unroll.*": "",
@@ -95,11 +95,11 @@ MEANING = {
 }
 
 
-# with _FORTIFY_SOURCE, a longjmp to another stack would abort
+# undefine _FORTIFY_SOURCE, with which a longjmp to another stack would abort the process
 COMMAND = ["g++", "-std=c++17", "-Og", "-w", "-fno-exceptions", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 COMMAND += ["-shared", "-fPIC"]
 AHEAD, BEHIND = (Path(__file__).parent / "emulator.cpp").read_text().split("/* KERNELS */")
-# cache of compiled kernels, named by a hash of the source, the compiler and its options
+# cache of compiled kernels, whose file names are hashes of the source, the compiler and its options
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "emulated"
 
 
@@ -128,7 +128,7 @@ def _compiled(program: str) -> Path:
 
 
 def kept(key: str, suffix: str, make: Callable[[Path], object]) -> Path:
-    """Return the cached file of a key. If no test process has created the file, `make` writes the file."""
+    """Return the path of a key's cached file. Call `make(path)` to write the file if no test process has done so."""
     file = CACHE / (hashlib.sha256(key.encode()).hexdigest() + suffix)
     if not file.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def _compiler() -> str:
 
 
 def as_if_on_a_gpu(monkeypatch, multiprocessors=1, hopper=False, shared_bytes=227 << 10):
-    """Emulate kernel launches on a CPU, and simulate the GPU properties that choose the launch parameters."""
+    """Emulate kernel launches on a CPU, and simulate the GPU properties on which launch parameters depend."""
     monkeypatch.setattr(launches, "launch", launch)
     answers = dict(multiprocessors=multiprocessors, is_hopper=hopper, shared_bytes=shared_bytes)
     for question, answer in answers.items():

@@ -24,7 +24,7 @@ from vil import checkpoint
 MEASURED = (
     "images_per_second", "data_wait_percent", "gpu_wait_percent", "peak_memory_gib", "eval_images_per_second",
 )  # fmt: skip
-# eight steps per epoch, so that a run can be interrupted at many points
+# each epoch has eight steps, so that a run can be interrupted at many points
 OPTIONS = SMALL | dict(global_batch_size=8, epochs=2, workers=0, checkpoint_interval="1", experiment="run")
 
 

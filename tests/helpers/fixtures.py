@@ -22,12 +22,12 @@ if not has_gpu:
 from processes import run, train_command
 from timm.data import get_img_extensions, set_img_extensions
 
-# Background jobs of shell scripts ignore SIGINT, and child processes inherit ignored signals.
+# Stop ignoring SIGINT, because background jobs of shell scripts ignore SIGINT and child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
 CLASSES = ("ant", "bee", "cat", "dog")
-TRAIN_IMAGES, VAL_IMAGES = 17, 7  # images per class; not multiples of the batch size
+TRAIN_IMAGES, VAL_IMAGES = 17, 7  # images per class; neither number is a multiple of the batch size
 
 
 def reset_signal_handlers():
@@ -71,7 +71,7 @@ def uninterrupted(tmp_path_factory, image_folder):
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    # Plotting takes longer than a small training run.
+    # Skip all plots and reports, because plotting takes longer than a small training run.
     monkeypatch.setattr("vil.training.summary.plot_history", lambda *_: b"")
     monkeypatch.setattr("vil.training.mosaic.Mosaic._plot", lambda _: b"")
     monkeypatch.setattr("vil.training.trainer.is_reported", lambda *_: False)

@@ -52,7 +52,7 @@ def places(named):
 
 
 def changed(named, place, change):
-    """Return the named arguments with `change` applied to the tensor at `place`, or None if `change` returns None."""
+    """Return the arguments with `change` applied to the tensor at `place`, or None if `change` returns None."""
     name, i = place
     t = change(named[name] if i is None else named[name][i])
     if t is None:
@@ -95,7 +95,7 @@ FIRST = ("x_GBLD", "x_BLC", "norm_C", "q_GLBN", "dx_BMC", ("saved", 0))
 
 
 def assert_each_wrong_tensor_is_refused(call, named, but=()):
-    """Assert that each invalid tensor raises an exception that names the argument, or another for `FIRST`."""
+    """Assert that an invalid tensor raises an error that names the tensor, or any tensor if it is one of `FIRST`."""
     count = 0
     for place in places(named):
         for what in WRONG.keys() - {*but}:
@@ -148,5 +148,5 @@ def assert_same(actual, expected):
 
 
 def kinds(results):
-    """Return the properties of results that compilers need: shapes, dtypes, strides and devices."""
+    """Return the metadata of results that torch.compile needs: shapes, dtypes, strides and devices."""
     return [(t.shape, t.dtype, t.stride(), t.device) for t in tree_leaves(results)]

@@ -155,7 +155,7 @@ def _others() -> None:
         add(f"tiff {tags} tags", lambda t: sharing(600_000, t), tags)
     for compression in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "zstd", "lzma", "jpeg"):
         add(f"tiff {compression}", lambda c: encoded("TIFF", "RGB", (SIDE, SIDE), compression=c), compression)
-        if compression != "jpeg":  # libtiff does not write 16-bit JPEGs
+        if compression != "jpeg":  # libtiff does not compress 16-bit pixels as JPEG
             add(
                 f"tiff 16 bits {compression}",
                 lambda c: encoded("TIFF", "I;16", (SIDE, SIDE), compression=c),

@@ -49,7 +49,7 @@ def mean_cross_entropy(logits_NC, targets_N):
 
 
 def numbers(logits_NC, targets_N, allowed=None):
-    """Return the values that validate.py must report.
+    """Return the metrics that validate.py must report for these logits.
 
     `allowed` holds the correct classes of each image, like ReaL labels. Images without a correct class count only for
     the loss.
@@ -79,7 +79,10 @@ def wilson_interval(correct, n):
 
 
 def paired_interval(both, only_first, only_second, neither):
-    """Return Agresti and Min's (2005) 95% interval in percentage points: Wald's, with 0.5 added to each count."""
+    """Return a 95% interval of the difference of two paired accuracies, in percentage points.
+
+    Agresti and Min (2005) add 0.5 to each count and compute Wald's interval.
+    """
     n = both + only_first + only_second + neither + 2
     p12, p21 = (only_first + 0.5) / n, (only_second + 0.5) / n
     half = 1.959964 * math.sqrt((p12 + p21 - (p12 - p21) ** 2) / n)
@@ -87,6 +90,6 @@ def paired_interval(both, only_first, only_second, neither):
 
 
 def mcnemar(only_first, only_second):
-    """Return the p-value of the exact McNemar test: the probability that fair coin tosses are at least as uneven."""
+    """Return the p-value of the exact McNemar test, a two-sided sign test of `only_first` against `only_second`."""
     n, fewer = only_first + only_second, min(only_first, only_second)
     return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)

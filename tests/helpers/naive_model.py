@@ -89,7 +89,7 @@ def block(x, w, names, scale=None, eps=1e-5):
 
 
 def block_weights(w, names=OURS):
-    """Iterate over each block's weights by name, without the block's prefix such as `blocks.0.`"""
+    """Yield a dict of each block's weights, whose names lack the block's prefix, such as `blocks.0.`"""
     i = 0
     while any(name.startswith(prefix := names["block"].format(i)) for name in w):
         yield {name.removeprefix(prefix): t for name, t in w.items() if name.startswith(prefix)}

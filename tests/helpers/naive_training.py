@@ -84,7 +84,7 @@ def distilled(logits, taught, o):
 
 
 def answers(teacher, images):
-    """Return a teacher's logits for the student's images, renormalized and resized to the teacher's size if fixed."""
+    """Return a teacher's logits for the student's images, which are renormalized, and resized for a fixed size."""
     cfg = teacher.pretrained_cfg
     pixels = images * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
     if cfg["fixed_input_size"]:
@@ -123,8 +123,9 @@ def evaluated(model, images, targets):
 
 
 def grown(source, model):
-    """Load weights of a model for another image size, with resampled position embeddings. The class token's embedding
-    stays in the middle.
+    """Load the weights of `source` into `model`, which has another image size, with resampled position embeddings.
+
+    The class token's embedding stays in the middle.
     """
     weights = source.state_dict()
     rows, middle = weights["pos_embed"][0], len(weights["pos_embed"][0]) // 2
@@ -143,10 +144,10 @@ def train(folder, options, micro_batch=None, changes=(0, {}), teacher=None, phas
 
     Args:
         changes: (step, options): options that replace others from this step on (steps start at 0), as after resuming.
-        phases: Options of each phase. A phase starts from the weights and EMA weights of the previous one only.
+        phases: Options of each phase. A phase starts from the weights and EMA weights of the previous phase only.
 
     Returns:
-        A row of each epoch as in summary.csv, the loss and gradient norm of each step, and the weights and EMA weights
+        A row per epoch as in summary.csv, the loss and gradient norm of each step, and the weights and EMA weights
         at the end of each epoch.
     """
     found = SimpleNamespace(rows=[], losses=[], norms=[], weights=[], averages=[])

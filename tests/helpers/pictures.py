@@ -77,7 +77,7 @@ def training_set(folder, device=CPU, rank=0, world_size=1, epoch=0, input_size=(
 
 
 def joined(loader):
-    """Return all images of a loader, before normalization, and all targets."""
+    """Return all images of a loader as uint8 (before normalization), and all targets."""
     loader = getattr(loader, "images", loader)
     images, targets = zip(*loader)
     assert len(loader) == len(images)
@@ -86,7 +86,7 @@ def joined(loader):
 
 
 def by_timm(dataset, keys, input_size=(3, 12, 16), **options):
-    """Return images augmented by timm, each with its own seed, their targets, and the number of unreadable files.
+    """Return images that timm augments, each with its own seed, and the targets and the number of unreadable files.
 
     As in timm, the next image replaces an unreadable one.
     """

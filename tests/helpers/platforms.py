@@ -1,4 +1,4 @@
-"""Simulate macOS and Windows on Linux: run train_imagenet.py without the functions and modules that they lack.
+"""Simulate macOS and Windows on Linux: run train_imagenet.py without the functions and modules that these systems lack.
 
     python tests/helpers/platforms.py DARWIN.yaml WIN32.yaml
 
@@ -33,7 +33,7 @@ LIBRARIES = ("timm", "torch.utils.data")
 
 
 def become(platform: str) -> None:
-    """Remove the functions and modules that the platform lacks; call this before importing `vil`."""
+    """Remove the functions and modules that the platform lacks; must be called before `vil` is imported."""
     for module, names in MISSING[platform].items():
         for name in names:
             delattr(module, name)
@@ -58,7 +58,7 @@ def train(platform: str, config: str) -> None:
     from vil.kernels import cache
     from vil.training import mosaic, summary, trainer
 
-    cache.os = whole  # keep the kernel cache working, because compiling takes long
+    cache.os = whole  # the kernel cache keeps the complete `os` module, because compiling kernels takes long
     summary.plot_history = lambda *_: b""
     mosaic.Mosaic._plot = lambda _: b""
     trainer.is_reported = lambda *_: False

@@ -20,18 +20,18 @@ from unittest import mock
 
 import yaml
 
-# in mutation testing, mutmut forks a process for each mutant, and the tests fork their processes from this process
+# In mutation testing, the fork server is not used: test processes must be forked from mutmut's process of a mutant.
 UNDER_TEST = os.environ.get("MUTANT_UNDER_TEST", "stats") != "stats"
 CONTEXT = multiprocessing.get_context("fork" if UNDER_TEST else "forkserver")
 PRELOADED = ("vil.cli.train", "vil.cli.validate", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin")
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = dict(os.environ)
-# options of a model that trains in seconds with the default recipe
+# options of a run with the default recipe and a model that trains in seconds
 SMALL = dict(model_kwargs=dict(embed_dim=32, depth=2, patch_size=8), img_size=16, global_batch_size=16, warmup_epochs=1)
 
 
 def fork_server() -> None:
-    """Fork the server of all test processes from this process, before threads are started here.
+    """Fork the server of all test processes from this process, before this process starts threads.
 
     multiprocessing's own server would be a new interpreter, which would have to import all modules again.
     """
@@ -140,7 +140,7 @@ def _said(file):
 
 
 class Ended(NamedTuple):
-    """Result of one rank: the function's return value, the exit status and the output."""
+    """Result of one rank: the function's return value, the exit status, and the text written to stdout and stderr."""
 
     value: Any
     status: int

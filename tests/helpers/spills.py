@@ -59,7 +59,7 @@ def assert_no_spills(kernels, allowed=8):
     """Assert that compiling the kernels, given as (source, architecture, macros), spills almost no registers.
 
     In the tests, NVRTC 13.0 spills only constants of `pool`, and registers that scan_lines_bwd uses once per image or
-    tile. Other releases of NVRTC may spill more. `allowed` is the number of bytes for sm_90.
+    tile. Other releases of NVRTC may spill more. `allowed` is the maximum number of spilled bytes for sm_90.
 
     Also assert that the kernels wait for the previous kernel before they access global memory.
     """

@@ -154,9 +154,9 @@ def random_operation(numbers, name=None):
     name = name or numbers.choice([*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
     ranges = dict(Posterize=(0, 8), Solarize=(0, 256), SolarizeAdd=(0, 110), Rotate=(-30, 30), GaussianBlur=(0.1, 2))
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
-    if name in ("TranslateX", "TranslateY"):  # multiples of 0.5 pixels; half of these shifts sample at the image's edge
+    if name in ("TranslateX", "TranslateY"):  # shifts by multiples of 0.5 pixels, half of which sample at the image's edge
         return name, numbers.randint(-40, 40) / 2
-    if name not in ranges:  # factors in steps of 0.1, because the exact results of many pixels are then integers
+    if name not in ranges:  # factors are multiples of 0.1, because many pixels then have exact integer results
         return name, numbers.randint(1, 19) / 10
     argument = numbers.uniform(*ranges[name])
     return name, int(argument) if name in ("Posterize", "Solarize", "SolarizeAdd") else argument
@@ -199,7 +199,7 @@ def test_every_augmentation_operation_equals_timms(where, name, interpolation):
         given = pixels.clone()
         result = apply_operations(pixels, codes, arguments, FILL, interpolation)
         exact = where.exact or name not in ("AutoContrast", *batched_transforms.GEOMETRIC)
-        # The reference's results differ by rounding, because PIL computes in double precision and truncates.
+        # The reference's results differ from PIL's by rounding, because PIL computes in double precision and truncates.
         assert_levels(result, expected, *((0, 0) if exact else (1, 1 if width < 4 else 0.1)))
         assert torch.equal(pixels, given)
 
@@ -362,7 +362,7 @@ def philox(counters, key):
 
 @of_kernels
 def test_the_kernels_noise_is_philox_and_box_mullers(where):
-    answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Philox4x32-10 of zeros, from the library Random123
+    answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Philox4x32-10 of a zero counter and key, from Random123
     assert philox([[0] * 4], (0, 0)).tolist() == [answer]
     key, (height, width) = 0xDEADBEEF, (9, 11)
     for mode, kind in (("pixel", 2), ("rand", 1)):

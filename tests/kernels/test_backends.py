@@ -79,7 +79,7 @@ def test_states_are_kept_only_if_an_input_requires_gradients(
     assert kept == [False, False]
     for i, leaf in enumerate(inputs):
         scan(*frozen[:i], leaf, *frozen[i + 1 :], backend=backend)
-    # The reference backend computes the gradient of the skip weights without saved states.
+    # States are kept for the gradient of any input, except that of the skip weights in the reference backend.
     skip = len(inputs) - 2
     assert kept[2:] == [i != skip or backend == "triton" for i in range(len(inputs))]
 
@@ -132,7 +132,7 @@ def test_only_triton_in_interpreter_mode_accepts_cpu_tensors(monkeypatch):
             with pytest.raises(ValueError, match=f"must be on a GPU for the {name} backend, got x on cpu"):
                 selective_scan(x, x, A, k, k, backend=name)
             with pytest.raises(ValueError, match=f"must be on a GPU for the {name} backend, got x on cpu"):
-                backends.resolve(name, x.device)  # operators call `resolve` directly
+                backends.resolve(name, x.device)  # `resolve` raises too, because operators call it directly
         assert backends.choose("auto", x, 4, 1) == "cpu"
     assert backends.choose("triton", x, 4, 1) == "triton"
 

@@ -40,7 +40,9 @@ from vil.models.tokens import middle_token
 
 @pytest.fixture
 def reference_kernels(monkeypatch):
-    """Replace the kernels by fp64 reference implementations. The yielded list records which blocks received a norm."""
+    """Replace kernels by fp64 reference implementations. The yielded list records which blocks received a norm from
+    the previous block.
+    """
     handed, pack_weights = [], ReferenceKernels.pack_weights
     monkeypatch.setattr(ReferenceKernels, "pack_weights", lambda *a: handed.append(a[3] is None) or pack_weights(*a))
     for module in (block_op, forward, backward):
@@ -332,11 +334,11 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
         dispatch.set_fused(True)
         for name, expected in truth.items():
             assert torch.equal(fused[name], again[name]), name
-            if expected.norm() == 0:  # with a single token, decay rates have no effect
+            if expected.norm() == 0:  # with a single token, decay rates have a gradient of 0
                 assert fused[name].norm() == 0, name
                 continue
             error = relative_error(fused[name], expected)
-            # If only the class token is returned, gradients are sums of few terms, which may cancel.
+            # The tolerance is larger for only the class token, because gradients are sums of few terms, which may cancel.
             most = max(3 * tolerance if middle else tolerance, 2 * relative_error(reference[name], expected))
             assert error < most, (autocast, name, error)
 
@@ -421,7 +423,7 @@ def noted(monkeypatch, project):
 def exactly(block, x, dy, dnext, middle):
     """Return the output and gradients of an independent implementation of the block in fp64.
 
-    `dnext` is the gradient of a following RMSNorm without weight.
+    `dnext` is the gradient of the output of a following RMSNorm without weight, or None.
     """
     (scale,) = stochastic_depth([0.25], len(x), seed=1, dtype=x.dtype)
     assert scale.all()
@@ -487,7 +489,7 @@ def autocast_on_gpus():
 def test_backward_of_a_block_needs_at_most_the_memory_of_five_scan_inputs():
     block, (B, L, C) = make_block(LonghornMixer, 384, device="cuda"), (4, 2048, 384)
     x = torch.randn(B, L, C, device="cuda", requires_grad=True)
-    torch.cuda.empty_cache()  # cached memory blocks could be up to 1 MiB larger than requested
+    torch.cuda.empty_cache()  # empty the cache, whose blocks may be up to 1 MiB larger than requested
     for _ in range(2):  # only the second call is measured, because the first call also allocates caches
         with torch.autocast("cuda", torch.bfloat16):
             y = block(x)

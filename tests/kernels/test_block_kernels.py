@@ -229,7 +229,7 @@ def test_gradients_of_the_step_are_fused_if_registers_hold_the_weights(D, R, dty
 def test_gradients_of_convolutions_keep_a_gpu_busy_as_when_they_were_measured(B, L, most, stretch, parts):
     assert conv_backward.share(B, L, most) == (stretch, parts)
     assert stretch % 4 == 0
-    rounds = -(-B * -(-L // stretch) // (4 * parts))  # each partial sum adds 4 stretches of tokens per round
+    rounds = -(-B * -(-L // stretch) // (4 * parts))  # each partial sum adds 4 stretches (runs of tokens) per round
     assert (rounds - 1) * 4 * parts < B * -(-L // stretch)
 
 

@@ -45,7 +45,7 @@ from vil.models.block import LonghornMixer
 @NVRTC
 @pytest.mark.parametrize(("arch", "dtype"), [("sm_90", "bf16"), ("sm_90", "float"), ("sm_80", "bf16")])
 def test_kernels_of_the_block_compile_without_spills(arch, dtype):
-    """Kernels compile almost without spills: all listed variants for sm_90 and bf16, otherwise each source's last."""
+    """Kernels compile almost without spills: all listed variants for sm_90 and bf16, otherwise each source's last variant."""
     types = {name: t for t, name in ELEMENT.items()}
     t, small = types[dtype], dtype != "float"
     packing = [dict(INPUT=dtype, PARAMETER="float", VECTOR=4, WIDTH=width, TAPS=4) for width in (192, 768)]
@@ -273,8 +273,8 @@ def calls_of_unpack_gradients(tokens, B, L, C, D):
     P, R = weights.sizes().padded_P, weights.sizes().padded_R
     dfolded, dfilters, dx_proj = torch.randn(2 * D, C), torch.randn(parts, 2, TAPS + 1, D), torch.randn(2, parts, P, D)
     dstep_proj, dskips, dchannels = torch.randn(2, parts, D, R), torch.randn(parts + 1, 2, D), torch.randn(2, 2, D)
-    # The gradients of the skip weights have one memory layout in pooled blocks, and another in the scan.
-    # The gradients of step_bias have a similar difference.
+    # The gradients of the skip weights and of step_bias have other memory layouts in pooled blocks (`dskips`) than in
+    # the scan (`dchannels`).
     for of_skips, of_bias in ((dskips, dskips.flip(0)), (dchannels[None, :, 0], dchannels[None, :, 1])):
         yield (
             weights.norm, weights.in_proj, weights.sizes(), dfolded, dfilters, dx_proj, dstep_proj, of_skips,

@@ -57,7 +57,7 @@ def test_rates_that_are_steep_or_grow():
 @SCANS
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, reference_scan, make_inputs, poison):
-    # With the flags `fast`, `nnan` or `ninf`, LLVM may assume that no value is NaN or infinite.
+    # No kernel may use the flags `fast`, `nnan` or `ninf`, with which LLVM assumes that no value is NaN or infinite.
     assert not compiler.FAST & {"fast", "nnan", "ninf"}
     for which in range(len(make_inputs(1, 1, 1, 1))):
         inputs = [t.detach().clone() for t in make_inputs(2, 70, 66, 4, torch.float32)]
@@ -78,7 +78,7 @@ def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, referen
 
 @SCANS
 def test_a_nan_from_a_gpu_propagates(scan, reference_scan, make_inputs):
-    """NVIDIA GPUs compute NaN with all bits of the mantissa set."""
+    """A NaN with all bits of the mantissa set, which NVIDIA GPUs compute, propagates through the scan."""
     inputs = [t.detach().clone() for t in make_inputs(1, 5, 3, 4, torch.float32)]
     inputs[1][0, 2, 1] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     y = on_cpu(scan)(*inputs)
@@ -136,7 +136,7 @@ def test_calls_from_several_threads_at_once(threads):
     wrong = []
 
     def call():
-        torch.set_num_threads(2)  # a Python thread may not inherit PyTorch's number of threads
+        torch.set_num_threads(2)  # set per thread, because a Python thread may not inherit PyTorch's number of threads
         for _ in range(10):
             found = outputs_and_gradients(on_cpu(longhorn_scan), [t.detach().requires_grad_() for t in inputs])
             wrong.extend(not torch.equal(a, b) for a, b in zip(found, expected, strict=True))

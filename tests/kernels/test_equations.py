@@ -201,7 +201,7 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
 
     scanned = [t.detach().requires_grad_() for t in (v, logits, k, q, skip, bias)]
     with torch.no_grad():
-        do = through_norm(dx_next, dxhat_next, xhat_next, rho_next)  # (a)
+        do = through_norm(dx_next, dxhat_next, xhat_next, rho_next)  # equation (a) of block.md
         dgated, sigma = do @ W_out, torch.sigmoid(z)  # (b)
         dy = (delta * dgated * z * sigma / 2).view(B, L, D)
         dz = delta * dgated * m * sigma * (1 + z * (1 - sigma))

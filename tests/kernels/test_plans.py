@@ -45,7 +45,7 @@ def test_a_replayed_plan_equals_the_recorded_function(poison):
         x, weights = tensors()
         for found, expected in zip(recorded([x, *weights]), composition(x, weights, 2.0), strict=True):
             assert found is None if expected is None else torch.equal(found, expected)
-    nowhere = [t.to("meta") for t in (x, *weights)]  # results are on the tensors' device
+    nowhere = [t.to("meta") for t in (x, *weights)]  # a plan's results are on its tensors' device
     results = Plan(composition, (nowhere[0], nowhere[1:], 2.0), torch.device("meta"))(nowhere)
     assert all(t is None or t.is_meta for t in results)
 

@@ -230,7 +230,7 @@ def inputs_of_in_proj_pool(B, lines, C, dtype, device):
     return [*products, *(torch.randn(size, generator=g).to(device) for size in sizes[1].values())]
 
 
-IN_PROJ_POOL = [  # images, grid, columns, C, multiprocessors
+IN_PROJ_POOL = [  # each case is (images, grid, columns, C, multiprocessors)
     (3, (14, 14), True, 192, 2), (2, (13, 15), False, 384, 1), (2, (15, 13), True, 192, 1), (1, (12, 13), False, 192, 1)
 ]  # fmt: skip
 ON_A_GPU = [(128, (14, 14), False, 384, 132), (300, (14, 14), True, 384, 132), (250, (14, 14), True, 192, 132)]
@@ -266,8 +266,8 @@ def test_in_proj_pool_equals_its_definition(case, dtype, keep, device, monkeypat
         (skipped, again[2], truth[2], 2),
     ):
         assert torch.equal(value, repeated)
-        # The error of tanh_fast is added to the rounding of bf16.
         assert value.dtype == dtype
+        # The tolerance covers the error of tanh_fast in addition to the rounding of bf16.
         close(value, expected, dtype, "in_proj_pool", roundings)
 
 
