@@ -41,7 +41,7 @@ def test_an_image_is_augmented_by_timms_transform_with_its_seed(pictures, option
     expected, expected_targets, _ = by_timm(dataset, keys, **of_transform)
     assert torch.equal(images, expected)
     assert targets == expected_targets
-    assert torch.equal(expected, by_timm(dataset, keys)[0]) == (not of_transform)  # each option has an effect
+    assert torch.equal(expected, by_timm(dataset, keys)[0]) == (not of_transform)  # each option changes images
 
 
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
@@ -234,7 +234,7 @@ def test_workers_augment_a_split_of_other_formats_with_one_log_message(tmp_path,
 
 def test_jpegs_in_a_tar_are_recognized_by_name(photo_folder, said, tmp_path):
     with tarfile.open(tmp_path / "train.tar", "w") as tar:
-        for path in (photo_folder / "train").glob("*/*"):  # ImageNet's file names end in .JPEG
+        for path in (photo_folder / "train").glob("*/*"):  # rename files to .JPEG, as in ImageNet
             tar.add(path, f"{path.parent.name}/{path.name.replace('.jpg', '.JPEG')}")
     loader = loader_for_training(tmp_path, CUDA)
     assert type(loader) is DeviceLoader

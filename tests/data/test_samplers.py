@@ -24,7 +24,7 @@ def test_the_micro_batch_is_the_largest_that_divides_the_batch_and_fits(share, b
 def test_a_global_batch_that_ranks_cannot_share_is_rejected(image_folder):
     with pytest.raises(ConfigError, match="must be a multiple of the world size 3, got 16"):
         split_global_batch(small_config(image_folder), 3)
-    odd = dict(global_batch_size=18)  # 9 images per rank
+    odd = dict(global_batch_size=18)  # 9 images for each of two ranks
     with pytest.raises(ConfigError, match="mixup pairs images, got 9: .*9 images per rank"):
         split_global_batch(small_config(image_folder, **odd), 2)
     with pytest.raises(ConfigError, match="mixup pairs images, got 9: .*18 images per rank"):
@@ -156,7 +156,7 @@ def test_rank_r_of_n_evaluates_every_nth_image_from_r_on():
 
 
 def test_pieces_form_batches_and_none_is_sampled_before_the_sampler_is_ready():
-    """A sampler yields nothing before `ready` is set, because PyTorch reads from it when the workers start."""
+    """A sampler yields nothing before `ready` is set, because PyTorch reads from the sampler when workers start."""
     pieces = Pieces(EvaluationBatches(250, 100, 1, 2), 64, lambda pairs: [(*pair, 7) for pair in pairs])
     assert list(pieces) == []
     pieces.ready = True

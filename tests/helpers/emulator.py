@@ -83,7 +83,7 @@ MEANING = {
     r'asm\("mul.wide.s32 [^;]*;"[^;]*;': "offset = i64(t) * stride;",
     r'asm volatile\("ld.global.cs.v4.f32 .*?"l"\(p\)\);': "v = load<4>(p);",
     r'asm\("" : [^;]*;': ";",
-    r'asm volatile\("griddepcontrol.[^;]*;"[^;]*;': "",  # no waiting, because the emulator runs one kernel at a time
+    r'asm volatile\("griddepcontrol.[^;]*;"[^;]*;': "",  # not emulated, because the emulator runs one kernel at a time
     r'asm volatile\("" ::: "memory"\);': ";",
     r"extern __shared__ __align__\(\d+\) char shared\[\];": "char *shared = shared_memory;",
     r"__shared__ (\w+) (\w+)(\[.*\]);": r"static \1 \2\3; static unsigned of_\2; emulator::begin_as_nan(\2, of_\2);",

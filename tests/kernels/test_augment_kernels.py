@@ -154,7 +154,7 @@ def random_operation(numbers, name=None):
     name = name or numbers.choice([*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
     ranges = dict(Posterize=(0, 8), Solarize=(0, 256), SolarizeAdd=(0, 110), Rotate=(-30, 30), GaussianBlur=(0.1, 2))
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
-    if name in ("TranslateX", "TranslateY"):  # shifts by multiples of 0.5 pixels, half of which sample at the image's edge
+    if name in ("TranslateX", "TranslateY"):  # multiples of 0.5 pixels, half of which sample at the image's edge
         return name, numbers.randint(-40, 40) / 2
     if name not in ranges:  # factors are multiples of 0.1, because many pixels then have exact integer results
         return name, numbers.randint(1, 19) / 10

@@ -45,7 +45,7 @@ from vil.models.block import LonghornMixer
 @NVRTC
 @pytest.mark.parametrize(("arch", "dtype"), [("sm_90", "bf16"), ("sm_90", "float"), ("sm_80", "bf16")])
 def test_kernels_of_the_block_compile_without_spills(arch, dtype):
-    """Kernels compile almost without spills: all listed variants for sm_90 and bf16, otherwise each source's last variant."""
+    """Kernels compile almost without spills: all variants for sm_90 and bf16, otherwise each source's last variant."""
     types = {name: t for t, name in ELEMENT.items()}
     t, small = types[dtype], dtype != "float"
     packing = [dict(INPUT=dtype, PARAMETER="float", VECTOR=4, WIDTH=width, TAPS=4) for width in (192, 768)]

@@ -42,7 +42,7 @@ def test_a_file_is_written_atomically(tmp_path, monkeypatch):
     assert path.read_bytes() == b"two"
     with pytest.raises(OSError, match=r"No space left on device: '.*summary\.csv'$"):  # I/O errors name the target file
         write_atomically(path, lambda file: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(OSError, match=rf"^\[[^]]*\] [^']*: '{tmp_path}'$"):  # the target is a folder
+    with pytest.raises(OSError, match=rf"^\[[^]]*\] [^']*: '{tmp_path}'$"):  # a folder cannot be replaced
         write_atomically(tmp_path, "four")
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.csv"]
     assert os.listdir("/proc/self/fd") == opened  # no descriptor leaks

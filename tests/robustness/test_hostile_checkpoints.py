@@ -215,7 +215,7 @@ def test_split_names_in_a_checkpoint_cannot_leave_the_data_folder(dataset, split
     for split in splits.split(" "):
         with pytest.raises(ConfigError, match="val_split in the checkpoint x must be a relative path"):
             options_of_checkpoint(dict(dataset=dataset, val_split=split), "x")
-    assert options_of_checkpoint(dict(val_split="."), "x")["val_split"] == "."  # the data folder itself
+    assert options_of_checkpoint(dict(val_split="."), "x")["val_split"] == "."  # "." is the data folder itself
 
 
 def test_random_shard_splits_are_rejected_or_expand_to_files_in_the_folder():
@@ -378,13 +378,13 @@ def test_a_flipped_bit_is_rejected_or_changes_nothing(write, small, container):
 def test_a_changed_tensor_fails_the_checksum(tmp_path, small):
     path = tmp_path / "given.pt"
     torch.serialization.set_crc32_options(False)
-    # DistributedDataParallel adds the prefix "module."
+    # `weights` removes the prefix "module.", which DistributedDataParallel adds
     torch.save({f"module.{name}": value for name, value in small.items()}, path)
     torch.serialization.set_crc32_options(True)
     assert checkpoint.Checkpoint(path).weights().keys() == small.keys()
     # head.weight and embedding.weight are tied
     torch.save({"head.weight": ALIKE, "embedding.weight": ALIKE, "mask": ALIKE == 0}, path)
-    # the ZIP marker of an archive of more than 4 GB
+    # insert the ZIP marker of an archive of more than 4 GB
     path.write_bytes((content := path.read_bytes())[:-6] + b"\xff" * 4 + content[-2:])
     assert checkpoint.Checkpoint(path).weights().keys() == {"head.weight", "embedding.weight", "mask"}
     path.write_bytes(content[:1_900_000] + b"1" + content[1_900_001:])

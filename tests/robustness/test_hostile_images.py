@@ -213,8 +213,8 @@ def test_decoding_stops_at_a_time_or_memory_limit_and_is_not_retried_after_a_tim
     ):  # on a busy machine, the timeout can come before the memory limit
         images.read_image(io.BytesIO(sharing(2**22, 900)))
     process = sandbox.sandbox_of(os.getpid())._process
-    if sys.platform == "linux" and process:  # a timeout has killed the process
-        # ru_maxrss would also count the memory of the process that started the sandbox
+    if sys.platform == "linux" and process:  # None if a timeout has killed the process
+        # read VmHWM, because ru_maxrss would also count the memory of the process that started the sandbox
         status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
         assert int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) < 2 * 2**20
     monkeypatch.setattr(sandbox_server, "SECONDS", 3)
@@ -600,7 +600,7 @@ def test_a_worker_reports_a_split_without_readable_images_in_one_line(tmp_path):
     _, batches = loader_of(root, "training", workers=1)
     with pytest.raises(ConfigError) as caught:
         list(batches)
-    # PyTorch waits up to five seconds for a worker to exit
+    # terminate workers, because PyTorch would wait up to five seconds for a worker to exit
     for worker in set(multiprocessing.active_children()) - before:
         worker.terminate()
         worker.join()
@@ -832,7 +832,7 @@ def test_images_in_shards_are_decoded_like_files(tmp_path, caplog, ghostscript, 
 
 
 def test_an_epoch_of_shards_counts_the_images_of_all_ranks(tmp_path, monkeypatch, pillow):
-    # simulates one of two ranks, each of which reads half of the samples
+    # simulate one of two ranks, each of which reads half of the samples
     monkeypatch.setattr("vil.data.sources.shards.Shards.__len__", lambda shards: shards.num_samples // 2)
     options = SMALL | dict(global_batch_size=8, output=str(tmp_path), experiment="run")
     run = Trainer(dataclasses.replace(write_shards(tmp_path, {}), **options), CPU, 0, 1)
@@ -1211,7 +1211,7 @@ def test_a_batch_is_decoded_in_parts_within_a_pixel_limit(tmp_path, monkeypatch)
     parts, _ = batches_on_device(root)
     assert len(most) > 8
     assert max(most) <= 2000
-    assert (parts - whole).abs().mean() < 0.1  # the batch composition changes the order of summation
+    assert (parts - whole).abs().mean() < 0.1  # batches of other sizes sum in another order
 
 
 # fuzzing

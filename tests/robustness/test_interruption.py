@@ -197,7 +197,7 @@ def train_in_a_session(command, errors, environment):
 
 
 class Session:
-    """Run in a forked process with its own session, like a run in its own terminal."""
+    """Training run in a forked process with its own session, like a run in its own terminal."""
 
     def __init__(self, folder, image_folder, **environment):
         self.errors = folder / "errors.txt"

@@ -82,7 +82,7 @@ def test_files_are_written_on_platforms_that_cannot_open_folders(tmp_path, monke
     assert (tmp_path / "file").read_text() == "content"
 
 
-# implementations of operators that are defined in Python
+# Python implementations of the reference scan's operators
 INSIDE = {
     torch.ops.vil.reference_scan: torch_scan._scan_forward._init_fn,
     torch.ops.vil.reference_scan_backward: torch_scan._scan_backward._init_fn,
@@ -107,7 +107,7 @@ class Recorded(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
 def test_models_use_no_fp64_because_mps_does_not_support_it(name, monkeypatch):
-    # MPS uses the reference backend
+    # run the reference backend, as on MPS
     monkeypatch.setattr("vil.kernels.backends._backend_for", lambda device: "reference")
     model = timm.create_model(name, depth=2, embed_dim=32, img_size=32, drop_path_rate=0.5)
     with Recorded() as recorded:

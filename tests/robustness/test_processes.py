@@ -68,7 +68,7 @@ def test_a_single_process_initializes_no_process_group():
     with pytest.raises(ZeroDivisionError):
         distributed.broadcast_from_rank0(lambda: 1 / 0)
     distributed.destroy_process_group()
-    with ThreadPoolExecutor() as pool:  # signal.set_wakeup_fd works only in the main thread
+    with ThreadPoolExecutor() as pool:  # another thread, where signal.set_wakeup_fd fails
         assert pool.submit(distributed.init_process_group, "cpu").result() == (torch.device("cpu"), 0, 1)
 
 
@@ -226,7 +226,7 @@ def press_ctrl_c(rank):
 
 def test_ctrl_c_interrupts_only_the_waiting_main_thread():
     (ended,) = in_processes(1, press_ctrl_c)
-    assert (ended.value, ended.errors) == (("interrupted", -1), "")  # nothing writes to the closed pipe
+    assert (ended.value, ended.errors) == (("interrupted", -1), "")  # no signal writes to the closed pipe
 
 
 def restart(rank, count):

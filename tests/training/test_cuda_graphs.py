@@ -33,7 +33,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class StandIn:
-    """Stub of torch.cuda for testing `Replayed` on a CPU. Replaying a graph calls the captured function again."""
+    """Stub of torch.cuda for testing `Replayed` on a CPU. Replaying a stub graph calls the captured function again."""
 
     def __init__(self, monkeypatch):
         self.draws, self.mode, self.within, self.waits = torch.zeros(1), 0, [], []
@@ -209,7 +209,7 @@ def test_functions_that_cannot_be_captured_run_in_eager_mode_with_the_reason_log
     assert line.startswith("cannot capture the test as a CUDA graph, running in eager mode instead: ")
     assert reason in line
     random.seed(0)
-    # cuBLAS may sum in a different order if several streams are active
+    # results may differ by rounding, because cuBLAS may sum in a different order if several streams are active
     torch.testing.assert_close(outcome(step, replayed), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -289,7 +289,7 @@ def test_a_run_uses_the_largest_micro_batch_that_fits(tmp_path, monkeypatch, cud
     assert "micro-batches of 8 images, global batch size 32" in parts.setup
     assert len(parts.state.meter.losses) == 2
     assert parts.state.meter.losses == pytest.approx(whole.state.meter.losses, rel=1e-3)
-    assert parts.state.meter.norms == pytest.approx(whole.state.meter.norms, rel=1e-2)  # convolutions use TF32
+    assert parts.state.meter.norms == pytest.approx(whole.state.meter.norms, rel=1e-2)  # TF32 convolutions differ
 
 
 @on_a_gpu

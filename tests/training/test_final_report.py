@@ -37,7 +37,7 @@ def test_a_run_ends_with_a_report_on_its_best_epoch(image_folder, tmp_path, ema)
     assert f"<td>{top1:.2f}</td>" in page
     assert re.search(f"best.pt, epoch {epoch} of 3(, EMA weights)?<", page)
     assert f"{IMAGES} images." in page
-    assert page.count("data:image/png;base64,") == 1  # the curve
+    assert page.count("data:image/png;base64,") == 1  # the training curve is the page's only PNG image
     assert all(f'<th scope="col">{name}</th>' in page for name in CLASSES)
     # the evaluation of best.pt leaves the weights of the last epoch in the model
     last = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["state_dict"]

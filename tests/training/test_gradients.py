@@ -36,7 +36,7 @@ def test_gradients_of_a_graph_on_another_stream_do_not_warn(recwarn):
     model, images = nn.Linear(3, 5).cuda(), torch.ones(2, 3, device="cuda")
     gradients = FlatGradients(model.parameters())
     with torch.cuda.stream(torch.cuda.Stream()):
-        kept = model(images)  # keeps the parameters' AccumulateGrad nodes of this stream alive
+        kept = model(images)  # `kept` keeps the parameters' AccumulateGrad nodes of this stream alive
     torch.cuda.synchronize()
     gradients.add(model(images).sum())
     assert kept.grad_fn

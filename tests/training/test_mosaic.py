@@ -91,7 +91,7 @@ def test_a_run_with_few_images_writes_them_at_its_end_without_empty_rows(tmp_pat
     # Above the first row, the figure has room for only one line of text.
     top = max(axis.get_position().y1 for axis in figure.axes)
     assert (1 - top) * figure.get_figheight() == pytest.approx(0.17)
-    later = mosaic(tmp_path)  # a resumed run with too few images for a full mosaic keeps the earlier one
+    later = mosaic(tmp_path)  # a resumed run with too few images for a full mosaic keeps the earlier mosaic
     later.add(torch.zeros(1, 3, 16, 16), torch.zeros(1, dtype=torch.long))
     later.finish()
     assert len(figures) == 1

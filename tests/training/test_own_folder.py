@@ -74,7 +74,7 @@ def test_given_options_win(photos, given, caplog):
         assert f"--{name.replace('_', '-')} " not in caplog.text
     if "vil_tiny" in given.values() or "vil_tiny.tiny_in200" in given.values():
         assert (config.model, config.pretrained_path) == ("vil_tiny", "vil_tiny.tiny_in200")
-    # The weights in the package do not fit these models.
+    # No weights are chosen for models that the weights in the package do not fit.
     if given.get("model") in ("vil_small", "resnet18") or "model_kwargs" in given:
         assert (config.pretrained_path, config.img_size, config.model_kwargs) == (
             None, None, given.get("model_kwargs", {}),
@@ -191,14 +191,14 @@ def test_a_run_evaluates_its_held_out_images_again(run, tmp_path, capsys, caplog
     assert (held_out["data_dir"], held_out["split"]) == (str(run / "colors"), ".")
     assert "held-out images: 6 images of 3 classes" in caplog.text
 
-    # a copy of the folder in another place, given by its parent folder
+    # evaluate a copy of the folder, which --data-dir names by the copy's parent folder
     shutil.copytree(run / "colors", tmp_path / "moved/colors")
     assert evaluated(run, "--data-dir", "moved", capsys=capsys)["images"] == 6
     assert evaluated(run, "--split", ".", capsys=capsys)["images"] == 36
     assert "all images: 36 images of 3 classes" in caplog.text
     assert "has changed since training" not in caplog.text
 
-    # folders with fewer images of the same classes, in class folders or with a validation split
+    # evaluate folders with fewer images of the same classes, in class folders or with a validation split
     for name in COLORS:
         (tmp_path / "moved/colors" / name / "0.png").unlink()
     assert evaluated(run, "--data-dir", "moved", capsys=capsys)["images"] == 33

@@ -54,7 +54,7 @@ def get(number):
 
 
 def stopped_at(call, number=signal.SIGKILL):
-    """Return a function after whose call rank 0 receives a signal before optimizer step number `call`."""
+    """Return a function that makes rank 0 receive a signal before optimizer step number `call`."""
     return functools.partial(before, Update, "__call__", functools.partial(get, number), call)
 
 
@@ -64,7 +64,7 @@ def ended_while_it_begins():
 
 
 def told_to_stop_while_it_saves(call):
-    """Return a function after whose call SIGTERM arrives before checkpoint number `call`, at the end of a phase."""
+    """Return a function that makes SIGTERM arrive before checkpoint number `call`, at the end of a phase."""
     return functools.partial(before, Checkpointer, "save", functools.partial(get, signal.SIGTERM), call)
 
 
@@ -157,7 +157,7 @@ def test_progress_summary_and_run_files_show_the_phases(undisturbed):
         assert [row["phase"] for row in csv.DictReader(file)] == ["1", "2", "2", "3"]
     assert (run.folder / "info.txt").read_text().count("global batch size") == 3
     saved = checkpoint.Checkpoint(run.folder / "last.pt").training_state()
-    assert saved["config"]["img_size"] == 16  # loading the checkpoint creates the last phase's model
+    assert saved["config"]["img_size"] == 16  # the last phase's size, because loading creates its model
     written = load_config("", ["-c", str(run.folder / "config.yaml")])
     assert [written.of_phase(n).img_size for n in range(3)] == [16, 24, 16]
     assert first_phase(written) == 2  # all phases are finished

@@ -68,7 +68,7 @@ def test_errors_are_exceptions_and_release_the_run_folder(image_folder, monkeypa
         train(image_folder, epochs=1)
     with pytest.raises(CheckpointError, match="model_kwargs must be") as kept:
         train(image_folder, resume="auto", model_kwargs={"embed_dim": 16, "depth": 2, "patch_size": 8})
-    monkeypatch.setattr("vil.fault_tolerance.locks.PATIENCE", 0)  # a run that is still locked raises at once
+    monkeypatch.setattr("vil.fault_tolerance.locks.PATIENCE", 0)  # a locked run folder raises at once
     assert len(train(image_folder, resume="auto").history) == 2, kept
 
 

@@ -108,7 +108,7 @@ def test_an_outlying_first_epoch_is_cut_off_and_its_value_is_written_below_the_p
     low, high = long["gradient norm"].get_ylim()
     assert (1.5 < low < 2, 4 < high < 4.5) == (True, True)
     assert long["gradient norm"].get_xlabel() == "epoch (epoch 1 is cut off: 41.2)"
-    assert long["images/s"].get_xlabel() == "epoch (epoch 1 is cut off: 3)"  # training speed only
+    assert long["images/s"].get_xlabel() == "epoch (epoch 1 is cut off: 3)"  # only the training throughput is cut off
     assert long["loss"].get_xlabel() == "epoch"
     assert short["gradient norm"].get_ylim()[1] > 41.25  # a short run shows all epochs
 
@@ -123,7 +123,7 @@ def test_no_legend_overlaps_the_lines_and_no_text_overlaps_another(monkeypatch, 
         boxes += [axis.get_window_extent(), axis._left_title.get_window_extent(), axis.xaxis.label.get_window_extent()]
         if axis.get_legend():
             boxes.append(axis.get_legend().get_window_extent())
-    boxes = [box.padded(-1) for box in boxes]  # touching is allowed
+    boxes = [box.padded(-1) for box in boxes]  # boxes may touch
     assert [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)] == []
 
 
@@ -211,7 +211,7 @@ def test_files_that_cannot_be_written_do_not_stop_a_run(tmp_path, caplog):
 def test_unwritable_paths_in_the_run_folder_do_not_stop_a_run(tmp_path, monkeypatch, no_pictures):
     for name in ("info.txt", "summary.csv"):
         os.mkfifo(tmp_path / name)
-    # file name that is not valid UTF-8
+    # the command line has a file name that is not valid UTF-8
     monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "--data-dir", "caf\udce9"])
     report = Reporter(tmp_path, Config(), dict(data_dir="caf\udce9"), "1 x cpu")
     report.catch_up(HISTORY)
@@ -254,7 +254,7 @@ def test_tensorboard_receives_every_column_of_every_epoch(tmp_path, no_pictures,
     report = Reporter(tmp_path, Config(log_tensorboard=True), {}, "1 x cpu")
     for epoch in (1, 2, 3):
         report(HISTORY[:epoch])
-        events = EventAccumulator(str(tmp_path)).Reload()  # readable during the run
+        events = EventAccumulator(str(tmp_path)).Reload()  # the log is readable during the run
         for name in HISTORY[0]:
             seen = [(event.step, event.value) for event in events.Scalars(name)]
             assert seen == [(line["epoch"], line[name]) for line in HISTORY[:epoch]]

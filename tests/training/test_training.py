@@ -147,7 +147,7 @@ def test_unreadable_images_of_both_splits_are_counted(image_folder, tmp_path, no
     shutil.copytree(image_folder, root)
     for path in (root / "train" / "bee" / "3.png", root / "val" / "cat" / "2.png", root / "val" / "dog" / "2.png"):
         path.write_bytes(path.read_bytes()[:100])
-    # one batch that contains every training image once
+    # the epoch has one batch, which contains every training image once
     options = dict(global_batch_size=len(CLASSES) * TRAIN_IMAGES, aug_repeats=0, mixup_prob=0.0, epochs=1)
     rows, _ = trained(root, tmp_path, **options)
     assert rows[0]["unreadable_images"] == 3
@@ -322,7 +322,7 @@ def test_the_tensors_loaded_from_pretrained_weights_are_logged(tmp_path, caplog)
 def test_errors_are_printed_in_one_line_with_status_1(uninterrupted, image_folder, tmp_path, capsys, words, message):
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
     (tmp_path / "small file").touch()
-    for name in (".lock", ".holder", "last.pt", "previous.pt", "best.pt"):  # file names of a run
+    for name in (".lock", ".holder", "last.pt", "previous.pt", "best.pt"):  # folders named like a run's files
         (tmp_path / name / "run" / name).mkdir(parents=True)
     words = [word.replace("IMAGES", str(image_folder)).replace("TMP", str(tmp_path)) for word in words]
     config = ["-c", uninterrupted / "small.yaml", "--output", tmp_path]

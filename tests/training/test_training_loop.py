@@ -369,7 +369,7 @@ def test_an_ema_that_hardly_changes_logs_a_warning(folder, tmp_path, caplog, dec
 def test_a_loss_scaler_changes_no_step_except_skipped_overflows(folder, tmp_path, clip_grad):
     options = dict(epochs=2, clip_grad=clip_grad)
     scaled = trainer(folder, tmp_path, **options)
-    # on a CPU, a run's own gradient scaler is disabled
+    # replace the run's own gradient scaler, which is disabled on a CPU
     scaled.state.scaler = scaled.forward_backward.scaler = scaled.update.scaler = torch.amp.GradScaler(
         "cpu", init_scale=2.0**10
     )

@@ -90,7 +90,7 @@ def test_batches_equal_timms_transform_of_each_image(photo_folder, device, optio
 def test_tiny_images_are_cropped_like_timms(files, device, size):
     for path in (files / "train").glob("*/1*.jpg"):
         path.write_bytes(encode(PHOTO.resize(size)))
-        os.utime(path, ns=(0, 2**63))  # in the year 2262; overflows a signed 64-bit number of nanoseconds
+        os.utime(path, ns=(0, 2**63))  # a time that overflows a signed 64-bit number of nanoseconds
     loader, keys = on_device(files, device)
     images, targets = joined(loader)
     expected, expected_targets, _ = by_timm(loader.dataset.dataset, keys, **SIZE)
@@ -119,7 +119,7 @@ def test_images_do_not_depend_on_the_world_size(photo_folder, device):
     shares = [joined(on_device(photo_folder, device, rank, 12)[0]) for rank in range(12)]
     order = [(rank, 2 * step + i) for step in range(2) for rank in range(12) for i in range(2)]
     assert [shares[rank][1][i] for rank, i in order] == targets
-    # The batch composition may change the order of summation.
+    # A few pixels may differ, because the batch composition may change the order of summation.
     different = images != torch.stack([shares[rank][0][i] for rank, i in order])
     assert different.float().mean() < 1e-3
 
@@ -150,7 +150,7 @@ def test_evaluation_images_equal_timms_transform_of_each_image(photo_folder, dev
         assert target == "ab".index(dataset.filename(i)[0])
         differences.append((image - torch.as_tensor(transform(expected)).float()).abs())
     assert broken == loader.take_unreadable() >= 2
-    # In a resized image of few pixels, many values lie exactly between two grey levels.
+    # In a resized image of few pixels, many values lie exactly between two grey levels and may round to either level.
     mean, largest = (0.1, 2) if device.type == "cpu" else (0.2, 8)
     assert max(levels.mean() for levels in differences) < mean
     assert max(levels.max() for levels in differences) <= largest
@@ -301,7 +301,7 @@ def test_repeated_copies_of_a_file_are_decoded_once(photo_folder, device, monkey
         assert len({index for index, _ in keys[first : first + 24]}) == 8
         assert count <= 8
     assert torch.equal(images, joined(on_device(photo_folder, device, aug_repeats=3, batch_size=6)[0])[0])
-    monkeypatch.setattr(preparation, "PIXELS_AT_ONCE", 10_000)  # decodes one file at a time
+    monkeypatch.setattr(preparation, "PIXELS_AT_ONCE", 10_000)  # limit decoding to one file at a time
     assert torch.equal(images, joined(on_device(photo_folder, device, aug_repeats=3)[0])[0])
 
 

@@ -112,7 +112,7 @@ def test_workers_and_training_use_separate_cores(machine, monkeypatch, wanted, t
         workers.share_cores(CPU, wanted)
         monkeypatch.delenv("OMP_NUM_THREADS")
         workers.share_cores(CUDA, wanted)
-        assert torch.get_num_threads() == 3  # OMP_NUM_THREADS or a GPU keeps the number of threads
+        assert torch.get_num_threads() == 3  # unchanged with OMP_NUM_THREADS or on a GPU
         workers.share_cores(CPU, wanted)
         assert torch.get_num_threads() == threads
     finally:
@@ -179,7 +179,7 @@ def test_too_little_shared_memory_for_one_worker_is_rejected_with_the_remedy(mac
         ConfigError, match="29 MiB free, and loading .* least 30 MiB: .*--shm-size=8g, or .*--workers 0"
     ):
         chosen()
-    assert chosen(piece_bytes=None) == (14, 2)  # these workers do not use the folder
+    assert chosen(piece_bytes=None) == (14, 2)  # without pieces, workers do not use shared memory
     machine(16, processes=8)
     with pytest.raises(ConfigError, match="at least 240 MiB:"):  # 8 ranks need 30 MiB each
         chosen()
@@ -212,7 +212,7 @@ def started(image_folder):
             split.set_loader_cfg = lambda num_workers: None
         loader = evaluation_loader(split, DATA_CONFIG, CPU, count, batch_size, 0, 1)
         if streams:
-            next(iter(loader))  # starts the workers
+            next(iter(loader))  # reading a batch starts the workers
         return loader, new()
 
     yield make
@@ -303,7 +303,7 @@ def test_a_worker_ignores_all_signals_except_its_parents(started, monkeypatch, s
     monkeypatch.setattr("vil.data.loaders.STALLED", 60)
     threads = torch.get_num_threads()
     try:
-        # PyTorch then starts threads in a worker before the worker sets its signal handlers
+        # because of set_num_threads, PyTorch starts threads in a worker before the worker sets its signal handlers
         torch.set_num_threads(threads + 2)
         loader, (worker,) = started(batch_size=2, streams=streams)
     finally:
@@ -379,7 +379,7 @@ def test_pieces_form_batches_with_any_number_of_workers(image_folder, started, m
     thread.join()
     loader, processes = made
     assert len(processes) == count
-    # PyTorch's default prefetch factor is 2
+    # the prefetch factor is that of the plan, not PyTorch's default of 2
     assert loader.images.loader.prefetch_factor == loader.images.plan.prefetch != 2
     for _ in range(2):
         assert [len(images) for images, _ in loader] == [9, 9, 9, 1]

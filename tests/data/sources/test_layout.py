@@ -28,7 +28,7 @@ def write(root, *folders, count=5):
         ("cat dog", "", ".", None, 10),
         ("animals/cat animals/dog/big animals/dog/small", "", ".", None, 15),
         ("photos/cat photos/dog", "", ".", None, 10),
-        ("train plane car", "", ".", None, 15),  # vehicles
+        ("train plane car", "", ".", None, 15),  # `train` is a class of vehicles
         ("train/cat train/dog", "", "train", None, 10),
         ("train/cat train/dog test/cat test/dog", "", "train", None, 10),
         ("train/cat train/dog test", "", "train", None, 10),  # test images often have no classes
