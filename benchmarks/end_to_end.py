@@ -5,11 +5,10 @@
     python benchmarks/end_to_end.py --gpus 4 --data-dir /imagenet                     # your own files
 
 Without --data-dir, the program creates a data set in memory: 1,000 classes of files of 500x375 pixels and about 100 KB,
-with many names for each file. A run is `train_imagenet.py -c FILE --data-dir DIR` for two epochs, started by torchrun
-if several GPUs are used.
-The reported rates are those of the second epoch. The column "of noise" is the rate of the same run with synthetic data,
-which reads no files. The time of the first step is measured in another run, from the command to the checkpoint after
-that step.
+with many hard links to each file. A run is `train_imagenet.py -c FILE --data-dir DIR` for two epochs, started by
+torchrun if several GPUs are used. The reported rates are those of the second epoch. The column "of noise" is the rate
+of the same run with synthetic data, which reads no files. The time of the first step is measured in another run, from
+the command to the checkpoint after that step.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def main() -> None:
 
 
 def make_data(folder: Path, images: int, validation_images: int, distinct: int) -> Path:
-    """Create a data set with ImageNet's layout. Write `distinct` files, and hard-link each file several times."""
+    """Create a data set with ImageNet's layout. Write `distinct` files, and hard-link each image to a file."""
     files = [folder / "files" / f"{i}.jpg" for i in range(distinct)]
     files[0].parent.mkdir(parents=True)
     with Pool() as pool:

@@ -2,10 +2,10 @@
 
     python benchmarks/exported.py --folder /tmp/exported [--models vil_tiny deit_tiny_patch16_224] [--batch 8]
 
-Existing files in the folder are reused. In each round, every file of a runtime processes three batches and the last one
-is timed, so that other load of the machine affects all files equally. With --cpu-time, other processes have less
-influence. The program reports minimum and median over the rounds, and the ratio of the minimum to that of the DeiT of
-the same size.
+Existing files in the folder are reused. In each round, every file of a runtime processes three batches and the last
+batch is timed, so that other load of the machine affects all files equally. With --cpu-time, the CPU time of all
+threads is measured, on which other processes have less influence. The program reports minimum and median over the
+rounds, and the ratio of the minimum to that of the DeiT of the same size.
 """
 
 from __future__ import annotations

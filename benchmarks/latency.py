@@ -4,8 +4,9 @@
 
 Competitors take turns in one process, so that other load of the machine affects all of them equally. Each line has the
 minimum and the median in milliseconds, and the ratio of the minimum to that of a competitor: models are compared with
-the last one, the cpu backend with the reference, and the training step of the demo's model with the same step using the
-reference. With one thread, CPU time is measured instead of wall time, which is meaningful on a busy machine, too.
+the last model, the cpu backend with the reference, and the training step of the demo's model with the same step using
+the reference. With one thread, CPU time is measured instead of wall time, because CPU time is meaningful on a busy
+machine, too.
 """
 
 from __future__ import annotations

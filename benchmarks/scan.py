@@ -5,8 +5,8 @@
 
 Forward and backward are each captured in a CUDA graph, whose replays are timed with events; the program prints the
 median in microseconds. `forward` is the training forward, which also saves states for backward. `backward` computes the
-gradients of every input. `times` is the ratio of the papers' own kernels on an H200, with one call for each direction,
-to this time.
+gradients of every input. `times` is the time of the papers' own kernels on an H200, with one call for each direction,
+divided by the measured time.
 """
 
 from __future__ import annotations

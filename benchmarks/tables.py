@@ -2,9 +2,10 @@
 
     python benchmarks/tables.py
 
-Each table follows a comment with its name, `<!-- table: models -->`. The files in benchmarks/results are named after
-their GPU. All except h200_published.json contain results of `scan.py` or `throughput.py`. h200_published.json compares
-the papers' own code with ours in one process, measured by a program that is not part of this repository.
+Each table follows a comment with the table's name, such as `<!-- table: models -->`. The files in benchmarks/results
+are named after their GPU. All except h200_published.json contain results of `scan.py` or `throughput.py`.
+h200_published.json compares the papers' own code with ours in one process, measured by a program that is not part of
+this repository.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def scan() -> str:
         by_backend.setdefault((row["recurrence"], *row["shape"]), {})[row["backend"]] = row
     rows = []
     for (recurrence, *shape), of in by_backend.items():
-        if shape == [4, 768, 6085]:  # this shape differs from (8, 768, 6085) only in the batch
+        if shape == [4, 768, 6085]:  # left out, because only the batch differs from (8, 768, 6085)
             continue
         floors = [f"{floor:.2f}" for floor in of["cuda"]["of_fp32_floor"]]
         us = {backend: [number(of[backend][f"{p}_us"]) for p in ("forward", "backward")] for backend in of}

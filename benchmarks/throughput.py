@@ -195,7 +195,7 @@ def build_step(
     model = timm.create_model(model_name, img_size=case.img_size).to(device)
     images = torch.randn(case.batch, 3, case.img_size, case.img_size, device=device)
     targets = torch.randint(1000, (case.batch,), device=device)
-    parameters = sorted(model.parameters(), key=torch.Tensor.numel, reverse=True)  # sorted as in training
+    parameters = sorted(model.parameters(), key=torch.Tensor.numel, reverse=True)  # by size, as in training
     optimizer = torch.optim.AdamW(parameters, fused=True, capturable=device.type == "cuda")
     model.train(case.task == "train")
     if compiled:

@@ -51,7 +51,7 @@ class Mutant(NamedTuple):
     after: str
 
 
-# A row is (description, unique source quote with ⟦original→replacement⟧), or (description, quote, changed quote).
+# A row of TABLE: (description, unique quote with ⟦original→replacement⟧), or (description, quote, changed quote).
 # fmt: off
 TABLE = {
     "cuda/async_copies.cuh": [
@@ -524,7 +524,7 @@ def start(mutant: Mutant | None, folder: Path, files: list[str]) -> tuple[int, R
         path = sources / mutant.file
         path.write_text(path.read_text().replace(mutant.before, mutant.after))
         cache.mkdir()
-        for library in emulator.CACHE.iterdir():  # unchanged kernels need not be compiled again
+        for library in emulator.CACHE.iterdir():  # reuse compiled kernels that the mutant does not change
             (cache / library.name).symlink_to(library)
         source.SOURCES, emulator.CACHE = sources, cache
     code = 3
@@ -553,7 +553,7 @@ def why_stale(mutant: Mutant) -> str | None:
 
 
 def report_stale() -> int:
-    """Print mutants with stale quotes, and CUDA sources without a mutant. Return the count."""
+    """Print mutants with stale quotes, and CUDA sources without a mutant. Return the number of both."""
     stale = [f"{m.file}: {m.shows}: STALE: {why}" for m in MUTANTS if (why := why_stale(m))]
     files = {path.relative_to(source.SOURCES).as_posix() for path in source.SOURCES.glob("*/*.cu*")}
     # Mutants of sm90.cuh and overlap.cuh would not be detected, because the emulator replaces sm90.cuh and runs one

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageCms, PngImagePlugin, features
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))  # pytest adds it, too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))  # pytest also adds this folder
 from processes import CONTEXT, Forked
 
 from vil.config import Config, ConfigError
@@ -366,7 +366,7 @@ def noted(outcome: Outcome):
 
 
 def memory(what: str) -> float:
-    """Return a memory figure of this process from /proc, in MiB."""
+    """Return a memory size of this process in MiB, from the field `what` of /proc/self/status."""
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(what))
 
 
@@ -409,7 +409,7 @@ def main() -> None:
             count = min(AT_ONCE, options.count - first)
             write_files(root, count, options.seed + first, options.formats, options.slow)
             for path in options.paths:
-                on_gpu = options.device.type == "cuda"  # the driver's address space would exceed the limit
+                on_gpu = options.device.type == "cuda"  # no memory limit, which the driver's address space would exceed
                 run = read_all if on_gpu else in_a_child
                 outcome = run(root, path, options.device, None if on_gpu else 2.5)
                 errors = ", ".join(f"{message} {count}" for message, count in outcome.errors.most_common(3))

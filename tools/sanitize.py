@@ -86,7 +86,7 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
             for middle in (False, True):
                 blocks = Blocks(*[Block(width, mixer, drop_path=0.5).cuda().train() for _ in range(2)])
                 blocks(x, class_token_only=middle).sum().backward()
-            if width == 64:  # kernels of a pooled block with 8 lines
+            if width == 64:  # kernels of a pooled block with 8 lines (7 rows and the class token)
                 pooled = Block(width, mixer, drop_path=0.5, pool="rows").cuda().train()
                 pooled(x[:, :64], grid=(7, 9)).sum().backward()
 

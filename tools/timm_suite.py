@@ -18,8 +18,8 @@ import timm
 
 import vil  # noqa: F401  registers the models
 
-# FILTERS is added to timm's test file.
-# The filters make timm test forward_intermediates(), and test this package's models like timm's transformers.
+# FILTERS is added to timm's test file, so that timm tests forward_intermediates() of this package's models, and tests
+# the models like timm's transformers.
 FILTERS = f"""
 NON_STD_FILTERS += {timm.list_models(module="vision_longhorn")}
 FEAT_INTER_FILTERS += ["vision_longhorn"]
@@ -48,8 +48,8 @@ class Select:
 
 
 def fetch_tests(folder: Path) -> Path:
-    """Download the source package of the installed timm, add our models to its test file, and return the file's
-    path.
+    """Download the source package of the installed timm, add this package's models to timm's test file, and return
+    the path of the test file.
     """
     release = f"timm-{version('timm')}"
     command = ["download", "--quiet", "--no-deps", "--no-binary", "timm", "--dest", folder, release.replace("-", "==")]

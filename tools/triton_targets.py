@@ -33,7 +33,7 @@ def source(kernel, longhorn: bool) -> ASTSource:
             signature[name] = "i64"
         else:
             signature[name] = "i32" if name in NUMBERS else "*bf16" if name in POINTERS else "*fp32"
-    if longhorn and "A" in signature:  # Longhorn has no A
+    if longhorn and "A" in signature:  # Longhorn's recurrence has no parameter A
         signature["A"], constants["A"] = "constexpr", None
     return ASTSource(kernel, signature, constexprs=constants)
 

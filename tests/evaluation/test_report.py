@@ -115,7 +115,7 @@ def test_names_of_folders_files_and_classes_need_not_be_utf_8(image_folder, tmp_
     page = report_page(f"Validation on {folder}", models, judged, names, [str(folder)], images)
     write_atomically(tmp_path / "index.html", page)
     captions = Page((tmp_path / "index.html").read_text(encoding="utf-8")).captions
-    assert len(captions) == 2 * VAL_IMAGES  # a class of mistakes and a class of correct predictions
+    assert len(captions) == 2 * VAL_IMAGES  # class 0 is never predicted, class 1 always
 
 
 def test_class_metrics_and_confusions_equal_scikit_learns(found):

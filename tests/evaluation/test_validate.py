@@ -570,7 +570,7 @@ def test_more_processes_than_images_are_rejected(models, folders, tmp_path):
 
 
 def test_if_files_cannot_be_written_the_result_is_still_printed(command, capsys):
-    _shared = multiprocessing.Value("i")  # multiprocessing's first shared value needs a file of 4096 bytes
+    _shared = multiprocessing.Value("i")  # first shared value, whose file of 4096 bytes would exceed the limit
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # limit files to 100 bytes, like a full disk
     try:

@@ -491,7 +491,7 @@ def assert_initialised(model, name):
                 dt = F.softplus(direction.step_proj.bias.detach().double())
                 assert 1e-3 * 0.999 < dt.min() < 1.2e-3
                 assert 0.8e-1 < dt.max() < 1e-1 * 1.001
-                about(dt.log(), math.log(100) / 12**0.5, mean=math.log(1e-2))  # dt is log-uniform
+                about(dt.log(), math.log(100) / 12**0.5, mean=math.log(1e-2))  # step size dt is log-uniform
                 expected = torch.arange(1.0, 17.0).expand(2 * width, -1)
                 torch.testing.assert_close(direction.A_log.detach().exp(), expected)
             else:
@@ -608,7 +608,7 @@ def test_a_replaced_step_projection_adds_its_bias_once(name):
     expected = model(x)
     for direction in model.blocks[0].mixer.directions:
         ours, (D, R) = direction.step_proj.state_dict(), direction.step_proj.weight.shape
-        direction.step_proj = torch.nn.Linear(R, D)  # LoRA packages also replace layers by other classes
+        direction.step_proj = torch.nn.Linear(R, D)  # replaced by another class, as LoRA packages do
         direction.step_proj.load_state_dict(ours)
     torch.testing.assert_close(model(x), expected)
 

@@ -140,7 +140,7 @@ def test_blocks_in_a_user_defined_sequential_equal_a_slice_of_blocks():
     model = timm.create_model(
         "vil_tiny_pooled", dynamic_img_size=True, depth=4, embed_dim=32, img_size=64, patch_size=16
     )
-    images = torch.randn(2, 3, 64, 96)  # a grid that is not square
+    images = torch.randn(2, 3, 64, 96)  # the patch grid is not square
     blocks = model.blocks
     model.blocks = blocks[:2]
     sliced = model(images)

@@ -222,7 +222,7 @@ def test_rectangular_image_sizes_are_kept_and_other_sizes_resample_positions(bes
         assert timm.create_model(f"local-dir:{folder}", pretrained=True).patch_embed.img_size == size
         card = (folder / "README.md").read_text()
         assert f"images of {folder.name} pixels\n" in card
-        assert "; preprocessing is in config.json\n" in card  # the model has no class names
+        assert "; preprocessing is in config.json\n" in card  # no class names follow
         export_model(wide, file := tmp_path / f"{size}.safetensors")
         again = vil.from_checkpoint(file)
         assert resolve_model_data_config(again)["input_size"] == (3, *size)
@@ -236,7 +236,7 @@ def test_rectangular_image_sizes_are_kept_and_other_sizes_resample_positions(bes
     square = vil.from_checkpoint(tmp_path / "square.safetensors")
     square.set_input_size(40)
     torch.testing.assert_close(larger.pos_embed, square.pos_embed)  # position embeddings are resampled in fp32
-    state["config"]["img_size"] = 24  # a later training phase with larger images
+    state["config"]["img_size"] = 24  # as in a later training phase with larger images
     checkpoint.save_checkpoint(state, path)
     started = create_model("vil_tiny", str(path), num_classes=7, img_size=16, **KWARGS)
     assert torch.equal(started.pos_embed, state["state_dict_ema"]["pos_embed"])

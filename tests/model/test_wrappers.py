@@ -102,7 +102,8 @@ def test_models_without_a_config_get_a_hint_and_models_without_logits_are_reject
 def test_timms_pretrained_models_with_1000_classes_have_imagenets_class_names():
     """Every pretrained timm model with 1000 classes gets ImageNet's class names.
 
-    In timm 1.0.31, 54 of these 1,321 models have a tag that does not end in "in1k", so the tag is not sufficient.
+    In timm 1.0.31, 54 of these 1,321 models have a tag that does not end in "in1k", so the tag is not sufficient to
+    recognize ImageNet's classes.
     """
     from vil.classes import names_of
 

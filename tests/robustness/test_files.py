@@ -206,7 +206,7 @@ def test_a_lock_of_a_crashed_run_is_released_and_its_temporary_files_are_removed
     holder.start()
     assert ready.wait(60)
     assert list(tmp_path.glob(".last.pt.*"))
-    threading.Timer(0.3, holder.kill).start()  # child processes of a killed run live a little longer
+    threading.Timer(0.3, holder.kill).start()  # as if a child process of the killed run still held the lock
     others = [tmp_path / name for name in (".notes.tmp", ".notes.vil.tmp", ".notes.0123456789abcdef.tmp")]
     for path in others:
         path.write_text("somebody's")

@@ -133,7 +133,7 @@ def ghostscript(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pillow():
-    """Restore Pillow's list of formats."""
+    """Restore Pillow's list of formats after the test."""
     known = list(Image.ID)
     yield
     Image.ID[:] = known

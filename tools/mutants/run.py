@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / ".mutants"
 COPY = WORK / "mutants"  # mutmut requires the name "mutants"
-NOT_NOTICED = (None, 0, 5, 33)  # None if a mutant has not run, and exit codes of survivors (tests passed, no tests)
+NOT_NOTICED = (None, 0, 5, 33)  # exit codes of undetected mutants: not run, tests passed, no tests
 NOTHING = "nothing.x_nothing__mutmut_"
 BUDGET = 60  # seconds; maximum total duration of the tests chosen per mutant, unless one test takes longer
 LISTED = Path(__file__).with_name("listed.txt")
@@ -133,7 +133,7 @@ def run_mutants(mutants, tests: dict[str, dict], jobs: int) -> None:
         for seconds, _, name, chosen in plan:
             while not runner.has_capacity():
                 wait_for_one()
-            # mutmut stops a test run after half of this limit in wall time
+            # the third argument is a time limit; mutmut stops a test run after half of this limit in wall time
             runner.submit(name, chosen, math.ceil(2 * (2 * seconds + 15)), seconds)
         runner.signal_work_complete()
         while runner.pending_count():
@@ -159,7 +159,7 @@ def read_listed() -> list[tuple[str, str, set[str]]]:
 
 
 def functions_of(path: Path) -> dict[str, str]:
-    """Return the source of each function of a file by name; methods have the name of the class in front."""
+    """Return the source of each function of a file by name; a method's name is CLASS.METHOD."""
     source = path.read_text()
     functions = {}
     for node in ast.parse(source).body:

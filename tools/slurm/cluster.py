@@ -45,7 +45,7 @@ PartitionName=urgent Nodes=ALL PriorityTier=2
 
 
 def wait_until(condition: Callable, seconds: float, what: str):
-    """Wait until the condition is true, and return its first true value."""
+    """Wait until `condition` returns a true value, and return this value."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, f"not in {seconds} s: {what}"
@@ -129,7 +129,7 @@ class Cluster:
         command("ip", "netns", "delete", f"node{node}")
 
     def processes(self, node: int, words: str) -> list[int]:
-        """Return the processes on a node whose command lines contain these words."""
+        """Return the ids of the processes on a node whose command lines contain `words`."""
         network = os.stat(f"/run/netns/node{node}").st_ino
         found = []
         for process in Path("/proc").glob("[0-9]*"):
@@ -160,7 +160,7 @@ class Job:
         return dict(word.partition("=")[::2] for word in words)
 
     def wait(self, *states: str, seconds: float = 900) -> dict[str, str]:
-        """Wait until the job is in one of these states, or in a final state."""
+        """Wait until the job is in one of `states` or in a final state, and return Slurm's record of the job."""
         final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", *states}
 
         def ended():

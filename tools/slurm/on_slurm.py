@@ -44,7 +44,7 @@ class Training(Job):
         super().__init__(output / "log.txt", *machines, *words, "scripts/slurm.sh", "-c", config)
 
     def wait_until_it_trains(self, epochs=3):
-        """Wait until the run has trained this number of further epochs."""
+        """Wait until the run has trained `epochs` more epochs."""
         rows = self.rows()
         wait_until(lambda: self.rows() >= rows + epochs, 120, f"it trains: {self.log}")
 
@@ -85,7 +85,7 @@ def test_two_nodes_train_what_two_processes_do(cluster, training, undisturbed):
     for node in (0, 1):
         processes = cluster.processes(node, "train_imagenet.py")
         assert processes
-        for process in processes:  # srun gives its tasks one core by default
+        for process in processes:  # processes use all cores, although srun gives tasks one core by default
             assert len(os.sched_getaffinity(process)) == os.cpu_count()
     job.assert_ended_like(undisturbed(**RECIPE, epochs=EPOCHS).result(), restarts=0)
 
