@@ -3,8 +3,8 @@
     python benchmarks/private_apis.py
 
 Each row compares eager steps with all functions of vil/kernels/torch_private.py that save host time to steps without
-one of them. Rounds of both alternate. `host` is the time until the step has been queued, and `step` the time until the
-GPU has finished, both in microseconds.
+one of them. Rounds of both kinds of steps alternate. `host` is the time until the step has been queued, and `step` the
+time until the GPU has finished, both in microseconds.
 """
 
 from __future__ import annotations

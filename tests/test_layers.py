@@ -1,4 +1,4 @@
-"""Tests of imports: no module imports from a higher layer, and the package imports only packages listed here."""
+"""Tests of imports: no module imports from a higher layer, and the package imports only the packages listed below."""
 
 import ast
 import re

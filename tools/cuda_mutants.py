@@ -3,7 +3,8 @@
 python tools/cuda_mutants.py [--jobs 2] [word ...]  # mutants whose file or description contains one of the words
 python tools/cuda_mutants.py --check  # only report stale quotes and files without a mutant
 
-A quote of a source is stale if a change of the source has removed or repeated it. Update the quote in that case.
+A mutant's quote is stale if the source no longer contains the quoted text, or contains the text more than once.
+Update the quote in that case.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run timm's own model tests on this package's models: `python tools/timm_suite.py [--all] [options of pytest]`.
 
-The tests come from the source package of the installed timm. They are the tests that timm runs on all of its vision
-transformers, except those of torch.jit.script.
+The tests come from the source package of the installed timm. This program selects the tests that timm runs on all of
+timm's vision transformers, except the tests of torch.jit.script.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""CUDA kernels compiled by g++ and emulated on a CPU. `launch` here replaces `vil.kernels.cuda.launches.launch`."""
+"""CUDA kernels compiled by g++ and emulated on a CPU. `emulator.launch` replaces `launches.launch` in tests."""
 
 import contextlib
 import ctypes

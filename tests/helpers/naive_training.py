@@ -1,7 +1,7 @@
 """Independent training and evaluation, written from the formulas of AdamW, cosine schedule, clipping, EMA and losses.
 
-This module does not use `vil.training` or train_imagenet.py. It shares only the models, and the
-rule that derives seeds from the position in the run. Images are not cropped.
+This module does not use `vil.training` or train_imagenet.py. It shares with the package only
+the models, and the rule that derives seeds from the position in the run. Images are not cropped.
 """
 
 import copy

@@ -86,7 +86,7 @@ def joined(loader):
 
 
 def by_timm(dataset, keys, input_size=(3, 12, 16), **options):
-    """Return images that timm augments, each with its own seed, and the targets and the number of unreadable files.
+    """Return images that timm augments (each with its own seed), their targets and the number of unreadable files.
 
     As in timm, the next image replaces an unreadable one.
     """

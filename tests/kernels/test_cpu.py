@@ -1,4 +1,4 @@
-"""Tests of the cpu backend's precision, threads, cache and fallback. test_operators.py tests it with all backends."""
+"""Tests of the cpu backend's precision, threads, cache and fallback. test_operators.py tests results of all backends."""
 
 import functools
 import importlib.metadata

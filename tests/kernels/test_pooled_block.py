@@ -36,7 +36,7 @@ from vil.models import dispatch
 from vil.models.block import Blocks, LonghornMixer, MambaMixer
 from vil.models.tokens import middle_token
 
-# The class token is in the middle of the tokens, so even, odd and single numbers of rows and columns differ.
+# Even, odd and single numbers of rows and columns are separate cases, because the class token is in the middle.
 GRIDS = [(4, 6), (3, 5), (14, 14), (1, 7), (7, 1), (1, 1), (1, 300)]
 DEVICES = [pytest.param("cpu", marks=EMULATED, id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)]
 

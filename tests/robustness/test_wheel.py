@@ -17,7 +17,7 @@ from processes import ROOT
 
 import vil
 
-# This program uses the installed wheel as a user does. It cannot import from the checkout.
+# This program uses the installed wheel as a user does. The program cannot import from the checkout.
 USE = """
 import contextlib, importlib.metadata, json, sys
 import timm, torch, vil, vil.cli.main, vil.visualization

@@ -1,6 +1,6 @@
 """`make mutants`: mutation testing with mutmut, with tests chosen for each mutant.
 
-mutmut writes into the folder that it runs in, so it runs in a copy of the checkout, .mutants, and the tests run in
+mutmut writes into its working folder, so mutmut runs in a copy of the checkout, .mutants, and the tests run in
 .mutants/mutants. First, every test runs once to record which functions it calls, in any process. Then every mutant of a
 function runs with up to a minute of the tests that call the function, until one test fails. Both results are cached:
 the next run repeats the mutants that survived and the changed test files, or all test files if another file has
