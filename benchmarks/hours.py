@@ -20,7 +20,7 @@ from end_to_end import IMAGENET, last_epoch, training
 
 from vil.config import Config, load_config
 
-VALIDATION = 50_000  # images of ImageNet-1k
+VALIDATION = 50_000  # number of validation images of ImageNet-1k
 
 
 def main() -> None:

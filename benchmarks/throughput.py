@@ -39,7 +39,7 @@ PATCHES = 128 * 14**2  # most patches per training batch for --resolutions, as m
 
 
 class Case(NamedTuple):
-    task: str  # train or infer
+    task: str  # "train" or "infer"
     img_size: int
     batch: int
 

@@ -111,7 +111,7 @@ def test_a_loader_may_be_empty(image_folder):
         assert sum(len(batch) for batch, _ in loader) == count
 
 
-# augmentation on the device or in workers
+# Tests of augmentation on the device or in workers
 
 
 @pytest.fixture

@@ -238,7 +238,7 @@ def test_two_models_with_different_class_orders_are_compared_by_class_name(model
         result, _ = command("--checkpoint", str(first), "--against", str(second), "--split", split)
         assert result["paired"]["agreement"] == 100
         assert len({row["top1"] for row in result["models"]}) == 1
-    unnamed = [*VIT_12, "--split", split] if split == "val" else None  # this model has no class names
+    unnamed = [*VIT_12, "--split", split] if split == "val" else None  # the model has no class names
     if unnamed:
         straight, _ = command(*unnamed, "--against", "{models}/vil.pt")
         turned, _ = command(*unnamed, "--against", str(tmp_path / "other.pt"))
@@ -524,7 +524,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         ([*VIL_PT, "--against", "{tmp}/larger.pt"], "must have the same image size, got (16, 16) and (24, 24)"),
         ([*VIL_PT, "--against", "{models}/more.pt"], "the same number of classes, got 12 and 1000"),
         *(
-            (["--checkpoint", "nowhere.pt", *words.split()], message)  # rejected before any file is read
+            (["--checkpoint", "nowhere.pt", *words.split()], message)  # options are rejected before files are read
             for words, message in {
                 "--batch-size 0": "--batch-size must be at least 1",
                 "--workers -1": "at least 0",

@@ -181,7 +181,7 @@ def train_phase(folder, o, micro_batch, changes, teacher, model, average, found)
             for start in range(0, batch, micro_batch):
                 place, part = (o.seed, epoch, step * batch + start), chosen[start : start + micro_batch]
                 x, y = mixed(images[part], targets[part], classes, place, o)
-                torch.manual_seed(seed_of(*place, 2))  # seeds stochastic depth
+                torch.manual_seed(seed_of(*place, 2))  # this seed determines stochastic depth
                 logits = model.train()(x)
                 losses.append(loss_of_labels(logits, y, o))
                 if teacher:

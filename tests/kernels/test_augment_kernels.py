@@ -71,7 +71,7 @@ def assert_levels(images, expected, most, share):
         assert (levels > 0).float().mean() <= share, i
 
 
-# Crops
+# Tests of crops
 
 
 @pytest.mark.parametrize("interpolation", METHODS)
@@ -146,7 +146,7 @@ def test_a_crop_outside_its_image_is_rejected(where):
             crop_resize_flip(images, np.array([(0, 0, 8, 9), box]), flips, (4, 4), "bicubic")
 
 
-# Augmentation operations
+# Tests of augmentation operations
 
 
 def random_operation(numbers, name=None):
@@ -262,7 +262,7 @@ def test_a_blur_of_any_radius_equals_pils(where):
             assert torch.equal(blurred[0].cpu(), tensor(by_timm(image, "GaussianBlur", radius))), radius
 
 
-# Normalization, erasing and mixing
+# Tests of normalization, erasing and mixing
 
 
 def normalised(images):
@@ -375,7 +375,7 @@ def test_the_kernels_noise_is_philox_and_box_mullers(where):
         torch.testing.assert_close(result.double().flatten(), expected, rtol=1e-5, atol=1e-5)
 
 
-# Batches of images
+# Tests of batches of images
 
 
 @NVRTC

@@ -110,7 +110,7 @@ def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dt
         close(du, expected, dtype, "du")
 
 
-# Kernel selection on a simulated GPU, Hopper or older
+# Tests of kernel selection on a simulated GPU, Hopper or older
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_processes_that_start_at_once_on_a_cold_cache_all_get_the_kernel(tiny, t
     assert cubins == cubins[:2] * 4
 
 
-# Kernel launches, recorded by stubs of cuda.core
+# Tests of kernel launches, which stubs of cuda.core record
 
 
 @pytest.fixture
@@ -318,7 +318,7 @@ def test_tensors_of_a_launch_must_be_on_one_gpu(other, first):
         launches.launch(gate.SOURCE, "gate_backward", dict(POOLED=0, INPUT="float"), 1, 32, arguments)
 
 
-# Missing packages and missing GPUs
+# Tests of missing packages and missing GPUs
 
 
 @NVRTC

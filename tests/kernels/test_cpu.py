@@ -1,4 +1,4 @@
-"""Tests of the cpu backend's precision, threads, cache and fallback. test_operators.py tests results of all backends."""
+"""Tests of precision, threads, cache and fallback of the cpu backend. test_operators.py tests all backends' results."""
 
 import functools
 import importlib.metadata
@@ -92,7 +92,7 @@ def test_strided_rows_are_read_without_a_copy():
     assert cpu_scan._readable(channels_apart).is_contiguous()
 
 
-# threads
+# Tests of threads
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_forked_worker_scans(threads):
     worker.join()
 
 
-# Compilation, the cache, and machines without Numba
+# Tests of compilation, of the cache, and of machines without Numba
 
 
 SCRIPT = """

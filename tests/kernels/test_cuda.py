@@ -21,7 +21,7 @@ RECURRENCES = pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 # maximum shared memory of a CTA in bytes by architecture; sm_120 has 99 KiB
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
-H200 = 132  # number of multiprocessors
+H200 = 132  # number of multiprocessors of an H200
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 # maximum relative errors of the emulated kernels before the results are rounded
 OWN = {torch.float32: 1e-6, torch.bfloat16: 4e-4, torch.float16: 8e-5}
@@ -412,7 +412,7 @@ def test_gradients_between_segments_equal_those_without_tensor_cores(
     assert relative_error(found[0], found[1].double()) < tolerance
 
 
-# Public functions on a GPU
+# Tests of public functions on a GPU
 
 
 def with_gradients(inputs):

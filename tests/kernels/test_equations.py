@@ -124,7 +124,7 @@ def test_two_tokens_are_products_of_channels_and_states():
     first = S + e[0][:, None] * k[0] * (x[0][:, None] - k[0] * S)
     second = first + e[1][:, None] * k[1] * (x[1][:, None] - k[1] * first)
 
-    scale = 2.0 ** -torch.floor(torch.log2(1 + a.sum(-1, keepdim=True)))  # so that 1 <= scale * (1 + sum(a)) < 2
+    scale = 2.0 ** -torch.floor(torch.log2(1 + a.sum(-1, keepdim=True)))  # 1 <= scale * (1 + sum(a)) < 2
     e, a, scaled_k = e / scale, a * scale, k * scale
     v = e * x
     assert ((scale * (1 + k.square().sum(-1, keepdim=True)) >= 1) & (e <= 1) & (a.amax(-1, keepdim=True) < 2)).all()
@@ -202,17 +202,17 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
     scanned = [t.detach().requires_grad_() for t in (v, logits, k, q, skip, bias)]
     with torch.no_grad():
         do = through_norm(dx_next, dxhat_next, xhat_next, rho_next)  # equation (a) of block.md
-        dgated, sigma = do @ W_out, torch.sigmoid(z)  # (b)
+        dgated, sigma = do @ W_out, torch.sigmoid(z)  # equation (b)
         dy = (delta * dgated * z * sigma / 2).view(B, L, D)
         dz = delta * dgated * m * sigma * (1 + z * (1 - sigma))
     y = both_scans(*scanned)
-    dv, dlogits, dk, dq, dskip, dbias = torch.autograd.grad(y, scanned, torch.stack([dy, dy]))  # (c)
+    dv, dlogits, dk, dq, dskip, dbias = torch.autograd.grad(y, scanned, torch.stack([dy, dy]))  # equation (c)
     with torch.no_grad():
-        dp = torch.cat([torch.einsum("gbld,gdr->gblr", dlogits, Ws), dk, dq], -1)  # (d)
+        dp = torch.cat([torch.einsum("gbld,gdr->gblr", dlogits, Ws), dk, dq], -1)  # equation (d)
         dWs = torch.einsum("gbld,gblr->gdr", dlogits, step)
         dWx = torch.einsum("gblp,gbld->gpd", dp, v)
         dv = dv + torch.einsum("gblp,gpd->gbld", dp, Wx)
-        sigma, log2e = torch.sigmoid(sums), 1 / math.log(2)  # (e)
+        sigma, log2e = torch.sigmoid(sums), 1 / math.log(2)  # equation (e)
         s = dv * sigma * (1 + sums * (1 - sigma))
         scaled, ln2 = -log2e * sums, math.log(2)
         same(dv * sigma * (scaled * ln2**2 * (1 - sigma) - ln2) * -log2e, s)  # conv_backward computes s by this formula
@@ -221,10 +221,10 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
             torch.stack([(s[0] * shifted(u_BLD, i - 3)).sum((0, 1)) for i in range(K)], -1),
             torch.stack([(s[1] * shifted(u_BLD, 3 - i)).sum((0, 1)) for i in range(K)], -1),
         ])  # fmt: skip
-        duz = torch.cat([du.view(T, D), dz], -1)  # (f)
+        duz = torch.cat([du.view(T, D), dz], -1)  # equation (f)
         folded = duz.T @ xhat
         dxhat = duz @ (W_in * gamma)
-        dx = through_norm(do, dxhat, xhat, rho)  # (g), gradient of the block's input
+        dx = through_norm(do, dxhat, xhat, rho)  # equation (g), the gradient of the block's input
         found = (
             dx, (folded * W_in).sum(0), folded * gamma, do.T @ gated, dw, s.sum((1, 2)), dWx, dWs, dbias, dskip,
         )  # fmt: skip

@@ -343,7 +343,7 @@ def test_tensors_that_are_not_16_byte_aligned_are_copied(elements):
     assert (found is t) == (elements == 4)
 
 
-# Fake results for torch.compile
+# Tests of fake results for torch.compile
 
 
 OPTIONS = [

@@ -34,7 +34,7 @@ TRITON = Backend("triton", torch.float32, 1e-5, "cuda" if torch.cuda.is_availabl
 CUDA = pytest.param(Backend("cuda", torch.float32, 1e-5, "cuda"), marks=pytest.mark.gpu, id="cuda")
 # Sequences have one or more chunks of tokens: of 16 in the reference backend, 64 in the cpu backend, and 4 in Triton.
 # Some widths D exceed a block of channels. State sizes N are few, because the cpu backend compiles kernels for each.
-SHAPES = {  # (B, L, D, N)
+SHAPES = {  # shapes (B, L, D, N)
     REFERENCE: [(1, 1, 1, 1), (2, 5, 3, 4), (1, 17, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)],
     CPU: [(1, 1, 1, 1), (3, 64, 5, 4), (2, 101, 19, 3), (1, 64, 64, 16), (2, 65, 65, 16), (1, 129, 128, 3)],
     TRITON: [(2, 3, 35, 3), (1, 1, 1, 16), (1, 4, 5, 33)]
@@ -283,7 +283,7 @@ def test_a_second_derivative_is_refused(scan, reference_scan, make_inputs, backe
         torch.autograd.grad(dx.sum(), inputs[:1])
 
 
-# Rejected inputs
+# Tests of rejected inputs
 
 
 def test_inputs_with_inconsistent_shapes_are_rejected():

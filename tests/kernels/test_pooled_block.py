@@ -197,7 +197,7 @@ def test_few_images_with_many_channels_do_not_use_scan_lines_backward(B, D, expe
 def test_scan_lines_backward_equals_its_definition(B, S, D, R, dtype, device, monkeypatch, poison):
     if device == "cpu":
         on_an_emulated_gpu(monkeypatch)
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 4)  # so each direction has two CTAs
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 4)  # each direction has two CTAs
     g = torch.Generator().manual_seed(0)
 
     def random(*size, dtype=dtype):

@@ -159,7 +159,7 @@ def test_an_exported_file_computes_the_models_outputs_without_this_package(name,
         assert list(found) == ["logits", "features_0", "features_2"]  # feature maps in the order of the blocks
         metadata = variables_of(metadata)
         assert_standard(path)
-    traces = (str(ROOT), torch.__path__[0], str(tmp_path), "File ", "traced.py")  # no local paths or stack traces
+    traces = (str(ROOT), torch.__path__[0], str(tmp_path), "File ", "traced.py")  # parts of local paths or stack traces
     assert not any(word.encode() in path.read_bytes() for word in traces)
     for value, truth in zip(found.values(), [logits, *(maps[block] for block in sorted(features))], strict=True):
         assert relative(value, truth) < 1e-5
@@ -176,8 +176,8 @@ def assert_standard(path):
     onnx.checker.check_model(proto, full_check=True)
     assert [(entry.domain, entry.version) for entry in proto.opset_import] == [("", 18)]
     assert not proto.functions
-    assert b"pkg.torch" not in path.read_bytes()  # no exporter metadata about Python code
-    assert sum(node.op_type == "Scan" for node in proto.graph.node) == 3  # one Scan operator per block
+    assert b"pkg.torch" not in path.read_bytes()  # the file has no exporter metadata about Python code
+    assert sum(node.op_type == "Scan" for node in proto.graph.node) == 3  # the file has one Scan operator per block
     values = {value.name: value.type.tensor_type.shape.dim for value in (*proto.graph.input, *proto.graph.output)}
     shapes = {name: [dim.dim_param or dim.dim_value for dim in dims] for name, dims in values.items()}
     maps = {f"features_{block}": ["batch", 32, 2, 3] for block in (0, 2)}

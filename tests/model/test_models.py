@@ -479,7 +479,7 @@ def assert_initialised(model, name):
     assert (model.norm.weight == 1).all()
     for block in model.blocks:
         assert (block.norm.weight == 1).all()
-        uniform(block.mixer.in_proj.weight, width**-0.5)  # PyTorch's default initialization
+        uniform(block.mixer.in_proj.weight, width**-0.5)  # in_proj has PyTorch's default initialization
         uniform(block.mixer.out_proj.weight, (2 * width) ** -0.5 / depth**0.5)
         for direction in block.mixer.directions:
             uniform(direction.x_proj.weight, (2 * width) ** -0.5)
@@ -534,7 +534,7 @@ def test_compiles_for_a_second_image_size():
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for height in (48, 80):
         x = random_images(2, 3, height, 48)
-        torch._dynamo.mark_dynamic(x, 2)  # makes the image height symbolic
+        torch._dynamo.mark_dynamic(x, 2)  # dimension 2, the image height, becomes symbolic
         actual, expected = compiled(x), model(x)
         torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(gradients(actual, model), gradients(expected, model))

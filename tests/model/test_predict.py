@@ -290,7 +290,7 @@ def test_file_names_cannot_send_control_characters_to_the_terminal(checkpoint, p
     (tmp_path / "out").symlink_to(photos)
     (tmp_path / "\x1b[2J\nerror: all is well.png").write_bytes((photos / "a.png").read_bytes())
     words = ["-m", "vil", "predict", "--checkpoint", str(checkpoint), str(tmp_path), str(photos / "a.png")]
-    words += ["--topk", "1", "--batch-size", "1"]  # smallest valid --topk and --batch-size
+    words += ["--topk", "1", "--batch-size", "1"]  # 1 is the smallest valid --topk and --batch-size
     ended = run([sys.executable, *words])
     assert ended.stderr.startswith("1 links in ")  # log messages are printed without a prefix
     first, second = ended.stdout.splitlines()

@@ -391,8 +391,8 @@ def test_the_command_plots_a_checkpoint_on_image_folders(words, options, files, 
     ("classes", "file", "expected"),
     [
         (["cat", "dog"], "val/dog/1.png", "dog"),
-        (["a/cat", "b/cat", "dog"], "val/b/cat/1.png", "b/cat"),  # classes with equal folder names
-        (["cafe\u0301", "n01440764"], "caf\u00e9/1.png", "cafe\u0301"),  # NFD and NFC of one name
+        (["a/cat", "b/cat", "dog"], "val/b/cat/1.png", "b/cat"),  # two class folders are named "cat"
+        (["cafe\u0301", "n01440764"], "caf\u00e9/1.png", "cafe\u0301"),  # the class name is in NFD, the path in NFC
         (["cafe\u0301", "n01440764"], "n01440764/1.png", "tench"),
         (["cat", "dog"], "cat.png", None),
         ([], "dog/1.png", None),

@@ -222,7 +222,7 @@ def test_rectangular_image_sizes_are_kept_and_other_sizes_resample_positions(bes
         assert timm.create_model(f"local-dir:{folder}", pretrained=True).patch_embed.img_size == size
         card = (folder / "README.md").read_text()
         assert f"images of {folder.name} pixels\n" in card
-        assert "; preprocessing is in config.json\n" in card  # no class names follow
+        assert "; preprocessing is in config.json\n" in card  # the line ends, because the model has no class names
         export_model(wide, file := tmp_path / f"{size}.safetensors")
         again = vil.from_checkpoint(file)
         assert resolve_model_data_config(again)["input_size"] == (3, *size)

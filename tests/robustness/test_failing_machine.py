@@ -152,7 +152,7 @@ def read_without(rank, path, what):
         path.parent.chmod(0o755)
         path.chmod(0)
         if os.geteuid() == 0:
-            os.seteuid(65534)  # root could read the file without permission
+            os.seteuid(65534)  # drop root's rights, because root could read the file without permission
     else:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
@@ -355,7 +355,7 @@ def open_without_permission(rank, folder):
     os.chdir(folder)
     retry_briefly()
     if os.geteuid() == 0:
-        os.seteuid(65534)  # root could list the folder without permission
+        os.seteuid(65534)  # drop root's rights, because root could list the folder without permission
     try:
         open_split(".", "", "train")
     except ConfigError as error:

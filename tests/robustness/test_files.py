@@ -111,7 +111,7 @@ def test_a_folder_is_locked_by_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     with FolderLock(tmp_path / "run"):
         message = rf"run is in use: process {os.getpid()} on here has trained here since 20\d\d-.*--experiment NAME"
-        monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")  # host of the second run
+        monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")  # the second run is on another host
         half = tmp_path / "run" / ".last.pt.0123456789abcdef.vil.tmp"
         half.write_text("half of a checkpoint")
         with pytest.raises(FolderInUseError, match=message):

@@ -88,7 +88,7 @@ def error_of_validation():
     return failed
 
 
-# options in a checkpoint
+# Tests of options in a checkpoint
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_random_shard_splits_are_rejected_or_expand_to_files_in_the_folder():
     assert accepted > COUNT
 
 
-# weights
+# Tests of weights in a checkpoint
 
 
 def compressed():
@@ -664,7 +664,7 @@ def test_a_cached_tar_index_runs_no_code_and_may_be_damaged(image_folder, tmp_pa
     assert len(caplog.messages) == 1  # val.tar has no index file, so the only message is about the index of train.tar
 
 
-# configs
+# Tests of configs
 
 
 @pytest.mark.parametrize(

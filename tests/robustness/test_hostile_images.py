@@ -294,7 +294,7 @@ METADATA = {
 @pytest.mark.parametrize("name", METADATA)
 def test_metadata_changes_no_pixel_and_is_removed_before_decoding(name, monkeypatch):
     """Metadata of any name is removed before Pillow decodes the file, because pixels do not depend on metadata."""
-    monkeypatch.setattr(images, "decode_in_sandbox", None)  # the file is decoded in this process
+    monkeypatch.setattr(images, "decode_in_sandbox", None)  # fail if the sandbox decodes the file
     content = METADATA[name]
     plain = RGB if content.startswith(b"\x89PNG") else np.asarray(Image.open(io.BytesIO(SMALL_JPEG)))
     np.testing.assert_array_equal(np.asarray(images.read_image(io.BytesIO(content))), plain)
@@ -657,7 +657,7 @@ def test_control_characters_in_file_names_are_escaped_in_logs(tmp_path, caplog):
     assert caplog.messages[0].isprintable()
 
 
-# formats
+# Tests of image formats
 
 
 def test_other_packages_in_a_worker_cannot_open_further_image_formats(tmp_path, ghostscript):
@@ -693,7 +693,7 @@ def test_image_formats_are_detected_by_content_and_not_by_file_name(kind):
             assert difference.mean() < {"GIF": 12, "JPEG": 3, "MPO": 3, "WEBP": 4, "AVIF": 3}.get(kind, 1e-9)
 
 
-# colours
+# Tests of image modes and colours
 
 
 def shown(content):
@@ -784,7 +784,7 @@ def test_panoramas_are_accepted_up_to_the_limits_on_pixels_and_aspect_ratio(monk
     assert image_decoding.open_image(io.BytesIO(tiff(BOMB, halves))).size == (4096, 4096)
 
 
-# shards
+# Tests of shards
 
 
 def shard(path, samples):
@@ -988,7 +988,7 @@ def test_large_and_broken_samples_are_counted_and_logged(tmp_path, caplog, monke
         folder = tarfile.TarInfo("folder.jpg")
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
-        tar.addfile(tarfile.TarInfo("whole.cls"))  # a duplicate key in the sample
+        tar.addfile(tarfile.TarInfo("whole.cls"))  # the sample has this key twice
     info = json.loads((tmp_path / "_info.json").read_text())
     for kind in (notes := (b"x", b"g", b"X", b"L", b"K")):  # member types that tarfile reads into memory as a whole
         shard(file := tmp_path / f"{kind.decode()}.tar", {})
@@ -1127,7 +1127,7 @@ def test_folders_next_to_a_dataset_of_another_package_are_not_classes(root, tmp_
     assert open_splits(Config(data_dir=root, dataset="hfds/x"))[2] == 2
 
 
-# classes
+# Tests of class names
 
 
 def test_missing_validation_classes_are_logged_with_escaped_names(tmp_path, caplog):
@@ -1157,7 +1157,7 @@ def test_missing_validation_classes_are_logged_with_escaped_names(tmp_path, capl
         open_splits(config)
 
 
-# the device's decoder
+# Tests of the device's decoder
 
 
 def batches_on_device(root):
@@ -1214,7 +1214,7 @@ def test_a_batch_is_decoded_in_parts_within_a_pixel_limit(tmp_path, monkeypatch)
     assert (parts - whole).abs().mean() < 0.1  # batches of other sizes sum in another order
 
 
-# fuzzing
+# Tests of randomly damaged files
 
 
 @pytest.fixture(scope="module")

@@ -236,7 +236,7 @@ def test_ctrl_c_in_torchruns_terminal_saves_and_stops_all_ranks(image_folder, tm
     torchrun = Torchrun(tmp_path, ["--standalone", "--nproc-per-node=2"], data_dir=str(image_folder), epochs=1000)
     torchrun.wait_until((last := tmp_path / "run" / "last.pt").exists)
     os.kill(torchrun.launcher.pid, signal.SIGINT)  # torchrun signals the ranks
-    assert torchrun.wait(60) == 1  # exit status of torchrun
+    assert torchrun.wait(60) == 1  # torchrun exits with status 1
     assert_stopped(torchrun.said(), last)
 
 

@@ -54,7 +54,7 @@ def test_peak_memory_is_in_bytes_on_a_mac_and_unknown_on_windows(monkeypatch):
     assert meter.peak_memory() == 0
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
-    assert meter.peak_memory() == 7  # peak memory of a GPU
+    assert meter.peak_memory() == 7  # with CUDA, the peak memory of the GPU
 
 
 def test_losses_are_summed_on_the_cpu_when_the_device_does_not_support_fp64(monkeypatch):

@@ -102,7 +102,7 @@ def test_synthetic_has_imagenets_number_of_images_by_default(words, images):
 @pytest.mark.parametrize(
     ("option", "text", "value"),
     [
-        # PyYAML reads 1e-3 as a string
+        # 1e-3 becomes a number, although PyYAML reads 1e-3 as a string
         ("lr", "1e-3", 0.001), ("lr", "1", 1.0), ("clip_grad", "5", 5.0), ("clip_grad", "null", None),
         ("phases", "[{lr: 1e-3}]", [dict(lr=0.001)]),
         ("clip_grad", "none", None), ("epochs", "7.0", 7), ("img_size", "'null'", None), ("batch_size", "32", 32),

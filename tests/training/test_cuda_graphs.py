@@ -150,7 +150,7 @@ def batches(sizes=(8, 8, 8)):
 def outcome(step, function, sizes=(8, 8, 8)):
     losses = []
     for i, batch in enumerate(batches(sizes)):
-        torch.manual_seed(i)  # seeds dropout
+        torch.manual_seed(i)  # this seed determines the dropout masks
         losses.append(function(*batch).item())
     return losses, [t.clone() for t in step.changed]
 
@@ -289,7 +289,7 @@ def test_a_run_uses_the_largest_micro_batch_that_fits(tmp_path, monkeypatch, cud
     assert "micro-batches of 8 images, global batch size 32" in parts.setup
     assert len(parts.state.meter.losses) == 2
     assert parts.state.meter.losses == pytest.approx(whole.state.meter.losses, rel=1e-3)
-    assert parts.state.meter.norms == pytest.approx(whole.state.meter.norms, rel=1e-2)  # TF32 convolutions differ
+    assert parts.state.meter.norms == pytest.approx(whole.state.meter.norms, rel=1e-2)  # convolutions compute in TF32
 
 
 @on_a_gpu

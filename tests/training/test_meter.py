@@ -17,7 +17,7 @@ from vil.training import meter as measuring
 from vil.training.bottleneck import Bottleneck
 from vil.training.meter import EpochMeter
 
-LOSSES = torch.tensor([2.5, 0.1, 0.7]).tolist()  # values rounded to fp32
+LOSSES = torch.tensor([2.5, 0.1, 0.7]).tolist()  # losses rounded to fp32
 NORMS = 1.0, float("inf"), 4.0
 
 
@@ -133,7 +133,7 @@ def test_means_are_computed_over_all_ranks():
     for row in rows:
         assert row["train_loss"] == statistics.fmean(torch.tensor([0.1, 0.2]).tolist())
         assert row["grad_norm"] == 2.5
-        assert row["images_per_second"] == 4.0  # images of both ranks
+        assert row["images_per_second"] == 4.0  # counts the images of both ranks
         assert row["data_wait_percent"] == 50.0  # 4 of 8 seconds are spent waiting for data
         assert row["looked"] == (8.0, 4.0, 0.0, 0.0, 1.0, 0.0)
 

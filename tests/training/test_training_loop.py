@@ -182,7 +182,7 @@ def test_two_ranks_with_accumulation_and_distillation_equal_the_naive_implementa
     assert re.search("^train: ", said, re.M)  # messages have no logging prefix
     setup = "2 x cpu: micro-batches of 4 images, global batch size 16"
     for line in ("an epoch has ", "train: 56 images of", "validation: 42 images of", setup, "best: top-1 "):
-        assert said.count(line) == 1, said  # logged by rank 0 only
+        assert said.count(line) == 1, said  # only rank 0 logs the line
     assert_same_run(tmp_path, truth)
     again = _awkward(folder, tmp_path)
     assert Run(tmp_path, 2, **_plain(options | again)).wait() == [0, 0]

@@ -120,4 +120,4 @@ def pytest_configure(config):
         config.pluginmanager.register(Noticed(mutant))
         config.option.basetemp = os.path.abspath(f"../temporary/{mutant}")
         os.setpgrp()
-        signal.signal(signal.SIGXCPU, lambda *_: os.killpg(0, signal.SIGKILL))  # the time limit is exceeded
+        signal.signal(signal.SIGXCPU, lambda *_: os.killpg(0, signal.SIGKILL))  # kill all processes at the time limit

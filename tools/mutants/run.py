@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / ".mutants"
-COPY = WORK / "mutants"  # mutmut requires the name "mutants"
+COPY = WORK / "mutants"  # mutmut requires a folder named "mutants"
 NOT_NOTICED = (None, 0, 5, 33)  # exit codes of undetected mutants: not run, tests passed, no tests
 NOTHING = "nothing.x_nothing__mutmut_"
 BUDGET = 60  # seconds; maximum total duration of the tests chosen per mutant, unless one test takes longer
@@ -208,7 +208,7 @@ def report(mutants) -> None:
     for path, row in rows.items():
         counts = "".join(f"{row[name]:8}" for name in ("mutants", "noticed", "listed", "left", "untested"))
         print(f"{path:36}{counts}{row['noticed'] / max(1, row['mutants'] - row['listed']):8.1%}")
-    if n := rows["all"]["mutants"] - rows["all"]["listed"]:  # Wilson's score interval
+    if n := rows["all"]["mutants"] - rows["all"]["listed"]:  # the interval is Wilson's score interval
         share = rows["all"]["noticed"] / n
         middle = (share + 1.92 / n) / (1 + 3.84 / n)
         half = 1.96 / (1 + 3.84 / n) * math.sqrt(share * (1 - share) / n + 0.96 / n**2)

@@ -116,7 +116,7 @@ def test_a_time_limit_makes_it_save_and_queue_again_before(training, undisturbed
 def test_a_job_of_a_higher_priority_takes_its_nodes_and_gives_them_back(training, undisturbed, tmp_path, partition):
     """A run whose nodes are taken by a job of higher priority is requeued and resumes.
 
-    Slurm takes the nodes at once, or after a grace period of a minute in which the step but not the script is signalled.
+    Slurm takes the nodes at once, or after a minute of grace in which Slurm signals the step but not the script.
     """
     job = training(f"--partition={partition}")
     job.wait_until_it_trains()

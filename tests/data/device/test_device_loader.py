@@ -156,7 +156,7 @@ def test_evaluation_images_equal_timms_transform_of_each_image(photo_folder, dev
     assert max(levels.max() for levels in differences) <= largest
 
 
-# cache of decoded images
+# Tests of the cache of decoded images
 
 
 def epochs(folder, device, count=3, first=0, first_step=0, **options):
@@ -219,7 +219,7 @@ def test_repeated_augmentation_fills_the_cache_before_the_first_batch(
     loader, _ = on_device(files, device, aug_repeats=2)
     monkeypatch.setattr(loader, "gathered", lambda: iter(()))
     assert list(loader) == []
-    assert caplog.messages[0].endswith("read: some 0.0027 GiB")  # 3 bytes per pixel
+    assert caplog.messages[0].endswith("read: some 0.0027 GiB")  # decoded images take 3 bytes per pixel
     monkeypatch.setattr(loader, "_loaded", None)
     assert list(loader) == []  # the cache is filled only once
     assert loader.cache.images.are_present.sum() in read
@@ -287,7 +287,7 @@ def test_repeated_evaluations_read_files_once(files, device):
     assert once.images.cache.room == 0
 
 
-# thread of the device loader
+# Tests of the device loader's thread
 
 
 def test_repeated_copies_of_a_file_are_decoded_once(photo_folder, device, monkeypatch):

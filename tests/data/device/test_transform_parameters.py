@@ -91,5 +91,5 @@ def test_evaluation_crops_equal_timms(options, crop_pct):
 def test_an_unsupported_transform_is_rejected(options, message):
     with pytest.raises(ConfigError, match=message):
         TransformSampler(timm_transform(**options))
-    with pytest.raises(ConfigError, match="got 'CenterCropOrPad'"):  # timm's crop for "border"
+    with pytest.raises(ConfigError, match="got 'CenterCropOrPad'"):  # timm's transform for crop_mode="border"
         TransformSampler(create_transform(32, use_prefetcher=True, crop_mode="border"))

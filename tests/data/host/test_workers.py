@@ -112,14 +112,14 @@ def test_workers_and_training_use_separate_cores(machine, monkeypatch, wanted, t
         workers.share_cores(CPU, wanted)
         monkeypatch.delenv("OMP_NUM_THREADS")
         workers.share_cores(CUDA, wanted)
-        assert torch.get_num_threads() == 3  # unchanged with OMP_NUM_THREADS or on a GPU
+        assert torch.get_num_threads() == 3  # with OMP_NUM_THREADS or a GPU, the number of threads is kept
         workers.share_cores(CPU, wanted)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
 
 
-# shared memory
+# Tests of shared memory
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_shared_memory_is_unlimited_without_a_shared_memory_folder(machine, monk
     assert image.is_shared()
 
 
-# processes
+# Tests of worker processes
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ def test_hidden_files_belong_to_no_class(tmp_path, packed):
 def test_an_empty_class_folder_is_rejected(tmp_path, packed, empty):
     write(tmp_path, *(f"{split}/{name}/0.png" for split in ("train", "val") for name in ("ant", "church/outdoor")))
     (tmp_path / "train" / empty).mkdir(parents=True)
-    (tmp_path / "train" / "ant" / "notes").mkdir()  # an empty folder inside a class folder
+    (tmp_path / "train" / "ant" / "notes").mkdir()  # an empty folder inside a class folder is accepted
     (tmp_path / "train" / ".cache").mkdir()
     with pytest.raises(ConfigError, match=f"have no images: '(train/)?{empty}'\\. Copy"):
         open_splits(small_config(packed(tmp_path)))

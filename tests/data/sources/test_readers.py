@@ -50,7 +50,7 @@ def test_jpegs_with_quarter_size_chroma_are_not_decoded_in_hardware(sampling):
     assert header.layer[0][1:3] == (sampling >> 4, sampling & 15)
     assert is_plain_jpeg(bytes(jpeg), header) == (sampling not in (0x41, 0x14))
     for thumbnail in (b"", b"\xff\xd9"):
-        assert not is_plain_jpeg(bytes(jpeg[:2]) + thumbnail + bytes(jpeg[2:-1]), header)  # truncated
+        assert not is_plain_jpeg(bytes(jpeg[:2]) + thumbnail + bytes(jpeg[2:-1]), header)  # the end is missing
     header.layers = 6  # simulates a file with two frames
     assert not is_plain_jpeg(bytes(jpeg), header)
 
@@ -68,4 +68,4 @@ def test_a_split_is_judged_by_files_sampled_from_the_whole_split(photo_folder, t
     os.mkfifo(folder / "pipe.jpg")
     images = open_split(str(tmp_path), "", "odd")
     assert readers.has_jpegs(images)  # most of the images are JPEGs
-    assert readers.typical_pixels(images) == math.prod(PHOTO.size)  # not from files that need a sandbox
+    assert readers.typical_pixels(images) == math.prod(PHOTO.size)  # files that need a sandbox do not count
