@@ -149,7 +149,7 @@ def loader_for_evaluation(folder, device, **options):
 def test_jpegs_are_augmented_on_a_gpu_by_default_and_on_a_cpu_on_request(
     photo_folder, said, device, wanted, kind, monkeypatch
 ):
-    """Check JPEG files on a GPU that can decode, and on a CPU.
+    """Check where JPEG files are augmented, with a GPU that can decode JPEGs and with a CPU.
 
     Small images are decoded by workers and need no preparation thread.
     """

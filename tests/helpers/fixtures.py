@@ -22,7 +22,7 @@ if not has_gpu:
 from processes import run, train_command
 from timm.data import get_img_extensions, set_img_extensions
 
-# Stop ignoring SIGINT, because background jobs of shell scripts ignore SIGINT and child processes inherit that.
+# Stop ignoring SIGINT, because background jobs of shell scripts ignore SIGINT, as do their child processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 

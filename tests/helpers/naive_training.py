@@ -84,7 +84,7 @@ def distilled(logits, taught, o):
 
 
 def answers(teacher, images):
-    """Return a teacher's logits for the student's images, which are renormalized, and resized for a fixed size."""
+    """Return a teacher's logits for the student's images, renormalized, and resized if the teacher's size is fixed."""
     cfg = teacher.pretrained_cfg
     pixels = images * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
     if cfg["fixed_input_size"]:

@@ -20,7 +20,7 @@ from unittest import mock
 
 import yaml
 
-# In mutation testing, the fork server is not used: test processes must be forked from mutmut's process of a mutant.
+# In mutation testing, tests fork processes from mutmut's process of a mutant instead of from the fork server.
 UNDER_TEST = os.environ.get("MUTANT_UNDER_TEST", "stats") != "stats"
 CONTEXT = multiprocessing.get_context("fork" if UNDER_TEST else "forkserver")
 PRELOADED = ("vil.cli.train", "vil.cli.validate", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin")

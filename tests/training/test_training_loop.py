@@ -251,7 +251,7 @@ def test_a_terminal_shows_one_progress_bar(folder, tmp_path, monkeypatch, rank, 
 
 
 def means_after(rank, folder, output, method):
-    """Fill BatchNorm's running means with the rank, call a method, and return the means and unreadable images."""
+    """Set BatchNorm's running means to the rank, call a method, and return the means and the unreadable count."""
     options = dict(model="test_byobnet", model_kwargs={}, img_size=None, workers=0, epochs=1, warmup_epochs=0)
     options |= dict(data_dir=str(folder), output=str(output), experiment="run", checkpoint_interval="1")
     run = Trainer(Config(**OPTIONS | options), *distributed.init_process_group("cpu"))

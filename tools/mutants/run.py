@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / ".mutants"
 COPY = WORK / "mutants"  # mutmut requires a folder named "mutants"
-NOT_NOTICED = (None, 0, 5, 33)  # exit codes of undetected mutants: not run, tests passed, no tests
+NOT_NOTICED = (None, 0, 5, 33)  # exit codes of undetected mutants: not run, passed, no tests (5, 33)
 NOTHING = "nothing.x_nothing__mutmut_"
 BUDGET = 60  # seconds; maximum total duration of the tests chosen per mutant, unless one test takes longer
 LISTED = Path(__file__).with_name("listed.txt")

@@ -179,7 +179,7 @@ def test_too_little_shared_memory_for_one_worker_is_rejected_with_the_remedy(mac
         ConfigError, match="29 MiB free, and loading .* least 30 MiB: .*--shm-size=8g, or .*--workers 0"
     ):
         chosen()
-    assert chosen(piece_bytes=None) == (14, 2)  # without pieces, workers do not use shared memory
+    assert chosen(piece_bytes=None) == (14, 2)  # the pieces do not use shared memory
     machine(16, processes=8)
     with pytest.raises(ConfigError, match="at least 240 MiB:"):  # 8 ranks need 30 MiB each
         chosen()
