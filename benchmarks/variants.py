@@ -48,7 +48,7 @@ from vil.kernels.cuda import launches
 from vil.kernels.scan import cuda_scan, heuristics, scan_op
 from vil.models.dispatch import set_fused
 
-ROUNDS, LEAST = 3, 0.06  # timed rounds per CUDA graph, and approximate seconds per round
+ROUNDS, LEAST = 3, 0.06  # number of timed rounds per CUDA graph, and approximate seconds per round
 TRAIN, BATCH, SINGLE = "train,224,128", "infer,224,256", "infer,224,1"
 MIDDLE_TRAIN, SMALL_TRAIN = "train,224,64", "train,224,8"
 LARGE_TRAIN, LARGE = "train,1248,4", "infer,1248,8"

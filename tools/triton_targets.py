@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from vil.kernels.scan import triton_scan
 
-# These pointer arguments are bf16, and all other pointer arguments are fp32.
+# The pointer arguments in POINTERS are bf16, and all other pointer arguments are fp32.
 POINTERS = {"x", "step_logits", "k", "q", "dy", "values", "y", "dx", "dstep_logits"}
 CONSTANTS = dict(N=16, BLOCK_D=32, H=4, CHUNK=64, KEEP=True, SKIP=True, STEP_BIAS=True, SEGMENTED=True, GRADIENTS=True)
 CONSTANTS |= dict(BLOCK=128)
