@@ -196,7 +196,7 @@ def free_port() -> int:
 
 
 # The fork server starts at the end of this module, because its child processes need the module's functions.
-# Outside of pytest, multiprocessing starts its own server. Since Python 3.14, a fork server needs a key.
+# Outside of pytest, multiprocessing starts its own server. Since Python 3.14, a server needs an authentication key.
 if "pytest" in sys.modules and sys.version_info < (3, 14) and not UNDER_TEST:
     fork_server()
 else:
