@@ -1,20 +1,21 @@
 # make demo    set up .venv, train a small ViL on handwritten digits and validate it
-# make test [PATHS=research/tests]    set up .venv and run the tests of the package, or of PATHS, in random order on all
-#              cores
+# make test [PATHS=research/tests]    set up .venv and run the tests of the package, or of PATHS, in parallel and in
+#              random order
 # make wheel-test    build the wheel, install it into a new environment and run the README's quick start
 # make lint    check style and types
 # make mutants [PATHS="vil/data vil/kernels"] [TESTS=tests/data] [SAMPLE=200] [JOBS=2]
-#              mutation tests: print the changes of the code that no test notices
-# make cuda-mutants [WORDS="forward_mma Hopper"]    the same for bugs planted in the CUDA sources, which run emulated
+#              mutation tests: change the code and print the changes that no test notices
+# make cuda-mutants [WORDS="forward_mma Hopper"]    mutation tests of the CUDA sources, which run in an emulator
 # make timm-tests    run timm's model tests on this package's models
 # make slurm-test    run scripts/slurm.sh under a Slurm of two nodes; needs root and the packages slurm-wlm munge iproute2
 
 PYTHON ?= python3
 BIN := .venv/bin
-# one thread for each process, because the tensors of the demo and the tests are too small for two
+# Each process has one thread, because the tensors of the demo and the tests are too small for two threads.
 export OMP_NUM_THREADS := 1
 
-# one worker more than cores, because many tests wait for processes; each worker imports everything
+# There is one more worker than cores, because many tests wait for processes. At most 8 workers run, because each worker
+# imports all packages.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
