@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Longhorn", "VisionLonghorn", "from_checkpoint", "predict", "train"]
 
-# public name -> module, and the name in that module (None for the module itself)
+# public name of this package -> module, and name in the module (None if the public name is the module itself)
 SOURCES = {
     "Longhorn": ("vil.models.block", "Longhorn"),
     "VisionLonghorn": ("vil.models.vision_longhorn", "VisionLonghorn"),
@@ -48,7 +48,7 @@ def _runs_command() -> bool:
     return Path(program).stem == "vil"
 
 
-if not _runs_command():  # the command imports PyTorch after it has checked the names of its options
+if not _runs_command():  # the `vil` command checks the names of its options before importing PyTorch
     from .models import vision_longhorn as _registered  # noqa: F401
 
 try:

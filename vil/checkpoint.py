@@ -52,7 +52,7 @@ def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = N
     state = {"version": VERSION, **state}
     try:
         write_atomically(path, lambda file: torch.save(state, file), previous)
-    except (OSError, RuntimeError) as error:  # torch.save raises some OSErrors as a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch.save wraps some OSErrors in a RuntimeError
         cause = find_machine_error(error) or error
         kept = f". The last complete {path.name} is kept" if os.path.exists(path) else ""
         raise CheckpointError(
@@ -150,8 +150,8 @@ class Checkpoint:
     def preprocessing(self) -> dict[str, Any]:
         """Image preprocessing stored in a file written by `vil.export`, or in the config.json of a model folder.
 
-        The keys are mean, std and crop_mode of the weights file, and those of `PREPROCESSING` in config.json. mean and
-        std are lists of one number for all channels, or of one number per channel.
+        The weights file can store mean, std and crop_mode, and config.json can store all keys of `PREPROCESSING`. The
+        values of mean and std are lists of one number for all channels, or of one number per channel.
 
         Raises:
             CheckpointError: The values cannot be read or are invalid.
@@ -187,12 +187,12 @@ class Checkpoint:
 
     @property
     def ema_is_best(self) -> bool | None:
-        """Whether best.pt marks the EMA weights as better than the model's weights; None for other files."""
+        """Whether a best.pt marks the EMA weights as better than the raw weights; None for other files."""
         best = self.content.get("best") if self.is_ours else None
         return None if best is None else best == "state_dict_ema"
 
     def prefers_ema(self, use_ema: bool | None) -> bool:
-        """Return whether to use the EMA weights: `use_ema`, or if None, whether best.pt marks them as better."""
+        """Return whether to use the EMA weights: `use_ema`, or if None, whether best.pt marks EMA weights as better."""
         return bool(self.ema_is_best) if use_ema is None else use_ema
 
     def note_on_weights(self, use_ema: bool | None) -> str:
@@ -209,8 +209,8 @@ class Checkpoint:
                 other files the EMA weights if any.
 
         Raises:
-            CheckpointError: The file has no EMA weights although requested, has several different state dicts, or has
-                values that cannot be weights.
+            CheckpointError: EMA weights are requested but missing, the file has several different state dicts, or a
+                value cannot be a weight.
         """
         try:
             found = find_state_dict(self.content, use_ema, self.ema_is_best)
@@ -235,7 +235,7 @@ class Checkpoint:
             ConfigError: As for `options`.
         """
         self._check_resumable()
-        content = {"num_images": 0, **self.content}  # early files of version 3 do not store num_images
+        content = {"num_images": 0, **self.content}  # early checkpoints of version 3 do not store num_images
         for name, kind in TRAINING_STATE.items():
             part = content.get(name)
             if not isinstance(part, kind):
@@ -268,5 +268,5 @@ class Checkpoint:
 
 
 def labels_of(numbers: dict[str, int]) -> list[str]:
-    """Return printable class names sorted by class index, as stored in checkpoints."""
+    """Return printable class names sorted by class index. `numbers` maps each class name to the class index."""
     return [label_of(name) for name in sorted(numbers, key=lambda name: numbers[name])]

@@ -1,6 +1,7 @@
 """Comparison of class names between models, checkpoints and datasets, to match class indices.
 
-Names are normalized with `normal` before comparing, because file systems may store "é" as one character or as two.
+Names are normalized with `normal` before comparing, because file systems may store "é" as one character or as two
+characters.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .text import label_of
 
 
 def normal(name: str) -> str:
-    """Normalize a class name for comparison: convert to a printable label of limited length in Unicode form NFC."""
+    """Normalize a class name for comparison: return a printable label of limited length in Unicode form NFC."""
     return unicodedata.normalize("NFC", label_of(name))
 
 
@@ -76,7 +77,7 @@ def order_of(names: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
     """Return the index in `names` of each class in `wanted`, or None if the two sets of classes differ.
 
     Datasets such as ImageNet-V2 name the folders of ImageNet's 1000 classes by class index. Such numbers match the same
-    numbers and ImageNet's WordNet ids. Unless the lists are equal, duplicates in `names` also result in None.
+    numbers and ImageNet's WordNet ids. If `names` has duplicates, the result is None unless both lists are equal.
     """
     own = [*map(normal, names)]
     expected = [*map(normal, wanted)]

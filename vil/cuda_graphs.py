@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 
 
 class UncapturableError(RuntimeError):
-    """Raised if a CUDA graph could not reproduce the function, so the function must not be captured."""
+    """Raised if a function must not be captured, because a CUDA graph could not reproduce the function's results."""
 
 
 class Replayed:
@@ -33,9 +33,9 @@ class Replayed:
         function: Function of tensors on the current GPU that returns tensors or collections of tensors.
         inputs: Tensors with the shapes of later inputs and any values, which become the graph's input buffers.
         name: Name of the function, for the warning.
-        changed: Tensors that the function modifies in place, such as gradients. Warm-up and capture leave their values
-            unchanged.
-        tried: Whether the function has already run and needs no warm-up.
+        changed: Tensors that the function modifies in place, such as gradients. After warm-up and capture, the
+            tensors have their original values.
+        tried: Whether the function needs no warm-up, because the function has already run.
 
     Raises:
         torch.OutOfMemoryError: Warm-up or capture exceeds the GPU memory.

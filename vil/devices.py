@@ -38,5 +38,5 @@ def known_device(name: str | None) -> str:
 
 
 def autocast(device: torch.device, enabled: bool, dtype: str) -> AbstractContextManager:
-    """Return the autocast context if enabled. On a CPU, autocast is never enabled."""
+    """Return the autocast context if `enabled`, otherwise a null context. On a CPU, autocast is never used."""
     return torch.autocast(device.type, getattr(torch, dtype)) if enabled and device.type != "cpu" else nullcontext()

@@ -23,9 +23,9 @@ from .fault_tolerance.signals import signals_handled_in_thread
 from .fault_tolerance.watchdog import RankWatchdog
 
 RESTART_TIMEOUT = 120  # seconds; timeout for all processes to join after a restart
-# exceptions raised if the process group cannot be initialized
+# exceptions that PyTorch raises if the process group cannot be initialized
 INIT_ERRORS = (ValueError, dist.DistError) if dist.is_available() else (ValueError,)
-# environment variables set by torchrun and Slurm
+# Environment variables that torchrun and Slurm set: RANK_VARIABLES must be numbers, and VARIABLES appear in messages.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID")
 VARIABLES = (
     "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
@@ -69,7 +69,7 @@ def init_process_group(device: str) -> tuple[torch.device, int, int]:
     if world_size > 1:
         global _watchdog
         _watchdog = RankWatchdog(rank, world_size)
-        # wait for all ranks, so that no rank fails and exits while another rank is still joining
+        # All ranks wait here, so that no rank fails and exits while another rank is still joining.
         all_reduce_sum(torch.zeros(()))
         _watchdog.start()
     return own_device, rank, world_size
@@ -127,7 +127,7 @@ def _environment_problem() -> str | None:
     variable = world_size_variable()
     if variable is None or os.environ[variable] == "1":
         return None
-    by_slurm = "SLURM_PROCID" in os.environ  # timm also distinguishes Slurm from torchrun by SLURM_PROCID
+    by_slurm = "SLURM_PROCID" in os.environ  # timm, too, distinguishes Slurm from torchrun by SLURM_PROCID
     remedy = f"unset {variable} to run in one process, or start all processes with torchrun"
     if by_slurm:
         remedy += ", or with srun and MASTER_ADDR and MASTER_PORT"
@@ -157,9 +157,10 @@ def _environment_problem() -> str | None:
 
 
 def _rendezvous(url: str, **kwargs):
-    """Yield PyTorch's env:// rendezvous. After each restart by torchrun, the keys in the store get another prefix.
+    """Yield PyTorch's env:// rendezvous with a store whose keys get another prefix after each restart by torchrun.
 
-    torchrun keeps the store across restarts, so the store still contains addresses of processes that no longer exist.
+    The prefix is needed, because torchrun keeps the store across restarts, and the store still contains addresses of
+    processes that no longer exist.
     """
     for store, rank, world_size in dist.rendezvous(url.replace("vil:", "env:"), **kwargs):
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -252,7 +253,7 @@ def _call_and_send(function: Callable[[], Any]) -> Any:
 
 
 def _broadcast_bytes(content: bytes | memoryview = b"") -> Tensor:
-    """Broadcast `content` from rank 0. Other ranks pass no content."""
+    """Broadcast `content` from rank 0 and return the bytes as a tensor. Other ranks pass no content."""
     size = torch.tensor(len(content))
     dist.broadcast(size, 0)
     data = torch.frombuffer(content or bytearray(int(size)), dtype=torch.uint8)

@@ -154,18 +154,18 @@ def _initialized(
 ) -> nn.Module:
     """Create a model initialized from a weights file, whose tensors are resampled to the model's shapes if possible.
 
-    `source_name` is the user's name of the weights, for the log.
+    `source_name` is the name under which the user has given the weights, for the log.
     """
     given = first_blocks(source.weights(), arguments.get("depth"))
     weights = _adapted(model, arguments, given, source, is_start=True)
     weights, head = fit_head(model, weights, source.label_names if label_names else (), label_names)
-    # with num_classes -1, timm keeps the new head of the model instead of reading the file's head
+    # If num_classes is -1 in the overlay, timm keeps the new head of the model instead of reading the file's head.
     overlay = {"state_dict": weights, "num_classes": num_classes_of(model, weights) or -1}
     try:
         created = _create(model, arguments, pretrained=True, pretrained_cfg_overlay=overlay)
         own = created.state_dict().keys()
         common = fitted(weights, created).keys() & own
-        if 2 * len(common) < len(own):  # with a new head, timm ignores missing tensors without an error
+        if 2 * len(common) < len(own):  # timm does not report missing tensors if the model has a new head
             raise RuntimeError(f"only {len(common)} of the model's {len(own)} tensors are in the file")
     except Exception as error:  # models raise exceptions of various types for invalid arguments
         raise _creation_error(model, error, source, given) from error
@@ -179,9 +179,9 @@ def _create(model: str, arguments: dict[str, Any], **start: Any) -> nn.Module:
     """Create a timm model. Omit `img_size` and a `drop_path_rate` of 0 if the model does not support them."""
     try:
         created: Any = timm.create_model(model, **arguments | start)
-        created.model_args = arguments  # timm cannot load a config.json with additional entries in pretrained_cfg
+        created.model_args = arguments  # not in pretrained_cfg, where timm rejects unknown entries
         return created
-    except TypeError as error:  # for example, ResNets have no img_size argument, because any size works
+    except TypeError as error:  # for example, ResNets have no argument img_size, because they accept any size
         unknown = [name for name in ("img_size", "drop_path_rate") if name in arguments and f"'{name}'" in str(error)]
         if not unknown:
             raise
@@ -193,7 +193,7 @@ def _create(model: str, arguments: dict[str, Any], **start: Any) -> nn.Module:
 def _creation_error(
     model: str, error: Exception, source: Checkpoint | None = None, weights: dict[str, Tensor] | None = None
 ) -> ConfigError:
-    """Convert an error from the creation of a model to a ConfigError, with a remedy if one is known.
+    """Convert an error from the creation of a model to a ConfigError whose message has a remedy if one is known.
 
     Args:
         model: Model name in timm.
@@ -216,7 +216,7 @@ def _creation_error(
 
 
 def _how_it_was_built(source: Checkpoint | None) -> str:
-    """Return a hint with the options that create the model of a weights file, if the file stores these options."""
+    """Return a hint with the options that create the model of a weights file, or "" if the file stores no options."""
     options = _saved_options(source) if source else {}
     if "model" not in options:
         return ""
@@ -240,8 +240,8 @@ def _adapted(
 ) -> dict[str, Tensor]:
     """Resample position embeddings from the checkpoint's patch grid to the model's. Grids need not be square.
 
-    Pooled and unpooled models have the same weight shapes but compute different functions. If the weights only
-    initialize the model (`is_start`), such a mismatch logs a warning.
+    Pooled and unpooled models have the same weight shapes but compute different functions. If weights of the
+    other kind only initialize the model (`is_start`), a warning is logged.
 
     Raises:
         ConfigError: The weights of a pooled model would be loaded into an unpooled model, or vice versa.

@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
     facts["cpu"] = f"{os.cpu_count()} cores, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     facts["cuda"] = torch.version.cuda or "not in this build of torch"
     if torch.cuda.is_available():
-        # PyTorch for Windows has no NCCL
+        # PyTorch for Windows has no NCCL.
         if torch.distributed.is_available() and torch.distributed.is_nccl_available():
             facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -52,7 +52,8 @@ def git_commit() -> str:
     # Do not run git in a parent folder's repository, because git settings of an untrusted repository can run commands.
     if not (root / ".git").exists():
         return "unknown: not run from a git checkout"
-    # Disable optional locks, because a killed process would leave a lock file. `git describe --dirty` always locks.
+    # Disable git's optional locks, because a killed git process would leave a lock file. The function does not call
+    # `git describe --dirty`, which always locks.
     git = ["git", "--no-optional-locks", "-C", str(root), "-c", "core.fsmonitor=false"]
     commit = _output(*git, "rev-parse", "--verify", "HEAD")
     if not commit:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from .classes import first_difference, normal, order_of
 from .state_dicts import fitted
 
-MOST_LAYERS = 4  # maximum number of layers in each list of a description
+MOST_LAYERS = 4  # maximum number of new or unused layers that a description lists
 
 
 def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
-    """Return a state dict without the blocks after the first `depth`. ViM's key names are also accepted."""
+    """Return a state dict with only the first `depth` blocks. The keys may be this package's or ViM's."""
     if not isinstance(depth, int):
         return weights
     blocks = {name: re.match(r"(?:blocks|layers)\.(\d+)\.", name) for name in weights}
@@ -25,7 +25,7 @@ def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
 
 
 def num_classes_of(model: str, weights: dict[str, Tensor]) -> int:
-    """Return the number of classes of the head in a state dict, or 0 if it has no head with a bias."""
+    """Return the number of classes of the head in a state dict, or 0 if no head with a bias is found."""
     bias = f"{_classifiers(model)[0]}.bias"
     return weights[bias].numel() if bias in weights else 0
 
@@ -50,7 +50,7 @@ def fit_head(
     order = order_of(own_names, label_names)
     if order is None:
         reason = ""
-        # no reason is given if the file and the data have no class in common
+        # The description gives no reason if the file and the data have no class in common.
         if {*map(normal, own_names)} & {*map(normal, label_names)}:
             reason = f", because {first_difference(own_names, label_names, 'the file', 'the data')}"
         without_head = {name: tensor for name, tensor in weights.items() if name not in head}
@@ -70,7 +70,7 @@ def _classifiers(model: str) -> tuple[str, ...]:
 
 
 def describe_initialization(model: nn.Module, weights: dict[str, Tensor], given: dict[str, Tensor]) -> str:
-    """Describe how many of a model's tensors were loaded, and which are new or were not used.
+    """Describe how many of a model's tensors were loaded, and which layers are new or were not used.
 
     Tensors of a head that `fit_head` has removed are not listed as new.
     """

@@ -1,7 +1,8 @@
 """Published accuracy on the ImageNet-1k validation set at 224x224 pixels.
 
-ViL: Liu et al., "Longhorn: State Space Models are Amortized Online Learners", 2024. ViM: Zhu et al., "Vision Mamba:
-Efficient Visual Representation Learning with Bidirectional State Space Model", 2024, and its released checkpoints.
+ViL's accuracies are from Liu et al., "Longhorn: State Space Models are Amortized Online Learners", 2024. ViM's
+accuracies are from Zhu et al., "Vision Mamba: Efficient Visual Representation Learning with Bidirectional State Space
+Model", 2024, and from the released checkpoints of ViM.
 """
 
 from typing import NamedTuple

@@ -15,14 +15,14 @@ from torch import nn
 
 from .errors import CheckpointError
 
-# keys of state dicts in checkpoints of programs such as timm, DeiT and DeepSpeed
+# keys of raw and of EMA state dicts in checkpoints of programs such as timm, DeiT and DeepSpeed
 RAW = ("state_dict", "model_state_dict", "model", "net", "module")
 EMA = ("state_dict_ema", "model_ema", "ema")
 # parts that torch.compile, FSDP and activation checkpointing insert into parameter names
 INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 IN_FRONT = "module."  # prefix of parameter names in DataParallel, DistributedDataParallel and AveragedModel
-OF_ALL = ("model.", "net.")  # prefixes of parameter names in a LightningModule with a model in this attribute
-MOST_RESAMPLED = 2**26  # number of weights that resampling may add to four times the number of weights in a file
+OF_ALL = ("model.", "net.")  # prefixes of all parameter names in a LightningModule with the model as an attribute
+MOST_RESAMPLED = 2**26  # a model may have 4 times the number of weights in a file, plus this number
 MOST_DIMENSIONS = 64  # maximum number of tensor dimensions that most PyTorch operators support
 COUNTER = "n_averaged"  # buffer that PyTorch's AveragedModel adds to the state dict of the averaged model
 
@@ -54,8 +54,8 @@ def find_state_dict(content: Any, use_ema: bool | None, ema_is_best: bool | None
     Args:
         content: Content of the checkpoint file.
         use_ema: True returns the EMA weights. False returns EMA weights only if there are no other weights. None
-            follows `ema_is_best`, or returns the EMA weights if any.
-        ema_is_best: Whether the EMA weights are the best weights in the file; None if the file does not store this.
+            follows `ema_is_best`; if both are None, EMA weights are returned if there are any.
+        ema_is_best: Whether the EMA weights are the best weights in the file; None if the file does not mark the best weights.
 
     Raises:
         StateDictError: EMA weights are requested but missing, state dicts are only under unknown keys, or there are
@@ -111,11 +111,11 @@ def _search(content: dict[Any, Any], keys: tuple[str, ...] = (), is_ema: bool = 
         elif not keys:
             found += _search(value, one.keys, one.is_ema)
             empty.append(one)
-    return found or empty[:1]  # loading an empty state dict reports missing weights
+    return found or empty[:1]  # an empty state dict makes loading report the missing weights
 
 
 def _below(content: dict[Any, Any]) -> list[Found]:
-    """Return the least deeply nested dicts with tensors, the largest first. Search four levels."""
+    """Return the least deeply nested dicts that contain tensors, the largest first. Four levels are searched."""
     level = [Found((), False, content)]
     for _ in range(4):
         level = [
@@ -172,7 +172,7 @@ def _without_outer_wrappers(names: dict[str, str]) -> dict[str, str]:
 
     averaged = {name: short for name, short in names.items() if short != COUNTER}
     if averaged and all(short.startswith(IN_FRONT) for short in averaged.values()):
-        names = averaged  # drop the counter of PyTorch's AveragedModel
+        names = averaged  # drop the counter that PyTorch's AveragedModel stores
     names = {name: short.removeprefix(IN_FRONT) for name, short in names.items()}
 
     for wrapper in OF_ALL:
@@ -182,7 +182,7 @@ def _without_outer_wrappers(names: dict[str, str]) -> dict[str, str]:
 
 
 def within_own_prefix(weights: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Add "model." or "net." to all keys if all parameter names of the model, but no keys, begin with this prefix."""
+    """Add "model." or "net." to all keys of `weights` if all names in the model, but no keys, begin with the prefix."""
     for prefix in OF_ALL:
         if all(name.startswith(prefix) for name in names) and not any(name.startswith(prefix) for name in weights):
             return {prefix + name: tensor for name, tensor in weights.items()}
@@ -251,7 +251,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) ->
 
 
 def _remedy_for_classes(weights: dict[str, Any], model: nn.Module) -> str:
-    """Return advice to create a model with the file's number of classes, or "" if other weights differ, too."""
+    """Return advice to create a model with the file's number of classes, or "" if other layers than the head differ."""
     own = model.state_dict()
     if own.keys() != weights.keys() or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         return ""

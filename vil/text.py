@@ -43,5 +43,5 @@ def printable(text: str) -> str:
 
 
 def label_of(name: str) -> str:
-    """Return a class name from an untrusted checkpoint, truncated and printable."""
+    """Make a class name from an untrusted checkpoint printable, and truncate the name to `LONGEST_LABEL` characters."""
     return printable(name[:LONGEST_LABEL])

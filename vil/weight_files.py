@@ -23,7 +23,7 @@ IN_FOLDER = "model.safetensors"  # weights file in a folder written by `vil.expo
 VERSION = 3  # version of the checkpoint format; runs cannot resume from checkpoints of versions 1 and 2
 PRODUCER = "vision-longhorn"  # metadata entry `producer` of .safetensors files that store the model's options
 MOST_HEADER = 2**24  # maximum size in bytes of a .safetensors header, whose parsing needs many times as much memory
-# exceptions whose messages are shown to the user
+# exceptions of reading a file whose messages are shown to the user
 READABLE = (zipfile.BadZipFile, SafetensorError, TorchFileError)
 
 
@@ -77,7 +77,7 @@ def read_file(path: str | Path, whole: bool = True) -> Any:
     try:
         return retry(read)
     except Exception as error:  # readers raise exceptions of various types for corrupt files
-        if is_machine_error(error):  # after an I/O error, the file itself may be intact
+        if is_machine_error(error):  # after an I/O error, for example, the file itself may be intact
             raise CheckpointError(
                 f"failed to read {path}: {cause_of(error)}. To continue, {remedy_for(error)}"
             ) from error
@@ -136,8 +136,8 @@ def pack_weights(weights: dict[str, torch.Tensor], options: dict[str, Any], meta
 def digest(weights: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> str:
     """Return the CRC-32 checksum of a state dict and metadata.
 
-    The checksum detects accidental corruption, but not deliberate changes. Unlike the zip
-    archives of torch.save, the .safetensors format has no checksum.
+    The checksum detects accidental corruption, but not deliberate changes. The .safetensors format itself has no
+    checksum, unlike the zip archives of torch.save.
     """
     total = zlib.crc32(json.dumps(metadata or {}, sort_keys=True).encode())
     for name, tensor in sorted(weights.items()):

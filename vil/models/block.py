@@ -1,7 +1,7 @@
 """Bidirectional state-space block: Vision Mamba's "v2" block with Longhorn's or Mamba's recurrence.
 
 Classes are ordered from the smallest part to the largest: norm, convolution, direction, mixer, block, sequence of
-blocks. The last class, `Longhorn`, is a layer with the recurrence for other networks.
+blocks. The last class, `Longhorn`, is a layer with Longhorn's recurrence for use in other networks.
 
 Dimension letters in the suffixes of tensor names:
 
@@ -63,16 +63,16 @@ class TokenConv1d(nn.Conv1d):
         if torch.compiler.is_dynamo_compiling() and u_BLD.is_cpu:
             return sum_of_taps(u_BLD, weight, self.bias, self.reverse)
 
-        # A 2d convolution of height 1 needs no transposed copy of the tokens, which is several times faster on CPUs.
+        # On CPUs, a 2d convolution of height 1 is several times faster than F.conv1d, which copies transposed tokens.
         u_BD1L = u_BLD.transpose(1, 2).unsqueeze(2)
         v_BD1L = F.conv2d(u_BD1L, weight.unsqueeze(1), self.bias, padding=(0, lookback), groups=self.groups)
         return v_BD1L.squeeze(2).transpose(1, 2).narrow(1, lookback if self.reverse else 0, u_BLD.shape[1])
 
 
 def sum_of_taps(u_BLD: Tensor, weight_D1K: Tensor, bias_D: Tensor | None, reverse: bool) -> Tensor:
-    """Compute the convolution as a sum of shifted products.
+    """Compute the depthwise convolution of tokens as a sum of products of a weight and shifted tokens.
 
-    This replaces the convolution in compiled CPU code, because TorchInductor can fail to compile a model that has
+    The sum replaces `F.conv2d` in compiled CPU code, because TorchInductor can fail to compile a model that has
     convolutions and a dynamic batch size.
     """
     lookback, length = weight_D1K.shape[-1] - 1, u_BLD.shape[1]
@@ -162,7 +162,7 @@ class BidirectionalMixer(nn.Module):
     """
 
     direction: type[LonghornDirection]
-    recurrence: str  # "longhorn" or "selective", which the fused kernels compute
+    recurrence: str  # name of the recurrence in the fused kernels: "longhorn" or "selective"
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class BidirectionalMixer(nn.Module):
         forward, backward = [direction.project(v_2BSD[g]) for g, direction in enumerate(self.directions)]
         step_logits_2BSD, k_2BSN, q_2BSN = [torch.stack(pair) for pair in zip(forward, backward)]
 
-        # Each patch gets the output of the patch's row, but the skip connection uses the patch's own v.
+        # All patches of a row share the recurrence's output, but the skip connection uses each patch's own v.
         y_2BSD = self.scan(v_2BSD, step_logits_2BSD, k_2BSN, q_2BSN, skip=False)
         y_BLD = repeat_rows(y_2BSD.mean(0), w) + (self.skip()[:, None, None] * v_2BLD).mean(0)
         return self.out_proj(y_BLD.to(z_BLD.dtype) * F.silu(z_BLD))
@@ -226,7 +226,7 @@ class BidirectionalMixer(nn.Module):
     ) -> Tensor:
         """Run the forward and the backward scan, and return their outputs (2, B, L, D).
 
-        If `skip` is True, the input times the skip weights is added to the outputs.
+        If `skip` is True, the values v times the skip weights are added to the outputs.
         """
         raise NotImplementedError
 
@@ -288,7 +288,7 @@ class Block(nn.Module):
 
     @dispatch.fusible
     def forward(self, x_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """Add the mixed tokens to the residual stream.
+        """Add the mixer's output for the normalized tokens to the residual stream.
 
         A pooled block needs the patch grid (h, w), unless the grid is square.
         """
@@ -297,7 +297,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Sequential):
-    """Sequence of blocks. Each block runs fused if possible."""
+    """Sequence of blocks. Each block runs as a fused operator if the fused kernels support the block."""
 
     def forward(
         self,
@@ -311,9 +311,9 @@ class Blocks(nn.Sequential):
         Args:
             x_BLC: Residual stream.
             grid: Patch grid (h, w), which pooled blocks need unless the grid is square.
-            class_token_only: Return only the class token (B, 1, C), unless this module has hooks. This saves time on
-                NVIDIA GPUs and, in a pooled model, on CPUs, because the last fused block then computes its gate and its
-                last product only for the class token.
+            class_token_only: Return only the class token (B, 1, C), unless this module has hooks. The option saves
+                time on NVIDIA GPUs and, in a pooled model, on CPUs, because the last fused block computes the gate and
+                the output projection only for the class token.
             checkpointing: Run each block with activation checkpointing.
         """
         class_token_only = class_token_only and not dispatch.has_hooks(self)
@@ -331,8 +331,8 @@ for _mixer in KNOWN_MIXERS:
 class Longhorn(nn.Module):
     """Longhorn layer for any network, causal or bidirectional. Input and output are tokens (B, L, C).
 
-    The layer consists of PyTorch operators and the fused scan. A bidirectional layer can load the weights of a block's
-    mixer.
+    The layer consists of PyTorch operators and the fused scan. A bidirectional layer can load the weights of the
+    mixer in a ViL block.
 
     Args:
         d_model: Width C.

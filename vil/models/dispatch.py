@@ -3,9 +3,9 @@
 A block runs fused if the kernels compute the same function as the block's modules. Otherwise the modules run as
 ordinary PyTorch code.
 
-    fusible        decorate a block's forward so that the block runs fused if possible
-    run_blocks     run a sequence of blocks, each fused if possible
-    register       declare a mixer that the kernels support
+    fusible        decorate a block's forward so that the block runs fused if the kernels support the block
+    run_blocks     run a sequence of blocks, each fused if the kernels support the block
+    register       declare a mixer that the fused kernels support
     set_fused      enable or disable the fused kernels; the environment variable VIL_FUSED=0 disables them at import
 """
 
@@ -41,7 +41,7 @@ def set_fused(enable: bool) -> None:
 
 
 def register(mixer: type[nn.Module], classes: Sequence[type]) -> None:
-    """Declare that the kernels support blocks with a mixer if the classes of the block's modules equal `classes`."""
+    """Declare that the fused kernels support blocks with this mixer if the block's modules have exactly `classes`."""
     _classes[mixer] = list(classes)
 
 
@@ -103,7 +103,7 @@ def run_blocks(
         scales = [path_scale(block, x_BLC) for block in own]
         if checkpointing:
             for each in zip(weights, options, scales):
-                # the recomputation samples no random numbers, because a CUDA graph could not restore the RNG state
+                # A CUDA graph cannot restore the RNG state, and need not, because `operator` samples no random numbers.
                 x_BLC, _ = checkpoint(operator, x_BLC, *each, preserve_rng_state=False)
         else:
             given = normed if options[0].eps == normed_eps else None
@@ -115,8 +115,9 @@ def run_blocks(
 def fused_blocks(modules: Sequence[nn.Module], x_BLC: Tensor) -> list["FusedBlock"]:
     """Return the fused operators and the weights of the modules at the start of the sequence that run fused together.
 
-    The list ends before a module that must run unfused, or needs another operator or eps. All modules are checked
-    together, because on a CPU, matrix products between the checks would evict the checks' code from the caches.
+    The list ends before a module that must run unfused, or whose operator or eps differs from the first module's. All
+    modules are checked before the first module runs, because on a CPU, matrix products between the checks would evict
+    the checks' code from the caches.
     """
     found: list[FusedBlock] = []
     for block in modules:
@@ -244,7 +245,7 @@ def options_of(
 ) -> Options:
     """Return the options of the fused operator for a block.
 
-    Matrix products run in the autocast dtype if autocast is enabled, otherwise in the weights' dtype.
+    The operator's matrix products run in the autocast dtype if autocast is enabled, otherwise in the weights' dtype.
     """
     modules: dict[str, Any] = block._modules
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weights.norm.dtype
@@ -262,5 +263,5 @@ def path_scale(block: nn.Module, x_BLC: Tensor) -> Tensor | None:
     if not 0 < drop.drop_prob < 1 or not drop.scale_by_keep:
         return drop(x_BLC.new_ones(x_BLC.shape[0]))
     keep = 1 - drop.drop_prob
-    # These operators are equivalent to timm's DropPath and take half the host time.
+    # The operators below compute the same as timm's DropPath in half the host time.
     return x_BLC.new_empty(x_BLC.shape[0]).bernoulli_(keep).div_(keep)

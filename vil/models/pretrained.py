@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .tokens import resample_pos_embed
 
-# Regular expressions that rename keys of ViM's published checkpoints, applied in order; `_b` is the backward direction.
+# Regular expressions that rename keys of ViM's published checkpoints, applied in order. The suffix `_b` in ViM's keys
+# marks the backward direction.
 _VIM_NAMES = [
     (r"^layers\.", "blocks."),
     (r"^norm_f\.", "norm."),
@@ -38,7 +39,8 @@ def rename_published(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
 def check_architecture(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
     """Check that a checkpoint has the same keys and shapes as a model.
 
-    The head is ignored, and so are the shapes of the patch and position embeddings, which depend on sizes.
+    The head is not compared, and neither are the shapes of the patch and position embeddings, which depend on the patch
+    size and the image size.
 
     Raises:
         RuntimeError: The architectures differ. The message describes the architectures and lists up to three keys of
@@ -65,7 +67,7 @@ def check_architecture(state_dict: Mapping[str, Tensor], model: nn.Module) -> No
 
 
 def architecture(state_dict: Mapping[str, Tensor]) -> str:
-    """Describe the architecture of a state dict, for messages."""
+    """Return a description of the architecture of a state dict, such as "a ViL with ...", for messages."""
     projections = [name for name in state_dict if re.fullmatch(r"blocks\.\d+\.mixer\.in_proj\.weight", name)]
     if not projections:
         return "an unknown architecture"
@@ -93,7 +95,7 @@ def resample(
     """
     resampled = dict(state_dict)
 
-    # load_state_dict rejects embeddings with another number of dimensions
+    # Embeddings with an unexpected number of dimensions are not resampled, and load_state_dict rejects them.
     patch_embed = resampled.get("patch_embed.proj.weight")
     if patch_embed is not None and patch_embed.dim() == 4:
         resampled["patch_embed.proj.weight"] = resample_patch_embed(patch_embed, list(patch_size))

@@ -8,7 +8,7 @@ from typing import Any
 from timm.models import resolve_pretrained_cfg
 
 FOLDER = Path(__file__).parents[1] / "weights"
-TAG = "tiny_in200"  # 200 classes of Tiny ImageNet
+TAG = "tiny_in200"  # timm tag of weights for the 200 classes of Tiny ImageNet
 FILES = {f"{model}.{TAG}": FOLDER / f"{model}_photographs.safetensors" for model in ("vil_tiny_pooled", "vil_tiny")}
 
 
@@ -27,7 +27,7 @@ def pretrained_cfgs(model: str) -> dict[str, dict[str, Any]]:
 
 
 def file_of(model: str) -> Path | None:
-    """Return the weights file in the package for a model name with or without a tag, or None if there is no file."""
+    """Return the path of the packaged weights of a model name with or without a tag, or None if there are none."""
     return FILES.get(model) or FILES.get(f"{model}.{TAG}")
 
 

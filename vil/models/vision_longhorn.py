@@ -66,7 +66,8 @@ except ImportError:  # timm before 1.0.31 does not record the patch size, which 
 class PatchProjection(nn.Conv2d):
     """Convolution that projects patches.
 
-    If the stride is the patch size, the convolution is computed as a matrix product, which is faster on a GPU.
+    If the stride equals the patch size, the convolution is computed as a matrix product, which is faster on a GPU than
+    a convolution.
     """
 
     bias: Tensor
@@ -84,7 +85,7 @@ class PatchProjection(nn.Conv2d):
 
 
 def copy_for_product(x: Tensor) -> Tensor:
-    """Convert x to the autocast dtype if autocast is enabled. A conversion returns a contiguous copy."""
+    """Convert x to the autocast dtype if autocast is enabled. If the dtype changes, the result is contiguous."""
     device = x.device.type
     # PyTorch does not support autocast on the meta device
     autocast = device != "meta" and torch.is_autocast_enabled(device)
@@ -96,7 +97,7 @@ class PatchEmbed(nn.Module):
     """Convolutional patch embedding of images (B, 3, H, W) to patches (B, h, w, C).
 
     Patches overlap if the stride is smaller than the patch size. With `add_bias=False`, `forward` omits the
-    convolution's bias, so that the caller can add the bias.
+    convolution's bias, and the caller adds the bias.
 
     Args:
         img_size: Image size in pixels.
@@ -213,7 +214,7 @@ def refuse_torch_onnx() -> None:
 def patch_grid(
     img_size: tuple[int, int], patch_size: tuple[int, int], stride: tuple[int, int], pad: bool
 ) -> tuple[int, int]:
-    """Return the number of patches (h, w) that fit into the image or, if `pad`, that cover the padded image."""
+    """Return the patch grid (h, w): patches that fit into the image or, if `pad`, that cover the padded image."""
     h = (img_size[0] - patch_size[0] + (stride[0] - 1 if pad else 0)) // stride[0] + 1
     w = (img_size[1] - patch_size[1] + (stride[1] - 1 if pad else 0)) // stride[1] + 1
     return max(1, h), max(1, w)
@@ -344,7 +345,7 @@ class VisionLonghorn(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head by a randomly initialized head, or remove the head if `num_classes` is 0.
 
-        None keeps `global_pool` unchanged.
+        If the argument `global_pool` is None, the pooling is unchanged.
         """
         if global_pool is not None:
             self.global_pool = _known_pool(global_pool)
@@ -387,7 +388,7 @@ class VisionLonghorn(nn.Module):
             return_prefix_tokens: Return the class token (B, 1, C) with each map. The class token is in the middle of
                 the sequence, although timm's name suggests a prefix.
             norm: Apply the final norm to each map.
-            stop_early: Stop after the last requested block.
+            stop_early: Do not run the blocks after the last requested block.
             output_fmt: "NCHW" for maps (B, C, h, w), "NLC" for maps (B, h w, C).
             intermediates_only: Return only the list of maps.
             output_dict: Return a dict with timm's keys instead of a tuple.
@@ -470,9 +471,9 @@ class VisionLonghorn(nn.Module):
         if isinstance(self.blocks, Blocks):
             x = self.blocks(x, grid, class_token_only, self.grad_checkpointing)
         elif type(self.blocks) is nn.Sequential and not has_hooks(self.blocks):
-            # The user may have set `model.blocks = nn.Sequential(*blocks)`.
+            # A user may have replaced `model.blocks` by an nn.Sequential of blocks.
             x = run_blocks(self.blocks, x, grid, checkpointing=self.grad_checkpointing)
-        else:  # the user replaced `model.blocks` by another module
+        else:  # a user has replaced `model.blocks` by another module
             x = self.blocks(x)
         return self.norm(x)
 
@@ -495,11 +496,12 @@ class VisionLonghorn(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
         """Load weights as in `nn.Module.load_state_dict`.
 
-        Before, rename ViM's published keys and resample the embeddings to this model's patch size and grid.
+        Before loading, ViM's published keys are renamed, and the patch and position embeddings are resampled to this
+        model's patch size and patch grid.
 
         Raises:
             RuntimeError: Tensors with the same name have different shapes, or the position embeddings cannot be
-                resampled. With `strict`, also if the architecture or the number of classes differs from the model's.
+                resampled. If `strict`, a checkpoint of another architecture or number of classes also raises.
         """
         state_dict = rename_published(state_dict)
         if strict:
@@ -518,7 +520,7 @@ def _known_pool(global_pool: str) -> str:
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
     """Rename, check and resample a pretrained checkpoint. timm calls this function before loading the weights.
 
-    The check is needed, because timm loads the weights with a new head without checking the architecture.
+    The architecture is checked here, because timm does not check the architecture when the model gets a new head.
     """
     state_dict = rename_published(state_dict)
     check_architecture(state_dict, model)
@@ -542,7 +544,7 @@ def _cfg(**entries: Any) -> dict[str, Any]:
     } | entries
 
 
-default_cfgs: dict[str, Any] = {}  # timm reads the models' default configs here; `register` adds them
+default_cfgs: dict[str, Any] = {}  # timm reads the models' configs from this dict, which `register` fills
 
 
 def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) -> VisionLonghorn:
@@ -573,7 +575,7 @@ def register(function: Callable[..., VisionLonghorn]) -> Callable[..., VisionLon
             "the two packages in different processes"
         )
     tagged = {tag: _cfg(**entries) for tag, entries in shipped.pretrained_cfgs(name).items()}
-    default_cfgs.update(generate_default_cfgs({**tagged, f"{name}.*": _cfg()}))  # * marks the default
+    default_cfgs.update(generate_default_cfgs({**tagged, f"{name}.*": _cfg()}))  # "*" marks timm's default config
     return register_model(function)
 
 
