@@ -24,7 +24,7 @@ class CheckpointError(RuntimeError):
 
 def reject_url(path: str | os.PathLike, error: type[Exception] = ConfigError) -> None:
     """Raise an error if a path that does not exist is a URL, because callers read only local files."""
-    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", os.fspath(path))  # pathlib removes one of the two slashes of a URL
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", os.fspath(path))  # pathlib removes one of a URL's slashes
     if found:
         raise error(
             f"{found[1]}://{os.fspath(path)[found.end() :]} is a URL: download the file and pass its path instead"

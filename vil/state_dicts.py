@@ -55,7 +55,8 @@ def find_state_dict(content: Any, use_ema: bool | None, ema_is_best: bool | None
         content: Content of the checkpoint file.
         use_ema: True returns the EMA weights. False returns EMA weights only if there are no other weights. None
             follows `ema_is_best`; if both are None, EMA weights are returned if there are any.
-        ema_is_best: Whether the EMA weights are the best weights in the file; None if the file does not mark the best weights.
+        ema_is_best: Whether the EMA weights are the best weights in the file; None if the file does not say which
+            weights are best.
 
     Raises:
         StateDictError: EMA weights are requested but missing, state dicts are only under unknown keys, or there are

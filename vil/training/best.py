@@ -30,7 +30,7 @@ class BestCheckpoint:
         self.row: dict[str, Any] | None = None
 
     def find(self, history: list[dict[str, Any]]) -> str | None:
-        """Read best.pt and set `row`. Return a description of the problem if best.pt lacks the best epoch.
+        """Read best.pt and set `row`. Return a description of the problem if best.pt does not hold the best epoch.
 
         Raises:
             CheckpointError: Reading best.pt fails with an I/O error.
@@ -48,9 +48,9 @@ class BestCheckpoint:
             return "is not a checkpoint of this run"
 
         shared = min(len(rows), len(history))
-        if not rows or repr(rows[:shared]) != repr(history[:shared]):  # NaN is not equal to itself
+        if not rows or repr(rows[:shared]) != repr(history[:shared]):  # repr, because NaN is not equal to itself
             return "belongs to another run"
-        if len(rows) > len(history):  # best.pt is newer than last.pt, so the run trains this epoch again
+        if len(rows) > len(history):  # best.pt is newer than last.pt, so the run trains the best epoch again
             return None
         self.row = history[len(rows) - 1]
         best = best_row(history)
@@ -84,7 +84,7 @@ class BestCheckpoint:
         """
         self.row = saved["history"][-1]
         ema_is_better = "state_dict_ema" in saved and self.row["eval_top1_ema"] >= self.row["eval_top1"]
-        # leave out the optimizer state, which for AdamW is twice as large as the weights
+        # best.pt has no optimizer state, which for AdamW is twice as large as the weights
         content = {name: part for name, part in saved.items() if name != "optimizer"}
         content["best"] = "state_dict_ema" if ema_is_better else "state_dict"
         checkpoint.save_checkpoint(content, self.path)

@@ -13,7 +13,7 @@ from .meter import EpochMeter, Times
 
 _logger = logging.getLogger(__name__)
 
-IDLE = 0.02  # if the host waits for the GPU during less than this share of the time, the GPU is assumed to idle
+IDLE = 0.02  # share of the time; if the host waits less for the GPU, the GPU is assumed to wait for the host
 
 
 @dataclass
@@ -21,7 +21,8 @@ class HostTimes(Times):
     """Seconds that the host spent on each activity, of one rank or summed over all ranks.
 
     Attributes:
-        waited_for_model: The part of `waited` in which the model had to finish earlier batches to free memory.
+        waited_for_model: The part of `waited` until the model had finished earlier batches, so that memory for the next
+            batch was free.
         preparing: The part of `waited` in which the training process decoded and augmented images.
     """
 
@@ -46,7 +47,7 @@ class Bottleneck:
         self.interval = interval
         self.is_known = False
         self.epoch: EpochMeter | None = None  # epoch of the previous measurement
-        self.times: HostTimes | None = None  # total times at the previous measurement
+        self.times: HostTimes | None = None  # times of the epoch, summed over ranks, at the previous measurement
 
     def look(self, meter: EpochMeter, loader: TrainingLoader) -> None:
         """Warn if the GPU waited for the host since the previous measurement. Call `look` after each step.

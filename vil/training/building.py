@@ -89,7 +89,8 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         )
     except Exception as error:  # optimizers of other packages raise exceptions of various types
         raise ConfigError(f"cannot create the optimizer {config.opt}: {error}") from error
-    # Sort by size, so that small tensors share fused launches, which process a limited number of tensors each.
+    # Sort parameters by size, so that small tensors share the launches of fused kernels. A launch processes only a
+    # limited number of tensors.
     for group in optimizer.param_groups:
         group["params"].sort(key=torch.Tensor.numel, reverse=True)
     return optimizer

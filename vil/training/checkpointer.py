@@ -35,7 +35,7 @@ class Checkpointer:
         state: Training state of the run.
         rank: Rank of this process.
         steps_per_epoch: Number of optimizer steps per epoch.
-        lock: Lock of the run folder, if this process already holds the lock.
+        lock: Lock of the run folder, if this process already holds the lock from the previous phase.
     """
 
     def __init__(
@@ -117,7 +117,8 @@ class Checkpointer:
     def _resume_best(self, starts_phase: bool) -> None:
         """Find the best epoch of a resumed run.
 
-        If best.pt holds no epoch of the restored history, write it from last.pt if last.pt ends an epoch of this phase.
+        If best.pt holds no epoch of the restored history, write best.pt from the restored state, unless this state is
+        within an epoch or from the previous phase.
         """
         state = self.state
         self.best.resume(state.history)

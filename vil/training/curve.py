@@ -28,7 +28,7 @@ WIDTH = 12  # width of the figure in inches
 HEIGHT = 3  # height of each panel in inches
 DOTS_PER_INCH = 100
 FEWEST_TO_CUT = 5  # the y-axis may exclude the first epoch only if the run has at least this many epochs
-MARGIN = 0.05  # space above and below the lines, as a fraction of their range
+MARGIN = 0.05  # space above and below the plotted lines, as a fraction of the lines' range
 
 
 def missing_matplotlib() -> ImportError | None:
@@ -43,12 +43,12 @@ def missing_matplotlib() -> ImportError | None:
 def plot_history(history: list[dict[str, Any]], note: str = "") -> bytes:
     """Plot the history by epoch and return a PNG.
 
-    Panels with constant values are left out, except loss and top-1. A dotted line in these two panels marks the best
-    epoch.
+    Panels with constant values are left out, except loss and top-1. A dotted line in the panels of loss and top-1 marks
+    the best epoch.
 
     Args:
         history: One row per epoch.
-        note: Remark below the panels.
+        note: Remark to print below the panels.
     """
     from matplotlib.figure import Figure  # matplotlib.pyplot would keep the figure in global state
 
@@ -59,7 +59,7 @@ def plot_history(history: list[dict[str, Any]], note: str = "") -> bytes:
     figure.suptitle(f"best: {format_best(history)} (dotted line)")
     figure.text(0.01, 0.08 / height, note, fontsize="small")
 
-    # fixed margins, because a "constrained" layout takes longer and training waits for the plot
+    # The margins are fixed, because a "constrained" layout takes longer and training waits for the plot.
     bottom = 0.7 / height
     top = 1 - 0.95 / height
     figure.subplots_adjust(left=0.07, right=0.99, bottom=bottom, top=top, wspace=0.25, hspace=0.55)

@@ -18,7 +18,7 @@ from ..data.sources.splits import class_names, count_images, open_splits, stream
 
 @dataclass(frozen=True)
 class Splits:
-    """Training and validation split and their classes; `label_names` is empty if the dataset has no class names."""
+    """Training and validation split, and the classes; `label_names` is empty if the dataset has no class names."""
 
     train: Any
     validation: Any
@@ -48,7 +48,7 @@ class Data:
         config: Options of the run.
         splits: Training and validation split.
         data_config: timm's data config of the model's images.
-        device: Device for the batches, the same as the model's.
+        device: Device for the batches, which is the model's device.
         batch_size: Images per batch of the training loader.
         rank: Rank of this process.
         world_size: Number of processes.
@@ -64,9 +64,9 @@ class Data:
         rank: int,
         world_size: int,
     ):
-        # evaluation stores no activations for backward, so larger batches fit into memory
+        # Evaluation stores no activations for backward, so larger batches than in training fit into memory.
         self.val_batch_size = 2 * batch_size
-        # an iterable dataset yields each image once
+        # Repeated augmentation is disabled for an iterable dataset, which yields each image only once.
         repeats = dataclasses.replace(config, aug_repeats=0) if streams(splits.train) else config
         self.batches = TrainingBatches(splits.num_images, repeats, batch_size, rank, world_size)
         self.train_loader = training_loader(splits.train, config, data_config, device, self.batches, splits.num_classes)
@@ -101,5 +101,5 @@ class Data:
         return self.train_loader.description
 
     def take_unreadable(self) -> int:
-        """Return the number of unreadable training images in this process since the last call."""
+        """Return the number of training images that this process could not read since the last call."""
         return self.train_loader.take_unreadable()

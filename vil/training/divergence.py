@@ -15,7 +15,7 @@ class DivergenceError(RuntimeError):
 def check_divergence(state: TrainState, last: Path) -> None:
     """Check that the losses and gradient norms since the last call are finite.
 
-    The host waits for the steps since the last call. All ranks must call this after the same step.
+    The host waits until the device has finished all steps. All ranks must call this function after the same step.
 
     Args:
         state: State of the run.
@@ -29,7 +29,7 @@ def check_divergence(state: TrainState, last: Path) -> None:
     meter.collect()
     for step in range(first_step, meter.steps):
         _check("loss", meter.losses[step], step, state, last)
-        # the gradient scaler for float16 skips steps whose gradients overflow, so their norms may be infinite
+        # The gradient scaler for float16 skips steps whose gradients overflow, so infinite norms are no divergence.
         if not state.scaler.is_enabled():
             _check("gradient norm", meter.norms[step], step, state, last)
 

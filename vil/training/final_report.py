@@ -25,11 +25,12 @@ from .run_info import RunInfo
 
 _logger = logging.getLogger(__name__)
 
-# A run with a larger validation split writes no report, because evaluating best.pt once more would take long.
+# A run with more validation images writes no report, because evaluating best.pt once more would take long.
 MOST_IMAGES = 10_000
 MOST_CLASSES = 200  # maximum number of classes of a run that writes a report
 
-# evaluates weights on the validation split, and passes the targets and logits of each batch to the collector
+# type of a function that evaluates weights on the validation split, and passes each batch's targets and logits to the
+# collector
 Evaluate = Callable[[dict[str, Tensor], PredictionCollector], Evaluation]
 
 
@@ -49,8 +50,8 @@ def write_final_report(
 ) -> None:
     """Evaluate best.pt on the validation split, and write report.html. All ranks must call this function.
 
-    The run is complete without the report, so a failure to read best.pt or to write the report is only logged. A signal
-    ends the evaluation without a report.
+    If best.pt cannot be read or the report cannot be written, a warning is logged and no error is raised, because the
+    run is complete without the report. If a signal interrupts the evaluation, no report is written.
     """
     found = broadcast_from_rank0(functools.partial(_best_weights, best, history))
     if found is None:
@@ -74,7 +75,7 @@ def write_final_report(
 
 
 def _best_weights(best: BestCheckpoint, history: list[dict[str, Any]]) -> list | None:
-    """Return the key and state dict that best.pt marks as best, or None if they are lost or unreadable."""
+    """Return the key and state dict that best.pt marks as best, or None if best.pt is lost or unreadable."""
     try:
         if best.find(history):
             return None

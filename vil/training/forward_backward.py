@@ -1,4 +1,4 @@
-"""Forward and backward pass of a micro-batch that fits into GPU memory, captured as a CUDA graph."""
+"""Forward and backward pass of a micro-batch that fits into GPU memory, optionally captured as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ForwardBackward:
         return self.graph is not None and self.graph.graph is not None
 
     def micro_batches(self, images: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Split a batch from the loader into micro-batches."""
+        """Split a batch from the loader into pairs of images and targets, one pair per micro-batch."""
         return zip(images.split(self.micro_batch), targets.split(self.micro_batch))
 
     def __call__(self, images: Tensor, targets: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class ForwardBackward:
         else:
             targets = images.new_zeros(self.micro_batch, dtype=torch.long)
         changed = [self.gradients.flat, *self.model.buffers()]
-        # reserve the memory that the optimizer state needs later
+        # reserve the memory that the optimizer state (for AdamW, two tensors per parameter) needs later
         optimizer_state = images.new_empty(2, self.gradients.flat.numel())
         if self.config.cuda_graphs:
             self.graph = Replayed(self.run, [images, targets], "training", changed)

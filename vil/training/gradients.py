@@ -1,4 +1,4 @@
-"""Flat buffer of all gradients, for a single all-reduce and fixed addresses in CUDA graphs."""
+"""Flat buffer of all gradients, which needs a single all-reduce and has a fixed address in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ALIGNMENT = 64  # elements; each parameter's view starts at a multiple of ALIGNMENT, for aligned vector loads
+ALIGNMENT = 64  # elements; each parameter's view starts at a multiple of ALIGNMENT, so that vector loads are aligned
 
 
 class FlatGradients:
@@ -60,8 +60,8 @@ class FlatGradients:
 def stream_mismatches_ignored() -> Iterator[None]:
     """Silence PyTorch's warning that a parameter's AccumulateGrad node was created on another CUDA stream.
 
-    The warm-up, the capture and eager steps use different streams. The mismatch only makes one stream wait for the
-    other, because `torch.autograd.grad` returns the gradients instead of accumulating them in such a node.
+    The mismatch arises because the warm-up, the capture and eager steps use different streams. The mismatch only makes
+    one stream wait for the other, because `torch.autograd.grad` returns gradients and runs no AccumulateGrad node.
     """
     set_warning = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda enabled: None)
     set_warning(False)

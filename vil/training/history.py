@@ -46,15 +46,15 @@ def evaluation_columns(results: Sequence[Evaluation]) -> dict[str, float]:
 
 
 def best_top1(row: dict[str, Any]) -> float:
-    """Return the top-1 accuracy of an epoch, the better one of the model and the EMA weights."""
+    """Return the top-1 accuracy of an epoch: that of the model or of the EMA weights, whichever is higher."""
     return max(row["eval_top1"], row.get("eval_top1_ema", 0.0))
 
 
 def is_better(row: dict[str, Any], best: dict[str, Any]) -> bool:
-    """Return whether an epoch is at least as good as the best one so far.
+    """Return whether the epoch in `row` is at least as good as the best earlier epoch.
 
-    An epoch that was evaluated on fewer images always counts as worse. Rows of old runs do not have the number of
-    images.
+    An epoch that was evaluated on fewer images always counts as worse. The rows of old runs do not store the number of
+    images, and are compared by top-1 only.
     """
     images = row.get("eval_images")
     most_images = best.get("eval_images")
@@ -69,6 +69,6 @@ def best_row(history: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def format_best(history: list[dict[str, Any]]) -> str:
-    """Return a text with the best top-1 accuracy and the number of its epoch."""
+    """Return a text with the best top-1 accuracy of a run and the number of the best epoch."""
     row = best_row(history)
     return f"top-1 {best_top1(row):.2f}% in epoch {row['epoch']:.0f}"

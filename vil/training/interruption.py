@@ -42,8 +42,8 @@ class SignalWatch:
 
     The recorded signals do not end the process.
 
-    A second SIGINT terminates the process at once, or raises KeyboardInterrupt if SIGINT did so before. A watch that is
-    created in another thread than the main thread records no signals.
+    A second SIGINT terminates the process at once, or raises KeyboardInterrupt if SIGINT did so before the watch was
+    created. A watch that is created in another thread than the main thread records no signals.
 
     Attributes:
         received: Whether a signal has been received.
@@ -79,7 +79,7 @@ class LoadingWatch:
         self.failure: Exception | None = None
 
     def until_failure(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield batches. If loading fails, store and log the error, and stop without raising it."""
+        """Yield batches. If loading fails, store and log the error, and end the iteration without raising an error."""
         try:
             yield from batches
         except (MachineError, UnreadableSplitError) as error:
@@ -178,7 +178,7 @@ class CheckpointTimer:
         seconds = time.monotonic() - self.last_time
         is_due = seconds >= self.seconds or step - self.last_step >= self.steps
         flags = torch.tensor([is_due, self.signals.received, self.loading.failure is not None], dtype=torch.uint8)
-        if dist.is_initialized():  # the all-reduce uses CPU tensors, so that no rank waits for a GPU
+        if dist.is_initialized():  # all-reduce CPU tensors, so that no rank waits for a GPU
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         decision = Decision(*(bool(flag) for flag in flags))
         if decision.is_due:

@@ -20,7 +20,7 @@ from ..distributed import all_reduce_sum
 
 T = TypeVar("T")
 
-AHEAD = 4  # maximum number of steps queued on the GPU; more would only keep more images in memory
+AHEAD = 4  # maximum number of steps queued on the GPU; more queued steps would only keep more images in memory
 
 
 @dataclass
@@ -85,7 +85,7 @@ class EpochMeter:
         self._stop_clock()
 
     def collect(self) -> None:
-        """Wait for the recorded steps and average their values over ranks. All ranks must call this together."""
+        """Wait for the recorded steps and average their values over ranks. All ranks must call `collect` together."""
         if not self.pending:
             return
         before = self.times.waited_for_gpu
@@ -96,7 +96,7 @@ class EpochMeter:
         values = torch.stack(self.pending)
         if values.is_mps:  # MPS does not support fp64
             values = values.cpu()
-        # fp64 sums of a few fp32 numbers of similar size are exact, so results do not depend on the summation order
+        # In fp64, sums of a few fp32 numbers of similar size are exact, so the order of ranks does not change results.
         values = all_reduce_sum(values.double())
         if dist.is_initialized():
             values /= dist.get_world_size()

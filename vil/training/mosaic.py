@@ -27,7 +27,7 @@ SMALLEST_SHARE = 0.005  # minimum share of the second class in a mixed image's l
 
 
 class Mosaic:
-    """Mosaic of the first augmented images after the start of a phase or a resumption, copied to the host once.
+    """Mosaic of the first augmented images after a phase starts or resumes. The images are copied to the host once.
 
     Args:
         run: Identity of the run.
@@ -41,7 +41,7 @@ class Mosaic:
         self.smoothing = run.phase.config.smoothing
         self.mean = torch.tensor(data_config["mean"]).view(3, 1, 1)
         self.std = torch.tensor(data_config["std"]).view(3, 1, 1)
-        # number of images to collect until the mosaic is full
+        # number of images that the mosaic still lacks
         self.missing = ROWS * COLUMNS if rank == 0 and not missing_matplotlib() else 0
         self.images: list[Tensor] = []  # batches (B, 3, h, w) of normalized images
         self.targets: list[Tensor] = []
@@ -63,7 +63,7 @@ class Mosaic:
 
     def finish(self) -> None:
         """Write augmented.png if the phase had fewer images than the mosaic has room for, unless the file exists."""
-        if self.images and not self.path.exists():  # a resumed run keeps its mosaic instead of a smaller one
+        if self.images and not self.path.exists():  # a resumed run keeps the existing mosaic, which has more images
             self._write()
 
     def _write(self) -> None:
@@ -94,7 +94,7 @@ class Mosaic:
             axis.set_title(label, fontsize=8, pad=2, parse_math=False)
         png = io.BytesIO()
         with warnings.catch_warnings():
-            # Matplotlib's font may lack characters of the class names
+            # suppress warnings about characters of the class names that Matplotlib's font lacks
             warnings.filterwarnings("ignore", message="Glyph .* missing from")
             figure.savefig(png, format="png", dpi=DOTS_PER_INCH)
         return png.getvalue()

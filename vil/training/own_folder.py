@@ -1,6 +1,7 @@
 """Choice of splits, weights and recipe for a folder of images.
 
-`choose_recipe` chooses the recipe, and `_choose_start` the model and weights. docs/guide.md has measurements on CPUs.
+`choose_recipe` chooses the recipe, and `_choose_start` chooses the model and weights. docs/guide.md has the
+measurements by which the recipes and weights for CPUs were designed.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ BATCH_SIZES = (4, 8, 16, 32)
 STEPS_PER_EPOCH = 12  # minimum number of steps per epoch, if the smallest batch size permits
 STEPS = {"cpu": 500, "gpu": 5000}  # target number of optimizer steps; the limits in EPOCHS take precedence
 EPOCHS = {"cpu": (10, 60), "gpu": (20, 100)}  # minimum and maximum number of epochs
-LR = 1e-3  # learning rate for the largest batch size; the square root rule reduces it for smaller ones
-# On a CPU, an image has a third of the patches and the model half of the blocks, because CPUs are slower.
+LR = 1e-3  # learning rate for the largest batch size; proportional to the square root of smaller batch sizes
+# Because CPUs are slower, a run on a CPU has a third of the patches per image and half of the blocks of a run on a GPU.
 IMG_SIZE = {"cpu": 64, "gpu": 224}
 BLOCKS = {"cpu": 12, "gpu": 24}
 
 
 def choose_recipe(num_images: int, device: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe's options that override the config `finetune`, without those that the user has set.
+    """Return the options of the recipe that override the config `finetune`, except options that the user has set.
 
     Args:
         num_images: Number of training images.
@@ -74,19 +75,19 @@ def complete_options(given: Mapping[str, Any], has_config: bool) -> dict[str, An
 
     Args:
         given: Options of the user, by name.
-        has_config: Whether `given` contains a config file's options. Then only the splits are chosen.
+        has_config: Whether `given` contains a config file's options. If so, only the splits are chosen.
 
     Returns:
         The given and the chosen options. `data_dir` is the folder that contains the splits or class folders.
 
     Raises:
-        ConfigError: The folder does not show the classes of its images (see `find_layout`), or the run folder would be
-            between the class folders.
+        ConfigError: The folder does not show the classes of its images (see `find_layout`), or the run folder
+            would be among the class folders.
         CheckpointError: The checkpoint in the run folder or the file in `pretrained_path` cannot be read.
     """
     if not given.get("data_dir") or given.get("dataset") or given.get("synthetic"):
         return dict(given)
-    # nothing is left to choose, so do not list the files, which would take minutes for ImageNet
+    # The user has made all choices, so the files need not be listed, which would take minutes for ImageNet.
     if has_config and _has_splits(given):
         return dict(given)
     layout = _layout(given)
@@ -137,7 +138,7 @@ def _options_of_run(given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _check_output(layout: Layout, given: Mapping[str, Any]) -> None:
-    """Raise a ConfigError if images of the run folder would be read as a class."""
+    """Raise a ConfigError if the run folder is inside a data folder of classes, and would be read as a class."""
     output = Path(given.get("output", "output")).resolve()
     data_dir = Path(layout.data_dir).resolve()
     if layout.train_split == WHOLE and output.is_relative_to(data_dir):
@@ -196,7 +197,7 @@ def _not_given(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
 
 
 def _choose_start(given: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the options of the model and of the weights with which training starts."""
+    """Return the options of the model and of the initial weights."""
     path = given.get("pretrained_path")
     if path and not file_of(path):
         saved = Checkpoint(path, whole=False).options

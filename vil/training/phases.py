@@ -1,7 +1,7 @@
 """Training phases, each with its own options and learning-rate schedule; most runs have only one phase.
 
-A phase starts from the previous phase's history, model and EMA weights, resampled to the image size of the new phase.
-Optimizer, gradient scaler and scheduler are created anew.
+A phase continues the previous phase's history, and starts from the previous phase's model and EMA weights, resampled to
+the image size of the new phase. Each phase has a new optimizer, gradient scaler and scheduler.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def check_phases(config: Config, world_size: int, num_images: int, num_classes: 
 
 
 def _check_phase(phase: Config, before: Config | None, world_size: int, num_images: int, num_classes: int) -> None:
-    """Create the batches, loss, model (on the meta device), optimizer and any device transforms of a phase."""
+    """Try to create the batches, loss, model (on the meta device), optimizer and any device transforms of a phase."""
     micro_batch, _ = split_global_batch(phase, world_size)
     TrainingBatches(num_images, phase, micro_batch, 0, world_size)
     Loss(phase, num_classes)
@@ -113,7 +113,7 @@ def resampled_weights(
         before: Options of the previous phase, which determine the grid size of the position embeddings in `weights`.
         num_classes: Number of classes.
         model: Model of the new phase.
-        weights: State dict at the end of the previous phase; None uses new random weights.
+        weights: State dict at the end of the previous phase; None uses random weights of the previous phase's model.
     """
     source: Any = build_model(before, num_classes, weights)
     if input_size(source) != input_size(model) and hasattr(source, "set_input_size"):

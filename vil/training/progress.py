@@ -1,4 +1,4 @@
-"""Progress bar in the terminal or lines in a log, one printed line per epoch, and the report files of a run."""
+"""Progress of a run: a bar in the terminal or lines in a log, one line per epoch, and the report files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SECONDS_BETWEEN_LINES = 60  # minimum seconds between progress lines if there is
 
 
 class Progress:
-    """Progress bar over the images of a phase, and report after each epoch. Only rank 0 prints and writes.
+    """Progress bar over the images of a phase, and a report after each epoch. Only rank 0 prints and writes files.
 
-    Without a terminal, a line about every minute replaces the bar.
+    If stderr is not a terminal, a printed line about every minute replaces the bar.
 
     Args:
         run: Identity of the run.
@@ -76,7 +76,7 @@ class Progress:
         self.bar.update(self.step_images)
 
     def show(self, loss: float, learning_rate: float) -> None:
-        """Show the loss of the current step."""
+        """Show the loss of the current step in the bar, or print a line if there is no bar and a minute has passed."""
         self.bar.set_postfix(loss=f"{loss:.4f}", lr=f"{learning_rate:.2e}")
         is_due = time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES
         if self.reporter and self.bar.disable and is_due:

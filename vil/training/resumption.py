@@ -23,7 +23,7 @@ from .run_info import RunInfo, folder_of, stored_options
 
 _logger = logging.getLogger(__name__)
 
-# `DECISIVE` options must not change when resuming; `HARMLESS` options may change silently
+# When a run resumes, options in `DECISIVE` must equal the checkpoint's, and options in `HARMLESS` may differ silently.
 DECISIVE = ("model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema", "teacher", "val_fraction")
 HARMLESS = (
     "resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval",
@@ -109,7 +109,7 @@ def resumes(phase: Phase, num_classes: int) -> bool:
 
     Raises:
         CheckpointError: The folder already contains a run and `resume` is not set, the checkpoint in `resume` cannot be
-            read, its weights do not fit the model, or a decisive option differs.
+            read, the checkpoint's weights do not fit the model, or an option of `DECISIVE` differs.
     """
     folder = folder_of(phase.config)
     path = _resolve_resume(phase.config.resume, folder)
@@ -131,8 +131,8 @@ def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:
     """Check that a checkpoint matches the options, classes and teacher of the run that resumes from the checkpoint.
 
     Raises:
-        CheckpointError: A decisive option, the class names or the teacher's weights differ, or the global batch size
-            differs within an epoch. Other differences are at most logged.
+        CheckpointError: An option of `DECISIVE`, the class names or the teacher's weights differ, or the global batch
+            size differs within an epoch. Other differences raise no error, and some are logged.
     """
     config = run.phase.that_wrote(saved).config
     is_within_epoch = bool(saved["progress"].get("losses"))
@@ -150,7 +150,7 @@ def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:
             f"the teacher must have the same weights as in {path}: set the run's --teacher-checkpoint, or start "
             "another run with --experiment NAME"
         )
-    if saved["num_images"] not in (0, run.num_images):  # 0 if an old checkpoint does not store the number
+    if saved["num_images"] not in (0, run.num_images):  # the number is 0 if an old checkpoint does not store it
         _logger.warning("resuming with %d training images, was %d", run.num_images, saved["num_images"])
 
 
@@ -160,8 +160,8 @@ def check_same_options(
     """Compare the options in a checkpoint with the options of the run that resumes from the checkpoint.
 
     Raises:
-        CheckpointError: A decisive option differs, or the global batch size differs within an epoch. Other differences
-            are only logged, unless the option is harmless or the run `is_finished`.
+        CheckpointError: An option of `DECISIVE` differs, or the global batch size differs within an epoch. Differences
+            of other options are only logged, and not even logged for options of `HARMLESS` or if `is_finished`.
     """
     for name in [name for name in saved if saved[name] != current.get(name)]:
         if name in DECISIVE:

@@ -28,7 +28,7 @@ from . import trainer
 from .own_folder import complete_options
 from .run_info import folder_of
 
-SOURCE = "the arguments of vil.train"  # describes in error messages where an option was set
+SOURCE = "the arguments of vil.train"  # name of the source of options, for error messages
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ def train(
     """Train an image classifier in this process, as the command `vil train` does.
 
     Without a config, the splits, the weights and the recipe are chosen by the content of the folder and the device.
-    Lines on stderr name the choices.
+    The log on stderr names the choices.
 
     Args:
         data: Folder of images, with one folder per class or with splits; with dataset="wds/NAME", folder or URL of the
-            shards; optional for other values of `dataset`; None for `synthetic`.
+            shards; optional for other values of `dataset`; None for synthetic images.
         weights: Weights to start from: a file, or the name of weights in the package, such as "vil_tiny.tiny_in200";
             "none" for random weights; None for the config's weights or, without a config, for weights chosen by the
             folder.
@@ -132,7 +132,7 @@ def options_of_run(
 
 
 def free_frames(error: BaseException | None) -> None:
-    """Free the model and the lock of the run folder, which a notebook would keep alive with the traceback."""
+    """Free the model and the lock of the run folder, which the traceback of `error` would keep alive in a notebook."""
     while error:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

@@ -25,7 +25,7 @@ class RunInfo:
     """Information about a run that checkpoints store besides the training state.
 
     Attributes:
-        phase: Current phase, which contains the options in use.
+        phase: Current phase, whose `config` has the options in use.
         options: Options in the form stored in checkpoints.
         num_classes: Number of classes.
         label_names: Class names by index; empty if the dataset does not store names.
@@ -77,7 +77,7 @@ def stored_options(config: Config, num_classes: int) -> dict[str, Any]:
             remedy = nearest(name, MODEL_KWARGS) or f"; training supports {', '.join(MODEL_KWARGS)}"
             raise ConfigError(f"unknown model argument {shown(name)}{remedy}")
     options = dataclasses.asdict(config) | {"num_classes": num_classes}
-    # store an absolute path, because the checkpoint may be loaded from another working directory
+    # The stored path is absolute, because the checkpoint may be loaded from another working directory.
     if config.data_dir and Path(config.data_dir).is_dir():
         options["data_dir"] = str(Path(config.data_dir).resolve())
     try:

@@ -71,10 +71,10 @@ class TrainState:
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore a state saved in the same phase, but keep the learning rates and other optimizer options of this run.
+        """Restore a state saved in the same phase, except the learning rates and other options of the optimizer.
 
         Raises:
-            Exception: The content is invalid or does not fit the model. PyTorch raises various types.
+            Exception: The state is invalid or does not fit the model. PyTorch raises exceptions of various types.
         """
         self.load_weights_and_history(saved)
         for group, own in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups):

@@ -28,15 +28,15 @@ PLOTTING_SHARE = 0.01  # plotting time as a fraction of the minimum time until t
 class Reporter:
     """Writes config.yaml and info.txt when a run starts, and summary.csv and curve.png after each epoch.
 
-    curve.png needs matplotlib, and is written less often in runs with short epochs. Training continues if writing
-    fails, because checkpoints also contain the history and the next epoch rewrites the complete files.
+    curve.png needs matplotlib, and is written less often in runs with short epochs. Training continues if a file cannot
+    be written, because checkpoints also contain the history and the next epoch rewrites the complete files.
 
     Args:
         folder: Run folder.
         config: Options of the run.
         saved_config: Options in the form stored in checkpoints.
         setup: One line about devices, micro-batch size and image loading.
-        is_finished: Whether the run has no epochs left to train. Then config.yaml keeps the options of its training.
+        is_finished: Whether the run has no epochs left to train. If so, config.yaml is not rewritten.
 
     Raises:
         ConfigError: A requested logger needs a package that is not installed.
@@ -72,7 +72,7 @@ class Reporter:
             if saved_config is not None:
                 write_atomically(self.folder / "config.yaml", yaml.safe_dump(saved_config, sort_keys=False))
             before = info.read_bytes() if info.is_file() else b""
-            # paths on the command line may be invalid UTF-8
+            # errors="replace", because paths on the command line may be invalid UTF-8
             write_atomically(info, before + start.encode(errors="replace"))
         except OSError as error:
             _logger.warning("failed to write config.yaml or info.txt in %s: %s", self.folder, error)
@@ -84,7 +84,7 @@ class Reporter:
         if summary.is_file():
             with suppress(OSError):
                 reported = len(summary.read_bytes().splitlines()[1:])
-        if reported < len(history):  # loggers must not receive an epoch twice
+        if reported < len(history):  # the loggers must not receive an epoch twice
             self(history)
 
     def __call__(self, history: list[dict[str, Any]]) -> None:
@@ -120,7 +120,7 @@ class Reporter:
         self.next_plot = end + (end - begin) / PLOTTING_SHARE
 
     def finish_plot(self) -> None:
-        """Plot curve.png when a run stops, if the last epochs are missing in the plot."""
+        """Plot curve.png when a run stops, if the existing plot lacks the last epochs."""
         if self.unplotted:
             with suppress(OSError):
                 write_atomically(self.folder / "curve.png", plot_history(self.unplotted, self.note))

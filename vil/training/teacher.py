@@ -63,7 +63,7 @@ class Teacher:
         self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         self.model = model.eval().requires_grad_(False).to(device, memory_format=self.layout)
 
-        # scale and shift that convert the student's normalization to the teacher's
+        # `scale` and `shift` convert images from the student's normalization to the teacher's normalization.
         own = resolve_model_data_config(self.model)
         self.size = tuple(own["input_size"][1:]) if model.pretrained_cfg.get("fixed_input_size") else None
         mean, std = _mean_and_std(data_config, device)
@@ -124,7 +124,7 @@ def _gflops(model: nn.Module, input_size: tuple[int, ...], device: str) -> float
 
 
 def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
-    """Load a teacher on the CPU, with weights from a checkpoint or timm's pretrained weights."""
+    """Load a teacher on the CPU, with weights from the checkpoint `path` or, if None, timm's pretrained weights."""
     if path:
         source = checkpoint.Checkpoint(path)
         if (own := source.options.get("num_classes")) is not None:
@@ -136,7 +136,7 @@ def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
     _check_num_classes(name, known.num_classes, num_classes)
     try:
         return timm.create_model(name, pretrained=True)
-    except Exception as error:  # network and hub packages raise many exception types
+    except Exception as error:  # timm and the hub raise exceptions of various types
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"failed to download the weights of teacher {name} ({reason}): set --teacher-checkpoint FILE to read them "

@@ -62,7 +62,7 @@ def train(config: Config, device: torch.device, rank: int, world_size: int) -> l
         trainer = Trainer(config, device, rank, world_size, phase, lock)
         trainer.run()
 
-        # the next phase keeps the lock of the run folder and resumes from the last checkpoint
+        # The next phase keeps the lock of the run folder and resumes from the last checkpoint of this phase.
         lock = trainer.checkpointer.lock
         history = trainer.state.history
         config = dataclasses.replace(config, resume="auto")
@@ -104,7 +104,7 @@ class Trainer:
         self.rank = rank
         self.world_size = world_size
 
-        # reject invalid options before building anything large
+        # Invalid options are rejected before anything large is built.
         batch_size, _ = split_global_batch(config, world_size)
         self.splits = splits = Splits.open(config)
         check_phases(config, world_size, splits.num_images, splits.num_classes)
@@ -114,7 +114,7 @@ class Trainer:
         share_cores(device, config.workers)
         seed_everything(config.seed)
         initial = self.phase.initial_config
-        if is_resumed:  # the checkpoint replaces the initial weights
+        if is_resumed:  # no initial weights, because the checkpoint replaces them
             initial = dataclasses.replace(initial, pretrained_path=None)
         model = build_model(initial, splits.num_classes, label_names=splits.label_names).to(device)
         data_config = chosen_data_config(
@@ -124,7 +124,7 @@ class Trainer:
         loss_fn = Loss(config, splits.num_classes, self.teacher)
         self.data = Data(config, splits, data_config, device, batch_size, rank, world_size)
 
-        # training state, restored from a checkpoint if the run resumes
+        # The training state is restored from a checkpoint if the run resumes.
         self.state = state = build_state(config, model, self.phase.epochs.start)
         if rank == 0:
             announce(self.phase, self.data.batches, splits)
@@ -132,7 +132,7 @@ class Trainer:
         self.checkpointer = Checkpointer(self.run_info, state, rank, self.data.steps_per_epoch, lock)
         self.checkpointer.load()
 
-        # from now on, a signal writes a checkpoint before the run stops
+        # From now on, a signal makes the run write a checkpoint and stop.
         self.signals = SignalWatch()
         self.loading = LoadingWatch()
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps, self.signals, self.loading)
@@ -191,7 +191,7 @@ class Trainer:
             with state.meter.paused():
                 self.mosaic.add(batch.images, batch.targets)
 
-            # seed each batch, so that stochastic depth is the same in a resumed run
+            # Each batch is seeded, so that a resumed run samples the same stochastic depth.
             seed_everything(derive_seed(self.config.seed, epoch, batch.position, 2))
             for micro_batch in self.forward_backward.micro_batches(batch.images, batch.targets):
                 loss = loss + self.forward_backward(*micro_batch)
@@ -213,7 +213,7 @@ class Trainer:
         check_divergence(self.state, self.checkpointer.last)
 
     def look_at_step(self, progress: Progress) -> None:
-        """Check and show the loss at each logging interval, and warn if the GPU waits for the host."""
+        """Check and show the loss after each logging interval, and warn if the GPU waits for the host."""
         meter = self.state.meter
         if meter.steps % self.config.log_interval == 0:
             check_divergence(self.state, self.checkpointer.last)
@@ -237,7 +237,7 @@ class Trainer:
         return {**evaluation_columns(results), "unreadable_images": unreadable}
 
     def evaluate_weights(self, weights: dict[str, Tensor], observe: PredictionCollector) -> Evaluation:
-        """Evaluate other weights of the model on the validation split, then restore the weights."""
+        """Evaluate the model with other weights on the validation split, then restore the model's weights."""
         model = self.state.model
         before = {name: t.to("cpu", copy=True) for name, t in model.state_dict().items()}
         model.load_state_dict(weights)
@@ -252,7 +252,7 @@ class Trainer:
         return takewhile(lambda _: not self.signals.received, batches)
 
     def checkpoint_if_due(self) -> None:
-        """Write a checkpoint if one is due, and stop if requested. All ranks must call this after the same step."""
+        """Write a checkpoint if due, and stop if requested. All ranks must call this method after the same step."""
         decision = self.timer.decide(self.steps)
         if decision.writes_checkpoint:
             self.checkpoint(decision)
@@ -263,7 +263,7 @@ class Trainer:
         Raises:
             DivergenceError: The run has diverged.
             CheckpointError: Writing failed.
-            StoppedError, PreemptedError: `decision` is to stop.
+            StoppedError, PreemptedError: `decision` stops the run.
         """
         check_divergence(self.state, self.checkpointer.last)  # a checkpoint must not contain a diverged model
         self.average_batch_norms()  # each rank has its own BatchNorm statistics, and rank 0 writes the checkpoint

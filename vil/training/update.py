@@ -14,13 +14,13 @@ from .gradients import FlatGradients
 
 
 class ListedEma(ModelEmaV3):
-    """timm's EMA without the two `state_dict` calls per step, which take milliseconds."""
+    """timm's EMA, but without timm's two `state_dict` calls per step, which take milliseconds."""
 
     def __init__(self, model: nn.Module, **options):
         super().__init__(model, **options)
         self.averages: list[Tensor] = []
         self.values: list[Tensor] = []
-        # pairs of the EMA model's and the model's buffer that is not floating-point, such as BatchNorm's counters
+        # (EMA model's buffer, model's buffer) for buffers that are not floating-point, such as BatchNorm's counters
         self.copies: list[tuple[Tensor, Tensor]] = []
         for average, value in zip(self.module.state_dict().values(), model.state_dict().values()):
             if average.is_floating_point():
