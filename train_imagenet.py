@@ -1,13 +1,15 @@
 """Train an image classifier. The program is vil/cli/train.py, and `--help` prints its documentation.
 
-Without a config file, only the splits are chosen by the folder, unlike in `vil train`. Other options have defaults.
+Unlike `vil train`, this program chooses only the splits by the content of the folder if no config file is given. Other
+options have default values.
 """
 
 import runpy
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Handle signals before the slow import of `vil`. `import vil.fault_tolerance` would import `vil` first.
+    # Handle signals before the slow import of `vil`. The file runs by path, because `import vil.fault_tolerance` would
+    # import `vil` first.
     handlers = runpy.run_path(str(Path(__file__).parent / "vil/fault_tolerance/early_signals.py"))
     handlers["exit_on_signals"]()
 

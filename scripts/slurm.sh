@@ -4,7 +4,8 @@
 #     sbatch --nodes=2 scripts/slurm.sh -c vil_tiny --data-dir /imagenet
 #
 # Five minutes before the time limit, or when the job is preempted, the run writes a checkpoint and the job is requeued.
-# The requeued job resumes the run. OUTPUT must be on a disk that all nodes share, or that at least the first node keeps.
+# The requeued job resumes the run. OUTPUT must be on a disk that all nodes share, or on a disk that at least the first
+# node keeps.
 #SBATCH --job-name=vil
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -17,11 +18,13 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit this with sbatch from the repository}"
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)  # not `head`, which closes the pipe early: an error
+# `head` would close the pipe early, which pipefail treats as an error. `sed` reads all lines.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export OMP_NUM_THREADS=1
 gpus=${SLURM_GPUS_ON_NODE:?ask for GPUs: sbatch --gpus-per-node=N}
-# The rendezvous is static, because the c10d rendezvous unpickles what anybody on the network may write
-# (docs/security.md). --cpus-per-task is repeated, because srun does not inherit it from the job since Slurm 22.05.
+# The rendezvous is static, because the c10d rendezvous unpickles data that any machine on the network may write
+# (docs/security.md). --cpus-per-task is repeated, because since Slurm 22.05, srun does not inherit the option from the
+# job.
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
     bash -c 'exec torchrun --node-rank="$SLURM_NODEID" "$@"' torchrun \
     --nnodes="$SLURM_NNODES" --nproc-per-node="$gpus" \
@@ -32,10 +35,11 @@ step=$!
 preempted=
 trap 'preempted=yes; kill -USR1 $step' TERM USR1  # srun forwards the signal to the torchrun of every node
 wait $step && status=0 || status=$?
-while kill -0 $step 2>/dev/null; do  # the trap interrupted the first wait
+while kill -0 $step 2>/dev/null; do  # wait again if the trap interrupted the first wait
     wait $step && status=0 || status=$?
 done
-# With a grace time for preemption, Slurm signals only the step. A cancelled job is not in the state RUNNING.
+# The job is requeued after a signal or a preemption, unless the job was cancelled and is not in the state RUNNING. With a
+# grace time for preemption, Slurm signals only the step, so this script must also check PreemptTime.
 job=$(scontrol show --oneliner job "$SLURM_JOB_ID")
 if [ $status != 0 ] && [[ $job == *" JobState=RUNNING "* && ( $preempted || $job == *" PreemptTime=2"* ) ]]; then
     scontrol requeue "$SLURM_JOB_ID"

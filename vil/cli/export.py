@@ -8,14 +8,14 @@ ONNX files and torch.export programs run without this package.
     vil export --checkpoint output/vil_tiny/best.pt --out my_model/
 
 The extension of --out selects the format. A .safetensors file stores weights in half precision, and the model's name
-and arguments, so that `vil.from_checkpoint` can load the file. A path without an extension is written as a folder that
-contains model.safetensors, for timm's `local-dir:` and the Hugging Face Hub.
+and arguments, so that `vil.from_checkpoint` can load the file. If --out has no extension, a folder that contains
+model.safetensors is written, for timm's `local-dir:` and the Hugging Face Hub.
 The input `images` of an exported model has shape (B, 3, H, W) and dtype fp32, and is preprocessed as specified in the
 file's metadata. The outputs are `logits` (B, classes), or `embedding` (B, C) with --num-classes 0, and
 `features_N` (B, C, h, w) for each requested block N. The batch size B is dynamic. H and W are fixed to the model's
 image size.
-Before a file is written, its outputs are compared with the outputs of the model. docs/export.md lists programs that
-can read the files.
+Before a file is written, the outputs of the exported model are compared with the outputs of the original model.
+docs/export.md lists programs that can read the files.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ..fault_tolerance.output import errors_in_a_line, print_result
 from ..fault_tolerance.streams import outlive_output
 from ..text import nearest, shown
 
-# subcommand -> summary; the module of the same name in this package has the options
+# subcommand -> summary; the module `vil.cli.SUBCOMMAND` defines the options of the subcommand
 COMMANDS = {
     "train": "train an image classifier",
     "validate": "evaluate a model on a validation split, or compare two models",
@@ -37,7 +37,7 @@ def main() -> None:
     """Run the command line of this process."""
     words = sys.argv[1:]
     if words[:1] == ["train"]:
-        exit_on_signals()  # handle signals before the slow imports of training
+        exit_on_signals()  # before the slow imports of training, so that signals are handled during the imports
         outlive_output()
     else:
         outlive_output("stderr")

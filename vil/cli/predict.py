@@ -23,7 +23,7 @@ from ..text import counted
 
 def main(words: Sequence[str] | None = None, prog: str = "vil predict") -> None:
     logging.basicConfig(format="%(message)s")
-    with errors_in_a_line(OSError):  # for example a full disk
+    with errors_in_a_line(OSError):  # an OSError is raised if, for example, the disk is full
         options = parse_options(words, prog)
         from ..prediction.command import predict_files
 

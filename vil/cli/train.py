@@ -4,8 +4,9 @@
     vil train -c vil_tiny --data-dir /imagenet
     torchrun --nproc_per_node=8 -m vil train -c vil_tiny --data-dir /imagenet --resume auto
 
-Without a config file, `vil train` chooses the splits, weights and recipe by the content of the folder and the device,
-and the log names each choice with the option that changes it. docs/guide.md lists the arrangements of folders.
+Without a config file, `vil train` chooses the splits, weights and recipe by the content of the folder and the device.
+The log names each choice and the option that changes the choice. docs/guide.md describes the supported layouts of
+folders.
 
 Most options in config files have timm's names, and the command line overrides the config file. The config file
 specifies the *global* batch size. Each process splits its share of the global batch into micro-batches of at most

@@ -4,15 +4,16 @@ r"""Evaluate top-1, top-5 and loss of a model on a validation split.
     vil validate --model vim_tiny --checkpoint vim_t_midclstok_76p1acc.pth --data-dir /imagenet
     torchrun --nproc_per_node=8 -m vil validate --checkpoint output/vil_tiny/best.pt --data-dir /imagenet
 
-Checkpoints of `vil train` store the model, image size and dataset, which options can override. With torchrun,
-each image is counted exactly once. Two models can be compared on the same images:
+Checkpoints of `vil train` store the model, image size and dataset, which options can override. With torchrun, the
+images are divided among the processes, and each image is counted exactly once. Two models can be compared on the same
+images:
 
     vil validate --checkpoint output/vil_tiny/best.pt --data-dir /imagenet \
         --against vim_t_midclstok_76p1acc.pth --against-model vim_tiny
     vil validate --checkpoint output/vil_tiny/best.pt --data-dir /imagenet --against deit_tiny_patch16_224
 
 To evaluate on another test set, set its folder as the split, such as --data-dir /data --split
-imagenetv2-matched-frequency-format-val. If the folder contains only some of ImageNet's classes, named by WordNet id,
+imagenetv2-matched-frequency-format-val. If the split contains only some of ImageNet's classes, named by WordNet id,
 predictions are restricted to these classes, as for ImageNet-A and ImageNet-R.
 """
 

@@ -19,7 +19,7 @@ def main(words: Sequence[str] | None = None, prog: str = "vil viz") -> None:
     with errors_in_a_line(OSError):
         options = parse_options(words, prog)
         try:
-            import matplotlib.figure  # noqa: F401  fail before the model is loaded, which is slow
+            import matplotlib.figure  # noqa: F401  fail before the slow loading of the model
         except ImportError as error:
             raise ConfigError(f"vil viz needs matplotlib: pip install matplotlib ({error})") from error
         from ..visualization.command import draw

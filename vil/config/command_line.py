@@ -18,7 +18,7 @@ from .values import COMMAND_LINE, KINDS, checked, flag_of, kind_of, may_be_pair,
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # folder of this package's configs
 SHORT_FLAGS = {"batch_size": ["-b"], "workers": ["-j"]}  # short options, as in timm
-SOURCE = COMMAND_LINE  # describes in error messages where an option was set
+SOURCE = COMMAND_LINE  # name of the source of options, for error messages
 
 _logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 class Parser(argparse.ArgumentParser):
     """argparse parser that raises one-line ConfigErrors and suggests similar names for unknown options.
 
-    Hyphens and underscores in the names of options are optional.
+    Hyphens and underscores in the names of options may be exchanged or left out.
     """
 
     def parse_args(self, args=None, namespace=None):
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         return bool(option and option.nargs == 0)
 
     def _hyphenated(self, word: str) -> str:
-        """Return a word of the command line with the hyphens of the option, as in --data-dir for --data_dir."""
+        """Return a word of the command line with the hyphens of the known option, such as --data-dir for --data_dir."""
         name, sign, value = word.partition("=")
         known = {_letters(flag): flag for flag in self._option_string_actions if flag.startswith("--")}
         return f"{known[_letters(name)]}{sign}{value}" if name.startswith("--") and _letters(name) in known else word
@@ -87,11 +87,11 @@ def load_config(
     Args:
         description: Description in `--help`, after the usage.
         arguments: Command-line arguments; None uses `sys.argv`.
-        saved_options: Function that reads the options in a checkpoint, given the file and the command-line options. It
-            is called for `--resume FILE` without `-c`.
+        saved_options: Function that returns the options in a checkpoint, given the checkpoint file and the command-line
+            options. The function is called for `--resume FILE` without `-c`.
         prog: Name of the program in `--help`; None uses the name of the script.
-        complete: Function that adds options which are not given, from the given options and whether they include a
-            config file. It is not called for `--resume FILE`.
+        complete: Function that adds options that are not given. The arguments are the given options, and whether the
+            given options include a config file. The function is not called for `--resume FILE`.
 
     Raises:
         ConfigError: An option or value is invalid, or a phase in the file overrides a command-line option. The message
@@ -124,7 +124,7 @@ def resolve_config(
     if file:
         defaults = _options_of_file(file, given)
     elif saved_options and resumed not in (None, "auto"):
-        folder = Path(resumed).resolve().parent  # the run continues in the folder of its checkpoint
+        folder = Path(resumed).resolve().parent  # the run continues in the checkpoint's folder
         defaults = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed, given)}
     _check_phases(defaults, given, file or resumed)
 
@@ -140,7 +140,7 @@ def resolve_config(
 
 
 def _parser(description: str, prog: str | None) -> Parser:
-    """Return a parser with one option per field of `Config`. Values are not converted yet."""
+    """Return a parser with one option per field of `Config`. The parser leaves values as strings."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=prog, description=description, formatter_class=formatter, allow_abbrev=False)
     help = "YAML file of options, or the name of a config of this package"
@@ -180,7 +180,7 @@ def _letters(flag: str) -> str:
 
 
 def _number_of_words(name: str) -> str | None:
-    """Return argparse's `nargs` for an option; None for exactly one value."""
+    """Return argparse's `nargs` for an option, which is None for exactly one value."""
     kind, _ = kind_of(name)
     if kind in (tuple, dict, list) or may_be_pair(name):
         return "+"
@@ -207,7 +207,7 @@ def _options_of_file(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     translation = from_timm(read_yaml(path), path, given)
     options = checked(translation.options, path, translation.errors)
     ignored = translation.ignored
-    from ..distributed import is_rank0  # importing `distributed` imports PyTorch
+    from ..distributed import is_rank0  # imported here, because `distributed` imports PyTorch
 
     if ignored and is_rank0():
         names = ", ".join(ignored)

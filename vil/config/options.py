@@ -1,6 +1,6 @@
 """Options of a training run, with defaults, ranges and choices. Most options that timm also has have timm's names.
 
-timm is imported inside functions, so that help and errors in the names of command-line options do not wait for PyTorch.
+timm is imported inside functions, so that `--help` and errors about unknown options do not wait for PyTorch's import.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_PIXELS = 8192  # maximum image height or width, in pixels
 def _option(
     default: Any, help: str, bare: Any = None, low: float = -math.inf, high: float = math.inf, above: float = -math.inf
 ) -> Any:
-    """Define a field of `Config`. `bare` is the value if the flag is set without a value on the command line.
+    """Define a field of `Config`. `bare` is the value of an option that is set without a value on the command line.
 
     Numbers, also in tuples, must be at least `low`, at most `high` and greater than `above`.
     """
@@ -34,7 +34,7 @@ def _option(
 
 @dataclass
 class Config:
-    """Options of a training run. Defaults are ViM's recipe for the tiny model on ImageNet, but with bf16 autocast."""
+    """Options of a training run. Defaults are ViM's recipe for the tiny model on ImageNet, but in bf16 autocast."""
 
     # data
     data_dir: str | None = _option(
@@ -263,7 +263,7 @@ def choices_of_options() -> dict[str, list[str]]:
     interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
     return {
         "opt": [name for name in map(str, list_optimizers()) if not get_optimizer_info(name).second_order],
-        "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # timm schedulers, none of which depends on a metric
+        "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # timm schedulers that do not depend on a metric
         "train_interpolation": [*interpolations, "random"],
         "interpolation": interpolations,
         "amp_dtype": ["bfloat16", "float16"],
@@ -272,13 +272,13 @@ def choices_of_options() -> dict[str, list[str]]:
     }
 
 
-# model arguments that count something or are a number of pixels, with the smallest valid value
+# model arguments that are counts or numbers of pixels -> smallest valid value
 SIZES = dict.fromkeys(("img_size", "patch_size", "stride", "in_chans", "embed_dim", "depth", "num_heads"), 1)
 SIZES["num_classes"] = 0
 
 
 def check_sizes(arguments: Mapping[str, Any]) -> None:
-    """Raise a ConfigError if a model argument is an invalid size, because models accept some, such as depth 0."""
+    """Raise a ConfigError if a model argument is an invalid size. Models accept some invalid sizes, such as depth 0."""
     for name in SIZES.keys() & arguments:
         value = arguments[name]
         for size in value if isinstance(value, (list, tuple)) else [value]:
@@ -321,7 +321,7 @@ def unknown_models(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# examples of the sections of timm's augmentation policies
+# valid sections of timm's augmentation policies, with example values
 POLICY_SECTIONS = {
     "rand": "m9 n2 p0.5 mstd0.5 mmax10 inc1 tweights t3a t3aw",
     "augmix": "m3 w3 d2 a1 b1 mstd0.5",
@@ -338,7 +338,7 @@ PHASE_OPTIONS = (
 DATASETS = ("wds", "hfds", "hfids", "tfds")  # supported prefixes of timm dataset names; folders and tar files have none
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
-# names of the same or a similar option in other programs, for suggestions when an option is unknown
+# option -> names of the same or a similar option in other programs, for suggestions when an option is unknown
 SYNONYMS = {
     "aa": "auto_augment autoaugment",
     "amp": "mixed_precision bf16 fp16",

@@ -1,9 +1,9 @@
 """Translation of config files of timm's train.py, such as args.yaml, to options of `Config`.
 
 timm saves every option in args.yaml. Options that `Config` also has are kept, unless timm's value is empty and `Config`
-needs a value. Options with the same meaning under another name are renamed. Other options are ignored if they are off,
-at a value with which timm trains like this package, without effect on the run, or in `HARMLESS`. All remaining options
-raise an error, because ignoring them would silently change the training.
+needs a value. Options that `Config` has under another name are renamed. Other options are ignored if they are off, have
+a value with which timm trains like this package, have no effect on the run, or are in `HARMLESS`. All remaining options
+raise an error, because ignoring these options would silently change the training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Translation:
 def from_timm(values: Mapping[Any, Any], source: str, given: Mapping[str, Any]) -> Translation:
     """Translate the options of a config file that was written for timm's train.py.
 
-    A file is considered timm's if it contains an option that exists only in timm. The options of other files are
+    A file is treated as timm's if the file contains an option that exists only in timm. The options of other files are
     returned unchanged.
 
     Args:
@@ -56,7 +56,7 @@ def from_timm(values: Mapping[Any, Any], source: str, given: Mapping[str, Any]) 
         elif _is_empty(value):
             ignored.append(str(name))
         elif name in RENAMED or name in MODEL_ARGUMENTS:
-            continue  # these options are translated below
+            continue  # `_rename` and `_move_model_arguments` translate this option
         elif _changes_training(name, value, in_effect):
             unsupported[str(name)] = value
         else:
@@ -74,7 +74,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Return whether timm's value means "off" for an option that cannot be off in `Config`."""
+    """Return whether timm's value of an option means "off", but the option cannot be off in `Config`."""
     kind, is_optional = kind_of(name)
     return _is_empty(value) and not is_optional and kind is not bool
 
@@ -91,7 +91,7 @@ def _as_ours(name: str, value: Any) -> Any:
 
 def _changes_training(name: str, value: Any, options: Mapping[str, Any]) -> bool:
     """Return whether an option that `Config` does not have affects training, given the other options of the run."""
-    if name not in UNSUPPORTED:  # assume that options unknown to timm, such as options of a fork, are off if 0
+    if name not in UNSUPPORTED:  # options unknown to timm, such as options of a fork, count as off if 0
         return name not in HARMLESS and value != 0
     if value == UNSUPPORTED[name]:
         return False
@@ -118,7 +118,7 @@ def _changes_training(name: str, value: Any, options: Mapping[str, Any]) -> bool
 def _rename(values: Mapping[Any, Any], options: dict[Any, Any], source: str) -> list[str]:
     """Copy options with timm's names from `values` to `options`, renamed to this package's names.
 
-    Returns error messages about invalid and contradictory options.
+    Return error messages about invalid and contradictory options.
     """
     errors = []
     for name, ours in RENAMED.items():

@@ -14,7 +14,7 @@ MODEL_ARGUMENTS = {
     "gp": "global_pool",
 }
 
-# unsupported timm options, with the value for which timm's train.py trains like this package
+# unsupported timm option -> the value with which timm's train.py trains like this package
 UNSUPPORTED = {
     "amp_impl": "native",
     "apex_amp": False,
@@ -108,7 +108,7 @@ UNSUPPORTED = {
     "warmup_prefix": False,
 }
 
-# options of timm (keys), and the options that have no effect without them (values)
+# timm option -> timm options that have no effect unless this option is set
 ONLY_WITH = {
     "bce_loss": ["bce_pos_weight"],
     "clip_grad": ["clip_mode"],
@@ -144,7 +144,7 @@ ONLY_WITH = {
 }
 SWITCHES = {name: switch for switch, names in ONLY_WITH.items() for name in names}
 
-# timm option -> supported schedulers for which this option has an effect
+# timm option -> schedulers of this package for which the option has an effect
 SCHEDULES = {
     "decay_epochs": ["step"],
     "decay_milestones": ["multistep"],
@@ -153,7 +153,7 @@ SCHEDULES = {
     "patience_epochs": [],
 }
 
-# timm options that affect speed, logging, storage or random numbers, or that options of this package replace
+# timm options that affect only speed, logging, storage or random numbers, or that options of this package replace
 HARMLESS = {
     "channels_last",
     "checkpoint_hist",

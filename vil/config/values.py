@@ -15,7 +15,7 @@ from ..text import nearest, shown
 from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError, check_sizes, unknown_models, wrong_choices
 
 MOST_BYTES = 2**17  # maximum size of a config file in bytes, because YAML parsing needs much time and memory per byte
-LONGEST_NUMBER = 400  # maximum number of characters in a number; more than the largest float needs
+LONGEST_NUMBER = 400  # maximum number of characters in a number; the largest float needs fewer
 COMMAND_LINE = "the command line"  # source of options, for messages
 KINDS = {
     int: "an integer", float: "a number", bool: "true or false", str: "a text", tuple: "a list of numbers",
@@ -115,7 +115,7 @@ def checked(values: dict[str, Any], source: str, errors: Sequence[str] = ()) -> 
             errors.append(unknown_option(name, f"in {source}", FIELDS))
             continue
         try:
-            empty = value == "" and kind_of(name)[1]  # scripts may pass an empty environment variable
+            empty = value == "" and kind_of(name)[1]  # scripts may pass an empty environment variable for None
             converted[name] = None if empty else convert(name, value, source)
             if name == "model_kwargs":
                 check_sizes(converted[name] or {})
@@ -131,7 +131,7 @@ def checked(values: dict[str, Any], source: str, errors: Sequence[str] = ()) -> 
 
 
 def unknown_option(name: Any, where: str, options: Iterable[str], spelled: Callable[[str], str] = repr) -> str:
-    """Return the message for an unknown option. `spelled` returns the form of an option in the suggestion."""
+    """Return the message for an unknown option. `spelled` formats the name of a suggested option."""
     unknown, words = f"unknown option {shown(name)} {where}", re.sub(r"^no_(?=.)", "", str(name).lower())
     for ours, synonyms in SYNONYMS.items():
         if ours in options and words in synonyms.split():
@@ -163,7 +163,7 @@ def convert(name: str, value: Any, source: str) -> Any:
         return None
     if kind is list:
         return _checked_phases(value, source)
-    # arguments KEY=VALUE from the command line
+    # The command line gives a dict as a list of words KEY=VALUE.
     if kind is dict and isinstance(value, list) and all(isinstance(word, str) for word in value):
         return parse_key_values(value)
     if may_be_pair(name) and isinstance(value, (list, tuple)) and len(value) in (1, 2):
@@ -221,7 +221,7 @@ def _checked_phases(value: Any, source: str) -> list[dict[str, Any]]:
 
 
 def _out_of_range(number: float, low: float, high: float, above: float) -> str | None:
-    """Return the bound that a number violates, as text, or None if the number is valid."""
+    """Return a text that describes the bound that a number violates, or None if the number is valid."""
     if not math.isfinite(number):
         return "a finite number"
     if number < low:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BINS = 10  # number of bins between probability 0 and 1
+BINS = 10  # number of bins of equal width between the probabilities 0 and 1
 
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """Images whose predicted class has a probability in one range.
+    """Statistics of the images whose predicted class has a probability in the bin's range.
 
     Attributes:
         images: Number of images.

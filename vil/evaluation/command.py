@@ -60,7 +60,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Raise a ConfigError before evaluating if an output file is not writable, or matplotlib is missing for a plot."""
+    """Raise a ConfigError before the evaluation if an output file is not writable, or a plot lacks matplotlib."""
     paths = []
     if options.csv:
         paths += [options.csv / table for table in TABLES]
@@ -113,7 +113,7 @@ def _second_settings(options: argparse.Namespace, first: ModelSettings) -> Model
     )
     source = Checkpoint(options.against) if is_file else None
     second = resolve_model(given, source, option="--against-model")
-    # timm's pretrained weights come with their own number of classes and image size
+    # timm's pretrained weights keep their own number of classes and image size.
     return with_sizes_of(second, first) if is_file else second
 
 
@@ -139,7 +139,7 @@ def report(validation: Validation, options: argparse.Namespace) -> None:
         write_files(validation, as_json, options)
         if options.report:
             text += f"\n{options.report / PAGE}"
-    except OSError as error:  # raised for example if the disk is full
+    except OSError as error:  # an OSError is raised if, for example, the disk is full
         raise LostResultError(f"failed to write the results: {error}") from error
     finally:
         if options.json == "-":

@@ -36,7 +36,7 @@ class ContingencyTable:
 
     @property
     def difference(self) -> float:
-        """Accuracy of the first model minus accuracy of the second, in percentage points."""
+        """Accuracy of the first model minus the accuracy of the second model, in percentage points."""
         return 100 * (self.only_first - self.only_second) / max(1, self.images)
 
     @property
@@ -59,8 +59,8 @@ class Comparison:
     """Paired comparison of two models.
 
     Attributes:
-        top1: Numbers of images by whether the most probable class is correct.
-        top5: Numbers of images by whether one of the five most probable classes is correct.
+        top1: Contingency table in which an image counts as correct if the most probable class is correct.
+        top5: Contingency table in which an image counts as correct if one of the five most probable classes is correct.
         agreement: Percentage of images for which both models predict the same class, correct or not.
     """
 

@@ -31,7 +31,7 @@ class Evaluation:
 
     @property
     def is_blind(self) -> bool:
-        """Whether no image could be read, so that there is no result."""
+        """Whether the evaluation has no result, because no image could be read."""
         return self.unreadable > 0 and self.images == 0
 
     @property
@@ -55,7 +55,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates models on the same images in one pass. Every rank gets the results over all ranks.
+    """Evaluates models on the same images in one pass. Every rank returns the results over all ranks.
 
     Args:
         models: Classifiers that map normalized images (B, 3, H, W) to logits (B, classes).
@@ -77,7 +77,7 @@ class Evaluator:
         self.device = device
         self.precision = precision
         self.graph_shape = (batch_size, *input_size) if batch_size and device.type == "cuda" else None
-        self.run: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]] | None = None  # set at first call
+        self.run: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]] | None = None  # set by the first call
 
     @torch.inference_mode()
     def __call__(self, loader, observe: Callable[[Tensor, list[Tensor]], None] | None = None) -> list[Evaluation]:

@@ -19,7 +19,7 @@ from ..models.shipped import file_of
 from .settings import ModelSettings
 from .wrappers import Renormalized, Reordered, Restricted
 
-# preprocessing options of the first model with which both models are evaluated
+# preprocessing options that both models take from the first model
 SHARED_PREPROCESSING = ("crop_pct", "crop_mode", "interpolation")
 
 _logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def _load(settings: ModelSettings) -> nn.Module:
 
 
 def check_comparable(first: EvaluatedModel, second: EvaluatedModel) -> None:
-    """Check that two models can be compared, and warn about settings of the second model that are not used.
+    """Check that two models can be compared, and warn about preprocessing of the second model that is not used.
 
     Raises:
         ConfigError: The models have different numbers of classes or image sizes.
@@ -111,13 +111,14 @@ def adapt(
     class_order: Sequence[str],
     classes: Sequence[int] | None,
 ) -> nn.Module:
-    """Wrap a model so that all models accept the first model's images and return logits in a common class order.
+    """Wrap a model to accept images preprocessed for the first model and return logits in a common class order.
 
     Args:
         model: Model to adapt.
         first: First model of the evaluation, which may be `model` itself.
         split: Name of the split, for messages.
-        class_order: Class names in the order of the returned logits, taken from the first model or else the split.
+        class_order: Class names in the order of the returned logits, taken from the first model or, if the first
+            model has no class names, from the split.
         classes: Indices of the classes that may be predicted; None for all classes.
 
     Raises:

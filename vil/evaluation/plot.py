@@ -12,7 +12,7 @@ from .tables import class_rows
 
 
 def plot_comparison(names: Sequence[str], comparison: Comparison, predictions: Predictions) -> bytes:
-    """Plot the accuracy differences with intervals, and both models' top-1 accuracy per class. Return a PNG.
+    """Plot accuracy differences with 95% intervals, and both models' top-1 accuracy for each class. Return a PNG.
 
     Args:
         names: Names of the two models.

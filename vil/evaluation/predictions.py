@@ -20,7 +20,7 @@ from .evaluator import Evaluation
 
 
 class PredictionCollector:
-    """Stores the most probable classes of each image. An instance is the argument `observe` of `Evaluator`."""
+    """Stores each image's most probable classes. An instance can be the argument `observe` of an `Evaluator` call."""
 
     def __init__(self) -> None:
         self._targets: list[Tensor] = []
@@ -77,10 +77,10 @@ class Predictions:
         probabilities_NMK: np.ndarray,
         real_labels_NC: np.ndarray | None = None,
     ) -> Predictions:
-        """Create the predictions from arrays, without unreadable and unlabelled images.
+        """Create the predictions from arrays. Unreadable images and images without a ReaL label are left out.
 
-        A prediction is correct if the class equals the target. With ReaL labels, the class must be one of the image's
-        labels.
+        A predicted class is correct if the class equals the target. With ReaL labels, a predicted class is correct if
+        the class is one of the image's ReaL labels.
         """
         is_counted = targets_N != UNREADABLE
         if real_labels_NC is None:
@@ -108,12 +108,12 @@ class Predictions:
 
     @property
     def top1_NM(self) -> np.ndarray:
-        """Whether the most probable class is correct."""
+        """Whether the most probable class of each image is correct."""
         return self.correct_NMK[..., 0]
 
     @property
     def top5_NM(self) -> np.ndarray:
-        """Whether one of the five most probable classes is correct."""
+        """Whether one of the five most probable classes of each image is correct."""
         return np.asarray(self.correct_NMK.any(-1))
 
     def recount(self, result: Evaluation, m: int) -> Evaluation:

@@ -1,4 +1,4 @@
-"""ReaL labels of the ImageNet validation images."""
+"""ReaL labels (reassessed labels) of the ImageNet validation images."""
 
 from __future__ import annotations
 

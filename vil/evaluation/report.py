@@ -24,7 +24,7 @@ MAX_MATRIX_CLASSES = 30  # maximum number of classes in a confusion matrix
 MAX_CONFUSIONS = 40  # maximum number of listed confusions
 MAX_MISTAKES = 32  # maximum number of misclassified images shown for each model
 MAX_CORRECT = 16  # maximum number of correctly classified images shown for each model
-MAX_DIFFERING = 16  # maximum number of images shown for each way in which two models differ
+MAX_DIFFERING = 16  # maximum number of images shown for each group of `_differing`
 THUMBNAIL_SIZE = 160  # maximum side of a thumbnail in pixels
 
 NameOf = Callable[[int], str]
@@ -47,7 +47,7 @@ def report_page(
         predictions: Predictions of all models.
         names: Class names by class index.
         notes: Additional remarks on the evaluation.
-        images: timm dataset. Thumbnails are shown unless this is an iterable dataset.
+        images: timm dataset. Thumbnails are shown unless the dataset is iterable.
         curve: PNG of the training curve, if the report is on a training run.
     """
 
@@ -86,7 +86,7 @@ def _calibration(predictions: Predictions, m: int) -> dict[str, Any]:
 
 
 def _confusions(counts: Counter[tuple[int, int]], present: Sequence[int], name_of: NameOf) -> dict[str, Any]:
-    """Return the most frequent confusions and, if there are few classes, the confusion matrix.
+    """Return the most frequent confusions and, for at most `MAX_MATRIX_CLASSES` classes, the confusion matrix.
 
     Args:
         counts: Number of images per pair (true class, predicted class).
@@ -105,7 +105,7 @@ def _confusions(counts: Counter[tuple[int, int]], present: Sequence[int], name_o
 
 
 def _cell(counts: Counter[tuple[int, int]], target: int, predicted: int) -> dict[str, Any]:
-    """Return the count, share of the true class's images, and CSS class of a confusion-matrix cell."""
+    """Return a confusion-matrix cell: count, share of the true class's images, and CSS class."""
     images_of_class = sum(images for (other, _), images in counts.items() if other == target)
     count = counts[target, predicted]
     return {
@@ -116,7 +116,7 @@ def _cell(counts: Counter[tuple[int, int]], target: int, predicted: int) -> dict
 
 
 def _classes(predictions: Predictions, name_of: NameOf) -> list[dict[str, Any]]:
-    """Return one row per class that has images, sorted by the first model's recall, lowest first."""
+    """Return one row for each class that has images. Rows are sorted by the first model's recall, lowest first."""
     rows = []
     for target in np.unique(predictions.targets_N):
         is_target_N = predictions.targets_N == target
@@ -140,7 +140,7 @@ def _class_scores(predictions: Predictions, m: int, target: int, name_of: NameOf
 
 
 def _examples(predictions: Predictions, m: int, name_of: NameOf, images: Any) -> dict[str, Any]:
-    """Return the most confident mistakes of a model, and correctly classified images from the whole split."""
+    """Return a model's most confident mistakes, and correctly classified images at equal distances in the split."""
     mistakes = np.flatnonzero(~predictions.top1_NM[:, m])
     correct = np.flatnonzero(predictions.top1_NM[:, m])
     by_confidence = mistakes[np.argsort(-predictions.probabilities_NMK[mistakes, m, 0], kind="stable")]
@@ -154,8 +154,8 @@ def _examples(predictions: Predictions, m: int, name_of: NameOf, images: Any) ->
 def _differing(predictions: Predictions, name_of: NameOf, images: Any) -> list[dict[str, Any]]:
     """Return the images for which two models predict different classes, unless both are correct by ReaL labels.
 
-    The images are grouped by which model is correct.
-    The images of a group are sorted by the highest probability of a wrong prediction, highest first.
+    The images are grouped by which model is correct. The images of a group are sorted by the highest probability of a
+    wrong prediction, highest first.
     """
     first_N, second_N = predictions.top1_NM.T
     differs_N = predictions.predicted_NM[:, 0] != predictions.predicted_NM[:, 1]
@@ -194,7 +194,7 @@ def _example(predictions: Predictions, n: int, models: Sequence[int], name_of: N
 
 
 def _picture(images: Any, index: int) -> dict[str, str]:
-    """Return a base64 JPEG thumbnail and the file name of an image; {} for iterable datasets, which have no index."""
+    """Return a base64 JPEG thumbnail and the file name of an image; {} for iterable datasets."""
     if streams(images):
         return {}
     image, _ = ImageReader(images, None, is_training=False).read(index)

@@ -27,9 +27,10 @@ class Validation:
         notes: Remarks on the evaluation, for the user.
         class_names: Class names by class index; incomplete or empty if unknown.
         images: timm dataset of the split.
-        predictions: Predictions of all models; None for a single model without ReaL labels, unless requested.
-        comparison: Paired comparison if there are two models.
-        speeds: Speed of each model if there are two models, on rank 0.
+        predictions: Predictions of all models; None for a single model without ReaL labels, unless predictions are
+            requested.
+        comparison: Paired comparison of two models; None for a single model.
+        speeds: Speed of each model, measured on rank 0 if there are two models; otherwise empty.
     """
 
     data: DataSettings
@@ -47,7 +48,7 @@ class Validation:
         preprocessing = self.models[0].settings
         rows = [_row(model, result, self.data, preprocessing) for model, result in zip(self.models, self.results)]
         for row, speed in zip(rows, self.speeds):
-            row |= asdict(speed)  # report the model's own speed instead of the speed including image loading
+            row |= asdict(speed)  # images_per_second then excludes image loading
         return rows
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class Validation:
 
 
 def _row(model: EvaluatedModel, result: Evaluation, data: DataSettings, preprocessing: ModelSettings) -> dict[str, Any]:
-    """Return the JSON result of a model. `preprocessing` contains the crop and interpolation of the images."""
+    """Return the JSON result of a model. `preprocessing` has the settings of crop and interpolation that were used."""
     settings = model.settings
     return {
         "model": settings.model,

@@ -1,4 +1,4 @@
-"""Validation settings: options of the command line, then settings stored in the checkpoint."""
+"""Settings of a validation. Options of the command line take precedence over options stored in the checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Command-line options of one model. None means that the checkpoint's value is used."""
+    """Command-line options of one model. None means that the value in the checkpoint is used."""
 
     model: str | None = None
     checkpoint: str | None = None
@@ -56,7 +56,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Model, weights and preprocessing. None means that the model's default is used.
+    """Model, weights and preprocessing of an evaluation. None means that the model's default is used.
 
     Attributes:
         model: Model name in timm.
@@ -91,7 +91,7 @@ class ModelSettings:
 
     @property
     def note_on_weights(self) -> str:
-        """Log line about the use of raw or EMA weights, which is empty if the checkpoint has only raw weights."""
+        """Note about the use of raw or EMA weights, which is empty if the checkpoint has only raw weights."""
         return self.source.note_on_weights(self.use_ema) if self.source else ""
 
     @property
@@ -128,8 +128,8 @@ def resolve_data(
 ) -> DataSettings:
     """Return the split given on the command line, otherwise the validation split of the run in the checkpoint.
 
-    If the run held out images for validation, only these images of the run's folder are evaluated. All images are
-    evaluated of another folder that has only class folders.
+    If the run held out images of its data folder for validation, only the held-out images are evaluated. If another
+    folder is given that has only class folders, all images are evaluated.
 
     Raises:
         ConfigError: The data folder stored in the checkpoint does not exist, the stored dataset must be confirmed on

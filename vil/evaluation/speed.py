@@ -14,7 +14,7 @@ from torch import Tensor, nn
 class Speed:
     """Inference throughput of one model.
 
-    `peak_mib` is the peak CUDA memory of the weights, images and activations in MiB, and None on other devices.
+    `peak_mib` is the peak CUDA memory of the weights, images and activations in MiB, or None on other devices.
     """
 
     images_per_second: float

@@ -35,7 +35,7 @@ def open_evaluation_split(
     """Open a split with the class indices of a model.
 
     Classes are matched by `label_names`. Without `label_names`, the split's own class indices are used, unless the
-    model has 1000 classes and the split's folders are named by WordNet ids of some of ImageNet's classes.
+    model has 1000 classes and the split's classes are named by WordNet ids of ImageNet's classes.
 
     Args:
         data_dir, dataset, split: As for `open_split`.

@@ -23,7 +23,8 @@ def wilson_interval(correct: int, images: int) -> tuple[float, float]:
 def paired_interval(only_first: int, only_second: int, images: int) -> tuple[float, float]:
     """Return the 95% interval of the difference of two accuracies on the same images, as fractions from -1 to 1.
 
-    This is Wald's interval after adding half an image to each of the four counts (Agresti and Min, 2005).
+    The interval is Wald's after half an image is added to each of the four counts of the contingency table (Agresti and
+    Min, 2005).
 
     Args:
         only_first: Number of images that only the first model classifies correctly.

@@ -54,8 +54,8 @@ def class_rows(predictions: Predictions, names: Mapping[int, str]) -> list[dict[
 def confusion_rows(predictions: Predictions, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """Return the number of images per pair of a true class and a wrong prediction, most frequent first.
 
-    For two models, rows contain both numbers and are sorted by the absolute difference. Rows without a difference are
-    omitted.
+    For two models, rows contain the numbers of both models and are sorted by the absolute difference. Rows with equal
+    numbers are left out.
     """
     counts = confusion_counts(predictions)
     sort_key = "images" if predictions.models == 1 else "difference"

@@ -44,7 +44,7 @@ def validate(
     Raises:
         ConfigError: The split or the ReaL labels cannot be read, the models or the split differ in classes or image
             size, or the world size exceeds the number of images.
-        UnreadableSplitError: No image can be read, or none has a class label.
+        UnreadableSplitError: No image can be read, or no image has a class label.
     """
     share_cores(device, settings.workers)
     first = models[0]
@@ -116,7 +116,7 @@ def _names_by_index(images: Any) -> list[str]:
 
 
 def _names_in_results(images: Any, class_order: Sequence[str]) -> dict[int, str]:
-    """Return the split's class names by index, or the models' class names if the dataset does not store any."""
+    """Return the split's class names by index, or `class_order` if the dataset does not store class names."""
     names = {index: name for name, index in class_names(images).items()}
     return names or dict(enumerate(class_order))
 
@@ -130,7 +130,7 @@ def _real_labels(images: Any, first: EvaluatedModel, file: str) -> np.ndarray:
 
 
 def _with_progress(loader: Any, rank: int) -> Iterable[Any]:
-    """Show a progress bar on rank 0 if stderr is a terminal."""
+    """Iterate over a loader. On rank 0, show a progress bar if stderr is a terminal."""
     return tqdm(loader, total=len(loader), unit="batch", disable=None if rank == 0 else True)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Reordered(nn.Module):
-    """Classifier with reordered logits (see `vil.classes.check_order`)."""
+    """Classifier whose logits are reordered by the permutation that `vil.classes.check_order` returns."""
 
     order: Tensor
 
