@@ -38,7 +38,7 @@ wait $step && status=0 || status=$?
 while kill -0 $step 2>/dev/null; do  # wait again if the trap interrupted the first wait
     wait $step && status=0 || status=$?
 done
-# The job is requeued after a signal or a preemption, unless the job was cancelled and is not in the state RUNNING. With a
+# The job is requeued after a signal or a preemption, unless the job was cancelled, which ends the state RUNNING. With a
 # grace time for preemption, Slurm signals only the step, so this script must also check PreemptTime.
 job=$(scontrol show --oneliner job "$SLURM_JOB_ID")
 if [ $status != 0 ] && [[ $job == *" JobState=RUNNING "* && ( $preempted || $job == *" PreemptTime=2"* ) ]]; then
