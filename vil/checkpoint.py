@@ -130,7 +130,8 @@ class Checkpoint:
         """Class names by class index, or an empty list if the file does not store class names.
 
         Raises:
-            CheckpointError: The names are invalid (see `vil.text.label_of`), or not one name per class.
+            CheckpointError: A name is invalid (see `vil.text.label_of`), or the number of names is not the number of
+                classes.
             ConfigError: As for `options`.
         """
         names = self.content.get("label_names") if self.is_ours else None

@@ -129,7 +129,7 @@ def check_order(names: Sequence[str], wanted: Sequence[str], owner: str, other: 
 
 
 def names_of(model: Any) -> list[str]:
-    """Return the class names of a model by index, or an empty list if they are unknown or the head was replaced.
+    """Return the class names of a model by index, or an empty list if the names are unknown or the head was replaced.
 
     The names come from the model's `pretrained_cfg`. timm's pretrained ImageNet-1k models get WordNet ids as names.
     """

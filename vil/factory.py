@@ -71,7 +71,7 @@ def from_checkpoint(
 
 
 def saved_arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of the model in a run with these options."""
+    """Return the model's keyword arguments that the options of a run specify."""
     sizes = {name: options[name] for name in ("num_classes", "img_size") if options.get(name)}
     return sizes | _model_kwargs(options)
 
@@ -128,8 +128,8 @@ def create_model(
 
     Args:
         model: Model name in timm.
-        pretrained_path: Weights file, the `Checkpoint` read from it, or the name of weights in the package, such as
-            vil_tiny.tiny_in200.
+        pretrained_path: Weights file, a `Checkpoint` read from a weights file, or the name of weights in the package,
+            such as vil_tiny.tiny_in200.
         label_names: Class names of the data by index; empty if unknown.
         arguments: Keyword arguments of the model.
 
@@ -179,7 +179,8 @@ def _create(model: str, arguments: dict[str, Any], **start: Any) -> nn.Module:
     """Create a timm model. Omit `img_size` and a `drop_path_rate` of 0 if the model does not support them."""
     try:
         created: Any = timm.create_model(model, **arguments | start)
-        created.model_args = arguments  # not in pretrained_cfg, where timm rejects unknown entries
+        # `model_args` is no entry of pretrained_cfg, because timm cannot load a config.json with additional entries.
+        created.model_args = arguments
         return created
     except TypeError as error:  # for example, ResNets have no argument img_size, because they accept any size
         unknown = [name for name in ("img_size", "drop_path_rate") if name in arguments and f"'{name}'" in str(error)]

@@ -36,7 +36,7 @@ def _option(
 class Config:
     """Options of a training run. Defaults are ViM's recipe for the tiny model on ImageNet, but in bf16 autocast."""
 
-    # data
+    # options of the data
     data_dir: str | None = _option(
         None, "folder of class folders, or of two splits, each a folder or .tar of class folders"
     )
@@ -60,7 +60,7 @@ class Config:
         1_281_167,
         low=0,
     )
-    # model
+    # options of the model
     model: str = _option("vil_tiny", "timm model name")
     model_kwargs: dict | None = _option(None, "further keyword arguments of the model, as KEY=VALUE")
     img_size: int | tuple[int, int] | None = _option(
@@ -76,7 +76,7 @@ class Config:
         "on a GPU, replay forward, backward, AdamW and evaluation as CUDA graphs, which saves host time",
     )
     torchcompile: bool = _option(False, "train with torch.compile, which speeds up models such as DeiT, but hardly ViL")
-    # optimization
+    # options of the optimization
     epochs: int = _option(300, "number of epochs", low=1)
     phases: list | None = _option(
         None, "consecutive phases of the run, each with the options that change, such as '{epochs: 100, lr: 4e-4}'"
@@ -104,7 +104,7 @@ class Config:
     model_ema_decay: float = _option(0.99996, "decay of the EMA weights per step", low=0, high=1)
     amp: bool = _option(True, "mixed precision on GPUs; a CPU always trains in fp32")
     amp_dtype: str = _option("bfloat16", "'bfloat16', or 'float16' with a gradient scaler")
-    # augmentation
+    # options of the augmentation
     scale: tuple[float, ...] = _option(
         (0.08, 1.0), "minimum and maximum share of the image in the random crop", above=0
     )
@@ -129,7 +129,7 @@ class Config:
     cutmix: float = _option(1.0, "cutmix alpha", low=0)
     mixup_prob: float = _option(1.0, "probability of mixup or cutmix", low=0, high=1)
     mixup_switch_prob: float = _option(0.5, "probability of cutmix instead of mixup if both are enabled", low=0, high=1)
-    # loss
+    # options of the loss
     smoothing: float = _option(0.1, "label smoothing", low=0, high=1)
     bce_loss: bool = _option(False, "use timm's BinaryCrossEntropy loss")
     bce_target_thresh: float | None = _option(
@@ -146,7 +146,7 @@ class Config:
         0.5, "weight of the distillation loss; the label loss has the remaining weight", low=0, high=1
     )
     distillation_tau: float = _option(1.0, "temperature of soft distillation", above=0)
-    # evaluation
+    # options of the evaluation
     crop_pct: float | None = _option(
         None,
         "side of the centre crop in evaluation, as a share of the resized image's shorter side; the model's default if "
@@ -155,7 +155,7 @@ class Config:
         high=2,
     )
     interpolation: str | None = _option(None, "interpolation in evaluation; the model's default if not given")
-    # run
+    # options of the run
     seed: int = _option(0, "seed of all random numbers", low=0, high=2**32 - 1)
     device: str | None = _option(None, "device such as 'cuda' or 'cpu'; cuda if available and not given")
     output: str = _option("output", "parent folder of run folders")

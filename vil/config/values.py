@@ -115,7 +115,8 @@ def checked(values: dict[str, Any], source: str, errors: Sequence[str] = ()) -> 
             errors.append(unknown_option(name, f"in {source}", FIELDS))
             continue
         try:
-            empty = value == "" and kind_of(name)[1]  # scripts may pass an empty environment variable for None
+            # An empty string means None, because scripts may pass an empty environment variable.
+            empty = value == "" and kind_of(name)[1]
             converted[name] = None if empty else convert(name, value, source)
             if name == "model_kwargs":
                 check_sizes(converted[name] or {})

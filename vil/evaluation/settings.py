@@ -106,7 +106,7 @@ class EvaluationSettings:
 
     Attributes:
         batch_size: Batch size of each process.
-        workers: Number of workers of each process; None to choose by the number of cores.
+        workers: Number of workers of each process; None chooses the number by the available cores.
         amp: Whether to run under bf16 autocast on GPUs.
         real_labels: JSON file of ReaL labels; "" for timm's ReaL labels, None for the labels of the split.
         keep_predictions: Whether to return predictions even for a single model without ReaL labels.

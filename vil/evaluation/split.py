@@ -1,4 +1,4 @@
-"""Opening of a split with the class indices of a model, such as ImageNet-A or ImageNet-R."""
+"""Opening of a split, such as ImageNet-A or ImageNet-R, with the class indices of a model."""
 
 from __future__ import annotations
 

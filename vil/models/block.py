@@ -51,7 +51,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class TokenConv1d(nn.Conv1d):
-    """Depthwise convolution of tokens (B, L, D), causal in the reading order of the direction."""
+    """Depthwise convolution of tokens (B, L, D), causal from the first to the last token, or reversed if `reverse`."""
 
     def __init__(self, dim: int, width: int, *, reverse: bool, device=None, dtype=None):
         super().__init__(dim, dim, width, groups=dim, device=device, dtype=dtype)
@@ -145,7 +145,7 @@ class MambaDirection(LonghornDirection):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         dt_D = torch.empty_like(self.skip).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-        self.step_proj.bias.copy_(dt_D + torch.log(-torch.expm1(-dt_D)))  # inverse softplus of dt
+        self.step_proj.bias.copy_(dt_D + torch.log(-torch.expm1(-dt_D)))  # the bias is the inverse softplus of dt
         self.A_log.copy_(torch.arange(1, self.A_log.shape[1] + 1, device=self.A_log.device).log())
 
 

@@ -33,7 +33,7 @@ _classes: dict[type, list[type]] = {}  # supported mixer class -> expected class
 def set_fused(enable: bool) -> None:
     """Enable (the default) or disable the fused kernels of blocks, for debugging.
 
-    Compiled models are recompiled at the next call. CUDA graphs and exported programs are not affected.
+    Compiled models are recompiled at the next call. Captured CUDA graphs and exported programs do not change.
     The environment variable VIL_FUSED=0 disables the fused kernels at import, also in child processes.
     """
     global _fused

@@ -73,7 +73,8 @@ def resample_pos_embed(pos_embed_1LC: Tensor, new_size: Sequence[int], old_size:
         return pos_embed_1LC
     patches_1nC, token_11C = split_class_token(pos_embed_1LC)
     if patches_1nC.requires_grad and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-        # PyTorch cannot compile the gradient of resampling for symbolic sizes (pytorch#197622): one graph per grid size
+        # Compile one graph per grid size, because PyTorch cannot compile the gradient of resampling for symbolic sizes
+        # (pytorch#197622).
         new_size = [operator.index(n) for n in new_size]
     patches_1nC = resample_abs_pos_embed(patches_1nC, list(new_size), list(old_size), num_prefix_tokens=0)
     return insert_class_token(patches_1nC, token_11C)

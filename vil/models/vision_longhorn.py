@@ -239,8 +239,8 @@ class VisionLonghorn(nn.Module):
     Args:
         img_size: Image size in pixels, (height, width) or one number for both.
         patch_size: Patch size in pixels.
-        stride: Distance between neighbouring patches in pixels; None uses the patch size. ViM's fine-grained setting
-            is 8.
+        stride: Distance between neighbouring patches in pixels; None uses the patch size. ViM's fine-grained models
+            have a stride of 8.
         in_chans: Number of image channels.
         num_classes: Number of classes of the head; 0 removes the head.
         global_pool: Input of the head: "token" (class token), "avg" (mean of the patches), or "" (all tokens).
@@ -432,7 +432,7 @@ class VisionLonghorn(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks after the last of `indices`, and optionally norm and head. Return the block indices."""
+        """Remove the blocks after the last of `indices`, and optionally norm and head. Return absolute block indices."""
         taken, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_norm:
@@ -452,7 +452,7 @@ class VisionLonghorn(nn.Module):
         class_token_B1C = self.cls_token.expand(x_BhwC.shape[0], -1, -1)
         x_BLC = insert_class_token(x_BhwC.flatten(1, 2), class_token_B1C)
         # Add the bias to the position embeddings first. Otherwise the bias gradient is a slow sum over the whole batch.
-        return x_BLC + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)  # fp32 or fp64
+        return x_BLC + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)  # the sum is fp32 or fp64
 
     def grid_of(self, x_B3HW: Tensor) -> tuple[int, int]:
         """Return the patch grid (h, w) of a batch of images."""
@@ -480,7 +480,7 @@ class VisionLonghorn(nn.Module):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return the logits (B, num_classes), or the pooled features if `pre_logits`, of tokens (B, L, C).
 
-        If `global_pool` is "", the result has one row per token.
+        If `global_pool` is "", the logits or features are those of every token, without pooling.
         """
         if self.global_pool == "token":
             x = x[:, (x.shape[1] - 1) // 2]

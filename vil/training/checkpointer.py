@@ -31,7 +31,7 @@ class Checkpointer:
     Only rank 0 locks the run folder and reads and writes checkpoints.
 
     Args:
-        run: Identity of the run.
+        run: Information about the run that checkpoints store.
         state: Training state of the run.
         rank: Rank of this process.
         steps_per_epoch: Number of optimizer steps per epoch.

@@ -37,8 +37,8 @@ Evaluate = Callable[[dict[str, Tensor], PredictionCollector], Evaluation]
 def is_reported(splits: Splits, world_size: int) -> bool:
     """Return whether a run writes report.html.
 
-    Runs without a report have a streamed or synthetic validation split, more than `MOST_IMAGES` validation images,
-    fewer validation images than processes, or more than `MOST_CLASSES` classes.
+    A run writes no report if the validation split is streamed or synthetic, has more than `MOST_IMAGES` images, or has
+    fewer images than there are processes, or if the run has more than `MOST_CLASSES` classes.
     """
     if streams(splits.validation) or not hasattr(splits.validation, "reader"):
         return False

@@ -116,9 +116,9 @@ class Decision:
     """Decision of all ranks after a step: whether to write a checkpoint, and whether to stop.
 
     Attributes:
-        is_due: The checkpoint interval has passed.
-        is_signalled: A rank received a signal.
-        cannot_load: A rank failed to load images.
+        is_due: Whether the checkpoint interval has passed.
+        is_signalled: Whether a rank received a signal.
+        cannot_load: Whether a rank failed to load images.
     """
 
     is_due: bool = False
@@ -152,8 +152,8 @@ class CheckpointTimer:
     Args:
         interval: Checkpoint interval, in minutes ('30m') or optimizer steps ('500'); None disables the interval.
         step: Number of optimizer steps finished so far.
-        signals: Stops the run after a signal.
-        loading: Stops the run after a failure to load images.
+        signals: Watch for signals, which stop the run.
+        loading: Watch for failures to load images, which stop the run.
     """
 
     def __init__(self, interval: str | None, step: int, signals: SignalWatch, loading: LoadingWatch):

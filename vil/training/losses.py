@@ -17,8 +17,8 @@ class Loss:
     teacher, the loss is DeiT's (Touvron et al., 2021) for the weight alpha = `distillation_alpha`, the student's logits
     z and the teacher's logits t:
 
-        hard, equation 3:  (1 - alpha) labels + alpha CE(z, argmax t)
-        soft, equation 2:  (1 - alpha) labels + alpha tau^2 KL(softmax(t / tau), softmax(z / tau))
+        hard, equation 3:  (1 - alpha) label_loss + alpha CE(z, argmax t)
+        soft, equation 2:  (1 - alpha) label_loss + alpha tau^2 KL(softmax(t / tau), softmax(z / tau))
 
     There is no distillation token, so the model's only head learns from both the labels and the teacher. KL is summed
     over classes, as in the paper, which sets tau to 3 and alpha to 0.1 for soft distillation. DeiT's code averages KL

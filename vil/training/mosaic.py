@@ -30,7 +30,7 @@ class Mosaic:
     """Mosaic of the first augmented images after a phase starts or resumes. The images are copied to the host once.
 
     Args:
-        run: Identity of the run.
+        run: Information about the run, such as the folder and class names.
         data_config: timm's data config, with `mean` and `std` of pixels in 0..1.
         rank: Rank of this process. Only rank 0 writes the mosaic.
     """

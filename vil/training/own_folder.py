@@ -81,8 +81,8 @@ def complete_options(given: Mapping[str, Any], has_config: bool) -> dict[str, An
         The given and the chosen options. `data_dir` is the folder that contains the splits or class folders.
 
     Raises:
-        ConfigError: The folder does not show the classes of its images (see `find_layout`), or the run folder
-            would be among the class folders.
+        ConfigError: The classes of the images cannot be inferred from the folder (see `find_layout`), or the run
+            folder would be among the class folders.
         CheckpointError: The checkpoint in the run folder or the file in `pretrained_path` cannot be read.
     """
     if not given.get("data_dir") or given.get("dataset") or given.get("synthetic"):
@@ -116,7 +116,7 @@ def _has_splits(given: Mapping[str, Any]) -> bool:
 
 
 def _layout(given: Mapping[str, Any]) -> Layout:
-    """Return the layout of the data folder. If the training split is given, no splits are detected."""
+    """Return the layout of the data folder. If the training split is given, the folder is not searched for splits."""
     if "train_split" not in given:
         try:
             return find_layout(given["data_dir"])
@@ -219,7 +219,7 @@ def _has_packaged_size(given: Mapping[str, Any]) -> bool:
 
 
 def _as_flags(options: Mapping[str, Any]) -> str:
-    """Return options in the form of the command line."""
+    """Return options as flags and values of the command line, such as "--epochs 20"."""
     words = []
     for name, value in options.items():
         words.append(f"--{name.replace('_', '-')}")

@@ -25,7 +25,7 @@ class Progress:
     If stderr is not a terminal, a printed line about every minute replaces the bar.
 
     Args:
-        run: Identity of the run.
+        run: Information about the run, such as the folder and options.
         rank: Rank of this process.
         setup: One line about devices, micro-batch size and image loading.
         history: History rows of the finished epochs.

@@ -97,7 +97,7 @@ def _checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _resolve_resume(resume: str | None, folder: Path) -> str | None:
-    """Resolve `resume`. A process restarted by torchrun resumes from the run folder if the folder has checkpoints."""
+    """Return "auto" in a process restarted by torchrun if the run folder has checkpoints, otherwise `resume`."""
     is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return "auto" if is_restarted and _checkpoints_in(folder) else resume
 

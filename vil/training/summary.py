@@ -103,7 +103,7 @@ class Reporter:
                 _logger.warning("%s failed to log the epoch: %s; training continues", logger.name, error)
 
     def _plot(self, history: list[dict[str, Any]]) -> None:
-        """Plot curve.png, unless the last plot took more than 1% of the time since then, as in runs with short epochs.
+        """Plot curve.png, unless the last plot took more than 1% of the time that has passed since the last plot.
 
         After the last epoch of the run, curve.png is always plotted.
         """
