@@ -432,7 +432,7 @@ class VisionLonghorn(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks after the last of `indices`, and optionally norm and head. Return absolute block indices."""
+        """Remove the blocks after the last of `indices`, and optionally norm and head. Return the block indices."""
         taken, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_norm:

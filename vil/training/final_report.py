@@ -50,8 +50,8 @@ def write_final_report(
 ) -> None:
     """Evaluate best.pt on the validation split, and write report.html. All ranks must call this function.
 
-    If best.pt cannot be read or the report cannot be written, a warning is logged and no error is raised, because the
-    run is complete without the report. If a signal interrupts the evaluation, no report is written.
+    A failure to read best.pt or to write the report raises no error, because the run is complete without the report. If
+    a signal interrupts the evaluation, no report is written.
     """
     found = broadcast_from_rank0(functools.partial(_best_weights, best, history))
     if found is None:

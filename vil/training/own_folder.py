@@ -138,7 +138,7 @@ def _options_of_run(given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _check_output(layout: Layout, given: Mapping[str, Any]) -> None:
-    """Raise a ConfigError if the run folder is inside a data folder of classes, and would be read as a class."""
+    """Raise a ConfigError if the run folder is inside a folder of class folders, and would be read as a class."""
     output = Path(given.get("output", "output")).resolve()
     data_dir = Path(layout.data_dir).resolve()
     if layout.train_split == WHOLE and output.is_relative_to(data_dir):
