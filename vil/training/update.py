@@ -20,7 +20,7 @@ class ListedEma(ModelEmaV3):
         super().__init__(model, **options)
         self.averages: list[Tensor] = []
         self.values: list[Tensor] = []
-        # pairs (EMA model's buffer, model's buffer) for integer buffers, such as BatchNorm's counters
+        # pairs (EMA model's buffer, model's buffer) for buffers of integers or booleans, such as BatchNorm's counters
         self.copies: list[tuple[Tensor, Tensor]] = []
         for average, value in zip(self.module.state_dict().values(), model.state_dict().values()):
             if average.is_floating_point():
