@@ -42,8 +42,8 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
     The gradient of the norm xhat is None unless xhat was an input. The gradient of A_log is None for Longhorn.
 
     Args:
-        options: Options of forward.
-        sizes: Sizes of the weights, which are saved packed.
+        options: Options of the forward pass.
+        sizes: Sizes of the weights, which the forward pass saves in packed form.
         in_one: Whether `unpack_gradients` returns all gradients in one tensor.
         flat: Gradients of x' and of xhat' (or None); xhat' and rstd' (or None twice); scale (or None); weights norm and
             in_proj, whose product is the weight of the packed projection; and `SavedForBackward`.
@@ -162,7 +162,7 @@ def _through_in_proj(
     """Return the gradients of the matrix in_proj * norm weight and of its input xhat, the normalized tokens."""
     (B, L, E), duz_TE = duz_BLE.shape, duz_BLE.flatten(0, 1)
     dfolded, dxhat_TC = _mm(duz_TE.t(), xhat_TC), torch.mm(duz_TE, w.in_proj[:E])
-    if tokens.class_token_only:  # contribution of z
+    if tokens.class_token_only:  # add the contribution of z, which `duz_BLE` does not contain
         dz_BD = dz_BMD.squeeze(1)
         xhat_BC, dxhat_BC = (tokens.outputs(t_TC.view(B, L, -1)).squeeze(1) for t_TC in (xhat_TC, dxhat_TC))
         dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])

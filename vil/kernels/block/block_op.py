@@ -1,27 +1,27 @@
 """Bidirectional block as one PyTorch operator for NVIDIA GPUs, `vil::block`, and its gradient.
 
 The operator computes `reference.block` with fewer kernels and fewer tensors saved for backward. The norm's weight is
-folded into the projection after it, both directions share each kernel, the residual addition is part of the last
-product, and backward recomputes convolutions, projections and gate.
+folded into in_proj, both directions share each kernel, the residual addition is part of the product with out_proj, and
+backward recomputes convolutions, projections and gate.
 
-Consecutive blocks share a fused add-norm if it costs no extra kernel: beside the residual stream x, a block returns its
-norm without a weight, xhat, and computes (x, xhat) -> (x', xhat'). The gradient of xhat' is added to the gradient of x'
-at the start of backward.
+Consecutive blocks share a fused add-norm if the norm costs no extra kernel. Such a block maps the residual stream x and
+xhat, the norm of x without a weight, to the output x' and its norm xhat'. The gradient of xhat' is added to the
+gradient of x' at the start of backward.
 
 In a pooled block, the recurrence reads row or column means of the patches (lines.py), and v, y, steps, keys and queries
 of all tokens are never stored: `pool` stores only the skip connections of all tokens, and backward recomputes v from u.
 
-If only the class token's output is needed, as in a model's last block, z, the gate and the last product are computed
-for the class token only. In a block that is not pooled, each direction then processes only the half of the tokens up
-to the class token.
+If only the class token's output is needed, as in a model's last block, z, the gate and the product with out_proj are
+computed for the class token only. In a block that is not pooled, each direction then processes only the half of the
+tokens up to the class token.
 
-From a call to the kernels:
+Functions, classes and modules between a model's call and the kernels:
 
     block              the function that models call
     _EagerBlock        autograd function for eager mode, which calls `forward` and `backward` without the dispatcher
     _ObservedBlock     autograd function for calls that a compiler or a dispatch mode observes
-    _block, _fake_*    implementations of the operators, whose lists omit missing tensors
-    forward, backward  modules with the order of kernels and matrix products, which plans replay
+    _block, _fake_*    implementations of the operators; lists of tensors in an operator's schema omit missing tensors
+    forward, backward  modules that call kernels and matrix products in order; plans record and replay the calls
 """
 
 from __future__ import annotations
@@ -122,10 +122,11 @@ def _block_backward(
     recurrence, class_token_only, norm_given, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
     directions, saved,
 ):  # fmt: skip
-    """Return the gradients of x, of xhat (the RMSNorm of x, empty unless `norm_given`), and of a block's weights.
+    """Return the gradients of x, of xhat (the RMSNorm of x) and of a block's weights.
 
-    The gradients of the weights are the gradient of out_proj, one flat tensor for all other weights except A_log and,
-    for the selective recurrence, one tensor for both A_log. Few tensors save host time under torch.compile.
+    The gradient of xhat is empty unless `norm_given`. The gradients of the weights are the gradient of out_proj, one
+    flat tensor for all other weights except A_log and, for the selective recurrence, one tensor for both A_log. A list
+    of few tensors saves host time under torch.compile.
     """
     weights = [norm_C, in_proj, out_proj, *directions]
     check_backward(
@@ -276,7 +277,7 @@ def gradient_of_output(ctx, dx_BMC: Tensor | None, dnext_TC: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def weight_placeholders(sizes: Sizes) -> list[Tensor]:
-    """Return meta tensors with the shapes of the gradients that share a tensor."""
+    """Return meta tensors with the shapes of the weights' gradients that backward returns in one flat tensor."""
     return [torch.empty(shape, device="meta") for shape in sizes.flat_shapes()]
 
 
@@ -291,7 +292,7 @@ def _below_autograd(options: Options, flat: list[Tensor | None]) -> list[Tensor 
 
 def _differentiable_block(*arguments):
     """Implement `vil::block` for PyTorch's Autograd dispatch key."""
-    # a compiled training step also calls the forward pass without gradients
+    # in the forward pass of a compiled training step, `keep` is true, but gradients are disabled
     if not (arguments[-1] and torch.is_grad_enabled()):
         if is_eager(arguments[6]):
             return _block(*arguments)

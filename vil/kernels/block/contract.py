@@ -1,8 +1,8 @@
 """Argument limits of the fused block operators, and checks that name the invalid argument.
 
-Letters of dimensions, which have priority over those in weights.py:
+Dimension letters of this module. If weights.py defines the same letter, this list applies:
 
-    E 2D    P R + 2N    K taps    S states between chunks    T, t tokens of the batch before and after the block
+    E 2D    P R + 2N    K filter taps    S states between chunks    T, t tokens of the batch before and after the block
     l tokens that the recurrence reads    U columns of uz    W elements of the packed weights
 """
 
@@ -42,7 +42,7 @@ def check_lists(recurrence: str, pooled: bool, **lists: list[Tensor]) -> None:
     check_choice("recurrence", recurrence, backends.RECURRENCES)
     selective = recurrence == "selective"
     lengths = dict(
-        directions=[14 if selective else 12],  # two directions
+        directions=[14 if selective else 12],  # weights of two directions
         saved=[6 + selective + pooled],
         normed=[0, 2],
         next_normed=[0, 2],
@@ -109,7 +109,7 @@ def check_saved(
         need = "dx_BMC must have {} tokens, and saved[0] (uz) must have {} columns".format(*expected)
         raise ValueError(f"if class_token_only is {class_token_only}, {need}, got {found}")
 
-    # all saved tensors
+    # check all saved tensors, because all dimensions are known now
     scanned_tokens = lines.S if lines else tokens.H
     sizes.update(T=sizes["B"] * tokens.L, l=scanned_tokens, S=chunk_state_count(scanned_tokens))
     check(sizes, residual, *saved_rows)

@@ -42,7 +42,8 @@ def conv(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tenso
 def stretch_of(threads: int, L: int, multiprocessors: int) -> int:
     """Return the number of tokens per thread, a multiple of 4.
 
-    The number is halved from 64 down to 8 until each multiprocessor has at least 512 threads, and then balanced.
+    The number is halved from 64 down to 8 until each multiprocessor has at least 512 threads. The number is then
+    reduced if fewer tokens per thread suffice for the same number of threads.
     """
     stretch = 64
     while stretch > 8 and threads * -(-L // stretch) < 512 * multiprocessors:

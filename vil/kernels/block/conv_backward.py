@@ -29,11 +29,10 @@ def conv_backward(
 ) -> Tensor:  # fmt: skip
     """Write u's gradient to `du_BLD`, and return the filters' and biases' gradients as partial sums over tokens.
 
-    The partial sums have shape (parts, 2, K + 1, D).
+    The partial sums have shape (parts, 2, K + 1, D), in which index K of dimension K + 1 holds the biases' gradients.
 
-    The biases have the last index of dimension K + 1. The inputs are the gradients of v without the contribution of
-    its projections, and the gradients of the projections. Both are for the first H tokens of each direction. Other
-    tokens have zero gradients.
+    `dv_2BHD` is the gradient of v without the contribution of v's projections, and `dprojected_2TP` is the gradient of
+    the projections. Both are for the first H tokens of each direction. Other tokens have zero gradients.
     """
     B, L, D = u_BLD.shape
     P, taps, size = dprojected_2TP.shape[2], conv_2DK.shape[2], u_BLD.element_size()
@@ -54,9 +53,10 @@ def conv_backward(
 def share(B: int, L: int, most: int) -> tuple[int, int]:
     """Return how many consecutive tokens a lane processes (a stretch), and how many partial sums the kernel writes.
 
-    At most `most` parts are used, because `most` parts keep the GPU busy and another kernel must add the parts. A part
-    processes at most as many groups of four stretches as with stretches of 256 tokens. The stretches are as short as
-    this limit allows, with at least 8 tokens.
+    A part of the CTAs processes one share of the tokens and writes one partial sum. There are at most `most` parts,
+    because `most` parts keep the GPU busy and another kernel must add their sums. A part processes at most as many
+    groups of four stretches as with stretches of 256 tokens. The stretches are as short as this bound on the groups
+    allows, with at least 8 tokens.
     """
     most = max(1, most)
     rounds = -(-B * -(-L // 256) // (4 * most))

@@ -37,8 +37,8 @@ class Projected(NamedTuple):
 def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
     """Return the block's output, xhat and rstd of the output's RMSNorm and, if `keep`, the tensors for backward.
 
-    xhat and rstd are None if the norm is not computed. `flat` holds the tensors of `Inputs`, and the tensors for
-    backward are those of `SavedForBackward`.
+    xhat and rstd are None if the output's norm is not computed. `flat` holds the tensors of `Inputs`, and the tensors
+    for backward are those of `SavedForBackward`.
     """
     x_BLC, scale_B, normed, weights = Inputs.of(map(aligned, flat))
     (B, L, C), D, dtype = x_BLC.shape, weights.out_proj.shape[1], options.dtype
@@ -47,7 +47,7 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     lines, in_proj_tiles = options.lines, None
     if lines and not options.class_token_only:
         in_proj_tiles = kernels.empty_in_proj_tiles(B, weights.in_proj, weights.sizes().K, dtype, lines)
-    # cuBLAS adds out_proj's product to its output in place, so copy the residual stream first
+    # cuBLAS adds the product with out_proj to the residual stream in place, so copy the residual stream first
     copy = not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
     packed, norm = kernels.pack_weights(
         weights, dtype, tiles, None if normed else x_TC, options.eps, copy, in_proj_tiles
@@ -56,7 +56,7 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     if normed:
         norm = [*normed, x_TC.clone() if copy else x_TC]
     xhat_TC, rstd_T, x_TC = map(given, norm)
-    pooled = None  # row or column means, and skip connections
+    pooled = None  # row or column means and skip connections, if `in_proj_pool` computes both
     if lines and in_proj_tiles is not None:
         uz_BLE, *pooled = kernels.in_proj_pool(xhat_TC, in_proj_tiles, w.conv, w.conv_bias, w.skip, lines, keep)
     else:

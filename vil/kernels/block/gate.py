@@ -58,7 +58,7 @@ def gate(y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tu
 def gate_backward(
     dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor, dz_BLD: Tensor
 ) -> Tensor:
-    """Write the gradients of each direction's output to `dy_BLD` and of z to `dz_BLD`. Return the recomputed gate."""
+    """Write the gradient of each direction's output to `dy_BLD` and of z to `dz_BLD`; return the gate's output."""
     B, L, D = mean_BLD.shape
     gated_BLD = torch.empty_like(mean_BLD)
     arguments = dict(
@@ -71,7 +71,7 @@ def gate_backward(
 
 
 def token_stride(t_BLD: Tensor) -> int:
-    """Return the stride between tokens, computed from the batch stride, because L = 1 makes the stride arbitrary."""
+    """Return the stride between tokens, computed from the batch stride, because t.stride(1) is arbitrary if L = 1."""
     return t_BLD.stride(0) // t_BLD.shape[1]
 
 

@@ -1,6 +1,7 @@
 """Backward pass of the gate and of the product with out_proj.
 
-On Hopper, this is one kernel for many tokens and model width 192 or 384, otherwise a product and a gate kernel.
+The backward pass is one kernel on Hopper for many tokens and model width 192 or 384, otherwise a matrix product and a
+gate kernel.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ def gate_outproj_backward(
     dout_TC: Tensor, out_proj_CD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor,
     dz_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Backpropagate through out_proj and the gate: write `dy_BLD` and `dz_BLD`, and return the recomputed gate.
+    """Backpropagate through out_proj and the gate: write `dy_BLD` and `dz_BLD`, and return the gate's output.
 
-    The product and the gate's backward are one kernel if `gate_outproj_sm90.fits`, all tensors are aligned, z is half
-    of uz and dz is half of the gradient of uz.
+    The product with out_proj and the gate's backward pass are one kernel if `gate_outproj_sm90.fits`, all tensors are
+    aligned, z is half of uz and dz is half of the gradient of uz.
     """
     (T, C), (_, L, D) = dout_TC.shape, mean_BLD.shape
     dout_TC = dout_TC.contiguous()

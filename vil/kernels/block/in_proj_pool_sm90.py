@@ -82,7 +82,8 @@ def reference_tiles(in_proj_EC: Tensor) -> Tensor:
     by `row_of` in tiles.cuh. In row r of a block, the 16-byte piece with index i is stored at index i ^ r % 8.
     """
     E, C = in_proj_EC.shape
-    # dimensions of the view: u or z, 64 rows, 16 rows, row % 16 // 4, row % 4 // 2, row % 2, chunk, piece, column
+    # dimensions of the view: u or z, block of 64 rows, group of 16 rows, row % 16 // 4, row % 4 // 2, row % 2, block of
+    # 64 columns, 16-byte piece, column of a piece
     rows = (
         in_proj_EC.view(2, E // 128, 4, 4, 2, 2, C // 64, 8, 8).permute(1, 0, 6, 2, 4, 3, 5, 7, 8).reshape(-1, 64, 8, 8)
     )

@@ -1,10 +1,10 @@
 # ruff: noqa: F401
 """Launch functions of a block's CUDA kernels except the scan, collected from one module per kernel.
 
-Each kernel has a module with the name of its source, which contains limits, macros, launch and the reference
-implementation `reference`. The reference implementation of gate_outproj_sm90 is in gate_outproj. If a kernel has
-dynamic shared memory, the host computes its size as the macro CTA_BYTES, and the kernel asserts that CTA_BYTES is
-correct. docs/kernels/block.md explains what each kernel computes.
+Each kernel has a module with the name of its source file. The module contains the kernel's limits, macros, launch
+function and reference implementation, `reference`. The reference implementation of gate_outproj_sm90 is in
+gate_outproj. If a kernel has dynamic shared memory, the host passes the size of this memory as the macro CTA_BYTES, and
+the kernel asserts that CTA_BYTES is correct. docs/kernels/block.md explains what each kernel computes.
 """
 
 from __future__ import annotations

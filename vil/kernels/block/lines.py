@@ -18,8 +18,8 @@ LINE_PARAMETERS: Parameters = dict(count=I64, length=I64, next=I64, next_line=I6
 class Lines(NamedTuple):
     """Number, length and orientation of the lines (rows or columns) of the patch grid.
 
-    Each line is one pooled token. The class token is another pooled token, at index number // 2. Among all tokens, the
-    class token has index number * length // 2, both in the order of lines and in row-major memory order.
+    Each line is one pooled token. The class token is another pooled token, at index `number // 2`. Among all tokens,
+    the class token has index `number * length // 2`, both in the order of lines and in row-major memory order.
     """
 
     number: int

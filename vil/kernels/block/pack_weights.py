@@ -92,7 +92,7 @@ def pack_weights(
     """Pack a block's weights into one tensor for `PackedWeights`, and write tiled copies of out_proj and in_proj.
 
     If x_TC is given, also return its norm without weight, x / sqrt(mean(x^2) + eps), in `dtype`, the norm's factors
-    (T,) in fp32, and x or, at little extra cost, a copy of x.
+    (T,) in fp32, and x or, if `copy`, a copy of x, which the same kernel writes at little extra cost.
     """
     C, D, _, R, K = sizes = weights.sizes()
     packed = weights.norm.new_empty(packed_size(sizes, dtype), dtype=dtype)

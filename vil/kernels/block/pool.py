@@ -29,7 +29,7 @@ def pool(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return row or column means (2, B, S, D) of v = silu(conv(u)), and skip * v summed over both directions.
 
-    The last tap reads the current token. Tokens of inputs and results are in memory order (row-major).
+    The last tap of a filter reads the current token. Tokens of inputs and results are in memory order (row-major).
     """
     B, L, D = u_BLD.shape
     means_2BSD = u_BLD.new_empty(2, B, lines.S, D)

@@ -32,9 +32,9 @@ def pooled_conv_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write u's gradient to `du_BLD`, and return partial sums of the gradients of filters, biases and skips.
 
-    Partial sums are (parts, 2, K + 1, D) for filters and biases, and (parts, 2, D) for skips. The biases have the last
-    index of dimension K + 1. dy_BLD is the gradient of the output, equal for both directions, and dmeans_2BSD is the
-    gradient of the recurrence's input.
+    The partial sums have shape (parts, 2, K + 1, D) for filters and biases, and (parts, 2, D) for skips. Index K of
+    dimension K + 1 holds the biases' gradients. `dy_BLD` is the gradient of the output, equal for both directions, and
+    `dmeans_2BSD` is the gradient of the recurrence's input.
     """
     (B, L, D), taps = u_BLD.shape, conv_2DK.shape[2]
     vector, piece = widths(VECTOR, u_BLD, dy_BLD, du_BLD)

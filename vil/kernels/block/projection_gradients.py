@@ -1,4 +1,4 @@
-"""Gradients of x_proj and step_proj, the sums over tokens in the backward pass of a pooled block."""
+"""Gradients of a pooled block's x_proj and step_proj, which are sums over all pooled tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOURCE = Source("block/projection_gradients", {
     ),
 })  # fmt: skip
 
-CHANNELS, TOKENS = 64, 64  # channels of a CTA, and tokens of a stage in shared memory
+CHANNELS, TOKENS = 64, 64  # channels per CTA, and tokens per pipeline stage in shared memory
 
 
 def projection_gradients(

@@ -1,6 +1,6 @@
 """Forward and backward pass of a run: consecutive blocks of equal sizes, which one plan replays.
 
-A run has less host time per block than single blocks. The tensors of a run are flat lists:
+A run costs less host time per block than single blocks. A run's tensors are passed as flat lists with these contents:
 
     forward     x, xhat and rstd of x (or None twice), each block's scale (or None), each block's weights
     saved       each block's `SavedForBackward` if gradients are needed, with None instead of xhat and rstd if they are
@@ -43,7 +43,7 @@ def check_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None
 @planned(check_run)
 def forward_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
     """Return x', xhat' and rstd' of the last block (xhat' and rstd' may be None) and, if `keep`, saved tensors."""
-    run = getattr(forward, "__wrapped__")  # noqa: B009  the plan of a run contains the steps of its blocks
+    run = getattr(forward, "__wrapped__")  # noqa: B009  the run's plan records the steps of all blocks
     x, xhat, rstd = flat[:3]
     saved: list[Tensor | None] = []
     for own, inputs in zip(options, forward_arguments(options, flat)):

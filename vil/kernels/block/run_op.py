@@ -274,7 +274,7 @@ class _ObservedRun(torch.autograd.Function):
 
 
 def _by_block(options: tuple[Options, ...], saved: list[Tensor], norm_given: bool) -> list[Tensor | None]:
-    """Return all fields of each block's `SavedForBackward`, given the list without missing fields."""
+    """Return all fields of each block's `SavedForBackward`, given a list of saved tensors that omits None."""
     fields: list[Tensor | None] = []
     pooled, recurrence = options[0].lines is not None, options[0].recurrence
     for i in range(len(options)):

@@ -1,4 +1,4 @@
-"""Projections and Longhorn's scan of up to 16 row or column means per image, with one CTA per image."""
+"""Projections and Longhorn's scan of up to 16 pooled tokens per image, with one CTA per image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOURCE = Source("block/scan_image", {
     ),
 })  # fmt: skip
 
-MOST_LINES = 16  # rows of a product on tensor cores
+MOST_LINES = 16  # maximum number of pooled tokens per image: the rows of a matrix product on tensor cores
 STATES = 16
 CHANNELS = 3072  # with fewer than D / CHANNELS images per multiprocessor, separate kernels are faster
 MOST_WARPS = 12  # maximum number of warps per multiprocessor, because a thread needs up to 168 registers

@@ -1,4 +1,4 @@
-"""Backward pass of the projections and of the scan of row or column means, in one kernel for at most 16 lines."""
+"""Backward pass of a pooled block's projections and scan, in one kernel for at most 16 pooled tokens per image."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOURCE = Source("block/scan_lines_bwd", {
     ),
 })  # fmt: skip
 
-ROWS, N = 16, 16  # maximum number of lines, and the supported number of states
+ROWS, N = 16, 16  # maximum number of pooled tokens per image, and the supported number of states
 WARPS = 8  # maximum number of warps per CTA; 12 warps are slower
 NARROW = 384  # number of channels up to which the kernel is fast for any number of images
 IMAGES = 8  # for more than NARROW channels, separate kernels are faster with more than IMAGES multiprocessors per image

@@ -33,15 +33,16 @@ def unpack_gradients(
     """Convert gradients of packed weights to gradients of the norm, in_proj and both directions' weights except A_log.
 
     Args:
-        norm_C, in_proj: Weights, from which the gradients of their product are split.
+        norm_C, in_proj: Weights whose product is the packed in_proj.
         sizes: Sizes of the weights.
-        dfolded: Gradient of the projection that contains the norm's weight.
-        dfilters: (parts, 2, taps + 1, D), to be summed over parts, with the bias after the taps.
-        dx_proj: (2, parts, padded R + 2N, D), to be summed over parts.
-        dstep_proj: (2, parts, D, padded R), to be summed over parts, whose number may differ from that of `dfilters`.
-        dskips: (parts, 2, D), to be summed over parts.
-        dstep_bias: (parts, 2, D), to be summed over parts.
-        dtype: Dtype of the products.
+        dfolded: Gradient of the packed in_proj, the product of in_proj and the norm's weight.
+        dfilters: Gradients (parts, 2, taps + 1, D) of filters and biases, with the bias after the taps. All gradients
+            with a dimension `parts` are partial sums to be added, and their numbers of parts may differ.
+        dx_proj: Gradient (2, parts, padded R + 2N, D) of x_proj.
+        dstep_proj: Gradient (2, parts, D, padded R) of step_proj.
+        dskips: Gradient (parts, 2, D) of the skip weights.
+        dstep_bias: Gradient (parts, 2, D) of the step bias.
+        dtype: Dtype of the matrix products.
         in_one: Whether to return all gradients in one tensor, for `unflatten`.
     """
     C, D, _, R, K = sizes

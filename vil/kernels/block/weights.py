@@ -4,7 +4,7 @@ The schema of `vil::block` does not support named tuples. `flat` and `of` conver
 
     C model width    D inner width    N states of a channel    R rank of the step projection    P = R + 2N    K taps
     B batch    L tokens    T tokens of the batch    M output tokens    S states between chunks
-    E columns of uz: 2D, or D for the class token only
+    E columns of uz: 2D, or D if only the class token is needed
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BlockWeights(NamedTuple):
     """Weights of a block, or their gradients."""
 
     norm: Tensor  # (C,)
-    in_proj: Tensor  # (2D, C): u, then z
+    in_proj: Tensor  # (2D, C): rows for u, then rows for z
     out_proj: Tensor  # (C, D)
     directions: tuple[DirectionWeights, DirectionWeights]  # weights of the forward and backward scan
 
@@ -152,7 +152,7 @@ class Inputs(NamedTuple):
 class SavedForBackward(NamedTuple):
     """Tensors that forward saves for backward. The states, A and rstd are fp32, all others have `Options.dtype`."""
 
-    uz: Tensor  # (B, L, E)
+    uz: Tensor  # (B, L, E): output of in_proj
     mean: Tensor  # (B, M, D), mean of both directions' outputs
     states: Tensor  # (2, B, S, N, D), states between chunks of tokens
     packed: Tensor  # packed weights
@@ -183,7 +183,7 @@ class BackwardInputs(NamedTuple):
     dnext: Tensor | None  # (B * M, C): gradient of the output's norm, `next_normed.xhat`
     next_normed: Normed | None  # norm of the block's output if forward has returned the norm
     scale: Tensor | None  # (B,): stochastic depth's factor of each image
-    norm: Tensor  # (C,), the weight
+    norm: Tensor  # (C,): weight of the norm
     in_proj: Tensor  # (2D, C)
     saved: SavedForBackward
 
