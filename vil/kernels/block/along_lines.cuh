@@ -26,7 +26,7 @@ DEVICE void write_tables(Four *at, Four *values, int size, const Lines &lines, i
     __syncthreads();
 }
 
-// Channels of a thread.
+// Channels that a thread processes.
 struct Channels {
     int warp, d;  // first channel of the warp, and of the thread
     bool writes;  // false if the thread has no channels of its own
@@ -64,7 +64,7 @@ struct Ring {
     };
     static constexpr int PIECES = WARP_CHANNELS / PIECE;  // number of lanes that copy one token of one tensor
     Stage *stages;
-    Tokens<const Element> tensors[TENSORS];  // start at the first channel that the lane copies
+    Tokens<const Element> tensors[TENSORS];  // each starts at the first channel that the lane copies
     bool copies;  // whether the channels that the lane copies exist
     unsigned stage = 0;
     static INLINE int column() { return threadIdx.x % PIECES * PIECE; }

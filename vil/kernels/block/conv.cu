@@ -8,7 +8,7 @@
 //
 // conv.py declares the parameters of the kernel. Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float
-//   VECTOR  number of adjacent channels that one instruction can copy, up to 16 bytes; a thread has at most 4
+//   VECTOR  number of adjacent channels that one instruction can copy, up to 16 bytes; a thread processes at most 4
 //   TAPS    length of the convolution's filter, whose last tap reads the current token
 //
 // B batch    L tokens    D channels    stretch: number of tokens of a sequence per thread, a multiple of 4

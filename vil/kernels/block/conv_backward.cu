@@ -14,7 +14,7 @@
 //   PROJECTIONS  rows of x_proj, R + 2N, a multiple of 8
 //   CTA_BYTES    dynamic shared memory, computed by the host
 //
-// B batch    L tokens    D channels    H number of tokens that each direction reads, the first in its order
+// B batch    L tokens    D channels    H tokens that each direction reads, the first H in the direction's order
 // stretch: number of tokens of a sequence that a lane processes at a time, a multiple of 4
 
 #include "filter.cuh"
@@ -61,8 +61,8 @@ DEVICE float scaled_slope(float y) {
 // Barriers follow rules 1 and 2 of cuda/pipeline.cuh with two stages.
 // One more barrier precedes each group of stretches, because the group's first copies overwrite the last tile.
 // Shuffles sum the gradients of the filters over p, in a fixed order.
-// Each part of the stretches writes separate sums, with the shape (parts, 2, TAPS + 1, D) and the biases last.
-// `unpack_gradients` adds the parts. docs/kernels/block.md describes the layout of a CTA.
+// Each part of the stretches has its own sums in `dfilters` (parts, 2, TAPS + 1, D). The biases follow the taps.
+// `unpack_gradients` adds the sums of all parts. docs/kernels/block.md describes the layout of a CTA.
 constexpr int LANE = VECTOR < 2 ? 1 : 2, SPAN = 8 * LANE * WARPS, STRETCHES = 4;
 constexpr int TILE = 2 * STEP, ROWS = STRETCHES * TILE;  // TILE: tokens of each stretch
 constexpr int PRODUCTS = sizeof(Element) == 2 ? (PROJECTIONS + 15) / 16 : 0;
@@ -130,7 +130,7 @@ DEVICE void copy_rows(Element (*to)[PITCH], const Element *from, i64 stride, int
 struct Copies {
     const Element *u, *dv_0, *dv_1, *projected_0, *projected_1;
     i64 u_stride, D;
-    // columns: from the CTA's first column on; length and read: number of tokens of u and of dv.
+    // columns: number of columns from the CTA's first column on; length and read: numbers of tokens of u and of dv.
     int columns, length, read, t_0, t_1;
     INLINE void start(Tile &tile, int first_row) {
         copy_rows<VECTOR, SPAN>(tile.u, u, u_stride, columns, t_0, length, first_row);
@@ -195,8 +195,8 @@ struct Stretch {
                 }
         }
     }
-    // Multiplies s by silu' and computes du of STEP tokens.
-    // If the tokens belong to the stretch (`own`), adds to the gradients of the filters.
+    // Multiplies s_0 and s_1 by silu', and computes du of STEP tokens.
+    // If the tokens belong to the stretch (`own`), the function also adds their terms to the gradients of the filters.
     INLINE void work(Pack<Element, LANE> (&du)[STEP], Filters &filters, bool own) {
         UNROLLED for (int i = 0; i < STEP; i++) {
             Floats<LANE> sum = {};
@@ -293,7 +293,7 @@ conv_backward(PARAMETERS_conv_backward) {
             if (k + STEP >= int(stretch)) break;
             step(ROWS / 2, true);
         }
-        wait_for_copies<0>();  // copies of an unused tile
+        wait_for_copies<0>();  // waits for the copies of a tile that no lane reads
     }
     filters.store_gradients(dfilters + part * 2 * (TAPS + 1) * D + d, D, quad == 0 && d < D);
 }

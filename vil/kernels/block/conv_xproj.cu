@@ -19,7 +19,7 @@
 //
 // B batch    L tokens    D channels    H tokens that a direction reads
 //
-// A CTA processes TOKENS tokens, both directions and all channels, in steps of K_TILE channels, which divide D.
+// A CTA processes TOKENS tokens, both directions and all channels, in steps of K_TILE channels. K_TILE divides D.
 // Warp w processes direction w % 2 of group w / 2, which has WARP_TOKENS = 32 tokens, in two tiles of 16 tokens.
 // A tile has 8 strips of two adjacent tokens of the same sequence.
 // Lane (r = lane / 4, p = lane % 4) has strip r of each tile and channels 8p .. 8p + 7 of each 32 channels.
@@ -33,7 +33,7 @@ constexpr int STRIP = 2, TILES = 2, GROUPS = 3;  // tokens per strip, tiles per 
 constexpr int WARP_TOKENS = 16 * TILES, TOKENS = GROUPS * WARP_TOKENS, THREADS = 2 * GROUPS * 32;
 constexpr int WINDOW = BACK + STRIP;  // number of tokens that the convolutions of a strip read
 constexpr int K_TILE = 64;  // channels per stage in shared memory
-// Number of products for the columns of `projected` (8 each), and for the ranks (16 each).
+// Number of tensor-core products for all columns of `projected` (8 per product), and for all ranks (16 per product).
 constexpr int COLUMNS = PROJECTIONS / 8, STEPS = (RANK + 15) / 16;
 static_assert(TAPS == 4);
 // Rows of zeros between the sequences of a CTA's tokens, which belong to at most five sequences.
@@ -58,12 +58,12 @@ struct StepStage {
 };
 struct CtaMemory {
     Stage stages[2];
-    // Offset of each row of Stage::u in memory, counted from the first sequence, or -1 for a row of zeros.
+    // Offset in global memory of each row of Stage::u, counted from sequence b, or -1 for a row of zeros.
     int rows[ROWS];
 };
 static_assert(sizeof(StepStage) <= sizeof(Stage) && sizeof(CtaMemory) == CTA_BYTES);
 
-// Returns the index of the filter of channel c of 32 channels.
+// Returns the index in shared memory of the filter for channel c of 32 channels.
 // A lane reads the filters of channels 8p .. 8p + 7 one after another.
 // Lanes therefore read channels c, c + 8, c + 16 and c + 24 at the same time, which are adjacent in shared memory.
 DEVICE int filter_place(int c) { return c % 8 * 4 + c / 8; }
@@ -90,7 +90,7 @@ struct LaneTokens {
     int token[TILES];  // first token of the strip among the tokens that are read, counted from sequence b
     int row[TILES];  // row of the stage where the strip's window starts
     INLINE LaneTokens(const Span &span, int thread) {
-        int group = thread / 64 % GROUPS;  // redundant modulo, with which the kernel's time was measured
+        int group = thread / 64 % GROUPS;  // the modulo is redundant, but the kernel was timed with it
         lane = thread % 32;
         g = thread / 32 % 2, onward = g ? -1 : 1;
         int first_read = g ? span.L - span.H : 0;
@@ -108,7 +108,7 @@ struct LaneTokens {
 struct Sums {  // sums of products of 8 columns each, for the two rows of a strip
     Floats<2> of[TILES][COLUMNS][2];
 };
-struct Step {  // the step of the same tokens, as operand a of products over 16 ranks
+struct Step {  // the step of a lane's tokens, as operand a of products over 16 ranks
     unsigned of[TILES][STEPS][4];
 };
 
@@ -176,7 +176,7 @@ DEVICE void fetch_step_proj(StepStage &stage, int k_tile, const Element *step_pr
     commit_copies();
 }
 
-// Computes v of a strip of each tile and of the lane's channels of 32, from windows of u.
+// Computes v for a strip of each tile and for the lane's channels among 32 channels, from windows of u.
 DEVICE void convolve(Pack<Element, 8> (&v)[TILES][STRIP], const Pack<Element, 8> (&window)[TILES][WINDOW],
                      const Weights &of_32, int of_weights) {
     UNROLLED for (int i = 0; i < 4; i++) {
@@ -211,7 +211,7 @@ DEVICE void project(Sums &sums, const unsigned (&a)[TILES][8], const Element *x_
     }
 }
 
-// Writes `projected` and returns the step, because a lane's sums are its operand of the next product.
+// Writes `projected`, and returns the step in registers, because a lane's sums are an operand of the next product.
 DEVICE Step store_projected(const Sums &sums, Element *projected, const LaneTokens &at) {
     Step step = {};
     UNROLLED for (int m = 0; m < TILES; m++) {

@@ -2,8 +2,8 @@
 
 Norms, convolutions, gates and scans are kernels compiled by Numba, which also compute the projections of row and column
 means. PyTorch computes the other matrix products. `fused_operator` decides for which tensors the block runs fused.
-Under compilers, modes and functional transforms, the separate parts of the block run instead. `cpu_tokens` and
-`cpu_lines` have the mixers of full and pooled blocks.
+Under compilers, dispatch modes and functional transforms, a block runs unfused. `cpu_tokens` has the mixer of full
+blocks, which scan all tokens, and `cpu_lines` has the mixer of pooled blocks.
 
     B batch    L tokens    T tokens of the batch    C model width    D inner width    E 2D
 """
@@ -38,7 +38,7 @@ def block(
         y_BMC = _Block.apply(options, x_BLC, scale_B, *weights.flat())
     else:
         y_BMC, *_ = _forward(options, x_BLC, scale_B, weights, keep=False)
-    # a full block computes all tokens
+    # a full block computes all tokens, so select the tokens to return
     return y_BMC if options.lines else Tokens(x_BLC.shape[1], options.class_token_only).outputs(y_BMC), None
 
 
@@ -56,7 +56,7 @@ class _Block(torch.autograd.Function):
         x_BLC, scale_B, rstd_T, h_TC, uz_BLE, *tensors = ctx.saved_tensors
         weights, mixer = BlockWeights.of(tensors[: ctx.weight_count]), ctx.mixer_type(*tensors[ctx.weight_count :])
         dy_BMC = dy_BMC.contiguous()
-        with torch.autocast("cpu", enabled=False):  # the kernels read the products as fp32
+        with torch.autocast("cpu", enabled=False):  # the kernels need fp32 matrix products
             dx_BLC, dweights = _backward(ctx.options, dy_BMC, x_BLC, scale_B, weights, rstd_T, h_TC, uz_BLE, mixer)
         return None, dx_BLC, None, *dweights.flat()
 
@@ -66,8 +66,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, MixerSaved]:
     """Return the block's output and the tensors for backward: rstd, h, uz and those of the mixer.
 
-    A pooled block computes z and its output only for the class token if only the class token is needed. Then uz is only
-    u, (B, L, D). Unless `keep` is set, the tensors for backward are not valid.
+    If only the class token is needed, a pooled block computes z and its output only for the class token, and uz
+    contains only u, (B, L, D). Unless `keep` is set, the tensors for backward are not valid.
     """
     (B, L, C), D, tokens = x_BLC.shape, weights.out_proj.shape[1], _tokens(options, x_BLC)
     h_TC, rstd_T = _norm(x_BLC.view(B * L, C), weights.norm, options.eps)
@@ -114,7 +114,7 @@ def _backward(
 
 
 def _tokens(options: Options, x_BLC: Tensor) -> Tokens:
-    """Return the tokens that the block returns. A full block returns all tokens."""
+    """Return which tokens `_forward` computes. For a full block, `_forward` always computes all tokens."""
     return Tokens(x_BLC.shape[1], options.class_token_only and options.lines is not None)
 
 

@@ -57,5 +57,5 @@ def z_address(uz_BLE: Tensor) -> tuple[int, int]:
 
 
 def scratch_memory(like: Tensor, tasks: int, floats: int) -> Tensor:
-    """Allocate memory of a number of floats for each thread of a launch."""
+    """Allocate scratch memory with `floats` elements for each thread of a launch."""
     return like.new_empty(min(torch.get_num_threads(), tasks), floats)

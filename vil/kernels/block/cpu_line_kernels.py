@@ -1,8 +1,8 @@
 """CPU kernels of a pooled block before and after the scan of row or column means, compiled by Numba.
 
 Rows are tokens; u and z are the halves of rows of uz. Addresses and strides are in bytes. In line order, the patches of
-each row (or column) are consecutive. Tables have the order, the index of each token's mean in this order, and the index
-of each token's mean in row-major order.
+each row (or column) are consecutive. The tables have three rows: the token indices in line order, the index of each
+token's mean for tokens in line order, and the index of each token's mean for tokens in row-major order.
 """
 
 from __future__ import annotations

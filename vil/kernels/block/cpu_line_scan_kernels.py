@@ -1,6 +1,6 @@
 """CPU kernels that project and scan the row or column means of a pooled block, compiled by Numba.
 
-A task is one direction of one image. A task loops over blocks of `LANES` channels, and for each block over the means.
+A task is one direction of one image. A task loops over blocks of `LANES` channels, and for each block over all means.
 Addresses are in bytes.
 """
 

@@ -38,19 +38,19 @@ _scan_kernel = functools.partial(kernel_of, "cpu_line_scan_kernels")
 class Saved(NamedTuple):
     """Tensors that forward saves for backward."""
 
-    means: Tensor  # (2, B, S, D) of the convolved tokens
-    projected: Tensor  # (2, B, S, P)
-    y: Tensor  # (2, B, S, D), outputs of both directions
-    skipped: Tensor  # (B, L, D), mean of both directions' skip connections
+    means: Tensor  # (2, B, S, D): row or column means of the convolved tokens
+    projected: Tensor  # (2, B, S, P): outputs of x_proj
+    y: Tensor  # (2, B, S, D): outputs of both directions
+    skipped: Tensor  # (B, L, D): mean of both directions' skip connections
 
 
 class SavedOfClassToken(NamedTuple):
     """Tensors that forward saves for backward if only the class token is needed."""
 
-    means: Tensor  # (2, B, S, D) of the convolved tokens
-    projected: Tensor  # (2, B, S, P)
-    mean: Tensor  # (B, D) of both directions' outputs with skip connections
-    z: Tensor  # (B, D)
+    means: Tensor  # (2, B, S, D): row or column means of the convolved tokens
+    projected: Tensor  # (2, B, S, P): outputs of x_proj
+    mean: Tensor  # (B, D): mean of both directions' outputs with skip connections
+    z: Tensor  # (B, D): class token's input of the gate
 
 
 class Scanned(NamedTuple):
@@ -71,7 +71,7 @@ def forward(
     Unless `keep` is set, the skip connections and the input of out_proj overwrite u.
     """
     (B, L, E), lines = uz_BLE.shape, given_lines(options)
-    tables = line_tables(lines)  # this reference outlives the kernels, which get only the address
+    tables = line_tables(lines)  # kernels receive only the address, so this reference keeps the tables alive
     skipped_BLD = uz_BLE.new_empty(B, L, E // 2) if keep else uz_BLE[..., : E // 2]
     gated_BLD = torch.empty_like(skipped_BLD) if keep else skipped_BLD
     means_2BSD = pool(uz_BLE, weights, lines, tables, skipped_BLD)
@@ -85,16 +85,16 @@ def backward(
     duz_BLE: Tensor,
 ) -> tuple[Tensor, tuple[DirectionWeights, DirectionWeights]]:  # fmt: skip
     """Write the gradient of uz to `duz_BLE`. Return the input of out_proj, and the gradients of the weights."""
-    tables = line_tables(given_lines(options))  # this reference outlives the kernels, which get only the address
+    tables = line_tables(given_lines(options))  # kernels receive only the address, so keep the tables alive
     gated_BLD, dy_BSD = gate_backward(dgated_BLD, saved, uz_BLE, scale_B, tables, duz_BLE)
-    dskipped_BLD = dgated_BLD  # `gate_backward` has overwritten the gradient of its output
+    dskipped_BLD = dgated_BLD  # `gate_backward` has overwritten dgated by the gradient of the skip connections
     return gated_BLD, directions_backward(options, dy_BSD, dskipped_BLD, uz_BLE, weights, saved, duz_BLE)
 
 
 def forward_of_class_token(
     options: Options, u_BLD: Tensor, z_BD: Tensor, scale_B: Tensor | None, weights: BlockWeights
 ) -> tuple[Tensor, SavedOfClassToken]:
-    """Return the input of out_proj of the class token, (B, D), and the tensors for backward."""
+    """Return the class token's input of out_proj, (B, D), and the tensors for backward."""
     (_, L, _), lines = u_BLD.shape, given_lines(options)
     tables, skipped_BLD = line_tables(lines), torch.empty_like(u_BLD)
     means_2BSD = pool(u_BLD, weights, lines, tables, skipped_BLD)
@@ -112,7 +112,7 @@ def backward_of_class_token(
 ) -> tuple[Tensor, Tensor, tuple[DirectionWeights, DirectionWeights]]:  # fmt: skip
     """Write the gradient of u to `du_BLD`.
 
-    Return the input of out_proj of the class token, the gradient of z, and the gradients of the weights.
+    Return the class token's input of out_proj, the gradient of z, and the gradients of the weights.
     """
     (_, B, S, D), (_, L, _), lines = saved.means.shape, u_BLD.shape, given_lines(options)
     if scale_B is not None:
@@ -141,7 +141,7 @@ def directions_backward(
         uz_BLE: Output of in_proj, whose first D columns are u.
     """
     (_, _, _, R, K), lines = weights.sizes(), given_lines(options)
-    tables = line_tables(lines)  # this reference outlives the kernels, which get only the address
+    tables = line_tables(lines)  # kernels receive only the address, so this reference keeps the tables alive
     d = scan_backward(options.recurrence, dy_BSD, saved, weights)
     dfilters_2KD = pool_backward(d.means, dskipped_BLD, uz_BLE, weights, lines, tables, duz_BLE)
     dx_proj_2PD = torch.bmm(d.projected.flatten(1, 2).mT, saved.means.flatten(1, 2))
@@ -229,7 +229,7 @@ def scan_weights(weights: BlockWeights) -> list[int]:
 def gate(
     y_2BSD: Tensor, skipped_BLD: Tensor, uz_BLE: Tensor, scale_B: Tensor | None, tables: Tensor, gated_BLD: Tensor
 ) -> None:
-    """Write scale * ((y_0 + y_1) / 2 + s) * silu(z) to `gated_BLD`, which may be the skip connections s."""
+    """Write scale * ((y_0 + y_1) / 2 + s) * silu(z) to `gated_BLD`, which may overwrite the skip connections s."""
     (B, L, D), S = gated_BLD.shape, y_2BSD.shape[2]
     inputs = *z_address(uz_BLE), *addresses_of_both(y_2BSD), *addresses(scale_B, tables), S
     outputs = *strided(skipped_BLD), *strided(gated_BLD)
@@ -253,10 +253,10 @@ def gate_backward(
 
 @functools.lru_cache(maxsize=64)
 def line_tables(lines: Lines) -> Tensor:
-    """Return three rows of L integers.
+    """Return a table (3, L) of token indices and mean indices for the kernels.
 
-    The first row is the order of tokens in which the patches of each row or column are consecutive. The second and
-    third row are the index of each token's mean, for tokens in line order and in row-major order.
+    The first row is line order: the order of tokens in which the patches of each row or column are consecutive. The
+    second and third row hold the index of each token's mean, for tokens in line order and in row-major order.
     """
     with torch.device("cpu"), torch.inference_mode(False):
         return torch.stack([lines.order(), lines.pooled(), lines.pooled_in_memory()])

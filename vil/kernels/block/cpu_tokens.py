@@ -31,11 +31,11 @@ _kernel = functools.partial(kernel_of, "cpu_kernels")
 class Saved(NamedTuple):
     """Tensors that forward saves for backward."""
 
-    v: Tensor  # (2, B, L, D), convolved
-    projected: Tensor  # (2, T, P)
-    step_logits: Tensor  # (2, T, D)
-    y: Tensor  # (2, B, L, D), outputs of both directions
-    states: Tensor  # (2, B, S, N, D), states between chunks of tokens
+    v: Tensor  # (2, B, L, D): convolved tokens
+    projected: Tensor  # (2, T, P): outputs of x_proj
+    step_logits: Tensor  # (2, T, D): step sizes before bias and activation
+    y: Tensor  # (2, B, L, D): outputs of both directions
+    states: Tensor  # (2, B, S, N, D): states between chunks of tokens
 
 
 class Scanned(NamedTuple):

@@ -5,7 +5,7 @@
 // gate.py declares the parameters of the kernels. Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float
 //   VECTOR  number of adjacent channels that a lane loads or stores with one instruction
-//   POOLED  whether y_1 contains lines of tokens
+//   POOLED  whether y_1 has a row for each pooled token instead of each token
 //
 // L tokens of a sequence    D channels    count, length, next, next_line: lines.cuh
 

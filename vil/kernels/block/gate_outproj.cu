@@ -6,15 +6,15 @@
 // For many tokens, gate_outproj_sm90.cu is used, or gate.cu and a separate product.
 //
 // gate_outproj.py declares the parameters of the kernel. Macros:
-//   INPUT   element type of the other tensors: bf16 or fp16
+//   INPUT   element type of the 16-bit tensors: bf16 or fp16
 //   WIDTH   model width C, the number of outputs: 192 or 384
-//   POOLED  whether y_1 contains lines of tokens
+//   POOLED  whether y_1 has a row for each pooled token instead of each token
 //
 // L tokens of a sequence    C outputs    D channels    count, length, next, next_line: lines.cuh
 //
 // A CTA computes OUTPUTS outputs of 16 tokens, and each of its warps has EACH channels.
 // A lane issues all its loads except the load of x at the start.
-// Lane l (r = l / 4, p = l % 4) computes the gate of channels 8p .. 8p + 7 of each 32, for tokens r and r + 8.
+// Lane l (r = l / 4, p = l % 4) computes the gate of channels 8p .. 8p + 7 of each 32 channels, for tokens r and r + 8.
 // The channels of a lane are four words w = 0 .. 3 of two channels each.
 // Words 0 and 1 are columns 2p, 2p + 1 and 2p + 8, 2p + 9 of one product, and words 2 and 3 of another product.
 // Because the columns are permuted, no data moves between lanes.

@@ -1,4 +1,4 @@
-// Backward of the gate and of the product with out_proj in one kernel, for 16-bit types on Hopper.
+// Backward pass of the gate and of the product with out_proj in one kernel, for 16-bit types on Hopper.
 // With the image's stochastic-depth factor `scale`:
 //
 //   dgated = scale dout out_proj         dy = dgated silu(z) / 2, of either direction
@@ -49,7 +49,7 @@ struct Producer {
     Pipeline<SLOTS> inputs;
     unsigned slots;
     int row, piece;
-    // `flip` is the change of a piece's index four rows further on.
+    // `flip` is the XOR of a piece's byte offsets in a row and four rows later.
     INLINE void fill(const Element *from, i64 stride, int piece_at, int flip, int first, int end) {
         wait_for(inputs.empty(), inputs.parity() ^ 1);
         unsigned to = slots + inputs.stage() * SLOT + row * 128 + piece_at * 16;
@@ -100,7 +100,7 @@ DEVICE void multiply(float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned
             multiply_shared(Element{}, sums, slots + inputs.stage() * SLOT + k * 2, weights + (c + k) * 128, C * 128,
                             c + k > 0);
         commit_products();
-        wait_for_products<1>();  // except the newest
+        wait_for_products<1>();  // waits for all products except the newest
         if (c > 0 && lane == 0) arrive(inputs.empty_before());
     }
     wait_for_products<0>();
@@ -123,7 +123,7 @@ DEVICE void store_gradients(const float (&sums)[SLICE / 2], Pipeline<SLOTS> &inp
                 unsigned zs[4], ms[4], dys[4], dzs[4], gateds[4];
                 load_shared(zs, (z_at ^ half * 64) + i * 8 * 128);
                 load_shared(ms, (mean_at ^ half * 64) + i * 8 * 128);
-                if (i == 1 && half == 1) {  // the lane has loaded all it needs from both slots
+                if (i == 1 && half == 1) {  // the lane has loaded its values from both slots
                     __syncwarp();
                     if (lane == 0) arrive(inputs.empty_before()), arrive(inputs.empty());
                 }
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gate_outproj_backward(PARAM
     bool produces = warp >= GROUPS * 4;
     int g = produces ? warp - GROUPS * 4 : warp / 4, slice = blockIdx.x % SLICES * SLICE;
     int start = (blockIdx.x / SLICES * GROUPS + g) * most, per_round = gridDim.x / SLICES * GROUPS * most;
-    int limit = per_round * int(rounds);  // tokens of all CTAs
+    int limit = per_round * int(rounds);  // number of tokens that all CTAs process in all rounds
     Pipeline<SLOTS> inputs(barriers + g * 2 * SLOTS * 8);
     slots += g * SLOTS * SLOT;
     z += slice, means += slice, dy += slice, dz += slice, gated += slice;

@@ -7,19 +7,20 @@
 // rstd and xhat are bitwise identical to the results of `rms_norm` in norm.cuh.
 //
 // gate_outproj_sm90.py declares the parameters of the kernel. Macros:
-//   INPUT        element type of the other tensors: bf16 or fp16
+//   INPUT        element type of the 16-bit tensors: bf16 or fp16
 //   WIDTH        model width C, the number of outputs: 192 or 384
 //   KEEP         whether to write the means that the backward pass needs
-//   POOLED       whether y_1 contains lines of tokens
-//   STAGES       number of stages of the weights, with K_TILE channels each
-//   SLOTS        number of slots of each group, for y and z, or for x
+//   POOLED       whether y_1 has a row for each pooled token instead of each token
+//   STAGES       number of pipeline stages for the weights, with K_TILE channels each
+//   SLOTS        number of pipeline stages (slots) of each group, for y_0, y_1 and z, or for x
 //   CTA_BYTES    dynamic shared memory, computed by the host
 //
 // L tokens of a sequence    C outputs    D channels    count, length, next, next_line: lines.cuh
 //
 // Each multiprocessor runs one CTA of 12 warps: two groups of four consumer warps, and producer warps.
 // A group processes up to 64 tokens with all outputs in registers: 16 rows per warp, and C / 2 floats per lane.
-// A warp can normalize rows, because it has whole rows. Weights are read from the L2 cache once for 128 tokens.
+// A warp can normalize outputs, because a warp has all outputs of its tokens.
+// Weights are read from the L2 cache once for 128 tokens.
 // docs/kernels/block.md lists the buffers, and cuda/pipeline.cuh the rules of the barriers.
 //
 //   warps 0 - 3, 4 - 7    consumers of group 0 and of group 1
@@ -44,7 +45,7 @@ typedef INPUT Element;
 constexpr int C = WIDTH, D = 2 * C;
 
 constexpr int GROUPS = 2, ROWS = 64;  // ROWS: tokens of a group
-// Number of channels of y and z in a slot, and number of slots that they use.
+// Number of channels of y_0, y_1 and z in a slot, and number of slots for all D channels.
 constexpr int SLOT_CHANNELS = 64, YZ_SLOTS = D / SLOT_CHANNELS;
 constexpr int TENSOR = ROWS * SLOT_CHANNELS * 2, SLOT = 3 * TENSOR;  // in bytes
 constexpr int PART = SLOT / (ROWS * 4), PARTS = C / PART;  // columns of x in a slot; number of slots that x uses
@@ -54,7 +55,7 @@ static_assert(SLOT_CHANNELS % K_TILE == 0 && C % PART == 0 && PART % 32 == 0);
 // Offsets in shared memory in bytes: slots of each group after the weights, then barriers of slots and of stages.
 constexpr int OF_SLOTS = STAGES * STAGE, OF_SLOT_BARRIERS = OF_SLOTS + GROUPS * SLOTS * SLOT;
 constexpr int OF_STAGE_BARRIERS = OF_SLOT_BARRIERS + GROUPS * 2 * SLOTS * 8;
-constexpr int OF_ROWS = OF_STAGE_BARRIERS + 2 * STAGES * 8;  // each group's rows of y_1, if y_1 contains lines
+constexpr int OF_ROWS = OF_STAGE_BARRIERS + 2 * STAGES * 8;  // each group's rows of y_1, if POOLED
 static_assert(OF_ROWS + POOLED * GROUPS * ROWS * 4 == CTA_BYTES);
 static_assert(STAGE % 1024 == 0 && SLOT % 1024 == 0);  // required by wgmma and by the ^ of addresses
 
@@ -203,7 +204,7 @@ DEVICE void multiply(Sums &sums, Pipeline<SLOTS> &inputs, Pipeline<STAGES> &stag
                                weights + stages.stage() * STAGE + h * 192 * K_TILE * 2 + k % K_STEPS * 32,
                                k_slot + k > 0);
             commit_products();
-            wait_for_products<1>();  // except the newest
+            wait_for_products<1>();  // waits for all products except the newest
             if (k % K_STEPS == 0 && k_slot + k > 0 && my.lane == 0) arrive(stages.empty_before());
             if (k % K_STEPS == K_STEPS - 1) stages.next();
         }
@@ -213,7 +214,7 @@ DEVICE void multiply(Sums &sums, Pipeline<SLOTS> &inputs, Pipeline<STAGES> &stag
     if (my.lane == 0) arrive(stages.empty_before());
 }
 
-// Epilogue, which computes out = x + sums and keeps the result in registers.
+// Epilogue, which computes and stores out = x + sums, and keeps the result in registers.
 DEVICE void add_residual(Sums &sums, Pipeline<SLOTS> &inputs, unsigned slots, float *out, int token, int end,
                          const Consumer &my) {
     i64 to = i64(token) * C + my.lane % 4 * 4;

@@ -10,11 +10,12 @@
 //   WIDTH        model width C: 192 or 384
 //   TAPS         length of the convolution's filter, whose last tap reads the current token
 //   KEEP         whether to write u
-//   STAGES       number of stages of the weights, with CHUNK columns each
-//   SLOTS        number of slots of xhat, with CHUNK columns each
+//   STAGES       number of pipeline stages for the weights, with CHUNK columns each
+//   SLOTS        number of pipeline stages (slots) for xhat, with CHUNK columns each
 //   CTA_BYTES    dynamic shared memory, computed by the host
 //
-// B images    C columns of xhat    D channels    S lines and the class token    count, length, next, next_line: lines.cuh
+// B images    C columns of xhat    D channels    S pooled tokens: all lines and the class token
+// count, length, next, next_line: lines.cuh
 //
 // Each multiprocessor runs one CTA of 16 warps, which processes one image after another and keeps the image's xhat in
 // shared memory. The tile is a buffer in shared memory with u of 64 channels for all tokens.
@@ -38,9 +39,9 @@
 #include "tiles.cuh"
 
 constexpr int C = WIDTH, D = 2 * C;
-constexpr int STARTERS = 4, CONVOLVERS = 8, PRODUCERS = 4;  // warps
+constexpr int STARTERS = 4, CONVOLVERS = 8, PRODUCERS = 4;  // numbers of warps by task
 constexpr int COLUMNS = 200, TILE = 64, STEPS = D / TILE;   // tokens and channels of a product; products of u per image
-constexpr int CHUNK = 64, CHUNKS = C / CHUNK;               // columns of xhat
+constexpr int CHUNK = 64, CHUNKS = C / CHUNK;               // columns per chunk; chunks of xhat
 constexpr int TOGETHER = 7;                                 // tokens per iteration of a convolution
 constexpr int AHEAD = 2;                                    // number of chunks whose products are in flight
 // Sizes and offsets in shared memory in bytes.
@@ -189,7 +190,7 @@ struct Channels {
 
 // Convolutions of one line and two channels.
 struct Convolution {
-    static constexpr int WORDS = ROW / 4;  // distance of tokens in the tile
+    static constexpr int WORDS = ROW / 4;  // distance between adjacent tokens in the tile, in 32-bit words
     const Channels &channels;
     Element *u, *skipped;  // point to the lane's channels of the image's first token in memory
     Pair window[TOGETHER + 2 * BACK];  // u of TOGETHER tokens, and of BACK tokens before and after
@@ -274,7 +275,7 @@ struct Products {
             if (last && i >= CHUNKS) arrive(xhat_empty + (i - CHUNKS) * 8);
         }
     }
-    // Computes u and z of an image. `uz` points to the image.
+    // Computes u and z of image `image`. `uz` points to the first image.
     // When a warp has started the products of chunk i and has waited, the products of chunk i - AHEAD have finished.
     INLINE void multiply(Pipeline<SLOTS> tokens, unsigned slots, Element *uz, int image, int L) {
         unsigned xhat_full = tokens.full(), xhat_empty = tokens.empty();
@@ -290,7 +291,7 @@ struct Products {
                 wait_long_for(full + stage * 8, parity);
                 start(i < CHUNKS ? u : z, weights.after(stage * STAGE), xhat.after(chunk * SLOT), chunk > 0);
                 if (i == 0)
-                    wait_for_products<1>();  // tells the compiler that z is finished
+                    wait_for_products<1>();  // tells the compiler that the products of z have finished
                 else
                     wait_for_products<AHEAD>();
                 if (i >= AHEAD) release(i - AHEAD, step == STEPS - 1, xhat_empty);
@@ -337,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(32 * (STARTERS + CONVOLVERS + PRODU
     if (warp >= STARTERS) {
         give_registers<112>();
         const unsigned *of_lane = (const unsigned *)shared + lane;
-        int channel = lane / 8 * 16 + lane % 4 * 4 + lane / 4 % 2 * 2, pair = warp - STARTERS;  // pair: of lines
+        int channel = lane / 8 * 16 + lane % 4 * 4 + lane / 4 % 2 * 2, pair = warp - STARTERS;  // pair of lines
         i64 L = lines.tokens(), S = count + 1;
 #pragma unroll 1
         for (int image = blockIdx.x; image < B; image += gridDim.x)

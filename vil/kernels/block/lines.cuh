@@ -10,7 +10,7 @@ struct Lines {
     INLINE int center() const { return count * length / 2; }
     INLINE int tokens() const { return count * length + 1; }
     INLINE int class_token() const { return count / 2; }
-    // Return the first and the last token of a pooled token, in line order.
+    // `first` and `last` return the line-order index of the first and of the last token of a pooled token.
     INLINE int first(int pooled) const {
         int patch = (pooled - (pooled > class_token())) * length;
         return pooled == class_token() ? center() : patch + (patch >= center());

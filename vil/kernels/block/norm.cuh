@@ -13,7 +13,7 @@ DEVICE float sum_over_warp(float x) {
     return x;
 }
 
-// Computes the norm of a token. If `copy` is not null, the kernel copies x to it.
+// Computes the norm of a token. If `copy` is not null, the function copies x to `copy`.
 DEVICE void rms_norm(i64 token, const float *__restrict__ x, Element *__restrict__ xhat, float *__restrict__ rstd,
                      float *__restrict__ copy, float eps) {
     int lane = threadIdx.x % 32;

@@ -1,4 +1,4 @@
-// Means of v = silu(conv(u)) over each line of patches and for the class token, which a pooled block scans.
+// Means of v = silu(conv(u)) over each line of patches, and v of the class token, which a pooled block scans.
 // The kernel also writes the sum of both directions' skip connections, skip_0 v_0 + skip_1 v_1, for each token.
 // The gate needs no other function of v, so v of all tokens is never stored.
 //
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool
         for (int done = 0; done < SEGMENT && segment + done < end; done += GROUP) {
             const Stage &group = ring.next(at[(done + GROUP) / 4].at);
             const int *here = ends[(done + LEAD) / 4].at;
-            unsigned ending = __ballot_sync(WARP, here[threadIdx.x % GROUP] >= 0);  // bit i: token i
+            unsigned ending = __ballot_sync(WARP, here[threadIdx.x % GROUP] >= 0);  // bit i: token i ends a line
             int left = end - segment - done, to_center = lines.center() - segment - done;
             Four index;
             Pack<Element, V> news[4];

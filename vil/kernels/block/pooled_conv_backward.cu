@@ -29,7 +29,7 @@ constexpr int BEFORE = 2 * GROUP - BACK, TABLE = SEGMENT + (DEPTH + 2) * GROUP;
 // The gradients of the next line are prefetched.
 struct OfLine {
     Tokens<const Element> mean_0;
-    i64 second;  // distance to the means of direction 1
+    i64 second;  // distance from the means of direction 0 to the means of direction 1, in elements
     float share;
     int expected = -1;
     Pack<Element, V> packs[2];

@@ -15,7 +15,7 @@
 //   MIN_CTAS       CTAs that must fit on a multiprocessor, which limits the registers per thread
 //   CTA_BYTES      dynamic shared memory, computed by the host
 //
-// B batch    S lines    D channels    P = R + 2N    c = lane / 4    p = lane % 4
+// B batch    S pooled tokens, here called lines    D channels    P = R + 2N    c = lane / 4    p = lane % 4
 //
 // A CTA processes an image: direction 0, then direction 1. Lines are counted in the reading order of a direction.
 // If S < 16, the last line is repeated, which changes only states that no line needs.
@@ -41,7 +41,7 @@ constexpr int TOGETHER = 2;  // tiles of 16 channels that a warp scans at once
 constexpr int WARPS = D / WARP_CHANNELS, EIGHTS = RANK / 8, LOADS = (EIGHTS + 3) / 4;
 // PIECES: number of 16-byte pieces of a row; ROWS: number of rows that a warp copies at once
 constexpr int PIECES = WARP_CHANNELS / 8, ROWS = 32 / PIECES;
-// Rows begin in different banks.
+// The pitches are chosen so that rows begin in different banks.
 constexpr int PART_PITCH = P | 8, STEP_PITCH = RANK | 8;
 
 struct WarpMemory {
@@ -310,14 +310,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_image(PA
 #pragma unroll 1
     for (int g = 0; g < 2; g++) {
         wait_for_copies<1>();
-        __syncwarp();  // means and x_proj are there
+        __syncwarp();  // means and x_proj of all lanes have arrived
         project(warp, warp.means[g], lane);
         __syncwarp();  // no lane reads x_proj any more
         if (g == 0) copy_x_proj(warp, x_proj + (P * D + d), lane);
         commit_copies();
         float bias[WARP_CHANNELS / 32];  // a lane has every 32nd channel
         UNROLLED for (int i = 0; i < WARP_CHANNELS / 32; i++) bias[i] = -LOG2E * step_bias[g * D + d + 32 * i + lane];
-        wait_for_copies<1>();  // step_proj
+        wait_for_copies<1>();  // waits for step_proj
         __syncthreads();  // barrier A
         for (int unit = w; unit < LINES / 4 + (LINES * RANK / 4 + 31) / 32; unit += WARPS) {
             if (unit < LINES / 4)

@@ -13,11 +13,12 @@
 //   TILES      number of tiles of 16 lines for all S lines
 //   CTA_BYTES  dynamic shared memory, computed by the host
 //
-// B batch    S lines    D channels    P = R + 2N
+// B batch    S pooled tokens, here called lines    D channels    P = R + 2N
 //
 // A CTA processes all lines of an image and 32 channels. Every CTA of the image computes [step k q].
 // For [step k q], each warp computes one direction and a quarter of the channels.
-// Lane l (r = l / 4, p = l % 4) loads channels 8p .. 8p + 7 of each 32, for lines r and r + 8, and row r of x_proj.
+// Lane l (r = l / 4, p = l % 4) loads channels 8p .. 8p + 7 of each 32 channels.
+// The lane loads these channels of lines r and r + 8, and of row r of x_proj.
 // Columns are permuted as in gate_outproj.cu.
 // After the projections, a lane computes the step sizes of one channel, and scans four states of one channel.
 

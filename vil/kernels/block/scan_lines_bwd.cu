@@ -1,4 +1,4 @@
-// Backward of x_proj, step_proj and Longhorn's scan of both directions of a pooled block, for at most 16 lines.
+// Backward pass of x_proj, step_proj and Longhorn's scan of both directions of a pooled block, for at most 16 lines.
 // The kernel recomputes everything from the means x of lines, and reads no saved states. For each direction:
 //
 //   [step k q] = x x_proj^T      step_logits = step step_proj^T      states S_t      (as scan_lines.cu)
@@ -13,7 +13,8 @@
 //   WARPS      warps per CTA
 //   CTA_BYTES  dynamic shared memory, computed by the host
 //
-// B batch    S lines    D channels    N = 16 states    P = R + 2N    token t: line t, or S - 1 - t in direction 1
+// B batch    S pooled tokens, here called lines    D channels    N = 16 states    P = R + 2N
+// token t: line t, or S - 1 - t in direction 1
 //
 // A CTA processes all channels of every `parts`-th image in one direction, whose weights stay in shared memory.
 // A warp processes `TILES_OF_WARP` tiles of 16 adjacent channels, one tile at a time.
@@ -69,7 +70,7 @@ struct CtaMemory {
 };
 static_assert(sizeof(CtaMemory) == CTA_BYTES);
 
-typedef float States[2][4];  // state of half h of a lane's channel c
+typedef float States[2][4];  // element [h][c] is state r + 8h of a lane's channel c
 typedef Floats<2> Sums[2];  // accumulators of one product
 
 struct Lane {
@@ -96,7 +97,7 @@ struct Rounded {
     }
 };
 
-// The CTA copies rows of `columns` elements. Rows from `rows` on are filled with zeros.
+// All threads copy `count` rows of COLUMNS elements. Rows from `rows` on are filled with zeros.
 template <int COLUMNS, int PITCH_>
 DEVICE void copy_rows(Element (*to)[PITCH_], const Element *from, int count, int rows, bool reverse) {
     constexpr int PIECES = COLUMNS / 8;
@@ -106,7 +107,7 @@ DEVICE void copy_rows(Element (*to)[PITCH_], const Element *from, int count, int
     }
 }
 
-// Adds x x_proj^T over the warp's channels, (16 tokens, P).
+// Computes x x_proj^T (16 tokens, P), summed over the warp's channels.
 DEVICE void project(CtaMemory &cta, float (*to)[P], int first_tile, int tiles, Lane at) {
     Sums sums[OUTPUTS] = {};
 #pragma unroll 1
@@ -283,7 +284,8 @@ DEVICE void finish_half(CtaMemory &cta, Tile &tile, const Sums &sums_x, const Su
     if (t < S_LINES) store(dstep_logits + ((reverse ? S_LINES - 1 - t : t) * D + first + 4 * at.p), rounded);
 }
 
-// Adds to `dstep_bias` in global memory, which is the sum over the CTA's images, or initializes the sum (`is_first`).
+// Computes the gradients of a tile of an image. Also adds the gradient of step_bias to `dstep_bias` in global memory,
+// which is the sum over the CTA's images, or initializes the sum if `is_first`.
 DEVICE void scan_tile(CtaMemory &cta, Tile &tile, ChannelSums &of, Element *dstep_logits, float *dstep_bias,
                       int first, bool is_first, bool reverse, Lane at) {
     // Lanes with r < 4 add to channel 4p + r.

@@ -1,4 +1,4 @@
-// Backward of step_proj, which projects the step (R columns) to step logits (D columns), for 16-bit types.
+// Backward pass of step_proj, which projects the step (R columns) to step logits (D columns), for 16-bit types.
 // The kernel reads the largest tensor, the gradients of the step logits, only once. For each direction:
 //
 //   dstep (tokens, R)        = dstep_logits step_proj      stored in dprojected, next to dk and dq
@@ -31,7 +31,7 @@
 
 typedef INPUT Element;
 
-constexpr int STAGES = 3;  // prefetched tiles, and the current tile
+constexpr int STAGES = 3;  // number of buffered tiles: the prefetched tiles and the current tile
 constexpr int TILE = 16, WARPS = 8, D = CHANNELS, WIDTH = D / WARPS, THREADS = 32 * WARPS;
 constexpr int SIXTEENS = WIDTH / 16, EIGHTS = RANK / 8, PROJECTIONS = RANK + 2 * STATES;
 // PITCH and STEP_PITCH are chosen so that the 16-byte pieces of 8 rows are in different banks.
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) step_proj_backward(PARA
         keys.write(dprojected, tile, all);
         keys.read(dk, dq, tile + int(parts), all);
     }
-    wait_for_copies<0>();  // copies of tiles after the last tile
+    wait_for_copies<0>();  // waits for the copies of tiles after the last tile
     __syncthreads();
     if (i > 0) store_dstep(dprojected, cta.dstep[(i - 1) % 2], part + (i - 1) * int(parts), all);
     UNROLLED for (int k = 0; k < SIXTEENS; k++)

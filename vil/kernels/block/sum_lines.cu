@@ -1,4 +1,5 @@
-// Sums of a tensor's tokens over each line of patches and for the class token, which are gradients of lines.
+// Sums of a tensor's tokens over each line of patches, and the class token itself, as results for the pooled tokens.
+// The backward pass sums the gradients of tokens to the gradients of pooled tokens.
 //
 // sum_lines.py declares the parameters of the kernel. Macros:
 //   INPUT    element type of the tensors: bf16, fp16 or float

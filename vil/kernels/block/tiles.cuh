@@ -7,7 +7,8 @@
 // The outputs of lane p in products 2j and 2j + 1 are therefore 16 j + 4 p to 16 j + 4 p + 3.
 DEVICE int row_of(int c) { return c / 16 * 16 + c % 4 / 2 * 8 + c % 16 / 4 * 2 + c % 2; }
 
-// Returns the index of channel d of output c. K_TILE channels of all C outputs precede the next K_TILE channels.
+// Returns the index of out_proj's weight for output c and channel d.
+// K_TILE channels of all C outputs precede the next K_TILE channels.
 // wgmma reads rows of 64 bytes, with each 16-byte piece at index piece ^ row / 2 % 4.
 constexpr int K_TILE = 32;
 DEVICE int tiled(int c, int d, int C) {
@@ -15,7 +16,7 @@ DEVICE int tiled(int c, int d, int C) {
     return (d / K_TILE * C + row) * K_TILE + eighth * 8 + d % 8;
 }
 
-// Returns the index of column c of row e of in_proj. A block of 64 rows and 64 columns is contiguous.
+// Returns the index of in_proj's weight in row e and column c. A block of 64 rows and 64 columns is contiguous.
 // The blocks are ordered by channel / 64, then u before z, and then by column.
 // wgmma reads rows of 128 bytes, with each 16-byte piece at index piece ^ row % 8.
 DEVICE int tiled_in(int e, int c, int D, int C) {

@@ -11,7 +11,7 @@
 //   WIDTH      model width C
 //   TAPS       length of the convolutions' filters
 //
-// D channels    projections P, with the padded rank
+// D channels    projections: P with the padded rank
 
 #include "norm.cuh"
 #include "parameters.cuh"
