@@ -14,9 +14,9 @@ Shared modules:
 `backends`  choice of the backend for given tensors, and why a backend cannot run
 `checks`    validation of operators' arguments
 `cuda`      headers of CUDA sources, and compilation, launch and replay of kernels
-`cpu`       compilation and launch of kernels written in Python and compiled by Numba, and functions of kernels
-`torch_private`  private functions of PyTorch
-`cache`     compiled code on disk
+`cpu`       compilation and launch of kernels written in Python and compiled by Numba, and building blocks of kernels
+`torch_private`  private functions of PyTorch that kernels need
+`cache`     disk cache of compiled code
 `flops`     FLOP formulas of the operators for PyTorch's FlopCounterMode
 """
 

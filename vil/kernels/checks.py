@@ -43,7 +43,7 @@ def check(sizes: dict[str, int], *table: Row) -> None:
 def check_given(**tensors: Tensor | None) -> None:
     """Raise a ValueError that names the first tensor that is None.
 
-    PyTorch itself accepts None for an operator's tensors.
+    This check is needed, because PyTorch accepts None where an operator's schema requires a tensor.
     """
     for name, t in tensors.items():
         if t is None:

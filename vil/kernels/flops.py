@@ -4,14 +4,15 @@ The FLOP count of a model does not depend on which operators the model uses.
 
 PyTorch counts only products, 2 FLOPs for a multiplication and its addition, and nothing for elementwise functions. The
 recurrence counts as a product of coefficients and states. All operations on the G B L D N elements of the states count.
-Operations on fewer elements (step sizes, norms of keys, the skip connection) do not count.
+Operations on fewer elements (step sizes, norms of keys, the skip connection) do not count. FLOPs per state element:
 
     forward, 7    decay 1 - eps k^2 or exp(A dt) (2), drive k (eps x) or b (dt x) (1), decay S + drive (2), q S (2)
     backward      q dy plus gradients from later tokens (3), gradients of q (2), decay (1), drive (2) and key (2); via
     the decay, Longhorn's eps (2) and key (2), or Mamba's exponent (1), dt (2) and A (2)
 
-The sum is 14 for Longhorn's gradient and 15 for Mamba's. States, projections and other values that backward recomputes
-to save memory do not count. VMamba and similar papers count 9 FLOPs for forward (`FIELD_CONVENTION`).
+The sums for backward are 14 for Longhorn and 15 for Mamba. States, projections and other values that backward
+recomputes to save memory do not count. VMamba and similar papers count 9 FLOPs per state element for forward
+(`FIELD_CONVENTION`).
 
 A fused block counts as many FLOPs as the parts of an unfused block. The count includes tokens that the last block need
 not compute, and the K - 1 additional tokens of the convolution's padding.

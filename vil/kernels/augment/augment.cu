@@ -1,6 +1,6 @@
 // Augmentation of uint8 images (B, 3, H, W): random crop with resize, transforms and normalization.
-// Operations that PIL has are computed in PIL's order and types, without fused multiply-adds.
-// Therefore the resulting pixels are identical to PIL's.
+// Operations that PIL supports are computed in PIL's order and types, without fused multiply-adds.
+// Therefore the resulting pixels are identical to PIL's pixels.
 // Offsets into a batch have 64 bits, and offsets into an image have 32 bits.
 //
 // augment/__init__.py declares the parameters of the kernels.
@@ -16,7 +16,7 @@ DEVICE u8 to_byte(double v) { return v <= 0 ? 0 : v >= 255 ? 255 : u8(v); }
 constexpr int ONE = 1 << 22;
 DEVICE u8 level(int sum) { return min(max(sum >> 22, 0), 255); }
 
-// Resizing of a crop along one axis: the result is `size` pixels, starting at `offset`, of `resized` pixels.
+// Resizing of a crop along one axis from `length` to `resized` pixels. The result starts with resized pixel `offset`.
 struct Axis {
     i64 length, resized, offset, weights;
 };
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(256) resize_weights(PARAMETERS_resi
 extern "C" __global__ void __launch_bounds__(256) crop_resize_flip(PARAMETERS_crop_resize_flip) {
     begin_kernel();
     extern __shared__ __align__(16) char shared[];
-    int *sums = reinterpret_cast<int *>(shared) + threadIdx.x;  // (rows, 3, blockDim.x)
+    int *sums = reinterpret_cast<int *>(shared) + threadIdx.x;  // shape (rows, 3, blockDim.x)
     int bands = (H + rows - 1) / rows, image = blockIdx.x / bands;
     int top = blockIdx.x % bands * rows, bottom = min(top + int(rows), int(H));
     Crop crop = crops[image];
@@ -145,7 +145,7 @@ DEVICE int mapped(i64 code, double argument, int value, Levels levels, int mean,
 // Writes tables (B, 3, 256) of the operations that map the values of each channel. One CTA processes one image.
 extern "C" __global__ void __launch_bounds__(512) build_tables(PARAMETERS_build_tables) {
     begin_kernel();
-    // number of histograms, which avoid conflicts because adjacent pixels often have the same value
+    // number of histograms per channel, which reduce conflicts because adjacent pixels often have the same value
     constexpr int COPIES = 8;
     __shared__ unsigned counts[3 * 256 * COPIES];
     __shared__ int lowest[3];
@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(256) gaussian_blur(PARAMETERS_gauss
     int parts = (lines + together - 1) / together, plane = blockIdx.x / parts, first = blockIdx.x % parts * together;
     const Operation &operation = operations[plane / 3];
     if (operation.code != GAUSSIANBLUR) return;
-    u8 *from = reinterpret_cast<u8 *>(shared), *to = from + length * together;  // (length, together)
+    u8 *from = reinterpret_cast<u8 *>(shared), *to = from + length * together;  // shape (length, together)
     u8 *pixels = images + plane * length * lines + first * apart;
     int width = min(int(together), int(lines) - first), all = length * width, last = length - 1;
     // Threads copy pixels in the order of memory.
@@ -310,7 +310,8 @@ extern "C" __global__ void __launch_bounds__(256) gaussian_blur(PARAMETERS_gauss
     }
 }
 
-// Final step of an image. Inside the box, mixing adds `share` of the image and 1 - `share` of its partner.
+// Parameters of the kernel `finish` for an image: key of the random numbers, box to erase, and mixing with a partner.
+// From `top` to `bottom` and `left` to `right`, mixing adds `share` of the image and 1 - `share` of the partner.
 struct Rest {
     unsigned key;
     int erased_top, erased_left, erased_height, erased_width, partner;

@@ -64,7 +64,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool
         for (int done = 0; done < SEGMENT && segment + done < end; done += GROUP) {
             const Stage &group = ring.next(at[(done + GROUP) / 4].at);
             const int *here = ends[(done + LEAD) / 4].at;
-            unsigned ending = __ballot_sync(WARP, here[threadIdx.x % GROUP] >= 0);  // bit i: token i ends a line
+            // Bit i of `ending` is set if a pooled token ends at token i of the group.
+            unsigned ending = __ballot_sync(WARP, here[threadIdx.x % GROUP] >= 0);
             int left = end - segment - done, to_center = lines.center() - segment - done;
             Four index;
             Pack<Element, V> news[4];

@@ -66,7 +66,7 @@ def filter_gradients(taps: int):
 
 
 def token_gradient(taps: int):
-    """Build a function of the gradient of token t, given the gradients of the convolutions that read the token."""
+    """Build a function that computes token t's gradient from the gradients of all convolutions that read the token."""
 
     @spliced
     def compute_token_gradient(weights, before, behind, t, du):

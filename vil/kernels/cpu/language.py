@@ -1,7 +1,7 @@
 """Building blocks of CPU kernels: memory by address, task counters, and functions that vectorize.
 
 Importing this module imports Numba, which takes a third of a second. Therefore only modules with code of kernels import
-this module, and the compiler imports them only to compile a kernel.
+this module, and the compiler imports such modules only to compile a kernel.
 
 A kernel is a function of an array of 64-bit numbers (see `compiler`). The kernel runs in several threads at once, and
 each thread processes tasks until none is left. Loops over `LANES` channels become vector instructions.
@@ -149,7 +149,10 @@ def store_lanes(context, address, values):
 
 
 class _Vector(types.Type):
-    """Vector type of `WIDTH` floats with +, - and *. In loops over arrays, LLVM may not keep sums in registers."""
+    """Vector type of `WIDTH` floats with +, - and *. In loops over arrays, LLVM may not keep sums in registers.
+
+    Kernels therefore keep sums in variables of this type.
+    """
 
 
 vector = _Vector("vector")

@@ -118,7 +118,7 @@ def longhorn_gradients(N: int):
                 store(sums, n * WIDTH, load(sums, n * WIDTH) + error)
                 store(G, n * LANES + v, gradient - (broadcast(k[n] * k[n]) * e) * gradient)
             by_x = e * by_drive
-            by_step_size = broadcast(HALF) * (by_factor + xv * by_x)  # times e
+            by_step_size = broadcast(HALF) * (by_factor + xv * by_x)  # gradient of the step size e, times e
             norms = norms + e * by_step_size
             by_step_logit = load(slopes, i * LANES + v) * by_step_size
             store(dx, v, by_x + load(skip, v) * dyv)

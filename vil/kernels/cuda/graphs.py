@@ -23,7 +23,7 @@ import torch
 
 _logger = logging.getLogger(__name__)
 
-SIGHTINGS = 3  # number of the call, counted from 1, with the same addresses that captures a graph
+SIGHTINGS = 3  # the call with this number (counted from 1) among calls with the same addresses captures a graph
 GRAPHS = 256  # maximum number of graphs per plan
 KEYS = 4096  # maximum number of sets of addresses per plan whose calls are counted
 
@@ -89,7 +89,7 @@ class CaptureStream:
     def __init__(self, device: torch.device):
         from cuda.bindings import driver
 
-        # a stream of its own, because torch.cuda.Stream() may return a stream that the caller also uses
+        # create a stream with the driver, because torch.cuda.Stream() may return a stream that the caller also uses
         error, handle = driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"cannot create a CUDA stream: {error.name}")

@@ -76,7 +76,7 @@ class Launch:
         if number.type == "double" and isinstance(value, int | float):
             return float(value)
         if number.type == "i64" and isinstance(value, int):
-            return +value  # an int also for a bool
+            return +value  # converts a bool to an int
         raise TypeError(f"{name} of {self} must be a number of type {number.type}, got {value!r}")
 
     def run(self) -> None:

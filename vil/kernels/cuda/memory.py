@@ -1,7 +1,8 @@
 """Assignment of a plan's temporary buffers to memory, given the buffers' lifetimes.
 
-All buffers are allocated before the first step, in one allocation, in which buffers with disjoint lifetimes share
-memory. Temporary buffers that are not used after the first use of a result share the memory of the result.
+All buffers are allocated before the first step. Temporary buffers are parts of one allocation, in which buffers with
+disjoint lifetimes share memory. A temporary buffer whose last use precedes the first use of a result uses the result's
+memory instead, if the result is large enough.
 """
 
 from __future__ import annotations

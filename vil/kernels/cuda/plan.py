@@ -7,8 +7,8 @@ are those of earlier calls, a CUDA graph replays all steps at once (graphs.py).
 
     forward = planned()(forward)
 
-The function may use tensors only by PyTorch operators and `launches.launch`, must not read values, returns a list of
-tensors and None, and calls `device_of` for the device of a tensor.
+The function may use tensors only through PyTorch operators and `launches.launch`, and must not read the tensors'
+values. The function returns a list of tensors and None, and calls `device_of` to get the device of a tensor.
 """
 
 from __future__ import annotations

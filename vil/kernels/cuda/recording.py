@@ -5,6 +5,8 @@ with their grids and scalar arguments, PyTorch operators that compute or write, 
 are not recorded. All memory is allocated in advance (memory.py), unless allocations at first use need much less memory.
 If memory is allocated at first use, small buffers share an allocation, as do large buffers with the same lifetime.
 
+Methods of `Recording`:
+
     input      returns a placeholder for a tensor
     finish     returns the recorded steps as functions, after computing lifetimes and allocations of buffers
 """
@@ -37,13 +39,13 @@ ALLOCATIONS = {
 
 
 def device_of(t: Tensor) -> torch.device:
-    """Return the tensor's device. While a plan is recorded, this is the device on which the plan will run."""
+    """Return the device of a tensor or, while a plan is recorded, the device on which the plan will run."""
     recording = getattr(thread, "recording", None)
     return recording.device if recording and t.device.type == "meta" else t.device
 
 
 class Buffer(NamedTuple):
-    """Memory of a recorded function, represented by a meta tensor."""
+    """Memory that a recorded function uses, represented by a meta tensor."""
 
     tensor: Tensor
     kind: str  # origin of the memory: "input", "result" of an operator, or "empty" (allocated by the function)
@@ -90,9 +92,9 @@ class Recording(TorchDispatchMode):
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
-        self.buffers: list[Buffer] = []  # keeps storages alive, which are the keys of `numbers`
+        self.buffers: list[Buffer] = []  # also keeps the storages alive that are keys of `numbers`
         self.numbers: dict[torch.UntypedStorage, int] = {}  # index in `buffers` of each storage
-        # buffer number of each input, and the input's address modulo 16
+        # index in `buffers` of each input, and the input's address modulo 16
         self.inputs: list[tuple[int, int]] = []
         self.starts: dict[int, int] = {}  # byte offset of each buffer in its shared allocation
         self.recorded: list[Empty | Call | Launch] = []

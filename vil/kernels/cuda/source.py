@@ -71,7 +71,7 @@ class Source:
 
     Args:
         name: Path below vil/kernels, without its extension.
-        kernels: Parameters by kernel and name, in the order of C++.
+        kernels: Parameters by kernel and name, in the order in which the C++ function receives them.
         only_hopper: Whether the source uses instructions that only sm_90 has.
         fma: Whether the compiler may fuse a multiplication and an addition, which rounds once instead of twice.
     """

@@ -1,8 +1,7 @@
 """Functions that replay one recorded launch, operator call or allocation, as a step of a plan.
 
-A step receives a call's tensors, their addresses and a CUDA stream.
-
-Everything that is equal in all calls is computed when a step is created.
+A step receives a call's tensors, the tensors' addresses and a CUDA stream. Values that are equal in all calls are
+computed when the step is created.
 """
 
 from __future__ import annotations
@@ -76,7 +75,10 @@ def view_in(tensors: list, view: View) -> Tensor:
 
 
 def launch_kernel(launch: Launch, pointers: list[tuple[int, int, int]]) -> Step:
-    """Return a function that launches a kernel. `pointers` hold (argument index, buffer, offset in bytes)."""
+    """Return a function that launches a kernel.
+
+    `pointers` holds a tuple (argument index, buffer, offset in bytes) for each pointer argument.
+    """
     constants = launch.values
 
     def step(_, addresses, stream):
@@ -109,7 +111,7 @@ def call_operator(
         return _call_with_three(call, *args)
 
     def prepare(tensors):
-        if has_nested_views:  # replace views that are inside lists or keyword arguments, too
+        if has_nested_views:  # also replace views inside lists and keyword arguments
             return tree_map(lambda leaf: view_in(tensors, leaf) if isinstance(leaf, View) else leaf, (args, kwargs))
         own = args.copy()
         for i in view_indices:
@@ -142,7 +144,7 @@ def _call_with_three(call: Callable, out: View, a: View, b: View) -> Step:
 def allocate(device: torch.device, dtype: torch.dtype, size: int, starts: list[tuple[int, int]]) -> Step:
     """Return a function that allocates one block of `size` bytes for several buffers at given byte offsets.
 
-    `starts` hold (buffer, offset in bytes).
+    `starts` holds a pair (buffer, offset in bytes) for each buffer.
     """
     count = size // dtype.itemsize
 
@@ -173,8 +175,8 @@ def allocate_alone(device: torch.device, like: Tensor, buffer: int) -> Step:
 def divide(parts: list[tuple[int, int, int, torch.dtype | None]]) -> Step:
     """Return a function that assigns memory of allocated tensors to other buffers.
 
-    `parts` hold (buffer, buffer of the allocated tensor, offset in bytes, dtype in which operators view the memory, or
-    None if only kernels use the buffer).
+    `parts` holds a tuple for each buffer: (buffer, buffer of the allocated tensor, offset in bytes, dtype in which
+    operators view the memory, or None if only kernels use the buffer).
     """
     views = list(dict.fromkeys((source, dtype) for _, source, _, dtype in parts if dtype is not None))
 

@@ -13,7 +13,7 @@ DEVICE Floats<4> load_once(const float *p) {
 
 // Adds the partial sums of all CTAs in a fixed order, in one launch of CTAs with 256 threads.
 // The first CTAs add the `rows` rows of `channel_partials`, and 8 threads share a column.
-// Further CTAs add dk and dq of every token over the `key_parts` CTAs of its channels, with 4 states per thread.
+// Further CTAs add dk and dq of every token over the `key_parts` CTAs of a sequence, with 4 states per thread.
 extern "C" __global__ void reduce_partials(PARAMETERS_reduce_partials) {
     begin_kernel();
     __shared__ float slices[8][32];

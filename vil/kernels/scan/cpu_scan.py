@@ -25,7 +25,7 @@ def forward(
     (G, B, L, D), N, blocks = x.shape, k.shape[-1], _blocks(x)
     inputs = [_readable(t) for t in (x, step_logits, k, q)]
     parameters = _parameters(inputs[0], A, skip, step_bias)
-    new = inputs[0].new_empty  # in fp32
+    new = inputs[0].new_empty  # allocates fp32 tensors
     y, states = new(G, B, L, D), new((G, B, chunk_state_count(L), N, D) if keep else 0)
     _kernel(f"{recurrence}_forward", N, CHUNK).launch(
         G * B * blocks, *_sizes(x, reverse), *_addresses_and_strides(inputs), *_addresses(parameters),
@@ -45,7 +45,7 @@ def backward(
     (G, B, L, D), N, blocks = x.shape, k.shape[-1], _blocks(x)
     inputs, dy = [_readable(t) for t in (x, step_logits, k, q)], _readable(dy)
     parameters = _parameters(inputs[0], A, skip, step_bias)
-    new, tasks = dy.new_empty, G * B * blocks  # in fp32
+    new, tasks = dy.new_empty, G * B * blocks  # `new` allocates fp32 tensors
     dx, dstep_logits = new(2, G, B, L, D)
     parts = new(2, blocks, G, B, L, N)  # partial sums, over blocks of channels, of the gradients of k and q
     dchannels = new(B, G, 2, D)  # gradients of skip and step_bias for each image

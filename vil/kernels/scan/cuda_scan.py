@@ -8,7 +8,7 @@ macros in a module:
 | scan_forward | forward_simt or forward_mma, .cu and .py | y, and the states between chunks |
 | scan_backward, reduce_partials | backward.cu, backward.py | all gradients |
 | segment_states, pass_states | segment_states.cu, segments.py | states between segments, or their gradients |
-| stage_factors, segment_gradients | segment_gradients_mma.cu, segments.py | these gradients, on tensor cores |
+| stage_factors, segment_gradients | segment_gradients_mma.cu, segments.py | gradients between segments (tensor cores) |
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_forward(PARAMETERS
     Position at(B, D, cut.segments);
     bool backwards = reverse >> at.g & 1;
     int begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
-    // Entries without a pair or query stay zero.
+    // Entries of the operands that belong to no pair or query stay zero.
     for (int i = threadIdx.x * 16; i < int(sizeof cta.states + sizeof cta.channels); i += THREADS * 16)
         store((float *)((char *)cta.states + i), Floats<4>{});
     __syncthreads();

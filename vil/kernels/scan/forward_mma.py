@@ -30,7 +30,8 @@ class ForwardMma(NamedTuple):
     The other warps prepare the inputs of the consumers. A multiprocessor runs one CTA.
 
     `producers` has the role of each other warp. Role 0 copies, role -1 prepares factors of states, and role n > 0
-    prepares the factors of n units, which are 8 tokens of a consumer's channels. Each consumer needs `tile` / 8 units.
+    prepares the factors of n units. A unit is 8 tokens of one consumer's channels, so each consumer needs `tile` / 8
+    units.
     `cycles` and `start` are inputs of the cost model (heuristics.py).
     """
 

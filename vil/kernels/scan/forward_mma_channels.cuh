@@ -2,7 +2,8 @@
 
 #include "forward_mma_memory.cuh"
 
-// Operands of 8 tokens (a span of the tile) and a consumer's channels. Lane (c, p) computes pair p of c and c + 8.
+// Operands of 8 tokens (a span of the tile) and a consumer's channels.
+// Lane (c, p) computes pair p of the span for channels c and c + 8.
 struct ChannelProducer {
     // Number of octets of the step's columns, and number of loads of 4 octets.
     static constexpr int RANK_OCTETS = RANK / 8, LOADS = (RANK_OCTETS + 3) / 4;

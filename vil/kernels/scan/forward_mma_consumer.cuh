@@ -18,7 +18,9 @@ DEVICE void for_states(PairStates &S, i64 left, i64 D, F f) {
 // Operands are loaded two pairs ahead and multiplied one pair ahead, so that no instruction waits.
 // y is computed while the next product runs, and stored one pair later.
 struct Consumer {
-    int update, column[2], drive[2], add[2], result[2];  // for even and odd pairs, and for both products of y
+    // The index of an address is the parity of the pair (column) or of the quad (drive), the product of y (add), or the
+    // octet of channels (result).
+    int update, column[2], drive[2], add[2], result[2];
     const StateFactors *states;
     const ChannelFactors *channels;
     Element *y;

@@ -71,7 +71,7 @@ struct Results {
     }
 };
 
-// Loop of the copier.
+// Loop of the copier, which copies each tile of a segment to shared memory, and y to global memory.
 DEVICE void copy_tiles(CtaMemory &cta, Input xs, Input step_logits, const Input &ks, const Input &qs,
                        Sequence<Element> ys, i64 D, int begin, int end, const Position &at) {
     i64 width = D - at.cta_d;

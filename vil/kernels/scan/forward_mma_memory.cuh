@@ -50,7 +50,7 @@ struct CtaMemory {
     Tile tiles[STAGES];
     StateFactors states[3];
     ChannelFactors channels[2][CONSUMERS];
-    alignas(128) Element y[3][TILE][CTA_CHANNELS];  // starting with the token before the tile
+    alignas(128) Element y[3][TILE][CTA_CHANNELS];  // y of TILE tokens, starting with the token before the tile
 };
 static_assert(sizeof(CtaMemory) == CTA_BYTES);
 DEVICE int next_stage(int i, int count) { return i + 1 < count ? i + 1 : 0; }

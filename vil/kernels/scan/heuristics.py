@@ -2,15 +2,16 @@
 
 A variant distributes channels and their states among the lanes of a warp. More channels and states per lane share the
 cost of reading keys and of addressing, but result in fewer warps, which leave the GPU partly idle for a small batch.
-Times were measured on an H200 in cycles: `cycles[w - 1]` for a token of w warps that share a scheduler, and `start`
-before their first token. A scheduler runs at most as many warps at once as there are numbers in `cycles`, and further
-warps in later waves. A CTA of `ForwardMma` counts as one warp per scheduler. A scan takes
+Times were measured on an H200 in cycles: `cycles[w - 1]` is the time per token of w warps that share a scheduler, and
+`start` is the time before the warps' first token. A scheduler runs at most as many warps at once as `cycles` has
+numbers, and runs further warps in later waves. A CTA of `ForwardMma` counts as one warp per scheduler. A scan takes
+this number of cycles:
 
     waves * (start + tokens * cycles[warps of a scheduler - 1])
 
-Cutting sequences into segments that run in parallel multiplies the warps. Segments cost another pass over all segments
-except one (`SEGMENT_STATES` or `SEGMENT_GRADIENTS_MMA`), more launches (`LAUNCHES`), and passing states from one
-segment to the next (`PASSED`).
+Cutting sequences into segments that run in parallel multiplies the number of warps. Segments cost another pass over all
+segments except one (`SEGMENT_STATES` or `SEGMENT_GRADIENTS_MMA`), more launches (`LAUNCHES`), and passing states from
+one segment to the next (`PASSED`).
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def cycles(
     """Estimate the cycles in which a kernel variant scans `tokens` tokens of `channels` channels.
 
     `channels` counts the channels of all directions, images and segments. `short` is the number of additional channels
-    with so few tokens that no warp waits for them. They share schedulers with the warps that start at the same time.
+    with so few tokens that no warp waits for the warps of these channels. Warps of the additional channels share
+    schedulers with the warps that start at the same time.
     """
     warp_channels, resident_warps = variant.occupancy(N, itemsize)
     one_each = warp_channels * SCHEDULERS * multiprocessors  # number of channels that gives each scheduler one warp

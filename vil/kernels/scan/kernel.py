@@ -19,7 +19,7 @@ class Kernel(NamedTuple):
     """Kernel source with macros and launch parameters.
 
     recurrences.cuh explains most of `macros`. `ctas` thread blocks of `threads` threads cover the channels of one
-    sequence. Each CTA has `shared_bytes` of shared memory, which the source compares with its own size (CTA_BYTES).
+    sequence. Each CTA has `shared_bytes` of dynamic shared memory. The source asserts that CTA_BYTES is this size.
     """
 
     source: Source

@@ -1,4 +1,4 @@
-// Gradients that segments of Longhorn pass to each other, three tokens at a time on tensor cores.
+// Gradients of Longhorn's states between the segments of a sequence, three tokens at a time on tensor cores.
 // The kernel replaces segment_states.cu with GRADIENTS, for 16-bit inputs and 16 states.
 // Tokens are counted in processing order, from the last token to the first.
 // Step sizes e and dy differ between channels, a = k^2 and q differ between states.
@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) segment_gradient
             __syncwarp();
         }
     }
-    wait_for_copies<0>();  // copies of a tile after the last tile
+    wait_for_copies<0>();  // waits for the copies of a tile after the last tile
     // The compiler must not keep values that are derived from `boundaries` and `D` in registers during the loop.
     asm("" : "+r"(boundaries), "+l"(D));
     Position to(B, D, boundaries);

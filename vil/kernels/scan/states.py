@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
 
 TOKENS = {
     "longhorn": Tokens(writing=1e4, reading=0, key=torch.ones_like, x=2),
-    # dt = 4e-18 and 0
+    # softplus maps `writing` to dt = 4e-18, and `reading` to dt = 0
     "selective": Tokens(writing=-40, reading=-1e4, key=lambda step_logit: 1 / F.softplus(step_logit), x=1),
 }
 

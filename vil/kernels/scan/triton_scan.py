@@ -3,15 +3,15 @@
 The kernels have run on H200s only, and are experimental on all other GPUs (docs/hardware.md).
 
 One program scans BLOCK_D channels of a segment of a sequence, with the states as a tensor in registers. A segment is
-the whole sequence, unless this would leave most of a large GPU idle. In that case, sequences are cut into segments that
-run in parallel, and a pass over each segment from a zero state computes the states between segments (state passing).
-The recurrences are those of `reference.py`; docs/kernels derives their gradients.
+the whole sequence, unless whole sequences would leave most of a large GPU idle. In that case, sequences are cut into
+segments that run in parallel, and a pass over each segment from a zero state computes the states between segments
+(state passing). The recurrences are those of `reference.py`; docs/kernels derives their gradients.
 
-Tensors have three dimensions, (H, N / H, BLOCK_D). The first two are called N in a suffix, or 1 if they have size 1 or
-equal values. H threads share a channel's states. Backward sums over states and over channels, and is fastest with 4
-channels a thread, 16 bytes in fp32; forward, which sums only over states, has H = 1. Each of a channel's H threads
-loads the channel's values, such as x, so that all tensors have the same layout and no value has to move between
-threads.
+Tensors have three dimensions, (H, N / H, BLOCK_D). In a tensor's suffix, the first two dimensions are written N, or 1
+if they have size 1 or equal values. H threads share a channel's states. Backward sums over states and over channels,
+and is fastest with 4 channels per thread, 16 bytes in fp32; forward, which sums only over states, has H = 1. Each of a
+channel's H threads loads the channel's values, such as x, so that all tensors have the same layout and no value has to
+move between threads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _step_size(step_logit, kk, LONGHORN: tl.constexpr):
     if LONGHORN:
         step = 1 / (1 + kk + tl.exp(-step_logit))
     else:
-        # log(1 + z) = 2 atanh(z / (2 + z)), whose series does not lose a small z
+        # log(1 + z) = 2 atanh(z / (2 + z)), whose series is precise for small z, unlike the logarithm of 1 + z
         z = tl.exp(-tl.abs(step_logit))
         s = z / (2 + z)
         s2 = s * s
