@@ -24,7 +24,8 @@ RECURRENCES = ("longhorn", "selective")
 STATE_SIZES = (4, 8, 16, 32, 64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIRECTIONS = 63  # maximum number of directions, because kernels receive `reverse` as the bits of one integer
-TOKENS, CHANNELS = 2**31 - 2**10, 2**29 - 1  # limits of 32-bit token indices and of 32-bit byte offsets in a token
+# maximum numbers of tokens and channels, limited by 32-bit token indices and by 32-bit byte offsets in a token
+TOKENS, CHANNELS = 2**31 - 2**10, 2**29 - 1
 
 
 def choose(backend: str, x: Tensor, state_size: int, directions: int) -> str:

@@ -35,7 +35,7 @@ from torch.utils.flop_counter import conv_flop_count, register_flop_formula  # n
 
 _logger.setLevel(_level)
 
-from .block import block_op as _block  # noqa: E402, F401  defines the operators
+from .block import block_op as _block  # noqa: E402, F401  these imports define the operators
 from .block import run_op as _run  # noqa: E402, F401
 from .scan import scan_op as _scan  # noqa: E402, F401
 from .scan import torch_scan as _torch_scan  # noqa: E402, F401

@@ -1,4 +1,4 @@
-// Tokens of a pooled block in line order.
+// Tables and copies of a pooled block's tokens in line order.
 // Each warp copies its channels of the tokens to shared memory before it uses the tokens.
 // Warps wait for each other only when their CTA writes tables.
 
@@ -43,7 +43,7 @@ DEVICE const Element *own(const Element *token) { return token + threadIdx.x % 3
 template <class T>
 struct Tokens {
     T *data;
-    int stride;  // in bytes
+    int stride;  // stride between tokens in bytes
     INLINE Tokens(T *data, i64 stride) : data(data), stride(int(stride) * int(sizeof(T))) {
         // The compiler must keep the stride in a register; otherwise each token would need a 64-bit multiplication.
         asm("" : "+r"(this->stride));

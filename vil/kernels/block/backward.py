@@ -31,7 +31,7 @@ class DirectionGradients(NamedTuple):
     x_proj: Tensor
     step_proj: Tensor
     skips: Tensor
-    step_bias: Tensor  # (parts, 2, D)
+    step_bias: Tensor  # (parts, 2, D): partial sums
     A: Tensor | None  # (2, D, N) for the selective recurrence, otherwise empty or None
 
 

@@ -64,7 +64,7 @@ DEVICE float scaled_slope(float y) {
 // Each part of the stretches has its own sums in `dfilters` (parts, 2, TAPS + 1, D). The biases follow the taps.
 // `unpack_gradients` adds the sums of all parts. docs/kernels/block.md describes the layout of a CTA.
 constexpr int LANE = VECTOR < 2 ? 1 : 2, SPAN = 8 * LANE * WARPS, STRETCHES = 4;
-constexpr int TILE = 2 * STEP, ROWS = STRETCHES * TILE;  // TILE: tokens of each stretch
+constexpr int TILE = 2 * STEP, ROWS = STRETCHES * TILE;  // TILE: number of tokens of each stretch in a tile
 constexpr int PRODUCTS = sizeof(Element) == 2 ? (PROJECTIONS + 15) / 16 : 0;
 static_assert(PROJECTIONS % 8 == 0);
 // PITCH and PROJECTED_PITCH are chosen so that simultaneous accesses use different banks.

@@ -43,7 +43,7 @@ constexpr int PITCH = K_TILE + 16;  // chosen so that lanes with different strip
 // STEP_PITCH is chosen so that the rows of a product are in different banks.
 constexpr int STEP_PITCH = RANK + (RANK % 16 == 0 ? 8 : 0);
 
-struct Weights {  // weights of 32 channels
+struct Weights {  // filters, biases and x_proj of 32 channels
     struct {
         float weights[32][TAPS], biases[8][4];
     } of[2];

@@ -32,7 +32,7 @@ def block(
 ) -> tuple[Tensor, None]:
     """Run a block on a CPU in fp32, as `block_op.block` does on a GPU, but without the norm for the next block."""
     x_BLC, scale_B, flat = x_BLC.contiguous(), None if scale_B is None else scale_B.contiguous(), weights.flat()
-    if not all([t.is_contiguous() for t in flat]):  # noqa: C419  a list is faster than a generator
+    if not all([t.is_contiguous() for t in flat]):  # noqa: C419  all() is faster on a list than on a generator
         weights = BlockWeights.of([t.contiguous() for t in flat])
     if needs_gradients(x_BLC, weights):
         y_BMC = _Block.apply(options, x_BLC, scale_B, *weights.flat())
@@ -80,7 +80,7 @@ def _forward(
         mixer = cpu_tokens if options.lines is None else cpu_lines
         gated, saved = mixer.forward(options, uz_BLE, scale_B, weights, keep)
     x = tokens.outputs(x_BLC).reshape(-1, C)
-    y = torch.mm(gated.view(-1, D), weights.out_proj.t()).add_(x)  # addmm is slower on some CPUs
+    y = torch.mm(gated.view(-1, D), weights.out_proj.t()).add_(x)  # on some CPUs, addmm is slower than mm and add_
     return y.view(B, -1, C), rstd_T, h_TC, uz_BLE, saved
 
 

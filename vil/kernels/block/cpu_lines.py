@@ -151,7 +151,7 @@ def directions_backward(
     first, second = (DirectionWeights(*of_direction) for of_direction in zip(*(t.unbind() for t in gradients)))
     if d.A is not None:
         first, second = (
-            gradient._replace(A_log=dA_ND.t() * -given(direction.A_log).exp())  # because A = -exp(A_log)
+            gradient._replace(A_log=dA_ND.t() * -given(direction.A_log).exp())  # factor A, because A = -exp(A_log)
             for gradient, dA_ND, direction in zip((first, second), d.A, weights.directions)
         )
     return first, second

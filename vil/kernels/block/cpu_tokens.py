@@ -81,7 +81,7 @@ def backward(
     dstep_proj_2DR = torch.bmm(saved.projected[..., :R].mT, dstep_logits_2TD).mT
     dfilters_2KD = convolve_backward(dv_2BLD, uz_BLE, weights, duz_BLE)
     dskip_2D, dstep_bias_2D = dchannels_22D.unbind(1)
-    dA_log = (None, None) if scanned.A is None else dA_2DN * scanned.A  # because A = -exp(A_log)
+    dA_log = (None, None) if scanned.A is None else dA_2DN * scanned.A  # factor A, because A = -exp(A_log)
     first, second = (
         DirectionWeights(
             dfilters_2KD[g, :K].t().unsqueeze(1), dfilters_2KD[g, K], dx_proj_2PD[g], dstep_proj_2DR[g],

@@ -37,12 +37,12 @@
 typedef INPUT Element;
 constexpr int C = WIDTH, D = 2 * C;
 
-constexpr int SLICE = 128, SLICES = D / SLICE, GROUPS = 2, ROWS = 64, SLOT = ROWS * 128;  // SLOT: bytes
+constexpr int SLICE = 128, SLICES = D / SLICE, GROUPS = 2, ROWS = 64, SLOT = ROWS * 128;  // SLOT: bytes of a slot
 // Offsets in shared memory in bytes: slots of each group after the weights, then barriers of slots and of weights.
 constexpr int OF_SLOTS = C * SLICE * 2, OF_BARRIERS = OF_SLOTS + GROUPS * SLOTS * SLOT;
 constexpr int OF_WEIGHTS_THERE = OF_BARRIERS + GROUPS * 2 * SLOTS * 8;
 static_assert(OF_WEIGHTS_THERE + 8 == CTA_BYTES && CTA_BYTES <= 227 * 1024);
-static_assert(C * 128 % 1024 == 0 && SLOT % 1024 == 0);  // required by wgmma
+static_assert(C * 128 % 1024 == 0 && SLOT % 1024 == 0);  // wgmma requires this alignment
 
 // Warps 8 and 9 load 64 columns of the group's tokens into a slot. A lane copies 16 bytes of every fourth token.
 struct Producer {

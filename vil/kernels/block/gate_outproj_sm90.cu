@@ -47,7 +47,7 @@ constexpr int C = WIDTH, D = 2 * C;
 constexpr int GROUPS = 2, ROWS = 64;  // ROWS: tokens of a group
 // Number of channels of y_0, y_1 and z in a slot, and number of slots for all D channels.
 constexpr int SLOT_CHANNELS = 64, YZ_SLOTS = D / SLOT_CHANNELS;
-constexpr int TENSOR = ROWS * SLOT_CHANNELS * 2, SLOT = 3 * TENSOR;  // in bytes
+constexpr int TENSOR = ROWS * SLOT_CHANNELS * 2, SLOT = 3 * TENSOR;  // bytes of a tensor, and of a slot
 constexpr int PART = SLOT / (ROWS * 4), PARTS = C / PART;  // columns of x in a slot; number of slots that x uses
 constexpr int STAGE = C * K_TILE * 2, HALVES = C / 192;  // bytes of a stage; number of products of 192 outputs
 constexpr int K_STEPS = K_TILE / 16;
@@ -57,7 +57,7 @@ constexpr int OF_SLOTS = STAGES * STAGE, OF_SLOT_BARRIERS = OF_SLOTS + GROUPS * 
 constexpr int OF_STAGE_BARRIERS = OF_SLOT_BARRIERS + GROUPS * 2 * SLOTS * 8;
 constexpr int OF_ROWS = OF_STAGE_BARRIERS + 2 * STAGES * 8;  // each group's rows of y_1, if POOLED
 static_assert(OF_ROWS + POOLED * GROUPS * ROWS * 4 == CTA_BYTES);
-static_assert(STAGE % 1024 == 0 && SLOT % 1024 == 0);  // required by wgmma and by the ^ of addresses
+static_assert(STAGE % 1024 == 0 && SLOT % 1024 == 0);  // wgmma and the XOR of addresses require this alignment
 
 // Tokens of this launch. In a round, a group processes at most `most` tokens, and all groups process `per_round`.
 // All rounds together process `limit` tokens.

@@ -19,8 +19,8 @@ SOURCE = Source("block/in_proj_pool_sm90", {
     ),
 }, only_hopper=True)  # fmt: skip
 
-COLUMNS = 200  # columns of a matrix product, which processes all tokens of an image
-STAGES, SLOTS = 6, 6  # number of pipeline stages for the weights, and for 64 columns of xhat of an image
+COLUMNS = 200  # columns of a matrix product: one for each token of an image, and unused columns
+STAGES, SLOTS = 6, 6  # number of pipeline stages for the weights, and for chunks of 64 columns of an image's xhat
 LINES = 16  # maximum number of pooled tokens of an image
 
 

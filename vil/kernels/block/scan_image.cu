@@ -46,7 +46,7 @@ constexpr int PART_PITCH = P | 8, STEP_PITCH = RANK | 8;
 
 struct WarpMemory {
     Element means[2][LINES][WARP_CHANNELS];  // with swizzled pieces; means[0] is overwritten by y_0 and then by y_0 + y_1
-    Element x_proj[P][WARP_CHANNELS];  // with swizzled pieces
+    Element x_proj[P][WARP_CHANNELS];  // x_proj with swizzled pieces
     Element step_proj[WARP_CHANNELS][STEP_PITCH];
     float parts[LINES][PART_PITCH];  // [step k q], summed over the channels of the warp
 };

@@ -30,9 +30,9 @@ constexpr int D = WIDTH, P = RANK + 2 * N, LINES = 16 * TILES;
 constexpr int CHANNELS = 32, WARPS = 8, QUARTER = D / 4, PITCH = P | 8;
 
 struct CtaMemory {
-    float parts[WARPS][16][PITCH];  // partial sums over a quarter of the channels
+    float parts[WARPS][16][PITCH];  // partial sums of [step k q] over a quarter of the channels
     float projected[2][LINES][P];  // step, key and query
-    float x[2][LINES][CHANNELS];  // overwritten by y
+    float x[2][LINES][CHANNELS];  // means; overwritten by y
     float step_sizes[2][LINES][CHANNELS];
 };
 static_assert(sizeof(CtaMemory) == CTA_BYTES && D % 128 == 0 && RANK % 8 == 0 && N == 16 && NL == 4 && DL == 1);

@@ -52,14 +52,14 @@ static_assert(S_LINES >= 1 && S_LINES <= ROWS && D % 16 == 0 && RANK % 8 == 0);
 // Inputs of the scan of one tile, (tokens, channels). ROW is chosen to avoid bank conflicts of `by_token`.
 constexpr int ROW = 20;
 struct Tile {
-    alignas(16) float x[ROWS][ROW];  // overwritten by sum_x, and then by sum_step_size
+    alignas(16) float x[ROWS][ROW];  // means; overwritten by sum_x, and then by sum_step_size
     alignas(16) float dy[ROWS][16], step_size[ROWS][16], slope[ROWS][16];
 };
 struct CtaMemory {
     alignas(16) Element x_proj[P][PITCH];
     alignas(16) Element step_proj[D][STEP_PITCH];
     alignas(16) Element x[ROWS][PITCH];  // means; overwritten by dx, and then by dmeans
-    alignas(16) Element dy[ROWS][PITCH];  // overwritten by dstep_logits
+    alignas(16) Element dy[ROWS][PITCH];  // gradient of y; overwritten by dstep_logits
     alignas(16) Element projected[ROWS][P_PITCH];  // [step k q]; overwritten by dprojected
     alignas(16) float keys[ROWS][8][4];  // k_r, k_{r+8}, q_r, q_{r+8}
     alignas(16) float norms[WARPS][ROWS];  // dL/d(k.k) over a warp's channels

@@ -155,7 +155,7 @@ class SavedForBackward(NamedTuple):
     uz: Tensor  # (B, L, E): output of in_proj
     mean: Tensor  # (B, M, D), mean of both directions' outputs
     states: Tensor  # (2, B, S, N, D), states between chunks of tokens
-    packed: Tensor  # packed weights
+    packed: Tensor  # all packed weights, which `PackedWeights.of` splits
     A: Tensor | None  # (2, D, N), only for the selective recurrence
     pooled: Tensor | None  # (2, B, number of pooled tokens, D): the scan's input in a pooled block
     xhat: Tensor | None  # xhat and rstd of `Normed`, or None if xhat and rstd were inputs of the block

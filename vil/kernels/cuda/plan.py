@@ -101,7 +101,7 @@ class Plan:
         tensors: list[Tensor | None] = [None] * self.buffer_count
         addresses = [0] * self.buffer_count
         for i, buffer, offset in self.inputs:
-            t = tensors[buffer] = given[i]  # None is never an input
+            t = tensors[buffer] = given[i]  # `inputs` has only indices of tensors, so t is not None
             addresses[buffer] = t.data_ptr() - offset
 
         def run() -> None:

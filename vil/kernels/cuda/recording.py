@@ -72,7 +72,7 @@ class Allocation(NamedTuple):
     """Memory allocation that several buffers share."""
 
     buffers: list[int]
-    size: int  # bytes
+    size: int  # size in bytes
     dtype: torch.dtype  # dtype in which PyTorch operators view the memory
 
 

@@ -30,7 +30,7 @@ MACROS_OF_TYPES = {"Element": "INPUT", "PARAMETER": "PARAMETER"}  # names of mac
 class Number:
     """Kernel parameter that is a number."""
 
-    type: str  # C++ type
+    type: str  # C++ type of the number
 
     def declaration(self, name: str) -> str:
         return f"{self.type} {name}"
@@ -40,7 +40,7 @@ class Number:
 class Pointer:
     """Kernel parameter that points to the elements of a tensor."""
 
-    element: str  # C++ type
+    element: str  # C++ type of the elements
     const: bool
     restrict: bool = True  # whether the pointer is declared __restrict__: no other parameter shares its memory
     pack: int = 1  # number of elements that the kernel accesses at once

@@ -71,7 +71,7 @@ class Backward:
         while keys_bytes + warps * warp_bytes > CTA_BYTES:
             warps //= 2
         shared_bytes = keys_bytes + warps * warp_bytes
-        resident = (3 if itemsize == 2 and N in (16, 32) else 2) * 4 // warps  # limited by registers
+        resident = (3 if itemsize == 2 and N in (16, 32) else 2) * 4 // warps  # registers limit the resident CTAs
         return Cta(warps, shared_bytes, min(resident, MULTIPROCESSOR_BYTES // (shared_bytes + 1024)))
 
     def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:

@@ -45,7 +45,7 @@ DEVICE unsigned half_and_byte_twice(unsigned halves, int half, unsigned bytes, i
 }
 
 // Restart states, with 24 bits per state for 16-bit inputs.
-// The size matters, because the restart states of all warps on a GPU are about as large as the L2 cache.
+// The number of bits matters, because the restart states of all warps on a GPU are about as large as the L2 cache.
 // With 16 bits per state, the error of gradients that are sums over tokens would exceed the error of 16-bit inputs.
 template <class Type>
 struct alignas(4 * DL) Restart {

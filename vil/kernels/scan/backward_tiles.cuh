@@ -39,7 +39,7 @@ struct Tile {
 struct TileQueue {
     TileCopies<WARP_CHANNELS> copies;
     Input dys, xs, step_logits;
-    int segment_start, end;  // first token of the segment, and token after its last
+    int segment_start, end;  // first token of the segment, and the token after the segment
     // The next tile to copy is tiles - 1 - |next_tile| of the chunk, with dy unless next_tile < 0.
     int chunk_start, tiles, next_tile;
     int stage;  // index of the stage with the current tile

@@ -47,7 +47,7 @@ def backward(
     parameters = _parameters(inputs[0], A, skip, step_bias)
     new, tasks = dy.new_empty, G * B * blocks  # `new` allocates fp32 tensors
     dx, dstep_logits = new(2, G, B, L, D)
-    parts = new(2, blocks, G, B, L, N)  # partial sums, over blocks of channels, of the gradients of k and q
+    parts = new(2, blocks, G, B, L, N)  # partial sums of the gradients of k and q, one for each block of channels
     dchannels = new(B, G, 2, D)  # gradients of skip and step_bias for each image
     dA = new((B, G, N, D) if A is not None else 0)
     scratch = new(min(torch.get_num_threads(), tasks), CHUNK, LANES, KEPT[recurrence] * N + 2)

@@ -43,7 +43,7 @@ struct StateFactors {
 struct ChannelFactors {
     alignas(16) unsigned decay[QUADS][32][2];
     alignas(16) unsigned drive[QUADS][32][4];
-    alignas(16) float add[TILE][8][2];  // for channels c and c + 8
+    alignas(16) float add[TILE][8][2];  // terms of y for channels c and c + 8
 };
 
 struct CtaMemory {
@@ -71,7 +71,7 @@ DEVICE int state_slot(int c, int p) { return c * 4 + (p ^ c >> 1); }
 DEVICE int word(int pair, int octet, bool drive) { return octet % 2 + 2 * (pair % 2 ^ drive); }
 DEVICE int drive_slot(int quad, int c, int factor) { return c * 4 + (factor ^ c / 2 % 2 ^ quad % 2 * 2); }
 DEVICE int column_slot(int pair, int column, int p) { return (column ^ pair & 1) * 4 + p; }
-constexpr unsigned ADD_SWIZZLE = table(0, 2, 1, 1, 2, 0, 3, 3);  // by index of the token modulo 8
+constexpr unsigned ADD_SWIZZLE = table(0, 2, 1, 1, 2, 0, 3, 3);  // one entry for each token index modulo 8
 DEVICE int add_slot(int t, int c) { return c ^ entry(ADD_SWIZZLE, t & 7) * 2; }
 
 // Column of the product for y, where `which` is 0 for q_0, 1 for a_0 q_0, and 2 for q of the token before the pair.

@@ -153,7 +153,7 @@ typedef float LaneStates[SIXTEENS][OCTETS][4];
 // Copies of a warp's tile: the step logits of each token, and dy of the following token.
 struct Copies {
     TileCopies<WARP_CHANNELS> lane;
-    Input step_logits, dys;  // starting at the lane's channels
+    Input step_logits, dys;  // both start at the lane's channels
     int end;
     INLINE void start(Tile &tile, int t0) const {
         int octet = lane.column / 8, column = lane.column % 8, left = lane.skipped ? 0 : end - t0 - lane.token;
