@@ -58,7 +58,7 @@ def norm_forward():
 def norm_backward():
     """Build the kernel of the RMSNorm's backward pass, which writes one partial sum of gamma's gradient per task.
 
-    The norm's gradient is added to the residual stream's gradient.
+    The kernel adds x's gradient through the norm to the gradient of the residual stream.
     """
 
     def kernel(arguments):

@@ -86,7 +86,7 @@ def take_weights(step_proj0, step_bias0, A_log0, first, width, R, N, step_proj, 
 
 @inlined
 def project(means0, x_proj0, projected0, S, D, P):
-    """Multiply S means of D channels by x_proj (P, D)."""
+    """Write the products of S means of D channels with x_proj (P, D) to memory at `projected0`."""
     for p in range(P):
         weights = row(x_proj0 + BYTES * p * D, D)
         for s in range(S):
@@ -95,7 +95,7 @@ def project(means0, x_proj0, projected0, S, D, P):
 
 @inlined
 def add_projected_gradients(dprojected0, x_proj0, dmeans0, S, D, P, x_proj, dmeans):
-    """Add the gradients of the projections, times x_proj (P, D), to the gradients of S means of D channels."""
+    """Add the product of the projections' gradients and x_proj (P, D) to the gradients of S means of D channels."""
     for first in range(0, D, LANES):
         width = min(LANES, D - first)
         load_rows(x_proj0 + BYTES * first, BYTES * D, width, P, x_proj)
@@ -112,7 +112,7 @@ def add_projected_gradients(dprojected0, x_proj0, dmeans0, S, D, P, x_proj, dmea
 
 @inlined
 def compute_step_logits(step, step_proj, R, step_logits):
-    """Multiply a row of R elements by a matrix (R, LANES)."""
+    """Compute step logits: multiply a step (R elements) by a matrix (R, LANES)."""
     for v in range(0, LANES, WIDTH):
         logits = broadcast(ZERO)
         for r in range(R):

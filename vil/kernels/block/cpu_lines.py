@@ -36,7 +36,7 @@ _scan_kernel = functools.partial(kernel_of, "cpu_line_scan_kernels")
 
 
 class Saved(NamedTuple):
-    """Tensors that forward saves for backward."""
+    """Tensors that the forward pass of a pooled block's mixer saves for the backward pass."""
 
     means: Tensor  # (2, B, S, D): row or column means of the convolved tokens
     projected: Tensor  # (2, B, S, P): outputs of x_proj
@@ -45,7 +45,7 @@ class Saved(NamedTuple):
 
 
 class SavedOfClassToken(NamedTuple):
-    """Tensors that forward saves for backward if only the class token is needed."""
+    """Tensors that a pooled block's mixer saves for the backward pass if only the class token is needed."""
 
     means: Tensor  # (2, B, S, D): row or column means of the convolved tokens
     projected: Tensor  # (2, B, S, P): outputs of x_proj
@@ -54,7 +54,7 @@ class SavedOfClassToken(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """Gradients of the scan's inputs and weights."""
+    """Gradients of the inputs and weights of a pooled block's scan and projections."""
 
     means: Tensor  # (2, B, S, D)
     projected: Tensor  # (2, B, S, P)

@@ -29,7 +29,7 @@ _kernel = functools.partial(kernel_of, "cpu_kernels")
 
 
 class Saved(NamedTuple):
-    """Tensors that forward saves for backward."""
+    """Tensors that the forward pass of a full block's mixer saves for the backward pass."""
 
     v: Tensor  # (2, B, L, D): convolved tokens
     projected: Tensor  # (2, T, P): outputs of x_proj

@@ -16,8 +16,8 @@ from .weights import BlockWeights, Normed, Options
 def fused_operator(x_BLC: Tensor, weights: BlockWeights) -> Callable | None:
     """Return the fused operator that supports a block's weights and input, or None if no operator does.
 
-    Like `block_op.block`, the operator accepts (x_BLC, weights, options, scale_B, normed) and returns x' and its norm
-    or None.
+    Like `block_op.block`, the operator accepts (x_BLC, weights, options, scale_B, normed), and returns the block's
+    output and the norm of the output or None.
     """
     dtype, device, sizes = weights.norm.dtype, x_BLC.device, weights.sizes()
     flat = weights.flat()

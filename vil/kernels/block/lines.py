@@ -79,7 +79,7 @@ class Lines(NamedTuple):
 
 
 def cta_shape(D: int, vector: int, most: int = 192) -> tuple[int, int]:
-    """Return how many CTAs share a token's channels, and the threads per CTA, a multiple of 32 up to `most`."""
+    """Return how many CTAs share a token's channels, and the threads per CTA: a multiple of 32, at most `most`."""
     groups = -(-D // (vector * most))
     return groups, -(-D // (vector * groups * 32)) * 32
 

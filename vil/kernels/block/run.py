@@ -42,7 +42,7 @@ def check_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None
 
 @planned(check_run)
 def forward_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Return x', xhat' and rstd' of the last block (xhat' and rstd' may be None) and, if `keep`, saved tensors."""
+    """Return the last block's output, xhat and rstd of the output (or None twice) and, if `keep`, saved tensors."""
     run = getattr(forward, "__wrapped__")  # noqa: B009  bypass block plans, because the run's plan records all steps
     x, xhat, rstd = flat[:3]
     saved: list[Tensor | None] = []

@@ -28,7 +28,7 @@ def fits(recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR:
     """Return whether `scan_image` supports the inputs and is fast for them.
 
     The kernel supports Longhorn with 16-bit types and 16 states, if an image and the weights of a direction fit into
-    shared memory. The batch must be large, because a single multiprocessor processes an image.
+    shared memory. The batch must be large, because each image runs on a single multiprocessor.
     """
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     if recurrence != "longhorn" or means_2BSD.dtype.itemsize != 2 or P - R != 2 * STATES or S > MOST_LINES:

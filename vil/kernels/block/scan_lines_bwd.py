@@ -31,7 +31,7 @@ IMAGES = 8  # for more than NARROW channels, separate kernels are faster with mo
 
 
 class LineGradients(NamedTuple):
-    """Gradients of the projections' and the scan's inputs, from which the gradients of the projections follow."""
+    """Gradients of the inputs of projections and scan, from which the gradients of x_proj and step_proj follow."""
 
     means: Tensor  # (2, B, S, D)
     step_logits: Tensor  # (2, B, S, D)

@@ -63,7 +63,7 @@ class Kernel:
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
     def launch(self, tasks: int, *numbers: int) -> None:
-        """Run the kernel in up to PyTorch's number of threads, with at most one thread for each task."""
+        """Run the kernel in as many threads as PyTorch uses, but in at most one thread per task."""
         arguments = array.array("q", (0,) * COUNTERS + numbers)
         address, _ = arguments.buffer_info()
         threads = min(torch.get_num_threads(), tasks)
@@ -137,7 +137,7 @@ def _pythons_own():
 
 @_pythons_own()
 def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> bytes:
-    """Compile the kernel to an object file."""
+    """Compile the kernel that `factory` builds for the constants, and return the content of the object file."""
     import llvmlite.binding as llvm
     from numba import cfunc, types
 

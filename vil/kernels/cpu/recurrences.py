@@ -1,10 +1,13 @@
 """Recurrences of CPU kernels: the update of `LANES` channels' states by one token, and its gradients.
 
+Each recurrence has three functions:
+
     advance   update the states by one token and write y
     again     update the states by one token, keep arrays for `back` and write the token's dq
     back      move the states' gradients back by one token and write dx, dstep_logits and dk
 
-`kept` has `KEPT` arrays of states for each token of the sequence or chunk, `A` has the rows of A (none for Longhorn).
+Their argument `kept` has `KEPT` arrays of states for each token of the sequence or chunk. Their argument `A` has the
+rows of A (no rows for Longhorn).
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from .language import (
 
 
 def longhorn_update(N: int):
-    """Build `advance` of Longhorn's recurrence."""
+    """Build the function `advance` of Longhorn's recurrence."""
 
     @inlined
     def advance(S, A, x, step_logits, k, q, skip, step_bias, step_size, drive, y):
@@ -55,7 +58,7 @@ def longhorn_update(N: int):
 
 
 def selective_update(N: int):
-    """Build `advance` of Mamba's recurrence."""
+    """Build the function `advance` of Mamba's recurrence."""
 
     @inlined
     def advance(S, A, x, step_logits, k, q, skip, step_bias, step_size, drive, y):
@@ -74,11 +77,11 @@ def selective_update(N: int):
 
 
 def longhorn_gradients(N: int):
-    """Build `again` and `back` of Longhorn's recurrence, with the residual r = x - k S (see docs/kernels).
+    """Build the functions `again` and `back` of Longhorn's recurrence, with the residual r = x - k S (docs/kernels).
 
-    With the step size e, `again` keeps e (2 r - x), and `back` multiplies it by the state's gradient. The products sum
-    to the gradient of k, except the gradient through k.k, and give the gradient of the step size, because
-    e r = (e (2 r - x) + e x) / 2.
+    With the step size e, `again` keeps e (2 r - x), and `back` multiplies e (2 r - x) by the state's gradient. These
+    products sum to the gradient of k, except the gradient through k.k. The products also determine the gradient of the
+    step size, because e r = (e (2 r - x) + e x) / 2.
     """
 
     @inlined
@@ -134,7 +137,10 @@ def longhorn_gradients(N: int):
 
 
 def selective_gradients(N: int):
-    """Build `again` and `back` of Mamba's recurrence, which keep each token's decay and the state before the token."""
+    """Build the functions `again` and `back` of Mamba's recurrence.
+
+    `again` keeps each token's decay and the state before the token.
+    """
 
     @inlined
     def again(i, S, A, x, step_logits, dy, k, step_bias, kept, step_sizes, slopes, drive, dq):

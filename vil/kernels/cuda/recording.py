@@ -77,7 +77,7 @@ class Allocation(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """Recorded steps as functions."""
+    """Functions that replay the recorded steps, and the results of the recorded function."""
 
     in_advance: bool  # whether `allocations` allocates all memory, otherwise `steps` allocate
     allocations: list[Step]

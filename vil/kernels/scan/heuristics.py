@@ -135,7 +135,7 @@ def choose(
         D, L, N: Numbers of channels, tokens and states.
         itemsize: Bytes per input element.
         multiprocessors: Number of the GPU's multiprocessors.
-        vectors, shared_bytes: As in `forward_variants`.
+        vectors, shared_bytes: Arguments of `forward_variants`.
         step: Whether the caller can pass the step instead of the step logits.
     """
     chunks, channels = -(-L // CHUNK), sequences * D

@@ -222,7 +222,7 @@ def _pad(t: Tensor, state_size: int) -> Tensor:
 def _stack(
     reverse: bool | Sequence[bool], **layouts: dict[str, Tensor | None]
 ) -> tuple[list[Tensor | None], list[bool], bool]:
-    """Check the tensors' shapes against layouts such as BLD, and add a missing dimension of directions.
+    """Check the tensors' shapes against layouts such as BLD, and add the dimension of directions if it is missing.
 
     Each keyword is a layout, and its value contains the tensors with this layout by name.
 
