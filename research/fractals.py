@@ -88,7 +88,7 @@ AT_ONCE = dict(cuda=2**26, cpu=2**22)
 FILLING, JUDGED_POINTS, JUDGED_SIZE = 0.2, 100_000, 512
 COARSE_SIZE, COARSE_POINTS = 32, 4096
 PROMISING = 0.3  # minimum share of coarse pixels that a candidate class must fill to be rendered with more points
-KEPT = 0.1  # minimum share of filled coarse pixels of an image; emptier images are sampled again
+KEPT = 0.1  # minimum share of coarse pixels that an image must fill; otherwise, the image is sampled again
 ATTEMPTS = 100  # maximum number of attempts to sample an image
 MARGIN = 6 / 512  # width of the margin around a fractal, relative to the side of the image
 CLUTTER_SYSTEMS = 256

@@ -176,7 +176,7 @@ def smooth(loss_S: Tensor) -> Tensor:
 
 
 def farthest(runs: dict[str, Run], name: str) -> float:
-    """Return the largest difference between smoothed losses of the runs `name` and fp32, or NaN if a run is missing."""
+    """Return the largest difference of smoothed losses between run `name` and run "fp32" (NaN if a run is missing)."""
     if not {"fp32", name} <= runs.keys():
         return math.nan
     return (smooth(runs[name].losses) - smooth(runs["fp32"].losses)).abs().max().item()

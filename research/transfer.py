@@ -381,7 +381,7 @@ def chosen(rows: Iterable[dict[str, Any]], way: str, per_class: int) -> float:
 
 
 def by_seed(rows: Sequence[dict[str, Any]], way: str, per_class: int) -> dict[int, float]:
-    """Return a method's reported top-1 by seed, with the selected learning rate or penalty."""
+    """Return {seed: top-1} of a method's reported runs, which use the selected learning rate or penalty."""
     run = (way, per_class, chosen(rows, way, per_class), False)
     own = [row for row in rows if (row["way"], row["per_class"], row["setting"], row["rehearse"]) == run]
     return {row["seed"]: row["top1"] for row in sorted(own, key=lambda row: row["seed"])}

@@ -21,7 +21,7 @@ EMA = ("state_dict_ema", "model_ema", "ema")
 # parts that torch.compile, FSDP and activation checkpointing insert into parameter names
 INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 IN_FRONT = "module."  # prefix of parameter names in DataParallel, DistributedDataParallel and AveragedModel
-OF_ALL = ("model.", "net.")  # prefixes of all parameter names in a LightningModule with the model as an attribute
+OF_ALL = ("model.", "net.")  # usual prefixes of parameter names if a LightningModule contains the model
 MOST_RESAMPLED = 2**26  # a model may have at most 4 times a file's number of weights, plus this number
 MOST_DIMENSIONS = 64  # maximum number of tensor dimensions that most PyTorch operators support
 COUNTER = "n_averaged"  # buffer that PyTorch's AveragedModel adds to the state dict of the averaged model

@@ -173,7 +173,7 @@ def test_the_causal_mixer_is_one_direction_of_the_packages_block(mixer, width):
     [((2, 33, 128), 4), ((1, 70, 70), 4), ((9, 5, 16), 3), ((1, 2, 16), 4), ((1, 40, 3), 1)],
 )
 def test_the_convolution_kernels_equal_silu_of_conv1d_with_gradients(dtype, shape, taps):
-    """The Triton kernels and the shifted products have the outputs and gradients of F.conv1d followed by F.silu."""
+    """Both implementations of silu(conv(u)) match the outputs and gradients of F.conv1d followed by F.silu."""
     torch.manual_seed(0)
     # The input and the output gradient are not contiguous.
     u = torch.randn(shape[0], shape[2], shape[1], dtype=dtype).mT.requires_grad_()

@@ -16,7 +16,7 @@ from vil.evaluation.split import open_evaluation_split
 
 @pytest.mark.parametrize("names", [[*map(str, range(12))], ImageNetInfo().label_names()], ids=["numbers", "ImageNet"])
 def test_folders_may_be_named_by_wordnet_id_or_class_index(names, tmp_path):
-    """Folders may be named by ImageNet's WordNet ids, or by class indices as in ImageNet-V2, which sort numerically."""
+    """Class folders may be named by WordNet id, or by class index (in numerical order) as in ImageNet-V2."""
     for name in names:
         (tmp_path / "all" / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "all" / name / "image.png")

@@ -362,7 +362,7 @@ def philox(counters, key):
 
 @of_kernels
 def test_the_kernels_noise_is_philox_and_box_mullers(where):
-    answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Philox4x32-10 of a zero counter and key, from Random123
+    answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Random123: Philox4x32-10 of counter 0 and key 0
     assert philox([[0] * 4], (0, 0)).tolist() == [answer]
     key, (height, width) = 0xDEADBEEF, (9, 11)
     for mode, kind in (("pixel", 2), ("rand", 1)):

@@ -251,7 +251,7 @@ def test_compiled_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(mid
 def test_runs_of_blocks_have_the_gradients_of_plain_blocks(
     mixer, pool, middle, how, reference_kernels, plain, monkeypatch
 ):
-    """Eight blocks, which are a run of six blocks and a run of two, have the gradients of unfused blocks in fp64."""
+    """Eight blocks, fused into groups of six and two, have the same fp64 gradients as eight unfused blocks."""
     monkeypatch.setattr(block_op, "is_eager", lambda t: how == "eager" and not torch.compiler.is_compiling())
     modules = [make_block(mixer, 24, 0.2, seed=i, pool=pool, dtype=torch.float64) for i in range(8)]
     chain = Blocks(*modules)

@@ -274,7 +274,7 @@ def test_views_as_another_dtype_may_only_be_passed_to_kernels():
 
 def emulate_plans(monkeypatch, hopper):
     """Run the launches of plans, and launches outside of plans, on an emulated GPU."""
-    launch = launches.launch  # original function, which records launches for a `Plan`
+    launch = launches.launch  # the unpatched function, because plans must record launches
     on_an_emulated_gpu(monkeypatch, hopper=hopper)
     monkeypatch.setattr(launches, "launch", launch)
     monkeypatch.setattr(launches.Launch, "run_with", emulator.run_with)

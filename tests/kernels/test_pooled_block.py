@@ -36,7 +36,7 @@ from vil.models import dispatch
 from vil.models.block import Blocks, LonghornMixer, MambaMixer
 from vil.models.tokens import middle_token
 
-# Even, odd and single numbers of rows and columns are separate cases, because the class token is in the middle.
+# Numbers of rows and columns may be even, odd or one, because the class token's position depends on them.
 GRIDS = [(4, 6), (3, 5), (14, 14), (1, 7), (7, 1), (1, 1), (1, 300)]
 DEVICES = [pytest.param("cpu", marks=EMULATED, id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -155,7 +155,7 @@ def test_a_file_system_without_locks_causes_a_warning_and_no_stale_lock(number, 
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", failing_flock)
-    for _ in range(2):  # the second time, the folder has the files of a lock that was not released
+    for _ in range(2):  # the second lock finds the files of the first lock, which is not released
         lock = FolderLock(tmp_path)
     lock.release()
     assert f"{tmp_path} cannot be locked ({os.strerror(number)})" in caplog.text

@@ -274,7 +274,7 @@ def test_batch_norm_statistics_are_averaged_over_ranks_for_evaluation_and_checkp
 
 
 def _plain(options):
-    """Return values in the types that YAML stores."""
+    """Convert the tuples among the option values to lists, because YAML has no tuples."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 

@@ -56,7 +56,7 @@ def from_timm(values: Mapping[Any, Any], source: str, given: Mapping[str, Any]) 
         elif _is_empty(value):
             ignored.append(str(name))
         elif name in RENAMED or name in MODEL_ARGUMENTS:
-            continue  # `_rename` and `_move_model_arguments` translate this option
+            continue  # `_rename` and `_move_model_arguments` translate the option `name`
         elif _changes_training(name, value, in_effect):
             unsupported[str(name)] = value
         else:

@@ -79,7 +79,7 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 
 def resolve_settings(options: argparse.Namespace) -> tuple[DataSettings, list[ModelSettings]]:
-    """Return the data settings and the settings of one or two models."""
+    """Return the data settings and one or two models' settings, given the options of `vil validate`."""
     given = ModelOptions(
         model=options.model,
         checkpoint=options.checkpoint,

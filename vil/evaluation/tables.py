@@ -32,7 +32,7 @@ def write_tables(folder: Path, predictions: Predictions, names: Mapping[int, str
 
 
 def class_rows(predictions: Predictions, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return a table with one row per class that has images and one accuracy column per model."""
+    """Return one table row per class with images: top-1 of each model and, for two models, their differences."""
     rows = []
     for target in np.unique(predictions.targets_N):
         correct_NM = predictions.top1_NM[predictions.targets_N == target]

@@ -39,7 +39,7 @@ def strip_metadata(data: bytes) -> bytes | None:
 
 
 def _is_in_proportion(length: int, width: int, height: int) -> bool:
-    """Return whether the image size is within the limit and the file length is in proportion to the image size."""
+    """Return whether the number of pixels is within the limit, and the file has at most 1 MiB + 8 bytes per pixel."""
     return length <= 2**20 + 8 * width * height <= 8 * MOST_PIXELS
 
 

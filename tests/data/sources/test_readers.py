@@ -68,4 +68,4 @@ def test_a_split_is_judged_by_files_sampled_from_the_whole_split(photo_folder, t
     os.mkfifo(folder / "pipe.jpg")
     images = open_split(str(tmp_path), "", "odd")
     assert readers.has_jpegs(images)  # most of the images are JPEGs
-    assert readers.typical_pixels(images) == math.prod(PHOTO.size)  # files that need a sandbox do not count
+    assert readers.typical_pixels(images) == math.prod(PHOTO.size)  # the mean excludes files that need the sandbox

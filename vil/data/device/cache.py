@@ -14,7 +14,7 @@ from .decoded import DecodedImages
 SHARE = 8  # the cache of a split may use up to 1 / SHARE of a GPU's free memory
 HOST_BYTES = 2**30  # maximum bytes of a split's cached images on devices other than CUDA GPUs
 
-# record of a worker's task to load one image; if the image is cached, the metadata let the worker skip reading the file
+# dtype of a task for a worker to load one image; the worker does not read the file if its cached version is current
 TASK = np.dtype(
     [
         ("index", "i8"),  # index of the image in the dataset

@@ -60,7 +60,7 @@ class Channel:
             time.sleep(0.01)
 
     def receive(self, name: bytes) -> int:
-        """Return the file descriptor that was sent with a name. The caller must close the file descriptor.
+        """Return the file descriptor that `send` sent under `name`. The caller must close the file descriptor.
 
         Raises:
             OSError: This process has too many open files.

@@ -63,7 +63,7 @@ def _quotas() -> Iterator[float]:
                     quota, period = (folder / "cpu.max").read_text().split()
                 if int(quota) > 0:
                     yield int(quota) / int(period)
-            except (OSError, ValueError):  # no CPU quota in this group, or the quota is "max"
+            except (OSError, ValueError):  # the control group has no CPU quota, or the quota is "max"
                 continue
 
 

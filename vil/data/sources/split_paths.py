@@ -88,7 +88,7 @@ def _synonyms(split: str) -> tuple[str, ...]:
 
 
 def _path_in_any_case(root: Path, name: str, present: Sequence[str]) -> Path:
-    """Return the path of the entry `name` of the folder `root`, ignoring case unless a name in `present` is equal.
+    """Return the path of `name` in the folder `root`. Prefer an exact match in `present` to a match that ignores case.
 
     Raises:
         ConfigError: Several entries match.

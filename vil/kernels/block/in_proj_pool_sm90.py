@@ -1,4 +1,4 @@
-"""in_proj, convolutions, line means and skip connections of a pooled block in one kernel on Hopper, for many images."""
+"""Hopper kernel for large batches that fuses a pooled block's in_proj, convolutions, pooling and skip connections."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def forward_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | No
 def backward_run(
     options: tuple[BackwardOptions, ...], sizes: Sizes, flat: list[Tensor | None]
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of x and xhat (or None), and the gradients of each block's weights from `backward`."""
+    """Return the gradients of x and of its norm xhat (or None), and then the gradients of each block's weights."""
     run = getattr(backward, "__wrapped__")  # noqa: B009
     dx, dnext, *next_normed = flat[:4]
     each = 3 + FIELDS

@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
         return D if self.class_token_only else 2 * D
 
     def outputs(self, t_BLX: Tensor) -> Tensor:
-        """Return a view (B, M, X) of those tokens of a tensor (B, L, X) that the block returns."""
+        """Select from a tensor (B, L, X) the M tokens that the block returns, as a view (B, M, X)."""
         return t_BLX.narrow(1, self.class_token, 1) if self.class_token_only else t_BLX
 
     def outputs_of_both(self, y_2BHD: Tensor) -> Tensor:

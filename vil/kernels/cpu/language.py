@@ -371,7 +371,7 @@ def store_rows(address, stride, width, rows, values):
 
 @inlined
 def prefetch_row(address):
-    """Prefetch the memory of `LANES` channels, one cache line for every `WIDTH` floats."""
+    """Prefetch `LANES` consecutive floats with one instruction per `WIDTH` floats, the size of a 64-byte cache line."""
     for d in range(0, LANES, WIDTH):
         _prefetch(address + BYTES * d)
 

@@ -35,7 +35,7 @@ class Launch:
     ):  # fmt: skip
         self.source, self.entry, self.macros = source, entry, macros
         self.ctas, self.threads, self.shared_bytes = ctas, threads, shared_bytes
-        self.kernel = self.config = None  # the first run sets both attributes
+        self.kernel = self.config = None  # set when the kernel is launched for the first time
         self.values: list[int | float] = []
         self.tensors: list[tuple[int, Tensor]] = []  # each tensor argument with its index in `values`
         self.early: list[Tensor] = []  # tensors that the kernel accesses before it waits for the previous kernel

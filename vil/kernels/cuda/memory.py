@@ -54,7 +54,7 @@ def assign(temporary: Sequence[Lifetime], results: Sequence[Lifetime]) -> tuple[
 
 
 def peak(temporary: Sequence[Lifetime], results: Sequence[Lifetime]) -> int:
-    """Return the peak bytes if buffers are allocated at first use, and temporary buffers are freed after last use."""
+    """Return the peak memory in bytes, if temporary buffers are freed after their last use and results are kept."""
     changes: list[tuple[float, int]] = []
     for buffer in temporary:
         changes += [(buffer.first, buffer.size), (buffer.last + 0.5, -buffer.size)]

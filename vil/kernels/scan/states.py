@@ -35,8 +35,8 @@ class Inputs(NamedTuple):
 class Tokens(NamedTuple):
     """Constants of the additional tokens that set a scan's initial state or return its final state."""
 
-    writing: float  # logit of the step size of the tokens that write an initial state
-    reading: float  # logit of the step size of the tokens that read the final state
+    writing: float  # step logit of the tokens that write the initial state
+    reading: float  # step logit of the tokens that read the final state
     key: Callable[[Tensor], Tensor]  # maps the logit `writing` to the factor of a one-hot key
     x: float  # factor of the initial state in the scan's input x
 
