@@ -15,7 +15,7 @@ Shared modules:
 `checks`    validation of operators' arguments
 `cuda`      headers of CUDA sources, and compilation, launch and replay of kernels
 `cpu`       compilation and launch of kernels written in Python and compiled by Numba, and building blocks of kernels
-`torch_private`  private functions of PyTorch that kernels need
+`torch_private`  private functions of PyTorch that this package uses
 `cache`     disk cache of compiled code
 `flops`     FLOP formulas of the operators for PyTorch's FlopCounterMode
 """

@@ -114,7 +114,7 @@ def _backward(
 
 
 def _tokens(options: Options, x_BLC: Tensor) -> Tokens:
-    """Return which tokens `_forward` computes. For a full block, `_forward` always computes all tokens."""
+    """Return the tokens whose output `_forward` computes, which are always all tokens in a full block."""
     return Tokens(x_BLC.shape[1], options.class_token_only and options.lines is not None)
 
 

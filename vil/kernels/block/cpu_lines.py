@@ -54,7 +54,7 @@ class SavedOfClassToken(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """Gradients of the inputs and weights of a pooled block's scan and projections."""
+    """Gradients of the inputs of a pooled block's projections and scan, and of the scan's weights."""
 
     means: Tensor  # (2, B, S, D)
     projected: Tensor  # (2, B, S, P)

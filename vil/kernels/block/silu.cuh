@@ -6,7 +6,7 @@ DEVICE float sigmoid(float x) { return reciprocal(1 + exp_fast(-x)); }
 // Returns the derivative of silu at x, where s = sigmoid(x).
 DEVICE float silu_slope(float x, float s) { return s * fmaf(x, 1 - s, 1); }
 
-// Sigmoid and SiLU of x = 2h for results of type T. For bf16, sigmoid(2h) is computed as (1 + tanh(h)) / 2.
+// Sigmoid and SiLU of x = 2h for results of type T. For bf16, SiLU uses sigmoid(2h) = (1 + tanh(h)) / 2.
 // In bf16, the rounding error hides the error of tanh_fast.
 // tanh_fast costs half as much as an exponential and a reciprocal, which limit kernels with several SiLUs per element.
 template <class T>

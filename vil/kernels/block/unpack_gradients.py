@@ -32,12 +32,13 @@ def unpack_gradients(
 ) -> list[Tensor]:  # fmt: skip
     """Convert gradients of packed weights to gradients of the norm, in_proj and both directions' weights except A_log.
 
+    Gradients with a dimension `parts` are partial sums to be added, and their numbers of parts may differ.
+
     Args:
         norm_C, in_proj: Weights whose product is the packed in_proj.
         sizes: Sizes of the weights.
-        dfolded: Gradient of the packed in_proj, the product of in_proj and the norm's weight.
-        dfilters: Gradients (parts, 2, taps + 1, D) of filters and biases, with the bias after the taps. All gradients
-            with a dimension `parts` are partial sums to be added, and their numbers of parts may differ.
+        dfolded: Gradient of the packed in_proj.
+        dfilters: Gradients (parts, 2, taps + 1, D) of filters and biases, with the bias after the taps.
         dx_proj: Gradient (2, parts, padded R + 2N, D) of x_proj.
         dstep_proj: Gradient (2, parts, D, padded R) of step_proj.
         dskips: Gradient (parts, 2, D) of the skip weights.

@@ -151,7 +151,7 @@ def store_lanes(context, address, values):
 class _Vector(types.Type):
     """Vector type of `WIDTH` floats with +, - and *. In loops over arrays, LLVM may not keep sums in registers.
 
-    Kernels therefore keep sums in variables of this type.
+    Some kernels therefore keep sums in variables of this type.
     """
 
 

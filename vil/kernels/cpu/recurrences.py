@@ -6,8 +6,8 @@ Each recurrence has three functions:
     again     update the states by one token, keep arrays for `back` and write the token's dq
     back      move the states' gradients back by one token and write dx, dstep_logits and dk
 
-Their argument `kept` has `KEPT` arrays of states for each token of the sequence or chunk. Their argument `A` has the
-rows of A (no rows for Longhorn).
+The argument `A` of all three functions has the rows of A (no rows for Longhorn). The argument `kept` of `again` and
+`back` has `KEPT` arrays of states for each token of the sequence or chunk.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ struct TileQueue {
     int chunk_start, tiles, next_tile;
     int stage;  // index of the stage with the current tile
 
-    // Starts copying the next tile. After the last tile, the group of copies is empty, so each tile has one group.
+    // Starts copying the next tile. After the last tile, commits an empty group, so that each call commits one group.
     INLINE void copy_next(Channels &to) {
         if (chunk_start >= segment_start) {
             int t0 = chunk_start + (tiles - 1 - abs(next_tile)) * TILE;

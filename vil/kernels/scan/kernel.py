@@ -19,7 +19,8 @@ class Kernel(NamedTuple):
     """Kernel source with macros and launch parameters.
 
     recurrences.cuh explains most of `macros`. `ctas` thread blocks of `threads` threads cover the channels of one
-    sequence. Each CTA has `shared_bytes` of dynamic shared memory. The source asserts that CTA_BYTES is this size.
+    sequence. Each CTA has `shared_bytes` of dynamic shared memory. The macro CTA_BYTES is this size, and
+    the source asserts that CTA_BYTES is the size of its buffers.
     """
 
     source: Source
