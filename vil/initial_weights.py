@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .classes import first_difference, normal, order_of
 from .state_dicts import fitted
 
-MOST_LAYERS = 4  # maximum number of new or unused layers that a description lists
+MOST_LAYERS = 4  # maximum number of new layers, and of unused layers, that a description lists
 
 
 def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:

@@ -140,7 +140,7 @@ def resolve_config(
 
 
 def _parser(description: str, prog: str | None) -> Parser:
-    """Return a parser with one option per field of `Config`. The parser leaves values as strings."""
+    """Return a parser with one option per field of `Config`. The parser does not convert values to their types."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=prog, description=description, formatter_class=formatter, allow_abbrev=False)
     help = "YAML file of options, or the name of a config of this package"

@@ -144,7 +144,7 @@ ONLY_WITH = {
 }
 SWITCHES = {name: switch for switch, names in ONLY_WITH.items() for name in names}
 
-# timm option -> schedulers of this package for which the option has an effect
+# timm option -> supported schedulers for which the option has an effect
 SCHEDULES = {
     "decay_epochs": ["step"],
     "decay_milestones": ["multistep"],

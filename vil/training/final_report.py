@@ -75,7 +75,7 @@ def write_final_report(
 
 
 def _best_weights(best: BestCheckpoint, history: list[dict[str, Any]]) -> list | None:
-    """Return the key and state dict that best.pt marks as best, or None if best.pt is lost or unreadable."""
+    """Return the key and state dict that best.pt marks as best, or None if the best weights are lost or unreadable."""
     try:
         if best.find(history):
             return None
