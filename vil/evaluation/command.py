@@ -60,7 +60,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Raise a ConfigError before the evaluation if an output file is not writable, or a plot lacks matplotlib."""
+    """Raise a ConfigError before evaluation if an output file is not writable, or matplotlib is missing for a plot."""
     paths = []
     if options.csv:
         paths += [options.csv / table for table in TABLES]

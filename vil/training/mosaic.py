@@ -63,7 +63,7 @@ class Mosaic:
 
     def finish(self) -> None:
         """Write augmented.png if the phase had fewer images than the mosaic has room for, unless the file exists."""
-        if self.images and not self.path.exists():  # a resumed run keeps the existing mosaic, which may have more images
+        if self.images and not self.path.exists():  # a resumed run keeps the old mosaic, which may have more images
             self._write()
 
     def _write(self) -> None:
