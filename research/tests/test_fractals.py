@@ -396,7 +396,7 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
     saved = itertools.count(1)
 
     def stop(*arguments, save=fractals._save_jpeg):
-        if next(saved) == 10:  # interrupt the first call once, like Ctrl-C
+        if next(saved) == 10:  # interrupt `main` once, like Ctrl-C
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         save(*arguments)
 
@@ -460,7 +460,7 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, drawn, capsys):
     resource = pytest.importorskip("resource")
     words = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | dict(size=128, clutter=3)).items()]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # The limit on the file size makes a file be written only in part, as on a full disk.
+    # Because of the limit on the file size, a file is written only in part, as on a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
     try:
         with pytest.raises(SystemExit):

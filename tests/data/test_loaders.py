@@ -41,7 +41,7 @@ def test_an_image_is_augmented_by_timms_transform_with_its_seed(pictures, option
     expected, expected_targets, _ = by_timm(dataset, keys, **of_transform)
     assert torch.equal(images, expected)
     assert targets == expected_targets
-    assert torch.equal(expected, by_timm(dataset, keys)[0]) == (not of_transform)  # each option changes images
+    assert torch.equal(expected, by_timm(dataset, keys)[0]) == (not of_transform)  # transform options change images
 
 
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])

@@ -222,7 +222,7 @@ def test_a_kernel_with_early_accesses_shares_no_memory_with_kernels_that_may_sti
     (_, before), (first,), (_, between), (second,), (_, after), _ = [values for values, _ in ran]
     assert len({first, between, second}) == 3
     # `before` and `after` may share memory with other tensors, because only kernels with early accesses, except
-    # the first of them, may run while previous kernels still run
+    # the first of them, may access memory while previous kernels still run
     assert before in (first, between, second)
     assert after in (first, between)
     assert [overlaps for _, overlaps in ran] == [True, False, True, True, True, False]

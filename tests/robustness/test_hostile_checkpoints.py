@@ -384,7 +384,7 @@ def test_a_changed_tensor_fails_the_checksum(tmp_path, small):
     assert checkpoint.Checkpoint(path).weights().keys() == small.keys()
     # head.weight and embedding.weight are tied
     torch.save({"head.weight": ALIKE, "embedding.weight": ALIKE, "mask": ALIKE == 0}, path)
-    # insert the ZIP marker of an archive of more than 4 GB
+    # write the ZIP marker of an archive of more than 4 GB
     path.write_bytes((content := path.read_bytes())[:-6] + b"\xff" * 4 + content[-2:])
     assert checkpoint.Checkpoint(path).weights().keys() == {"head.weight", "embedding.weight", "mask"}
     path.write_bytes(content[:1_900_000] + b"1" + content[1_900_001:])

@@ -191,7 +191,7 @@ def test_a_run_evaluates_its_held_out_images_again(run, tmp_path, capsys, caplog
     assert (held_out["data_dir"], held_out["split"]) == (str(run / "colors"), ".")
     assert "held-out images: 6 images of 3 classes" in caplog.text
 
-    # evaluate a copy of the folder, which --data-dir names by the copy's parent folder
+    # evaluate a copy of the folder; --data-dir is the copy's parent folder
     shutil.copytree(run / "colors", tmp_path / "moved/colors")
     assert evaluated(run, "--data-dir", "moved", capsys=capsys)["images"] == 6
     assert evaluated(run, "--split", ".", capsys=capsys)["images"] == 36

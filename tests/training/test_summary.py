@@ -108,7 +108,7 @@ def test_an_outlying_first_epoch_is_cut_off_and_its_value_is_written_below_the_p
     low, high = long["gradient norm"].get_ylim()
     assert (1.5 < low < 2, 4 < high < 4.5) == (True, True)
     assert long["gradient norm"].get_xlabel() == "epoch (epoch 1 is cut off: 41.2)"
-    assert long["images/s"].get_xlabel() == "epoch (epoch 1 is cut off: 3)"  # only the training throughput is cut off
+    assert long["images/s"].get_xlabel() == "epoch (epoch 1 is cut off: 3)"  # 3 is the training throughput
     assert long["loss"].get_xlabel() == "epoch"
     assert short["gradient norm"].get_ylim()[1] > 41.25  # a short run shows all epochs
 

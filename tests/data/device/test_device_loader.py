@@ -301,7 +301,7 @@ def test_repeated_copies_of_a_file_are_decoded_once(photo_folder, device, monkey
         assert len({index for index, _ in keys[first : first + 24]}) == 8
         assert count <= 8
     assert torch.equal(images, joined(on_device(photo_folder, device, aug_repeats=3, batch_size=6)[0])[0])
-    monkeypatch.setattr(preparation, "PIXELS_AT_ONCE", 10_000)  # limit decoding to one file at a time
+    monkeypatch.setattr(preparation, "PIXELS_AT_ONCE", 10_000)  # decode few files at a time
     assert torch.equal(images, joined(on_device(photo_folder, device, aug_repeats=3)[0])[0])
 
 
