@@ -98,9 +98,7 @@ def _backward(
         )
     else:
         mixer = cpu_tokens if options.lines is None else cpu_lines
-        gated, directions = mixer.backward(
-            options, dgated.view(B, L, D), uz_BLE, scale_B, weights, saved, duz_BLE
-        )  # fmt: skip
+        gated, directions = mixer.backward(options, dgated.view(B, L, D), uz_BLE, scale_B, weights, saved, duz_BLE)
     duz_TE = duz_BLE.view(B * L, -1)
     dh_TC, din_proj = torch.mm(duz_TE, weights.in_proj[: tokens.columns(D)]), torch.mm(duz_TE.t(), h_TC)
     dout_proj = torch.mm(dout.t(), gated.view(-1, D))

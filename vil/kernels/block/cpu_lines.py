@@ -49,7 +49,7 @@ class SavedOfClassToken(NamedTuple):
 
     means: Tensor  # (2, B, S, D): row or column means of the convolved tokens
     projected: Tensor  # (2, B, S, P): outputs of x_proj
-    mean: Tensor  # (B, D): mean of both directions' outputs with skip connections
+    value: Tensor  # (B, D): mean of both directions' outputs with skip connections, times the image's scale
     z: Tensor  # (B, D): class token's input of the gate
 
 
@@ -99,11 +99,10 @@ def forward_of_class_token(
     tables, skipped_BLD = line_tables(lines), torch.empty_like(u_BLD)
     means_2BSD = pool(u_BLD, weights, lines, tables, skipped_BLD)
     projected_2BSP, y_2BSD = scan(options.recurrence, means_2BSD, weights)
-    mean_BD = y_2BSD[:, :, lines.class_token].mean(0) + skipped_BLD[:, Tokens(L, True).class_token]
-    gated_BD = mean_BD * F.silu(z_BD)
+    value_BD = y_2BSD[:, :, lines.class_token].mean(0) + skipped_BLD[:, Tokens(L, True).class_token]
     if scale_B is not None:
-        gated_BD *= scale_B[:, None]
-    return gated_BD, SavedOfClassToken(means_2BSD, projected_2BSP, mean_BD, z_BD)
+        value_BD *= scale_B[:, None]
+    return value_BD * F.silu(z_BD), SavedOfClassToken(means_2BSD, projected_2BSP, value_BD, z_BD)
 
 
 def backward_of_class_token(
@@ -115,18 +114,16 @@ def backward_of_class_token(
     Return the class token's input of out_proj, the gradient of z, and the gradients of the weights.
     """
     (_, B, S, D), (_, L, _), lines = saved.means.shape, u_BLD.shape, given_lines(options)
-    if scale_B is not None:
-        dgated_BD = dgated_BD * scale_B[:, None]
-    silu_BD, slope_BD = F.silu(saved.z), saved.z.sigmoid()
-    dz_BD = dgated_BD * saved.mean * (slope_BD + silu_BD * (1 - slope_BD))
+    gate_BD, silu_BD = saved.z.sigmoid(), F.silu(saved.z)
+    dz_BD = dgated_BD * saved.value * (gate_BD + silu_BD * (1 - gate_BD))
     dmean_BD = dgated_BD * silu_BD
+    if scale_B is not None:
+        dmean_BD *= scale_B[:, None]
     dy_BSD, dskipped_BLD = u_BLD.new_zeros(B, S, D), torch.zeros_like(u_BLD)
     dy_BSD[:, lines.class_token] = dmean_BD / 2
     dskipped_BLD[:, Tokens(L, True).class_token] = dmean_BD
-    gated_BD = saved.mean * silu_BD
-    if scale_B is not None:
-        gated_BD *= scale_B[:, None]
-    return gated_BD, dz_BD, directions_backward(options, dy_BSD, dskipped_BLD, u_BLD, weights, saved, du_BLD)
+    directions = directions_backward(options, dy_BSD, dskipped_BLD, u_BLD, weights, saved, du_BLD)
+    return saved.value * silu_BD, dz_BD, directions
 
 
 def directions_backward(

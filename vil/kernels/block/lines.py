@@ -79,7 +79,10 @@ class Lines(NamedTuple):
 
 
 def cta_shape(D: int, vector: int, most: int = 192) -> tuple[int, int]:
-    """Return how many CTAs share a token's channels, and the threads per CTA: a multiple of 32, at most `most`."""
+    """Return the number of CTAs that share a token's channels, and the number of threads per CTA.
+
+    The number of threads per CTA is a multiple of 32 and does not exceed `most`.
+    """
     groups = -(-D // (vector * most))
     return groups, -(-D // (vector * groups * 32)) * 32
 

@@ -161,8 +161,8 @@ class Recording(TorchDispatchMode):
                 first_use.setdefault(buffer, i)
                 last_use[buffer] = i
         # A kernel with early accesses may start as soon as the previous kernel with early accesses has ended
-        # (overlap.cuh), unless the plan computes an input that the kernel reads early. Therefore
-        # the memory of early outputs must be free when the previous kernel with early accesses is launched.
+        # (overlap.cuh), unless the plan computes an input that the kernel reads early. Therefore the memory of early
+        # outputs must be free when the previous kernel with early accesses is launched.
         overlapping: list[Launch] = []
         early = [(i, record) for i, record in enumerate(self.recorded) if isinstance(record, Launch) and record.early]
         for (start, _), (i, launch) in itertools.pairwise(early):
