@@ -144,9 +144,9 @@ def of_recipes() -> str:
     return recipes(plain, {name: models.get(photographs.VIL, {}) for name, models in found.items()})
 
 
-def published_vit() -> str:
+def published_vit(name: str) -> str:
     """Return a Markdown table of the published ViT's top-1 in the last and in the best epoch of each run."""
-    found = json.loads((RESULTS / "published_vit.json").read_text())
+    found = json.loads((RESULTS / f"{name}.json").read_text())
     table = [["learning rate", "seed", "top-1 % of the last epoch", "top-1 % of the best epoch", "best epoch"]]
     for run in found["runs"]:
         top1 = run["curves"]["eval_top1"]
@@ -179,7 +179,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "photographs": partial(of_photographs, photographs.models_table),
     "photographs-differences": partial(of_photographs, photographs.differences_table),
     "literature": lambda: seeds.report(photographs.read(RESULTS / "literature.json")[0]),
-    "published-vit": published_vit,
+    "published-vit": partial(published_vit, "published_vit"),
+    "published-vit-init": partial(published_vit, "published_init"),
     "trainers": lambda: trainers.trainers_table(RESULTS),
     "weights": weights,
     "transfer": lambda: transfer.ways_table(runs_of("transfer")),
