@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import hashlib
 import io
 import json
@@ -291,6 +292,7 @@ def train_on(images: Path, words: list[str], folder: str, run: Any) -> dict[str,
     words = [*words, "--data-dir", str(images), "--output", folder, "--experiment", "-".join(map(str, run))]
     words += ["--lr", str(run.setting), "--seed", str(run.seed)]
     config, start = load_config("", words), time.monotonic()
+    gc.collect()  # free the CUDA graphs of the previous run, of which forked loader processes would also free copies
     with redirect_stdout(io.StringIO()):
         trainer = Trainer(config, *init_process_group(known_device(config.device)))
         try:
