@@ -17,7 +17,17 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from research import clothing, clothing_fair, imagenette, photographs, recall_results, seeds, trainers, transfer
+from research import (
+    clothing,
+    clothing_fair,
+    imagenette,
+    photographs,
+    recall_results,
+    seeds,
+    trainers,
+    transfer,
+    vim_fair,
+)
 from research.compare import holm, paired, spread, welch
 from research.predictions import Judged, compare_images
 from research.recall_model import MIXERS
@@ -181,6 +191,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "literature": lambda: seeds.report(photographs.read(RESULTS / "literature.json")[0]),
     "published-vit": partial(published_vit, "published_vit"),
     "published-vit-init": partial(published_vit, "published_init"),
+    "vim-fair": lambda: vim_fair.arms_table(RESULTS),
+    "vim-fair-causes": lambda: vim_fair.causes_table(RESULTS),
     "trainers": lambda: trainers.trainers_table(RESULTS),
     "weights": weights,
     "transfer": lambda: transfer.ways_table(runs_of("transfer")),
