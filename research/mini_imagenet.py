@@ -1,4 +1,4 @@
-"""Split mini-ImageNet for the study in research/mini_imagenet.md, and pack it for a machine without network access.
+"""Split mini-ImageNet for the study in research/longer.md, and pack it for a machine without network access.
 
     python -m research.mini_imagenet SOURCE data/mini_parts    # e.g. a clone of github.com/Deo0330/split_minidataset
     mkdir -p data/mini_imagenet && for part in data/mini_parts/*.tar.gz; do tar xzf $part -C data/mini_imagenet; done
