@@ -24,6 +24,7 @@ import yaml
 from research import transfer
 from research.clothing_fair import do_all
 from research.compare import BySeed, holm, listed, spread, welch
+from research.cost import cost_table, throughput
 from research.seeds import ROOT, digest_of, machine
 from research.transfer import Results
 from vil.data.sources.splits import open_split
@@ -42,6 +43,8 @@ RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 FIRST_RATES = RATES[1:-1]  # if the first or last of FIRST_RATES is best, its neighbor in RATES is also tried
 CHOICE_SEED, CHOICE_EPOCHS, HELD_OUT = 100, 50, 0.1
 TRAIN_SPLIT, TEST_SPLIT = "train", "val"
+IMAGES = 9_469  # number of training images
+LEVELS = (80, 85, 90)  # accuracies of the cost table, in percent
 
 
 class Run(NamedTuple):
@@ -71,6 +74,7 @@ def main() -> None:
         do_all(results, pool, options.jobs, partial(train, options.data_dir, words, folder), planned)
     print(f"{results.seconds:.0f} s", rates_table(results.rows), models_table(results.rows), sep="\n\n")
     print(differences_table(results.rows))
+    print(minutes_table(results.rows, throughput()))
 
 
 def train(data: Path, words: list[str], folder: str, run: Run) -> dict[str, Any]:
@@ -152,6 +156,18 @@ def differences_table(rows: Rows) -> str:
         tests = [f"{gap.p_value:.2g}", f"{corrected[i]:.2g}"] if gap and corrected else ["-", "-"]
         table.append([first, second, str(gap) if gap else "-", *tests])
     return markdown_table(table)
+
+
+def minutes_table(rows: Rows, speeds: dict[str, float]) -> str:
+    """Return a Markdown table of the GPU minutes to test accuracies, `-` until all runs are finished.
+
+    Args:
+        rows: Finished runs.
+        speeds: Training throughput in images/s by model.
+    """
+    complete = all(by_seed(rows, model) for model in SEEDS)
+    curves = {m: [row["top1_by_epoch"] for row in own(rows, m, False)] if complete else [] for m in SEEDS}
+    return cost_table(curves, IMAGES, LEVELS, speeds)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,7 @@ from vil.training.interruption import PREEMPTED
 
 Runs = list[dict[str, Any]]
 
-RESULTS = seeds.ROOT / "research" / "results" / "photographs.json"
+RESEARCH = seeds.ROOT / "research"
 TEST_SPLIT = "test"
 VIL, VIM, POOLED, DEIT = MODELS = ["vil_tiny", "vim_tiny", "vil_tiny_pooled", "deit_tiny_patch16_224"]
 COMPARED = ((VIL, VIM), (POOLED, VIL), (VIL, DEIT))  # pairs of models compared by Welch's test, with Holm's correction
@@ -68,16 +68,17 @@ class Cell(NamedTuple):
         return f"{self.place}/{name_of(self.model, self.seed)}"
 
 
+Plan = Callable[[Runs], Iterator[list[Cell]]]  # function that yields the planned runs of each stage
+
+
 def cell_of(run: dict[str, Any]) -> Cell:
     return Cell(*(run[name] for name in Cell._fields))
 
 
 def stages(runs: Runs) -> Iterator[list[Cell]]:
     """Yield the planned runs of each stage in order. The plan of a stage depends on the results of earlier stages."""
-    yield [Cell("rates", model, lr, CHOICE_SEED) for lr in RATES for model in MODELS]
-    further = {model: beyond(found) for model, found in accuracy_by_rate(runs).items()}
-    yield [Cell("rates", model, lr, CHOICE_SEED) for model, lr in further.items() if lr]
-    rates = {model: max(found, key=found.__getitem__) for model, found in accuracy_by_rate(runs).items()}
+    yield from rate_stages(runs, MODELS, RATES)
+    rates = best_rates(runs, MODELS)
     yield [Cell("compiled", DEIT, rates[DEIT], CHOICE_SEED)]
     cells = [Cell("seeds", model, rates[model], seed) for seed in SEEDS for model in MODELS]
     top1 = [top1_to_choose_on([run for run in runs if run["seed"] in SEEDS], model) for model in (VIL, VIM)]
@@ -86,10 +87,22 @@ def stages(runs: Runs) -> Iterator[list[Cell]]:
     yield cells
 
 
-def to_do(runs: Runs) -> list[Cell]:
+def rate_stages(runs: Runs, models: Sequence[str], rates: Sequence[float]) -> Iterator[list[Cell]]:
+    """Yield the runs that select learning rates: first at `rates`, then beyond the lowest or highest if it is best."""
+    yield [Cell("rates", model, lr, CHOICE_SEED) for lr in rates for model in models]
+    further = {model: beyond(found, rates) for model, found in accuracy_by_rate(runs, models).items()}
+    yield [Cell("rates", model, lr, CHOICE_SEED) for model, lr in further.items() if lr]
+
+
+def best_rates(runs: Runs, models: Sequence[str]) -> dict[str, float]:
+    """Return the learning rate with the best validation top-1 (the lowest on ties) by model."""
+    return {model: max(found, key=found.__getitem__) for model, found in accuracy_by_rate(runs, models).items()}
+
+
+def to_do(runs: Runs, plan: Plan = stages) -> list[Cell]:
     """Return the planned runs that the first incomplete stage lacks, or [] if all stages are complete."""
     done = {cell_of(run) for run in runs}
-    left = ([cell for cell in cells if cell not in done] for cells in stages(runs))
+    left = ([cell for cell in cells if cell not in done] for cells in plan(runs))
     return next((cells for cells in left if cells), [])
 
 
@@ -107,16 +120,16 @@ def missing_of(ends: dict[str, int], runs: Runs) -> list[Cell]:
     return [cell for cell in cells if cell not in have]
 
 
-def beyond(accuracies: dict[float, float]) -> float | None:
-    """Return the next learning rate outside RATES if the best one is the lowest or highest in RATES, otherwise None."""
-    best = max(RATES, key=accuracies.__getitem__)
-    return {min(RATES): min(RATES) / 2, max(RATES): 2 * max(RATES)}.get(best)
+def beyond(accuracies: dict[float, float], rates: Sequence[float]) -> float | None:
+    """Return the next learning rate outside `rates` if the best one is the lowest or highest, otherwise None."""
+    best = max(rates, key=accuracies.__getitem__)
+    return {min(rates): min(rates) / 2, max(rates): 2 * max(rates)}.get(best)
 
 
-def accuracy_by_rate(runs: Runs) -> dict[str, dict[float, float]]:
+def accuracy_by_rate(runs: Runs, models: Sequence[str]) -> dict[str, dict[float, float]]:
     """Return the validation top-1 by model and learning rate, for the runs that select the learning rate."""
     tried = sorted((run for run in runs if run["stage"] == "rates"), key=lambda run: run["lr"])
-    return {model: {run["lr"]: run["top1"] for run in tried if run["model"] == model} for model in MODELS}
+    return {model: {run["lr"]: run["top1"] for run in tried if run["model"] == model} for model in models}
 
 
 def of_seeds(runs: Runs, model: str, end: int = FURTHER_SEEDS.stop) -> Runs:
@@ -141,11 +154,21 @@ def top1_of_test(runs: Runs, judged: Judged | None, ends: dict[str, int] = PROTO
 class Study:
     """Study of several models: trains the planned runs and stores the results in the file `options.out`.
 
+    Args:
+        options: Options of `parse_arguments`.
+        words: Options of research/train.py for all runs.
+        missing: Function that returns the runs to train next, given the finished runs, or [] if nothing is left.
+        words_of: Function that returns further options of research/train.py for a run.
+
     Raises:
         SystemExit: Earlier results or runs in the folder have another recipe or other images.
     """
 
-    def __init__(self, options: argparse.Namespace, words: list[str]):
+    def __init__(
+        self, options: argparse.Namespace, words: list[str], missing: Callable[[Runs], list[Cell]],
+        words_of: Callable[[Cell], list[str]],
+    ):  # fmt: skip
+        self.missing, self.words_of = missing, words_of
         self.options, self.deadline, self.lock = options, seeds.Deadline(options.minutes), Lock()
         self.words = [*words, *(["--data-dir", options.data_dir] if options.data_dir else [])]
         self.splits = seeds.open_splits(options.config, self.words, TEST_SPLIT)
@@ -164,13 +187,13 @@ class Study:
     def go_on(self) -> None:
         """Train the planned runs until all are finished or the time limit is reached."""
         with self.deadline, ThreadPoolExecutor(self.options.jobs) as pool:
-            while (cells := to_do(self.runs) or extension(self.runs)) and all(list(pool.map(self.do, cells))):
+            while (cells := self.missing(self.runs)) and all(list(pool.map(self.do, cells))):
                 pass
 
     def do(self, cell: Cell) -> bool:
         """Start or resume a planned run, and return whether the run has finished."""
         folder = self.options.folder / cell.place
-        words = [*self.words, *OPTIONS[cell.stage], "--lr", f"{cell.lr:g}"]
+        words = [*self.words, *self.words_of(cell), "--lr", f"{cell.lr:g}"]
         try:
             seeds.train(self.options, cell.model, cell.seed, words, folder, self.deadline, self.gpus)
         except SystemExit as error:
@@ -193,6 +216,17 @@ class Study:
                 self.judged.write(seeds.predictions_of(self.options.out))
             write_atomically(self.options.out, json.dumps(self.recipe | dict(runs=self.runs), indent=1) + "\n")
 
+    def check_complete(self) -> None:
+        """Check that no planned run is missing.
+
+        Raises:
+            SystemExit: A planned run is missing.
+        """
+        if cells := self.missing(self.runs):
+            missing = ", ".join(map(str, cells))
+            print(f"not done yet: {missing}, and later stages; run the same command to resume", file=sys.stderr)
+            sys.exit(PREEMPTED)
+
     @property
     def judged(self) -> Judged | None:
         names = [name_of(*job_of(run)) for run in self.runs if run["stage"] == "seeds"]
@@ -206,14 +240,16 @@ def read(results: Path) -> tuple[Runs, Judged | None]:
     return runs, Judged.read(seeds.predictions_of(results)) if judged else None
 
 
-def rates_table(runs: Runs) -> str:
-    """Return a Markdown table of the validation top-1 of ViL, ViM, pooled ViL and DeiT by learning rate."""
-    found = accuracy_by_rate(runs)
-    rates = sorted({*RATES, *(rate for by_rate in found.values() for rate in by_rate)})
+def rates_table(
+    runs: Runs, models: Sequence[str] = MODELS, first_rates: Sequence[float] = RATES, plan: Plan = stages
+) -> str:
+    """Return a Markdown table of the validation top-1 by model and learning rate."""
+    found = accuracy_by_rate(runs, models)
+    rates = sorted({*first_rates, *(rate for by_rate in found.values() for rate in by_rate)})
     table = [["model", *(f"{rate:g}" for rate in rates), "chosen"]]
     for model, by_rate in found.items():
         cells = [f"{by_rate[rate]:.2f}" if rate in by_rate else "-" for rate in rates]
-        complete = not any(cell.stage == "rates" for cell in to_do(runs))
+        complete = not any(cell.stage == "rates" for cell in to_do(runs, plan))
         table.append([model, *cells, f"{max(by_rate, key=by_rate.__getitem__):g}" if complete else "-"])
     return markdown_table(table)
 
@@ -279,31 +315,29 @@ def differences_table(runs: Runs, judged: Judged | None) -> str:
     return markdown_table(table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("-c", "--config", type=Path, default=seeds.ROOT / "research" / "configs" / "photographs.yaml")
+def parse_arguments(description: str | None, name: str) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of the study `name`, and the options to pass to research/train.py."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, results = parser.add_argument, RESEARCH / "results" / f"{name}.json"
+    add("-c", "--config", type=Path, default=RESEARCH / "configs" / f"{name}.yaml")
     add("--data-dir", help="folder of the images (default: the config's)")
-    add("--earlier", type=Path, default=RESULTS, help="JSON file of earlier results (default: the published ones)")
-    add("--folder", type=Path, default=Path("output/photographs"), help="folder of this machine's runs")
+    add("--earlier", type=Path, default=results, help="JSON file of earlier results (default: the published ones)")
+    add("--folder", type=Path, default=Path("output") / name, help="folder of this machine's runs")
     add("--jobs", type=int, default=1, help="number of parallel runs, each on its own GPU if there are enough")
     add("--minutes", type=float, default=math.inf, help="time limit, after which running jobs are stopped")
-    add(
-        "--out",
-        type=Path,
-        required=True,
-        help="JSON file of all runs; predictions and the final plot are written beside it",
-    )
+    add("--out", type=Path, required=True, help="JSON file of all runs; other files are written beside it")
     options, words = parser.parse_known_args()
     options.processes = None  # number of torchrun processes per run; None starts a run without torchrun
-    study = Study(options, words)
+    return options, words
+
+
+def main() -> None:
+    options, words = parse_arguments(__doc__, "photographs")
+    study = Study(options, words, lambda runs: to_do(runs) or extension(runs), lambda cell: OPTIONS[cell.stage])
     study.go_on()
     tables = rates_table(study.runs), models_table(study.runs, study.judged)
     print("\n", "\n".join([*tables, differences_table(study.runs, study.judged)]), sep="")
-    if cells := to_do(study.runs) or extension(study.runs):
-        missing = ", ".join(map(str, cells))
-        print(f"not done yet: {missing}, and later stages; run the same command to resume", file=sys.stderr)
-        sys.exit(PREEMPTED)
+    study.check_complete()
     shown = [run for model in MODELS for run in of_seeds(study.runs, model)]
     write_atomically(options.out.with_suffix(".png"), seeds.plot(shown))
 

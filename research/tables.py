@@ -20,7 +20,9 @@ from typing import Any
 from research import (
     clothing,
     clothing_fair,
+    cost,
     imagenette,
+    longer,
     photographs,
     recall_results,
     seeds,
@@ -122,6 +124,11 @@ def of_fair_clothing(table: Callable[..., str]) -> str:
     return table(clothing_fair.read(RESULTS / "clothing_fair.json"))
 
 
+def of_longer(table: Callable[..., str], judged: bool = True) -> str:
+    runs, found = photographs.read(RESULTS / "longer.json")
+    return table(runs, found) if judged else table(runs)
+
+
 def of_imagenette(table: Callable[..., str]) -> str:
     return table(clothing_fair.read(RESULTS / "imagenette.json"))
 
@@ -205,6 +212,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "imagenette-rates": partial(of_imagenette, imagenette.rates_table),
     "imagenette": partial(of_imagenette, imagenette.models_table),
     "imagenette-differences": partial(of_imagenette, imagenette.differences_table),
+    "imagenette-cost": lambda: imagenette.minutes_table(
+        clothing_fair.read(RESULTS / "imagenette.json"), cost.throughput()
+    ),
+    "longer-rates": partial(of_longer, longer.rates_table, judged=False),
+    "longer": partial(of_longer, longer.models_table),
+    "longer-differences": partial(of_longer, longer.differences_table),
+    "longer-cost": lambda: longer.minutes_table(photographs.read(RESULTS / "longer.json")[0], cost.throughput()),
     "recipes": of_recipes,
     **{name: lambda name=name: seeds.report(runs_of(name)) for name in STUDIES},
     **{f"{name}-images": partial(image_by_image, name) for name in ("cifar10", "rehearsal", "rehearsal2")},

@@ -32,14 +32,19 @@ def git(repository: Path, *words: str, given: bytes = b"") -> bytes:
     return subprocess.run(["git", "-C", repository, *words], input=given, capture_output=True, check=True).stdout
 
 
+def blobs(repository: Path) -> dict[str, str]:
+    """Return the git blob of each file in the repository's HEAD, by path."""
+    listed = (line.split("\t") for line in git(repository, "ls-tree", "-r", "HEAD").decode().splitlines())
+    return {path: head.split()[2] for head, path in listed}
+
+
 def files_of(repository: Path) -> dict[str, str]:
     """Return the git blob of each file of the data set, by the path relative to the data set's root folder.
 
     Raises:
         SystemExit: The repository does not contain Tiny ImageNet.
     """
-    listed = (line.split("\t") for line in git(repository, "ls-tree", "-r", "HEAD").decode().splitlines())
-    ids = {path: head.split()[2] for head, path in listed}
+    ids = blobs(repository)
     annotations = "val/val_annotations.txt"
     roots = [path.removesuffix(annotations) for path in ids if path.endswith(annotations)]
     if not roots:
@@ -47,17 +52,28 @@ def files_of(repository: Path) -> dict[str, str]:
     return {path.removeprefix(roots[0]): blob for path, blob in ids.items() if path.startswith(roots[0])}
 
 
-def splits(files: dict[str, str], annotations: str) -> dict[str, str]:
-    """Return a dict from each image's output path SPLIT/CLASS/NAME to its git blob, sorted by path."""
+def training_splits(files: dict[str, str], ending: str) -> dict[str, str]:
+    """Return a dict from the output paths train/CLASS/NAME and choose/CLASS/NAME to the git blobs of training images.
+
+    Args:
+        files: Git blob of each file of the data set, by path.
+        ending: End of the names of the image files.
+    """
     names = defaultdict(list)
     for path in files:
-        if path.startswith("train/") and path.endswith(".JPEG"):
+        if path.startswith("train/") and path.endswith(ending):
             _, label, *_, name = path.split("/")
             names[label].append((hashlib.sha256(f"{SEED} {name}".encode()).digest(), name, path))
     places = {}
     for label in sorted(names):
         for i, (_, name, path) in enumerate(sorted(names[label])):
             places[f"{'choose' if i < CHOSEN else 'train'}/{label}/{name}"] = files[path]
+    return places
+
+
+def splits(files: dict[str, str], annotations: str) -> dict[str, str]:
+    """Return a dict from each image's output path SPLIT/CLASS/NAME to its git blob, sorted by path."""
+    places = training_splits(files, ".JPEG")
     for line in annotations.splitlines():
         name, label = line.split("\t")[:2]
         places[f"test/{label}/{name}"] = files[f"val/images/{name}"]
@@ -97,22 +113,36 @@ def pack(images: Iterator[tuple[str, bytes]], folder: Path, part_bytes: int) -> 
     return parts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def write_parts(repository: Path, places: dict[str, str], folder: Path) -> None:
+    """Write the images of `places`, a dict from output path to git blob, to parts in a new folder, and print sizes."""
+    images = zip(places, contents(repository, list(places.values())))
+    parts = pack(images, folder, int(1e6 * PART_MEGABYTES))
+    for split in ("train", "choose", "test"):
+        print(f"{split}: {sum(place.startswith(f'{split}/') for place in places)} images")
+    for part in parts:
+        print(f"{part}: {part.stat().st_size / 1e6:.1f} MB")
+
+
+def parse_arguments(description: str) -> argparse.Namespace:
+    """Return the command-line arguments `source` and `folder`.
+
+    Raises:
+        SystemExit: The folder exists already.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="git repository of the data set")
     parser.add_argument("folder", type=Path, help="new folder for the parts")
     options = parser.parse_args()
     if options.folder.exists():
         sys.exit(f"{options.folder} must not exist: choose a new folder")
+    return options
+
+
+def main() -> None:
+    options = parse_arguments(__doc__)
     files = files_of(options.source)
     (annotations,) = contents(options.source, [files["val/val_annotations.txt"]])
-    places = splits(files, annotations.decode())
-    images = zip(places, contents(options.source, list(places.values())))
-    parts = pack(images, options.folder, int(1e6 * PART_MEGABYTES))
-    for split in ("train", "choose", "test"):
-        print(f"{split}: {sum(place.startswith(f'{split}/') for place in places)} images")
-    for part in parts:
-        print(f"{part}: {part.stat().st_size / 1e6:.1f} MB")
+    write_parts(options.source, splits(files, annotations.decode()), options.folder)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def study(stop=None):
         if stop and stop(missing[0]):
             break
         done.append(missing[0])
-        rows.append(missing[0]._asdict() | dict(top1=top1(missing[0]), seconds=90.0))
+        rows.append(missing[0]._asdict() | dict(top1=top1(missing[0]), seconds=90.0, top1_by_epoch=[60.0, 85.0]))
     return rows
 
 
@@ -59,12 +59,20 @@ def test_tables_show_complete_models_and_corrected_p_values_at_the_end():
     assert [line[3:] for line in cells] == [[f"{p:.2g}", f"{q:.2g}"] for p, q in zip(tests, holm(tests))]
 
 
+def test_minutes_to_an_accuracy_are_shown_when_all_runs_have_finished():
+    rows, speeds = study(), {VIL: 9_469 / 60}  # in images/s, so that an epoch takes a minute
+    lines = imagenette.minutes_table(rows, speeds).splitlines()
+    assert lines[3] == f"| {VIL} | 158 | 2.0 | 2.0 | not reached | 2.0 |"
+    assert lines[2] == f"| {imagenette.POOLED} | - | - | - | - | - |"
+    assert imagenette.minutes_table(rows[:-1], speeds).splitlines()[3] == f"| {VIL} | - | - | - | - | - |"
+
+
 def test_the_program_chooses_on_held_out_images_and_resumes(image_folder, tmp_path, monkeypatch, capsys):
     given = []
 
     def train_on(images, words, _, run):
         given.append((run, words))
-        return dict(top1=top1(run), seconds=90.0)
+        return dict(top1=top1(run), seconds=90.0, top1_by_epoch=[60.0, 85.0])
 
     monkeypatch.setattr(transfer, "train_on", train_on)
     monkeypatch.setattr(imagenette, "TEST_SPLIT", "validation")
