@@ -1,8 +1,7 @@
 """Fine-tune pre-trained weights on five data sets, compared with training from scratch (research/downstream.md).
 
     python -m research.downstream --data-dir data/downstream --jobs 6 --workers 2 --out output/downstream.json \\
-        --weights weights/vil_tiny_pooled_photographs.safetensors data/vil_tiny_pooled_pretrained.safetensors \\
-        data/deit_tiny_pretrained.safetensors data/vil_small_pooled_pretrained.safetensors
+        --weights weights/vil_tiny_pooled_photographs.safetensors data/*.tiny_mini_in275.safetensors
 
 Pooled ViL is trained from scratch, from weights that were pre-trained on Tiny ImageNet ("old weights"), and from
 weights that were pre-trained longer on more images ("new weights"). DeiT is fine-tuned from its own new weights. Each
@@ -44,12 +43,8 @@ EPOCHS = {"clothing": 100, "groceries": 80, "caltech101": 80, "aid": 100, "pacs"
 SMALL = "vil_small_pooled"
 NAMES = {POOLED: "pooled ViL", DEIT: "DeiT", SMALL: "small pooled ViL"}
 OLD, NEW = "old weights", "new weights"
-WEIGHTS = {
-    (POOLED, OLD): "vil_tiny_pooled_photographs",
-    (POOLED, NEW): "vil_tiny_pooled_pretrained",
-    (DEIT, NEW): "deit_tiny_pretrained",
-    (SMALL, NEW): "vil_small_pooled_pretrained",
-}
+WEIGHTS = {(POOLED, OLD): "vil_tiny_pooled_photographs"}  # names of the files
+WEIGHTS |= {(model, NEW): f"{model}.tiny_mini_in275" for model in (POOLED, DEIT, SMALL)}
 FIRST_RATES = {POOLED: RATES[2:5], DEIT: RATES[1:4], SMALL: RATES[1:4]}
 COMPARED = ((POOLED, SCRATCH), (POOLED, OLD), (POOLED, NEW), (DEIT, NEW))
 STARTS = (*COMPARED, (DEIT, SCRATCH), (SMALL, NEW))  # the last two methods are trained without a test
