@@ -21,6 +21,7 @@ from research import (
     clothing,
     clothing_fair,
     cost,
+    downstream,
     imagenette,
     longer,
     photographs,
@@ -124,6 +125,10 @@ def of_fair_clothing(table: Callable[..., str]) -> str:
     return table(clothing_fair.read(RESULTS / "clothing_fair.json"))
 
 
+def of_downstream(table: Callable[..., str]) -> str:
+    return table(downstream.read(RESULTS / "downstream.json"))
+
+
 def of_longer(table: Callable[..., str], judged: bool = True) -> str:
     runs, found = photographs.read(RESULTS / "longer.json")
     return table(runs, found) if judged else table(runs)
@@ -215,6 +220,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "imagenette-cost": lambda: imagenette.minutes_table(
         clothing_fair.read(RESULTS / "imagenette.json"), cost.throughput()
     ),
+    "downstream": partial(of_downstream, downstream.summary_table),
+    "downstream-rates": partial(of_downstream, downstream.rates_table),
+    "downstream-seeds": partial(of_downstream, downstream.ways_table),
+    "downstream-differences": partial(of_downstream, downstream.differences_table),
     "longer-rates": partial(of_longer, longer.rates_table, judged=False),
     "longer": partial(of_longer, longer.models_table),
     "longer-differences": partial(of_longer, longer.differences_table),
