@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -111,19 +113,43 @@ class Checkpoint:
     def options(self) -> dict[str, Any]:
         """Options of the run that wrote the file, filtered to the options that a checkpoint may set.
 
-        The dict is empty for files of other programs.
+        For checkpoints of timm's train.py and for model folders of timm, the dict has the options of the model. The
+        dict is empty for other files.
 
         Raises:
             ConfigError: An option has an invalid value (see `options_of_checkpoint`), or the options are too large.
         """
         if not self.is_ours:
-            return {}
+            return self._options_of_timm()
         config = self.content["config"]
         try:
             check_expansion(config, MOST_OPTIONS)
         except TorchFileError as error:
             raise ConfigError(f"the options in {self.path} cannot be read: {error}") from error
         return options_of_checkpoint(config, self.path)
+
+    def _options_of_timm(self) -> dict[str, Any]:
+        """Return the options of the model from a checkpoint of timm's train.py, or from a config.json of timm.
+
+        The dict is empty if there are no such options, or if a checkpoint must not set them.
+        """
+        if isinstance(self.content, dict) and isinstance(self.content.get("arch"), str):
+            args = self.content.get("args")
+            given = vars(args) if isinstance(args, argparse.Namespace) else {}
+            found = {name: given.get(name) for name in ("num_classes", "img_size", "model_kwargs")}
+            found["model"] = self.content["arch"]
+        else:
+            config = self._folder_config()
+            found = {"model": config.get("architecture"), "model_kwargs": config.get("model_args")}
+            found["num_classes"] = config.get("num_classes")
+        with suppress(ConfigError, TorchFileError):
+            check_expansion(found, MOST_OPTIONS)
+            if isinstance(found["model_kwargs"], dict):  # timm also stores sizes among the arguments of the model
+                own = {name: found["model_kwargs"].get(name) for name in ("num_classes", "img_size")}
+                found |= {name: value for name, value in own.items() if value}
+                found["model_kwargs"] = {k: v for k, v in found["model_kwargs"].items() if k not in own}
+            return options_of_checkpoint({name: value for name, value in found.items() if value}, self.path)
+        return {}
 
     @cached_property
     def label_names(self) -> list[str]:
@@ -176,14 +202,25 @@ class Checkpoint:
             ) from error
 
     def _folder_preprocessing(self) -> dict[str, Any]:
-        path = self.path / "config.json"  # timm also reads config.json from model folders
+        config = self._folder_config().get("pretrained_cfg", {})
+        return {name: config[name] for name in PREPROCESSING if config.get(name) is not None}
+
+    def _folder_config(self) -> dict[str, Any]:
+        """Return the content of the config.json that timm also reads from model folders, or {} without such a file.
+
+        Raises:
+            BrokenCheckpointError: The file is corrupt.
+        """
+        path = self.path / "config.json"
         if not path.is_file():
             return {}
         try:
             with open(path, "rb") as file:
-                config = json.loads(file.read(MOST_CONFIG)).get("pretrained_cfg", {})
-            return {name: config[name] for name in PREPROCESSING if config.get(name) is not None}
-        except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
+                config = json.loads(file.read(MOST_CONFIG))
+            if not isinstance(config, dict) or not isinstance(config.get("pretrained_cfg", {}), dict):
+                raise ValueError("config.json and its pretrained_cfg must be dicts")
+            return config
+        except (OSError, ValueError, RecursionError) as error:
             raise BrokenCheckpointError(f"{path} is not a valid config.json of a model: {str(error)[:200]}") from error
 
     @property

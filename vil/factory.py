@@ -56,7 +56,8 @@ def from_checkpoint(
     if not name:
         raise ConfigError(
             f"{source} does not store the name of the model: pass the name to vil.from_checkpoint, or convert the file "
-            f"with vil export --checkpoint {source} --model NAME --out model.safetensors"
+            f"with vil export --checkpoint {source} --model NAME --out model.safetensors, and with --model-kwargs, "
+            "--img-size and --num-classes if the model has other values than its default"
         )
     arguments = saved_arguments(source.options) | arguments
     without_head = arguments.get("num_classes") == 0

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from .errors import CheckpointError, reject_url
 from .fault_tolerance.machine_errors import cause_of, is_machine_error, remedy_for, retry
+from .models import shipped
 from .security import torch_files
 from .security.errors import TorchFileError
 
@@ -63,6 +64,8 @@ def read_file(path: str | Path, whole: bool = True) -> Any:
                 f"folder {path.parent} has no {IN_FOLDER}: set a checkpoint file, or a folder written by vil export"
             )
         of_model = f": {path} is the name of a model, not of a file" if timm.is_model(path.name.split(".")[0]) else ""
+        if packaged := shipped.file_of(str(path)):
+            of_model += f"; the file with weights of this model is {packaged}"
         raise CheckpointError(f"checkpoint {path} does not exist{of_model}")
     if path.suffix in (".onnx", ".pt2"):
         raise CheckpointError(

@@ -1,5 +1,7 @@
 """Tests of `vil.from_checkpoint`, which loads a trained model with its preprocessing and class names."""
 
+import argparse
+
 import naive_model
 import pytest
 import timm
@@ -7,6 +9,8 @@ import torch
 from fixtures import CLASSES
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
+from timm.models import save_for_hf
+from timm.utils import CheckpointSaver
 
 import vil
 from vil.checkpoint import Checkpoint, CheckpointError
@@ -190,8 +194,46 @@ def test_weights_of_other_programs_require_the_model_name(tmp_path):
         vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48)
     with pytest.raises(CheckpointError, match="does not exist$"):
         vil.from_checkpoint(tmp_path / "nowhere.pt")
-    with pytest.raises(CheckpointError, match="exist: vil_tiny.tiny_in200 is the name of a model, not of a file$"):
+    with pytest.raises(CheckpointError, match="exist: resnet18 is the name of a model, not of a file$"):
+        vil.from_checkpoint("resnet18")
+    with pytest.raises(CheckpointError, match="vil_tiny.tiny_in200 is the name .*; the file with weights of this") as e:
         vil.from_checkpoint("vil_tiny.tiny_in200")
+    assert vil.from_checkpoint(str(e.value).split()[-1]).num_classes == 200
+
+
+def saved_by_timm(folder, kind):
+    """Return a small pooled model, and the path at which timm has saved the model."""
+    sizes = dict(img_size=32, num_classes=3)
+    kwargs = dict(patch_size=8, depth=2, embed_dim=16)
+    model = timm.create_model("vil_tiny_pooled", **sizes, **kwargs).eval()
+    if kind == "folder":
+        save_for_hf(model, folder / "hub", model_args=sizes | kwargs, safe_serialization=True)
+        return model, folder / "hub"
+    args = argparse.Namespace(
+        model="vil_tiny_pooled", num_classes=3, img_size=32, model_kwargs=kwargs | dict(img_size=32)
+    )
+    optimizer = torch.optim.SGD(model.parameters())
+    CheckpointSaver(model, optimizer, args, checkpoint_dir=str(folder)).save_checkpoint(0, 1.0)
+    return model, folder / "last.pth.tar"
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "folder"])
+def test_the_model_is_read_from_files_of_timm(kind, tmp_path):
+    model, path = saved_by_timm(tmp_path, kind)
+    loaded = vil.from_checkpoint(path)
+    images = torch.rand(2, 3, 32, 32)
+    assert loaded.pooled
+    assert torch.equal(loaded(images), model(images))
+    settings = resolve_model(ModelOptions(checkpoint=str(path)), Checkpoint(path))
+    assert (settings.model, settings.num_classes) == ("vil_tiny_pooled", 3)
+
+
+@pytest.mark.parametrize(
+    "part", [dict(arch="rm -rf"), dict(arch=5), dict(args=argparse.Namespace(model_kwargs=dict(mixer="os.system")))]
+)
+def test_options_of_timm_that_a_checkpoint_must_not_set_are_ignored(part, tmp_path):
+    torch.save(dict(arch="vil_tiny", state_dict={"head.bias": torch.zeros(2)}) | part, tmp_path / "last.pth.tar")
+    assert Checkpoint(tmp_path / "last.pth.tar").options == {}
 
 
 def test_weights_of_another_number_of_classes_name_the_option(tmp_path):

@@ -1,5 +1,6 @@
 """Tests of the options that are chosen for a folder of images."""
 
+import argparse
 import functools
 import json
 import shutil
@@ -126,6 +127,23 @@ def test_the_test_split_is_named_if_it_is_not_used(tmp_path, caplog):
 @pytest.mark.parametrize("given", [{}, {"synthetic": 9}, {"dataset": "hfds/x", "data_dir": "."}])
 def test_other_data_keep_the_default_options(given):
     assert complete(given) == given
+
+
+def test_training_continues_the_model_of_timms_checkpoint(photos, tmp_path, caplog):
+    file = tmp_path / "last.pth.tar"
+    args = argparse.Namespace(img_size=64, model_kwargs={"patch_size": 8})
+    torch.save({"arch": "vil_tiny_pooled", "args": args, "state_dict": {}}, file)
+    config = Config(**complete({"data_dir": photos, "device": "cpu", "pretrained_path": str(file)}))
+    assert (config.model, config.img_size, config.model_kwargs) == ("vil_tiny_pooled", 64, {"patch_size": 8})
+    assert "model and weights: --model vil_tiny_pooled --img-size 64 --model-kwargs patch_size=8" in caplog.text
+
+
+def test_weights_without_the_name_of_their_model_require_the_name(photos, tmp_path):
+    given = {"data_dir": photos, "device": "cpu", "pretrained_path": str(tmp_path / "weights.pt")}
+    torch.save({"head.bias": torch.zeros(2)}, tmp_path / "weights.pt")
+    with pytest.raises(ConfigError, match="weights.pt does not store the name of its model: set --model"):
+        complete(given)
+    assert complete(given | {"model": "vil_tiny"})["model"] == "vil_tiny"
 
 
 def test_folders_of_many_images_keep_the_default_recipe(photos, monkeypatch, caplog):

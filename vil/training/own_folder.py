@@ -201,6 +201,11 @@ def _choose_start(given: Mapping[str, Any], device: str) -> dict[str, Any]:
     path = given.get("pretrained_path")
     if path and not file_of(path):
         saved = Checkpoint(path, whole=False).options
+        if not (saved.get("model") or given.get("model")):
+            raise ConfigError(
+                f"{path} does not store the name of its model: set --model, and --model-kwargs if the model has other "
+                "arguments than its default"
+            )
         return {name: saved[name] for name in ("model", "img_size", "model_kwargs") if saved.get(name)}
     model = given.get("model", (path or MODEL).removesuffix(f".{TAG}"))
     if not file_of(model) or not (path or _has_packaged_size(given)):
