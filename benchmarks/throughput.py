@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from tables import write_results
 from torch.profiler import ProfilerActivity, profile
 
-import vil  # noqa: F401  registers the models
+from vil.factory import create_model
 from vil.info import git_commit
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
@@ -192,7 +192,7 @@ def build_step(
 ) -> Callable[[], object]:
     """Return a training or inference step after a few warm-up calls. If `amp` is true, use bf16 autocast."""
     torch.manual_seed(0)
-    model = timm.create_model(model_name, img_size=case.img_size).to(device)
+    model = create_model(model_name, img_size=case.img_size).to(device)
     images = torch.randn(case.batch, 3, case.img_size, case.img_size, device=device)
     targets = torch.randint(1000, (case.batch,), device=device)
     parameters = sorted(model.parameters(), key=torch.Tensor.numel, reverse=True)  # by size, as in training

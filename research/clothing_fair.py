@@ -208,11 +208,13 @@ def rates_to_try(rows: Rows, way: Way) -> Sequence[float]:
     return (*FIRST_RATES, *{FIRST_RATES[0]: RATES[:1], FIRST_RATES[-1]: RATES[-1:]}.get(best, ()))
 
 
-def own(rows: Rows, way: Way, rehearse: bool) -> Rows:
-    return [row for row in rows if Way(*(row[name] for name in Way._fields)) == way and row["rehearse"] == rehearse]
+def own(rows: Rows, way: Any, rehearse: bool) -> Rows:
+    """Return the runs of a method, which is a named tuple."""
+    settings = way._asdict() | dict(rehearse=rehearse)
+    return [row for row in rows if all(row[name] == value for name, value in settings.items())]
 
 
-def tried(rows: Rows, way: Way) -> dict[float, float]:
+def tried(rows: Rows, way: Any) -> dict[float, float]:
     """Return a method's validation top-1 by learning rate, for the runs that select the learning rate."""
     return {row["setting"]: row["top1"] for row in sorted(own(rows, way, True), key=lambda row: row["setting"])}
 

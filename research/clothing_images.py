@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
@@ -18,12 +19,12 @@ PIXELS = 300  # maximum longer side of an image in pixels
 QUALITY = 85
 
 
-def shrink(source: Path, target: Path) -> None:
-    """Write a smaller copy of one image."""
-    image = Image.open(source).convert("RGB")
+def shrunk(content: bytes) -> bytes:
+    """Return an image file as a JPEG file with at most PIXELS pixels on the longer side."""
+    image, target = Image.open(BytesIO(content)).convert("RGB"), BytesIO()
     image.thumbnail((PIXELS, PIXELS))
-    target.parent.mkdir(parents=True, exist_ok=True)
     image.save(target, "JPEG", quality=QUALITY)
+    return target.getvalue()
 
 
 def main() -> None:
@@ -36,7 +37,9 @@ def main() -> None:
     for split in ("train", "validation", "test"):
         files = sorted((options.source / split).glob("*/*.jpg"))
         for file in files:
-            shrink(file, options.folder / file.relative_to(options.source))
+            target = options.folder / file.relative_to(options.source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(shrunk(file.read_bytes()))
         print(f"{split}: {len(files)} images")
 
 

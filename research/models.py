@@ -6,9 +6,13 @@ from typing import Any
 
 import timm
 import torch
+import torch.nn.functional as F
 from timm.layers import DropPath
 from timm.models import VisionTransformer, register_model
 from torch import nn
+
+from vil.models.block import MambaDirection
+from vil.models.vision_longhorn import VisionLonghorn
 
 
 @register_model
@@ -37,4 +41,23 @@ def published_vit(drop_path_rate: float = 0.0, **arguments: Any) -> VisionTransf
     if drop_path_rate:
         for block in model.blocks:
             block.drop_path1, block.drop_path2 = DropPath(drop_path_rate), DropPath(drop_path_rate)
+    return model
+
+
+@register_model
+def vim_tiny_large_steps(**arguments: Any) -> VisionLonghorn:
+    """Return ViM-tiny with initial step sizes dt that are ten times as large, log-uniform between 1e-2 and 1.
+
+    In `vim_tiny`, dt is log-uniform between 1e-3 and 1e-1. With equal RNG states, the two models differ only in the
+    initial biases of their step projections.
+
+    Args:
+        arguments: Arguments of timm's `create_model` for ViM-tiny.
+    """
+    model = timm.create_model("vim_tiny", **arguments)
+    for module in model.modules():
+        if isinstance(module, MambaDirection):
+            with torch.no_grad():
+                dt_D = 10 * F.softplus(module.step_proj.bias)
+                module.step_proj.bias.copy_(dt_D + torch.log(-torch.expm1(-dt_D)))  # inverse softplus of dt
     return model

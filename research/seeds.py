@@ -83,7 +83,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     add("-c", "--config", type=Path, default=ROOT / "research" / "configs" / "digits.yaml")
     add("--data-dir", help="folder of the images (default: the config's)")
     add("--models", nargs="+", default=MODELS, help="the first is compared with the others")
-    add("--seeds", type=int, default=5, help="number of seeds, counted from 0")
+    add("--seeds", type=int, default=5, help="number of seeds")
+    add("--first-seed", type=int, default=0, help="first of the consecutive seeds")
     add("--jobs", type=int, default=1, help="number of parallel runs, each on its own GPUs if there are enough")
     add("--processes", type=int, help="processes of a run, started by torchrun (default: one, without torchrun)")
     add("--folder", type=Path, help="folder to keep the runs in and to resume them from")
@@ -107,7 +108,8 @@ def main() -> None:
     study = recipe | dict(test_split=options.test_split, test_images=digest_of(test_set) if test_set else None)
     runs, parts = read_results(options.earlier, study) if options.earlier else ([], [])
     have = {job_of(run) for run in runs}
-    jobs = [(model, seed) for seed in range(options.seeds) for model in options.models]
+    numbers = range(options.first_seed, options.first_seed + options.seeds)
+    jobs = [(model, seed) for seed in numbers for model in options.models]
     with nullcontext(options.folder) if options.folder else TemporaryDirectory() as folder:
         folder = Path(folder)
         keep_recipe(folder, recipe)

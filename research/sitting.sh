@@ -12,7 +12,7 @@
 # The first start checks the package on every GPU. If this check fails, nothing runs, and each later wait fails at once,
 # so that no machine time is wasted. Make the calls without a pause, because an idle machine is released. Calling
 # `checkpoints 0` splits the checkpoints into pieces, and each call of `checkpoints` prints the number of pieces. Call
-# `restore` with all pieces, in order, before the first start. The files in vil/weights/ need not be transferred.
+# `restore` with all pieces, in order, before the first start. The files *.safetensors need not be transferred.
 set -euo pipefail
 place=$HOME/sitting  # the study runs in a copy, because each call transfers the checkout again
 
@@ -28,7 +28,9 @@ check() {  # on the first call, copy the checkout, install the package, and run 
     tar c --exclude ./data --exclude ./output . | tar x -C "$place"
     cd "$place"
     # Mark the weights as unchanged in git, because missing weights would mark the commit as dirty.
-    [ ! -e .git ] || git ls-files -z 'vil/weights/*.safetensors' | xargs -0 git update-index --skip-worktree
+    [ ! -e .git ] || git ls-files -z '*.safetensors' | xargs -0 git update-index --skip-worktree
+    # NVIDIA's MPS lets runs that share a GPU work at the same time.
+    nvidia-cuda-mps-control -d || echo "runs that share a GPU take turns"
     python3 -m pip install --quiet --no-build-isolation --no-deps --editable .  # a venv would lack PyTorch
     python3 - <<'PROGRAM'
 import torch

@@ -17,7 +17,20 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from research import clothing, clothing_fair, imagenette, photographs, recall_results, seeds, trainers, transfer
+from research import (
+    clothing,
+    clothing_fair,
+    cost,
+    downstream,
+    imagenette,
+    longer,
+    photographs,
+    recall_results,
+    seeds,
+    trainers,
+    transfer,
+    vim_fair,
+)
 from research.compare import holm, paired, spread, welch
 from research.predictions import Judged, compare_images
 from research.recall_model import MIXERS
@@ -112,6 +125,15 @@ def of_fair_clothing(table: Callable[..., str]) -> str:
     return table(clothing_fair.read(RESULTS / "clothing_fair.json"))
 
 
+def of_downstream(table: Callable[..., str]) -> str:
+    return table(downstream.read(RESULTS / "downstream.json"))
+
+
+def of_longer(table: Callable[..., str], judged: bool = True) -> str:
+    runs, found = photographs.read(RESULTS / "longer.json")
+    return table(runs, found) if judged else table(runs)
+
+
 def of_imagenette(table: Callable[..., str]) -> str:
     return table(clothing_fair.read(RESULTS / "imagenette.json"))
 
@@ -144,9 +166,9 @@ def of_recipes() -> str:
     return recipes(plain, {name: models.get(photographs.VIL, {}) for name, models in found.items()})
 
 
-def published_vit() -> str:
+def published_vit(name: str) -> str:
     """Return a Markdown table of the published ViT's top-1 in the last and in the best epoch of each run."""
-    found = json.loads((RESULTS / "published_vit.json").read_text())
+    found = json.loads((RESULTS / f"{name}.json").read_text())
     table = [["learning rate", "seed", "top-1 % of the last epoch", "top-1 % of the best epoch", "best epoch"]]
     for run in found["runs"]:
         top1 = run["curves"]["eval_top1"]
@@ -179,7 +201,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "photographs": partial(of_photographs, photographs.models_table),
     "photographs-differences": partial(of_photographs, photographs.differences_table),
     "literature": lambda: seeds.report(photographs.read(RESULTS / "literature.json")[0]),
-    "published-vit": published_vit,
+    "published-vit": partial(published_vit, "published_vit"),
+    "published-vit-init": partial(published_vit, "published_init"),
+    "vim-fair": lambda: vim_fair.arms_table(RESULTS),
+    "vim-fair-causes": lambda: vim_fair.causes_table(RESULTS),
     "trainers": lambda: trainers.trainers_table(RESULTS),
     "weights": weights,
     "transfer": lambda: transfer.ways_table(runs_of("transfer")),
@@ -192,6 +217,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "imagenette-rates": partial(of_imagenette, imagenette.rates_table),
     "imagenette": partial(of_imagenette, imagenette.models_table),
     "imagenette-differences": partial(of_imagenette, imagenette.differences_table),
+    "imagenette-cost": lambda: imagenette.minutes_table(
+        clothing_fair.read(RESULTS / "imagenette.json"), cost.throughput()
+    ),
+    "downstream": partial(of_downstream, downstream.summary_table),
+    "downstream-rates": partial(of_downstream, downstream.rates_table),
+    "downstream-seeds": partial(of_downstream, downstream.ways_table),
+    "downstream-differences": partial(of_downstream, downstream.differences_table),
+    "longer-rates": partial(of_longer, longer.rates_table, judged=False),
+    "longer": partial(of_longer, longer.models_table),
+    "longer-differences": partial(of_longer, longer.differences_table),
+    "longer-cost": lambda: longer.minutes_table(photographs.read(RESULTS / "longer.json")[0], cost.throughput()),
     "recipes": of_recipes,
     **{name: lambda name=name: seeds.report(runs_of(name)) for name in STUDIES},
     **{f"{name}-images": partial(image_by_image, name) for name in ("cifar10", "rehearsal", "rehearsal2")},

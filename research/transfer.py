@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import hashlib
 import io
 import json
@@ -54,6 +55,7 @@ from timm.data import create_transform, resolve_data_config
 
 from research.compare import Difference, holm, listed, paired, spread
 from research.seeds import ROOT, machine, visible_gpus
+from vil.checkpoint import Checkpoint
 from vil.config import Config, load_config
 from vil.data.digits import picture, split_digits, write_digits
 from vil.data.host.workers import SHARED_MEMORY
@@ -61,6 +63,9 @@ from vil.data.seeds import seed_everything
 from vil.devices import known_device
 from vil.distributed import init_process_group
 from vil.evaluation.markdown import markdown_table
+from vil.evaluation.models import build
+from vil.evaluation.settings import EvaluationSettings, ModelOptions, resolve_data, resolve_model
+from vil.evaluation.validation import validate
 from vil.factory import create_model
 from vil.fault_tolerance.files import write_atomically
 from vil.fault_tolerance.parents import terminate_with_parent
@@ -80,7 +85,7 @@ COMPARED = ((FINE_TUNED, SCRATCH), (PROBE, PROBE_OF_RANDOM), (PROBE, PROBE_OF_PI
 CHOICE_SEEDS = (100, 101)  # seeds used only to select learning rates and penalties
 EPOCH = 800  # number of image files per epoch; each training image is copied several times
 RUN_BYTES = 2**29  # maximum size in bytes of a run's three checkpoints
-AT_ONCE = 128  # batch size of the feature extraction
+AT_ONCE = 128  # batch size of the feature extraction and of the evaluation on a test split
 
 
 class Run(NamedTuple):
@@ -282,19 +287,22 @@ def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, An
     return train_on(images_of(folder, run), [*words, *start], folder, run)
 
 
-def train_on(images: Path, words: list[str], folder: str, run: Any) -> dict[str, Any]:
+def train_on(images: Path, words: list[str], folder: str, run: Any, test_split: str = "") -> dict[str, Any]:
     """Train a run on a folder of images, with the command-line options `words`. Return the accuracies and losses.
 
     `top1` is the accuracy of the EMA weights after the last epoch, and `top1_by_epoch` has their accuracy after each
-    epoch. A diverged run has an accuracy of 0%.
+    epoch, all on the validation split. If `test_split` is given, `top1` and `loss` are those of the test split, which
+    is evaluated only after the last epoch. A diverged run has an accuracy of 0%.
     """
     words = [*words, "--data-dir", str(images), "--output", folder, "--experiment", "-".join(map(str, run))]
     words += ["--lr", str(run.setting), "--seed", str(run.seed)]
     config, start = load_config("", words), time.monotonic()
+    gc.collect()  # free the CUDA graphs of the previous run, of which forked loader processes would also free copies
     with redirect_stdout(io.StringIO()):
         trainer = Trainer(config, *init_process_group(known_device(config.device)))
         try:
             trainer.run()
+            tested = evaluate(trainer.run_info.folder / "last.pt", test_split, trainer.device) if test_split else {}
         except DivergenceError as error:
             return dict(top1=0.0, error=str(error))
         finally:
@@ -304,7 +312,16 @@ def train_on(images: Path, words: list[str], folder: str, run: Any) -> dict[str,
         top1=epochs[-1]["eval_top1_ema"], loss=epochs[-1]["eval_loss_ema"], train_loss=epochs[-1]["train_loss"],
         updates=trainer.steps, seconds=round(time.monotonic() - start, 1), plan=trainer.setup,
         top1_by_epoch=[round(epoch["eval_top1_ema"], 2) for epoch in epochs],
-    )  # fmt: skip
+    ) | tested  # fmt: skip
+
+
+def evaluate(checkpoint: Path, split: str, device: torch.device) -> dict[str, float]:
+    """Return top-1 and loss of a checkpoint's EMA weights on a split of the run's images."""
+    source = Checkpoint(checkpoint)
+    model = build(resolve_model(ModelOptions(checkpoint=str(checkpoint), use_ema=True), source), device)
+    settings = EvaluationSettings(AT_ONCE, source.options["workers"], True, None, False)
+    (result,) = validate([model], resolve_data(None, None, split, source), settings, device, 0, 1).results
+    return dict(top1=result.top1, loss=result.loss)
 
 
 class Features:

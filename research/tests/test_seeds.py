@@ -162,9 +162,10 @@ def calls(root):
 
 def test_every_run_has_its_own_model_and_seed_and_goes_on_by_itself(stubbed):
     root, command = stubbed
-    run_study([*command, "deit_tiny_patch16_224", "--seeds", "2", "--jobs", "3", "--lr", "1e-5"])
+    command += ["deit_tiny_patch16_224", "--seeds", "2", "--first-seed", "7"]
+    run_study([*command, "--jobs", "3", "--lr", "1e-5"])
     configs = [load_config("", words) for words in calls(root)]
-    runs = [("deit_tiny_patch16_224", 0), ("deit_tiny_patch16_224", 1), ("vil_tiny", 0), ("vil_tiny", 1)]
+    runs = [("deit_tiny_patch16_224", 7), ("deit_tiny_patch16_224", 8), ("vil_tiny", 7), ("vil_tiny", 8)]
     assert [(config.model, config.seed) for config in configs] == runs
     assert [(config.output, config.experiment) for config in configs] == [
         (str(root / "runs"), f"{m}-{s}") for m, s in runs

@@ -59,12 +59,38 @@ def test_every_branch_of_the_published_vit_is_dropped_with_the_same_probability(
     assert rates == {0.1}
 
 
-def test_a_study_trains_a_model_that_is_not_part_of_the_package(image_folder, tmp_path, monkeypatch):
-    arguments = dict(patch_size=8, embed_dim=24, depth=2, num_heads=3)
+def initial_steps(model):
+    """Return the initial step sizes dt of all channels of a ViM."""
+    biases = [p.detach().double() for name, p in model.named_parameters() if name.endswith("step_proj.bias")]
+    return torch.cat(biases).exp().log1p()
+
+
+def test_the_initial_steps_of_vim_with_large_steps_are_uniform_by_logarithm_between_a_hundredth_and_one():
+    exponents = initial_steps(timm.create_model("vim_tiny_large_steps", img_size=64)).log10()
+    assert exponents.min() == pytest.approx(-2, abs=0.01)
+    assert exponents.max() == pytest.approx(0, abs=0.01)
+    shares = torch.histc(exponents.float(), bins=4, min=-2, max=0) / len(exponents)
+    assert shares.tolist() == pytest.approx([0.25] * 4, abs=0.02)
+
+
+def test_vim_with_large_steps_differs_from_vim_only_in_its_initial_steps():
+    models = []
+    for name in ("vim_tiny", "vim_tiny_large_steps"):
+        torch.manual_seed(0)
+        models.append(timm.create_model(name, img_size=64, patch_size=4, num_classes=200, depth=2))
+    for (name, usual), large in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(usual, large) != name.endswith("step_proj.bias"), name
+    torch.testing.assert_close(initial_steps(models[1]), 10 * initial_steps(models[0]), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("model", "shape"), [("published_vit", dict(num_heads=3)), ("vim_tiny_large_steps", {})])
+def test_a_study_trains_a_model_that_is_not_part_of_the_package(model, shape, image_folder, tmp_path, monkeypatch):
+    arguments = dict(patch_size=8, embed_dim=24, depth=2) | shape
     config = SMALL | dict(data_dir=str(image_folder), epochs=1, model_kwargs=arguments)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
-    words = ["-c", tmp_path / "small.yaml", "--models", "published_vit", "--seeds", "1", "--out", tmp_path / "out.json"]
-    monkeypatch.setattr("sys.argv", ["seeds", *map(str, words), "--device", "cpu"])
+    words = ["-c", tmp_path / "small.yaml", "--models", model, "--seeds", "1", "--out", tmp_path / "out.json"]
+    words += ["--test-split", "val", "--device", "cpu", "--no-amp"]
+    monkeypatch.setattr("sys.argv", ["seeds", *map(str, words)])
     seeds.main()
     (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]
-    assert (run["model"], run["epochs"]) == ("published_vit", 1)
+    assert (run["model"], run["epochs"]) == (model, 1)
