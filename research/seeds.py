@@ -315,7 +315,10 @@ def is_done(path: Path) -> bool:
 
 
 def saved_config(path: Path) -> dict[str, Any]:
-    return yaml.safe_load((path / "config.yaml").read_text())
+    """Return the options of a run in its last phase, with the number of epochs of all phases."""
+    saved = yaml.safe_load((path / "config.yaml").read_text())
+    phases = saved.get("phases") or [{}]
+    return saved | phases[-1] | dict(epochs=sum(phase.get("epochs", saved["epochs"]) for phase in phases))
 
 
 def model_arguments(saved: dict[str, Any]) -> dict[str, Any]:

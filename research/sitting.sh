@@ -78,7 +78,8 @@ checkpoints)
     cd "$place"
     if (($2 == 0)); then
         rm -rf pieces && mkdir pieces
-        find output -name last.pt -o -path '*/summary.csv' -o -path '*/config.yaml' -o -name study.json -o -name '*.jsonl' |
+        find output -name last.pt -o -path '*/summary.csv' -o -path '*/config.yaml' -o -name study.json -o -name '*.jsonl' \
+            -o -name '*.safetensors' |
             { tar c -T - || [ $? = 1 ]; } | split --bytes 15M --numeric-suffixes - pieces/piece-  # 1 if a file grew
     fi
     for ((i = $2; i < $2 + 4; i++)); do
