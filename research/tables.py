@@ -25,11 +25,13 @@ from research import (
     imagenette,
     longer,
     photographs,
+    pretraining_images,
     recall_results,
     seeds,
     trainers,
     transfer,
     vim_fair,
+    weights,
 )
 from research.compare import holm, paired, spread, welch
 from research.predictions import Judged, compare_images
@@ -134,6 +136,11 @@ def of_longer(table: Callable[..., str], judged: bool = True) -> str:
     return table(runs, found) if judged else table(runs)
 
 
+def of_weights(table: Callable[..., str], judged: bool = True) -> str:
+    runs, found = photographs.read(RESULTS / "weights.json")
+    return table(runs, found) if judged else table(runs)
+
+
 def of_imagenette(table: Callable[..., str]) -> str:
     return table(clothing_fair.read(RESULTS / "imagenette.json"))
 
@@ -178,7 +185,7 @@ def published_vit(name: str) -> str:
     return markdown_table(table)
 
 
-def weights() -> str:
+def generated_images() -> str:
     """Return a Markdown table of each method's top-1 on digits, with weights pre-trained on generated images."""
     table = [
         ["pixels", "images per class", "samples", *transfer.SETTINGS, f"{transfer.FINE_TUNED} minus {transfer.SCRATCH}"]
@@ -206,7 +213,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vim-fair": lambda: vim_fair.arms_table(RESULTS),
     "vim-fair-causes": lambda: vim_fair.causes_table(RESULTS),
     "trainers": lambda: trainers.trainers_table(RESULTS),
-    "weights": weights,
+    "weights": generated_images,
     "transfer": lambda: transfer.ways_table(runs_of("transfer")),
     "transfer-differences": lambda: transfer.differences_table(runs_of("transfer")),
     "clothing": lambda: transfer.ways_table(runs_of("clothing")),
@@ -224,6 +231,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "downstream-rates": partial(of_downstream, downstream.rates_table),
     "downstream-seeds": partial(of_downstream, downstream.ways_table),
     "downstream-differences": partial(of_downstream, downstream.differences_table),
+    "pretraining-images": lambda: pretraining_images.duplicates_table(
+        pretraining_images.read_duplicates(RESULTS / "pretraining_images.csv.gz")
+    ),
+    "pretraining-rates": partial(of_weights, weights.rates_table, judged=False),
+    "pretraining": partial(of_weights, weights.models_table),
+    "pretraining-differences": partial(of_weights, weights.differences_table),
     "longer-rates": partial(of_longer, longer.rates_table, judged=False),
     "longer": partial(of_longer, longer.models_table),
     "longer-differences": partial(of_longer, longer.differences_table),
