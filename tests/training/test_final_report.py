@@ -84,6 +84,18 @@ def test_a_signal_ends_the_evaluation_without_a_report(image_folder, tmp_path, c
     assert "report.html is not written, because the evaluation was interrupted" in caplog.text
 
 
+def test_a_run_ends_without_a_report_if_its_best_epoch_has_another_image_size(
+    image_folder, tmp_path, caplog, monkeypatch
+):
+    row_of_epoch = Trainer.row_of_epoch
+    monkeypatch.setattr(Trainer, "row_of_epoch", lambda run, epoch: row_of_epoch(run, epoch) | {"eval_top1": 9 - epoch})
+    deit = dict(model="deit_tiny_patch16_224", model_kwargs=dict(embed_dim=16, depth=1, num_heads=1, patch_size=8))
+    phases = [dict(epochs=1, img_size=16), dict(epochs=1, img_size=24)]
+    assert len(train(config(image_folder, tmp_path, **deit, model_ema=False, phases=phases), CPU, 0, 1)) == 2
+    assert not (tmp_path / "run" / "report.html").exists()
+    assert "an earlier phase trained the best weights at another image size" in caplog.text
+
+
 def test_a_lost_best_checkpoint_or_an_unwritable_page_does_not_fail_a_run(image_folder, tmp_path, caplog, monkeypatch):
     run = Trainer(config(image_folder, tmp_path, epochs=1), CPU, 0, 1)
     finish = run.checkpointer.save

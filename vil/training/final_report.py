@@ -7,9 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from timm.layers import to_2tuple
 from torch import Tensor
 
 from ..checkpoint import Checkpoint, CheckpointError
+from ..config import ConfigError
 from ..data.sources.splits import count_images, streams
 from ..distributed import broadcast_from_rank0
 from ..evaluation.evaluator import Evaluation
@@ -53,7 +55,7 @@ def write_final_report(
     A failure to read best.pt or to write the report raises no error, because the run is complete without the report. If
     a signal interrupts the evaluation, no report is written.
     """
-    found = broadcast_from_rank0(functools.partial(_best_weights, best, history))
+    found = broadcast_from_rank0(functools.partial(_best_weights, best, history, run.phase.config.img_size))
     if found is None:
         return
     key, weights = found
@@ -74,14 +76,24 @@ def write_final_report(
         _logger.warning("failed to write %s/report.html: %s", run.folder, error)
 
 
-def _best_weights(best: BestCheckpoint, history: list[dict[str, Any]]) -> list | None:
-    """Return the key and state dict that best.pt marks as best, or None if the best weights are lost or unreadable."""
+def _best_weights(best: BestCheckpoint, history: list[dict[str, Any]], img_size: Any) -> list | None:
+    """Return the key and state dict that best.pt marks as best.
+
+    The result is None if the best weights are lost or unreadable, or if an earlier phase trained the best weights at
+    another image size than `img_size`, the image size of the last phase.
+    """
     try:
         if best.find(history):
             return None
-        content = Checkpoint(best.path).content
-        return [content["best"], content[content["best"]]]
-    except CheckpointError as error:
+        source = Checkpoint(best.path)
+        if to_2tuple(source.options.get("img_size")) != to_2tuple(img_size):
+            _logger.warning(
+                "%s/report.html is not written, because an earlier phase trained the best weights at another image "
+                "size: run vil validate --checkpoint %s --report FOLDER", best.path.parent, best.path,
+            )  # fmt: skip
+            return None
+        return [source.content["best"], source.content[source.content["best"]]]
+    except (CheckpointError, ConfigError) as error:
         _logger.warning("%s/report.html is not written: %s", best.path.parent, error)
         return None
 
