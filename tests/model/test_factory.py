@@ -194,12 +194,19 @@ def test_weights_of_other_programs_require_the_model_name(tmp_path):
         vil.from_checkpoint("vil_tiny.tiny_in200")
 
 
-def test_weights_of_another_number_of_classes_name_the_option(tmp_path):
+def test_weights_of_another_number_of_classes_are_rejected_with_one_remedy(tmp_path):
     path = tmp_path / "resnet.pth"
     torch.save(timm.create_model("resnet18", num_classes=7).state_dict(), path)
-    with pytest.raises(CheckpointError, match=r"\. The file has 7 classes: create .* \(--num-classes 7\)$"):
-        vil.from_checkpoint(path, "resnet18")
-    with pytest.raises(CheckpointError, match="size mismatch for layer1(?!.*--num-classes)"):
+    own = tmp_path / "vil.pth"
+    torch.save(timm.create_model("vil_tiny", depth=1, num_classes=7).state_dict(), own)
+    message = (
+        r"the model: the checkpoint has 7 classes, but the model has 9: set num_classes to 7; for a new head, call "
+        r"reset_classifier\(9\) on the loaded model$"
+    )
+    for name, file, arguments in (("resnet18", path, {}), ("vil_tiny", own, dict(depth=1))):
+        with pytest.raises(CheckpointError, match=message):
+            vil.from_checkpoint(file, name, num_classes=9, **arguments)
+    with pytest.raises(CheckpointError, match="size mismatch for layer1(?!.*num_classes)"):
         vil.from_checkpoint(path, "resnet50")
     with pytest.raises(ConfigError, match="^cannot create the model vil_tiny with the weights in .*resnet.pth: "):
         create_model("vil_tiny", path)
