@@ -204,7 +204,8 @@ def _creation_error(
     """
     failed = f"cannot create the model {model}" + (f" with the weights in {source}" if source else "")
     if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
-        return ConfigError(f"{failed}: unknown argument {unknown[1]!r}{nearest(unknown[1], MODEL_KWARGS)}")
+        remedy = nearest(unknown[1], MODEL_KWARGS.keys() - {unknown[1]}) or "; remove the argument"
+        return ConfigError(f"{failed}: {model} does not support the argument {unknown[1]!r}{remedy}")
     if isinstance(error, ValueError):
         return ConfigError(f"{failed}: {error}")
     if not isinstance(error, RuntimeError):

@@ -59,8 +59,11 @@ def test_img_size_may_be_set_for_models_without_the_argument(tmp_path):
     assert vil.from_checkpoint(tmp_path / "own.safetensors").bn1.num_batches_tracked == 100_001
     for use_test_size in (False, True):  # both sizes are 64, although timm's pretrained weights have another test size
         assert resolve_model_data_config(loaded, use_test_size=use_test_size)["input_size"] == (3, 64, 64)
-    with pytest.raises(ConfigError, match="unknown argument 'depths'; did you mean 'depth'"):
+    with pytest.raises(ConfigError, match="resnet18 does not support the argument 'depths'; did you mean 'depth'"):
         create_model("resnet18", img_size=64, depths=3)
+    # The suggestion must not be the rejected argument, which other models support.
+    with pytest.raises(ConfigError, match="vil_tiny does not support the argument 'num_heads'; remove the argument$"):
+        create_model("vil_tiny", num_heads=3)
     # densenet121 accepts neither img_size nor drop_path_rate, so both must be dropped.
     create_model("densenet121", img_size=64, drop_path_rate=0.0, growth_rate=4)
     with pytest.raises(
