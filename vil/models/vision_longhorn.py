@@ -197,9 +197,10 @@ def check_size(height: int, width: int, img_size: tuple[int, int]) -> None:
     """Raise a ValueError if the image size differs from the size that the model was built for."""
     if height != img_size[0] or width != img_size[1]:
         size = (height, width)
+        word = height if height == width else f"'{size}'"  # the shell removes the quotes
         raise ValueError(
-            f"image size must be {img_size}, got {size}: create the model with img_size={size} or "
-            f"dynamic_img_size=True, or call its set_input_size()"
+            f"image size must be {img_size}, got {size}: create the model with img_size={size} (in timm's scripts, "
+            f"--model-kwargs img_size={word}) or dynamic_img_size=True, or call its set_input_size()"
         )
 
 
