@@ -20,8 +20,9 @@ from .checkpoint import Checkpoint
 from .config import ConfigError
 from .config.options import check_sizes
 from .distributed import warn_on_rank0
-from .initial_weights import describe_initialization, first_blocks, fit_head, num_classes_of
+from .initial_weights import describe_initialization, fit_head, num_classes_of
 from .models import shipped
+from .models.pretrained import first_blocks
 from .models.tokens import resample_pos_embed
 from .models.vision_longhorn import VisionLonghorn
 from .security.checkpoint_options import MODEL_KWARGS
