@@ -20,8 +20,9 @@ from .checkpoint import Checkpoint
 from .config import ConfigError
 from .config.options import check_sizes
 from .distributed import warn_on_rank0
-from .initial_weights import describe_initialization, first_blocks, fit_head, num_classes_of
+from .initial_weights import describe_initialization, fit_head, num_classes_of
 from .models import shipped
+from .models.pretrained import first_blocks
 from .models.tokens import resample_pos_embed
 from .models.vision_longhorn import VisionLonghorn
 from .security.checkpoint_options import MODEL_KWARGS
@@ -205,7 +206,8 @@ def _creation_error(
     """
     failed = f"cannot create the model {model}" + (f" with the weights in {source}" if source else "")
     if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
-        return ConfigError(f"{failed}: unknown argument {unknown[1]!r}{nearest(unknown[1], MODEL_KWARGS)}")
+        remedy = nearest(unknown[1], MODEL_KWARGS.keys() - {unknown[1]}) or "; remove the argument"
+        return ConfigError(f"{failed}: {model} does not support the argument {unknown[1]!r}{remedy}")
     if isinstance(error, ValueError):
         return ConfigError(f"{failed}: {error}")
     if not isinstance(error, RuntimeError):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Any
 
 import timm
 import torch
@@ -14,14 +12,6 @@ from .classes import first_difference, normal, order_of
 from .state_dicts import fitted
 
 MOST_LAYERS = 4  # maximum number of new layers, and of unused layers, that a description lists
-
-
-def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
-    """Return a state dict with only the first `depth` blocks. The keys may be this package's or ViM's."""
-    if not isinstance(depth, int):
-        return weights
-    blocks = {name: re.match(r"(?:blocks|layers)\.(\d+)\.", name) for name in weights}
-    return {name: tensor for name, tensor in weights.items() if not (block := blocks[name]) or int(block[1]) < depth}
 
 
 def num_classes_of(model: str, weights: dict[str, Tensor]) -> int:

@@ -247,12 +247,12 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) ->
         model.load_state_dict(fitting, assign=any(p.is_meta for p in model.parameters()))
     except Exception as error:  # timm's filters of checkpoints raise exceptions of various types
         lines = [line.strip()[:400] for line in str(error).splitlines()]
-        reason = " ".join(lines[:6]).rstrip(".") + parts_of(map(str, weights)) + _remedy_for_classes(weights, model)
+        reason = _other_classes(weights, model) or " ".join(lines[:6]).rstrip(".") + parts_of(map(str, weights))
         raise CheckpointError(f"{path} does not fit the model: {reason}") from error
 
 
-def _remedy_for_classes(weights: dict[str, Any], model: nn.Module) -> str:
-    """Return advice to create a model with the file's number of classes, or "" if other layers than the head differ."""
+def _other_classes(weights: dict[str, Any], model: nn.Module) -> str:
+    """Return a message if only the number of classes differs between a state dict and a model, and "" otherwise."""
     own = model.state_dict()
     if own.keys() != weights.keys() or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         return ""
@@ -264,7 +264,10 @@ def _remedy_for_classes(weights: dict[str, Any], model: nn.Module) -> str:
     if len(found) > 1:
         return ""
     (classes,) = found
-    return f". The file has {classes} classes: create the model with as many (--num-classes {classes})"
+    return (
+        f"the checkpoint has {classes} classes, but the model has {model.num_classes}: set num_classes to {classes}; "
+        f"for a new head, call reset_classifier({model.num_classes}) on the loaded model"
+    )
 
 
 def _num_values(weights: dict[str, Any]) -> int:

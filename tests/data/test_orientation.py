@@ -184,5 +184,5 @@ def test_heic_files_without_pillow_heif_cause_a_hint(tmp_path, caplog):
     (tmp_path / "photo.heic").touch()
     del_img_extensions(HEIC_EXTENSIONS)
     assert not list_images(str(tmp_path), str(tmp_path))
-    assert "1 HEIC files in" in caplog.text
+    assert "left out 1 HEIC file in" in caplog.text
     assert "pip install pillow-heif" in caplog.text

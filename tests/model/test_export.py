@@ -504,7 +504,7 @@ def test_the_command_warns_if_weights_are_random(trained, command, monkeypatch, 
         (["--model", "vil_tiny", "--model-kwargs", "depth=0"], "error: depth must be at least 1, got 0$"),
         (["--model", "vil_tiny", "--model-kwargs", "num_classes=-3"], "error: num_classes must be at least 0, got -3$"),
         (["--model", "vil_tiny", "--num-classes", "-3"], "error: --num-classes must be at least 0, got -3"),
-        (["--model", "vil_tiny", "--model-kwargs", "dept=4"], "unknown argument 'dept'; did you mean 'depth'"),
+        (["--model", "vil_tiny", "--model-kwargs", "dept=4"], "the argument 'dept'; did you mean 'depth'"),
         # The extension of the output is checked before the checkpoint is read.
         (["--checkpoint", "none.pt", "--out", "model.txt"], "error: extension of model.txt must be .onnx"),
     ],

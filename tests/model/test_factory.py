@@ -63,8 +63,11 @@ def test_img_size_may_be_set_for_models_without_the_argument(tmp_path):
     assert vil.from_checkpoint(tmp_path / "own.safetensors").bn1.num_batches_tracked == 100_001
     for use_test_size in (False, True):  # both sizes are 64, although timm's pretrained weights have another test size
         assert resolve_model_data_config(loaded, use_test_size=use_test_size)["input_size"] == (3, 64, 64)
-    with pytest.raises(ConfigError, match="unknown argument 'depths'; did you mean 'depth'"):
+    with pytest.raises(ConfigError, match="resnet18 does not support the argument 'depths'; did you mean 'depth'"):
         create_model("resnet18", img_size=64, depths=3)
+    # The suggestion must not be the rejected argument, which other models support.
+    with pytest.raises(ConfigError, match="vil_tiny does not support the argument 'num_heads'; remove the argument$"):
+        create_model("vil_tiny", num_heads=3)
     # densenet121 accepts neither img_size nor drop_path_rate, so both must be dropped.
     create_model("densenet121", img_size=64, drop_path_rate=0.0, growth_rate=4)
     with pytest.raises(
@@ -236,12 +239,19 @@ def test_options_of_timm_that_a_checkpoint_must_not_set_are_ignored(part, tmp_pa
     assert Checkpoint(tmp_path / "last.pth.tar").options == {}
 
 
-def test_weights_of_another_number_of_classes_name_the_option(tmp_path):
+def test_weights_of_another_number_of_classes_are_rejected_with_one_remedy(tmp_path):
     path = tmp_path / "resnet.pth"
     torch.save(timm.create_model("resnet18", num_classes=7).state_dict(), path)
-    with pytest.raises(CheckpointError, match=r"\. The file has 7 classes: create .* \(--num-classes 7\)$"):
-        vil.from_checkpoint(path, "resnet18")
-    with pytest.raises(CheckpointError, match="size mismatch for layer1(?!.*--num-classes)"):
+    own = tmp_path / "vil.pth"
+    torch.save(timm.create_model("vil_tiny", depth=1, num_classes=7).state_dict(), own)
+    message = (
+        r"the model: the checkpoint has 7 classes, but the model has 9: set num_classes to 7; for a new head, call "
+        r"reset_classifier\(9\) on the loaded model$"
+    )
+    for name, file, arguments in (("resnet18", path, {}), ("vil_tiny", own, dict(depth=1))):
+        with pytest.raises(CheckpointError, match=message):
+            vil.from_checkpoint(file, name, num_classes=9, **arguments)
+    with pytest.raises(CheckpointError, match="size mismatch for layer1(?!.*num_classes)"):
         vil.from_checkpoint(path, "resnet50")
     with pytest.raises(ConfigError, match="^cannot create the model vil_tiny with the weights in .*resnet.pth: "):
         create_model("vil_tiny", path)

@@ -292,7 +292,7 @@ def test_file_names_cannot_send_control_characters_to_the_terminal(checkpoint, p
     words = ["-m", "vil", "predict", "--checkpoint", str(checkpoint), str(tmp_path), str(photos / "a.png")]
     words += ["--topk", "1", "--batch-size", "1"]  # 1 is the smallest valid --topk and --batch-size
     ended = run([sys.executable, *words])
-    assert ended.stderr.startswith("1 links in ")  # log messages are printed without a prefix
+    assert ended.stderr.startswith("left out 1 link in ")  # log messages are printed without a prefix
     first, second = ended.stdout.splitlines()
     assert first.isprintable()
     assert second.startswith(f"{photos / 'a.png'}: ")  # predictions are printed in the order of the arguments

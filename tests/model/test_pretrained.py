@@ -60,6 +60,7 @@ def test_pretrained_models_compute_what_the_trained_model_computes_on_enlarged_i
     [
         dict(num_classes=10), dict(num_classes=0), dict(features_only=True), dict(dynamic_img_size=True),
         dict(img_size=64, patch_size=4), dict(img_size=(96, 64)), dict(in_chans=1), dict(pretrained_cfg_overlay={}),
+        dict(depth=12),
         dict(pretrained_cfg_overlay=dict(crop_pct=0.9)), dict(pretrained_cfg="tiny_in200"), dict(pretrained_cfg=""),
         dict(pretrained_cfg=timm.get_pretrained_cfg("vil_tiny").to_dict()),  # pretrained_cfg may also be a dict
     ],

@@ -174,15 +174,32 @@ OTHERS = {
     "wider": (lambda: published(embed_dim=48), "a ViM with embed_dim 32 and depth 2, got a ViM with embed_dim 48"),
     "deeper": (lambda: published(depth=3), "depth 2, got a ViM with embed_dim 32 and depth 3"),
 }
+MISMATCHES = [
+    (loader, other) for loader in [*LOADERS, "adapted"] for other in OTHERS
+    if loader in ("checkpoint_path", "load_checkpoint") or other != "deeper"  # pretrained=True drops the last blocks
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize(("loader", "num_classes"), [*((loader, 7) for loader in LOADERS), ("adapted", 4)])
-def test_a_checkpoint_of_another_architecture_is_rejected_and_named(other, num_classes, loader, tmp_path):
+@pytest.mark.parametrize(("loader", "other"), MISMATCHES)
+def test_a_checkpoint_of_another_architecture_is_rejected_and_named(other, loader, tmp_path):
     weights, message = OTHERS[other]
+    num_classes = 4 if loader == "adapted" else 7
     load = {**LOADERS, "adapted": pretrained}[loader]
     with pytest.raises(RuntimeError, match=message + r".*keys: \d+ (missing|unexpected|with other shapes) \(\w+"):
         load(save(tmp_path, {"model": weights()}), **{**SMALL, "num_classes": num_classes})
+
+
+def test_pretrained_loads_the_first_blocks_of_a_deeper_checkpoint_if_the_depth_is_given(tmp_path):
+    weights = published(depth=3)
+    path = save(tmp_path, {"model": weights})
+    for num_classes in (7, 4):
+        model = pretrained(path, **{**SMALL, "num_classes": num_classes})
+        assert len(model.blocks) == 2
+        assert torch.equal(model.blocks[1].mixer.in_proj.weight, weights["layers.1.mixer.in_proj.weight"])
+        assert torch.equal(model.norm.weight, weights["norm_f.weight"])
+    path = save(tmp_path, published(depth=25))
+    with pytest.raises(RuntimeError, match="depth 24, got a ViM with embed_dim 32 and depth 25"):
+        pretrained(path, embed_dim=32, img_size=48, num_classes=7)
 
 
 def test_partial_weights_load_with_strict_false():

@@ -461,7 +461,7 @@ def test_links_out_of_the_dataset_and_duplicate_links_are_skipped(tmp_path, capl
     linked = {"bee/first.jpg", "beetle/1.jpg", "cat/1.jpg", "cat/2.jpg"}
     assert names == {f"ant/{i}.png" for i in range(12)} | linked
     assert [message[: message.index(": ")] for message in caplog.messages] == [
-        f"11 links in '{root}/train' are left out, such as 'ant/again'"
+        f"left out 11 links in '{root}/train', such as 'ant/again'"
     ]
     (tmp_path / "link").symlink_to(root)
     by_link = open_split(str(tmp_path / "link"), "", "train")

@@ -62,6 +62,8 @@ def test_errors_are_exceptions_and_release_the_run_folder(image_folder, monkeypa
         train(image_folder, epoch=1)
     with pytest.raises(ConfigError, match="data_dir is given twice, as data and as data_dir"):
         train(image_folder, data_dir=image_folder)
+    with pytest.raises(ConfigError, match="data must be the path of a folder of images, got <.*Your own training loop"):
+        vil.train(torch.utils.data.TensorDataset(torch.zeros(4)))
     with pytest.raises(ConfigError, match="config file vil_tin does not exist; did you mean 'vil_tiny'"):
         train(image_folder, config="vil_tin")
     with pytest.raises(CheckpointError, match="run already contains a run"):

@@ -36,6 +36,17 @@ def rename_published(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     return renamed
 
 
+def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
+    """Return a state dict with only the first `depth` blocks. The keys may be this package's or ViM's.
+
+    All blocks are returned if `depth` is not an integer.
+    """
+    if not isinstance(depth, int):
+        return weights
+    blocks = {name: re.match(r"(?:blocks|layers)\.(\d+)\.", name) for name in weights}
+    return {name: tensor for name, tensor in weights.items() if not (block := blocks[name]) or int(block[1]) < depth}
+
+
 def check_architecture(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
     """Check that a checkpoint has the same keys and shapes as a model.
 

@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from . import shipped
 from .block import KNOWN_MIXERS, BidirectionalMixer, Block, Blocks, LonghornMixer, MambaMixer, RMSNorm, at_least_fp32
 from .dispatch import has_hooks, run_blocks
-from .pretrained import check_architecture, check_classes, rename_published, resample
+from .pretrained import check_architecture, check_classes, first_blocks, rename_published, resample
 from .tokens import insert_class_token, resample_pos_embed, split_class_token
 
 try:
@@ -197,9 +197,10 @@ def check_size(height: int, width: int, img_size: tuple[int, int]) -> None:
     """Raise a ValueError if the image size differs from the size that the model was built for."""
     if height != img_size[0] or width != img_size[1]:
         size = (height, width)
+        word = height if height == width else f"'{size}'"  # the shell removes the quotes
         raise ValueError(
-            f"image size must be {img_size}, got {size}: create the model with img_size={size} or "
-            f"dynamic_img_size=True, or call its set_input_size()"
+            f"image size must be {img_size}, got {size}: create the model with img_size={size} (in timm's scripts, "
+            f"--model-kwargs img_size={word}) or dynamic_img_size=True, or call its set_input_size()"
         )
 
 
@@ -552,11 +553,16 @@ def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) ->
     if pretrained:
         source = kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")
         kwargs["pretrained_cfg"] = shipped.pretrained_cfg(variant, *source)
+
+    def filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
+        # Only an explicit depth drops blocks, so that a default model rejects the weights of a deeper model.
+        return checkpoint_filter_fn(first_blocks(rename_published(state_dict), kwargs.get("depth")), model)
+
     return build_model_with_cfg(
         VisionLonghorn,
         variant,
         pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
+        pretrained_filter_fn=filter_fn,
         feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
         **kwargs,
     )

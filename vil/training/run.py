@@ -24,6 +24,7 @@ from ..factory import from_checkpoint
 from ..fault_tolerance.signals import handlers_restored
 from ..prediction import Prediction, predict
 from ..prediction.images import Picture
+from ..text import shown
 from . import trainer
 from .own_folder import complete_options
 from .run_info import folder_of
@@ -120,6 +121,11 @@ def options_of_run(
         raise ConfigError(
             f"vil.train trains in one process, got {variable}={os.environ[variable]}: unset {variable}, or run "
             "torchrun -m vil train"
+        )
+    if not isinstance(data, str | os.PathLike | None):
+        raise ConfigError(
+            f"data must be the path of a folder of images, got {shown(data)}: pass the path of a folder, or train on a "
+            'dataset object in your own loop (docs/guide.md, section "Your own training loop")'
         )
     given = {name: _plain(value) for name, value in options.items()}
     for name, argument, value in (("data_dir", "data", data), ("pretrained_path", "weights", weights)):

@@ -46,8 +46,10 @@ class ClassFolders:
 
         if strays := [file for file, folder in zip(files, folders) if folder not in paths]:
             warn_on_rank0(
-                __name__, "%d images of %r are left out, such as %r: they lie beside the class folders, in no class",
-                len(strays), where, strays[0],
+                __name__,
+                "left out %s of %r beside the class folders, such as %r: to use an image, move the image into a class "
+                "folder",
+                counted(len(strays), "image"), where, strays[0],
             )  # fmt: skip
 
         folders_of_name = Counter(map(posixpath.basename, paths))

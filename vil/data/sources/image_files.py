@@ -14,6 +14,7 @@ from timm.utils.misc import natural_key
 
 from ...distributed import warn_on_rank0
 from ...fault_tolerance.machine_errors import retry
+from ...text import counted
 
 # timm only knows the extensions of JPEG and PNG, but `vil.security` also decodes other formats
 add_img_extensions((".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif"))
@@ -47,12 +48,13 @@ def list_images(
     if links_left_out:
         warn_on_rank0(
             __name__,
-            "%d links in %r are left out, such as %r: they lead out of the data set, or to what it has already. Copy "
-            "the images, or mount their folder there",
-            len(links_left_out), folder, os.path.relpath(links_left_out[0], folder),
+            "left out %s in %r, such as %r: links must not lead out of the data set, or to files that the data set "
+            "contains already. Copy the images, or mount their folder there",
+            counted(len(links_left_out), "link"), folder, os.path.relpath(links_left_out[0], folder),
         )  # fmt: skip
     if heic := sum(found.others[extension] for extension in HEIC_EXTENSIONS):
-        warn_on_rank0(__name__, "%d HEIC files in %r are left out: to read them, pip install pillow-heif", heic, folder)
+        files = counted(heic, "HEIC file")
+        warn_on_rank0(__name__, "left out %s in %r: to read HEIC files, pip install pillow-heif", files, folder)
     found.files.sort()
     return sorted(found.files, key=natural_key)
 
