@@ -539,7 +539,7 @@ def test_the_documented_preprocessing_works_for_an_exported_checkpoint(trained, 
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (31, 50, 3), dtype=np.uint8))
     picture.save("photo.png")
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "export.md").read_text(), re.DOTALL)[1]
-    exec(code.replace("photo.jpg", "photo.png"), variables := {})
+    exec(code.replace("photo.jpg", "photo.png").replace("photos.onnx", "vil_tiny.onnx"), variables := {})
     prepared = dict(input_size=(3, 16, 16), crop_pct=0.9, interpolation="bilinear")
     options = resolve_data_config(model=trained) | prepared
     torch.testing.assert_close(torch.from_numpy(variables["images"][0]), create_transform(**options)(picture))

@@ -8,10 +8,12 @@ import re
 import runpy
 import shlex
 import sys
+import types
 
 import pytest
 import timm
 import torch
+from PIL import Image
 from processes import ROOT
 
 from vil.cli.main import run
@@ -51,10 +53,26 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_guides_snippets_run_in_order(folder, capsys):
+def run_alone(snippet, document):
+    """Run a snippet in a namespace of its own and return the namespace."""
+    exec(compile(snippet, document, "exec"), found := {})
+    return found
+
+
+def write_photos(folder):
+    """Write photo.jpg, and photos/train with two classes of two images."""
+    for name, color in (("cat", "teal"), ("dog", "orange")):
+        (folder / "photos/train" / name).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (60, 40), color).save(folder / "photos/train" / name / f"{number}.jpg")
+    Image.new("RGB", (60, 40), "teal").save(folder / "photo.jpg")
+
+
+def test_each_snippet_of_the_guide_runs_alone(folder, capsys):
+    write_photos(folder)
     found: dict = {}
     for snippet in snippets("docs/guide.md"):
-        exec(compile(snippet, "docs/guide.md", "exec"), found)
+        found |= run_alone(snippet.replace("range(20)", "range(1)"), "docs/guide.md")
     printed = capsys.readouterr().out
     assert re.search(r"validation/7/\d+.png is a [6-9] \(\d+%\)\n", printed)
     scores = dict(re.findall(r"(KNeighborsClassifier|LogisticRegression) (\d\.\d+)", printed))
@@ -65,6 +83,15 @@ def test_the_guides_snippets_run_in_order(folder, capsys):
     assert found["loss"].isfinite()
     assert torch.equal(found["started"].blocks[5].mixer.in_proj.weight, found["shipped"].blocks[5].mixer.in_proj.weight)
     assert [model.num_classes for model in (found["started"], found["shipped"])] == [4, 200]
+
+
+def test_the_snippet_of_seeing_inside_runs_alone(folder):
+    (folder / "output/photos").symlink_to(folder / "output/high")
+    write_photos(folder)
+    (snippet,) = snippets("docs/seeing-inside.md")
+    found = run_alone(snippet, "docs/seeing-inside.md")
+    assert found["evidence"].shape == found["images"][:, 0].shape
+    assert found["curve"].shape == (1, 11)
 
 
 def run_line(words):
@@ -99,7 +126,7 @@ def test_the_notebook_runs_from_drawn_images_to_a_timm_model(tmp_path, monkeypat
 
 def test_the_guides_custom_mixer_runs():
     found: dict = {}
-    (idea,) = snippets("CONTRIBUTING.md")
+    idea, _ = snippets("CONTRIBUTING.md")
     exec(
         compile(idea.replace('"vil_tiny", ', '"vil_tiny", depth=1, num_classes=0, '), "CONTRIBUTING.md", "exec"), found
     )
@@ -114,6 +141,19 @@ def test_the_guides_custom_mixer_runs():
         plain = timm.create_model("vil_tiny", depth=1, num_classes=0)
         plain.load_state_dict(found["model"].state_dict())
         assert (plain(images) - before).abs().max() > 1e-3
+
+
+def test_a_registered_model_with_a_custom_mixer_trains_from_the_shipped_weights(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    write_photos(tmp_path)
+    module = types.ModuleType("idea")  # timm looks up the module of a registered function
+    monkeypatch.setitem(sys.modules, "idea", module)
+    code = "".join(snippets("CONTRIBUTING.md"))
+    short = 'img_size=64, epochs=1, warmup_epochs=0, workers=0, device="cpu"'
+    exec(compile(code.replace("img_size=64", short), "CONTRIBUTING.md", "exec"), vars(module))
+    assert "initialized from vil_tiny.tiny_in200: 65 of 67 tensors, 2 resampled; new head for 2 classes" in caplog.text
+    assert module.run.history[-1]["epoch"] == 1
+    assert {prediction.label for prediction in module.predictions} == {"cat", "dog"}
 
 
 def test_the_readmes_lines_run(monkeypatch):

@@ -3,6 +3,10 @@
 Classes are ordered from the smallest part to the largest: norm, convolution, direction, mixer, block, sequence of
 blocks. The last class, `Longhorn`, is a layer with Longhorn's recurrence for use in other networks.
 
+On CPUs and NVIDIA GPUs, an edit of a method such as `LonghornMixer.scan` or `LonghornDirection.project` does not change
+the output of a model, because the fused kernels replace the code of these classes (`vil/models/dispatch.py`). Set the
+environment variable VIL_FUSED=0 to run the edited code, or write a subclass, because subclasses always run unfused.
+
 Dimension letters in the suffixes of tensor names:
 
     B batch    L tokens    C model width    D inner width    N states per channel    R rank of the step projection
@@ -187,7 +191,6 @@ class BidirectionalMixer(nn.Module):
         )  # cast, because nn.ModuleList has no type parameter
         self.out_proj = nn.Linear(inner, dim, bias=False, **dd)
 
-    # Fused kernels bypass this method in LonghornMixer and MambaMixer. Set VIL_FUSED=0 if you edit this method.
     def forward(self, h_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         """Mix tokens (B, L, C). A pooled mixer needs the patch grid (h, w), unless the grid is square."""
         if self.pool is None:
