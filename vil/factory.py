@@ -20,7 +20,7 @@ from .checkpoint import Checkpoint
 from .config import ConfigError
 from .config.options import check_sizes
 from .distributed import warn_on_rank0
-from .initial_weights import describe_initialization, fit_head, num_classes_of
+from .initial_weights import describe_initialization, fit_head, names_taken, num_classes_of
 from .models import shipped
 from .models.pretrained import first_blocks
 from .models.tokens import resample_pos_embed
@@ -169,6 +169,8 @@ def _initialized(
         common = fitted(weights, created).keys() & own
         if 2 * len(common) < len(own):  # timm does not report missing tensors if the model has a new head
             raise RuntimeError(f"only {len(common)} of the model's {len(own)} tensors are in the file")
+        if not names_taken(created, weights):
+            raise RuntimeError("the model has not loaded the file: its function must pass its arguments to timm")
     except Exception as error:  # models raise exceptions of various types for invalid arguments
         raise _creation_error(model, error, source, given) from error
     taken = printable(describe_initialization(created, weights, given))

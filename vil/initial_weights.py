@@ -59,14 +59,19 @@ def _classifiers(model: str) -> tuple[str, ...]:
     return (classifier,) if isinstance(classifier, str) else tuple(classifier)
 
 
+def names_taken(model: nn.Module, weights: dict[str, Tensor]) -> list[str]:
+    """Return the names of the model's tensors that equal the tensors of a state dict."""
+    own, adapted = model.state_dict(), fitted(weights, model)
+    return [name for name in own if name in adapted and torch.equal(adapted[name].to(own[name]), own[name])]
+
+
 def describe_initialization(model: nn.Module, weights: dict[str, Tensor], given: dict[str, Tensor]) -> str:
     """Describe how many of a model's tensors were loaded, and which layers are new or were not used.
 
     Tensors of a head that `fit_head` has removed are not listed as new.
     """
-    own = model.state_dict()
+    own, taken = model.state_dict(), names_taken(model, weights)
     adapted = fitted(weights, model)
-    taken = [name for name in own if name in adapted and torch.equal(adapted[name].to(own[name]), own[name])]
     resampled = [name for name in taken if name in given and given[name].shape != own[name].shape]
     others = {
         "new": [name for name in own if name not in taken and (name in weights or name not in given)],
