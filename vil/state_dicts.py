@@ -256,12 +256,12 @@ def _other_classes(weights: dict[str, Any], model: nn.Module) -> str:
     own = model.state_dict()
     if own.keys() != weights.keys() or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         return ""
-    different = [name for name, tensor in own.items() if tensor.shape != weights[name].shape]
-    expected = {(len(own[name]), *own[name].shape[1:]) for name in different}
-    if not different or {shape[0] for shape in expected} != {getattr(model, "num_classes", None)}:
+    shapes = [(tensor.shape, weights[name].shape) for name, tensor in own.items()]
+    different = [(expected, given) for expected, given in shapes if expected != given]
+    if any(len(expected) != len(given) or expected[1:] != given[1:] for expected, given in different):
         return ""
-    found = {len(weights[name]) for name in different}
-    if len(found) > 1:
+    found = {given[0] for _, given in different}
+    if len(found) != 1 or {expected[0] for expected, _ in different} != {getattr(model, "num_classes", None)}:
         return ""
     (classes,) = found
     return (

@@ -253,6 +253,9 @@ def test_weights_of_another_number_of_classes_are_rejected_with_one_remedy(tmp_p
             vil.from_checkpoint(file, name, num_classes=9, **arguments)
     with pytest.raises(CheckpointError, match="size mismatch for layer1(?!.*num_classes)"):
         vil.from_checkpoint(path, "resnet50")
+    torch.save(timm.create_model("resnet18", num_classes=7).state_dict() | {"fc.bias": torch.zeros(())}, own)
+    with pytest.raises(CheckpointError, match="size mismatch for fc.bias"):
+        vil.from_checkpoint(own, "resnet18", num_classes=9)
     with pytest.raises(ConfigError, match="^cannot create the model vil_tiny with the weights in .*resnet.pth: "):
         create_model("vil_tiny", path)
     torch.save({}, path)
