@@ -19,6 +19,11 @@ with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
 if not has_gpu:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads TRITON_INTERPRET when functions are decorated
 
+# PyTorch caches the factory functions that a device context affects. Fill the cache before a test replaces torch.empty,
+# because otherwise later tests would allocate models on the CPU instead of the meta device.
+with torch.device("meta"):
+    torch.empty(0)
+
 from processes import run, train_command
 from timm.data import get_img_extensions, set_img_extensions
 
