@@ -142,16 +142,17 @@ def speed() -> str:
 
 
 def beside_compiled() -> str:
-    """Tabulate the throughput of pooled ViL and of compiled DeiT with CUDA graphs at 224 pixels, and the ratios."""
-    rates = {
-        (row["model"], row["task"], row["batch"]): row.get("graph", row.get("compiled+graph"))["images_per_second"]
-        for row in results("h200_pooled_224")["rows"]
-    }
+    """Tabulate the throughput of pooled ViL and of compiled DeiT with CUDA graphs, and the ratios of both."""
+    measured = [row for part in ("224", "base", "1248") for row in results(f"h200_pooled_{part}")["rows"]]
+    cases = {(row["model"], described(row)): row for row in measured}
     rows = []
-    for task, batch in (("train", 128), ("infer", 256), ("infer", 1)):
-        for size in ("small", "tiny"):
-            pooled, deit = rates[f"vil_{size}_pooled", task, batch], rates[f"deit_{size}_patch16_224", task, batch]
-            rows.append([f"{size}: {task}, batch {batch}", number(pooled), number(deit), f"{pooled / deit:.2f}"])
+    for model, case in cases:
+        _, size, *rest = model.split("_")
+        if rest != ["pooled"]:
+            continue
+        pooled, deit = cases[model, case]["graph"], cases[f"deit_{size}_patch16_224", case]["compiled+graph"]
+        rates = pooled["images_per_second"], deit["images_per_second"]
+        rows.append([f"{size}: {case}", *map(number, rates), f"{rates[0] / rates[1]:.2f}"])
     return table(["images/s", "pooled ViL", "DeiT, compiled", "pooled ViL / compiled DeiT"], rows)
 
 
