@@ -167,7 +167,7 @@ def test_the_printed_table_of_two_models():
         "second model, and 11280 by neither. The models predict the same class for 80.13% of the images.",
     ]
     assert text[12] == "A note."
-    result["models"][1]["published"] = {}  # no results are published for the second model's classes
+    result["models"][1]["published"] = {}  # as if no accuracy were published for the second model's weights
     assert "| published top-1 / top-5 % | 76.4 / - | - / - |  |" in comparison_text(result)
     # Peak memory is not measured on a CPU, and the models have no published results.
     result["models"] = [row | dict(peak_mib=None, published={}) for row in result["models"]]

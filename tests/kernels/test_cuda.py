@@ -234,7 +234,7 @@ def test_extreme_logits_and_keys(recurrence, dtype, logit, scale, device):
     ],
 )  # fmt: skip
 def test_two_tokens_at_a_time_project_the_step(shape, rank, dtype, device, poison):
-    B, L, D = shape if device == "cpu" else (shape[0], 10 * shape[1], 8 * shape[2])  # larger on a GPU, for many CTAs
+    B, L, D = shape if device == "cpu" else (shape[0], 10 * shape[1], 8 * shape[2])  # a GPU needs more CTAs
     _, stacked = of_both_directions("longhorn", (B, L, D, 16), dtype, "cpu")
     x, _, k, q, skip, bias = stacked
     random = torch.Generator().manual_seed(0)
@@ -374,7 +374,7 @@ def test_nan_and_infinity_stay_in_their_channel(recurrence, value, device):
 def test_gradients_written_over_the_step_logits_are_the_same(recurrence, dtype, shape, segment_chunks, device):
     """On request, the gradients of the step logits overwrite the step logits, also in strided tensors."""
     (B, L, D, N), g = shape, torch.Generator().manual_seed(0)
-    L, D = (L, D) if device == "cpu" else (5 * L, 8 * D)  # larger on a GPU, for many CTAs
+    L, D = (L, D) if device == "cpu" else (5 * L, 8 * D)  # a GPU needs more CTAs
     x, dy, logits = (torch.randn(2, B, L, D, generator=g).to(device, dtype) for _ in range(3))
     k, q = (torch.randn(2, B, L, N, generator=g).to(device, dtype) for _ in range(2))
     A = None if recurrence == "longhorn" else -torch.rand(2, D, N, generator=g).to(device)

@@ -157,7 +157,7 @@ def test_progress_summary_and_run_files_show_the_phases(undisturbed):
         assert [row["phase"] for row in csv.DictReader(file)] == ["1", "2", "2", "3"]
     assert (run.folder / "info.txt").read_text().count("global batch size") == 3
     saved = checkpoint.Checkpoint(run.folder / "last.pt").training_state()
-    assert saved["config"]["img_size"] == 16  # the last phase's size, because loading creates that phase's model
+    assert saved["config"]["img_size"] == 16  # the last phase's image size, because loading creates that phase's model
     written = load_config("", ["-c", str(run.folder / "config.yaml")])
     assert [written.of_phase(n).img_size for n in range(3)] == [16, 24, 16]
     assert first_phase(written) == 2  # all phases are finished

@@ -13,11 +13,11 @@ import weakref
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
-PIECE = 2**12  # maximum number of characters per piece of text in the queue
-MOST_PENDING = 2**10  # maximum number of pieces in the queue; the oldest pieces are dropped
+PIECE = 2**12  # maximum number of characters of a queued piece of text
+MOST_PENDING = 2**10  # maximum number of queued pieces of text; if there are more, the oldest pieces are dropped
 MOST_WAIT = 0.5  # seconds; maximum time that a call of `flush` waits
 WAIT_SHARE = 0.01  # share of the program's run time that calls of `flush` may wait, in addition to MOST_WAIT
-EXIT_WAIT = 1.0  # seconds; maximum wait for pending text, after a flush, when the process exits
+EXIT_WAIT = 1.0  # seconds that an exiting process waits at most for queued text, after a call of `flush`
 
 
 class Piece(NamedTuple):

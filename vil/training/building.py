@@ -106,7 +106,7 @@ def build_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Schedul
         warmup_lr=config.warmup_lr,
         min_lr=config.min_lr,
     )
-    assert scheduler is not None  # timm returns None only for names that `Config` rejects
+    assert scheduler is not None  # timm returns no scheduler only for names of schedulers that `Config` rejects
     return scheduler
 
 

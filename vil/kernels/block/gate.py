@@ -37,7 +37,7 @@ class GateInputs(NamedTuple):
     lines: Lines | None = None  # rows or columns whose tokens a pooled block averages
 
     def arguments(self) -> dict:
-        """Return `first`, `second` and `lines` as arguments of the CUDA kernel."""
+        """Return the fields of the gate's inputs as arguments of a CUDA kernel."""
         lines = (self.lines or Lines(0, 0, False)).arguments()
         return dict(y_0=self.first, y_1=self.second, **lines)
 

@@ -137,7 +137,7 @@ def longhorn_gradients(N: int):
 
 
 def selective_gradients(N: int):
-    """Build the functions `again` and `back` of Mamba's recurrence.
+    """Build the functions that repeat the forward scan of Mamba's recurrence (`again`) and backpropagate (`back`).
 
     `again` keeps each token's decay and the state before the token.
     """
