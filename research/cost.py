@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from statistics import mean, median
 
@@ -31,12 +32,15 @@ def throughput(path: Path = THROUGHPUT) -> dict[str, float]:
 def minutes_to(top1: float, curves: Sequence[Sequence[float]], epoch_minutes: float) -> float | None:
     """Return the minutes of training up to the first epoch in which the mean accuracy is at least `top1`, or None.
 
+    A run that diverged has a shorter curve, and its accuracy counts as 0% in the missing epochs.
+
     Args:
         top1: Accuracy in percent.
         curves: Accuracy in percent after each epoch, for each run of a model.
         epoch_minutes: Duration of an epoch in minutes.
     """
-    epochs = (epoch for epoch, values in enumerate(zip(*curves), start=1) if mean(values) >= top1)
+    by_epoch = enumerate(zip_longest(*curves, fillvalue=0.0), start=1)
+    epochs = (epoch for epoch, values in by_epoch if mean(values) >= top1)
     return next((epoch * epoch_minutes for epoch in epochs), None)
 
 
@@ -59,5 +63,5 @@ def cost_table(
         epoch = images / speeds[model] / 60
         minutes = [minutes_to(level, runs, epoch) for level in levels]
         cells = ["not reached" if found is None else f"{found:.1f}" for found in minutes]
-        table.append([model, f"{speeds[model]:,.0f}", *cells, f"{epoch * len(runs[0]):.1f}"])
+        table.append([model, f"{speeds[model]:,.0f}", *cells, f"{epoch * max(map(len, runs)):.1f}"])
     return markdown_table(table)

@@ -292,7 +292,8 @@ def train_on(images: Path, words: list[str], folder: str, run: Any, test_split: 
 
     `top1` is the accuracy of the EMA weights after the last epoch, and `top1_by_epoch` has their accuracy after each
     epoch, all on the validation split. If `test_split` is given, `top1` and `loss` are those of the test split, which
-    is evaluated only after the last epoch. A diverged run has an accuracy of 0%.
+    is evaluated only after the last epoch. A diverged run has an accuracy of 0%, and `top1_by_epoch` has the accuracy
+    after each epoch that was finished before the divergence.
     """
     words = [*words, "--data-dir", str(images), "--output", folder, "--experiment", "-".join(map(str, run))]
     words += ["--lr", str(run.setting), "--seed", str(run.seed)]
@@ -302,17 +303,18 @@ def train_on(images: Path, words: list[str], folder: str, run: Any, test_split: 
         trainer = Trainer(config, *init_process_group(known_device(config.device)))
         try:
             trainer.run()
-            tested = evaluate(trainer.run_info.folder / "last.pt", test_split, trainer.device) if test_split else {}
+            last = trainer.state.history[-1]
+            outcome = dict(top1=last["eval_top1_ema"], loss=last["eval_loss_ema"], train_loss=last["train_loss"])
+            outcome |= dict(updates=trainer.steps)
+            if test_split:
+                outcome |= evaluate(trainer.run_info.folder / "last.pt", test_split, trainer.device)
         except DivergenceError as error:
-            return dict(top1=0.0, error=str(error))
+            outcome = dict(top1=0.0, error=str(error))
         finally:
             shutil.rmtree(trainer.run_info.folder)
-    epochs = trainer.state.history
-    return dict(
-        top1=epochs[-1]["eval_top1_ema"], loss=epochs[-1]["eval_loss_ema"], train_loss=epochs[-1]["train_loss"],
-        updates=trainer.steps, seconds=round(time.monotonic() - start, 1), plan=trainer.setup,
-        top1_by_epoch=[round(epoch["eval_top1_ema"], 2) for epoch in epochs],
-    ) | tested  # fmt: skip
+    top1_by_epoch = [round(epoch["eval_top1_ema"], 2) for epoch in trainer.state.history]
+    seconds = round(time.monotonic() - start, 1)
+    return outcome | dict(seconds=seconds, plan=trainer.setup, top1_by_epoch=top1_by_epoch)
 
 
 def evaluate(checkpoint: Path, split: str, device: torch.device) -> dict[str, float]:

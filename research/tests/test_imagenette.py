@@ -59,6 +59,15 @@ def test_tables_show_complete_models_and_corrected_p_values_at_the_end():
     assert [line[3:] for line in cells] == [[f"{p:.2g}", f"{q:.2g}"] for p, q in zip(tests, holm(tests))]
 
 
+def test_a_diverged_run_counts_as_zero_in_all_tables():
+    rows = study()
+    diverged = next(row for row in rows if (row["model"], row["seed"]) == (VIL, 3))
+    diverged |= dict(top1=0.0, top1_by_epoch=[])
+    assert " 0.00 " in imagenette.models_table(rows).splitlines()[3]
+    line = imagenette.minutes_table(rows, {VIL: 9_469 / 60}).splitlines()[3]
+    assert line == f"| {VIL} | 158 | not reached | not reached | not reached | 2.0 |"
+
+
 def test_minutes_to_an_accuracy_are_shown_when_all_runs_have_finished():
     rows, speeds = study(), {VIL: 9_469 / 60}  # in images/s, so that an epoch takes a minute
     lines = imagenette.minutes_table(rows, speeds).splitlines()

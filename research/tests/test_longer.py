@@ -84,6 +84,7 @@ def test_test_accuracies_and_tests_are_shown_after_the_last_run():
 def test_minutes_are_counted_up_to_the_first_epoch_whose_mean_reaches_the_accuracy(monkeypatch):
     assert cost.minutes_to(30, [[10, 29, 40], [20, 31, 10]], 1.5) == 3.0
     assert cost.minutes_to(31, [[10, 29, 40], [20, 31, 10]], 1.5) is None
+    assert cost.minutes_to(20, [[10], [20, 31, 42]], 1.5) == 4.5  # the first run has diverged in its second epoch
     monkeypatch.setattr(longer, "LEVELS", (31, 41, 50))
     speeds = {POOLED: 1000.0, VIL: 500.0, DEIT: 2000.0}
     rows = {row[0]: row[1:] for row in cells_of(longer.minutes_table(study(), speeds))}

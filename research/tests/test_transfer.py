@@ -283,17 +283,21 @@ def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, weights,
         assert run["top1_by_epoch"] == [50, 1000 * config.lr]
 
 
-def test_a_run_that_is_lost_has_nothing_right_and_says_so(tmp_path, monkeypatch):
-    def lost(self):
+def test_a_diverged_run_has_an_accuracy_of_zero_and_the_curve_of_its_finished_epochs(tmp_path, monkeypatch):
+    def diverge(self):
+        self.state.history.append(dict(eval_top1_ema=12.345))
         raise transfer.DivergenceError("the loss is nan")
 
-    monkeypatch.setattr(transfer.Trainer, "run", lost)
+    monkeypatch.setattr(transfer.Trainer, "run", diverge)
     run = transfer.Run(transfer.SCRATCH, 1, 3e-3, 0, False)
     transfer.write_images(str(tmp_path), run)
     words = ["-c", str(transfer.ROOT / "research/configs/transfer.yaml"), "--device", "cpu", "--img-size", "32"]
     words += ["--model-kwargs"]
     words += [f"{name}={value}" for name, value in KWARGS.items()]
-    assert transfer.train(words, "", str(tmp_path), run) == {"top1": 0.0, "error": "the loss is nan"}
+    outcome = transfer.train(words, "", str(tmp_path), run)
+    assert outcome.pop("seconds") >= 0
+    assert outcome.pop("plan")
+    assert outcome == {"top1": 0.0, "error": "the loss is nan", "top1_by_epoch": [12.35]}
     assert [*tmp_path.iterdir()] == [transfer.images_of(str(tmp_path), run)]
 
 
