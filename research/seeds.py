@@ -378,6 +378,7 @@ def read_results(path: Path, study: dict[str, Any]) -> tuple[list[dict[str, Any]
 def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
     """Classify the images of a split with the last weights of each run, not with the EMA weights."""
     device = torch.device(default_device())
+    torch.backends.cudnn.allow_tf32 = False  # as in research/train.py
     models = []
     for run in runs:
         path = folder / name_of(run["model"], run["seed"])
