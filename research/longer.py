@@ -25,9 +25,10 @@ from vil.evaluation.markdown import markdown_table
 POOLED, VIL, VIM, DEIT = TINY = ["vil_tiny_pooled", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]
 PUBLISHED = "published_vit"  # DeiT-tiny with the initialization and the stochastic depth of a published ViT
 MODELS = [*TINY, PUBLISHED]
-COMPARED = ((POOLED, VIL), (POOLED, DEIT), (POOLED, PUBLISHED), (VIL, VIM))
+COMPARED = ((POOLED, VIL), (POOLED, DEIT), (POOLED, PUBLISHED))  # the tested differences
+ESTIMATED = ((VIL, VIM),)  # differences without a test, for which three seeds are too few
 RATES = (7.5e-4, 1.5e-3, 3e-3)
-SEEDS = range(3)
+SEEDS = dict.fromkeys(MODELS, range(4)) | dict.fromkeys((VIL, VIM), range(3))
 OPTIONS = {"rates": ["--epochs", "10", "--warmup-epochs", "1"], "seeds": []}
 COMPILED = (DEIT, PUBLISHED)  # models that torch.compile speeds up
 LEVELS = (30, 40, 50, 60)  # accuracies of the cost table, in percent
@@ -37,7 +38,8 @@ def stages(runs: Runs) -> Iterator[list[Cell]]:
     """Yield the planned runs of each stage in order. The plan of a stage depends on the results of earlier stages."""
     yield from photographs.rate_stages(runs, MODELS, RATES)
     rates = photographs.best_rates(runs, MODELS)
-    yield [Cell("seeds", model, rates[model], seed) for seed in SEEDS for model in MODELS]
+    numbers = range(max(len(own) for own in SEEDS.values()))
+    yield [Cell("seeds", model, rates[model], seed) for seed in numbers for model in MODELS if seed in SEEDS[model]]
 
 
 def to_do(runs: Runs) -> list[Cell]:
@@ -50,10 +52,11 @@ def words_of(cell: Cell) -> list[str]:
 
 
 def top1_of_test(runs: Runs, judged: Judged | None) -> dict[str, BySeed]:
-    """Return the test top-1 by model and seed, or {} if a run is unfinished."""
+    """Return the test top-1 by model and seed, or {} if a run is unfinished. The top-1 of a diverged run is 0%."""
     if to_do(runs) or not judged:
         return {}
     top1 = dict(zip(judged.runs, (100 * judged.right_NM.mean(axis=0)).tolist()))
+    top1 |= {name_of(*job_of(run)): 0.0 for run in runs if run["stage"] == "seeds" and "diverged" in run}
     return {model: {run["seed"]: top1[name_of(*job_of(run))] for run in of_seeds(runs, model)} for model in MODELS}
 
 
@@ -69,7 +72,8 @@ def models_table(runs: Runs, judged: Judged | None) -> str:
               "selection split %"]]  # fmt: skip
     for model in MODELS:
         own = of_seeds(runs, model)
-        cells = [f"{own[0]['parameters']:,}", f"{own[0]['lr']:g}"] if own else ["-", "-"]
+        sizes = [f"{run['parameters']:,}" for run in own if "diverged" not in run]
+        cells = [(sizes or ["-"])[0], f"{own[0]['lr']:g}"] if own else ["-", "-"]
         tests = [spread(top1[model].values()), listed(top1[model].values())] if top1 else ["-", "-"]
         chosen = photographs.top1_to_choose_on(runs, model).values()
         table.append([model, *cells, str(len(own)), *tests, spread(chosen) if own else "-"])
@@ -77,14 +81,18 @@ def models_table(runs: Runs, judged: Judged | None) -> str:
 
 
 def differences_table(runs: Runs, judged: Judged | None) -> str:
-    """Return a Markdown table of the registered differences in test top-1, `-` until all runs are finished."""
+    """Return a Markdown table of the registered differences in test top-1, `-` until all runs are finished.
+
+    The estimates, which come last, have no p-values.
+    """
     top1 = top1_of_test(runs, judged)
     table = [["model", "minus", "points (95% interval)", "p (Welch)", "p (Holm)"]]
-    gaps = [welch(top1[first], top1[second]) for first, second in COMPARED] if top1 else []
-    corrected = holm([gap.p_value for gap in gaps])
-    for i, pair in enumerate(COMPARED):
-        cells = [str(gaps[i]), f"{gaps[i].p_value:.2g}", f"{corrected[i]:.2g}"] if gaps else ["-"] * 3
-        table.append([*pair, *cells])
+    pairs = COMPARED + ESTIMATED
+    gaps = [welch(top1[first], top1[second]) for first, second in pairs] if top1 else []
+    corrected = holm([gap.p_value for gap in gaps[: len(COMPARED)]])
+    for i, pair in enumerate(pairs):
+        tests = [f"{gaps[i].p_value:.2g}", f"{corrected[i]:.2g}"] if i < len(corrected) else ["-", "-"]
+        table.append([*pair, str(gaps[i]) if gaps else "-", *tests])
     return markdown_table(table)
 
 
@@ -97,8 +105,8 @@ def minutes_table(runs: Runs, speeds: dict[str, float]) -> str:
     """
     speeds = speeds | ({PUBLISHED: speeds[DEIT]} if DEIT in speeds else {})
     own = {model: [] if to_do(runs) else of_seeds(runs, model) for model in MODELS}
-    curves = {model: [run["curves"]["eval_top1"] for run in found] for model, found in own.items()}
-    images = next((run["images"] // run["epochs"] for found in own.values() for run in found), 0)
+    curves = {m: [run["curves"]["eval_top1"] if "curves" in run else [] for run in own[m]] for m in MODELS}
+    images = next((run["images"] // run["epochs"] for found in own.values() for run in found if "images" in run), 0)
     return cost_table(curves, images, LEVELS, speeds)
 
 
@@ -112,7 +120,7 @@ def main() -> None:
     options, words = parse_arguments(__doc__, "longer")
     if options.out.exists():
         options.earlier = options.out
-    study = Study(options, words, to_do, words_of)
+    study = Study(options, words, to_do, words_of, may_diverge=("rates", "seeds"))
     study.go_on()
     runs, judged = study.runs, study.judged
     remove_folders(options.folder, runs)

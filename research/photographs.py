@@ -138,8 +138,11 @@ def of_seeds(runs: Runs, model: str, end: int = FURTHER_SEEDS.stop) -> Runs:
 
 
 def top1_to_choose_on(runs: Runs, model: str, curve: str = "eval_top1") -> BySeed:
-    """Return a model's final validation top-1 by seed. For the EMA weights, pass the curve "eval_top1_ema"."""
-    return {run["seed"]: run["curves"][curve][-1] for run in of_seeds(runs, model)}
+    """Return a model's final validation top-1 by seed. For the EMA weights, pass the curve "eval_top1_ema".
+
+    The accuracy of a diverged run is 0%.
+    """
+    return {run["seed"]: 0.0 if "diverged" in run else run["curves"][curve][-1] for run in of_seeds(runs, model)}
 
 
 def top1_of_test(runs: Runs, judged: Judged | None, ends: dict[str, int] = PROTOCOL) -> dict[str, BySeed]:
@@ -159,6 +162,8 @@ class Study:
         words: Options of research/train.py for all runs.
         missing: Function that returns the runs to train next, given the finished runs, or [] if nothing is left.
         words_of: Function that returns further options of research/train.py for a run.
+        may_diverge: Stages whose diverged runs are stored with an accuracy of 0%. A run of another stage that diverges
+            stops the study.
 
     Raises:
         SystemExit: Earlier results or runs in the folder have another recipe or other images.
@@ -166,9 +171,9 @@ class Study:
 
     def __init__(
         self, options: argparse.Namespace, words: list[str], missing: Callable[[Runs], list[Cell]],
-        words_of: Callable[[Cell], list[str]],
+        words_of: Callable[[Cell], list[str]], may_diverge: Sequence[str] = ("rates",),
     ):  # fmt: skip
-        self.missing, self.words_of = missing, words_of
+        self.missing, self.words_of, self.may_diverge = missing, words_of, may_diverge
         self.options, self.deadline, self.lock = options, seeds.Deadline(options.minutes), Lock()
         self.words = [*words, *(["--data-dir", options.data_dir] if options.data_dir else [])]
         self.splits = seeds.open_splits(options.config, self.words, TEST_SPLIT)
@@ -197,7 +202,7 @@ class Study:
         try:
             seeds.train(self.options, cell.model, cell.seed, words, folder, self.deadline, self.gpus)
         except SystemExit as error:
-            if cell.stage != "rates" or not re.search(DIVERGED, str(error)):
+            if cell.stage not in self.may_diverge or not re.search(DIVERGED, str(error)):
                 raise
             self.add(cell, dict(top1=0.0, diverged=str(error)[-300:]))
             return True
@@ -209,7 +214,7 @@ class Study:
     def add(self, cell: Cell, run: dict[str, Any]) -> None:
         """Add a finished run and write all results."""
         with self.lock:
-            if cell.stage == "seeds":
+            if cell.stage == "seeds" and "diverged" not in run:
                 self.parts.append(seeds.judge(self.options.folder / cell.place, [run], self.splits[2]))
             self.runs.append(cell._asdict() | run | dict(machine=seeds.machine()))
             if self.judged:
@@ -229,15 +234,19 @@ class Study:
 
     @property
     def judged(self) -> Judged | None:
-        names = [name_of(*job_of(run)) for run in self.runs if run["stage"] == "seeds"]
+        names = [name_of(*job_of(run)) for run in self.runs if has_predictions(run)]
         return joined(self.parts, names) if names else None
+
+
+def has_predictions(run: dict[str, Any]) -> bool:
+    # Files written by research/seeds.py have no "stage".
+    return run.get("stage") == "seeds" and "diverged" not in run
 
 
 def read(results: Path) -> tuple[Runs, Judged | None]:
     """Read the runs and test predictions of a results file. Return [] and None if the file does not exist."""
     runs = json.loads(results.read_text())["runs"] if results.exists() else []
-    judged = any(run.get("stage") == "seeds" for run in runs)  # files written by research/seeds.py have no "stage"
-    return runs, Judged.read(seeds.predictions_of(results)) if judged else None
+    return runs, Judged.read(seeds.predictions_of(results)) if any(map(has_predictions, runs)) else None
 
 
 def rates_table(
