@@ -42,11 +42,18 @@ def stages(runs: Runs) -> Iterator[list[Cell]]:
     """Yield the planned runs of each stage in order. The plan of a stage depends on the results of earlier stages."""
     yield from photographs.rate_stages(runs, MODELS, RATES)
     rates = photographs.best_rates(runs, MODELS)
-    yield [Cell("seeds", model, rates[model], SEED) for model in MODELS]
+    diverged = [run["model"] for run in runs if run["stage"] == "seeds" and "diverged" in run]
+    # A run that diverges is trained again with half of its learning rate.
+    yield [Cell("seeds", model, rates[model] / 2 ** diverged.count(model), SEED) for model in MODELS]
 
 
 def to_do(runs: Runs) -> list[Cell]:
     return photographs.to_do(runs, stages)
+
+
+def reported(runs: Runs, model: str) -> Runs:
+    """Return a list with the finished reported run of a model, without runs that diverged. The list may be empty."""
+    return [run for run in of_seeds(runs, model) if "diverged" not in run]
 
 
 def words_of(cell: Cell) -> list[str]:
@@ -58,7 +65,7 @@ def words_of(cell: Cell) -> list[str]:
 
 def write_weights(folder: Path, runs: Runs) -> None:
     """Write the weights of finished runs in half precision, for runs whose checkpoints are in the folder."""
-    for run in (run for model in MODELS for run in of_seeds(runs, model)):
+    for run in (run for model in MODELS for run in reported(runs, model)):
         checkpoint = folder / cell_of(run).place / name_of(*job_of(run)) / "last.pt"
         if checkpoint.exists():
             print(export_model(from_checkpoint(checkpoint), folder / f"{run['model']}.{TAG}.safetensors"))
@@ -87,7 +94,7 @@ def models_table(runs: Runs, judged: Judged | None) -> str:
     table = [["model", "parameters", "learning rate", "selection split %", "Tiny ImageNet, test %",
               "mini-ImageNet, test %", "all test images %"]]  # fmt: skip
     for model in MODELS:
-        own = of_seeds(runs, model)
+        own = reported(runs, model)
         cells = [f"{own[0]['parameters']:,}", f"{own[0]['lr']:g}", f"{own[0]['top1']:.2f}"] if own else ["-"] * 3
         tests = ["-"] * 3
         if right:
@@ -117,7 +124,7 @@ def main() -> None:
     options, words = parse_arguments(__doc__, "weights")
     if options.out.exists():
         options.earlier = options.out
-    study = Study(options, words, to_do, words_of)
+    study = Study(options, words, to_do, words_of, may_diverge=("rates", "seeds"))
     study.go_on()
     runs, judged = study.runs, study.judged
     write_weights(options.folder, runs)

@@ -52,6 +52,19 @@ def test_each_model_chooses_its_rate_and_then_trains_once():
     assert cells[11:] == [Cell("seeds", model, BEST[model], 0) for model in MODELS]
 
 
+def test_a_diverged_run_is_trained_again_with_half_of_the_learning_rate():
+    runs = study(stop=lambda cell: cell.stage == "seeds")
+    cell = Cell("seeds", POOLED, BEST[POOLED], 0)
+    runs.append(cell._asdict() | dict(top1=0.0, diverged="the loss is nan at step 1"))
+    left = weights.to_do(runs)
+    assert left == [cell._replace(lr=BEST[POOLED] / 2), *(Cell("seeds", m, BEST[m], 0) for m in (SMALL, DEIT))]
+    assert cells_of(weights.models_table(runs, None))[0][1:4] == ["-", "-", "-"]
+    runs += map(result, left)
+    assert weights.to_do(runs) == []
+    predicted = judged([run for run in runs if "diverged" not in run])
+    assert cells_of(weights.models_table(runs, predicted))[0][1:3] == ["5,000", "0.001"]
+
+
 def test_reported_runs_end_with_a_phase_at_224_pixels():
     config = ["-c", str(seeds.ROOT / "research" / "configs" / "weights.yaml")]
     run = load_config("", [*config, *weights.words_of(Cell("seeds", POOLED, 2e-3, 0)), "--lr", "2e-3"])
