@@ -206,6 +206,7 @@ def test_the_program_reports_on_test_and_resumes(data, tmp_path, monkeypatch, ca
         assert options["--val-split"] == "validation"
         assert test_split == ("" if run.rehearse else "test")
         assert (options["--model"], options["--epochs"], options["--layer-decay"]) == (run.model, "100", "none")
+        assert options["--crop-pct"] == "0.875"  # the same for ViL and DeiT
         expected = f"{WEIGHTS[run.model, run.start]}.safetensors" if run.start != SCRATCH else "-"
         assert Path(options.get("--pretrained-path", "-")).name == expected
     call(downstream.main, *command)
