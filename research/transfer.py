@@ -21,6 +21,7 @@ treated as options of `train_imagenet.py`.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import gc
 import hashlib
@@ -41,7 +42,7 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -115,13 +116,16 @@ class Results:
         settings: Learning rates or penalties to select from, by method. Earlier calls may have had other values.
 
     Raises:
-        SystemExit: The file has other weights, another recipe, other options, or is of an earlier version.
+        SystemExit: The file has other weights, another recipe, other options, is of an earlier version, or is used by
+            another process.
     """
 
     def __init__(self, path: Path | None, about: dict[str, Any], machine: dict[str, Any], settings: dict[str, Any]):
         self.path, self.about, self.rows = path, json.loads(json.dumps(about)), []
         self.settings = settings
         self.earlier_calls, self.machine, self.start = [], machine, time.monotonic()
+        if path:
+            self.lock = locked(path)
         if path and path.exists():
             found = json.loads(path.read_text())
             if differing := [name for name in self.about if found.get(name) != self.about[name]]:
@@ -155,6 +159,21 @@ class Results:
         if self.path:
             content = {"calls": self.calls, **self.about, "settings": self.settings, "runs": self.rows}
             write_atomically(self.path, json.dumps(content, indent=1) + "\n")
+
+
+def locked(path: Path) -> IO[str]:
+    """Lock the results file `path` until this process ends or the returned file is closed.
+
+    Raises:
+        SystemExit: Another process has locked the file, because it trains the same study.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = open(path.with_name(f".{path.name}.lock"), "w")  # noqa: SIM115  the file stays open
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"error: another process writes {path}: wait until it has ended, or choose another --out")
+    return lock
 
 
 def main() -> None:

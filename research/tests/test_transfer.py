@@ -283,6 +283,15 @@ def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, weights,
         assert run["top1_by_epoch"] == [50, 1000 * config.lr]
 
 
+def test_two_processes_cannot_write_the_same_results(tmp_path):
+    first = transfer.Results(tmp_path / "out.json", {}, {}, {})
+    with pytest.raises(SystemExit, match="another process writes"):
+        transfer.Results(tmp_path / "out.json", {}, {}, {})
+    transfer.Results(tmp_path / "other.json", {}, {}, {})
+    del first
+    transfer.Results(tmp_path / "out.json", {}, {}, {})
+
+
 def test_a_diverged_run_has_an_accuracy_of_zero_and_the_curve_of_its_finished_epochs(tmp_path, monkeypatch):
     def diverge(self):
         self.state.history.append(dict(eval_top1_ema=12.345))
