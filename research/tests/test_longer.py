@@ -125,10 +125,14 @@ def test_the_throughput_of_a_model_is_the_median_of_its_fastest_mode(tmp_path):
     assert cost.throughput(tmp_path / "missing.json") == {}
 
 
-def test_the_program_trains_all_runs_and_stops_at_the_deadline(image_folder, tmp_path, monkeypatch, capsys):
+def test_the_program_trains_all_runs_stops_at_the_deadline_and_stores_divergence(
+    image_folder, tmp_path, monkeypatch, capsys
+):
     started = defaultdict(list)
 
     def train(options, model, seed, words, folder, deadline, gpus):
+        if (folder.name, model, seed) == ("seeds-0.0015", PUBLISHED, 1):
+            raise SystemExit("published_vit-1 ended with status 1: the loss is nan at step 3 of epoch 2.")
         if not deadline.passed:
             started[folder.name].append(model)
             (folder / f"{model}-{seed}").mkdir(parents=True)
@@ -159,9 +163,14 @@ def test_the_program_trains_all_runs_and_stops_at_the_deadline(image_folder, tmp
     for _ in range(2):  # the second call has no run to train
         call(longer.main, *words)
     assert not any((tmp_path / "runs").glob("*/*"))
-    assert len(json.loads((tmp_path / "out.json").read_text())["runs"]) == 17 + 18
-    assert started["seeds-0.0015"] == 3 * [POOLED, VIL, PUBLISHED] + [POOLED, PUBLISHED]
-    assert f"| {VIM} | 5,000 | 0.00075 | 3 | 100.00 ± 0.00 |" in capsys.readouterr().out
+    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert len(runs) == 17 + 18
+    assert [(run["model"], run["seed"]) for run in runs if "diverged" in run] == [(PUBLISHED, 1)]
+    trained = [POOLED, VIL, PUBLISHED, POOLED, VIL, POOLED, VIL, PUBLISHED, POOLED, PUBLISHED]
+    assert started["seeds-0.0015"] == trained  # the diverged run is not repeated
+    shown = capsys.readouterr().out
+    assert f"| {VIM} | 5,000 | 0.00075 | 3 | 100.00 ± 0.00 |" in shown
+    assert f"| {PUBLISHED} | 5,000 | 0.0015 | 4 | 75.00 ± 50.00 | 100.00 0.00 100.00 100.00 |" in shown
 
 
 def test_the_recipe_is_that_of_the_published_vit_except_for_the_shape_the_crops_and_the_length():
