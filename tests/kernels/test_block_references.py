@@ -13,6 +13,7 @@ from scans import relative_error
 from spills import NVRTC, assert_no_spills
 from torch.utils._pytree import tree_map_only
 
+from vil.kernels import backends
 from vil.kernels.block import (
     conv,
     conv_backward,
@@ -63,7 +64,7 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
         conv_xproj: of_conv_xproj,
         scan_lines: [
             scan_lines.macros_of(recurrence, torch.empty(2, 1, S, D, dtype=t, device="meta"), R + 32, R)
-            for recurrence in ("longhorn", "selective") for S, D, R in ((15, 384, 16), (15, 768, 24)) if small
+            for recurrence in backends.RECURRENCES for S, D, R in ((15, 384, 16), (15, 768, 24)) if small
         ],
         projection_gradients: [
             projection_gradients.macros_of(t, D, R + 32, R) for D, R in ((384, 16), (768, 24)) if small

@@ -88,7 +88,7 @@ def test_pooled_kernels_equal_their_definitions(case, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
+@pytest.mark.parametrize("recurrence", backends.RECURRENCES)
 @pytest.mark.parametrize(
     ("B", "S", "D", "R", "dtype"),
     [
