@@ -421,6 +421,9 @@ TABLE = {
     "block/gate_outproj_sm90.cu": [
         ("Hopper: drop-path of another image", "gate<Element>(y_0[w], y_1[w], zs[w], scale[⟦w % 2→0⟧])"),
         ("Hopper: the norm has no eps", "rsqrtf(squares[0] / C⟦ + float(eps)→⟧)"),
+        ("Hopper: the norm adds squares in another order than pack_weights",
+         "for (int ⟦distance = 4; distance > 0; distance /= 2)\n            UNROLLED for (int n = 0; n < distance; n++)"
+         " squares[n] += squares[n + distance→n = 1; n < 8; n++) squares[0] += squares[n⟧];"),
         ("Hopper: weights are overwritten while products read them",
          "wait_for_products<⟦1→2⟧>();  // waits for all products except the newest"),
         ("Hopper: products of weights that have not arrived",

@@ -1,6 +1,6 @@
 """Run kernels on small inputs under NVIDIA's compute-sanitizer to find errors that do not change the results.
 
-The program runs every kernel except scan_lines.
+The program runs every kernel except scan_lines and in_proj_pool_sm90.
 
     export PYTHONPATH=tests/helpers PYTORCH_NO_CUDA_MEMORY_CACHING=1  # the sanitizer then sees each tensor's memory
     compute-sanitizer --report-api-errors no --tool memcheck python3 tools/sanitize.py  # racecheck, initcheck

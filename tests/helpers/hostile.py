@@ -15,7 +15,6 @@ from vil.kernels.cuda import launches
 from vil.kernels.scan import cuda_scan, scan_op
 
 GPU = torch.cuda.is_available()
-RECURRENCES = ("longhorn", "selective")
 
 
 def random_tensors(seed=0):

@@ -80,10 +80,14 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
         close(value, truth, value.dtype, "gradient")
 
 
-def test_the_emulated_hopper_kernel_returns_the_norm_with_eps(monkeypatch, poison):
-    """On Hopper, the kernel of gate and out_proj also returns the RMSNorm of its output, with the given eps."""
+@pytest.mark.parametrize("C", [192, 384])
+def test_the_emulated_hopper_kernel_returns_the_norm_with_eps(C, monkeypatch, poison):
+    """On Hopper, the kernel of gate and out_proj also returns the RMSNorm of its output, with the given eps.
+
+    The norm is bitwise identical to the norm that `pack_weights` computes in the next block.
+    """
     emulator.as_if_on_a_gpu(monkeypatch, hopper=True)
-    B, L, C = 2, 96, 192
+    B, L = 2, 96
     x, out_proj = small_tokens(B * L, C), torch.zeros(C, 2 * C, dtype=BF16)
     y, uz = torch.randn(2, B, L, 2 * C).to(BF16), torch.randn(B, L, 4 * C).to(BF16)
     tiles = kernels.empty_tiles(B * L, out_proj, BF16).zero_()
@@ -92,8 +96,10 @@ def test_the_emulated_hopper_kernel_returns_the_norm_with_eps(monkeypatch, poiso
             x, kernels.GateInputs(*y), uz[..., 2 * C :], None, out_proj, tiles, True, eps
         )
         assert torch.equal(out, x)
-        for value, truth in zip(norm, normed(x, eps)):
+        _, (*same, _) = kernels.pack_weights(block_weights(C), BF16, None, out, eps, False)
+        for value, truth, other in zip(norm, normed(x, eps), same, strict=True):
             close(value, truth, BF16, "norm")
+            assert torch.equal(value, other)
 
 
 @pytest.mark.parametrize(("B", "L"), [(11, 16), (13, 5), (5, 21), (2, 600)])

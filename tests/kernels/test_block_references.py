@@ -13,6 +13,7 @@ from scans import relative_error
 from spills import NVRTC, assert_no_spills
 from torch.utils._pytree import tree_map_only
 
+from vil.kernels import backends
 from vil.kernels.block import (
     conv,
     conv_backward,
@@ -36,7 +37,7 @@ from vil.kernels.block import (
     unpack_gradients,
 )
 from vil.kernels.block.gate import GateInputs
-from vil.kernels.block.lines import Lines
+from vil.kernels.block.lines import SEGMENT, Lines
 from vil.kernels.cuda import hardware, launches
 from vil.kernels.cuda.elements import ELEMENT
 from vil.models.block import LonghornMixer
@@ -63,7 +64,7 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
         conv_xproj: of_conv_xproj,
         scan_lines: [
             scan_lines.macros_of(recurrence, torch.empty(2, 1, S, D, dtype=t, device="meta"), R + 32, R)
-            for recurrence in ("longhorn", "selective") for S, D, R in ((15, 384, 16), (15, 768, 24)) if small
+            for recurrence in backends.RECURRENCES for S, D, R in ((15, 384, 16), (15, 768, 24)) if small
         ],
         projection_gradients: [
             projection_gradients.macros_of(t, D, R + 32, R) for D, R in ((384, 16), (768, 24)) if small
@@ -79,8 +80,9 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
             gate_outproj_sm90.macros_of(t, C, keep, pooled)
             for C, keep in ((192, True), (384, False), (384, True)) for pooled in (False, True) if small and hopper
         ],
-        **{module: [dict(INPUT=dtype, TAPS=4, VECTOR=2, PIECE=8 if small else 4, THREADS=threads, CTAS=ctas)]
-           for module, threads, ctas in ((pool, 96, 8 if small else 6), (pooled_conv_backward, 192, 2))},
+        **{module: [dict(INPUT=dtype, TAPS=4, VECTOR=2, PIECE=8 if small else 4, SEGMENT=SEGMENT, **launch)]
+           for module, launch in ((pool, dict(THREADS=96, CTAS=8 if small else 6)),
+                                  (pooled_conv_backward, dict(THREADS=192, CTAS=2)))},
         gate_outproj_bwd_sm90: [gate_outproj_bwd_sm90.macros_of(t, C) for C in widths if hopper],
         in_proj_pool_sm90: [
             in_proj_pool_sm90.macros_of(t, C, keep) for C in widths for keep in (False, True) if hopper

@@ -17,7 +17,7 @@ from vil.kernels.scan import cuda_scan, heuristics, reference, scan_op, segments
 from vil.kernels.scan.heuristics import FORWARD_MMA, ForwardMma, Schedule
 from vil.kernels.scan.kernel import rows
 
-RECURRENCES = pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
+RECURRENCES = pytest.mark.parametrize("recurrence", backends.RECURRENCES)
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 # maximum shared memory of a CTA in bytes by architecture; sm_120 has 99 KiB
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}

@@ -8,11 +8,12 @@ import pytest
 import torch
 from blocks import operator_on_a_cpu
 from emulator import EMULATED
-from hostile import FIRST, LAYOUTS, RECURRENCES, assert_same, changed, kinds, on_this_machine, places, plain, run
+from hostile import FIRST, LAYOUTS, assert_same, changed, kinds, on_this_machine, places, plain, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vil.kernels import checks
+from vil.kernels.backends import RECURRENCES
 from vil.kernels.block import block_op, contract, kernels
 from vil.kernels.block.lines import Lines
 from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options, Sizes

@@ -6,13 +6,14 @@ import emulator
 import pytest
 import torch
 
+from vil.kernels import backends
 from vil.kernels.cuda import hardware
 from vil.kernels.cuda.elements import vector_width
 from vil.kernels.scan import cuda_scan, heuristics
 from vil.kernels.scan.heuristics import FORWARD_MMA, Backward, ForwardMma, ForwardSimt, Schedule
 
 H200, A100 = 132, 108  # number of multiprocessors of each GPU
-RECURRENCES = pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
+RECURRENCES = pytest.mark.parametrize("recurrence", backends.RECURRENCES)
 
 
 CASES = list(itertools.product((1, 16, 256), (1, 40, 768), (1, 64, 65, 1025, 20000), (4, 16, 64), (2, 4)))
@@ -55,7 +56,7 @@ def test_ctas_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
 
 def test_large_batches_are_not_divided_into_segments_but_one_long_sequence_is(monkeypatch):
     emulator.as_if_on_a_gpu(monkeypatch, H200)
-    for recurrence in ("longhorn", "selective"):
+    for recurrence in backends.RECURRENCES:
         for kind in ("forward", "backward"):
             for (B, L), cut in (((128, 197), False), ((1, 6085), True)):
                 x = torch.empty(2, B, L, 768, device="meta", dtype=torch.bfloat16)

@@ -1,6 +1,7 @@
 // Tables and copies of a pooled block's tokens in line order.
 // Each warp copies its channels of the tokens to shared memory before it uses the tokens.
 // Warps wait for each other only when their CTA writes tables.
+// pool.cu lists the macros.
 
 #include "../cuda/async_copies.cuh"
 #include "filter.cuh"
@@ -8,7 +9,6 @@
 #include "silu.cuh"
 
 constexpr int V = VECTOR, WARP_CHANNELS = 32 * V;
-constexpr int SEGMENT = 256;  // number of tokens per table
 typedef Pack<int, 4> Four;
 
 // Writes two tables for `size` tokens, starting with token `first` of the line order.

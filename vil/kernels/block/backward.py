@@ -119,7 +119,7 @@ def _through_lines(
     saved: SavedForBackward,
 ) -> DirectionGradients:  # fmt: skip
     """Backpropagate through a pooled block's scan, projections and convolutions, and write `du_BLD`."""
-    means_2BSD, dy_BSD = given(saved.pooled), kernels.sum_lines(dy_BLD, lines)
+    means_2BSD, dy_BSD = given(saved.line_means), kernels.sum_lines(dy_BLD, lines)
     dA_2DN: Tensor | None
     if kernels.backpropagates_lines(recurrence, means_2BSD, w.x_proj, w.step_proj):
         dmeans_2BSD, dx_proj, dstep_proj, dstep_bias = kernels.scan_lines_backward(

@@ -174,7 +174,7 @@ def fake_block(
         states=x_BLC.new_empty((2, B, chunk_state_count(scanned_tokens), sizes.N, D)),
         packed=x_BLC.new_empty(kernels.packed_size(sizes, dtype), dtype=dtype),
         A=A_of(weights),
-        pooled=x_BLC.new_empty((2, B, lines.S, D), dtype=dtype) if lines else None,
+        line_means=x_BLC.new_empty((2, B, lines.S, D), dtype=dtype) if lines else None,
         xhat=None if normed else x_BLC.new_empty(B * L, C, dtype=dtype),
         rstd=None if normed else x_BLC.new_empty(B * L),
     )

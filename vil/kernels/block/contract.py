@@ -31,7 +31,7 @@ SAVED: dict[str, tuple[str, torch.dtype | None]] = {
     "states": ("2BSND", FP32),
     "packed": ("W", None),
     "A": ("2DN", FP32),
-    "pooled": ("2BlD", None),
+    "line_means": ("2BlD", None),
     "xhat": ("TC", None),
     "rstd": ("T", FP32),
 }
@@ -151,7 +151,7 @@ def _check_lines(lines: Lines | None, L: int) -> None:
 
 def _saved_rows(recurrence: str, lines: Lines | None, saved: list[Tensor], dtype: torch.dtype) -> list[Row]:
     """Return the layout and dtype that `check` expects of each saved tensor, given the dtype of matrix products."""
-    missing = {"A": recurrence != "selective", "pooled": lines is None}
+    missing = {"A": recurrence != "selective", "line_means": lines is None}
     fields = [(name, *field) for name, field in SAVED.items() if not missing.get(name)]
     return [
         (f"saved[{i}] ({name})", t, layout, own_dtype or dtype)

@@ -4,6 +4,7 @@
 //   rstd = rsqrt(mean over C of out^2 + eps)                    xhat = rstd out
 //
 // The residual stream x and out are fp32, and scale is the image's stochastic-depth factor.
+// scale multiplies the input of out_proj instead of the output, which is equivalent, because out_proj has no bias.
 // rstd and xhat are bitwise identical to the results of `rms_norm` in norm.cuh.
 //
 // gate_outproj_sm90.py declares the parameters of the kernel. Macros:

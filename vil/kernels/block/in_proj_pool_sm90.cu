@@ -42,7 +42,8 @@ constexpr int C = WIDTH, D = 2 * C;
 constexpr int STARTERS = 4, CONVOLVERS = 8, PRODUCERS = 4;  // numbers of warps by task
 constexpr int COLUMNS = 200, TILE = 64, STEPS = D / TILE;   // tokens and channels of a product; products of u per image
 constexpr int CHUNK = 64, CHUNKS = C / CHUNK;               // columns per chunk; chunks of xhat
-constexpr int TOGETHER = 7;                                 // tokens per iteration of a convolution
+constexpr int USES = 2 * CHUNKS / STAGES;                   // number of times that a step uses each stage
+constexpr int TOGETHER = 7;                                 // tokens per iteration of a convolution; 14 patches need two
 constexpr int AHEAD = 2;                                    // number of chunks whose products are in flight
 // Sizes and offsets in shared memory in bytes.
 // Between the rows of the tile, 16 bytes are unused, so that eight consecutive rows use different banks.
@@ -52,11 +53,18 @@ constexpr int OF_TOKEN_BARRIERS = OF_BARRIERS + 2 * STAGES * 8;
 constexpr int OF_TILE_BARRIERS = OF_TOKEN_BARRIERS + 2 * SLOTS * 8;
 constexpr int OF_SLOTS = (OF_TILE_BARRIERS + 2 * 8 + 1023) / 1024 * 1024, OF_STAGES = OF_SLOTS + SLOTS * SLOT;
 static_assert(OF_STAGES + STAGES * STAGE == CTA_BYTES && CTA_BYTES <= 227 * 1024);
-static_assert(SLOTS % CHUNKS == 0 && D % TILE == 0 && OF_BARRIERS % 8 == 0 && SLOT % 1024 == 0 && STAGE % 1024 == 0);
-static_assert(2 * CHUNKS % STAGES == 0 && STEPS % 2 == 0 && TOGETHER > 2 * BACK && COLUMNS / 4 % 4 == 2);
+static_assert(D % TILE == 0 && OF_BARRIERS % 8 == 0 && SLOT % 1024 == 0 && STAGE % 1024 == 0);
+static_assert(SLOTS % CHUNKS == 0);  // the slots of an image are adjacent and have the same parity
+// The parity of a stage in `multiply` is the same for all images.
+static_assert(2 * CHUNKS % STAGES == 0 && (USES == 1 && STEPS % 2 == 0 || USES == 2));
+static_assert(COLUMNS / 4 % 4 == 2);  // hand_over stores groups of 4 words, and then 2 words
+// The last iteration of a convolution reads up to TOGETHER - 1 tokens after a line, and BACK tokens after them.
+// An image has at most COLUMNS - BACK tokens, so these reads may exceed the tile, but not the CTA's shared memory.
+static_assert(TOGETHER - 1 - BACK <= 8 && (COLUMNS + TOGETHER - 1) * ROW <= CTA_BYTES);
 
 // Writes the table of rows. rows[t] is the index in memory of token t of the line order, or -1 if there is no token t.
 // Also fills columns without tokens with zeros in all slots, so that convolutions read zeros after the last token.
+// The zeros remain, because all images have the same number of tokens and produce_tokens copies only tokens.
 DEVICE void write_tables(short *rows, unsigned slots, const Lines &lines) {
     for (int i = threadIdx.x; i < COLUMNS + 8; i += blockDim.x) rows[i] = lines.at(i);
     for (int i = threadIdx.x; i < SLOTS * COLUMNS; i += blockDim.x)
@@ -203,6 +211,7 @@ struct Convolution {
     }
     // Computes v of TOGETHER tokens, writes skipped and, if KEEP, u, and adds v to the sums.
     // `left` and `foreign` count from `here`. Tokens after `left` and token `foreign` do not belong to the line.
+    // Results of tokens that do not belong to the line are neither stored nor added.
     INLINE void next(const unsigned *here, const short *rows, int left, int foreign) {
         int row[TOGETHER];
         UNROLLED for (int i = 0; i < TOGETHER; i++) {
@@ -283,7 +292,7 @@ struct Products {
 #pragma unroll 1
         for (int step = 0; step < STEPS; step++) {
             UNROLLED for (int i = 0; i < 2 * CHUNKS; i++) {
-                int chunk = i % CHUNKS, stage = i % STAGES, parity = 2 * CHUNKS > STAGES ? i / STAGES : step % 2;
+                int chunk = i % CHUNKS, stage = i % STAGES, parity = USES == 2 ? i / STAGES : step % 2;
                 if (i < CHUNKS && step == 0) {
                     wait_long_for(xhat_full + chunk * 8, tokens.parity());
                     show_to_products();

@@ -19,9 +19,11 @@ SOURCE = Source("block/in_proj_pool_sm90", {
     ),
 }, only_hopper=True)  # fmt: skip
 
-COLUMNS = 200  # columns of a matrix product: one for each token of an image, and unused columns
+COLUMNS = 200  # columns of a matrix product, equal to COLUMNS in the .cu file: the tokens of an image, then zeros
 STAGES, SLOTS = 6, 6  # number of pipeline stages for the weights, and for chunks of 64 columns of an image's xhat
-LINES = 16  # maximum number of pooled tokens of an image
+# Convolutions read three zeros after the last token. For fewer tokens, more than a third of the columns are unused.
+MIN_TOKENS, MAX_TOKENS = 129, COLUMNS - 3
+LINES = 16  # maximum number of pooled tokens of an image, because each of 8 warps processes two lines
 
 
 def fits(B: int, in_proj_EC: Tensor, taps: int, dtype: torch.dtype, lines: Lines) -> bool:
@@ -31,7 +33,7 @@ def fits(B: int, in_proj_EC: Tensor, taps: int, dtype: torch.dtype, lines: Lines
     """
     (E, C), device = in_proj_EC.shape, device_of(in_proj_EC)
     shape = dtype.itemsize == 2 and C in (192, 384) and E == 4 * C and taps == 4
-    if not (shape and 128 < lines.L <= COLUMNS - 3 and lines.S <= LINES and hardware.is_hopper(device)):
+    if not (shape and MIN_TOKENS <= lines.L <= MAX_TOKENS and lines.S <= LINES and hardware.is_hopper(device)):
         return False
     multiprocessors = hardware.multiprocessors(device)
     rounds = -(-B // multiprocessors)

@@ -13,6 +13,7 @@ from ..cuda.source import I64, Parameters
 
 # kernel parameters that lines.cuh expects; `Lines.arguments` returns their values
 LINE_PARAMETERS: Parameters = dict(count=I64, length=I64, next=I64, next_line=I64)
+SEGMENT = 256  # number of tokens per table of memory indices in along_lines.cuh
 
 
 class Lines(NamedTuple):

@@ -6,11 +6,12 @@
 //   INPUT          element type of the tensors: bf16, fp16 or float
 //   VECTOR         number of adjacent channels per thread, up to 2
 //   PIECE          number of adjacent channels per copy to shared memory, a multiple of VECTOR
+//   SEGMENT        number of tokens per table of memory indices
 //   TAPS           length of the convolution's filter, whose last tap reads the current token
 //   THREADS, CTAS  threads per CTA, and CTAs per multiprocessor
 //
 // B batch    S pooled tokens    D channels    count, length, next, next_line: lines.cuh
-// stretch: number of consecutive lines that a CTA processes
+// lines_per_cta: number of consecutive lines that a CTA processes, the CTA's stretch
 
 #include "along_lines.cuh"
 
@@ -27,14 +28,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool
     __shared__ Stage stages[THREADS / 32][DEPTH];
     __shared__ Four at[TABLE / 4];  // memory index of each token, or -1
     __shared__ Four ends[TABLE / 4];  // index of the pooled token that ends at each token, or -1
-    int groups = (int(D) + THREADS * V - 1) / (THREADS * V), stretches = (int(count) + int(stretch) - 1) / int(stretch);
-    int item = blockIdx.x / groups, first_line = item % stretches * int(stretch);
+    int groups = (int(D) + THREADS * V - 1) / (THREADS * V), stretches = (int(count) + int(lines_per_cta) - 1) / int(lines_per_cta);
+    int item = blockIdx.x / groups, first_line = item % stretches * int(lines_per_cta);
     i64 b = item / stretches, L = lines.tokens(), S = count + 1;
     Channels channels(blockIdx.x % groups, D);
     int d = channels.d, copied = channels.warp + Copies::column();
     Filter<V> forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d);
     Floats<V> skip_0 = load<V>(skip + d), skip_1 = load<V>(skip + D + d), sum_0 = {}, sum_1 = {};
-    int begin = lines.before(first_line), end = lines.before(min(first_line + int(stretch), lines.count));
+    int begin = lines.before(first_line), end = lines.before(min(first_line + int(lines_per_cta), lines.count));
     auto write = [&](int segment) {
         write_tables(at, ends, min(TABLE, end - segment + (DEPTH + 1) * GROUP), lines, segment - LEAD, end + BACK - 1,
                      [&](int t) {
@@ -71,6 +72,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pool(PARAMETERS_pool
             Pack<Element, V> news[4];
             Floats<V> v_0[2], v_1[2], skipped;
             // Adds token i to the sums, and stores the means if a pooled token ends at token i.
+            // The sums of a line with the class token inside continue after the class token.
+            // Tokens after the stretch are added, too, but their sums are never stored.
             auto add = [&](int i) {
                 if (!(ending >> i & 1))
                     sum_0 = sum_0 + v_0[i % 2], sum_1 = sum_1 + v_1[i % 2];

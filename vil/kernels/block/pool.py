@@ -10,12 +10,12 @@ from ..cuda.elements import ELEMENT
 from ..cuda.plan import device_of
 from ..cuda.source import I64, In, Out, Source
 from . import conv
-from .lines import LINE_PARAMETERS, Lines, cta_shape, in_order, line_means, widths
+from .lines import LINE_PARAMETERS, SEGMENT, Lines, cta_shape, in_order, line_means, widths
 
 SOURCE = Source("block/pool", {
     "pool": dict(
         u=In("Element"), u_stride=I64, weights=In("float"), biases=In("float"), skip=In("float"),
-        means=Out("Element"), skipped=Out("Element"), B=I64, D=I64, **LINE_PARAMETERS, stretch=I64,
+        means=Out("Element"), skipped=Out("Element"), B=I64, D=I64, **LINE_PARAMETERS, lines_per_cta=I64,
     ),
 })  # fmt: skip
 
@@ -37,16 +37,18 @@ def pool(
     vector, piece = widths(VECTOR, u_BLD)
     groups, threads = cta_shape(D, vector, THREADS)
     ctas, taps = WARPS[u_BLD.element_size()] * 32 // threads, conv_2DK.shape[2]
-    stretch = lines_per_cta(B * groups, lines, ctas * hardware.multiprocessors(device_of(u_BLD)))
-    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, PIECE=piece, TAPS=taps, THREADS=threads, CTAS=ctas)
+    stretch = choose_stretch(B * groups, lines, ctas * hardware.multiprocessors(device_of(u_BLD)))
+    macros = dict(
+        INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, PIECE=piece, TAPS=taps, SEGMENT=SEGMENT, THREADS=threads, CTAS=ctas
+    )
     launches.launch(SOURCE, "pool", macros, B * -(-lines.number // stretch) * groups, threads, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, skip=skip_2D, means=means_2BSD,
-        skipped=skipped_BLD, B=B, D=D, **lines.arguments(), stretch=stretch,
+        skipped=skipped_BLD, B=B, D=D, **lines.arguments(), lines_per_cta=stretch,
     ))  # fmt: skip
     return means_2BSD, skipped_BLD
 
 
-def lines_per_cta(images: int, lines: Lines, resident: int) -> int:
+def choose_stretch(images: int, lines: Lines, resident: int) -> int:
     """Return how many consecutive lines of an image a CTA should process if `resident` CTAs run at the same time."""
 
     def time(stretch: int) -> int:

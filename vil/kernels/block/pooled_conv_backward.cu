@@ -1,16 +1,17 @@
 // Gradients of a pooled block's convolutions and skip connections.
-// For token t of line l, e(t) is the gradient of the output of either direction.
+// For token t of line l, dy(t) is the gradient of the output of either direction.
 // dmean_g(l) is the gradient of the line's mean of v_g, and share is 1 / length, or 1 for the class token.
+// All tokens of a line receive the same gradient from the line's mean, so the kernel needs no means.
 // With BACK = TAPS - 1:
 //
-//   dv_g(t) = skip_g e(t) + share(l) dmean_g(l)
-//   s_g(t) = silu'(conv_g(t)) dv_g(t)                dskip_g = sum_t e(t) v_g(t)
+//   dv_g(t) = skip_g dy(t) + share(l) dmean_g(l)
+//   s_g(t) = silu'(conv_g(t)) dv_g(t)                dskip_g = sum_t dy(t) v_g(t)
 //   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
 //   dweight_0[i] = sum_t u(t) s_0(t + BACK - i)      dbias_g = sum_t s_g(t)
 //   dweight_1[i] = sum_t u(t) s_1(t - BACK + i)
 //
 // Macros and letters are the same as in pool.cu.
-// stretch: number of tokens that a CTA processes at a time, a multiple of 4 up to SEGMENT    parts: CTAs per channel
+// stretch: number of tokens that a CTA processes at a time, a multiple of GROUP up to SEGMENT    parts: CTAs per channel
 //
 // pooled_conv_backward.py declares the parameters of the kernel.
 
@@ -51,16 +52,16 @@ struct OfLine {
     }
 };
 
-// Ring buffers of u, e, dv_1 and s_0 for tokens t to t + BACK, and of s_1 for tokens t - BACK to t.
+// Ring buffers of u, dy, dv_1 and s_0 for tokens t to t + BACK, and of s_1 for tokens t - BACK to t.
 // s_0 and s_1 are doubled and filters are halved, as silu_and_slope requires.
 struct Window {
-    Floats<V> u[GROUP], e[GROUP], dv_1[GROUP], s_0[GROUP] = {}, s_1[GROUP] = {};
+    Floats<V> u[GROUP], dy[GROUP], dv_1[GROUP], s_0[GROUP] = {}, s_1[GROUP] = {};
 };
 
 // Returns dv of one direction.
-DEVICE Floats<V> gradient(const Floats<V> &skip, const Floats<V> &e, const Floats<V> &from_mean) {
+DEVICE Floats<V> gradient(const Floats<V> &skip, const Floats<V> &dy, const Floats<V> &from_mean) {
     Floats<V> dv;
-    UNROLLED for (int c = 0; c < V; c++) dv.at[c] = fmaf(skip.at[c], e.at[c], from_mean.at[c]);
+    UNROLLED for (int c = 0; c < V; c++) dv.at[c] = fmaf(skip.at[c], dy.at[c], from_mean.at[c]);
     return dv;
 }
 
@@ -89,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
         i64 b = item / stretches;
         int begin = item % stretches * int(stretch), end = min(L, begin + int(stretch));
         write_tables(at, pooled, TABLE, lines, begin - BEFORE, end + BACK - 1, [&](int t) { return lines.pooled(t); });
-        Tokens<const Element> from_u(u + b * L * u_stride + copied, u_stride), from_e(e + b * L * D + copied, D);
-        Copies ring = {stages[threadIdx.x / 32], {from_u, from_e}, copied < D};
+        Tokens<const Element> from_u(u + b * L * u_stride + copied, u_stride), from_dy(dy + b * L * D + copied, D);
+        Copies ring = {stages[threadIdx.x / 32], {from_u, from_dy}, copied < D};
         ring.start(at[0].at);
         OfLine of_line = {{dmeans + b * S * D + d, D}, B * S * D, 1.f / length};
         int line = -1;
@@ -98,17 +99,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
         // Adds token `i` of a group to the ring buffers at index `to`, and returns dv_0.
         auto arrive = [&](const Stage &group, int i, int now, int to) {
             window.u[to] = to_floats(load<V>(own(group.at[0][i])));
-            window.e[to] = to_floats(load<V>(own(group.at[1][i])));
+            window.dy[to] = to_floats(load<V>(own(group.at[1][i])));
             if (now != line) of_line.enter(lines, line = now);
-            window.dv_1[to] = gradient(skip_1, window.e[to], of_line.from_mean_1);
-            return gradient(skip_0, window.e[to], of_line.from_mean_0);
+            window.dv_1[to] = gradient(skip_1, window.dy[to], of_line.from_mean_1);
+            return gradient(skip_0, window.dy[to], of_line.from_mean_0);
         };
         const Stage &ahead = ring.next(at[0].at);
         UNROLLED for (int i = 0; i < BACK; i++) arrive(ahead, GROUP - BACK + i, pooled[0].at[GROUP - BACK + i], i);
         Tokens<Element> to(du + b * L * du_stride + d, du_stride);
         // Advances by GROUP tokens, where `number` is the index of a group of copies.
-        // A stretch sums e v_1 over its own tokens, but e v_0 over the tokens that are BACK tokens later.
-        // The first stretch of an image therefore adds e v_0 of the image's first BACK tokens, too.
+        // A stretch sums dy v_1 over its own tokens, but dy v_0 over the tokens that are BACK tokens later.
+        // The first stretch of an image therefore adds dy v_0 of the image's first BACK tokens, too.
         auto go = [&](int number, bool here) {
             const Stage &group = ring.next(at[number].at);
             Four now = pooled[number];
@@ -126,11 +127,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) pooled_conv_backward
                     window.s_0[lead].at[c] = fmaf(dv_0.at[c], of_0.twice_slope_less_1, dv_0.at[c]);
                     window.s_1[i].at[c] = fmaf(window.dv_1[i].at[c], of_1.twice_slope_less_1, window.dv_1[i].at[c]);
                     v_1.at[c] = of_1.value;
-                    if (here || begin == 0) dskip_0.at[c] = fmaf(window.e[lead].at[c], of_0.value, dskip_0.at[c]);
+                    if (here || begin == 0) dskip_0.at[c] = fmaf(window.dy[lead].at[c], of_0.value, dskip_0.at[c]);
                 }
                 if (!here) continue;
                 UNROLLED for (int c = 0; c < V; c++) {
-                    dskip_1.at[c] = fmaf(window.e[i].at[c], v_1.at[c], dskip_1.at[c]);
+                    dskip_1.at[c] = fmaf(window.dy[i].at[c], v_1.at[c], dskip_1.at[c]);
                     UNROLLED for (int tap = 0; tap < TAPS; tap++) {
                         float after = window.s_0[(i + BACK - tap) % GROUP].at[c];
                         float before = window.s_1[(i - BACK + tap + GROUP) % GROUP].at[c];

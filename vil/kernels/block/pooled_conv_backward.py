@@ -9,20 +9,19 @@ from ..cuda import hardware, launches
 from ..cuda.elements import ELEMENT
 from ..cuda.plan import device_of
 from ..cuda.source import I64, In, Out, Source
-from .lines import LINE_PARAMETERS, Lines, cta_shape, in_order, line_means, widths
+from .lines import LINE_PARAMETERS, SEGMENT, Lines, cta_shape, in_order, line_means, widths
 from .pool import reference_v
 from .reference import gradients
 
 SOURCE = Source("block/pooled_conv_backward", {
     "pooled_conv_backward": dict(
-        u=In("Element"), u_stride=I64, e=In("Element"), dmeans=In("Element"), weights=In("float"), biases=In("float"),
+        u=In("Element"), u_stride=I64, dy=In("Element"), dmeans=In("Element"), weights=In("float"), biases=In("float"),
         skip=In("float"), du=Out("Element"), du_stride=I64, dfilters=Out("float"), dskips=Out("float"), B=I64, D=I64,
         **LINE_PARAMETERS, stretch=I64, parts=I64,
     ),
 })  # fmt: skip
 
 VECTOR, WARPS = 2, 12  # maximum vector width in elements, and number of resident warps per multiprocessor
-SEGMENT = 256  # must equal SEGMENT in along_lines.cuh
 START = 12  # estimated time before the first token of a stretch, in units of the time per token
 
 
@@ -40,19 +39,21 @@ def pooled_conv_backward(
     vector, piece = widths(VECTOR, u_BLD, dy_BLD, du_BLD)
     groups, threads = cta_shape(D, vector)
     ctas = WARPS * 32 // threads
-    stretch, parts = share(B, L, ctas * hardware.multiprocessors(device_of(u_BLD)) // groups)
+    stretch, parts = stretch_and_parts(B, L, ctas * hardware.multiprocessors(device_of(u_BLD)) // groups)
     dfilters = u_BLD.new_empty(parts, 2, taps + 1, D, dtype=torch.float32)
     dskips = u_BLD.new_empty(parts, 2, D, dtype=torch.float32)
-    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, PIECE=piece, TAPS=taps, THREADS=threads, CTAS=ctas)
+    macros = dict(
+        INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, PIECE=piece, TAPS=taps, SEGMENT=SEGMENT, THREADS=threads, CTAS=ctas
+    )
     launches.launch(SOURCE, "pooled_conv_backward", macros, parts * groups, threads, dict(
-        u=u_BLD, u_stride=u_BLD.stride(1), e=dy_BLD, dmeans=dmeans_2BSD, weights=conv_2DK, biases=conv_bias_2D,
+        u=u_BLD, u_stride=u_BLD.stride(1), dy=dy_BLD, dmeans=dmeans_2BSD, weights=conv_2DK, biases=conv_bias_2D,
         skip=skip_2D, du=du_BLD, du_stride=du_BLD.stride(1), dfilters=dfilters, dskips=dskips, B=B, D=D,
         **lines.arguments(), stretch=stretch, parts=parts,
     ))  # fmt: skip
     return dfilters, dskips
 
 
-def share(B: int, L: int, most: int) -> tuple[int, int]:
+def stretch_and_parts(B: int, L: int, most: int) -> tuple[int, int]:
     """Return how many consecutive tokens a CTA processes at a time, and how many CTAs share all tokens.
 
     The number of tokens is a multiple of 4. `most` CTAs keep the GPU busy, and each CTA writes one partial sum.

@@ -20,17 +20,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_lines(PARAMETERS_sum_l
     unsigned pooled_token = blockIdx.x / groups;
     int pooled = pooled_token % S, d = (blockIdx.x % groups * THREADS + threadIdx.x) * VECTOR;
     if (d >= D) return;
-    e += i64(pooled_token / S) * lines.tokens() * D + d;
+    dy += i64(pooled_token / S) * lines.tokens() * D + d;
     Floats<VECTOR> sum = {};
     if (pooled == lines.class_token()) {
-        sum = to_floats(load<VECTOR>(e + center * D));
+        sum = to_floats(load<VECTOR>(dy + center * D));
     } else {
         int first = (pooled - (pooled > lines.class_token())) * lines.next_line;
         for (int start = 0; start < lines.length; start += TOGETHER) {
             Pack<Element, VECTOR> token[TOGETHER];
             UNROLLED for (int i = 0; i < TOGETHER; i++) {
                 int patch = first + min(start + i, lines.length - 1) * lines.next;
-                token[i] = load<VECTOR>(e + (patch + (patch >= center)) * D);
+                token[i] = load<VECTOR>(dy + (patch + (patch >= center)) * D);
             }
             UNROLLED for (int i = 0; i < TOGETHER; i++)
                 if (start + i < lines.length) sum = sum + to_floats(token[i]);

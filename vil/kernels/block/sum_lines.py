@@ -10,23 +10,23 @@ from ..cuda.source import I64, In, Out, Source
 from .lines import LINE_PARAMETERS, Lines, cta_shape
 
 SOURCE = Source("block/sum_lines", {
-    "sum_lines": dict(e=In("Element"), sums=Out("Element"), D=I64, **LINE_PARAMETERS),
+    "sum_lines": dict(dy=In("Element"), sums=Out("Element"), D=I64, **LINE_PARAMETERS),
 })  # fmt: skip
 
 
-def sum_lines(e_BLD: Tensor, lines: Lines) -> Tensor:
+def sum_lines(dy_BLD: Tensor, lines: Lines) -> Tensor:
     """Sum row-major tokens (B, L, D) over each row or column of the patch grid, and return (B, S, D)."""
-    B, _, D = e_BLD.shape
-    sums_BSD = e_BLD.new_empty(B, lines.S, D)
-    vector = vector_width(16 // e_BLD.element_size(), e_BLD)
+    B, _, D = dy_BLD.shape
+    sums_BSD = dy_BLD.new_empty(B, lines.S, D)
+    vector = vector_width(16 // dy_BLD.element_size(), dy_BLD)
     groups, threads = cta_shape(D, vector)
-    macros = dict(INPUT=ELEMENT[e_BLD.dtype], VECTOR=vector, THREADS=threads)
-    arguments = dict(e=e_BLD, sums=sums_BSD, D=D, **lines.arguments())
+    macros = dict(INPUT=ELEMENT[dy_BLD.dtype], VECTOR=vector, THREADS=threads)
+    arguments = dict(dy=dy_BLD, sums=sums_BSD, D=D, **lines.arguments())
     launches.launch(SOURCE, "sum_lines", macros, B * lines.S * groups, threads, arguments)
     return sums_BSD
 
 
-def reference(e_BLD: Tensor, lines: Lines) -> Tensor:
+def reference(dy_BLD: Tensor, lines: Lines) -> Tensor:
     """Reference implementation of `sum_lines`."""
-    pooled = lines.pooled_in_memory().to(e_BLD.device)
-    return e_BLD.new_zeros(e_BLD.shape[0], lines.S, e_BLD.shape[2]).index_add(1, pooled, e_BLD)
+    pooled = lines.pooled_in_memory().to(dy_BLD.device)
+    return dy_BLD.new_zeros(dy_BLD.shape[0], lines.S, dy_BLD.shape[2]).index_add(1, pooled, dy_BLD)

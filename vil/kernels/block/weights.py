@@ -157,7 +157,7 @@ class SavedForBackward(NamedTuple):
     states: Tensor  # (2, B, S, N, D), states between chunks of tokens
     packed: Tensor  # all packed weights, which `PackedWeights.of` splits
     A: Tensor | None  # (2, D, N), only for the selective recurrence
-    pooled: Tensor | None  # (2, B, number of pooled tokens, D): the scan's input in a pooled block
+    line_means: Tensor | None  # (2, B, number of pooled tokens, D): the scan's input in a pooled block
     xhat: Tensor | None  # xhat and rstd of `Normed`, or None if xhat and rstd were inputs of the block
     rstd: Tensor | None
 
