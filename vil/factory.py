@@ -115,6 +115,32 @@ def load_model(model: str, path: str | Path | Checkpoint, use_ema: bool = False,
     return loaded
 
 
+def pretrained_model(model: str, remedy: str = "set --checkpoint FILE", **arguments: Any) -> nn.Module:
+    """Create a model by its timm name with timm's pretrained weights, or random weights if `pretrained` is False.
+
+    Args:
+        model: Model name in timm.
+        remedy: What to do if the model has no pretrained weights, for the error message.
+        arguments: Keyword arguments of the model.
+
+    Raises:
+        ConfigError: The model is unknown, has no pretrained weights, does not accept the arguments, or would get a
+            randomly initialized head, because the weights have another number of classes.
+    """
+    pretrained = arguments.pop("pretrained", True)
+    has_weights = timm.is_model_pretrained(model) or shipped.file_of(model) or "pretrained_cfg_overlay" in arguments
+    if pretrained and timm.is_model(model) and not has_weights:
+        raise ConfigError(f"timm has no pretrained weights for {model}; {remedy}")
+    created: Any = create_model(model, pretrained=pretrained, **arguments)
+    trained = created.pretrained_cfg.get("num_classes")
+    if pretrained and trained and created.num_classes not in (0, trained):
+        raise ConfigError(
+            f"num_classes must be {trained}, as in the pretrained weights of {model}, got {created.num_classes}: with "
+            "another number, the head would be random. Fine-tune the model with vil train, and set --checkpoint FILE"
+        )
+    return created
+
+
 def create_model(
     model: str,
     pretrained_path: str | Path | Checkpoint | None = None,
