@@ -57,13 +57,17 @@ def from_checkpoint(
     if not name:
         raise ConfigError(
             f"{source} does not store the name of the model: pass the name to vil.from_checkpoint, or convert the file "
-            f"with vil export --checkpoint {source} --model NAME --out model.safetensors, and with --model-kwargs, "
-            "--img-size and --num-classes if the model has other values than its default"
+            f"with vil export --checkpoint {source} --model NAME --out model.safetensors, and with --model-kwargs "
+            "and --img-size if the model has other values than its default"
         )
     arguments = saved_arguments(source.options) | arguments
     without_head = arguments.get("num_classes") == 0
     if without_head:  # load the weights including the head, and remove the head afterwards
-        arguments["num_classes"] = source.options.get("num_classes") or num_classes_of(name, source.weights())
+        del arguments["num_classes"]
+    if "num_classes" not in arguments:
+        stored = source.options.get("num_classes") or num_classes_of(name, source.weights())
+        if stored or without_head:
+            arguments["num_classes"] = stored
 
     loaded: Any = load_model(name, source, source.prefers_ema(use_ema), **arguments).eval()
     if without_head:

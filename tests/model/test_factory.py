@@ -193,8 +193,9 @@ def test_weights_of_other_programs_require_the_model_name(tmp_path):
     assert [resolve_model_data_config(m)["input_size"] for m in (model, default)] == [(3, 48, 48), (3, 224, 224)]
     first = create_model("vim_tiny", str(path), embed_dim=40, depth=1, img_size=48, num_classes=7).state_dict()
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in first.items())
+    assert vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2).num_classes == 7  # as in the file
     with pytest.raises(CheckpointError, match="the checkpoint has 7 classes, but the model has 1000"):
-        vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48)
+        vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48, num_classes=1000)
     with pytest.raises(CheckpointError, match="does not exist$"):
         vil.from_checkpoint(tmp_path / "nowhere.pt")
     with pytest.raises(CheckpointError, match="exist: resnet18 is the name of a model, not of a file$"):
