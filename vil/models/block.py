@@ -127,8 +127,8 @@ class LonghornDirection(nn.Module):
     def step_bias(self) -> Tensor:
         """Return the bias that the recurrence adds to the step logits.
 
-        The bias is that of the `StepProjection`, which a wrapper such as a LoRA adapter may contain. The bias is zero if
-        `step_proj` was replaced by another module, such as an `nn.Linear`, which adds its bias itself.
+        The bias is that of the `StepProjection`, which a wrapper such as a LoRA adapter may contain. The bias is zero
+        if `step_proj` was replaced by another module, such as an `nn.Linear`, which adds its bias itself.
         """
         projections = [module for module in self.step_proj.modules() if isinstance(module, StepProjection)]
         if not projections:
