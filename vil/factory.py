@@ -119,6 +119,12 @@ def load_model(model: str, path: str | Path | Checkpoint, use_ema: bool = False,
     return loaded
 
 
+def check_pretrained(model: str, remedy: str) -> None:
+    """Raise a ConfigError with a remedy if a model of timm or of this package has no pretrained weights."""
+    if timm.is_model(model) and not (timm.is_model_pretrained(model) or shipped.file_of(model)):
+        raise ConfigError(f"timm has no pretrained weights for {model}; {remedy}")
+
+
 def pretrained_model(model: str, remedy: str = "set --checkpoint FILE", **arguments: Any) -> nn.Module:
     """Create a model by its timm name with timm's pretrained weights, or random weights if `pretrained` is False.
 
@@ -132,9 +138,8 @@ def pretrained_model(model: str, remedy: str = "set --checkpoint FILE", **argume
             randomly initialized head, because the weights have another number of classes.
     """
     pretrained = arguments.pop("pretrained", True)
-    has_weights = timm.is_model_pretrained(model) or shipped.file_of(model) or "pretrained_cfg_overlay" in arguments
-    if pretrained and timm.is_model(model) and not has_weights:
-        raise ConfigError(f"timm has no pretrained weights for {model}; {remedy}")
+    if pretrained and "pretrained_cfg_overlay" not in arguments:
+        check_pretrained(model, remedy)
     created: Any = create_model(model, pretrained=pretrained, **arguments)
     trained = created.pretrained_cfg.get("num_classes")
     if pretrained and trained and created.num_classes not in (0, trained):

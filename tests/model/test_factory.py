@@ -14,7 +14,7 @@ from timm.utils import CheckpointSaver
 
 import vil
 from vil.checkpoint import Checkpoint, CheckpointError
-from vil.config import ConfigError, load_config
+from vil.config import Config, ConfigError, load_config
 from vil.evaluation.settings import ModelOptions, resolve_model
 from vil.exporting import export_model
 from vil.factory import create_model
@@ -181,6 +181,18 @@ def test_weights_are_not_loaded_into_a_model_that_reads_tokens_differently(name,
     assert "other tokens" not in caplog.text
     create_model(other, str(path), **arguments)
     assert f"has weights of {name}, which scans other tokens than {other}; prefer" in caplog.text
+
+
+def test_pretrained_is_timms_option_of_a_new_run(caplog):
+    shipped = timm.create_model("vil_tiny", pretrained=True).state_dict()
+    config = Config(model="vil_tiny", pretrained=True)
+    built = build_model(config, num_classes=3)
+    assert built.head.weight.shape == (3, 192)
+    assert "initialized from timm's pretrained weights of vil_tiny; new head for 3 classes" in caplog.text
+    assert all(torch.equal(built.state_dict()[name], shipped[name]) for name in shipped if "head" not in name)
+    assert config.without_initial_weights() == Config(model="vil_tiny")
+    with pytest.raises(ConfigError, match="weights for vil_small; set --pretrained-path FILE, or --no-pre"):
+        build_model(Config(model="vil_small", pretrained=True), 3)
 
 
 def test_weights_of_other_programs_require_the_model_name(tmp_path):
