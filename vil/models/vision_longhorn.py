@@ -559,7 +559,7 @@ def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) ->
         # Only an explicit depth drops blocks, so that a default model rejects the weights of a deeper model.
         return checkpoint_filter_fn(first_blocks(rename_published(state_dict), kwargs.get("depth")), model)
 
-    model = build_model_with_cfg(
+    model: Any = build_model_with_cfg(
         VisionLonghorn,
         variant,
         pretrained,
