@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import vil
 from vil.cli.main import COMMANDS, run
 
 
@@ -53,6 +54,10 @@ def test_the_version_has_a_short_option(capsys):
     run(["--version"])
     first, second = capsys.readouterr().out.splitlines()
     assert first == second
+
+
+def test_the_public_names_are_listed_for_completion():
+    assert {*vil.__all__, "export", "viz"} <= {*dir(vil)}
 
 
 def test_the_models_are_registered_only_outside_the_command():

@@ -40,6 +40,10 @@ def __getattr__(name: str) -> Any:
     return getattr(imported, attribute) if attribute else imported
 
 
+def __dir__() -> list[str]:  # for completion in notebooks
+    return sorted({*globals(), *SOURCES})
+
+
 def _runs_command() -> bool:
     """Return whether this process runs the `vil` command, also as `python -m vil`."""
     program = (sys.argv or [""])[0]

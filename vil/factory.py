@@ -57,13 +57,17 @@ def from_checkpoint(
     if not name:
         raise ConfigError(
             f"{source} does not store the name of the model: pass the name to vil.from_checkpoint, or convert the file "
-            f"with vil export --checkpoint {source} --model NAME --out model.safetensors, and with --model-kwargs, "
-            "--img-size and --num-classes if the model has other values than its default"
+            f"with vil export --checkpoint {source} --model NAME --out model.safetensors, and with --model-kwargs "
+            "and --img-size if the model has other values than its default"
         )
     arguments = saved_arguments(source.options) | arguments
     without_head = arguments.get("num_classes") == 0
     if without_head:  # load the weights including the head, and remove the head afterwards
-        arguments["num_classes"] = source.options.get("num_classes") or num_classes_of(name, source.weights())
+        del arguments["num_classes"]
+    if "num_classes" not in arguments:
+        stored = source.options.get("num_classes") or num_classes_of(name, source.weights())
+        if stored or without_head:
+            arguments["num_classes"] = stored
 
     loaded: Any = load_model(name, source, source.prefers_ema(use_ema), **arguments).eval()
     if without_head:
@@ -113,6 +117,37 @@ def load_model(model: str, path: str | Path | Checkpoint, use_ema: bool = False,
     loaded = create_model(model, **arguments)
     load_weights(loaded, weights, source.path)
     return loaded
+
+
+def check_pretrained(model: str, remedy: str) -> None:
+    """Raise a ConfigError with a remedy if a model of timm or of this package has no pretrained weights."""
+    if timm.is_model(model) and not (timm.is_model_pretrained(model) or shipped.file_of(model)):
+        raise ConfigError(f"timm has no pretrained weights for {model}; {remedy}")
+
+
+def pretrained_model(model: str, remedy: str = "set --checkpoint FILE", **arguments: Any) -> nn.Module:
+    """Create a model by its timm name with timm's pretrained weights, or random weights if `pretrained` is False.
+
+    Args:
+        model: Model name in timm.
+        remedy: What to do if the model has no pretrained weights, for the error message.
+        arguments: Keyword arguments of the model.
+
+    Raises:
+        ConfigError: The model is unknown, has no pretrained weights, does not accept the arguments, or would get a
+            randomly initialized head, because the weights have another number of classes.
+    """
+    pretrained = arguments.pop("pretrained", True)
+    if pretrained and "pretrained_cfg_overlay" not in arguments:
+        check_pretrained(model, remedy)
+    created: Any = create_model(model, pretrained=pretrained, **arguments)
+    trained = created.pretrained_cfg.get("num_classes")
+    if pretrained and trained and created.num_classes not in (0, trained):
+        raise ConfigError(
+            f"num_classes must be {trained}, as in the pretrained weights of {model}, got {created.num_classes}: with "
+            "another number, the head would be random. Fine-tune the model with vil train, and set --checkpoint FILE"
+        )
+    return created
 
 
 def create_model(

@@ -493,6 +493,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         ([], "no model is given: set --checkpoint FILE or --model NAME"),
         *(([*VIL_PT, f"--{word}", "x"], "need a second model; set --against") for word in ("against-model", "plot")),
         (["--model", "vil_small"], "timm has no pretrained weights for vil_small; set --checkpoint FILE"),
+        (["--model", "vil_tiny", "--num-classes", "3"], "num_classes must be 200, as in the pretrained weights of vil"),
         (
             [*VIL_PT, "--against", "vim_tiny"],
             "no pretrained weights for vim_tiny; set --checkpoint FILE, or --against FILE",

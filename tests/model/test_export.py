@@ -474,20 +474,37 @@ def test_the_command_exports_the_given_weights_and_model_arguments(trained, comm
     assert (model.patch_embed.img_size, model.head_drop.p) == ((24, 24), 0.5)
     torch.save(saved["state_dict"], "plain.pth")
     shared = ["--model", "vil_tiny", "--num-classes", "3", "--img-size", "16"]
-    for words in ([], ["--checkpoint", "plain.pth"]):
-        found = exported(*shared, *words, "--model-kwargs", "depth=1", "patch_size=8", "embed_dim=32").state_dict()
+    kwargs = ["--model-kwargs", "depth=1", "patch_size=8", "embed_dim=32"]
+    for words in (["--checkpoint", "plain.pth", *kwargs], [*kwargs, "pretrained=False"]):
+        found = exported(*shared, *words).state_dict()
         assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in saved["state_dict"].items()}
-        assert torch.allclose(found["head.weight"], saved["state_dict"]["head.weight"], **halves) is bool(words)
+        equal = torch.allclose(found["head.weight"], saved["state_dict"]["head.weight"], **halves)
+        assert equal is ("plain.pth" in words)
+    with pytest.raises(SystemExit, match="^error: timm has no pretrained weights for vil_small; .* pretrained=False"):
+        exported("--model", "vil_small")
 
 
-def test_the_command_warns_if_weights_are_random(trained, command, monkeypatch, capsys):
-    for loader in ("create_model", "from_checkpoint"):
+def test_a_model_name_exports_the_pretrained_weights_as_for_validation(tmp_path, command):
+    shipped = timm.create_model("vil_tiny_pooled", pretrained=True)
+    command("--model", "vil_tiny_pooled", "--out", str(tmp_path / "x.safetensors"))
+    loaded = vil.from_checkpoint(tmp_path / "x.safetensors")
+    torch.testing.assert_close(loaded.head.weight, shipped.head.weight, rtol=2e-3, atol=1e-3)
+    assert loaded.pretrained_cfg["label_names"] == list(shipped.pretrained_cfg["label_names"])
+    with pytest.raises(SystemExit, match="^error: num_classes must be 200, as in the pretrained weights"):
+        command("--model", "vil_tiny_pooled", "--num-classes", "3", "--out", str(tmp_path / "y.safetensors"))
+
+
+def test_the_command_reports_whether_a_named_model_is_pretrained(trained, command, monkeypatch, capsys):
+    for loader in ("pretrained_model", "from_checkpoint"):
         monkeypatch.setattr(command_line, loader, lambda *_, **__: None)
     monkeypatch.setattr(command_line, "export_model", lambda *_, **__: exporting._logger.info("a stage") or "written")
     monkeypatch.setattr(logging.root, "handlers", [])  # remove logging handlers, as in a new process
-    for words in ([], ["--model-kwargs", "pretrained=true"], ["--checkpoint", "best.pt"]):
+    for words, said in (
+        ([], "; pretrained weights"),
+        (["--model-kwargs", "pretrained=false"], "; random weights"),
+        (["--checkpoint", "best.pt"], ""),
+    ):
         command("--model", "vil_tiny", *words, "--out", "x.onnx")
-        said = "" if words else "; weights are random because no --checkpoint was given"
         assert capsys.readouterr() == (f"written{said}\n", "a stage\n")
     monkeypatch.setattr(command_line, "export_model", lambda *_, **__: (Path("gone") / "x.onnx").read_bytes())
     with pytest.raises(SystemExit, match="^error: .*No such file or directory: 'gone/x.onnx'$"):

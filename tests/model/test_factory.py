@@ -14,7 +14,7 @@ from timm.utils import CheckpointSaver
 
 import vil
 from vil.checkpoint import Checkpoint, CheckpointError
-from vil.config import ConfigError, load_config
+from vil.config import Config, ConfigError, load_config
 from vil.evaluation.settings import ModelOptions, resolve_model
 from vil.exporting import export_model
 from vil.factory import create_model
@@ -183,6 +183,18 @@ def test_weights_are_not_loaded_into_a_model_that_reads_tokens_differently(name,
     assert f"has weights of {name}, which scans other tokens than {other}; prefer" in caplog.text
 
 
+def test_pretrained_is_timms_option_of_a_new_run(caplog):
+    shipped = timm.create_model("vil_tiny", pretrained=True).state_dict()
+    config = Config(model="vil_tiny", pretrained=True)
+    built = build_model(config, num_classes=3)
+    assert built.head.weight.shape == (3, 192)
+    assert "initialized from timm's pretrained weights of vil_tiny; new head for 3 classes" in caplog.text
+    assert all(torch.equal(built.state_dict()[name], shipped[name]) for name in shipped if "head" not in name)
+    assert config.without_initial_weights() == Config(model="vil_tiny")
+    with pytest.raises(ConfigError, match="weights for vil_small; set --pretrained-path FILE, or --no-pre"):
+        build_model(Config(model="vil_small", pretrained=True), 3)
+
+
 def test_weights_of_other_programs_require_the_model_name(tmp_path):
     path = tmp_path / "vim.pth"
     torch.save({"model": naive_model.published_vim(embed_dim=40, depth=2, grid=(3, 3), num_classes=7)}, path)
@@ -193,8 +205,9 @@ def test_weights_of_other_programs_require_the_model_name(tmp_path):
     assert [resolve_model_data_config(m)["input_size"] for m in (model, default)] == [(3, 48, 48), (3, 224, 224)]
     first = create_model("vim_tiny", str(path), embed_dim=40, depth=1, img_size=48, num_classes=7).state_dict()
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in first.items())
+    assert vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2).num_classes == 7  # as in the file
     with pytest.raises(CheckpointError, match="the checkpoint has 7 classes, but the model has 1000"):
-        vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48)
+        vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48, num_classes=1000)
     with pytest.raises(CheckpointError, match="does not exist$"):
         vil.from_checkpoint(tmp_path / "nowhere.pt")
     with pytest.raises(CheckpointError, match="exist: resnet18 is the name of a model, not of a file$"):

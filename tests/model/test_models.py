@@ -613,6 +613,34 @@ def test_a_replaced_step_projection_adds_its_bias_once(name):
     torch.testing.assert_close(model(x), expected)
 
 
+@KINDS
+def test_a_wrapped_step_projection_keeps_its_bias(name):
+    class Wrapper(torch.nn.Module):  # as in a user's own LoRA, without the attribute `bias`
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return self.base(x)
+
+    model, x = randomised(small(name)).eval().float(), random_images(2, 3, 48, 48)
+    expected = model(x)
+    for direction in model.blocks[0].mixer.directions:
+        direction.step_proj = Wrapper(direction.step_proj)
+    torch.testing.assert_close(model(x), expected)
+
+
+@KINDS
+def test_weights_may_be_plain_tensors_instead_of_parameters(name):
+    model, x = randomised(small(name)).eval().float(), random_images(2, 3, 48, 48)
+    expected = model(x)
+    for module in model.blocks.modules():  # as in FSDP version 1 with use_orig_params=False
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            delattr(module, key)
+            setattr(module, key, parameter.detach())
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_registered_with_timm():
     names = [f"{kind}_{size}" for kind in ("vil", "vim") for size in ("base", "small", "tiny")]
     assert timm.list_models(module="vision_longhorn", exclude_filters="*_pooled") == names

@@ -162,6 +162,23 @@ def test_tables_are_written_even_without_readable_images_and_with_a_broken_pipe(
     assert ((tmp_path / "x.csv").read_text(), (tmp_path / "x").read_text()) == ('"file"\n', "[]\n")
 
 
+def test_the_command_predicts_with_a_named_model_pretrained_or_from_a_file_of_weights(
+    checkpoint, photos, capsys, tmp_path
+):
+    call(main, "--model", "vil_tiny", "--topk", "1", str(photos / "a.png"))
+    (best,) = vil.predict(timm.create_model("vil_tiny", pretrained=True), photos / "a.png", topk=1)
+    assert capsys.readouterr().out == f"{photos / 'a.png'}: {best.label} {best.probability:.1%}\n"
+
+    torch.manual_seed(0)
+    model = timm.create_model("resnet10t", num_classes=5)  # the file stores neither the name nor the number of classes
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    call(main, "--model", "resnet10t", "--checkpoint", str(tmp_path / "weights.pth"), str(photos / "a.png"))
+    classes = [f"{p.label} {p.probability:.1%}" for p in vil.predict(model, photos / "a.png")]
+    assert capsys.readouterr().out == f"{photos / 'a.png'}: {'; '.join(classes)}\n"
+    with pytest.raises(SystemExit, match="^error: timm has no pretrained weights for vil_small"):
+        call(main, "--model", "vil_small", str(photos / "a.png"))
+
+
 def test_batches_have_the_requested_size_minus_unreadable_images(checkpoint, photos):
     model, batches = vil.from_checkpoint(checkpoint), []
     seen = lambda _, inputs: batches.append((len(inputs[0]), torch.is_inference_mode_enabled()))  # noqa: E731

@@ -93,6 +93,18 @@ def test_timm_and_training_load_the_file_with_a_new_head(packed, caplog):
     assert all(torch.equal(first[n], weights[n].half().float()) for n in first if not n.startswith("head."))
 
 
+def test_a_model_of_timms_create_model_is_exported_with_its_arguments(tmp_path):
+    given = dict(depth=2, embed_dim=64, patch_size=8, img_size=(32, 48), num_classes=3)
+    model = timm.create_model("vil_tiny_pooled", **given).eval()
+    vil.export.export_model(model, tmp_path / "own")
+    images = torch.rand(2, 3, 32, 48)
+    for loaded in (
+        vil.from_checkpoint(tmp_path / "own"),
+        timm.create_model(f"local-dir:{tmp_path / 'own'}", pretrained=True).eval(),
+    ):
+        torch.testing.assert_close(loaded(images), model(images), rtol=2e-3, atol=2e-3)
+
+
 # Models of timm name their head differently, for example `fc` or `head.linear`.
 @pytest.mark.parametrize("name", ["resnet10t", "levit_128s"])
 def test_training_loads_another_timm_models_file_with_or_without_its_head(name, tmp_path, caplog):

@@ -1093,10 +1093,15 @@ def test_shuffling_equals_webdatasets_up_to_a_memory_limit(tmp_path, monkeypatch
         ("torch/cifar10", r"dataset must be one of wds/\.\.\., hfds/\.\.\., .*got 'torch/cifar10'"),
         ("cifar10", r"dataset must be one of .*, tfds/\.\.\., got 'cifar10': leave out --dataset"),
         ("hfds/", "dataset must be one of .*got 'hfds/'"),
-        ("hfds/x", "cannot open the split 'train' of None: "),
+        ("hfds/x", r"--dataset hfds/x needs additional packages: pip install datasets \(.*missing"),
+        ("tfds/y", "cannot open the split 'train' of tfds/y: OSError: no server"),
     ],
 )
-def test_an_error_about_a_dataset_that_cannot_be_opened_names_the_dataset(dataset, message, pillow):
+def test_an_error_about_a_dataset_that_cannot_be_opened_names_the_dataset(dataset, message, pillow, monkeypatch):
+    def fail(name, **kwargs):
+        raise ModuleNotFoundError("datasets is missing") if name == "hfds/x" else OSError("no server")
+
+    monkeypatch.setattr("vil.data.sources.splits.create_dataset", fail)
     with pytest.raises(ConfigError, match=f"^{message}"):
         open_split(None, dataset, "train")
 

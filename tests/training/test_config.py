@@ -337,7 +337,7 @@ def test_timms_args_yaml_is_read_and_one_line_lists_options_without_effect(tmp_p
 
 
 def test_unsupported_options_in_timms_args_yaml_are_listed_in_one_message(tmp_path):
-    unsupported = dict(cooldown_epochs=10, clip_mode="agc", mixup_mode="pair", vflip=0.5, mean=[0.5], pretrained=True)
+    unsupported = dict(cooldown_epochs=10, clip_mode="agc", mixup_mode="pair", vflip=0.5, mean=[0.5])
     of_a_fork = dict(mesa=0.5, tag="tiny")
     wrong = dict(epochs="many", opt="adahessian", model="mamba_vision_T", input_size=[1, 224, 224], batch_size=128)
     with pytest.raises(ConfigError) as caught:
@@ -353,6 +353,7 @@ def test_unsupported_options_in_timms_args_yaml_are_listed_in_one_message(tmp_pa
         (dict(data="/a"), dict(data_dir="/a")), (dict(data="/a", data_dir="/b"), dict(data_dir="/b")),
         (dict(drop_connect=0.1, drop_path=None), dict(drop_path=0.1)),
         (dict(initial_checkpoint="a.pth"), dict(pretrained_path="a.pth")),
+        (dict(pretrained=True), dict(pretrained=True)),
         (dict(img_size=None, input_size=[3, 192, 192]), dict(img_size=192)),
         (dict(input_size=[3, 192, 256], img_size=None), dict(img_size=(192, 256))),
         (dict(drop=0.1, gp="avg", model_kwargs=dict(depth=2)),
@@ -372,7 +373,7 @@ def test_timms_option_names_are_translated(tmp_path, values, expected):
     ("values", "named"),
     [
         (dict(pin_mem=True, batch_size=32), "--global-batch-size"), (dict(lr=None, lr_base=0.1), "--lr"),
-        (dict(pretrained=True), "--pretrained-path"), (dict(sched="step", decay_epochs=30), "decay_epochs"),
+        (dict(sched="step", decay_epochs=30), "decay_epochs"),
         (dict(opt="sgd", momentum=0.5), "momentum"), (dict(lr_cycle_limit=2, lr_cycle_mul=2.0), "lr_cycle_mul"),
         (dict(img_size=224, input_size=[3, 192, 192]), "contradicts 'img_size'"), (dict(jsd_loss=True), "jsd_loss"),
         (dict(pin_mem=True, others={7: 1}), "others"), (dict(resplit=True), "resplit"),

@@ -81,7 +81,16 @@ def test_given_options_win(photos, given, caplog):
             None, None, given.get("model_kwargs", {}),
         )  # fmt: skip
         reason = "random weights, because the package has no weights that fit this model"
-        assert f"--pretrained-path none ({reason})" in caplog.text
+        assert f"--pretrained-path none ({reason}" in caplog.text
+        assert ("set --pretrained" in caplog.text) is ("resnet18" in given.values())
+
+
+def test_timms_pretrained_weights_replace_random_weights(photos, caplog):
+    config = Config(**complete({"data_dir": photos, "device": "cpu", "model": "resnet18", "pretrained": True}))
+    assert (config.model, config.pretrained, config.pretrained_path) == ("resnet18", True, None)
+    assert "random weights" not in caplog.text
+    config = Config(**complete({"data_dir": photos, "device": "cpu", "pretrained": True}))
+    assert config.pretrained_path == "vil_tiny_pooled.tiny_in200"  # takes precedence, and is resized by the recipe
 
 
 def test_an_empty_experiment_is_named_after_the_folder(photos):

@@ -180,8 +180,8 @@ def test_options_outside_phases_are_the_defaults_of_phases():
     assert config.of_phase(1).of_phase(0) == config.of_phase(0)  # a checkpoint of any phase stores all phases
     of_run = "amp amp_dtype apply_exif_orientation augment_on_device checkpoint_interval cuda_graphs data_dir dataset "
     of_run += "device experiment interpolation log_interval log_tensorboard log_wandb model model_ema model_kwargs "
-    of_run += "num_classes output phases pretrained_path resume seed synthetic teacher teacher_checkpoint torchcompile "
-    of_run += "train_split val_fraction val_split workers"
+    of_run += "num_classes output phases pretrained pretrained_path resume seed synthetic teacher teacher_checkpoint "
+    of_run += "torchcompile train_split val_fraction val_split workers"
     assert sorted(FIELDS.keys() - PHASE_OPTIONS) == of_run.split()
 
 

@@ -4,6 +4,7 @@ import csv
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from vil.checkpoint import CheckpointError
 from vil.cli import train as command
 from vil.config import ConfigError
 from vil.training.interruption import StoppedError
+from vil.training.run import options_of_run
 from vil.training.trainer import Trainer
 
 OPTIONS = dict(SMALL | dict(epochs=2, workers=0, device="cpu", experiment="run"), warmup_epochs=0)
@@ -72,6 +74,12 @@ def test_errors_are_exceptions_and_release_the_run_folder(image_folder, monkeypa
         train(image_folder, resume="auto", model_kwargs={"embed_dim": 16, "depth": 2, "patch_size": 8})
     monkeypatch.setattr("vil.fault_tolerance.locks.PATIENCE", 0)  # a locked run folder raises at once
     assert len(train(image_folder, resume="auto").history) == 2, kept
+
+
+def test_paths_and_devices_may_be_objects(image_folder, tmp_path):
+    given = dict(output=tmp_path, device=torch.device("cpu"), epochs=1)
+    config = options_of_run(Path(image_folder), None, None, given)
+    assert (config.data_dir, config.output, config.device) == (str(image_folder), str(tmp_path), "cpu")
 
 
 def test_several_processes_are_rejected(image_folder, monkeypatch):

@@ -46,7 +46,7 @@ def parse_options(words: Sequence[str] | None = None, prog: str = "vil export") 
     add = parser.add_argument
     add("--model", help="timm model name (default: name stored in the checkpoint)")
     add("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="keyword arguments that create the model")
-    add("--checkpoint", help="checkpoint file with the weights (default: random weights)")
+    add("--checkpoint", help="checkpoint file with the weights (default: timm's pretrained weights of --model)")
     add(
         "--use-ema",
         action=argparse.BooleanOptionalAction,

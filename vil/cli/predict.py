@@ -2,9 +2,11 @@
 
     vil predict photo.jpg
     vil predict --checkpoint output/pets/best.pt photos --csv photos.csv
+    vil predict --model resnet18 photo.jpg
 
-Without --checkpoint, the pretrained model vil_tiny_pooled.tiny_in200 recognizes the 200 classes of Tiny ImageNet. A
-checkpoint is a file written by `vil train`, or a .safetensors file, .onnx file or folder written by `vil export`.
+Without --checkpoint and --model, the pretrained model vil_tiny_pooled.tiny_in200 recognizes the 200 classes of Tiny
+ImageNet. A checkpoint is a file written by `vil train`, or a .safetensors file, .onnx file or folder written by
+`vil export`. With --model, a checkpoint can be a file that stores only weights.
 Images are rotated by their EXIF orientation, and preprocessed as in `vil validate`.
 """
 
@@ -36,10 +38,15 @@ def parse_options(words: Sequence[str] | None = None, prog: str = "vil predict")
     parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
+        "--model",
+        help="timm model name (default: name stored in the checkpoint; without a checkpoint, the pretrained weights of "
+        "this model are used, or vil_tiny_pooled.tiny_in200)",
+    )
+    add(
         "--checkpoint",
         metavar="FILE|FOLDER",
         help="path of the trained model: .pt, .safetensors or .onnx file, or folder written by vil export "
-        "(default: the pretrained vil_tiny_pooled.tiny_in200)",
+        "(default: pretrained weights)",
     )
     add(
         "--use-ema",

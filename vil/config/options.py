@@ -66,6 +66,9 @@ class Config:
     img_size: int | tuple[int, int] | None = _option(
         None, "image size in pixels, or height and width; the model's default if not given", low=1, high=MOST_PIXELS
     )
+    pretrained: bool = _option(
+        False, "start from timm's pretrained weights of the model, unless pretrained_path is given"
+    )
     pretrained_path: str | None = _option(
         None, "start from this weights file, or from weights of the package such as vil_tiny.tiny_in200"
     )
@@ -224,6 +227,10 @@ class Config:
     def of_phase(self, number: int) -> Config:
         """Return the options of the phase with the index `number`."""
         return dataclasses.replace(self, **self.phases[number]) if self.phases else self
+
+    def without_initial_weights(self) -> Config:
+        """Return the options of a model with random weights."""
+        return dataclasses.replace(self, pretrained=False, pretrained_path=None)
 
     def epochs_of_phase(self, number: int) -> range:
         """Return the epochs of a phase. Epochs are counted from 0 over all phases."""

@@ -178,11 +178,9 @@ def _describe_unsupported(unsupported: Mapping[str, Any], source: str) -> list[s
             f"option {scaling[0]!r} in {source} scales the learning rate by the batch size, which is not "
             "supported: set --lr, the learning rate without scaling"
         )
-    if unsupported.get("pretrained"):
-        messages.append(f"option 'pretrained' in {source} is not supported: set --pretrained-path FILE")
 
     synonyms = {synonym for words in SYNONYMS.values() for synonym in words.split()}
-    rest = [name for name in unsupported if name != "pretrained" and name not in scaling]
+    rest = [name for name in unsupported if name not in scaling]
     messages += [unknown_option(name, f"in {source}", FIELDS) for name in rest if name in synonyms]
     others = [f"option {name!r} ({shown(unsupported[name])})" for name in rest if name not in synonyms]
     if others:

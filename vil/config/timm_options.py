@@ -82,7 +82,6 @@ UNSUPPORTED = {
     "no_resume_opt": False,
     "opt_kwargs": {},
     "patience_epochs": 10,
-    "pretrained": False,
     "recount": 1,
     "resplit": False,
     "sched_on_updates": False,

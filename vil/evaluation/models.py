@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import timm
 import torch
 from torch import nn
 
 from ..classes import check_order, names_of
 from ..config import ConfigError
 from ..data_config import data_config_of
-from ..factory import create_model, load_model
-from ..models.shipped import file_of
+from ..factory import load_model, pretrained_model
 from .settings import ModelSettings
 from .wrappers import Renormalized, Reordered, Restricted
 
@@ -54,8 +52,8 @@ def build(settings: ModelSettings, device: torch.device) -> EvaluatedModel:
     """Build a model and load weights from a checkpoint or timm's pretrained weights.
 
     Raises:
-        ConfigError: The model is unknown, has no pretrained weights, or does not support the arguments or images of
-            three channels.
+        ConfigError: The model is unknown, has no pretrained weights or another number of classes than the pretrained
+            weights, or does not support the arguments or images of three channels.
         CheckpointError: The weights do not fit the model.
     """
     module = _load(settings).to(device).eval()
@@ -72,12 +70,8 @@ def _load(settings: ModelSettings) -> nn.Module:
     name = settings.model
     if settings.source:
         return load_model(name, settings.source, settings.use_ema, **settings.arguments)
-    has_weights = timm.is_model_pretrained(name) or file_of(name) or "pretrained_cfg_overlay" in settings.arguments
-    if timm.is_model(name) and not has_weights:
-        raise ConfigError(
-            f"timm has no pretrained weights for {name}; set --checkpoint FILE, or --against FILE for the second model"
-        )
-    return create_model(name, pretrained=True, **settings.arguments)
+    remedy = "set --checkpoint FILE, or --against FILE for the second model"
+    return pretrained_model(name, remedy, **settings.arguments)
 
 
 def check_comparable(first: EvaluatedModel, second: EvaluatedModel) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..checkpoint import Checkpoint
 from ..config import ConfigError, convert, parse_key_values
-from ..factory import create_model, from_checkpoint
+from ..factory import from_checkpoint, pretrained_model
 from . import OPSET, check_options, export_model
 
 
@@ -42,6 +42,6 @@ def _model_of(options: argparse.Namespace) -> tuple[nn.Module, str]:
         return model, source.note_on_weights(options.use_ema)
     if not options.model:
         raise ConfigError("--model or --checkpoint is required")
-    # pretrained=True in --model-kwargs loads pretrained weights
-    note = "" if arguments.get("pretrained") else "weights are random because no --checkpoint was given"
-    return create_model(options.model, **arguments), note
+    remedy = "set --checkpoint FILE, or --model-kwargs pretrained=False to export random weights"
+    note = "pretrained weights" if arguments.get("pretrained", True) else "random weights"
+    return pretrained_model(options.model, remedy, **arguments), note

@@ -62,8 +62,8 @@ def _options_of(model: Any, metadata: dict[str, Any]) -> dict[str, Any]:
 def arguments_of(model: Any) -> dict[str, Any]:
     """Return the keyword arguments that create the model with its current image size and patch size.
 
-    The arguments are recorded by `vil.from_checkpoint` and by the commands of this package. Other models record no
-    arguments.
+    The arguments are recorded by the models of this package, by `vil.from_checkpoint` and by the commands of this
+    package. Other models record no arguments.
     """
     recorded = getattr(model, "model_args", {})
     arguments = {name: value for name, value in recorded.items() if name in MODEL_KWARGS}

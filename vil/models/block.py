@@ -127,12 +127,13 @@ class LonghornDirection(nn.Module):
     def step_bias(self) -> Tensor:
         """Return the bias that the recurrence adds to the step logits.
 
-        The bias is zero if `step_proj` was replaced by another `nn.Linear`, which adds its bias itself.
+        The bias is that of the `StepProjection`, which a wrapper such as a LoRA adapter may contain. The bias is zero
+        if `step_proj` was replaced by another module, such as an `nn.Linear`, which adds its bias itself.
         """
-        step_proj = self.step_proj
-        if isinstance(step_proj, nn.Linear) and not isinstance(step_proj, StepProjection):
+        projections = [module for module in self.step_proj.modules() if isinstance(module, StepProjection)]
+        if not projections:
             return torch.zeros_like(self.skip)
-        return step_proj.bias
+        return getattr(self.step_proj, "bias", projections[0].bias)
 
 
 class MambaDirection(LonghornDirection):

@@ -174,7 +174,10 @@ def fused_block(block: nn.Module, x_BLC: Tensor) -> FusedBlock | None:
 
 
 def weights_as_built(block: nn.Module) -> BlockWeights | None:
-    """Return the block's weights, or None if a module was replaced, has hooks, or has unsupported parameters."""
+    """Return the block's weights, or None if a module was replaced, has hooks, or has unsupported parameters.
+
+    Parameters of the original modules can be missing, because FSDP version 1 replaces them by plain tensors.
+    """
     modules: dict[str, Any] = block._modules  # reading _modules is faster than nn.Module.__getattr__
     mixer, drop_path = modules["mixer"], modules["drop_path"]
     if type(mixer) not in _classes or type(drop_path) not in (DropPath, nn.Identity) or mixer._parameters:
@@ -185,10 +188,13 @@ def weights_as_built(block: nn.Module) -> BlockWeights | None:
         return None
 
     norm, _, in_proj, _, out_proj, *directions = [part._parameters for part in parts]
-    first, second = direction_weights(*directions[:4]), direction_weights(*directions[4:])
-    if first is None or second is None or in_proj["bias"] is not None or out_proj["bias"] is not None:
+    try:
+        first, second = direction_weights(*directions[:4]), direction_weights(*directions[4:])
+        if first is None or second is None or in_proj["bias"] is not None or out_proj["bias"] is not None:
+            return None
+        return BlockWeights(norm["weight"], in_proj["weight"], out_proj["weight"], (first, second))
+    except KeyError:  # a parameter is missing
         return None
-    return BlockWeights(norm["weight"], in_proj["weight"], out_proj["weight"], (first, second))
 
 
 def modules_of(block: nn.Module) -> list[Any]:

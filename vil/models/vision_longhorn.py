@@ -23,6 +23,7 @@ Dimension letters in the suffixes of tensor names:
     B batch    H, W image size    h, w patch grid    L = h w + 1 tokens    C model width
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -558,7 +559,7 @@ def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) ->
         # Only an explicit depth drops blocks, so that a default model rejects the weights of a deeper model.
         return checkpoint_filter_fn(first_blocks(rename_published(state_dict), kwargs.get("depth")), model)
 
-    return build_model_with_cfg(
+    model: Any = build_model_with_cfg(
         VisionLonghorn,
         variant,
         pretrained,
@@ -566,6 +567,9 @@ def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) ->
         feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
         **kwargs,
     )
+    known = inspect.signature(VisionLonghorn).parameters  # other arguments, such as weights, would keep memory
+    model.model_args = {name: value for name, value in kwargs.items() if name in known}  # for vil.export
+    return model
 
 
 def register(function: Callable[..., VisionLonghorn]) -> Callable[..., VisionLonghorn]:

@@ -57,13 +57,15 @@ def _classifier(options: argparse.Namespace, device: str | None) -> Classifier:
     if options.use_ema is not None and (not path or path.endswith(".onnx")):
         raise ConfigError("--use-ema needs --checkpoint with a checkpoint of vil train")
     if not path:
-        return pretrained_classifier(device)
+        return pretrained_classifier(options.model, device)
     if path.endswith(".onnx"):
+        if options.model:
+            raise ConfigError(f"{path} contains its model: remove --model")
         return classifier_of(path)
     source = Checkpoint(path)
     if note := source.note_on_weights(options.use_ema):
         _logger.warning("%s: using the %s", path, note)
-    return classifier_of(source, device, options.use_ema)
+    return classifier_of(source, device, options.use_ema, options.model)
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:

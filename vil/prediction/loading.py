@@ -14,7 +14,7 @@ from ..classes import names_of
 from ..config import ConfigError
 from ..data_config import data_config_of
 from ..devices import default_device
-from ..factory import create_model, from_checkpoint
+from ..factory import from_checkpoint, pretrained_model
 from ..wrappers import unwrapped
 from .classifier import Classifier
 from .onnx_file import classifier_of_onnx
@@ -25,7 +25,10 @@ PRETRAINED = "vil_tiny_pooled.tiny_in200"  # model that predicts if no checkpoin
 
 
 def classifier_of(
-    model: nn.Module | str | os.PathLike | Checkpoint, device: str | None = None, use_ema: bool | None = None
+    model: nn.Module | str | os.PathLike | Checkpoint,
+    device: str | None = None,
+    use_ema: bool | None = None,
+    name: str | None = None,
 ) -> Classifier:
     """Return a Classifier for a timm model, or for a checkpoint or its path.
 
@@ -33,6 +36,7 @@ def classifier_of(
         model: The model or checkpoint.
         device: Device of a checkpoint's model; None uses cuda if available.
         use_ema: Whether to load the EMA weights of a checkpoint. None chooses as `from_checkpoint` does.
+        name: Model name in timm, if the checkpoint does not store the name.
 
     Raises:
         ConfigError: The model has no classifier head, the checkpoint does not store the model's name, or the ONNX file
@@ -45,16 +49,21 @@ def classifier_of(
             return classifier_of_onnx(path)
         model = Checkpoint(path)
     if isinstance(model, Checkpoint):
-        model = from_checkpoint(model, use_ema=use_ema).to(device or default_device())
+        model = from_checkpoint(model, name, use_ema=use_ema).to(device or default_device())
     return _classifier_of_model(model)
 
 
-def pretrained_classifier(device: str | None = None) -> Classifier:
-    """Return a Classifier with pretrained weights of the package, and log which classes it recognizes."""
-    _logger.warning(
-        "using %s, which recognizes the 200 classes of Tiny ImageNet; for other classes, set --checkpoint", PRETRAINED
-    )
-    return _classifier_of_model(create_model(PRETRAINED, pretrained=True).to(device or default_device()))
+def pretrained_classifier(name: str | None = None, device: str | None = None) -> Classifier:
+    """Return a Classifier with timm's pretrained weights of a model, by default with weights of the package.
+
+    If no model is given, log which classes the weights of the package recognize.
+    """
+    if not name:
+        _logger.warning(
+            "using %s, which recognizes the 200 classes of Tiny ImageNet; for other classes, set --checkpoint",
+            PRETRAINED,
+        )
+    return _classifier_of_model(pretrained_model(name or PRETRAINED).to(device or default_device()))
 
 
 def _classifier_of_model(model: Any) -> Classifier:

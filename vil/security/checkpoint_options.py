@@ -15,9 +15,10 @@ from ..errors import CheckpointError, ConfigError
 from ..models import vision_longhorn as _registered  # noqa: F401  registers the models with timm
 from ..text import nearest, shown
 
-# options that an untrusted checkpoint must not set, because they select paths, the device or loggers
+# options that an untrusted checkpoint must not set, because they select paths, downloads, the device or loggers
 NOT_FROM_CHECKPOINTS = {
-    "output", "experiment", "resume", "pretrained_path", "teacher_checkpoint", "device", "log_tensorboard", "log_wandb",
+    "output", "experiment", "resume", "pretrained", "pretrained_path", "teacher_checkpoint", "device",
+    "log_tensorboard", "log_wandb",
 }  # fmt: skip
 # model arguments that a checkpoint may set, with the maximum or the valid strings of each argument
 MODEL_KWARGS: dict[str, int | tuple[str, ...]] = {

@@ -12,7 +12,8 @@ from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
 from ..config import Config, ConfigError
-from ..factory import create_model
+from ..distributed import warn_on_rank0
+from ..factory import check_pretrained, create_model
 from .data import Splits
 from .state import TrainState
 from .teacher import Teacher
@@ -22,7 +23,7 @@ from .update import ListedEma
 def build_model(
     config: Config, num_classes: int, weights: dict[str, Tensor] | None = None, label_names: Sequence[str] = ()
 ) -> nn.Module:
-    """Create the model of a run with random weights or with the weights from `pretrained_path`.
+    """Create the model of a run with random weights, timm's pretrained weights, or the weights from `pretrained_path`.
 
     Args:
         config: Options of the run.
@@ -31,7 +32,8 @@ def build_model(
         label_names: Class names of the data by index. The head loaded from `pretrained_path` is reordered to match.
 
     Raises:
-        ConfigError: The model does not support activation checkpointing, or `vil.factory.create_model` raises.
+        ConfigError: The model has no pretrained weights or does not support activation checkpointing, or
+            `vil.factory.create_model` raises.
         CheckpointError: `vil.factory.create_model` raises.
     """
     arguments: dict[str, Any] = {"img_size": config.img_size} if config.img_size else {}
@@ -39,9 +41,16 @@ def build_model(
     if weights is not None:
         overlay = dict(state_dict=dict(weights), num_classes=num_classes)
         arguments |= dict(pretrained=True, pretrained_cfg_overlay=overlay)
+    elif config.pretrained and not config.pretrained_path:
+        check_pretrained(config.model, "set --pretrained-path FILE, or --no-pretrained for random weights")
+        arguments["pretrained"] = True
     model: Any = create_model(
         config.model, None if weights else config.pretrained_path, label_names=label_names, **arguments
     )
+    if arguments.get("pretrained") and weights is None:
+        is_new = model.pretrained_cfg["num_classes"] != num_classes
+        head = f"; new head for {num_classes} classes" if is_new else ""
+        warn_on_rank0(__name__, "initialized from timm's pretrained weights of %s%s", config.model, head)
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing()

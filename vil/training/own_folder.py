@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import timm
 from timm.layers import to_2tuple
 
 from ..checkpoint import Checkpoint, options_to_resume
@@ -169,7 +170,7 @@ def _choose_splits(layout: Layout, given: Mapping[str, Any]) -> dict[str, Any]:
 def _choose_training(num_images: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return and log the options of model, weights and recipe."""
     if num_images > MOST_IMAGES:
-        weights = given.get("pretrained_path") or "random weights"
+        weights = given.get("pretrained_path") or ("timm's" if given.get("pretrained") else "random") + " weights"
         warn_on_rank0(
             __name__, "more than %d training images, so training starts from %s with the default options, ViM's recipe "
             "for ImageNet (set -c CONFIG, or --pretrained-path)", MOST_IMAGES, weights,
@@ -180,7 +181,8 @@ def _choose_training(num_images: int, given: Mapping[str, Any]) -> dict[str, Any
     recipe = choose_recipe(num_images, device, given)
     if flags := _as_flags(_not_given(start, given)):
         is_random = start.get("pretrained_path", "") is None
-        note = " (random weights, because the package has no weights that fit this model)" if is_random else ""
+        hint = "; for timm's weights, set --pretrained" if timm.is_model_pretrained(start.get("model", "")) else ""
+        note = f" (random weights, because the package has no weights that fit this model{hint})" if is_random else ""
         warn_on_rank0(__name__, "%s", f"model and weights: {flags}{note}")
     line = f"recipe for {num_images} training images on a {device.upper()}: -c finetune {_as_flags(recipe)}"
     warn_on_rank0(__name__, "%s", line)
@@ -209,7 +211,7 @@ def _choose_start(given: Mapping[str, Any], device: str) -> dict[str, Any]:
         return {name: saved[name] for name in ("model", "img_size", "model_kwargs") if saved.get(name)}
     model = given.get("model", (path or MODEL).removesuffix(f".{TAG}"))
     if not file_of(model) or not (path or _has_packaged_size(given)):
-        return {"model": model, "pretrained_path": None}
+        return {"model": model} if given.get("pretrained") else {"model": model, "pretrained_path": None}
     img_size = given.get("img_size") or IMG_SIZE[device]
     patch_size = 8 if max(to_2tuple(img_size)) < 128 else 16
     kwargs = {"patch_size": patch_size, "depth": BLOCKS[device]}

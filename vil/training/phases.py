@@ -6,7 +6,6 @@ the image size of the new phase. Each phase has a new optimizer, gradient scaler
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +51,8 @@ class Phase:
 
     @property
     def initial_config(self) -> Config:
-        """Options for creating the model. Only the first phase loads `pretrained_path`."""
-        return self.config if self.is_first else dataclasses.replace(self.config, pretrained_path=None)
+        """Options for creating the model. Only the first phase loads initial weights."""
+        return self.config if self.is_first else self.config.without_initial_weights()
 
     @property
     def previous(self) -> Phase:
@@ -79,7 +78,7 @@ def check_phases(config: Config, world_size: int, num_images: int, num_classes: 
         return
     before = None
     for index in range(config.num_phases):
-        phase = dataclasses.replace(config.of_phase(index), pretrained_path=None)
+        phase = config.of_phase(index).without_initial_weights()
         try:
             _check_phase(phase, before, world_size, num_images, num_classes)
         except ConfigError as error:

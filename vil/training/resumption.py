@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -122,7 +121,7 @@ def resumes(phase: Phase, num_classes: int) -> bool:
     decisive = {name: value for name, value in saved["config"].items() if name in DECISIVE}
     check_same_options(decisive, stored_options(config, num_classes), Path(path))
     with torch.device("meta"):
-        model = build_model(dataclasses.replace(config, pretrained_path=None), num_classes)
+        model = build_model(config.without_initial_weights(), num_classes)
     load_weights(model, saved["state_dict"], path)
     return True
 

@@ -146,5 +146,7 @@ def free_frames(error: BaseException | None) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a path as a string, because options store strings, and any other value unchanged."""
+    """Return a path or device as a string, because options store strings, and any other value unchanged."""
+    if isinstance(value, torch.device):
+        return str(value)
     return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -115,7 +115,7 @@ class Trainer:
         seed_everything(config.seed)
         initial = self.phase.initial_config
         if is_resumed:  # no initial weights, because the checkpoint replaces them
-            initial = dataclasses.replace(initial, pretrained_path=None)
+            initial = initial.without_initial_weights()
         model = build_model(initial, splits.num_classes, label_names=splits.label_names).to(device)
         data_config = chosen_data_config(
             model, img_size=config.img_size, crop_pct=config.crop_pct, interpolation=config.interpolation

@@ -27,6 +27,14 @@ from .split_paths import called, find_split
 from .synthetic import SyntheticImages
 from .tars import TarReader
 
+# kind of timm dataset -> packages that read the datasets
+PACKAGES = {
+    "wds": "webdataset",
+    "hfds": "datasets",
+    "hfids": "datasets",
+    "tfds": "tensorflow tensorflow-datasets",
+}
+
 
 def open_split(
     data_dir: str | None, dataset: str, split: str, num_classes: int | None = None, known: Sequence[str] = (), **kwargs
@@ -60,7 +68,11 @@ def open_split(
     except ConfigError:
         raise
     except Exception as error:  # damaged data can raise any type of exception
-        raise ConfigError(f"cannot open {called(split, data_dir)}: {type(error).__name__}: {error}") from error
+        if isinstance(error, ImportError) and kind:
+            message = f"--dataset {dataset} needs additional packages: pip install {PACKAGES[kind]} ({error})"
+            raise ConfigError(message) from error
+        where = called(split, data_dir or dataset)
+        raise ConfigError(f"cannot open {where}: {type(error).__name__}: {error}") from error
     check_count(images, num_classes, split, data_dir)
     return images
 
@@ -86,7 +98,8 @@ def check_count(images, num_classes: int | None, split: str, data_dir: str | Non
     classes = len(class_names(images))
     if classes and num_classes and classes != num_classes:
         raise ConfigError(
-            f"{called(split, data_dir)} has {classes} classes, but the model has {num_classes} (num_classes)"
+            f"{called(split, data_dir)} has {classes} classes, but the model has {num_classes} (num_classes): "
+            "the split must have the classes on which the model was trained"
         )
 
 
