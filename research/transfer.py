@@ -21,7 +21,6 @@ treated as options of `train_imagenet.py`.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import functools
 import gc
 import hashlib
@@ -42,7 +41,7 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,6 +68,7 @@ from vil.evaluation.settings import EvaluationSettings, ModelOptions, resolve_da
 from vil.evaluation.validation import validate
 from vil.factory import create_model
 from vil.fault_tolerance.files import write_atomically
+from vil.fault_tolerance.locks import FolderInUseError, FolderLock
 from vil.fault_tolerance.parents import terminate_with_parent
 
 sys.path.insert(0, str(ROOT))
@@ -125,7 +125,10 @@ class Results:
         self.settings = settings
         self.earlier_calls, self.machine, self.start = [], machine, time.monotonic()
         if path:
-            self.lock = locked(path)
+            try:
+                self.lock = FolderLock(path.with_suffix(".lock"))
+            except FolderInUseError:
+                sys.exit(f"error: another process writes {path}: wait until it has ended, or choose another --out")
         if path and path.exists():
             found = json.loads(path.read_text())
             if differing := [name for name in self.about if found.get(name) != self.about[name]]:
@@ -159,21 +162,6 @@ class Results:
         if self.path:
             content = {"calls": self.calls, **self.about, "settings": self.settings, "runs": self.rows}
             write_atomically(self.path, json.dumps(content, indent=1) + "\n")
-
-
-def locked(path: Path) -> IO[str]:
-    """Lock the results file `path` until this process ends or the returned file is closed.
-
-    Raises:
-        SystemExit: Another process has locked the file, because it trains the same study.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = open(path.with_name(f".{path.name}.lock"), "w")  # noqa: SIM115  the file stays open
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        sys.exit(f"error: another process writes {path}: wait until it has ended, or choose another --out")
-    return lock
 
 
 def main() -> None:

@@ -283,7 +283,8 @@ def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, weights,
         assert run["top1_by_epoch"] == [50, 1000 * config.lr]
 
 
-def test_two_processes_cannot_write_the_same_results(tmp_path):
+def test_two_processes_cannot_write_the_same_results(tmp_path, monkeypatch):
+    monkeypatch.setattr("vil.fault_tolerance.locks.PATIENCE", 0)
     first = transfer.Results(tmp_path / "out.json", {}, {}, {})
     with pytest.raises(SystemExit, match="another process writes"):
         transfer.Results(tmp_path / "out.json", {}, {}, {})

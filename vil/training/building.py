@@ -38,16 +38,17 @@ def build_model(
     """
     arguments: dict[str, Any] = {"img_size": config.img_size} if config.img_size else {}
     arguments |= dict(num_classes=num_classes, drop_path_rate=config.drop_path) | (config.model_kwargs or {})
+    from_timm = weights is None and config.pretrained and not config.pretrained_path
     if weights is not None:
         overlay = dict(state_dict=dict(weights), num_classes=num_classes)
         arguments |= dict(pretrained=True, pretrained_cfg_overlay=overlay)
-    elif config.pretrained and not config.pretrained_path:
+    elif from_timm:
         check_pretrained(config.model, "set --pretrained-path FILE, or --no-pretrained for random weights")
         arguments["pretrained"] = True
     model: Any = create_model(
         config.model, None if weights else config.pretrained_path, label_names=label_names, **arguments
     )
-    if arguments.get("pretrained") and weights is None:
+    if from_timm:
         is_new = model.pretrained_cfg["num_classes"] != num_classes
         head = f"; new head for {num_classes} classes" if is_new else ""
         warn_on_rank0(__name__, "initialized from timm's pretrained weights of %s%s", config.model, head)

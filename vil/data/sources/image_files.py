@@ -100,7 +100,7 @@ class _Found:
                         self.others[os.path.splitext(entry.name)[1].lower() or entry.name] += 1
 
     def follow(self, link: str, data_dir: str) -> bool:
-        """Add the image or folder that a link leads to. Return False if it is outside the data set or known."""
+        """Add the target of a link. Return False if the target is outside the data set or was found before."""
         target = os.path.realpath(link)
         is_folder = os.path.isdir(target)
         # a link without a target may have led to an image or, if the link has no extension, to a class folder

@@ -27,7 +27,7 @@ from .split_paths import called, find_split
 from .synthetic import SyntheticImages
 from .tars import TarReader
 
-# kind of timm dataset -> packages that read the datasets
+# packages that timm needs to read a dataset, by the prefix of the dataset's name
 PACKAGES = {
     "wds": "webdataset",
     "hfds": "datasets",
