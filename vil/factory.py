@@ -56,9 +56,9 @@ def from_checkpoint(
     name = model or source.options.get("model")
     if not name:
         raise ConfigError(
-            f"{source} does not store the name of the model: pass the name to vil.from_checkpoint, or convert the file "
-            f"with vil export --checkpoint {source} --model NAME --out model.safetensors, and with --model-kwargs "
-            "and --img-size if the model has other values than its default"
+            f"{source} does not store the name of the model: set --model NAME, pass the name to vil.from_checkpoint, or "
+            f"convert the file with vil export --checkpoint {source} --model NAME --out model.safetensors, and with "
+            "--model-kwargs and --img-size if the model has other values than its default"
         )
     arguments = saved_arguments(source.options) | arguments
     without_head = arguments.get("num_classes") == 0
