@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import HfHubHTTPError
 
 from .errors import ConfigError
 from .text import one_line
