@@ -89,7 +89,6 @@ def test_a_run_reorders_the_pretrained_head_by_its_class_folders(image_folder, t
 
 
 @pytest.mark.parametrize("resume", ["auto", "run/last.pt"])
-@pytest.mark.parametrize("num_classes", [None, len(CLASSES)])
 @pytest.mark.parametrize(
     ("removed", "added", "message"),
     [
@@ -99,7 +98,7 @@ def test_a_run_reorders_the_pretrained_head_by_its_class_folders(image_folder, t
     ],
 )
 def test_a_run_names_the_classes_that_changed_since_its_checkpoint(
-    uninterrupted, image_folder, tmp_path, resume, num_classes, removed, added, message
+    uninterrupted, image_folder, tmp_path, resume, removed, added, message
 ):
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
     data = shutil.copytree(image_folder, tmp_path / "data")
@@ -109,15 +108,10 @@ def test_a_run_names_the_classes_that_changed_since_its_checkpoint(
         for name in removed:
             shutil.rmtree(data / split / name)
     path = resume if resume == "auto" else str(tmp_path / resume)
-    config = small_config(data, output=str(tmp_path), experiment="run", resume=path, num_classes=num_classes)
+    config = small_config(data, output=str(tmp_path), experiment="run", resume=path)
     message = rf"the same as in \S+/run/last.pt \({re.escape(message)}\): restore the class folders"
     with pytest.raises(CheckpointError, match=message):
         Trainer(config, CPU, 0, 1)
-
-
-def test_the_number_of_classes_must_be_that_of_the_data(image_folder, tmp_path):
-    with pytest.raises(ConfigError, match=r"has 4 classes, but the model has 5 \(num_classes\)"):
-        Trainer(small_config(image_folder, output=str(tmp_path), num_classes=5), CPU, 0, 1)
 
 
 def test_a_teachers_logits_are_reordered_to_the_runs_classes(image_folder, tmp_path):

@@ -32,9 +32,6 @@ class Splits:
         Raises:
             ConfigError: As for `open_splits`.
         """
-        if not (config.dataset or config.synthetic):
-            # The trainer checks the number of class folders after a resumed run has compared the names of the classes.
-            config = dataclasses.replace(config, num_classes=None)
         train, validation, num_classes = open_splits(config)
         return cls(train, validation, num_classes, checkpoint.labels_of(class_names(train)))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +105,8 @@ def _resolve_resume(resume: str | None, folder: Path) -> str | None:
 def resumes(phase: Phase, num_classes: int, label_names: Sequence[str]) -> bool:
     """Return whether the run resumes from a checkpoint.
 
-    A checkpoint of other classes and, if `resume` is a path, the checkpoint of another model are rejected here, before
-    memory for the weights is allocated.
+    If `resume` is a path, the checkpoint of other classes or of another model is rejected here, before memory for the
+    weights is allocated.
 
     Raises:
         CheckpointError: The folder already contains a run and `resume` is not set, the checkpoint in `resume` cannot be
@@ -115,23 +114,16 @@ def resumes(phase: Phase, num_classes: int, label_names: Sequence[str]) -> bool:
             differs.
     """
     folder = folder_of(phase.config)
-    resume = _resolve_resume(phase.config.resume, folder)
-    if resume is None:
+    path = _resolve_resume(phase.config.resume, folder)
+    if path is None:
         _check_empty(folder)
-        return False
-    if resume == "auto":
-        found = _checkpoints_in(folder)
-        for path in found:
-            with suppress(BrokenCheckpointError):
-                _check_same_classes(Checkpoint(path, whole=False).training_state(), label_names, path)
-                break
-        return bool(found)
-    path = Path(resume)
+    if path is None or path == "auto":
+        return bool(_checkpoints_in(folder))
     saved = Checkpoint(path, whole=False).training_state()
-    _check_same_classes(saved, label_names, path)
+    _check_same_classes(saved, label_names, Path(path))
     config = phase.that_wrote(saved).config
     decisive = {name: value for name, value in saved["config"].items() if name in DECISIVE}
-    check_same_options(decisive, stored_options(config, num_classes), path)
+    check_same_options(decisive, stored_options(config, num_classes), Path(path))
     with torch.device("meta"):
         model = build_model(config.without_initial_weights(), num_classes)
     load_weights(model, saved["state_dict"], path)

@@ -23,7 +23,6 @@ from ..data.host.workers import share_cores
 from ..data.samplers import split_global_batch
 from ..data.seeds import derive_seed, seed_everything
 from ..data.sources.images import UnreadableSplitError
-from ..data.sources.splits import check_count
 from ..data_config import chosen_data_config
 from ..devices import autocast
 from ..distributed import all_reduce_sum, broadcast_from_rank0
@@ -111,7 +110,6 @@ class Trainer:
         check_phases(config, world_size, splits.num_images, splits.num_classes)
         options = stored_options(config, splits.num_classes)
         is_resumed = broadcast_from_rank0(lambda: resumes(self.phase, splits.num_classes, splits.label_names))
-        check_count(splits.train, config.num_classes, config.train_split, config.data_dir)
 
         share_cores(device, config.workers)
         seed_everything(config.seed)
