@@ -28,7 +28,7 @@ LAYERS = """
     vil.config vil.info vil.published
     vil.classes vil.state_dicts vil.security
     vil.weight_files
-    vil.checkpoint vil.devices vil.data_config
+    vil.checkpoint vil.devices vil.data_config vil.download
     vil.initial_weights
     vil.factory
     vil.data vil.cuda_graphs
@@ -42,7 +42,7 @@ LAYERS = """
     research
 """
 RANKS = {room: rank for rank, line in enumerate(LAYERS.splitlines()) for room in line.split()}
-DEPENDENCIES = "torch torchvision timm yaml safetensors PIL numpy numba llvmlite jinja2"
+DEPENDENCIES = "torch torchvision timm huggingface_hub yaml safetensors PIL numpy numba llvmlite jinja2"
 OPTIONAL = "triton cuda tqdm sklearn matplotlib onnx onnxruntime onnxscript wandb webdataset pillow_heif"
 PATHS = [path for top in ("vil", "research") for path in (ROOT / top).rglob("*.py")]
 PATHS += [ROOT / "train_imagenet.py", ROOT / "validate.py"]

@@ -1,6 +1,6 @@
 """Run kernels on small inputs under NVIDIA's compute-sanitizer to find errors that do not change the results.
 
-The program runs every kernel except scan_lines and in_proj_pool_sm90.
+The program runs every kernel. Kernels for Hopper GPUs run only on a Hopper GPU.
 
     export PYTHONPATH=tests/helpers PYTORCH_NO_CUDA_MEMORY_CACHING=1  # the sanitizer then sees each tensor's memory
     compute-sanitizer --report-api-errors no --tool memcheck python3 tools/sanitize.py  # racecheck, initcheck
@@ -9,6 +9,7 @@ On an H200, initcheck falsely reports that 16-bit results of cuBLAS are uninitia
 that read the result of `torch.mm`. Therefore this program computes blocks' products in fp32.
 """
 
+import math
 from unittest import mock
 
 import numpy as np
@@ -70,7 +71,7 @@ def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
 
 def block(recurrence: str, dtype: torch.dtype) -> None:
     mixer = {"longhorn": LonghornMixer, "selective": MambaMixer}[recurrence]
-    # Together, the block widths and numbers of multiprocessors select every kernel of an unpooled block.
+    # Together, the block widths, numbers of multiprocessors and grids select every kernel of a block.
     is_hopper = hardware.is_hopper(torch.device("cuda", 0))
     for width, multiprocessors, on_hopper in (
         (16, 1, False), (18, 1, False), (64, 1, False), (192, 1, is_hopper), (192, 1, False), (192, 64, False)
@@ -86,9 +87,13 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
             for middle in (False, True):
                 blocks = Blocks(*[Block(width, mixer, drop_path=0.5).cuda().train() for _ in range(2)])
                 blocks(x, class_token_only=middle).sum().backward()
-            if width == 64:  # kernels of a pooled block with 8 lines (7 rows and the class token)
+            if width >= 64:
                 pooled = Block(width, mixer, drop_path=0.5, pool="rows").cuda().train()
-                pooled(x[:, :64], grid=(7, 9)).sum().backward()
+                for grid in ((7, 9), (11, 12)):  # in_proj_pool_sm90 needs at least 129 tokens
+                    x = torch.randn(2, math.prod(grid) + 1, width, device="cuda", requires_grad=True)
+                    pooled(x, grid=grid).sum().backward()
+                    with torch.no_grad():
+                        pooled(x, grid=grid)
 
 
 def augmentation(interpolation: str) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from .checkpoint import Checkpoint
 from .config import ConfigError
 from .config.options import check_sizes
 from .distributed import warn_on_rank0
+from .download import check_download
 from .initial_weights import describe_initialization, fit_head, names_taken, num_classes_of
 from .models import shipped
 from .models.pretrained import first_blocks
@@ -56,9 +57,9 @@ def from_checkpoint(
     name = model or source.options.get("model")
     if not name:
         raise ConfigError(
-            f"{source} does not store the name of the model: pass the name to vil.from_checkpoint, or convert the file "
-            f"with vil export --checkpoint {source} --model NAME --out model.safetensors, and with --model-kwargs "
-            "and --img-size if the model has other values than its default"
+            f"{source} does not store the name of the model: set --model NAME, pass the name to vil.from_checkpoint, "
+            f"or convert the file with vil export --checkpoint {source} --model NAME --out model.safetensors, and with "
+            "--model-kwargs and --img-size if the model has other values than its default"
         )
     arguments = saved_arguments(source.options) | arguments
     without_head = arguments.get("num_classes") == 0
@@ -119,10 +120,24 @@ def load_model(model: str, path: str | Path | Checkpoint, use_ema: bool = False,
     return loaded
 
 
-def check_pretrained(model: str, remedy: str) -> None:
-    """Raise a ConfigError with a remedy if a model of timm or of this package has no pretrained weights."""
-    if timm.is_model(model) and not (timm.is_model_pretrained(model) or shipped.file_of(model)):
+def check_pretrained(model: str, arguments: Mapping[str, Any], remedy: str) -> None:
+    """Check that a model has pretrained weights, and that the weights are on this machine or can be downloaded.
+
+    Args:
+        model: Model name in timm. Names that timm does not list are not checked.
+        arguments: Keyword arguments of the model. Weights that the arguments specify are not checked.
+        remedy: How to use other weights, for the error message.
+
+    Raises:
+        ConfigError: The model has no pretrained weights, or the weights cannot be downloaded.
+    """
+    if not timm.is_model(model) or shipped.file_of(model) or "pretrained_cfg_overlay" in arguments:
+        return
+    if not timm.is_model_pretrained(model):
         raise ConfigError(f"timm has no pretrained weights for {model}; {remedy}")
+    config = timm.get_pretrained_cfg(model)
+    if config and config.hf_hub_id and "pretrained_cfg" not in arguments:
+        check_download(model, config.hf_hub_id, remedy)
 
 
 def pretrained_model(model: str, remedy: str = "set --checkpoint FILE", **arguments: Any) -> nn.Module:
@@ -130,16 +145,17 @@ def pretrained_model(model: str, remedy: str = "set --checkpoint FILE", **argume
 
     Args:
         model: Model name in timm.
-        remedy: What to do if the model has no pretrained weights, for the error message.
+        remedy: How to use other weights, for the error message.
         arguments: Keyword arguments of the model.
 
     Raises:
         ConfigError: The model is unknown, has no pretrained weights, does not accept the arguments, or would get a
-            randomly initialized head, because the weights have another number of classes.
+            randomly initialized head, because the weights have another number of classes; or the weights cannot be
+            downloaded.
     """
     pretrained = arguments.pop("pretrained", True)
-    if pretrained and "pretrained_cfg_overlay" not in arguments:
-        check_pretrained(model, remedy)
+    if pretrained:
+        check_pretrained(model, arguments, remedy)
     created: Any = create_model(model, pretrained=pretrained, **arguments)
     trained = created.pretrained_cfg.get("num_classes")
     if pretrained and trained and created.num_classes not in (0, trained):

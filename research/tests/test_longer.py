@@ -1,12 +1,10 @@
 """Tests of research/longer.py and research/cost.py: the order of runs, the tables, and the minutes to an accuracy."""
 
 import json
-from collections import defaultdict
 
 import numpy as np
 import pytest
 import yaml
-from fixtures import CLASSES
 from processes import call
 from scipy.stats import ttest_ind
 
@@ -125,38 +123,12 @@ def test_the_throughput_of_a_model_is_the_median_of_its_fastest_mode(tmp_path):
     assert cost.throughput(tmp_path / "missing.json") == {}
 
 
-def test_the_program_trains_all_runs_stops_at_the_deadline_and_stores_divergence(
-    image_folder, tmp_path, monkeypatch, capsys
-):
-    started = defaultdict(list)
-
-    def train(options, model, seed, words, folder, deadline, gpus):
-        if (folder.name, model, seed) == ("seeds-0.0015", PUBLISHED, 1):
+def test_the_program_trains_all_runs_stops_at_the_deadline_and_stores_divergence(simulate, tmp_path, capsys):
+    def start(path):
+        if path.parts[-2:] == ("seeds-0.0015", f"{PUBLISHED}-1"):
             raise SystemExit("published_vit-1 ended with status 1: the loss is nan at step 3 of epoch 2.")
-        if not deadline.passed:
-            started[folder.name].append(model)
-            (folder / f"{model}-{seed}").mkdir(parents=True)
 
-    def read_run(folder, model, seed, images, evaluated):
-        stage, _, lr = folder.name.partition("-")
-        return result(Cell(stage, model, float(lr), seed))
-
-    def judge(folder, runs, images):
-        targets = np.array([CLASSES.index(images.filename(i).split("/")[0]) for i in range(len(images))])
-        return Judged(targets, targets[:, None], [*map(images.filename, range(len(images)))], [name(runs[0])])
-
-    def name(run):
-        return f"{run['model']}-{run['seed']}"
-
-    monkeypatch.setattr(seeds, "train", train)
-    monkeypatch.setattr(seeds, "read_run", read_run)
-    monkeypatch.setattr(seeds, "judge", judge)
-    monkeypatch.setattr(seeds, "is_done", lambda path: path.name.rsplit("-", 1)[0] in started[path.parent.name])
-    for split, source in (("train", "train"), ("choose", "val"), ("test", "val")):
-        (tmp_path / "images" / split).parent.mkdir(exist_ok=True)
-        (tmp_path / "images" / split).symlink_to(image_folder / source)
-    words = ["--data-dir", tmp_path / "images", "--folder", tmp_path / "runs"]
-    words += ["--earlier", tmp_path / "none.json", "--out", tmp_path / "out.json"]
+    words, trained = simulate(start, result)
     with pytest.raises(SystemExit) as stopped:
         call(longer.main, *words, "--minutes", "0")
     assert stopped.value.code == 75
@@ -166,8 +138,8 @@ def test_the_program_trains_all_runs_stops_at_the_deadline_and_stores_divergence
     runs = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert len(runs) == 17 + 18
     assert [(run["model"], run["seed"]) for run in runs if "diverged" in run] == [(PUBLISHED, 1)]
-    trained = [POOLED, VIL, PUBLISHED, POOLED, VIL, POOLED, VIL, PUBLISHED, POOLED, PUBLISHED]
-    assert started["seeds-0.0015"] == trained  # the diverged run is not repeated
+    expected = [POOLED, VIL, PUBLISHED, POOLED, VIL, POOLED, VIL, PUBLISHED, POOLED, PUBLISHED]
+    assert trained["seeds-0.0015"] == expected  # the diverged run is not repeated
     shown = capsys.readouterr().out
     assert f"| {VIM} | 5,000 | 0.00075 | 3 | 100.00 ± 0.00 |" in shown
     assert f"| {PUBLISHED} | 5,000 | 0.0015 | 4 | 75.00 ± 50.00 | 100.00 0.00 100.00 100.00 |" in shown

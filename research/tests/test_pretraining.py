@@ -1,12 +1,10 @@
 """Tests of research/weights.py: the order and the options of runs, the weights, and the tables."""
 
 import json
-from collections import defaultdict
 
 import numpy as np
 import torch
 import yaml
-from fixtures import CLASSES
 from processes import call
 
 import vil
@@ -97,38 +95,19 @@ def test_tables_have_test_accuracies_by_data_set_when_all_runs_are_finished():
     assert [row[3].split()[0] for row in differences] == ["+20.00", "-6.00", "+7.00", "+12.00", "+12.00", "+12.00"]
 
 
-def test_the_program_writes_the_weights_and_removes_finished_runs(image_folder, tmp_path, monkeypatch, capsys):
-    started = defaultdict(list)
+def test_the_program_writes_the_weights_and_removes_finished_runs(simulate, tmp_path, capsys):
     config = dict(img_size=32, num_classes=4, model_kwargs=dict(depth=1, embed_dim=32))
 
-    def train(options, model, seed, words, folder, deadline, gpus):
-        started[folder.name].append(model)
-        (folder / f"{model}-{seed}").mkdir(parents=True)
-        if folder.name.startswith("seeds"):
+    def start(path):
+        if path.parent.name.startswith("seeds"):
+            model = path.name.removesuffix("-0")
             arguments = config["model_kwargs"] | (dict(num_heads=1) if model == DEIT else {})
             built = seeds.create_model(model, num_classes=4, img_size=32, **arguments)
             saved = config | dict(model=model, model_kwargs=arguments)
-            content = dict(version=1, state_dict=built.state_dict(), config=saved)
-            torch.save(content, folder / f"{model}-{seed}" / "last.pt")
+            path.mkdir(parents=True)
+            torch.save(dict(version=1, state_dict=built.state_dict(), config=saved), path / "last.pt")
 
-    def read_run(folder, model, seed, images, evaluated):
-        stage, _, lr = folder.name.partition("-")
-        return result(Cell(stage, model, float(lr), seed))
-
-    def judge(folder, runs, images):
-        targets = np.array([CLASSES.index(images.filename(i).split("/")[0]) for i in range(len(images))])
-        names = [f"{images.filename(i)}{('.JPEG', '.jpg')[i % 2]}" for i in range(len(images))]
-        return Judged(targets, targets[:, None], names, [f"{runs[0]['model']}-0"])
-
-    monkeypatch.setattr(seeds, "train", train)
-    monkeypatch.setattr(seeds, "read_run", read_run)
-    monkeypatch.setattr(seeds, "judge", judge)
-    monkeypatch.setattr(seeds, "is_done", lambda path: path.name.rsplit("-", 1)[0] in started[path.parent.name])
-    for split, source in (("train", "train"), ("choose", "val"), ("test", "val")):
-        (tmp_path / "images" / split).parent.mkdir(exist_ok=True)
-        (tmp_path / "images" / split).symlink_to(image_folder / source)
-    words = ["--data-dir", tmp_path / "images", "--folder", tmp_path / "runs"]
-    words += ["--earlier", tmp_path / "none.json", "--out", tmp_path / "out.json"]
+    words, _ = simulate(start, result)
     for _ in range(2):  # the second call has no run to train
         call(weights.main, *words)
     assert len(json.loads((tmp_path / "out.json").read_text())["runs"]) == 11 + 3

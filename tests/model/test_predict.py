@@ -217,6 +217,23 @@ def test_unreadable_images_are_named_and_the_others_are_predicted(checkpoint, ph
     assert reason_of(EOFError()) == "EOFError"  # an exception without a message is named by its type
 
 
+@pytest.mark.parametrize(
+    ("image", "kind"),
+    [
+        (b"\xff\xd8", r"bytes: pass PIL.Image.open\("), (bytearray(b"\xff\xd8"), r"bytearray: pass PIL.Image.open\("),
+        (torch.zeros(3, 16, 16), r"Tensor: pass torchvision.transforms.functional.to_pil_image\("),
+        (5, "int$"), (None, "NoneType$"), ([1, 2], "(list|int)$"),
+    ],
+)  # fmt: skip
+def test_images_of_other_types_are_rejected_alone_and_in_a_list(image, kind, photos):
+    model = small(img_size=16, patch_size=8, num_classes=2)
+    for images in (image, [image], [photos / "a.png", image]):
+        with pytest.raises(TypeError, match=f"must be a file path, a Pillow image or a NumPy array, got {kind}"):
+            vil.predict(model, images)
+    with pytest.raises(TypeError, match="got Tensor"):
+        vil.predict(model, torch.zeros(2, 3, 16, 16))
+
+
 def test_unnamed_classes_are_labelled_by_index_and_imagenets_by_description():
     pixels = np.zeros((32, 32, 3), np.uint8)
     model = small(img_size=(24, 32), patch_size=8, num_classes=1000)

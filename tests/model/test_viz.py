@@ -446,15 +446,50 @@ def test_the_command_accepts_file_names_and_at_most_64_images(tmp_path, monkeypa
         (["many", "--count", 0], "--count must be at least 1, got 0"),
         (["many", "--blocks", 0, 1], "--blocks must be between 0 and 0 for this model, got 1"),
         (["many", "--blocks", -1], "--blocks must be between 0 and 0 for this model, got -1"),
-        (["many", "--checkpoint", "plain.pth"], "plain.pth must be written by vil train or vil export"),
+        (["many", "--checkpoint", "plain.pth"], "plain.pth does not store the name of the model: set --model NAME"),
         (["many", "--checkpoint", "text.png"], "text.png cannot be read as a checkpoint"),
-        (["many", "--checkpoint", "deit.pt"], "deit.pt must hold a ViL or ViM model, got deit_tiny"),
+        (["many", "--checkpoint", "deit.pt"], "deit.pt must be a ViL or ViM, got deit_tiny"),
     ):
         with pytest.raises(SystemExit, match=f"^error: .*{message}"):
             command(*words)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match="^error: vil viz needs matplotlib: pip install"):
         command("empty")
+
+
+def test_the_command_plots_pretrained_weights_and_weights_without_a_model_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (9, 9), (90, 0, 0)).save("red.png")
+    compared = []
+    monkeypatch.setattr(viz, "receptive_fields", lambda *models_and_images: compared.append(models_and_images[:2]))
+    for plot in ("plot_receptive_fields", "plot_scans", "save"):
+        monkeypatch.setattr(viz, plot, lambda *_: None)
+    monkeypatch.setattr(viz, "why", lambda *_: (None, ""))
+
+    call(main, "--model", "vil_tiny", "red.png")
+    assert "why.png: 1 image; pretrained weights\n" in capsys.readouterr().out
+    expected = timm.create_model("vil_tiny", pretrained=True)
+    torch.save(expected.state_dict(), "plain.pth")
+    call(main, "--model", "vil_tiny", "--checkpoint", "plain.pth", "red.png")
+    for trained, untrained in compared:
+        assert torch.equal(trained.norm.weight, expected.norm.weight)
+        assert not torch.equal(untrained.cls_token, expected.cls_token)
+        assert trained.patch_embed.img_size == untrained.patch_embed.img_size
+    assert compared[0][1].patch_embed.img_size == (256, 256)  # the size of the pretrained weights
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--model or --checkpoint is required"),
+        (["--model", "vil_tiny", "--use-ema"], "--use-ema needs --checkpoint with a checkpoint of vil train"),
+        (["--model", "vil_small"], "timm has no pretrained weights for vil_small; set --checkpoint FILE"),
+        (["--model", "resnet18"], "--model must be a ViL or ViM, got resnet18"),
+    ],
+)
+def test_a_model_without_weights_or_of_another_kind_is_rejected(words, message):
+    with pytest.raises(SystemExit, match=f"^error: {message}"):
+        call(main, *words, "red.png")
 
 
 def test_other_models_and_unknown_tokens_are_rejected(images):

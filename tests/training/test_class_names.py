@@ -1,6 +1,8 @@
 """Tests of class names in pretrained weights and teachers: rows of the head are reordered to the run's classes."""
 
 import dataclasses
+import re
+import shutil
 
 import pytest
 import timm
@@ -11,6 +13,7 @@ from processes import SMALL
 
 from vil import checkpoint
 from vil.config import ConfigError
+from vil.errors import CheckpointError
 from vil.factory import create_model
 from vil.training.building import build_model
 from vil.training.trainer import Trainer
@@ -83,6 +86,32 @@ def test_a_run_reorders_the_pretrained_head_by_its_class_folders(image_folder, t
     trainer = Trainer(config, CPU, 0, 1)
     assert torch.equal(trainer.state.model.state_dict()["head.weight"], weights["head.weight"].flip(0))
     assert not torch.equal(build_model(config, 4).state_dict()["head.weight"], weights["head.weight"].flip(0))
+
+
+@pytest.mark.parametrize("resume", ["auto", "run/last.pt"])
+@pytest.mark.parametrize(
+    ("removed", "added", "message"),
+    [
+        (CLASSES[:1], [], f"missing: '{CLASSES[0]}'"),
+        ([], [f"new{i}" for i in range(6)], "new: 'new0', 'new1', 'new2', 'new3', 'new4', ..."),
+        (CLASSES[1:2], ["wasp"], f"missing: '{CLASSES[1]}'; new: 'wasp'"),
+    ],
+)
+def test_a_run_names_the_classes_that_changed_since_its_checkpoint(
+    uninterrupted, image_folder, tmp_path, resume, removed, added, message
+):
+    shutil.copytree(uninterrupted / "run", tmp_path / "run")
+    data = shutil.copytree(image_folder, tmp_path / "data")
+    for split in ("train", "val"):
+        for name in added:
+            shutil.copytree(data / split / CLASSES[2], data / split / name)
+        for name in removed:
+            shutil.rmtree(data / split / name)
+    path = resume if resume == "auto" else str(tmp_path / resume)
+    config = small_config(data, output=str(tmp_path), experiment="run", resume=path)
+    message = rf"the same as in \S+/run/last.pt \({re.escape(message)}\): restore the class folders"
+    with pytest.raises(CheckpointError, match=message):
+        Trainer(config, CPU, 0, 1)
 
 
 def test_a_teachers_logits_are_reordered_to_the_runs_classes(image_folder, tmp_path):

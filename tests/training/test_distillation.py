@@ -84,6 +84,7 @@ def test_an_unsuitable_teacher_is_rejected_before_training_starts(
     )
     if (given := options.get("teacher_checkpoint")) in files:
         options = options | dict(teacher_checkpoint=files[given]())
+    monkeypatch.setattr("vil.download.get_hf_file_metadata", lambda url: None)
     monkeypatch.setattr("timm.models._builder.load_pretrained", offline)
     with pytest.raises((ConfigError, CheckpointError), match=message) as refused:
         trainer(image_folder, tmp_path, **options)
@@ -92,6 +93,7 @@ def test_an_unsuitable_teacher_is_rejected_before_training_starts(
 
 
 def test_a_timm_teacher_runs_in_eval_mode(image_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("vil.download.get_hf_file_metadata", lambda url: None)
     monkeypatch.setattr("timm.models._builder.load_pretrained", lambda *args, **kwargs: None)
     taught = trainer(image_folder, tmp_path, teacher="test_resnet", synthetic=64, num_classes=1000)
     assert not any(part.training for part in taught.teacher.model.modules())

@@ -1,7 +1,10 @@
 """Plot which parts of an image a ViL or ViM uses: evidence for a class, scan traces and receptive fields.
 
     vil viz --checkpoint output/digits/last.pt --images data/digits/validation/3 --out output/viz
+    vil viz --model vil_tiny_pooled photo.jpg
 
+A checkpoint is a file written by `vil train`, or a .safetensors file or folder written by `vil export`. With --model, a
+checkpoint can be a file that stores only weights.
 docs/seeing-inside.md explains how to read the plots.
 """
 
@@ -30,7 +33,8 @@ def main(words: Sequence[str] | None = None, prog: str = "vil viz") -> None:
 def parse_options(words: Sequence[str] | None = None, prog: str = "vil viz") -> argparse.Namespace:
     parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--checkpoint", required=True, help="checkpoint written by vil train, or weights written by vil export")
+    add("--model", help="timm model name (default: name stored in the checkpoint)")
+    add("--checkpoint", help="checkpoint file with the weights (default: timm's pretrained weights of --model)")
     add(
         "--use-ema",
         action=argparse.BooleanOptionalAction,
@@ -47,6 +51,10 @@ def parse_options(words: Sequence[str] | None = None, prog: str = "vil viz") -> 
     )
     add("--out", type=Path, default=Path("output/viz"), help="output folder for why.png, scans.png and fields.png")
     options = parser.parse_args(words)
+    if not (options.model or options.checkpoint):
+        raise ConfigError("--model or --checkpoint is required")
+    if options.use_ema is not None and not options.checkpoint:
+        raise ConfigError("--use-ema needs --checkpoint with a checkpoint of vil train")
     options.images = [*options.files, *options.images]
     if not options.images:
         raise ConfigError("images are required: give image files or folders with images")

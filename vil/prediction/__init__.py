@@ -29,8 +29,8 @@ def predict(
     Args:
         model: A timm model, which runs on its current device, or the path of a checkpoint: a file written by
             `vil train`, or a .safetensors file, .onnx file or folder written by vil.export.
-        images: A file path, a Pillow image, or an array (H, W), (H, W, 3) or (H, W, 4) of uint8 or uint16. For several
-            images, an iterable of paths, Pillow images or arrays.
+        images: A file path, a Pillow image, or a NumPy array (H, W), (H, W, 3) or (H, W, 4) of uint8 or uint16. For
+            several images, an iterable of paths, Pillow images or arrays.
         topk: Number of classes per image.
         batch_size: Number of images per forward pass of the model.
 
@@ -39,12 +39,17 @@ def predict(
             `batch_size` is below 1. If one of several images cannot be read, a warning names the image, and the list
             of its predictions is empty.
         CheckpointError: The checkpoint is missing or corrupt.
+        TypeError: An image is not a file path, a Pillow image or an array, but for example bytes or a tensor.
     """
     if min(topk, batch_size) < 1:
         raise ConfigError(f"topk and batch_size must be at least 1, got {topk} and {batch_size}")
     _check_arguments(model, images)
     classifier = classifier_of(model)
-    if isinstance(images, (str, os.PathLike, Image.Image)) or getattr(images, "ndim", 4) < 4:  # a single image
+    if (
+        isinstance(images, (str, os.PathLike, Image.Image, bytes, bytearray))
+        or not isinstance(images, Iterable)
+        or getattr(images, "ndim", 4) < 4
+    ):  # a single image
         (found,) = classifier([images], topk)
         if isinstance(found, Exception):
             raise ConfigError(f"{_name(images)} cannot be read as an image: {reason_of(found)}") from found

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import ConfigError
 from ..text import one_line, printable
-from .images import open_picture
+from .images import check_picture, open_picture
 
 Pictures = TypeVar("Pictures")
 MAX_REASON = 200  # maximum length of a quoted error message, in characters
@@ -53,7 +53,13 @@ class Classifier:
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Any], topk: int) -> list[list[Prediction] | Exception]:
-        """Return a list of predictions per image, or the exception for an image that cannot be read."""
+        """Return a list of predictions per image, or the exception for an image that cannot be read.
+
+        Raises:
+            TypeError: An image is not a file path, a Pillow image or a NumPy array.
+        """
+        for image in images:
+            check_picture(image)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             prepared = list(pool.map(self._prepare, images))  # threads help because decoders release the GIL
 

@@ -7,10 +7,25 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from ..config import ConfigError
 
 Picture: TypeAlias = str | os.PathLike | Image.Image | np.ndarray
+
+
+def check_picture(image: Any) -> None:
+    """Raise a TypeError unless `open_picture` supports the type of an image."""
+    if isinstance(image, (str, os.PathLike, Image.Image, np.ndarray)):
+        return
+    remedy = ""
+    if isinstance(image, (bytes, bytearray)):
+        remedy = ": pass PIL.Image.open(io.BytesIO(data)) for the bytes of an image file"
+    elif isinstance(image, Tensor):
+        remedy = ": pass torchvision.transforms.functional.to_pil_image(tensor) for a tensor (C, H, W)"
+    raise TypeError(
+        f"an image must be a file path, a Pillow image or a NumPy array, got {type(image).__name__}{remedy}"
+    )
 
 
 def open_picture(image: Any) -> Image.Image:

@@ -32,8 +32,8 @@ def build_model(
         label_names: Class names of the data by index. The head loaded from `pretrained_path` is reordered to match.
 
     Raises:
-        ConfigError: The model has no pretrained weights or does not support activation checkpointing, or
-            `vil.factory.create_model` raises.
+        ConfigError: The model has no pretrained weights, the weights cannot be downloaded, the model does not support
+            activation checkpointing, or `vil.factory.create_model` raises.
         CheckpointError: `vil.factory.create_model` raises.
     """
     arguments: dict[str, Any] = {"img_size": config.img_size} if config.img_size else {}
@@ -43,7 +43,7 @@ def build_model(
         overlay = dict(state_dict=dict(weights), num_classes=num_classes)
         arguments |= dict(pretrained=True, pretrained_cfg_overlay=overlay)
     elif from_timm:
-        check_pretrained(config.model, "set --pretrained-path FILE, or --no-pretrained for random weights")
+        check_pretrained(config.model, arguments, "set --pretrained-path FILE, or --no-pretrained for random weights")
         arguments["pretrained"] = True
     model: Any = create_model(
         config.model, None if weights else config.pretrained_path, label_names=label_names, **arguments

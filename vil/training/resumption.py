@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..checkpoint import Checkpoint
-from ..classes import first_difference, order_of
+from ..classes import first_difference, normal, order_of, quoted
 from ..config import Config
 from ..errors import CheckpointError
 from ..fault_tolerance.machine_errors import exists
@@ -101,14 +102,16 @@ def _resolve_resume(resume: str | None, folder: Path) -> str | None:
     return "auto" if is_restarted and _checkpoints_in(folder) else resume
 
 
-def resumes(phase: Phase, num_classes: int) -> bool:
+def resumes(phase: Phase, num_classes: int, label_names: Sequence[str]) -> bool:
     """Return whether the run resumes from a checkpoint.
 
-    If `resume` is a path, the checkpoint of another model is rejected here, before memory for the weights is allocated.
+    If `resume` is a path, the checkpoint of other classes or of another model is rejected here, before memory for the
+    weights is allocated.
 
     Raises:
         CheckpointError: The folder already contains a run and `resume` is not set, the checkpoint in `resume` cannot be
-            read, the checkpoint's weights do not fit the model, or an option of `DECISIVE` differs.
+            read, the checkpoint's classes differ or its weights do not fit the model, or an option of `DECISIVE`
+            differs.
     """
     folder = folder_of(phase.config)
     path = _resolve_resume(phase.config.resume, folder)
@@ -117,6 +120,7 @@ def resumes(phase: Phase, num_classes: int) -> bool:
     if path is None or path == "auto":
         return bool(_checkpoints_in(folder))
     saved = Checkpoint(path, whole=False).training_state()
+    _check_same_classes(saved, label_names, Path(path))
     config = phase.that_wrote(saved).config
     decisive = {name: value for name, value in saved["config"].items() if name in DECISIVE}
     check_same_options(decisive, stored_options(config, num_classes), Path(path))
@@ -126,6 +130,24 @@ def resumes(phase: Phase, num_classes: int) -> bool:
     return True
 
 
+def _check_same_classes(saved: dict[str, Any], label_names: Sequence[str], path: Path) -> None:
+    """Raise a CheckpointError if a checkpoint and the run that resumes from the checkpoint have other class names."""
+    names = saved["label_names"]
+    if not names or not label_names or order_of(names, label_names) == [*range(len(names))]:
+        return
+    own, current = ({normal(name): name for name in given} for given in (names, label_names))
+    changes = {
+        "missing": [name for key, name in own.items() if key not in current],
+        "new": [name for key, name in current.items() if key not in own],
+    }
+    listed = "; ".join(f"{kind}: {quoted(changed)}" for kind, changed in changes.items() if changed)
+    difference = listed or first_difference(names, label_names, str(path), "this run")
+    raise CheckpointError(
+        f"the classes must be the same as in {path} ({difference}): restore the class folders, or start another run "
+        "with --experiment NAME"
+    )
+
+
 def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:
     """Check that a checkpoint matches the options, classes and teacher of the run that resumes from the checkpoint.
 
@@ -133,17 +155,12 @@ def check_same_run(saved: dict[str, Any], run: RunInfo, path: Path) -> None:
         CheckpointError: An option of `DECISIVE`, the class names or the teacher's weights differ, or the global batch
             size differs within an epoch. Other differences raise no error, and some are logged.
     """
+    _check_same_classes(saved, run.label_names, path)
     config = run.phase.that_wrote(saved).config
     is_within_epoch = bool(saved["progress"].get("losses"))
     is_finished = len(saved["history"]) >= config.total_epochs
     check_same_options(saved["config"], stored_options(config, run.num_classes), path, is_within_epoch, is_finished)
 
-    names = saved["label_names"]
-    if names and run.label_names and order_of(names, run.label_names) != [*range(len(names))]:
-        raise CheckpointError(
-            f"{first_difference(names, run.label_names, str(path), 'this run')}: restore the names of the class "
-            "folders, or start another run with --experiment NAME"
-        )
     if saved.get("teacher") != run.teacher:
         raise CheckpointError(
             f"the teacher must have the same weights as in {path}: set the run's --teacher-checkpoint, or start "

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .. import checkpoint
 from ..classes import check_order, names_of
 from ..config import Config, ConfigError
+from ..download import check_download
 from ..factory import from_checkpoint
 from ..text import one_line
 from ..weight_files import digest
@@ -134,6 +135,8 @@ def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
     if known is None or not known.has_weights:
         raise ConfigError(f"timm has no pretrained weights for teacher {name}; set --teacher-checkpoint FILE")
     _check_num_classes(name, known.num_classes, num_classes)
+    if known.hf_hub_id:
+        check_download(f"teacher {name}", known.hf_hub_id, "set --teacher-checkpoint FILE")
     try:
         return timm.create_model(name, pretrained=True)
     except Exception as error:  # timm and the hub raise exceptions of various types

@@ -109,7 +109,7 @@ class Trainer:
         self.splits = splits = Splits.open(config)
         check_phases(config, world_size, splits.num_images, splits.num_classes)
         options = stored_options(config, splits.num_classes)
-        is_resumed = broadcast_from_rank0(lambda: resumes(self.phase, splits.num_classes))
+        is_resumed = broadcast_from_rank0(lambda: resumes(self.phase, splits.num_classes, splits.label_names))
 
         share_cores(device, config.workers)
         seed_everything(config.seed)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from PIL import Image
@@ -22,7 +22,7 @@ from ..data.sources.image_files import list_images
 from ..data.sources.images import read_image
 from ..data_config import data_config_of
 from ..errors import reject_url
-from ..factory import create_model, from_checkpoint, saved_arguments
+from ..factory import create_model, from_checkpoint, pretrained_model
 from ..fault_tolerance.files import write_atomically
 from ..fault_tolerance.machine_errors import MachineError
 from ..models.vision_longhorn import VisionLonghorn
@@ -44,13 +44,12 @@ def draw(options: argparse.Namespace) -> None:
     """Write the plots why.png, scans.png and fields.png to the output folder.
 
     Raises:
-        ConfigError, CheckpointError: The checkpoint is corrupt or was not written by `vil train` or `vil export`, a
-            requested block does not exist, or no image can be read.
+        ConfigError, CheckpointError: The model cannot be created or loaded, a requested block does not exist, or no
+            image can be read.
     """
     if options.count < 1:
         raise ConfigError(f"--count must be at least 1, got {options.count}")
-    source = Checkpoint(options.checkpoint)
-    model, untrained = load_models(source, options.use_ema)
+    model, untrained, note = load_models(options)
     blocks = checked_blocks(options.blocks, len(model.blocks))
     data_config = data_config_of(model)
     files, pictures = zip(*read_pictures(image_files(options.images)))
@@ -68,7 +67,7 @@ def draw(options: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     figure, summary = why(model, analysed, shown, titles)
     save(figure, out / "why.png")
-    notes = filter(None, [counted(len(shown), "image"), summary, source.note_on_weights(options.use_ema)])
+    notes = filter(None, [counted(len(shown), "image"), summary, note])
     print(f"{out / 'why.png'}: {'; '.join(notes)}", flush=True)
     save(plot_scans(model, analysed[: len(shown)], shown, titles, blocks), out / "scans.png")
     save(plot_receptive_fields(receptive_fields(model, untrained, images)), out / "fields.png")
@@ -78,23 +77,33 @@ def draw(options: argparse.Namespace) -> None:
     )
 
 
-def load_models(source: Checkpoint, use_ema: bool | None) -> tuple[VisionLonghorn, VisionLonghorn]:
-    """Load the model of a checkpoint, and create an untrained model with the same arguments.
+def load_models(options: argparse.Namespace) -> tuple[VisionLonghorn, VisionLonghorn, str]:
+    """Return the trained model, an untrained model with the same arguments, and a note on the trained weights.
 
     Raises:
-        ConfigError: The checkpoint does not store the model's name, or the model is not a ViL or ViM.
+        ConfigError: The checkpoint does not store the model's name, the model has no pretrained weights, or the model
+            is not a ViL or ViM.
         CheckpointError: The checkpoint's weights do not fit the model.
     """
-    name = source.options.get("model")
-    if not name:
-        raise ConfigError(f"{source} must be written by vil train or vil export, but does not store a model name")
-    # load this model first, because loading checks that the stored options fit the weights
-    model = from_checkpoint(source, use_ema=use_ema)
+    model: Any
+    if options.checkpoint:
+        source = Checkpoint(options.checkpoint)
+        model = from_checkpoint(source, options.model, use_ema=options.use_ema)
+        _check_kind(model, options.checkpoint)
+        note = source.note_on_weights(options.use_ema)
+    else:
+        with torch.device("meta"):  # check the model before its weights are downloaded
+            _check_kind(create_model(options.model), "--model")
+        model, note = pretrained_model(options.model).eval(), "pretrained weights"
     torch.manual_seed(0)
-    untrained = create_model(name, **saved_arguments(source.options)).eval()
-    if not (isinstance(model, VisionLonghorn) and isinstance(untrained, VisionLonghorn)):
-        raise ConfigError(f"{source} must hold a ViL or ViM model, got {name}")
-    return model, untrained
+    arguments = model.model_args | dict(img_size=model.patch_embed.img_size, pretrained=False)
+    untrained: Any = create_model(model.pretrained_cfg["architecture"], **arguments).eval()
+    return model, untrained, note
+
+
+def _check_kind(model: Any, owner: str) -> None:
+    if not isinstance(model, VisionLonghorn):
+        raise ConfigError(f"{owner} must be a ViL or ViM, got {model.pretrained_cfg['architecture']}")
 
 
 def checked_blocks(blocks: list[int] | None, depth: int) -> list[int]:

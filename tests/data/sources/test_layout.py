@@ -10,7 +10,7 @@ from PIL import Image
 from vil.config import ConfigError
 from vil.data import folders as split_command
 from vil.data.sources.layout import Layout, find_layout
-from vil.data.sources.splits import class_names, hold_out, open_splits
+from vil.data.sources.splits import class_names, hold_out, open_split, open_splits
 
 
 def write(root, *folders, count=5):
@@ -91,6 +91,17 @@ def test_folders_without_known_classes_are_rejected(tmp_path, folders, message):
         find_layout(str(tmp_path / "Photos"))
     with pytest.raises(ConfigError, match="notes.txt' is not a folder: pass a folder"):
         find_layout(str(tmp_path / "notes.txt"))
+
+
+def test_tar_files_that_are_no_splits_are_suggested_as_shards(tmp_path):
+    hint = "if the .tar files are WebDataset shards, set --dataset wds/NAME and --num-classes"
+    (tmp_path / "train").mkdir()
+    for i in range(2):
+        (tmp_path / "train" / f"train-000{i}.tar").touch()
+    with pytest.raises(ConfigError, match=f"train has no images; not read as images: 2 '.tar': put .*; {hint}"):
+        find_layout(str(tmp_path / "train"))
+    with pytest.raises(ConfigError, match=f"no images in subfolders of .*train; not read as images: 2 '.tar'; {hint}"):
+        open_split(str(tmp_path), "", "train")
 
 
 def test_class_folders_are_divided_like_the_split_command_divides_them(tmp_path, caplog):

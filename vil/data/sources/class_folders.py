@@ -165,3 +165,10 @@ def endings(left_out: Counter[str]) -> str:
     if len(left_out) > 5:
         kinds.append("...")
     return f"; not read as images: {', '.join(kinds)}"
+
+
+def shards_hint(left_out: Counter[str]) -> str:
+    """Return how to read tar files as WebDataset shards, to append to an error message, or "" without tar files."""
+    if not left_out[".tar"]:
+        return ""
+    return "; if the .tar files are WebDataset shards, set --dataset wds/NAME and --num-classes (see docs/guide.md)"

@@ -9,7 +9,7 @@ from timm.data.readers.reader import Reader
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 
 from ...config import ConfigError
-from .class_folders import ClassReader, endings
+from .class_folders import ClassReader, endings, shards_hint
 from .image_files import folders_in, list_images
 
 
@@ -38,7 +38,7 @@ class FolderReader(ClassReader, ReaderImageFolder):
                 "lead to, or remove them"
             )
         if not files:
-            raise RuntimeError(f"no images in subfolders of {root}{endings(self.left_out)}")
+            raise RuntimeError(f"no images in subfolders of {root}{endings(self.left_out)}{shards_hint(self.left_out)}")
 
         targets = self.find_classes(files, folders_in(root, files), root, known)
         self.samples = [(files[i], target) for i, target in targets.items()]

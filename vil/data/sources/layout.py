@@ -15,7 +15,7 @@ from ...classes import quoted
 from ...config import ConfigError
 from ...errors import reject_url
 from ..held_out import count_held_out
-from .class_folders import class_paths, endings
+from .class_folders import class_paths, endings, shards_hint
 from .image_files import folders_in, list_images
 from .split_paths import SPLIT_NAMES, WHOLE, missing_folder, split_in
 
@@ -65,7 +65,7 @@ def find_layout(folder: str) -> Layout:
     left_out: Counter[str] = Counter()
     files = list_images(folder, folder, left_out)
     if not files:
-        raise ConfigError(f"{folder} has no images{endings(left_out)}: {_expected(root)}")
+        raise ConfigError(f"{folder} has no images{endings(left_out)}: {_expected(root)}{shards_hint(left_out)}")
     folders = folders_in(folder, files)
     classes = {*folders} - {""}
     parents = _folders_with_training_split(classes)
