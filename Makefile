@@ -21,10 +21,13 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test wheel-test lint timm-tests slurm-test mutants cuda-mutants
 
+# Python compiles the packages on all cores, because pip would use one core. Errors are ignored, because a few files of
+# the packages are for other versions of Python.
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	@echo "pip now installs PyTorch and the other packages into .venv, which downloads several GB."
-	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --editable ".[dev]"
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
 data/digits: .venv/installed

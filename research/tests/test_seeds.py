@@ -21,7 +21,7 @@ import torch
 import yaml
 from figures import kept_figures
 from fixtures import CLASSES
-from processes import SMALL, call
+from processes import SMALL, ForkedProgram, call
 from scipy.stats import binomtest
 
 from research import seeds
@@ -47,7 +47,8 @@ def run_study(words):
     call(seeds.main, *words)
 
 
-def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder, capsys):
+def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder, capsys, monkeypatch):
+    monkeypatch.setattr(seeds, "subprocess", SimpleNamespace(Popen=ForkedProgram))
     root, command = kept
     with pytest.raises(SystemExit) as stopped:
         run_study([*command, "--minutes", "0"])

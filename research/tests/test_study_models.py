@@ -2,12 +2,13 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
 import yaml
-from processes import SMALL
+from processes import SMALL, ForkedProgram
 
 from research import seeds
 
@@ -83,8 +84,15 @@ def test_vim_with_large_steps_differs_from_vim_only_in_its_initial_steps():
     torch.testing.assert_close(initial_steps(models[1]), 10 * initial_steps(models[0]), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize(("model", "shape"), [("published_vit", dict(num_heads=3)), ("vim_tiny_large_steps", {})])
-def test_a_study_trains_a_model_that_is_not_part_of_the_package(model, shape, image_folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "shape", "in_new_interpreter"),
+    [("published_vit", dict(num_heads=3), True), ("vim_tiny_large_steps", {}, False)],
+)
+def test_a_study_trains_a_model_that_is_not_part_of_the_package(
+    model, shape, in_new_interpreter, image_folder, tmp_path, monkeypatch
+):
+    if not in_new_interpreter:
+        monkeypatch.setattr(seeds, "subprocess", SimpleNamespace(Popen=ForkedProgram))
     arguments = dict(patch_size=8, embed_dim=24, depth=2) | shape
     config = SMALL | dict(data_dir=str(image_folder), epochs=1, model_kwargs=arguments)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))

@@ -134,6 +134,29 @@ def _exit_codes(processes):
     return [process.exitcode for process in processes]
 
 
+class ForkedProgram:
+    """Run of a Python script with the methods of `subprocess.Popen` that research/seeds.py calls.
+
+    The process is forked instead of started, because a new interpreter would import all modules again. Nothing is
+    plotted.
+    """
+
+    def __init__(self, command, *, stdout, stderr, env):
+        place = 0, 1, None, stdout.name, stderr.name
+        self.process = Forked(target=_run, args=(command[1:], env, False, *place))
+        self.process.start()
+
+    def poll(self):
+        return self.process.exitcode
+
+    def wait(self):
+        self.process.join()
+        return self.process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.process.pid, number)
+
+
 def _said(file):
     """Return a file's text without Gloo's connection messages."""
     return re.sub(r"\[Gloo\].*\n", "", Path(file).read_text())

@@ -133,25 +133,37 @@ def vit(**arguments):
     return timm.create_model("vit_tiny_patch16_224", **arguments).eval()
 
 
-@pytest.mark.parametrize(
-    ("name", "ending", "features"),
-    [("vim_tiny_pooled", "onnx", (2, 0)), ("vil_tiny", "pt2", (1, 0))],
-    ids=["onnx", "pt2"],
-)
-def test_an_exported_file_computes_the_models_outputs_without_this_package(name, ending, features, tmp_path):
-    model = small(name, depth=max(features) + 1)
-    model.pretrained_cfg["label_names"] = ("n2", "n10", "é", "a, b", "")
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    path = tmp_path / f"model.{ending}"
-    report = export_model(model, path, features=features, crop_pct=0.5)
-    assert str(report).startswith(f"{path}: {path.stat().st_size / 1e6:.1f} MB; ")
-    assert report.images == report.same_top1
-    report.same_top1 -= 1
-    assert str(report).endswith("top-1 is the same on 3 of 4 images")
-    assert 0 < report.difference < 1e-3
-    # Exporting leaves the model unchanged.
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+@pytest.fixture(scope="module")
+def exported_file(tmp_path_factory):
+    """Return a function that exports a small model once per file name extension, and checks the report.
 
+    The function returns the model, the path, and the indices of the blocks whose feature maps are exported.
+    """
+    folder = tmp_path_factory.mktemp("exported")
+
+    @functools.cache
+    def exported(ending):
+        name, features = dict(onnx=("vim_tiny_pooled", (2, 0)), pt2=("vil_tiny", (1, 0)))[ending]
+        model = small(name, depth=max(features) + 1)
+        model.pretrained_cfg["label_names"] = ("n2", "n10", "é", "a, b", "")
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        path = folder / f"model.{ending}"
+        report = export_model(model, path, features=features, crop_pct=0.5)
+        assert str(report).startswith(f"{path}: {path.stat().st_size / 1e6:.1f} MB; ")
+        assert report.images == report.same_top1
+        report.same_top1 -= 1
+        assert str(report).endswith("top-1 is the same on 3 of 4 images")
+        assert 0 < report.difference < 1e-3
+        # Exporting leaves the model unchanged.
+        assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+        return model, path, features
+
+    return exported
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_an_exported_file_computes_the_models_outputs_without_this_package(ending, exported_file, tmp_path):
+    model, path, features = exported_file(ending)
     images = torch.randn(3, 3, 16, 24)
     found, metadata = run_elsewhere(path, images, tmp_path)
     logits, maps = fp64_outputs(model, images) if model.pooled else naive_outputs(model, images)
@@ -159,12 +171,14 @@ def test_an_exported_file_computes_the_models_outputs_without_this_package(name,
         assert list(found) == ["logits", "features_0", "features_2"]  # feature maps in the order of the blocks
         metadata = variables_of(metadata)
         assert_standard(path)
-    traces = (str(ROOT), torch.__path__[0], str(tmp_path), "File ", "traced.py")  # parts of local paths or stack traces
+    # parts of local paths or stack traces
+    traces = (str(ROOT), torch.__path__[0], str(path.parent), "File ", "traced.py")
     assert not any(word.encode() in path.read_bytes() for word in traces)
     for value, truth in zip(found.values(), [logits, *(maps[block] for block in sorted(features))], strict=True):
         assert relative(value, truth) < 1e-5
     assert metadata == {
-        "model": name, "num_classes": 5, "input_size": [3, 16, 24], "mean": [0.485, 0.456, 0.406],
+        "model": model.pretrained_cfg["architecture"],
+        "num_classes": 5, "input_size": [3, 16, 24], "mean": [0.485, 0.456, 0.406],
         "std": [0.229, 0.224, 0.225], "crop_pct": 0.5, "crop_mode": "center", "interpolation": "bicubic",
         "label_names": ["n2", "n10", "é", "a, b", ""],
     }  # fmt: skip
@@ -399,15 +413,18 @@ def test_torch_onnx_export_fails_and_recommends_export_model(name, dynamo, tmp_p
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny_pooled"])
-def test_onnxruntime_quantizes_all_weights_of_matrix_products(name, tmp_path):
+def test_onnxruntime_quantizes_all_weights_of_matrix_products(name, exported_file, tmp_path):
     quantization = pytest.importorskip("onnxruntime.quantization")
-    export_model(small(name, embed_dim=64), tmp_path / "model.onnx")
+    if name == "vil_tiny":
+        path = export_model(small(name, embed_dim=64), tmp_path / "model.onnx").path
+    else:
+        _, path, _ = exported_file("onnx")
     # without reduce_range, products of 8-bit numbers saturate on x86 CPUs that lack VNNI
-    quantization.quantize_dynamic(tmp_path / "model.onnx", tmp_path / "int8.onnx", reduce_range=True)
+    quantization.quantize_dynamic(path, tmp_path / "int8.onnx", reduce_range=True)
     images = np.random.default_rng(0).normal(size=(2, 3, 16, 24)).astype(np.float32)
     whole, int8 = (
-        onnxruntime.InferenceSession(tmp_path / file).run(["logits"], {"images": images})[0]
-        for file in ("model.onnx", "int8.onnx")
+        onnxruntime.InferenceSession(file).run(["logits"], {"images": images})[0]
+        for file in (path, tmp_path / "int8.onnx")
     )
     assert np.abs(whole - int8).max() < 0.1 * np.abs(whole).max()
     graph = onnx.load(tmp_path / "int8.onnx").graph

@@ -35,7 +35,7 @@ def command_lines(document):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, no_pictures):
     """Write the digits of docs/guide.md and train its runs with a small model, and return the working folder."""
     monkeypatch.chdir(tmp_path)
     for words in command_lines("docs/guide.md"):
@@ -43,7 +43,6 @@ def folder(tmp_path, monkeypatch):
             monkeypatch.setattr(sys, "argv", words[2:])
             monkeypatch.delitem(sys.modules, "vil.data.digits", raising=False)
             runpy.run_module("vil.data.digits", run_name="__main__")
-    monkeypatch.setattr("vil.training.summary.plot_history", lambda *_: b"")
     for name in ("low", "high"):
         words = ["-c", str(ROOT / "configs/digits.yaml"), "--data-dir", f"data/{name}", "--experiment", name]
         words += ["--model-kwargs", "embed_dim=64", "depth=1", "patch_size=8", "--epochs", "2", "--warmup-epochs", "0"]

@@ -45,9 +45,10 @@ def check(loaded, first=0):
         assert content.numpy().tobytes() == b"%d" % number + bytes(100_000)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_sent_tensors_equal_the_workers_tensors(method):
-    check(loader(multiprocessing_context=multiprocessing.get_context(method)))
+# one spawned worker, because each spawned worker imports all modules again
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("forkserver", 2), ("spawn", 1)])
+def test_sent_tensors_equal_the_workers_tensors(method, workers):
+    check(loader(workers, multiprocessing_context=multiprocessing.get_context(method)))
 
 
 def test_tensors_are_kept_without_workers():
