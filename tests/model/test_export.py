@@ -171,7 +171,7 @@ def test_an_exported_file_computes_the_models_outputs_without_this_package(endin
         assert list(found) == ["logits", "features_0", "features_2"]  # feature maps in the order of the blocks
         metadata = variables_of(metadata)
         assert_standard(path)
-    # parts of local paths or stack traces
+    # An exported file contains no local paths and no stack traces.
     traces = (str(ROOT), torch.__path__[0], str(path.parent), "File ", "traced.py")
     assert not any(word.encode() in path.read_bytes() for word in traces)
     for value, truth in zip(found.values(), [logits, *(maps[block] for block in sorted(features))], strict=True):

@@ -131,7 +131,7 @@ def resumes(phase: Phase, num_classes: int, label_names: Sequence[str]) -> bool:
 
 
 def _check_same_classes(saved: dict[str, Any], label_names: Sequence[str], path: Path) -> None:
-    """Raise a CheckpointError if a checkpoint and the run that resumes from the checkpoint have other class names."""
+    """Raise a CheckpointError if a run has other classes than the checkpoint from which the run resumes."""
     names = saved["label_names"]
     if not names or not label_names or order_of(names, label_names) == [*range(len(names))]:
         return

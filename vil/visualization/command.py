@@ -78,7 +78,7 @@ def draw(options: argparse.Namespace) -> None:
 
 
 def load_models(options: argparse.Namespace) -> tuple[VisionLonghorn, VisionLonghorn, str]:
-    """Return the trained model, an untrained model with the same arguments, and a note on the trained weights.
+    """Return the trained model, an untrained model with the same arguments, and where the trained weights are from.
 
     Raises:
         ConfigError: The checkpoint does not store the model's name, the model has no pretrained weights, or the model

@@ -38,7 +38,9 @@ def gate_outproj(
     x_TC: Tensor, y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Gate y with z and add its output projection to x; return the sum, the mean of both directions' y, and a norm.
+    """Multiply the mean of both directions' y by silu(z), and add the product with out_proj to x.
+
+    Returns the sum, the mean of y, and the norm of the sum.
 
     The output overwrites x unless `fuses_product`. The mean is empty unless `keep`. If `eps` and `tiles` are given, the
     norm is a list of xhat and rstd, as in `pack_weights`. Otherwise, the list is empty.
