@@ -10,7 +10,8 @@ import pytest
 import torch
 from blocks import OnGpu, make_block, on_an_emulated_gpu, weights_of
 
-from vil.kernels.block import backward, forward, kernels, run
+from vil.kernels.block import backward, forward, kernels, run, scan_image, scan_lines_bwd
+from vil.kernels.block.lines import Lines
 from vil.kernels.block.weights import BackwardOptions, Inputs, Normed, Options, SavedForBackward
 from vil.kernels.cuda import graphs, launches, memory, plan, recording
 from vil.kernels.cuda.memory import Lifetime
@@ -362,14 +363,20 @@ def test_an_emulated_run_may_pack_weights_as_soon_as_the_weights_of_the_previous
 @emulator.EMULATED
 @pytest.mark.parametrize("class_token_only", [False, True])
 @pytest.mark.parametrize(
-    ("mixer", "shape", "hopper"), [(LonghornMixer, (2, 33, 192), True), (MambaMixer, (1, 70, 36), False)]
-)
+    ("mixer", "shape", "hopper", "lines"),
+    [
+        (LonghornMixer, (2, 33, 192), True, None), (MambaMixer, (1, 70, 36), False, None),
+        (LonghornMixer, (2, 16, 64), False, Lines(3, 5, False)),
+    ],
+)  # fmt: skip
 def test_replaying_an_emulated_block_equals_running_the_block(
-    mixer, shape, hopper, class_token_only, monkeypatch, poison
+    mixer, shape, hopper, lines, class_token_only, monkeypatch, poison
 ):
     """Replaying a recorded block, also with other tensors, is bitwise identical to running the block directly."""
     dtype, (B, L, C) = torch.bfloat16, shape
     emulate_plans(monkeypatch, hopper)
+    for module in (scan_image, scan_lines_bwd):  # two CTAs share an image of the pooled block
+        monkeypatch.setattr(module, "slices_of", lambda D, R, device: 2)
     run_forward, run_backward = forward.forward.__wrapped__, backward.backward.__wrapped__
 
     def unpacked(results):
@@ -389,7 +396,7 @@ def test_replaying_an_emulated_block_equals_running_the_block(
             weights = weights_of(block, detach=True)
             x, dy, dnext = torch.randn(3, B, L, C)
             normed = Normed(torch.randn(B * L, C).to(dtype), torch.rand(B * L)) if given else None
-            options = Options(block.mixer.recurrence, 1e-5, dtype, class_token_only, hopper)
+            options = Options(block.mixer.recurrence, 1e-5, dtype, class_token_only, hopper, lines)
             call = options, True, Inputs(x, torch.rand(B), normed, weights).flat()
             if not plans:
                 plans.append(Plan(run_forward, call, CPU))
@@ -400,7 +407,7 @@ def test_replaying_an_emulated_block_equals_running_the_block(
             saved = SavedForBackward(uz, mean, states, packed, A, pooled, *(normed or (xhat, rstd)))
             dnext = None if after[0] is None else dnext.flatten(0, 1).to(dtype)
             dy = dy[:, : 1 if class_token_only else L].contiguous()
-            how = BackwardOptions(block.mixer.recurrence, class_token_only, given)
+            how = BackwardOptions(block.mixer.recurrence, class_token_only, given, lines)
             tensors = [dy, dnext, *after, torch.rand(B), weights.norm, weights.in_proj, *saved]
             call = how, weights.sizes(), True, tensors
             if len(plans) < 2:
