@@ -19,6 +19,7 @@ from vil.data.device.batched_transforms import apply_operations, crop_resize_fli
 from vil.data.device.decoded import DecodedImages
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.augment import OPERATIONS
+from vil.kernels.block import scan_image, scan_lines_bwd
 from vil.kernels.cuda import hardware
 from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
@@ -88,7 +89,12 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
                 blocks(x, class_token_only=middle).sum().backward()
             if width == 64:  # kernels of a pooled block with 8 lines (7 rows and the class token)
                 pooled = Block(width, mixer, drop_path=0.5, pool="rows").cuda().train()
-                pooled(x[:, :64], grid=(7, 9)).sum().backward()
+                for images, slices in ((2, 1), (1, 2)):  # the plan depends on the number of images, but not on slices
+                    with (
+                        mock.patch.object(scan_image, "slices_of", return_value=slices),
+                        mock.patch.object(scan_lines_bwd, "slices_of", return_value=slices),
+                    ):
+                        pooled(x[:images, :64], grid=(7, 9)).sum().backward()
 
 
 def augmentation(interpolation: str) -> None:
