@@ -295,7 +295,7 @@ def emulate_plans(monkeypatch, hopper):
 def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
     mixer, hopper, norm_given, monkeypatch, poison
 ):  # fmt: skip
-    """A plan of two blocks is bitwise identical to forward and backward passes of single blocks."""
+    """A plan of two blocks is bitwise identical to forward and backward passes of single blocks, and preserves x."""
     dtype, (B, L, C) = torch.bfloat16, (2, 33, 192)
     emulate_plans(monkeypatch, hopper)
     modules = [make_block(mixer, C, seed=seed) for seed in range(2)]
@@ -305,7 +305,9 @@ def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
     scales = [torch.rand(B), torch.rand(B)]
     options = tuple(Options(mixer.recurrence, 1e-5, dtype, False, norm_next) for norm_next in (True, False))
     flat = [x, *normed, *scales, *[t for own in weights for t in own.flat()]]
+    before = x.clone()
     found = Plan(run.forward_run.__wrapped__, (options, True, flat), CPU)(flat)
+    assert torch.equal(x, before)
     without_saved = Plan(run.forward_run.__wrapped__, (options, False, flat), CPU)(flat)
     for value, truth in zip(without_saved, found[:3], strict=True):
         assert value is None if truth is None else torch.equal(value, truth)
