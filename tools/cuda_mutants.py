@@ -345,8 +345,9 @@ TABLE = {
          "⟦wait_long_for(handed.empty(), handed.parity() ^ 1);→⟧"),
         ("Hopper: the class token belongs to the line around it", "if (i <= left⟦ && i != foreign→⟧)"),
         ("Hopper: the class token is divided by the length of a line", "lines.share(⟦pooled→0⟧)"),
-        ("Hopper: tensors of more than 2^31 elements: z of other images",
-         "uz + (⟦i64(image)→image⟧ * L * (2 * D) + D"),
+        ("Hopper: tensors of more than 2^31 elements: u and z of other images",
+         "uz + (⟦i64(image)→image⟧ * L * (2 * D) + step"),
+        ("Hopper: a part of u is not stored", "part = chunk < AHEAD ? ⟦0→1⟧ : chunk;"),
     ],
     "block/scan_image.cu": [
         ("x_proj is read before it has arrived",
