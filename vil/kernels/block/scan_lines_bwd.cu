@@ -29,7 +29,7 @@
 //
 // Columns 2p and 2p + 1 of the first half of a tile are channels 4p and 4p + 1, and of the second half 4p + 2 and 4p + 3.
 // Tensor cores compute the sums over channels and over states from operands rounded to 16 bits, with e the step size,
-// H = e G, and E = H residual:
+// H = e G, and E = H residual, where E is the product of a rounded H and a rounded residual:
 //
 //                    a                              b                                sums
 //   dq               S (16 states, 16 channels)     dy (16 channels, 8 tokens)       (16 states, 8 tokens)
@@ -243,7 +243,7 @@ DEVICE void scan(States &S, Rounded (&residuals)[8], Sums &dq, const CtaMemory &
         if (int t = 8 * half + j; t <= LAST) {
             Token following(cta, tile.x, tile, j < 7 && t < LAST ? t + 1 : t, at);
             residuals[j] = advance(S, token);
-            __syncwarp();
+            __syncwarp();  // otherwise, the compiler rounds the residuals late, and spills registers
             Rounded(S).add_over_channels(dq, at.only(j, dy.word[0]), at.only(j, dy.word[1]));
             token = following;
         }
