@@ -5,10 +5,15 @@
 //   G_t        = dy_t q_t + decay_{t+1} G_{t+1}                                      (docs/kernels/mathematics.md)
 //   dprojected = [dstep dk dq]   dstep = dstep_logits step_proj      dmeans = dx + dprojected x_proj
 //
+// If several CTAs share an image (SLICES > 1), a CTA cannot compute sums over all channels. The kernel then reads
+// [step k q] from `projected`, writes dx to `dmeans`, and writes the sums of dprojected over a CTA's channels to
+// `dprojected_parts`. Then add_slices.cu adds these sums, and cuBLAS adds dprojected x_proj to `dmeans`.
+//
 // scan_lines_bwd.py declares the parameters of the kernel. Macros:
 //   INPUT      element type of the tensors: bf16 or fp16
 //   LINES      number S of lines, at most 16
-//   WIDTH      number of channels D, a multiple of 16
+//   WIDTH      number of channels D
+//   SLICES     CTAs of an image in one direction, each of which has D / SLICES channels, a multiple of 16
 //   RANK       columns of the step R, a multiple of 8
 //   WARPS      warps per CTA
 //   CTA_BYTES  dynamic shared memory, computed by the host
@@ -16,7 +21,7 @@
 // B batch    S pooled tokens, here called lines    D channels    N = 16 states    P = R + 2N
 // token t: line t, or S - 1 - t in direction 1
 //
-// A CTA processes all channels of every `parts`-th image in one direction, whose weights stay in shared memory.
+// A CTA processes a slice of the channels of every `parts`-th image in one direction. Its weights stay in shared memory.
 // A warp processes `TILES_OF_WARP` tiles of 16 adjacent channels, one tile at a time.
 // With r = lane / 4 and p = lane % 4, a lane has 2 states of 4 channels of a tile, as in an operand of tensor cores:
 //
@@ -24,7 +29,7 @@
 //
 // Columns 2p and 2p + 1 of the first half of a tile are channels 4p and 4p + 1, and of the second half 4p + 2 and 4p + 3.
 // Tensor cores compute the sums over channels and over states from operands rounded to 16 bits, with e the step size,
-// H = e G, and E = H residual:
+// H = e G, and E = H residual, where E is the product of a rounded H and a rounded residual:
 //
 //                    a                              b                                sums
 //   dq               S (16 states, 16 channels)     dy (16 channels, 8 tokens)       (16 states, 8 tokens)
@@ -42,12 +47,14 @@
 #define LANE_CHANNELS 4
 #include "../scan/recurrences.cuh"
 
-constexpr int D = WIDTH, S_LINES = LINES, ROWS = 16, P = RANK + 2 * N, THREADS = 32 * WARPS;
-constexpr int TILES = D / 16, TILES_OF_WARP = (TILES + WARPS - 1) / WARPS, EIGHTHS = RANK / 8, OUTPUTS = P / 8;
+#define PROJECTS (SLICES == 1)  // whether the kernel computes [step k q] and dprojected x_proj
+
+constexpr int D = WIDTH, SLICE = D / SLICES, S_LINES = LINES, ROWS = 16, P = RANK + 2 * N, THREADS = 32 * WARPS;
+constexpr int TILES = SLICE / 16, TILES_OF_WARP = (TILES + WARPS - 1) / WARPS, EIGHTHS = RANK / 8, OUTPUTS = P / 8;
 constexpr int HALVES = (S_LINES + 7) / 8;
 // The pitches are chosen so that the 16-byte pieces of 8 rows are in different banks.
-constexpr int PITCH = D + 8, P_PITCH = P % 16 ? P : P + 8, STEP_PITCH = RANK % 16 ? RANK : RANK + 8;
-static_assert(S_LINES >= 1 && S_LINES <= ROWS && D % 16 == 0 && RANK % 8 == 0);
+constexpr int PITCH = SLICE + 8, P_PITCH = P % 16 ? P : P + 8, STEP_PITCH = RANK % 16 ? RANK : RANK + 8;
+static_assert(S_LINES >= 1 && S_LINES <= ROWS && D == SLICES * TILES * 16 && RANK % 8 == 0);
 
 // Inputs of the scan of one tile, (tokens, channels). ROW is chosen to avoid bank conflicts of `by_token`.
 constexpr int ROW = 20;
@@ -56,8 +63,10 @@ struct Tile {
     alignas(16) float dy[ROWS][16], step_size[ROWS][16], slope[ROWS][16];
 };
 struct CtaMemory {
+#if PROJECTS
     alignas(16) Element x_proj[P][PITCH];
-    alignas(16) Element step_proj[D][STEP_PITCH];
+#endif
+    alignas(16) Element step_proj[SLICE][STEP_PITCH];
     alignas(16) Element x[ROWS][PITCH];  // means; overwritten by dx, and then by dmeans
     alignas(16) Element dy[ROWS][PITCH];  // gradient of y; overwritten by dstep_logits
     alignas(16) Element projected[ROWS][P_PITCH];  // [step k q]; overwritten by dprojected
@@ -82,6 +91,7 @@ struct Lane {
 // Operand a of a (16 states, 16 channels), rounded.
 struct Rounded {
     unsigned word[2][2];  // [h][first or second half of the tile's columns]
+    INLINE Rounded() {}
     INLINE Rounded(const States &v) {
         UNROLLED for (int h = 0; h < 2; h++)
             UNROLLED for (int i = 0; i < 2; i++) word[h][i] = pack(Element{}, v[h][2 * i], v[h][2 * i + 1]);
@@ -95,18 +105,27 @@ struct Rounded {
         multiply_add(Element{}, sums, transpose(word[0][0]), transpose(word[0][1]), transpose(word[1][0]),
                      transpose(word[1][1]), b_0, b_1);
     }
+    INLINE Rounded operator*(const Rounded &other) const {
+        Rounded product;
+        UNROLLED for (int h = 0; h < 2; h++)
+            UNROLLED for (int i = 0; i < 2; i++)
+                product.word[h][i] = multiply_both(Element{}, word[h][i], other.word[h][i]);
+        return product;
+    }
 };
 
-// All threads copy `count` rows of COLUMNS elements. Rows from `rows` on are filled with zeros.
-template <int COLUMNS, int PITCH_>
+// All threads copy COLUMNS elements of `count` rows, which are STRIDE elements apart in global memory.
+// Rows from `rows` on are filled with zeros.
+template <int COLUMNS, int STRIDE = COLUMNS, int PITCH_>
 DEVICE void copy_rows(Element (*to)[PITCH_], const Element *from, int count, int rows, bool reverse) {
     constexpr int PIECES = COLUMNS / 8;
     for (int i = threadIdx.x; i < count * PIECES; i += THREADS) {
         int row = i / PIECES, column = i % PIECES * 8, line = min(reverse ? rows - 1 - row : row, rows - 1);
-        copy_async<8>(&to[row][column], from + (i64(max(line, 0)) * COLUMNS + column), row < rows);
+        copy_async<8>(&to[row][column], from + (i64(max(line, 0)) * STRIDE + column), row < rows);
     }
 }
 
+#if PROJECTS
 // Computes x x_proj^T (16 tokens, P), summed over the warp's channels.
 DEVICE void project(CtaMemory &cta, float (*to)[P], int first_tile, int tiles, Lane at) {
     Sums sums[OUTPUTS] = {};
@@ -122,6 +141,7 @@ DEVICE void project(CtaMemory &cta, float (*to)[P], int first_tile, int tiles, L
     UNROLLED for (int n = 0; n < OUTPUTS; n++)
         UNROLLED for (int half = 0; half < 2; half++) store(&to[at.r + 8 * half][8 * n + 2 * at.p], sums[n][half]);
 }
+#endif
 
 DEVICE Floats<2> add_parts(const CtaMemory &cta, int row, int column) {
     Floats<2> sum = load<2>(&cta.parts[0][row][column]);
@@ -129,14 +149,19 @@ DEVICE Floats<2> add_parts(const CtaMemory &cta, int row, int column) {
     return sum;
 }
 
-// Adds the warps' sums of [step k q], rounds the sums to 16 bits, and writes the step.
-DEVICE void finish_projections(CtaMemory &cta, Element *step, bool reverse) {
+// Adds the warps' sums of [step k q], rounds the sums to 16 bits, and writes the step if `is_first`.
+DEVICE void finish_projections(CtaMemory &cta, Element *step, bool is_first, bool reverse) {
     for (int i = threadIdx.x; i < ROWS * (P / 2); i += THREADS) {
         int row = i / (P / 2), column = i % (P / 2) * 2;
-        Pack<Element, 2> rounded = from_floats<Element>(add_parts(cta, row, column));
-        store(&cta.projected[row][column], rounded);
+        Pack<Element, 2> rounded;
+        if (PROJECTS) {
+            rounded = from_floats<Element>(add_parts(cta, row, column));
+            store(&cta.projected[row][column], rounded);
+        } else {
+            rounded = load<2>(&cta.projected[row][column]);
+        }
         if (column < RANK) {
-            if (row < S_LINES) store(step + (reverse ? S_LINES - 1 - row : row) * RANK + column, rounded);
+            if (is_first && row < S_LINES) store(step + (reverse ? S_LINES - 1 - row : row) * RANK + column, rounded);
         } else {
             Floats<2> exact = to_floats(rounded);
             int n = column - RANK;  // a state of k, or N plus a state of q
@@ -184,8 +209,6 @@ DEVICE void prepare(const CtaMemory &cta, Tile &tile, int first, const Floats<4>
     }
 }
 
-typedef Longhorn::Kept Residuals[2][4];
-
 // Inputs of a token: value (x or dy) and step size of the lane's channels, and keys and queries of the lane's states.
 struct Token {
     Floats<4> value, step_size, keys;
@@ -198,14 +221,20 @@ struct Token {
     }
 };
 
-DEVICE void advance(States &S, Residuals &kept, const Token &t) {
+// Updates the states, and returns the residuals.
+DEVICE Rounded advance(States &S, const Token &t) {
+    States residuals;
     UNROLLED for (int h = 0; h < 2; h++)
-        UNROLLED for (int c = 0; c < 4; c++)
-            Longhorn::update(S[h][c], kept[h][c], t.value.at[c], t.step_size.at[c], t.keys.at[h], 0);
+        UNROLLED for (int c = 0; c < 4; c++) {
+            Longhorn::Kept kept;
+            Longhorn::update(S[h][c], kept, t.value.at[c], t.step_size.at[c], t.keys.at[h], 0);
+            residuals[h][c] = kept.residual;
+        }
+    return residuals;
 }
 
 // Scans the tokens of a half (8 tokens), keeps the residuals, and adds dq.
-DEVICE void scan(States &S, Residuals (&kept)[8], Sums &dq, const CtaMemory &cta, const Tile &tile, int first, int half,
+DEVICE void scan(States &S, Rounded (&residuals)[8], Sums &dq, const CtaMemory &cta, const Tile &tile, int first, int half,
                  Lane at) {
     constexpr int LAST = S_LINES - 1;
     Pack<Element, 4> dy = load<4>(&cta.dy[8 * half + at.r][first + 4 * at.p]);
@@ -213,14 +242,15 @@ DEVICE void scan(States &S, Residuals (&kept)[8], Sums &dq, const CtaMemory &cta
     UNROLLED for (int j = 0; j < 8; j++)
         if (int t = 8 * half + j; t <= LAST) {
             Token following(cta, tile.x, tile, j < 7 && t < LAST ? t + 1 : t, at);
-            advance(S, kept[j], token);
+            residuals[j] = advance(S, token);
+            __syncwarp();  // otherwise, the compiler rounds the residuals late, and spills registers
             Rounded(S).add_over_channels(dq, at.only(j, dy.word[0]), at.only(j, dy.word[1]));
             token = following;
         }
 }
 
 // Updates G from the last token of a half to the first, and adds -dk, sum_x and sum_step_size.
-DEVICE void walk_back(States &G, const Residuals (&kept)[8], Sums &minus_dk, Sums &sum_x, Sums &sum_step_size,
+DEVICE void walk_back(States &G, const Rounded (&residuals)[8], Sums &minus_dk, Sums &sum_x, Sums &sum_step_size,
                       const CtaMemory &cta, const Tile &tile, int first, int half, Lane at) {
     constexpr int LAST = S_LINES - 1;
     Pack<Element, 4> x = load<4>(&cta.x[8 * half + at.r][first + 4 * at.p]);
@@ -230,17 +260,16 @@ DEVICE void walk_back(States &G, const Residuals (&kept)[8], Sums &minus_dk, Sum
     UNROLLED for (int j = 7; j >= 0; j--)
         if (int t = 8 * half + j; t <= LAST) {
             Token following(cta, tile.dy, tile, j > 0 ? t - 1 : t, at);
-            States H, E;
+            States H;
             UNROLLED for (int h = 0; h < 2; h++) {
                 float k = token.keys.at[h], q = token.keys.at[2 + h];
                 UNROLLED for (int c = 0; c < 4; c++) {
                     G[h][c] = fmaf(token.value.at[c], q, G[h][c]);
                     H[h][c] = token.step_size.at[c] * G[h][c];
-                    E[h][c] = H[h][c] * kept[j][h][c].residual;
                     G[h][c] = fmaf(-k * k, H[h][c], G[h][c]);
                 }
             }
-            Rounded H_16(H), E_16(E);
+            Rounded H_16(H), E_16 = H_16 * residuals[j];
             H_16.add_over_channels(minus_dk, at.only(j, x.word[0]), at.only(j, x.word[1]));
             E_16.add_over_channels(minus_dk, at.only(j, minus_2), at.only(j, minus_2));
             unsigned own_k_0 = at.only(j, k_0), own_k_1 = at.only(j, k_1);
@@ -291,13 +320,13 @@ DEVICE void scan_tile(CtaMemory &cta, Tile &tile, ChannelSums &of, Element *dste
     // Lanes with r < 4 add to channel 4p + r.
     dstep_bias += first + 4 * at.p + at.r % 4;
     float bias_before = is_first ? 0 : *dstep_bias;
-    Residuals kept[HALVES][8];
+    Rounded residuals[HALVES][8];
     States S = {}, G = {};
     Floats<4> bias = {};
-    UNROLLED for (int half = 0; half < HALVES; half++) scan(S, kept[half], of.dq[half], cta, tile, first, half, at);
+    UNROLLED for (int half = 0; half < HALVES; half++) scan(S, residuals[half], of.dq[half], cta, tile, first, half, at);
     UNROLLED for (int half = HALVES - 1; half >= 0; half--) {
         Sums sum_x = {}, sum_step_size = {};
-        walk_back(G, kept[half], of.minus_dk[half], sum_x, sum_step_size, cta, tile, first, half, at);
+        walk_back(G, residuals[half], of.minus_dk[half], sum_x, sum_step_size, cta, tile, first, half, at);
         finish_half(cta, tile, sum_x, sum_step_size, of.norm[half], bias, dstep_logits, first, half, reverse, at);
     }
     UNROLLED for (int c = 0; c < 4; c++) {
@@ -340,8 +369,8 @@ DEVICE void backpropagate_step(const CtaMemory &cta, Sums (&dstep)[EIGHTHS], int
     }
 }
 
-// Adds the warps' sums, and writes dprojected.
-DEVICE void finish_dprojected(CtaMemory &cta, Element *dprojected, bool reverse) {
+// Adds the warps' sums, and writes dprojected, or the sums over the CTA's channels to `dprojected_parts`.
+DEVICE void finish_dprojected(CtaMemory &cta, Element *dprojected, float *dprojected_parts, bool reverse) {
     for (int i = threadIdx.x; i < ROWS * (P / 2); i += THREADS) {
         int row = i / (P / 2), column = i % (P / 2) * 2, n = column - RANK;
         Floats<2> sum = {};
@@ -354,12 +383,18 @@ DEVICE void finish_dprojected(CtaMemory &cta, Element *dprojected, bool reverse)
                     sum.at[j] = fmaf(2 * cta.keys[row][(n + j) % 8][n / 8], norm, -sum.at[j]);
             }
         }
-        Pack<Element, 2> rounded = from_floats<Element>(sum);
-        store(&cta.projected[row][column], rounded);
-        if (row < S_LINES) store(dprojected + (reverse ? S_LINES - 1 - row : row) * P + column, rounded);
+        int line = reverse ? S_LINES - 1 - row : row;
+        if (PROJECTS) {
+            Pack<Element, 2> rounded = from_floats<Element>(sum);
+            store(&cta.projected[row][column], rounded);
+            if (row < S_LINES) store(dprojected + line * P + column, rounded);
+        } else if (row < S_LINES) {
+            store(dprojected_parts + (line * P + column), sum);
+        }
     }
 }
 
+#if PROJECTS
 // Replaces dx by dx + dprojected x_proj in the warp's channels.
 DEVICE void backpropagate_projections(CtaMemory &cta, int first_tile, int tiles, int lane, Lane at) {
     constexpr int DEPTHS = (P + 15) / 16;
@@ -386,32 +421,40 @@ DEVICE void backpropagate_projections(CtaMemory &cta, int first_tile, int tiles,
                 store(&cta.x[at.r + 8 * half][first + 8 * j + 2 * at.p], from_floats<Element>(sums[j][half]));
     }
 }
+#endif
 
-// `dstep_biases` receives a row for each CTA of a direction: (parts, 2, D).
+// `dstep_biases` receives the sums of the CTAs of a direction: (parts, 2, D).
+// `dprojected_parts` receives (SLICES, 2, B, S, P) if SLICES > 1.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_lines_backward(PARAMETERS_scan_lines_backward) {
     begin_kernel();
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = blockIdx.x % 2, part = blockIdx.x / 2;
+    unsigned row = blockIdx.x / SLICES;  // row of dstep_biases
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = row % 2, part = row / 2, slice = blockIdx.x % SLICES;
     Lane at = {lane / 4, lane % 4};
-    int first_tile = warp * TILES_OF_WARP, tiles = max(min(TILES_OF_WARP, TILES - first_tile), 0);
+    int first_tile = warp * TILES_OF_WARP, tiles = max(min(TILES_OF_WARP, TILES - first_tile), 0), d = slice * SLICE;
     bool reverse = g == 1;
-    means += g * B * S_LINES * D, dmeans += g * B * S_LINES * D, dstep_logits += g * B * S_LINES * D;
-    step += g * B * S_LINES * RANK, dprojected += g * B * S_LINES * P, step_bias += g * D;
-    dstep_biases += i64(blockIdx.x) * D;
+    means += g * B * S_LINES * D + d, dmeans += g * B * S_LINES * D + d, dstep_logits += g * B * S_LINES * D + d;
+    step += g * B * S_LINES * RANK, dprojected += g * B * S_LINES * P, step_bias += g * D + d;
+    dstep_biases += i64(row) * D + d, dy += d;
+#if PROJECTS
     copy_rows<D>(cta.x_proj, x_proj + g * P * D, P, P, false);
-    copy_rows<RANK>(cta.step_proj, step_proj + g * D * RANK, D, D, false);
+#endif
+    copy_rows<RANK>(cta.step_proj, step_proj + (g * D + d) * RANK, SLICE, SLICE, false);
 
 #pragma unroll 1
     for (i64 b = part; b < B; b += parts) {
-        copy_rows<D>(cta.x, means + b * S_LINES * D, ROWS, S_LINES, reverse);
-        copy_rows<D>(cta.dy, dy + b * S_LINES * D, ROWS, S_LINES, reverse);
+        copy_rows<SLICE, D>(cta.x, means + b * S_LINES * D, ROWS, S_LINES, reverse);
+        copy_rows<SLICE, D>(cta.dy, dy + b * S_LINES * D, ROWS, S_LINES, reverse);
+        if (!PROJECTS) copy_rows<P>(cta.projected, projected + (g * B + b) * S_LINES * P, ROWS, S_LINES, reverse);
         commit_copies();
         wait_for_copies<0>();
         __syncthreads();
+#if PROJECTS
         project(cta, cta.parts[warp], first_tile, tiles, at);
         __syncthreads();
-        finish_projections(cta, step + b * S_LINES * RANK, reverse);
+#endif
+        finish_projections(cta, step + b * S_LINES * RANK, slice == 0, reverse);
         __syncthreads();
         float kk[2] = {squared_norm(cta, at.r, at), squared_norm(cta, at.r + 8, at)};
         ChannelSums sums = {};
@@ -429,10 +472,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_lines_backward(PAR
         __syncthreads();
         put_sums(cta, sums, dstep, warp, at);
         __syncthreads();
-        finish_dprojected(cta, dprojected + b * S_LINES * P, reverse);
+        float *dprojected_part = dprojected_parts + ((slice * 2 + g) * B + b) * S_LINES * P;
+        finish_dprojected(cta, dprojected + b * S_LINES * P, dprojected_part, reverse);
+#if PROJECTS
         __syncthreads();
         backpropagate_projections(cta, first_tile, tiles, lane, at);
         __syncwarp();
+#endif
         Element *to = dmeans + b * S_LINES * D + first_tile * 16;
         for (int i = lane; i < S_LINES * tiles * 2; i += 32) {
             int row = i / (tiles * 2), column = i % (tiles * 2) * 8;
