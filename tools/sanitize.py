@@ -121,8 +121,9 @@ def augmentation(interpolation: str) -> None:
 
 def in_fp32(product):
     @torch.autocast("cuda", enabled=False)
-    def in_fp32(a, b, out_dtype=None):
-        return product(a.float(), b.float()).to(out_dtype or a.dtype)
+    def in_fp32(a, b, out_dtype=None, out=None):
+        result = product(a.float(), b.float())
+        return result.to(out_dtype or a.dtype) if out is None else out.copy_(result)
 
     return in_fp32
 
