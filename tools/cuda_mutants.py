@@ -308,7 +308,6 @@ TABLE = {
         ("the gradient of keys lacks the step size's",
          "for (int w = 1; w < WARPS; w++) norm += ⟦→0 * ⟧cta.norms[w][row];"),
         ("the bias's gradient is that of the last image", "float bias_before = ⟦is_first→true⟧ ? 0"),
-        ("gradients of step sizes have the residuals of another line", "H_16 * residuals[⟦j→0⟧];"),
         ("other channels' weights of the step", "channel = row / 2 * 4 + ⟦lane / 8 % 2 * 2→0⟧ + row % 2;\n#pragma"),
         ("keys are read before all warps have written them",
          "slice == 0, reverse);\n        ⟦__syncthreads();→__syncwarp();⟧"),

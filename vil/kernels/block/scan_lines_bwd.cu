@@ -29,7 +29,7 @@
 //
 // Columns 2p and 2p + 1 of the first half of a tile are channels 4p and 4p + 1, and of the second half 4p + 2 and 4p + 3.
 // Tensor cores compute the sums over channels and over states from operands rounded to 16 bits, with e the step size,
-// H = e G, and E = H residual, where E is the product of a rounded H and a rounded residual:
+// H = e G, and E = H residual:
 //
 //                    a                              b                                sums
 //   dq               S (16 states, 16 channels)     dy (16 channels, 8 tokens)       (16 states, 8 tokens)
@@ -91,7 +91,6 @@ struct Lane {
 // Operand a of a (16 states, 16 channels), rounded.
 struct Rounded {
     unsigned word[2][2];  // [h][first or second half of the tile's columns]
-    INLINE Rounded() {}
     INLINE Rounded(const States &v) {
         UNROLLED for (int h = 0; h < 2; h++)
             UNROLLED for (int i = 0; i < 2; i++) word[h][i] = pack(Element{}, v[h][2 * i], v[h][2 * i + 1]);
@@ -104,13 +103,6 @@ struct Rounded {
     INLINE void add_over_states(Sums &sums, unsigned b_0, unsigned b_1) const {
         multiply_add(Element{}, sums, transpose(word[0][0]), transpose(word[0][1]), transpose(word[1][0]),
                      transpose(word[1][1]), b_0, b_1);
-    }
-    INLINE Rounded operator*(const Rounded &other) const {
-        Rounded product;
-        UNROLLED for (int h = 0; h < 2; h++)
-            UNROLLED for (int i = 0; i < 2; i++)
-                product.word[h][i] = multiply_both(Element{}, word[h][i], other.word[h][i]);
-        return product;
     }
 };
 
@@ -209,6 +201,8 @@ DEVICE void prepare(const CtaMemory &cta, Tile &tile, int first, const Floats<4>
     }
 }
 
+typedef Longhorn::Kept Residuals[2][4];
+
 // Inputs of a token: value (x or dy) and step size of the lane's channels, and keys and queries of the lane's states.
 struct Token {
     Floats<4> value, step_size, keys;
@@ -221,20 +215,14 @@ struct Token {
     }
 };
 
-// Updates the states, and returns the residuals.
-DEVICE Rounded advance(States &S, const Token &t) {
-    States residuals;
+DEVICE void advance(States &S, Residuals &kept, const Token &t) {
     UNROLLED for (int h = 0; h < 2; h++)
-        UNROLLED for (int c = 0; c < 4; c++) {
-            Longhorn::Kept kept;
-            Longhorn::update(S[h][c], kept, t.value.at[c], t.step_size.at[c], t.keys.at[h], 0);
-            residuals[h][c] = kept.residual;
-        }
-    return residuals;
+        UNROLLED for (int c = 0; c < 4; c++)
+            Longhorn::update(S[h][c], kept[h][c], t.value.at[c], t.step_size.at[c], t.keys.at[h], 0);
 }
 
 // Scans the tokens of a half (8 tokens), keeps the residuals, and adds dq.
-DEVICE void scan(States &S, Rounded (&residuals)[8], Sums &dq, const CtaMemory &cta, const Tile &tile, int first, int half,
+DEVICE void scan(States &S, Residuals (&kept)[8], Sums &dq, const CtaMemory &cta, const Tile &tile, int first, int half,
                  Lane at) {
     constexpr int LAST = S_LINES - 1;
     Pack<Element, 4> dy = load<4>(&cta.dy[8 * half + at.r][first + 4 * at.p]);
@@ -242,15 +230,14 @@ DEVICE void scan(States &S, Rounded (&residuals)[8], Sums &dq, const CtaMemory &
     UNROLLED for (int j = 0; j < 8; j++)
         if (int t = 8 * half + j; t <= LAST) {
             Token following(cta, tile.x, tile, j < 7 && t < LAST ? t + 1 : t, at);
-            residuals[j] = advance(S, token);
-            __syncwarp();  // otherwise, the compiler rounds the residuals late, and spills registers
+            advance(S, kept[j], token);
             Rounded(S).add_over_channels(dq, at.only(j, dy.word[0]), at.only(j, dy.word[1]));
             token = following;
         }
 }
 
 // Updates G from the last token of a half to the first, and adds -dk, sum_x and sum_step_size.
-DEVICE void walk_back(States &G, const Rounded (&residuals)[8], Sums &minus_dk, Sums &sum_x, Sums &sum_step_size,
+DEVICE void walk_back(States &G, const Residuals (&kept)[8], Sums &minus_dk, Sums &sum_x, Sums &sum_step_size,
                       const CtaMemory &cta, const Tile &tile, int first, int half, Lane at) {
     constexpr int LAST = S_LINES - 1;
     Pack<Element, 4> x = load<4>(&cta.x[8 * half + at.r][first + 4 * at.p]);
@@ -260,16 +247,17 @@ DEVICE void walk_back(States &G, const Rounded (&residuals)[8], Sums &minus_dk, 
     UNROLLED for (int j = 7; j >= 0; j--)
         if (int t = 8 * half + j; t <= LAST) {
             Token following(cta, tile.dy, tile, j > 0 ? t - 1 : t, at);
-            States H;
+            States H, E;
             UNROLLED for (int h = 0; h < 2; h++) {
                 float k = token.keys.at[h], q = token.keys.at[2 + h];
                 UNROLLED for (int c = 0; c < 4; c++) {
                     G[h][c] = fmaf(token.value.at[c], q, G[h][c]);
                     H[h][c] = token.step_size.at[c] * G[h][c];
+                    E[h][c] = H[h][c] * kept[j][h][c].residual;
                     G[h][c] = fmaf(-k * k, H[h][c], G[h][c]);
                 }
             }
-            Rounded H_16(H), E_16 = H_16 * residuals[j];
+            Rounded H_16(H), E_16(E);
             H_16.add_over_channels(minus_dk, at.only(j, x.word[0]), at.only(j, x.word[1]));
             E_16.add_over_channels(minus_dk, at.only(j, minus_2), at.only(j, minus_2));
             unsigned own_k_0 = at.only(j, k_0), own_k_1 = at.only(j, k_1);
@@ -320,13 +308,13 @@ DEVICE void scan_tile(CtaMemory &cta, Tile &tile, ChannelSums &of, Element *dste
     // Lanes with r < 4 add to channel 4p + r.
     dstep_bias += first + 4 * at.p + at.r % 4;
     float bias_before = is_first ? 0 : *dstep_bias;
-    Rounded residuals[HALVES][8];
+    Residuals kept[HALVES][8];
     States S = {}, G = {};
     Floats<4> bias = {};
-    UNROLLED for (int half = 0; half < HALVES; half++) scan(S, residuals[half], of.dq[half], cta, tile, first, half, at);
+    UNROLLED for (int half = 0; half < HALVES; half++) scan(S, kept[half], of.dq[half], cta, tile, first, half, at);
     UNROLLED for (int half = HALVES - 1; half >= 0; half--) {
         Sums sum_x = {}, sum_step_size = {};
-        walk_back(G, residuals[half], of.minus_dk[half], sum_x, sum_step_size, cta, tile, first, half, at);
+        walk_back(G, kept[half], of.minus_dk[half], sum_x, sum_step_size, cta, tile, first, half, at);
         finish_half(cta, tile, sum_x, sum_step_size, of.norm[half], bias, dstep_logits, first, half, reverse, at);
     }
     UNROLLED for (int c = 0; c < 4; c++) {

@@ -26,7 +26,7 @@ SOURCE = Source("block/scan_lines_bwd", {
 })  # fmt: skip
 
 ROWS, N = 16, 16  # maximum number of pooled tokens per image, and the supported number of states
-WARPS = 12  # maximum number of warps per CTA
+WARPS = 8  # maximum number of warps per CTA; 12 warps are slower
 NARROW = 384  # number of channels per CTA up to which the kernel is fast for any number of images
 IMAGES = 8  # with more channels per CTA, separate kernels are faster with more than IMAGES multiprocessors per image
 

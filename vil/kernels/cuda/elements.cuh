@@ -57,19 +57,6 @@ DEVICE unsigned pack(fp16, float low, float high) {
     return word;
 }
 
-// Multiplies both halves of words. On older GPUs, PTX has no bf16 product, but an FMA that rounds in the same way.
-constexpr unsigned MINUS_ZEROS = 0x80008000u;
-DEVICE unsigned multiply_both(bf16, unsigned a, unsigned b) {
-    unsigned product;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(MINUS_ZEROS));
-    return product;
-}
-DEVICE unsigned multiply_both(fp16, unsigned a, unsigned b) {
-    unsigned product;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
-
 template <class T, int C>
 DEVICE Floats<C> to_floats(Pack<T, C> v) {
     Floats<C> f;

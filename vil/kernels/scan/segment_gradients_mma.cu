@@ -59,6 +59,19 @@ struct WarpMemory {
 };
 static_assert(WARPS * sizeof(WarpMemory) == CTA_BYTES && sizeof(StateFactors) == FACTOR_BYTES);
 
+// Multiplies both halves of words. On older GPUs, PTX has no bf16 product, but an FMA that rounds in the same way.
+constexpr unsigned MINUS_ZEROS = 0x80008000u;
+DEVICE unsigned multiply_both(bf16, unsigned a, unsigned b) {
+    unsigned product;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(MINUS_ZEROS));
+    return product;
+}
+DEVICE unsigned multiply_both(fp16, unsigned a, unsigned b) {
+    unsigned product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
 // The four words of a triple, for a channel from three step sizes e and values v, or for a state from -a and q.
 // `v_01` contains two values, and the lower half of `v_2` contains the third value.
 struct Factors {
