@@ -186,8 +186,8 @@ class Pieces:
         if not self.ready:
             return
         for batch in self.batches:
-            rows = range(len(batch))
-            if self.tasks:
+            rows: Sequence[int] = range(len(batch))
+            if self.tasks:  # copies of an image become adjacent
                 rows = sorted(rows, key=lambda row: batch[row][0])
             for start in range(0, len(batch), self.size):
                 of_piece = rows[start : start + self.size]

@@ -66,6 +66,17 @@ def test_a_worker_reads_adjacent_copies_of_a_file_once(files, monkeypatch):
         assert image.parameters == own_image.parameters
 
 
+def test_a_batch_that_is_decoded_at_once_is_not_copied(files, monkeypatch):
+    loader, _ = on_device(files, torch.device("cpu"))
+    tasks = loader.cache.tasks([(4, 1), (4, 2), (7, 3)], [2, 0, 1])
+    batch = join_pieces([[collate_encoded(loader.dataset.__getitems__(tasks), loader.prepare.sampler.size)]])
+    transformed = []
+    real = loader.prepare._transform
+    monkeypatch.setattr(loader.prepare, "_transform", lambda *given: transformed.append(real(*given)) or transformed[0])
+    images, _, _ = loader.prepare(batch)
+    assert images is transformed[0]
+
+
 def on_device(folder, device, rank=0, world_size=1, **options):
     options = dict(augment_on_device=True, global_batch_size=24) | SIZE | options
     return training_set(folder, device, rank, world_size, **options)
