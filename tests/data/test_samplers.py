@@ -157,11 +157,20 @@ def test_rank_r_of_n_evaluates_every_nth_image_from_r_on():
 
 def test_pieces_form_batches_and_none_is_sampled_before_the_sampler_is_ready():
     """A sampler yields nothing before `ready` is set, because PyTorch reads from the sampler when workers start."""
-    pieces = Pieces(EvaluationBatches(250, 100, 1, 2), 64, lambda pairs: [(*pair, 7) for pair in pairs])
+    pieces = Pieces(EvaluationBatches(250, 100, 1, 2), 64)
     assert list(pieces) == []
     pieces.ready = True
     assert [len(piece) for piece in pieces] == [64, 36, 25]
-    assert [key for piece in pieces for key in piece] == [(index, 0, 7) for index in range(1, 250, 2)]
+    assert [key for piece in pieces for key in piece] == [(index, 0) for index in range(1, 250, 2)]
+
+
+def test_tasks_have_adjacent_copies_and_the_row_of_each_image():
+    batches = [[(5, 0), (2, 1), (5, 2), (2, 3), (5, 4)], [(1, 5), (0, 6)]]
+    pieces = Pieces(batches, 3, lambda pairs, rows: [*zip(rows, pairs, strict=True)])  # type: ignore[arg-type]
+    pieces.ready = True
+    assert [*pieces] == [
+        [(1, (2, 1)), (3, (2, 3)), (0, (5, 0))], [(2, (5, 2)), (4, (5, 4))], [(1, (0, 6)), (0, (1, 5))],
+    ]  # fmt: skip
 
 
 def test_seeds_depend_only_on_their_key_and_seed_every_generator(monkeypatch):

@@ -8,7 +8,7 @@ accumulation steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -166,14 +166,16 @@ class Pieces:
     Args:
         batches: Batch sampler of (index, seed) pairs.
         size: Maximum number of images per piece.
-        tasks: Function from (index, seed) pairs to the tasks of a worker. By default, the pairs are the tasks.
+        tasks: Function from (index, seed) pairs and their positions in the batch to the tasks of a worker. If given,
+            the copies of an image, due to repeated augmentation, are adjacent, so that a worker reads a file only once.
+            By default, the pairs are the tasks.
     """
 
     def __init__(
         self,
         batches: TrainingBatches | EvaluationBatches,
         size: int,
-        tasks: Callable[[list[tuple[int, int]]], np.ndarray] | None = None,
+        tasks: Callable[[Sequence[tuple[int, int]], Sequence[int]], np.ndarray] | None = None,
     ):
         self.batches = batches
         self.size = size
@@ -184,6 +186,10 @@ class Pieces:
         if not self.ready:
             return
         for batch in self.batches:
+            rows: Sequence[int] = range(len(batch))
+            if self.tasks:  # copies of an image become adjacent
+                rows = sorted(rows, key=lambda row: batch[row][0])
             for start in range(0, len(batch), self.size):
-                piece = batch[start : start + self.size]
-                yield self.tasks(piece) if self.tasks else piece
+                of_piece = rows[start : start + self.size]
+                piece = [batch[row] for row in of_piece]
+                yield self.tasks(piece, of_piece) if self.tasks else piece

@@ -40,11 +40,41 @@ def test_joined_pieces_equal_the_batch_of_their_samples():
     parameters = TransformParameters((1, 2, 3, 4), (5, 6), (7, 8), True, [("Invert", ())])
     encoded_image = EncodedImage(3, 5, b"abc", (4, 6), (9, 10), parameters)
     image = torch.zeros(3, 2, 2, dtype=torch.uint8)
-    samples = [(image, 0), (encoded_image, 1), (image, 2)]
+    samples = [(0, image, 5), (1, encoded_image, 6), (2, image, 7)]
     whole, pieces = collate_encoded(samples, (2, 2)), [collate_encoded([sample], (2, 2)) for sample in samples]
-    for name, array in vars(join_pieces(pieces)).items():
+    for name, array in vars(join_pieces([pieces])).items():
         if name not in ("contents", "finished"):
             np.testing.assert_array_equal(array, getattr(whole, name), strict=True)
+    joined = join_pieces([pieces, pieces[::-1]])
+    assert joined.targets.tolist() == [5, 6, 7] * 2
+    assert joined.files["row"].tolist() == [1, 4]
+    assert joined.finished_rows.tolist() == [0, 2, 5, 3]
+
+
+def test_a_worker_reads_adjacent_copies_of_a_file_once(files, monkeypatch):
+    loader, _ = on_device(files, torch.device("cpu"), aug_repeats=3, global_batch_size=12)
+    reader, cache = loader.dataset, loader.cache
+    tasks = cache.tasks([(4, 1), (4, 2), (7, 3), (7, 4), (4, 5)], [3, 0, 1, 2, 4])
+    expected = [sample for task in tasks for sample in reader.__getitems__(np.array([task]))]
+    contents = []
+    monkeypatch.setattr(reader, "_content", lambda i, read=reader._content: contents.append(i) or read(i))
+    samples = reader.__getitems__(tasks)
+    assert contents == [4, 7, 4]
+    assert [bool(image.data) for _, image, _ in samples] == [True, False, True, False, True]
+    for (row, image, target), (own_row, own_image, own_target) in zip(samples, expected, strict=True):
+        assert (row, target, image.size, image.version) == (own_row, own_target, own_image.size, own_image.version)
+        assert image.parameters == own_image.parameters
+
+
+def test_a_batch_that_is_decoded_at_once_is_not_copied(files, monkeypatch):
+    loader, _ = on_device(files, torch.device("cpu"))
+    tasks = loader.cache.tasks([(4, 1), (4, 2), (7, 3)], [2, 0, 1])
+    batch = join_pieces([[collate_encoded(loader.dataset.__getitems__(tasks), loader.prepare.sampler.size)]])
+    transformed = []
+    real = loader.prepare._transform
+    monkeypatch.setattr(loader.prepare, "_transform", lambda *given: transformed.append(real(*given)) or transformed[0])
+    images, _, _ = loader.prepare(batch)
+    assert images is transformed[0]
 
 
 def on_device(folder, device, rank=0, world_size=1, **options):

@@ -17,6 +17,7 @@ HOST_BYTES = 2**30  # maximum bytes of a split's cached images on devices other 
 # dtype of a task for a worker to load one image; the worker does not read the file if its cached version is current
 TASK = np.dtype(
     [
+        ("row", "i8"),  # index of the image in the batch
         ("index", "i8"),  # index of the image in the dataset
         ("seed", "i8"),  # seed of the image's augmentation
         ("target", "i8"),
@@ -47,10 +48,11 @@ class DecodedCache:
         self.versions = np.zeros((count, 2), np.int64)
         self.lock = threading.Lock()  # a thread can add images while the main thread creates tasks
 
-    def tasks(self, keys: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Return tasks (N,) of dtype `TASK`, given pairs of an image index and an augmentation seed."""
+    def tasks(self, keys: Sequence[tuple[int, int]], rows: Sequence[int]) -> np.ndarray:
+        """Return tasks (N,) of dtype `TASK`, given pairs of an image index and a seed, and their rows in the batch."""
         indices, seeds = np.array(keys).T
         tasks = np.empty(len(keys), TASK)
+        tasks["row"] = rows
         tasks["index"] = indices
         tasks["seed"] = seeds
         with self.lock:

@@ -57,6 +57,7 @@ class EncodedImage:
 class EncodedBatch:
     """Batch of encoded images for the device to decode, and of images that workers have already augmented."""
 
+    rows: np.ndarray  # (B,) position in the batch of each image
     targets: np.ndarray  # (B,) class indices
     files: np.ndarray  # (N,) records of dtype `FILE`
     operations: np.ndarray  # (N, T) opcodes of up to T operations per file; 0 means no operation
@@ -86,21 +87,22 @@ def is_plain_jpeg(data: bytes, header: Any) -> bool:
 
 
 def collate_encoded(
-    samples: Sequence[tuple[EncodedImage | Tensor, int]], size: tuple[int, int], channel: Channel | None = None
+    samples: Sequence[tuple[int, EncodedImage | Tensor, int]], size: tuple[int, int], channel: Channel | None = None
 ) -> EncodedBatch:
     """Collate encoded images, augmented images (3, H, W) uint8 and their targets to a batch.
 
     Args:
-        samples: Images and targets.
+        samples: Rows in the batch, images and targets.
         size: Height and width of augmented images.
         channel: Channel through which a worker sends the images.
     """
-    encoded = {row: image for row, (image, _) in enumerate(samples) if isinstance(image, EncodedImage)}
-    finished = {row: image for row, (image, _) in enumerate(samples) if isinstance(image, Tensor)}
+    encoded = {row: image for row, image, _ in samples if isinstance(image, EncodedImage)}
+    finished = {row: image for row, image, _ in samples if isinstance(image, Tensor)}
     operations, arguments = _encode_operations([image.parameters.operations for image in encoded.values()], size)
     contents = [image.data for image in encoded.values() if image.data]
     return EncodedBatch(
-        targets=np.array([target for _, target in samples], dtype=np.int64),
+        rows=np.array([row for row, _, _ in samples], dtype=np.int64),
+        targets=np.array([target for _, _, target in samples], dtype=np.int64),
         files=np.array([image.record(row) for row, image in encoded.items()], dtype=FILE),
         operations=operations,
         arguments=arguments,
@@ -126,14 +128,20 @@ def _encode_operations(
     return codes, arguments
 
 
-def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
-    """Concatenate parts of a batch that several workers have loaded, and split their content into files."""
-    first_rows = np.cumsum([0, *(len(piece.targets) for piece in pieces[:-1])])
+def join_pieces(batches: Sequence[Sequence[EncodedBatch]]) -> EncodedBatch:
+    """Concatenate batches, whose parts several workers have loaded, and split the workers' content into files."""
+    sizes = [sum(len(piece.targets) for piece in batch) for batch in batches]
+    first_rows = np.repeat(np.cumsum([0, *sizes[:-1]]), [len(batch) for batch in batches])
+    pieces = [piece for batch in batches for piece in batch]
     files = np.concatenate([piece.files for piece in pieces])
     files["row"] += np.repeat(first_rows, [len(piece.files) for piece in pieces])
     turns = max(piece.operations.shape[1] for piece in pieces)
+    rows = np.concatenate([first + piece.rows for first, piece in zip(first_rows, pieces)])
+    targets = np.empty_like(rows)
+    targets[rows] = np.concatenate([piece.targets for piece in pieces])
     return EncodedBatch(
-        targets=np.concatenate([piece.targets for piece in pieces]),
+        rows=np.arange(len(rows)),
+        targets=targets,
         files=files,
         operations=np.concatenate([_pad_turns(piece.operations, turns) for piece in pieces]),
         arguments=np.concatenate([_pad_turns(piece.arguments, turns) for piece in pieces]),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -99,7 +99,7 @@ class DeviceLoader(PieceLoader):
     ) -> PendingGroup:
         """Schedule the preparation of consecutive batches, each of which is a list of parts loaded by workers."""
         sizes = [sum(len(piece.targets) for piece in pieces) for pieces in group]
-        prepare = functools.partial(self._prepare, join_pieces([*chain(*group)]), use)
+        prepare = functools.partial(self._prepare, join_pieces(group), use)
         return PendingGroup(thread.submit(prepare).result if self.plan.in_thread else prepare, sizes)
 
     def _prepare(self, batch: EncodedBatch, use: torch.cuda.Event | None) -> PreparedGroup:
@@ -153,7 +153,7 @@ class DeviceLoader(PieceLoader):
         pieces.batches = EvaluationBatches(len(self.dataset), self.plan.piece_size, 0, 1)
         try:
             for piece in self._loaded():
-                batch = join_pieces([piece])
+                batch = join_pieces([[piece]])
                 with self._on_stream():
                     self.prepare.fill_cache(batch)
                 if self.stream:

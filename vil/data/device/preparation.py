@@ -34,35 +34,44 @@ class Preparation:
 
     def __call__(self, batch: EncodedBatch) -> tuple[Tensor, Tensor, np.ndarray]:
         """Return images (B, 3, H, W) uint8, targets (B,), and the records (F,) of files that the device rejected."""
-        images = torch.empty(len(batch.targets), 3, *self.sampler.size, dtype=torch.uint8, device=self.device)
-        rejected = self._decode_and_transform(batch, images)
+        parts, rejected = self._decode_and_transform(batch)
         if batch.finished:
-            images[to_device(batch.finished_rows, self.device)] = torch.cat(batch.finished).to(self.device)
+            parts.append((batch.finished_rows, torch.cat(batch.finished).to(self.device)))
         targets = to_device(batch.targets, self.device)
-        return images, targets, batch.files[rejected]
+        return self._joined(parts, len(targets)), targets, batch.files[rejected]
 
     def fill_cache(self, batch: EncodedBatch) -> None:
         """Decode the files of a batch into the cache."""
         for group in _groups(batch.files):
             self._originals(batch, group)
 
-    def _decode_and_transform(self, batch: EncodedBatch, images: Tensor) -> list[int]:
-        """Write the images of a batch's files to `images`, and return the indices of rejected files."""
+    def _decode_and_transform(self, batch: EncodedBatch) -> tuple[list[tuple[np.ndarray, Tensor]], list[int]]:
+        """Return parts of the batch, each with its rows in ascending order, and the indices of rejected files."""
         # A file that occurs several times in the batch, due to repeated augmentation, is decoded only once.
         # `first` has the index of each image's first occurrence, and `original_of` maps each occurrence to its image.
         _, first, original_of = np.unique(batch.files["index"], return_index=True, return_inverse=True)
-        rejected = []
+        parts, rejected = [], []
         for group in _groups(batch.files[first]):
             files = np.flatnonzero((original_of >= group[0]) & (original_of <= group[-1]))
             originals = self._originals(batch, first[group])[original_of[files] - group[0]]
             are_present = originals.are_present
 
             rejected += files[~are_present].tolist()
-            files = files[are_present]
+            files, originals = files[are_present], originals[are_present]
             if len(files):
-                transformed = self._transform(batch, files, originals[are_present])
-                images[to_device(batch.files["row"][files], self.device)] = transformed
-        return rejected
+                order = np.argsort(batch.files["row"][files])
+                files, originals = files[order], originals[order]
+                parts.append((batch.files["row"][files], self._transform(batch, files, originals)))
+        return parts, rejected
+
+    def _joined(self, parts: Sequence[tuple[np.ndarray, Tensor]], count: int) -> Tensor:
+        """Return images (count, 3, H, W) uint8, given parts with their rows. A part with all rows is not copied."""
+        if len(parts) == 1 and len(parts[0][0]) == count:
+            return parts[0][1]
+        images = torch.empty(count, 3, *self.sampler.size, dtype=torch.uint8, device=self.device)
+        for rows, part in parts:
+            images[to_device(rows, self.device)] = part
+        return images
 
     def _originals(self, batch: EncodedBatch, files: np.ndarray) -> DecodedImages:
         """Return the images of files from the cache or the decoder. The image of a rejected file is missing."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from ...security.exif import exif_orientation
 from ...security.image_decoding import UnfitImageError, open_image
@@ -23,8 +25,8 @@ from .transform_parameters import TransformSampler
 class EncodedReader(ImageReader):
     """`ImageReader` that returns an `EncodedImage` for small images and for files that a device can decode.
 
-    Workers load images as specified by `DecodedCache.tasks`. For an image that the device has cached, a worker only
-    samples the transform.
+    Workers load images as specified by `DecodedCache.tasks`. For an image that the device has cached, and for another
+    copy of the previous image, a worker only samples the transform.
     """
 
     def __init__(self, dataset, transform, is_training: bool, sampler: TransformSampler):
@@ -34,9 +36,15 @@ class EncodedReader(ImageReader):
     def __getitem__(self, key: tuple):
         return self.load(*key)
 
-    def __getitems__(self, tasks: np.ndarray) -> list:
-        """Load the images of tasks (N,) of dtype `cache.TASK`."""
-        return [self.load(*task) for task in tasks.tolist()]
+    def __getitems__(self, tasks: np.ndarray) -> list[tuple[int, EncodedImage | Tensor, int]]:
+        """Load the row in the batch, the image and the target of tasks (N,) of dtype `cache.TASK`."""
+        samples: list = []
+        for row, index, *task in tasks.tolist():
+            _, previous, target = samples[-1] if samples else (0, None, 0)
+            if isinstance(previous, EncodedImage) and previous.index == index:
+                task = [task[0], target, previous.size, previous.version]
+            samples.append((row, *self.load(index, *task)))
+        return samples
 
     def load(self, index: int, seed: int, target: int = 0, size: Sequence[int] = (0, 0), cached: Sequence[int] = ()):
         """Load an image, given the fields of a task. `cached` is the version of the file that the device has cached."""
@@ -50,7 +58,7 @@ class EncodedReader(ImageReader):
 
         height, width = size
         seed_everything(seed)
-        parameters = self.sampler(Image.new("1", (width, height)))
+        parameters = self.sampler(_image_of_size(width, height))
         if 0 in parameters.box[2:]:  # timm's random crop of a tiny image can be empty
             return self.finish(index, seed)
         return EncodedImage(index, seed, data, (height, width), version, parameters), target
@@ -78,3 +86,9 @@ class EncodedReader(ImageReader):
     def finish(self, index: int, seed: int):
         """Decode and transform an image on the CPU, with the same random parameters as on the device."""
         return super().__getitem__((index, seed))
+
+
+@functools.lru_cache(maxsize=16)
+def _image_of_size(width: int, height: int) -> Image.Image:
+    """Return an image for `TransformSampler`, which uses only the size. Creating an image takes 40 us."""
+    return Image.new("1", (width, height), color=None)
