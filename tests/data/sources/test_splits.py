@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import tarfile
@@ -368,6 +369,19 @@ def write_shards(image_folder, root, train=4, validation=3):
         splits[split] = dict(name=split, num_samples=len(paths), filenames=names, shard_lengths=lengths)
     splits["validation"]["alt_label"] = "kind"
     (root / "_info.json").write_text(json.dumps({"splits": splits}))
+
+
+def test_shards_without_a_list_of_their_split_are_an_error(image_folder, tmp_path):
+    write_shards(image_folder, tmp_path)
+    (tmp_path / "_info.json").unlink()
+    config = small_config(tmp_path, dataset="wds/x", num_classes=4, val_split="validation-0.tar|1")
+    for split, samples in (("train", ""), ("train-{0..3}.tar", ""), ("train-{0..3}.tar", "|12")):
+        config = dataclasses.replace(config, train_split=split + samples)
+        if samples:
+            assert len(open_splits(config)[0]) == 12
+        else:
+            with pytest.raises(ConfigError, match=rf"^_info.json in .* must list the split '{re.escape(split)}' with"):
+                open_splits(config)
 
 
 @pytest.mark.parametrize(("workers", "shards"), [(0, 4), (3, 4), (3, 1)])
