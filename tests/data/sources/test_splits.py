@@ -24,6 +24,7 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from vil.cli.split import main
 from vil.config import ConfigError
 from vil.data import folders
+from vil.data.host.workers import BATCHES_AHEAD
 from vil.data.loaders import evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
 from vil.data.sources.class_folders import endings
@@ -407,6 +408,7 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, caplog, w
     assert targets(epoch=2) != whole
     assert train.reader.epoch_count.value == 2  # the shuffle depends on the epoch and the seed
     assert open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4, seed=5))[0].reader.common_seed == 5
+    assert evaluation_loader(val, DATA_CONFIG, CPU, 1, 256, 0, 1).images.plan.prefetch == BATCHES_AHEAD
     loader = evaluation_loader(val, DATA_CONFIG, CPU, workers, 5, 0, 1)
     images, labels = joined(loader)
     assert sorted(labels) == [number for number in range(4) for _ in range(VAL_IMAGES)]

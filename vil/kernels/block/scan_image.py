@@ -89,8 +89,8 @@ def macros_of(dtype: torch.dtype, D: int, R: int, channels: int, slices: int = 1
 def cta_bytes(D: int, R: int, channels: int, slices: int = 1) -> int:
     lines, P, pairs = MOST_LINES, R + 2 * STATES, MOST_LINES // 2
     warp = 2 * channels * (2 * lines + (R | 8))
-    states = pairs * 32 * 4 * (8 + 4) + lines * 8 + pairs * 4 + lines * (R | 8) * 2
+    of_all_warps = pairs * 32 * 4 * (8 + 4) + lines * 8 + pairs * 4 + lines * (R | 8) * 2
     if slices > 1:
-        return D // slices // channels * warp + states + 2 * lines * P * 2
+        return D // slices // channels * warp + of_all_warps + 2 * lines * P * 2
     x_proj, parts = 2 * channels * P, 4 * lines * (P | 8)
-    return D // channels * (warp + x_proj + parts) + states
+    return D // channels * (warp + x_proj + parts) + of_all_warps
