@@ -46,7 +46,8 @@ def from_checkpoint(
         use_ema: Whether to load the EMA weights. None loads the better weights of best.pt, and the raw weights of other
             files. EMA weights are also loaded if the file has no other weights.
         arguments: Model arguments that override the arguments in the file. `img_size` adapts the model to another image
-            size; `num_classes=0` removes the head, so that the model returns pooled features.
+            size; `num_classes=0` removes the head, so that the model returns pooled features; `features_only=True`,
+            with `out_indices` as in timm, returns the feature maps of blocks instead of the logits.
 
     Raises:
         ConfigError: The model's name is neither given nor stored in the file, the model is unknown, or the model does
@@ -62,6 +63,7 @@ def from_checkpoint(
             "--model-kwargs and --img-size if the model has other values than its default"
         )
     arguments = saved_arguments(source.options) | arguments
+    of_features = {key: arguments.pop(key) for key in ("features_only", "out_indices") if key in arguments}
     without_head = arguments.get("num_classes") == 0
     if without_head:  # load the weights including the head, and remove the head afterwards
         del arguments["num_classes"]
@@ -74,7 +76,18 @@ def from_checkpoint(
     if without_head:
         loaded.reset_classifier(0)
     loaded.pretrained_cfg = loaded.default_cfg = _pretrained_cfg(loaded, source, arguments)
-    return loaded
+    return _features_of(loaded, name, arguments | of_features) if of_features.get("features_only") else loaded
+
+
+def _features_of(model: Any, name: str, arguments: dict[str, Any]) -> nn.Module:
+    """Return timm's model of feature maps with the weights and the preprocessing of a complete model."""
+    features: Any = create_model(name, **arguments).eval()
+    weights = model.state_dict()
+    # timm wraps the model in an attribute `model`, or copies the layers of the model
+    features.load_state_dict({key: weights[key.removeprefix("model.")] for key in features.state_dict()})
+    known = features.pretrained_cfg
+    features.pretrained_cfg = features.default_cfg = {k: v for k, v in model.pretrained_cfg.items() if k in known}
+    return features
 
 
 def saved_arguments(options: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,24 @@ def test_the_models_data_config_reproduces_the_accuracy_that_training_reported(t
     assert 100 * sum(correct) / len(correct) == pytest.approx(saved["history"][-1]["eval_top1"])
 
 
+def test_a_checkpoint_is_loaded_as_a_model_of_feature_maps(trained, tmp_path):
+    path, images = trained[0], torch.rand(2, 3, 16, 16)
+    whole = vil.from_checkpoint(path)
+    features = vil.from_checkpoint(path, features_only=True, out_indices=(0, -1))
+    assert not features.training
+    assert resolve_model_data_config(features) == resolve_model_data_config(whole)
+    blocks = [0, len(whole.blocks) - 1]
+    expected = whole.forward_intermediates(images, blocks, norm=False, intermediates_only=True)
+    for found, truth in zip(features(images), expected, strict=True):
+        assert torch.equal(found, truth)
+    resnet = timm.create_model("resnet18", num_classes=3).eval()
+    torch.save(resnet.state_dict(), tmp_path / "own.pth")
+    features = vil.from_checkpoint(tmp_path / "own.pth", "resnet18", features_only=True)
+    expected = resnet.forward_intermediates(torch.ones(1, 3, 64, 64), intermediates_only=True)
+    for found, truth in zip(features(torch.ones(1, 3, 64, 64)), expected, strict=True):
+        assert torch.equal(found, truth)
+
+
 def test_img_size_may_be_set_for_models_without_the_argument(tmp_path):
     model = create_model("resnet18", img_size=64, num_classes=3)
     assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 3)

@@ -187,8 +187,8 @@ def check_same_options(
             )
         if name == "global_batch_size" and is_within_epoch:
             raise CheckpointError(
-                f"{name} must be {saved[name]} to resume within an epoch from {path}, got {current.get(name)}: change "
-                "the value only between epochs"
+                f"{name} must be {saved[name]} to resume within an epoch from {path}, got {current.get(name)}: resume "
+                f"with the same value, or start another run from the weights with --pretrained-path {path}"
             )
         if name not in HARMLESS and not is_finished:
             _logger.warning("resuming with %s %r, was %r", name, current.get(name), saved[name])
