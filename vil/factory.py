@@ -63,7 +63,9 @@ def from_checkpoint(
             "--model-kwargs and --img-size if the model has other values than its default"
         )
     arguments = saved_arguments(source.options) | arguments
-    of_features = {key: arguments.pop(key) for key in ("features_only", "out_indices") if key in arguments}
+    of_features = {}
+    if arguments.get("features_only"):  # first load all weights, also those that feature maps do not need
+        of_features = {key: arguments.pop(key) for key in ("features_only", "out_indices") if key in arguments}
     without_head = arguments.get("num_classes") == 0
     if without_head:  # load the weights including the head, and remove the head afterwards
         del arguments["num_classes"]
@@ -76,7 +78,7 @@ def from_checkpoint(
     if without_head:
         loaded.reset_classifier(0)
     loaded.pretrained_cfg = loaded.default_cfg = _pretrained_cfg(loaded, source, arguments)
-    return _features_of(loaded, name, arguments | of_features) if of_features.get("features_only") else loaded
+    return _features_of(loaded, name, arguments | of_features) if of_features else loaded
 
 
 def _features_of(model: Any, name: str, arguments: dict[str, Any]) -> nn.Module:
