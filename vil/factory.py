@@ -85,7 +85,7 @@ def _features_of(model: Any, name: str, arguments: dict[str, Any]) -> nn.Module:
     """Return timm's model of feature maps with the weights and the preprocessing of a complete model."""
     features: Any = create_model(name, **arguments).eval()
     weights = model.state_dict()
-    # timm wraps the model in an attribute `model`, or copies the layers of the model
+    # a timm model of feature maps has the complete model as attribute `model`, or only the layers of the complete model
     features.load_state_dict({key: weights[key.removeprefix("model.")] for key in features.state_dict()})
     known = features.pretrained_cfg
     features.pretrained_cfg = features.default_cfg = {k: v for k, v in model.pretrained_cfg.items() if k in known}
