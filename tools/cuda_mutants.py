@@ -38,7 +38,7 @@ TESTS = {  # test files by CUDA source; sources that are not listed use the test
     **{f"block/{name}.cu": POOLED for name in ("pool", "scan_lines", "sum_lines", "pooled_conv_backward")},
     **{
         f"block/{name}.cu": POOLED
-        for name in ("in_proj_pool_sm90", "scan_image", "scan_lines_bwd", "projection_gradients")
+        for name in ("in_proj_pool_sm90", "scan_image", "scan_lines_bwd", "projection_gradients", "add_slices")
     },
     "block/along_lines.cuh": POOLED,
 }
@@ -309,7 +309,20 @@ TABLE = {
          "for (int w = 1; w < WARPS; w++) norm += ⟦→0 * ⟧cta.norms[w][row];"),
         ("the bias's gradient is that of the last image", "float bias_before = ⟦is_first→true⟧ ? 0"),
         ("other channels' weights of the step", "channel = row / 2 * 4 + ⟦lane / 8 % 2 * 2→0⟧ + row % 2;\n#pragma"),
+        ("keys are read before all warps have written them",
+         "slice == 0, reverse);\n        ⟦__syncthreads();→__syncwarp();⟧"),
+        ("slices: all CTAs of an image have the first one's channels", "d = ⟦slice * SLICE→0⟧;"),
+        ("slices: dy is that of the first slice", "dstep_biases += i64(row) * D + d⟦, dy += d→⟧;"),
+        ("slices: both directions have the first one's keys", "projected + (⟦g * B + →⟧b) * S_LINES * P, ROWS"),
+        ("slices: the second direction has the first one's order of keys",
+         "S_LINES * P, ROWS, S_LINES, ⟦reverse→false⟧);"),
+        ("slices: sums of one slice overwrite those of another", "((⟦slice * 2 + →⟧g) * B + b) * S_LINES * P;"),
+        ("slices: all images have the first one's dprojected", "((slice * 2 + g) * B⟦ + b→⟧) * S_LINES * P;"),
         ("dmeans lack eight of the projections", "UNROLLED for (int i = 0; i < (16 * k + ⟦8→16⟧ < P ? 4 : 2); i++)"),
+    ],
+    "block/add_slices.cu": [
+        ("the last slice's sum is missing", "for (int s = 1; s < SLICES⟦→ - 1⟧; s++)"),
+        ("sums behind the last are written", "if (i >= elements⟦→ + 4⟧) return;"),
     ],
     "block/projection_gradients.cu": [
         ("tokens behind the last count", "⟦t < tokens→true⟧);"),
@@ -331,8 +344,9 @@ TABLE = {
          "⟦wait_long_for(handed.empty(), handed.parity() ^ 1);→⟧"),
         ("Hopper: the class token belongs to the line around it", "if (i <= left⟦ && i != foreign→⟧)"),
         ("Hopper: the class token is divided by the length of a line", "lines.share(⟦pooled→0⟧)"),
-        ("Hopper: tensors of more than 2^31 elements: z of other images",
-         "uz + (⟦i64(image)→image⟧ * L * (2 * D) + D"),
+        ("Hopper: tensors of more than 2^31 elements: u and z of other images",
+         "uz + (⟦i64(image)→image⟧ * L * (2 * D) + step"),
+        ("Hopper: a part of u is not stored", "part = chunk < AHEAD ? ⟦0→1⟧ : chunk;"),
     ],
     "block/scan_image.cu": [
         ("x_proj is read before it has arrived",
@@ -351,6 +365,12 @@ TABLE = {
         ("the second line's y is that of the first", "queries.at[2 * ⟦second→0⟧],"),
         ("both tiles have the first tile's bias", "⟦16 * i + →⟧8 * h + lane / 4);"),
         ("channels 32 to 63 have the bias of the first 32", "bias[0] = bias[⟦WARP_CHANNELS / 32 - 1→0⟧];"),
+        ("slices: all CTAs of an image have the first one's channels",
+         "d = ⟦blockIdx.x % SLICES * SLICE + →⟧w * WARP_CHANNELS;"),
+        ("slices: y belongs to another image", "y += i64(blockIdx.x / SLICES⟦→ / 2 * 2⟧) * S * D + d;"),
+        ("slices: both directions have the first one's keys", "projected + ⟦g * B * S * P→0⟧, S);"),
+        ("slices: all images have the first one's keys", "projected += i64(blockIdx.x / SLICES⟦→ * 0⟧) * S * P;"),
+        ("slices: all lines have the first one's keys", "load<4>(&cta.projected[g][⟦line→0⟧][column]);"),
     ],
     "block/pooled_conv_backward.cu": [
         ("a mean's gradient is not shared", "{dmeans + b * S * D + d, D}, B * S * D, 1.f⟦ / length→⟧}"),

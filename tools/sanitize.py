@@ -20,6 +20,7 @@ from vil.data.device.batched_transforms import apply_operations, crop_resize_fli
 from vil.data.device.decoded import DecodedImages
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.augment import OPERATIONS
+from vil.kernels.block import scan_image, scan_lines_bwd
 from vil.kernels.cuda import hardware
 from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
@@ -91,9 +92,14 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
                 pooled = Block(width, mixer, drop_path=0.5, pool="rows").cuda().train()
                 for grid in ((7, 9), (11, 12)):  # in_proj_pool_sm90 needs at least 129 tokens
                     x = torch.randn(2, math.prod(grid) + 1, width, device="cuda", requires_grad=True)
-                    pooled(x, grid=grid).sum().backward()
-                    with torch.no_grad():
-                        pooled(x, grid=grid)
+                    for images, slices in ((2, 1), (1, 2)):  # plans are kept by number of images, not by slices
+                        with (
+                            mock.patch.object(scan_image, "slices_of", return_value=slices),
+                            mock.patch.object(scan_lines_bwd, "slices_of", return_value=slices),
+                        ):
+                            pooled(x[:images], grid=grid).sum().backward()
+                            with torch.no_grad():
+                                pooled(x[:images], grid=grid)
 
 
 def augmentation(interpolation: str) -> None:
@@ -115,8 +121,9 @@ def augmentation(interpolation: str) -> None:
 
 def in_fp32(product):
     @torch.autocast("cuda", enabled=False)
-    def in_fp32(a, b, out_dtype=None):
-        return product(a.float(), b.float()).to(out_dtype or a.dtype)
+    def in_fp32(a, b, out_dtype=None, out=None):
+        result = product(a.float(), b.float())
+        return result.to(out_dtype or a.dtype) if out is None else out.copy_(result)
 
     return in_fp32
 

@@ -124,13 +124,16 @@ def check_pretrained(model: str, arguments: Mapping[str, Any], remedy: str) -> N
     """Check that a model has pretrained weights, and that the weights are on this machine or can be downloaded.
 
     Args:
-        model: Model name in timm. Names that timm does not list are not checked.
+        model: Model name in timm, or a model of the Hugging Face Hub such as "hf-hub:OWNER/NAME". Other names that
+            timm does not list are not checked.
         arguments: Keyword arguments of the model. Weights that the arguments specify are not checked.
         remedy: How to use other weights, for the error message.
 
     Raises:
         ConfigError: The model has no pretrained weights, or the weights cannot be downloaded.
     """
+    if model.startswith(("hf-hub:", "hf_hub:")):
+        check_download(model, re.split("[:@]", model)[1], remedy)  # a revision may follow after @
     if not timm.is_model(model) or shipped.file_of(model) or "pretrained_cfg_overlay" in arguments:
         return
     if not timm.is_model_pretrained(model):

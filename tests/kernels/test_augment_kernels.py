@@ -20,7 +20,13 @@ from spills import NVRTC, assert_no_spills
 from timm.data import auto_augment, create_transform
 
 from vil.data.device import batched_transforms
-from vil.data.device.batched_transforms import POINTWISE, affine_matrix, apply_operations, crop_resize_flip, finish
+from vil.data.device.batched_transforms import (
+    SIMPLE_OPERATIONS,
+    affine_matrix,
+    apply_operations,
+    crop_resize_flip,
+    finish,
+)
 from vil.data.device.decoded import DecodedImages
 from vil.kernels import augment, cuda
 from vil.kernels.augment import CODES
@@ -151,7 +157,7 @@ def test_a_crop_outside_its_image_is_rejected(where):
 
 def random_operation(numbers, name=None):
     """Return the name and a random argument of one of timm's operations."""
-    name = name or numbers.choice([*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
+    name = name or numbers.choice([*SIMPLE_OPERATIONS, *batched_transforms.GEOMETRIC, "GaussianBlur"])
     ranges = dict(Posterize=(0, 8), Solarize=(0, 256), SolarizeAdd=(0, 110), Rotate=(-30, 30), GaussianBlur=(0.1, 2))
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
     if name in ("TranslateX", "TranslateY"):  # multiples of 0.5 pixels, half of which sample at the image's edge
@@ -185,7 +191,7 @@ def encoded(operations, size):
 
 
 @pytest.mark.parametrize("interpolation", METHODS)
-@pytest.mark.parametrize("name", [*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
+@pytest.mark.parametrize("name", [*SIMPLE_OPERATIONS, *batched_transforms.GEOMETRIC, "GaussianBlur"])
 def test_every_augmentation_operation_equals_timms(where, name, interpolation):
     numbers = random.Random(0)
     for height, width in (where.size, (2, 40), (3, 3), (1, 1)):
@@ -391,10 +397,11 @@ def test_a_batch_takes_few_launches_and_one_copy_a_function(monkeypatch):
     emulate(monkeypatch, lambda source, entry, *_: launched.append(entry))
     real = augment._to_device
     monkeypatch.setattr(augment, "_to_device", lambda *given: copied.append(1) or real(*given))
-    images = DecodedImages.of([tensor(noise(20, 30))] * 13)
-    crops = crop_resize_flip(images, np.array([[0, 0, 20, 30]] * 13), np.zeros(13, bool), (8, 8), "bicubic")
-    codes = np.arange(13, dtype=np.uint8)[:, None].repeat(2, axis=1)
-    apply_operations(crops, codes, np.ones((13, 2, 6)), FILL, "bicubic")
+    count = len(augment.OPERATIONS)
+    images = DecodedImages.of([tensor(noise(20, 30))] * count)
+    crops = crop_resize_flip(images, np.array([[0, 0, 20, 30]] * count), np.zeros(count, bool), (8, 8), "bicubic")
+    codes = np.arange(count, dtype=np.uint8)[:, None].repeat(2, axis=1)
+    apply_operations(crops, codes, np.ones((count, 2, 6)), FILL, "bicubic")
     finish(crops, MEAN, STD)
     turn = ["build_tables", "apply_operations", "gaussian_blur", "gaussian_blur"]
     assert launched == ["resize_weights", "crop_resize_flip", *turn, *turn, "finish"]

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from vil.kernels import backends
 from vil.kernels.block import (
+    add_slices,
     conv,
     conv_backward,
     conv_xproj,
@@ -67,12 +68,13 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
             for recurrence in backends.RECURRENCES for S, D, R in ((15, 384, 16), (15, 768, 24)) if small
         ],
         projection_gradients: [
-            projection_gradients.macros_of(t, D, R + 32, R) for D, R in ((384, 16), (768, 24)) if small
+            projection_gradients.macros_of(t, D, R + 32, R) for D, R in ((384, 16), (1536, 48), (768, 24)) if small
         ],
         scan_image: [
-            scan_image.macros_of(t, D, R, channels)
-            for D, R, channels in ((384, 16, 32), (384, 16, 64), (768, 24, 64)) if small
+            scan_image.macros_of(t, *size)
+            for size in ((384, 16, 32), (384, 16, 64), (1536, 48, 32, 4), (1536, 48, 64, 4), (768, 24, 64)) if small
         ],
+        add_slices: [dict(INPUT=dtype, SLICES=4)] if small else [],
         sum_lines: [dict(INPUT=dtype, VECTOR=8 if small else 4, THREADS=192)],
         step_proj_bwd: [step_proj_bwd.macros_of(t, D, R, 16) for D, R in ((384, 16), (768, 24)) if small],
         gate_outproj: [dict(INPUT=dtype, WIDTH=C, POOLED=pooled) for C in widths for pooled in (0, 1)],
@@ -98,11 +100,11 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
 
 @NVRTC
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_the_backward_scan_of_lines_spills_only_outside_of_its_loop_over_lines(arch):
-    """At most 24 registers are spilled, although the loop over lines uses 255 registers."""
-    sizes = ((15, 384, 16), (16, 768, 24), (15, 768, 24))
+def test_the_backward_scan_of_lines_spills_few_registers(arch):
+    """At most 32 registers are spilled. With 15 lines, no register is spilled inside the loop over lines."""
+    sizes = ((15, 384, 16), (16, 768, 24), (15, 1536, 48, 4), (15, 768, 24))
     macros = [scan_lines_bwd.macros_of(torch.bfloat16, *size) for size in sizes]
-    assert_no_spills([(scan_lines_bwd.SOURCE, arch, m) for m in macros], allowed=96)
+    assert_no_spills([(scan_lines_bwd.SOURCE, arch, m) for m in macros], allowed=128)
 
 
 def random_tensors(device, *kinds):

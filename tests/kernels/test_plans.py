@@ -10,7 +10,8 @@ import pytest
 import torch
 from blocks import OnGpu, make_block, on_an_emulated_gpu, weights_of
 
-from vil.kernels.block import backward, forward, kernels, run
+from vil.kernels.block import backward, forward, kernels, run, scan_image, scan_lines_bwd
+from vil.kernels.block.lines import Lines
 from vil.kernels.block.weights import BackwardOptions, Inputs, Normed, Options, SavedForBackward
 from vil.kernels.cuda import graphs, launches, memory, plan, recording
 from vil.kernels.cuda.memory import Lifetime
@@ -294,7 +295,7 @@ def emulate_plans(monkeypatch, hopper):
 def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
     mixer, hopper, norm_given, monkeypatch, poison
 ):  # fmt: skip
-    """A plan of two blocks is bitwise identical to forward and backward passes of single blocks."""
+    """A plan of two blocks is bitwise identical to forward and backward passes of single blocks, and preserves x."""
     dtype, (B, L, C) = torch.bfloat16, (2, 33, 192)
     emulate_plans(monkeypatch, hopper)
     modules = [make_block(mixer, C, seed=seed) for seed in range(2)]
@@ -304,7 +305,9 @@ def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
     scales = [torch.rand(B), torch.rand(B)]
     options = tuple(Options(mixer.recurrence, 1e-5, dtype, False, norm_next) for norm_next in (True, False))
     flat = [x, *normed, *scales, *[t for own in weights for t in own.flat()]]
+    before = x.clone()
     found = Plan(run.forward_run.__wrapped__, (options, True, flat), CPU)(flat)
+    assert torch.equal(x, before)
     without_saved = Plan(run.forward_run.__wrapped__, (options, False, flat), CPU)(flat)
     for value, truth in zip(without_saved, found[:3], strict=True):
         assert value is None if truth is None else torch.equal(value, truth)
@@ -362,14 +365,20 @@ def test_an_emulated_run_may_pack_weights_as_soon_as_the_weights_of_the_previous
 @emulator.EMULATED
 @pytest.mark.parametrize("class_token_only", [False, True])
 @pytest.mark.parametrize(
-    ("mixer", "shape", "hopper"), [(LonghornMixer, (2, 33, 192), True), (MambaMixer, (1, 70, 36), False)]
-)
+    ("mixer", "shape", "hopper", "lines"),
+    [
+        (LonghornMixer, (2, 33, 192), True, None), (MambaMixer, (1, 70, 36), False, None),
+        (LonghornMixer, (2, 16, 64), False, Lines(3, 5, False)),
+    ],
+)  # fmt: skip
 def test_replaying_an_emulated_block_equals_running_the_block(
-    mixer, shape, hopper, class_token_only, monkeypatch, poison
+    mixer, shape, hopper, lines, class_token_only, monkeypatch, poison
 ):
     """Replaying a recorded block, also with other tensors, is bitwise identical to running the block directly."""
     dtype, (B, L, C) = torch.bfloat16, shape
     emulate_plans(monkeypatch, hopper)
+    for module in (scan_image, scan_lines_bwd):  # two CTAs share an image of the pooled block
+        monkeypatch.setattr(module, "slices_of", lambda D, R, device: 2)
     run_forward, run_backward = forward.forward.__wrapped__, backward.backward.__wrapped__
 
     def unpacked(results):
@@ -389,7 +398,7 @@ def test_replaying_an_emulated_block_equals_running_the_block(
             weights = weights_of(block, detach=True)
             x, dy, dnext = torch.randn(3, B, L, C)
             normed = Normed(torch.randn(B * L, C).to(dtype), torch.rand(B * L)) if given else None
-            options = Options(block.mixer.recurrence, 1e-5, dtype, class_token_only, hopper)
+            options = Options(block.mixer.recurrence, 1e-5, dtype, class_token_only, hopper, lines)
             call = options, True, Inputs(x, torch.rand(B), normed, weights).flat()
             if not plans:
                 plans.append(Plan(run_forward, call, CPU))
@@ -400,7 +409,7 @@ def test_replaying_an_emulated_block_equals_running_the_block(
             saved = SavedForBackward(uz, mean, states, packed, A, pooled, *(normed or (xhat, rstd)))
             dnext = None if after[0] is None else dnext.flatten(0, 1).to(dtype)
             dy = dy[:, : 1 if class_token_only else L].contiguous()
-            how = BackwardOptions(block.mixer.recurrence, class_token_only, given)
+            how = BackwardOptions(block.mixer.recurrence, class_token_only, given, lines)
             tensors = [dy, dnext, *after, torch.rand(B), weights.norm, weights.in_proj, *saved]
             call = how, weights.sizes(), True, tensors
             if len(plans) < 2:

@@ -1,6 +1,7 @@
 """Tests of pooled blocks: kernels against reference implementations, and the operator against the unfused block."""
 
 import copy
+import functools
 
 import emulator
 import pytest
@@ -21,6 +22,7 @@ from scans import relative_error
 
 from vil.kernels import backends
 from vil.kernels.block import (
+    add_slices,
     in_proj_pool_sm90,
     kernels,
     pool,
@@ -127,32 +129,40 @@ def test_scan_lines_equals_its_definition(B, S, D, R, dtype, recurrence, device,
     close(found, truth, dtype, "conv_xproj")
 
 
+def inputs_of_scan(B, S, D, R, dtype, device):
+    """Return random means, x_proj, step_proj and step_bias."""
+    g = torch.Generator().manual_seed(0)
+    sizes = (2, B, S, D), (2, R + 32, D), (2, D, R), (2, D)
+    means, x_proj, step_proj, bias = (torch.randn(size, generator=g).to(device) for size in sizes)
+    return means.to(dtype), (x_proj / D**0.5).to(dtype), (step_proj / R**0.5).to(dtype), bias
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("B", "S", "D", "R", "dtype"),
+    ("B", "S", "D", "R", "dtype", "slices"),
     [
-        (3, 15, 384, 16, torch.bfloat16), (2, 16, 768, 24, torch.bfloat16), (2, 7, 128, 32, torch.float16),
-        (1, 3, 576, 8, torch.float16), (5, 1, 64, 40, torch.bfloat16),
-        (1, 16, 128, 16, torch.float16), (1, 14, 384, 16, torch.float16),
+        (3, 15, 384, 16, torch.bfloat16, 1), (2, 16, 768, 24, torch.bfloat16, 1), (2, 7, 128, 32, torch.float16, 1),
+        (1, 3, 576, 8, torch.float16, 1), (5, 1, 64, 40, torch.bfloat16, 1),
+        (1, 16, 128, 16, torch.float16, 1), (1, 14, 384, 16, torch.float16, 1),
+        # With four CTAs or less, a warp has 32 channels, otherwise 64.
+        (2, 15, 1536, 48, torch.bfloat16, 4), (1, 16, 256, 48, torch.bfloat16, 4), (2, 5, 128, 40, torch.float16, 2),
+        (3, 16, 384, 24, torch.float16, 2), (5, 1, 192, 8, torch.bfloat16, 3),
     ],
 )  # fmt: skip
-def test_scan_image_equals_its_definition(B, S, D, R, dtype, device, monkeypatch, poison):
+def test_scan_image_equals_its_definition(B, S, D, R, dtype, slices, device, monkeypatch, poison):
     if device == "cpu":
         on_an_emulated_gpu(monkeypatch)
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
-    g = torch.Generator().manual_seed(0)
-
-    def random(*size, dtype=dtype):
-        return torch.randn(size, generator=g).to(device, dtype)
-
-    means, x_proj, step_proj = random(2, B, S, D), random(2, R + 32, D) / D**0.5, random(2, D, R) / R**0.5
-    inputs = means, x_proj, step_proj, None, random(2, D, dtype=torch.float32)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1 if slices == 1 else 4)
+    means, x_proj, step_proj, bias = inputs_of_scan(B, S, D, R, dtype, device)
+    inputs = means, x_proj, step_proj, None, bias
+    assert D < 1536 or scan_image.slices_of(D, R, means.device) == slices
+    monkeypatch.setattr(scan_image, "slices_of", lambda D, R, device: slices)
     assert scan_image.fits("longhorn", means, x_proj, step_proj)
     assert not scan_image.fits("selective", means, x_proj, step_proj)
     for other in (
         (means.repeat(1, 1, 17, 1), x_proj, step_proj), (means.float(), x_proj, step_proj),
         (means[..., 32:], x_proj, step_proj), (means, x_proj[:, 16:], step_proj),
-        (means, x_proj[:, 4:], step_proj[..., 4:]), (means.repeat(1, 1, 1, 48), x_proj, step_proj),
+        (means, x_proj[:, 4:], step_proj[..., 4:]), (means[:, :0], x_proj, step_proj),
     ):  # fmt: skip
         assert not scan_image.fits("longhorn", *other)
     (found, states), (again, _) = (scan_image.scan_image("longhorn", *inputs) for _ in range(2))
@@ -163,12 +173,43 @@ def test_scan_image_equals_its_definition(B, S, D, R, dtype, device, monkeypatch
     close(found, truth, dtype, "conv_xproj")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_slices_of_an_image_equal_one_cta(device, monkeypatch, poison):
+    """Forward and backward, slices differ from a CTA with all channels by the rounding of sums over channels."""
+    if device == "cpu":
+        on_an_emulated_gpu(monkeypatch, multiprocessors=8)
+    means, x_proj, step_proj, bias = inputs_of_scan(3, 15, 384, 16, torch.bfloat16, device)
+    dy, found = torch.randn(3, 15, 384).to(means), []
+    for slices in (1, 3):
+        for module in (scan_image, scan_lines_bwd):
+            monkeypatch.setattr(module, "slices_of", lambda D, R, device, slices=slices: slices)
+        y, _ = scan_image.scan_image("longhorn", means, x_proj, step_proj, None, bias)
+        gradients = scan_lines_bwd.line_gradients(means, x_proj, step_proj, bias, dy)
+        found.append([y, *gradients[:-1], gradients.step_bias.sum(0)])
+    for whole, sliced in zip(*found, strict=True):
+        assert relative_error(sliced, whole.double()) < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("D", "R", "most", "forward", "backward"),
+    [
+        (384, 16, 227, 1, 1), (768, 24, 227, 1, 1), (768, 48, 227, 2, 2), (1536, 48, 227, 4, 4), (1024, 32, 227, 4, 4),
+        (1152, 40, 227, 3, 3), (2048, 64, 227, 8, 8), (1536, 48, 99, 4, 6), (128, 8, 99, 1, 1),
+    ],
+)  # fmt: skip
+def test_slices_are_as_wide_as_shared_memory_allows(D, R, most, forward, backward, monkeypatch):
+    emulator.as_if_on_a_gpu(monkeypatch, shared_bytes=most << 10)
+    found = [module.slices_of(D, R, torch.device("cpu")) for module in (scan_image, scan_lines_bwd)]
+    assert found == [forward, backward]
+
+
 @pytest.mark.parametrize(
     ("B", "S", "D", "expected"),
     [
         (1, 15, 768, "scan_lines"), (5, 15, 768, "scan_lines"), (6, 15, 768, None), (32, 15, 768, None),
         (33, 15, 768, "scan_image"), (11, 64, 384, "scan_lines"), (17, 16, 384, "scan_image"), (44, 17, 384, None),
-        (44, 15, 1536, None), (44, 15, 96, None),
+        (2, 15, 1536, "scan_lines"), (3, 15, 1536, None), (16, 15, 1536, None), (17, 15, 1536, "scan_image"),
+        (44, 15, 96, None),
     ],
 )  # fmt: skip
 def test_few_and_many_images_have_kernels_that_project_and_scan(B, S, D, expected, monkeypatch):
@@ -179,33 +220,33 @@ def test_few_and_many_images_have_kernels_that_project_and_scan(B, S, D, expecte
     assert (scan and scan.__name__) == expected
 
 
-@pytest.mark.parametrize(("B", "D", "expected"), [(16, 768, False), (17, 768, True), (1, 384, True)])
+@pytest.mark.parametrize(("B", "D", "expected"), [(16, 768, False), (17, 768, True), (1, 384, True), (1, 1536, True)])
 def test_few_images_with_many_channels_do_not_use_scan_lines_backward(B, D, expected, monkeypatch):
     emulator.as_if_on_a_gpu(monkeypatch, multiprocessors=132)
-    sizes = (2, B, 15, D), (2, 24 + 32, D), (2, D, 24)
+    R = D // 32 + -(D // 32) % 8
+    sizes = (2, B, 15, D), (2, R + 32, D), (2, D, R)
     tensors = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
     assert kernels.backpropagates_lines("longhorn", *tensors) == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("B", "S", "D", "R", "dtype"),
+    ("B", "S", "D", "R", "dtype", "slices"),
     [
-        (3, 15, 64, 8, torch.bfloat16), (3, 16, 384, 16, torch.float16), (2, 9, 768, 24, torch.bfloat16),
-        (1, 8, 192, 24, torch.float16), (5, 3, 64, 8, torch.bfloat16), (2, 1, 128, 16, torch.float16),
+        (3, 15, 64, 8, torch.bfloat16, 1), (3, 16, 384, 16, torch.float16, 1), (2, 9, 768, 24, torch.bfloat16, 1),
+        (1, 8, 192, 24, torch.float16, 1), (5, 3, 64, 8, torch.bfloat16, 1), (2, 1, 128, 16, torch.float16, 1),
+        (2, 15, 1536, 48, torch.bfloat16, 4), (3, 16, 256, 48, torch.float16, 2), (5, 5, 192, 24, torch.bfloat16, 3),
+        (2, 1, 256, 8, torch.float16, 4), (3, 15, 128, 40, torch.bfloat16, 2),
     ],
 )  # fmt: skip
-def test_scan_lines_backward_equals_its_definition(B, S, D, R, dtype, device, monkeypatch, poison):
+def test_scan_lines_backward_equals_its_definition(B, S, D, R, dtype, slices, device, monkeypatch, poison):
     if device == "cpu":
         on_an_emulated_gpu(monkeypatch)
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 4)  # each direction has two CTAs
-    g = torch.Generator().manual_seed(0)
-
-    def random(*size, dtype=dtype):
-        return torch.randn(size, generator=g).to(device, dtype)
-
-    means, x_proj, step_proj = random(2, B, S, D), random(2, R + 32, D) / D**0.5, random(2, D, R) / R**0.5
-    bias, dy = random(2, D, dtype=torch.float32), random(B, S, D)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 4 * slices)  # two CTAs per direction and slice
+    means, x_proj, step_proj, bias = inputs_of_scan(B, S, D, R, dtype, device)
+    dy = torch.randn(B, S, D, generator=torch.Generator().manual_seed(1)).to(means)
+    assert D < 1536 or scan_lines_bwd.slices_of(D, R, means.device) == slices
+    monkeypatch.setattr(scan_lines_bwd, "slices_of", lambda D, R, device: slices)
     assert scan_lines_bwd.fits("longhorn", means, x_proj, step_proj)
     for other in (
         ("selective", means, x_proj, step_proj), ("longhorn", means.repeat(1, 1, 17, 1), x_proj, step_proj),
@@ -220,6 +261,19 @@ def test_scan_lines_backward_equals_its_definition(B, S, D, R, dtype, device, mo
         # Step, keys, queries, states and their gradients are rounded to 16 bits, so gradients have several roundings.
         error = relative_error(value if parts is None else value.sum(parts), expected)
         assert error < (6e-3 if dtype == torch.bfloat16 else 8e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(4, 2, 33, 80), (2, 1, 1, 4), (3, 2, 64, 8)])
+def test_slices_are_added_in_order_and_rounded_once(size, dtype, device, monkeypatch, poison):
+    if device == "cpu":
+        emulator.as_if_on_a_gpu(monkeypatch)
+    parts = torch.randn(size).to(device)
+    found = torch.empty(size[1:], dtype=dtype, device=device)
+    add_slices.add_slices(parts, found)
+    assert torch.equal(found, functools.reduce(torch.add, parts).to(dtype))
+    close(found, add_slices.reference(parts.double()), dtype, "sum")
 
 
 def inputs_of_in_proj_pool(B, lines, C, dtype, device):
@@ -339,6 +393,35 @@ def test_a_fused_pooled_block_equals_the_plain_one(
     expected = outcome(truth, x.double(), dy.double(), grid=(h, w), class_token_only=middle)
     with operator_on_a_cpu():
         found, again = (outcome(block.to(dtype), x, dy, grid=(h, w), class_token_only=middle) for _ in range(2))
+    for name, value in expected.items():
+        assert torch.equal(found[name], again[name]), name
+        assert relative_error(found[name], value) < tolerance, name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2.5e-2), (torch.float16, 4e-3)])
+def test_a_pooled_block_with_slices_of_channels_equals_the_plain_one(
+    dtype, tolerance, middle, device, gpu, poison, monkeypatch
+):
+    """A fused block whose images need several CTAs equals the unfused block in fp64. On a GPU, its width is 768."""
+    (B, h, w), C, slices = ((3, 3, 5), 64, 2) if device == "cpu" else ((20, 14, 14), 768, 4)
+    if device == "cpu":
+        for module in (scan_image, scan_lines_bwd):
+            monkeypatch.setattr(module, "slices_of", lambda D, R, device: slices)
+    launched, launch = set(), launches.launch
+
+    def recorded(source, entry, macros, *others):
+        launched.add((entry, macros.get("SLICES")))
+        launch(source, entry, macros, *others)
+
+    monkeypatch.setattr(launches, "launch", recorded)
+    block, truth = (make_block(LonghornMixer, C, pool="rows").to(device).train() for _ in range(2))
+    x, dy = torch.randn(2, B, h * w + 1, C, device=device)
+    expected = outcome(truth.double(), x.double(), dy.double(), grid=(h, w), class_token_only=middle)
+    with operator_on_a_cpu():
+        found, again = (outcome(block.to(dtype), x, dy, grid=(h, w), class_token_only=middle) for _ in range(2))
+    assert {(entry, slices) for entry in ("scan_image", "scan_lines_backward", "add_slices")} <= launched
     for name, value in expected.items():
         assert torch.equal(found[name], again[name]), name
         assert relative_error(found[name], value) < tolerance, name

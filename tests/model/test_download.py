@@ -18,7 +18,8 @@ from vil.training.building import build_model
 from vil.training.teacher import Teacher
 
 REPOSITORY = "timm/test_vit.r160_in1k"
-UNREACHABLE = r"pretrained weights of (teacher )?test_vit from the Hugging Face Hub \(.*Name or service not known\): "
+MODELS = r"(test_vit|teacher test_vit|hf-hub:owner/test_vit@v1)"
+UNREACHABLE = rf"pretrained weights of {MODELS} from the Hugging Face Hub \(.*Name or service not known\): "
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +53,10 @@ def offline(monkeypatch):
 def test_a_command_fails_at_once_without_a_network(offline, command, words, tmp_path, monkeypatch):
     (tmp_path / "data" / "val").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=f"^error: cannot download the {UNREACHABLE}check the .* --checkpoint FILE"):
-        call(command.main, "--model", "test_vit", *words)
+    for model in ("test_vit", "hf-hub:owner/test_vit@v1"):
+        message = f"^error: cannot download the {UNREACHABLE}check the .* --checkpoint FILE"
+        with pytest.raises(SystemExit, match=message):
+            call(command.main, "--model", model, *words)
 
 
 def test_training_fails_at_once_without_a_network(offline):

@@ -245,7 +245,9 @@ def main():
     if args.sample and args.sample < len(mutants):
         mutants = random.Random(0).sample(mutants, args.sample)
     print(f"{len(mutants)} mutants")
-    files = args.tests or sorted(str(path.relative_to(COPY)) for path in (COPY / "tests").rglob("test_*.py"))
+    chosen = [COPY / path for path in args.tests or ["tests"]]
+    found = [path for place in chosen for path in ([place] if place.is_file() else place.rglob("test_*.py"))]
+    files = sorted({str(path.relative_to(COPY)) for path in found})
     tests = what_tests_reach(files, paths, args.jobs)
     run_mutants([m for m in mutants if m[2] in NOT_NOTICED], tests, args.jobs)
     report(mutants)

@@ -113,12 +113,13 @@ def plan_loading(
     batch_size = batches.batch_size
     together = max(1, int(PIXELS_TOGETHER // (batch_size * pixels))) if small else 1
     piece_size = batch_size if is_stream else min(batch_size, PIECE)
+    pieces_of_batch = math.ceil(batch_size / piece_size)
     piece_bytes = None if on_device else piece_size * math.prod(image_shape)
     workers, prefetch = choose_workers(
         options.workers,
         options.device,
-        pieces=math.ceil(batch_size / PIECE) * len(batches),
-        ahead=BATCHES_AHEAD * math.ceil(together * batch_size / PIECE),
+        pieces=pieces_of_batch * len(batches),
+        ahead=BATCHES_AHEAD * together * pieces_of_batch,
         piece_size=piece_size,
         piece_bytes=piece_bytes,
     )

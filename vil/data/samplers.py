@@ -167,7 +167,8 @@ class Pieces:
         batches: Batch sampler of (index, seed) pairs.
         size: Maximum number of images per piece.
         tasks: Function from (index, seed) pairs and their positions in the batch to the tasks of a worker. If given,
-            the copies of an image, due to repeated augmentation, are adjacent, so that a worker reads a file only once.
+            the images of a batch are loaded in ascending order of their index. The copies of an image, due to repeated
+            augmentation, are then adjacent, so that a worker reads a file only once.
             By default, the pairs are the tasks.
     """
 
@@ -187,7 +188,7 @@ class Pieces:
             return
         for batch in self.batches:
             rows: Sequence[int] = range(len(batch))
-            if self.tasks:  # copies of an image become adjacent
+            if self.tasks:
                 rows = sorted(rows, key=lambda row: batch[row][0])
             for start in range(0, len(batch), self.size):
                 of_piece = rows[start : start + self.size]

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import tarfile
@@ -23,6 +24,7 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from vil.cli.split import main
 from vil.config import ConfigError
 from vil.data import folders
+from vil.data.host.workers import BATCHES_AHEAD
 from vil.data.loaders import evaluation_loader, training_loader
 from vil.data.samplers import TrainingBatches
 from vil.data.sources.class_folders import endings
@@ -370,6 +372,19 @@ def write_shards(image_folder, root, train=4, validation=3):
     (root / "_info.json").write_text(json.dumps({"splits": splits}))
 
 
+def test_shards_without_a_list_of_their_split_are_an_error(image_folder, tmp_path):
+    write_shards(image_folder, tmp_path)
+    (tmp_path / "_info.json").unlink()
+    config = small_config(tmp_path, dataset="wds/x", num_classes=4, val_split="validation-0.tar|1")
+    for split, samples in (("train", ""), ("train-{0..3}.tar", ""), ("train-{0..3}.tar", "|12")):
+        config = dataclasses.replace(config, train_split=split + samples)
+        if samples:
+            assert len(open_splits(config)[0]) == 12
+        else:
+            with pytest.raises(ConfigError, match=rf"^_info.json in .* must list the split '{re.escape(split)}' with"):
+                open_splits(config)
+
+
 @pytest.mark.parametrize(("workers", "shards"), [(0, 4), (3, 4), (3, 1)])
 def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, caplog, workers, shards):
     write_shards(image_folder, tmp_path, shards)
@@ -393,6 +408,7 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, caplog, w
     assert targets(epoch=2) != whole
     assert train.reader.epoch_count.value == 2  # the shuffle depends on the epoch and the seed
     assert open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4, seed=5))[0].reader.common_seed == 5
+    assert evaluation_loader(val, DATA_CONFIG, CPU, 1, 256, 0, 1).images.plan.prefetch == BATCHES_AHEAD
     loader = evaluation_loader(val, DATA_CONFIG, CPU, workers, 5, 0, 1)
     images, labels = joined(loader)
     assert sorted(labels) == [number for number in range(4) for _ in range(VAL_IMAGES)]

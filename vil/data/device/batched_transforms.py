@@ -145,7 +145,7 @@ def apply_operations(
         images: (B, 3, H, W) uint8, not modified.
         operations: (B, T) opcodes, which are indices in `OPERATIONS`, of up to T operations per image. Opcode 0 means
             no operation.
-        arguments: (B, T, ARGUMENTS): one number for operations of `POINTWISE`; for 'Affine', PIL's matrix from output
+        arguments: (B, T, ARGUMENTS): at most one number for `SIMPLE_OPERATIONS`; for 'Affine', PIL's matrix from output
             to input coordinates; for 'GaussianBlur', PIL's radius.
         fill: Colour of pixels that an affine operation reads outside the image.
         interpolation: 'bilinear' or 'bicubic', for 'Affine'.
@@ -182,7 +182,7 @@ def _apply_operation(
             image.copy_(_blur(image, *box))
     elif name:
         values = to_device(arguments_BA[:, 0].copy(), images.device)
-        images[:] = POINTWISE[name](images, values.view(-1, 1, 1, 1))
+        images[:] = SIMPLE_OPERATIONS[name](images, values.view(-1, 1, 1, 1))
 
 
 def affine_matrix(name: str, argument: float, width: int, height: int) -> tuple[float, ...]:
@@ -297,8 +297,8 @@ def _contrast(images: Tensor, factor: Tensor) -> Tensor:
     return _enhance(images, (mean + 0.5).floor(), factor)
 
 
-# operations except 'Affine' and 'GaussianBlur', as functions of images and of arguments with shape (B, 1, 1, 1)
-POINTWISE = {
+# operations with at most one argument, as functions of images and of arguments with shape (B, 1, 1, 1)
+SIMPLE_OPERATIONS = {
     "AutoContrast": lambda images, _: TF.autocontrast(images),
     "Equalize": lambda images, _: TF.equalize(images),
     "Invert": lambda images, _: TF.invert(images),

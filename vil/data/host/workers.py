@@ -30,7 +30,8 @@ from ..sources.images import restrict_pillow
 _logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16  # maximum default number of workers per training process
-PIECE = 64  # number of images per task of a worker; a batch is split into tasks, so that its loading is parallel
+# maximum number of images in a piece, which a worker loads at a time; each piece of an iterable dataset is a batch
+PIECE = 64
 BATCHES_AHEAD = 3  # number of batches, or of groups of batches (see `batches_together`), that the workers prefetch
 PIPE_BYTES = 2**20  # capacity of the pipe from the workers to the training process; Linux allows 1 MiB by default
 IN_USE = 2  # number of pieces in `SHARED_MEMORY` in addition to prefetched pieces

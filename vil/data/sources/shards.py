@@ -56,10 +56,9 @@ class Shards(ReaderWds):
             LabelError in evaluation. None accepts all classes.
 
     Raises:
-        ConfigError: `root` is empty, `root` or the split is a command, no shard of a local folder exists, a shard is
-            listed twice, is outside the folder or is not a regular file, or the shards cannot contain as many samples
-            as the split claims.
-        RuntimeError: `_info.json` does not list the split or, in training, the number of samples is missing.
+        ConfigError: `root` is empty, `root` or the split is a command, `_info.json` does not list the split or, in
+            training, its number of samples, no shard of a local folder exists, a shard is listed twice, is outside the
+            folder or is not a regular file, or the shards cannot contain as many samples as the split claims.
     """
 
     num_classes: int | None
@@ -72,7 +71,14 @@ class Shards(ReaderWds):
             if re.match(r"\W*pipe:", name, re.IGNORECASE):
                 raise ConfigError(f"data_dir and split must not be commands, got {name!r}: set a folder or a URL")
         enter_secure_mode()
-        super().__init__(root if "://" in root else f"{LOCAL}:{os.path.abspath(root)}", **kwargs)
+        try:
+            super().__init__(root if "://" in root else f"{LOCAL}:{os.path.abspath(root)}", **kwargs)
+        except RuntimeError as error:  # timm does not find the split or its number of samples
+            raise ConfigError(
+                f"_info.json in {root!r} must list the split {kwargs['split']!r} with its shards and its number of "
+                f"samples ({error}): add the split, or set --train-split and --val-split to shards and a number of "
+                "samples, such as 'train-{0000..0009}.tar|12000'"
+            ) from error
         self.unreadable = Unreadable(NUMBERS)
         self.num_classes = num_classes
         if "://" not in root:

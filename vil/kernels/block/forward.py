@@ -34,11 +34,13 @@ class Projected(NamedTuple):
 
 
 @planned(check_forward)
-def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
+def forward(
+    options: Options, keep: bool, flat: list[Tensor | None], overwrite: bool = False
+) -> list[Tensor | None]:  # fmt: skip
     """Return the block's output, xhat and rstd of the output's RMSNorm and, if `keep`, the tensors for backward.
 
     xhat and rstd are None if the output's norm is not computed. `flat` holds the tensors of `Inputs`, and the tensors
-    for backward are those of `SavedForBackward`.
+    for backward are those of `SavedForBackward`. If `overwrite` is set, the output may overwrite the input x.
     """
     x_BLC, scale_B, normed, weights = Inputs.of(map(aligned, flat))
     (B, L, C), D, dtype = x_BLC.shape, weights.out_proj.shape[1], options.dtype
@@ -47,8 +49,8 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     lines, in_proj_tiles = options.lines, None
     if lines and not options.class_token_only:
         in_proj_tiles = kernels.empty_in_proj_tiles(B, weights.in_proj, weights.sizes().K, dtype, lines)
-    # cuBLAS adds the product with out_proj to the residual stream in place, so copy the residual stream first
-    copy = not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
+    # cuBLAS adds the product with out_proj to the residual stream in place, so first copy x if x must be preserved
+    copy = not (overwrite or options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
     packed, norm = kernels.pack_weights(
         weights, dtype, tiles, None if normed else x_TC, options.eps, copy, in_proj_tiles
     )  # fmt: skip

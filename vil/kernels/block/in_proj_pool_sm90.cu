@@ -22,7 +22,7 @@
 // docs/kernels/block.md lists the buffers, and cuda/pipeline.cuh the rules of the barriers.
 //
 //   warps 0 - 3      start products of 64 channels and all tokens, alternately channels of u and of z
-//                    While the tensor cores compute z, the warps write u to the tile.
+//                    While the tensor cores compute z, the warps write u to the tile and, if KEEP, to global memory.
 //                    While the tensor cores compute u, the warps store z.
 //   warps 4 - 11     compute convolutions, means and skip connections; a warp has up to two lines, a lane two channels
 //   warp 12          loads the weights, CHUNK columns per stage
@@ -200,16 +200,16 @@ struct Channels {
 struct Convolution {
     static constexpr int WORDS = ROW / 4;  // distance between adjacent tokens in the tile, in 32-bit words
     const Channels &channels;
-    Element *u, *skipped;  // point to the lane's channels of the image's first token in memory
+    Element *skipped;  // points to the lane's channels of the image's first token in memory
     Pair window[TOGETHER + 2 * BACK];  // u of TOGETHER tokens, and of BACK tokens before and after
     Floats<2> sum_0 = {}, sum_1 = {};
     // `here` points to token t, the line's first token, in the tile. Tokens before token 0 are zero.
-    INLINE Convolution(const Channels &channels, const unsigned *here, int t, Element *u, Element *skipped)
-        : channels(channels), u(in_register(u)), skipped(in_register(skipped)) {
+    INLINE Convolution(const Channels &channels, const unsigned *here, int t, Element *skipped)
+        : channels(channels), skipped(in_register(skipped)) {
         UNROLLED for (int i = -BACK; i < BACK; i++)
             window[BACK + i] = t + i < 0 ? Pair() : Pair::stored(here[i * WORDS]);
     }
-    // Computes v of TOGETHER tokens, writes skipped and, if KEEP, u, and adds v to the sums.
+    // Computes v of TOGETHER tokens, writes skipped, and adds v to the sums.
     // `left` and `foreign` count from `here`. Tokens after `left` and token `foreign` do not belong to the line.
     // Results of tokens that do not belong to the line are neither stored nor added.
     INLINE void next(const unsigned *here, const short *rows, int left, int foreign) {
@@ -228,12 +228,11 @@ struct Convolution {
             }
             v_0 = v_0.silu_of_half(), v_1 = v_1.silu_of_half();
             Pair both = channels.skip[0].times(v_0, channels.skip[1].times(v_1, Pair()));
-            Element *to = skipped + i64(row[i]) * D, *to_u = u + i64(row[i]) * (2 * D);
+            Element *to = skipped + i64(row[i]) * D;
             Pack<Element, 2> of_skipped = from_floats<Element>(both.floats());
             if (i <= left && i != foreign) {
                 some_0 = v_0.times(one, some_0), some_1 = v_1.times(one, some_1);
                 store(to, of_skipped);
-                if (KEEP) store(to_u, from_floats<Element>(window[i + BACK].floats()));
             }
         }
         sum_0 = sum_0 + some_0.floats(), sum_1 = sum_1 + some_1.floats();
@@ -241,12 +240,12 @@ struct Convolution {
     }
 };
 
-// Computes v of a line for two channels, and writes the means of both directions, skipped and, if KEEP, u.
+// Computes v of a line for two channels, and writes the means of both directions and skipped.
 // `tile` points to token 0 in the tile. `means` points to the image's first pooled token in direction 0.
 DEVICE void convolve(const Channels &channels, const unsigned *tile, int pooled, const Lines &lines, const short *rows,
-                     Element *u, Element *skipped, Element *means, i64 of_direction) {
+                     Element *skipped, Element *means, i64 of_direction) {
     int first = lines.first(pooled), last = lines.last(pooled), foreign = pooled == lines.class_token() ? -1 : lines.center();
-    Convolution line(channels, tile + first * Convolution::WORDS, first, u, skipped);
+    Convolution line(channels, tile + first * Convolution::WORDS, first, skipped);
 #pragma unroll 1
     for (int t = first; t <= last; t += TOGETHER)
         line.next(tile + t * Convolution::WORDS, rows + t, last - t, foreign - t);
@@ -269,6 +268,10 @@ struct Products {
         : tile(tile), full(tile + OF_BARRIERS), empty(full + STAGES * 8), weights(weights), handed(handed), rows(rows),
           warp(warp), lane(lane) {}
     INLINE void store_z(int part) { store_products(z, to_z, 2 * D, rows, part, lane); }
+    // Stores the next part of u after each start of products of z. Parts without such a start are stored with the first.
+    INLINE void store_u(Element *to, int chunk) {
+        UNROLLED for (int part = chunk < AHEAD ? 0 : chunk; part <= chunk; part++) store_products(u, to, 2 * D, rows, part, lane);
+    }
     INLINE void hand_over_u() {
         hold(u);
         wait_long_for(handed.empty(), handed.parity() ^ 1);
@@ -291,6 +294,7 @@ struct Products {
         const SharedRows xhat = slots + tokens.stage() * SLOT;
 #pragma unroll 1
         for (int step = 0; step < STEPS; step++) {
+            Element *to_u = uz + (i64(image) * L * (2 * D) + step * TILE + warp * 16 + lane % 4 * 4);
             UNROLLED for (int i = 0; i < 2 * CHUNKS; i++) {
                 int chunk = i % CHUNKS, stage = i % STAGES, parity = USES == 2 ? i / STAGES : step % 2;
                 if (i < CHUNKS && step == 0) {
@@ -305,12 +309,13 @@ struct Products {
                     wait_for_products<AHEAD>();
                 if (i >= AHEAD) release(i - AHEAD, step == STEPS - 1, xhat_empty);
                 if (i == CHUNKS + AHEAD - 1) hand_over_u();
+                if (KEEP && i >= CHUNKS + AHEAD - 1) store_u(to_u, chunk);
                 if (i < CHUNKS && to_z) store_z(chunk);
             }
             wait_for_products<0>();
             hold(z);
             UNROLLED for (int i = 2 * CHUNKS - AHEAD; i < 2 * CHUNKS; i++) release(i, step == STEPS - 1, xhat_empty);
-            to_z = in_register(uz + (i64(image) * L * (2 * D) + D + step * TILE + warp * 16 + lane % 4 * 4));
+            to_z = in_register(to_u + D);
         }
     }
 };
@@ -357,8 +362,8 @@ extern "C" __global__ void __launch_bounds__(32 * (STARTERS + CONVOLVERS + PRODU
                 wait_long_for(handed.full(), handed.parity());
 #pragma unroll 1
                 for (int pooled = 2 * pair; pooled < 2 * pair + 2 && pooled < S; pooled++)
-                    convolve(channels, of_lane, pooled, lines, rows, uz + (image * L * (2 * D) + d),
-                             skipped + (image * L * D + d), means + (image * S * D + d), B * S * D);
+                    convolve(channels, of_lane, pooled, lines, rows, skipped + (image * L * D + d),
+                             means + (image * S * D + d), B * S * D);
                 __syncwarp();
                 if (lane == 0) arrive(handed.empty());
             }

@@ -46,9 +46,9 @@ def forward_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | No
     run = getattr(forward, "__wrapped__")  # noqa: B009  bypass block plans, because the run's plan records all steps
     x, xhat, rstd = flat[:3]
     saved: list[Tensor | None] = []
-    for own, inputs in zip(options, forward_arguments(options, flat)):
+    for i, (own, inputs) in enumerate(zip(options, forward_arguments(options, flat))):
         given = xhat, rstd
-        x, xhat, rstd, *kept = run(own, keep, [x, inputs[1], xhat, rstd, *inputs[4:]])
+        x, xhat, rstd, *kept = run(own, keep, [x, inputs[1], xhat, rstd, *inputs[4:]], overwrite=i > 0)
         if saved and given[0] is not None:
             kept = [*kept[:-2], *given]
         saved += kept

@@ -5,10 +5,12 @@
 //
 // y_g is the output of the scan without its skip connection. Direction 1 scans from the last line to the first.
 // Tensor cores advance the states by two lines at a time, with the equations of scan/forward_mma.cu.
+// If several CTAs share an image (SLICES > 1), the kernel reads [step_g k_g q_g] from `projected` instead of computing it.
 //
 // scan_image.py declares the parameters of the kernel. Macros:
 //   INPUT          element type of the tensors: bf16 or fp16
 //   WIDTH          number of channels D
+//   SLICES         CTAs of an image, each of which has D / SLICES channels
 //   RANK           columns of the step, R
 //   STATES         number of states N, 16
 //   WARP_CHANNELS  channels of a warp, a multiple of 32
@@ -17,14 +19,16 @@
 //
 // B batch    S pooled tokens, here called lines    D channels    P = R + 2N    c = lane / 4    p = lane % 4
 //
-// A CTA processes an image: direction 0, then direction 1. Lines are counted in the reading order of a direction.
+// A CTA processes a slice of an image's channels: direction 0, then direction 1.
+// Lines are counted in the reading order of a direction.
 // If S < 16, the last line is repeated, which changes only states that no line needs.
 // For each direction:
-//  1. project       a warp multiplies its channels of the means (16 lines) by its columns of x_proj
+//  1. project       a warp multiplies its channels of the means (16 lines) by its columns of x_proj, unless SLICES > 1
 //     barrier A
 //  2. finish_keys   a warp adds all warps' partial sums of keys and queries for two pairs of lines, rounds the sums to
 //                   16 bits, and computes the operands of the states
 //     finish_steps  a warp adds and rounds all warps' partial sums of steps
+//                   (if SLICES > 1, the rounded sums are an input)
 //     barrier B
 //  3. scan_tiles    a warp scans 32 channels at a time: step sizes, operands of the channels, states and y
 // While the warps scan direction 0, x_proj of direction 1 arrives.
@@ -38,17 +42,23 @@
 typedef INPUT Element;
 constexpr int D = WIDTH, N = STATES, P = RANK + 2 * N, LINES = 16, PAIRS = LINES / 2;
 constexpr int TOGETHER = 2;  // tiles of 16 channels that a warp scans at once
-constexpr int WARPS = D / WARP_CHANNELS, EIGHTS = RANK / 8, LOADS = (EIGHTS + 3) / 4;
+constexpr int SLICE = D / SLICES, WARPS = SLICE / WARP_CHANNELS, EIGHTS = RANK / 8, LOADS = (EIGHTS + 3) / 4;
 // PIECES: number of 16-byte pieces of a row; ROWS: number of rows that a warp copies at once
 constexpr int PIECES = WARP_CHANNELS / 8, ROWS = 32 / PIECES;
 // The pitches are chosen so that rows begin in different banks.
 constexpr int PART_PITCH = P | 8, STEP_PITCH = RANK | 8;
 
+#define PROJECTS (SLICES == 1)  // whether the kernel computes [step k q]
+
 struct WarpMemory {
     Element means[2][LINES][WARP_CHANNELS];  // with swizzled pieces; means[0] is overwritten by y_0 and then by y_0 + y_1
+#if PROJECTS
     Element x_proj[P][WARP_CHANNELS];  // x_proj with swizzled pieces
+#endif
     Element step_proj[WARP_CHANNELS][STEP_PITCH];
+#if PROJECTS
     float parts[LINES][PART_PITCH];  // [step k q], summed over the channels of the warp
+#endif
 };
 // `update` and `output` are operands b of the products of cuda/mma.cuh for one pair of lines, with zeros for other pairs.
 struct CtaMemory {
@@ -58,8 +68,11 @@ struct CtaMemory {
     float norm[LINES][2];  // scale (1 + k.k), and scale, a power of two
     float kq[PAIRS];  // scale k.q of the first line of a pair
     Element step[LINES][STEP_PITCH];
+#if !PROJECTS
+    Element projected[2][LINES][P];  // [step k q] of both directions
+#endif
 };
-static_assert(sizeof(CtaMemory) == CTA_BYTES && D % WARP_CHANNELS == 0);
+static_assert(sizeof(CtaMemory) == CTA_BYTES && D == SLICES * WARPS * WARP_CHANNELS);
 static_assert(WARP_CHANNELS == 32 || WARP_CHANNELS == 64);
 static_assert(RANK % 8 == 0 && N == 16 && LOADS <= 2);
 
@@ -70,7 +83,7 @@ DEVICE int line_of(int i, int g, int S) { return g ? S - 1 - min(i, S - 1) : min
 // If the bits of two rows (or pieces) do not overlap, the column of their sum is the XOR of their columns.
 DEVICE constexpr int swizzled(int row, int piece) { return (piece ^ row * PIECES / 8 % PIECES) * 8; }
 
-// Start copying the channels of the warp from the means of S lines, from all rows of x_proj, and from step_proj.
+// Start copying the channels of the warp from the means of S lines, from step_proj, and from all rows of x_proj.
 // The last line is repeated, because products have 16 lines.
 DEVICE void copy_means(Element (*to)[WARP_CHANNELS], const Element *means, int S, int lane) {
     int row = lane / PIECES, piece = lane % PIECES;
@@ -78,16 +91,18 @@ DEVICE void copy_means(Element (*to)[WARP_CHANNELS], const Element *means, int S
         copy_async<8>(&to[row + i][swizzled(row, piece) ^ swizzled(i, 0)],
                       means + (min(row + i, S - 1) * D + piece * 8), true);
 }
+DEVICE void copy_step_proj(WarpMemory &warp, const Element *step_proj, int lane) {
+    UNROLLED for (int i = 0; i < WARP_CHANNELS * EIGHTS; i += 32)
+        copy_async<8>(&warp.step_proj[(lane + i) / EIGHTS][(lane + i) % EIGHTS * 8], step_proj + (lane + i) * 8, true);
+}
+
+#if PROJECTS
 DEVICE void copy_x_proj(WarpMemory &warp, const Element *x_proj, int lane) {
     static_assert(P % ROWS == 0);
     int row = lane / PIECES, piece = lane % PIECES;
     const Element *from = x_proj + (row * D + piece * 8);
     UNROLLED for (int i = 0; i < P; i += ROWS)
         copy_async<8>(&warp.x_proj[row + i][swizzled(row, piece) ^ swizzled(i, 0)], from + i * D, true);
-}
-DEVICE void copy_step_proj(WarpMemory &warp, const Element *step_proj, int lane) {
-    UNROLLED for (int i = 0; i < WARP_CHANNELS * EIGHTS; i += 32)
-        copy_async<8>(&warp.step_proj[(lane + i) / EIGHTS][(lane + i) % EIGHTS * 8], step_proj + (lane + i) * 8, true);
 }
 
 // Computes [step k q] (16 lines, P), summed over the channels of the warp.
@@ -110,17 +125,30 @@ DEVICE void project(WarpMemory &warp, const Element (*means)[WARP_CHANNELS], int
 }
 
 // Returns four adjacent columns of [step k q] of a line, as rounded sums over all channels.
-DEVICE Pack<Element, 4> sum_of_parts(const CtaMemory &cta, int line, int column) {
+DEVICE Pack<Element, 4> rounded_sums(const CtaMemory &cta, int g, int line, int column) {
     Floats<4> sum = load<4>(&cta.warps[0].parts[line][column]);
     UNROLLED for (int w = 1; w < WARPS; w++) sum = sum + load<4>(&cta.warps[w].parts[line][column]);
     return from_floats<Element>(sum);
 }
+#else
+// All threads start copying [step k q] of S lines.
+DEVICE void copy_projected(Element (*to)[P], const Element *projected, int S) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < LINES * (P / 8); i += 32 * WARPS) {
+        int row = i / (P / 8), column = i % (P / 8) * 8;
+        copy_async<8>(&to[row][column], projected + (min(row, S - 1) * P + column), true);
+    }
+}
+DEVICE Pack<Element, 4> rounded_sums(const CtaMemory &cta, int g, int line, int column) {
+    return load<4>(&cta.projected[g][line][column]);
+}
+#endif
 
 DEVICE void finish_steps(CtaMemory &cta, int first, int g, int S) {
     constexpr int FOURS = RANK / 4;
     if (first >= LINES * FOURS) return;
     int i = first / FOURS, column = first % FOURS * 4;
-    store(&cta.step[i][column], sum_of_parts(cta, line_of(i, g, S), column));
+    store(&cta.step[i][column], rounded_sums(cta, g, line_of(i, g, S), column));
 }
 
 // Computes the operands of the states for lines 4 unit to 4 unit + 3, which are two pairs.
@@ -128,7 +156,7 @@ DEVICE void finish_steps(CtaMemory &cta, int first, int g, int S) {
 DEVICE void finish_keys(CtaMemory &cta, int unit, int g, int S, int lane) {
     int i = 4 * unit + lane / 8, column = lane % 8, pair = i / 2;
     bool second = i % 2, is_key = column < 4;
-    Pack<Element, 4> rounded = sum_of_parts(cta, line_of(i, g, S), RANK + 4 * column);
+    Pack<Element, 4> rounded = rounded_sums(cta, g, line_of(i, g, S), RANK + 4 * column);
     Floats<4> own = to_floats(rounded), other, next;  // other: query if `is_key`, otherwise key
     float kk = 0, kq = 0;
     UNROLLED for (int j = 0; j < 4; j++) {
@@ -294,12 +322,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_image(PA
     begin_kernel();
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
-    int lane = threadIdx.x % 32, w = threadIdx.x / 32, d = w * WARP_CHANNELS, S = lines;
+    int lane = threadIdx.x % 32, w = threadIdx.x / 32, S = lines, d = blockIdx.x % SLICES * SLICE + w * WARP_CHANNELS;
     WarpMemory &warp = cta.warps[w];
-    i64 image = i64(blockIdx.x) * S * D + d;
-    means += image;
+#if !PROJECTS
+    projected += i64(blockIdx.x / SLICES) * S * P;
+    for (int g = 0; g < 2; g++) copy_projected(cta.projected[g], projected + g * B * S * P, S);
+#endif
+    means += i64(blockIdx.x / SLICES) * S * D + d;
     copy_means(warp.means[0], means, S, lane);
+#if PROJECTS
     copy_x_proj(warp, x_proj + d, lane);
+#endif
     commit_copies();
     copy_step_proj(warp, step_proj + d * RANK, lane);
     copy_means(warp.means[1], means + B * S * D, S, lane);
@@ -311,9 +344,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_image(PA
     for (int g = 0; g < 2; g++) {
         wait_for_copies<1>();
         __syncwarp();  // means and x_proj of all lanes have arrived
+#if PROJECTS
         project(warp, warp.means[g], lane);
         __syncwarp();  // no lane reads x_proj any more
         if (g == 0) copy_x_proj(warp, x_proj + (P * D + d), lane);
+#endif
         commit_copies();
         float bias[WARP_CHANNELS / 32];  // a lane has every 32nd channel
         UNROLLED for (int i = 0; i < WARP_CHANNELS / 32; i++) bias[i] = -LOG2E * step_bias[g * D + d + 32 * i + lane];
@@ -336,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) scan_image(PA
         commit_copies();
     }
     int row = lane / PIECES, piece = lane % PIECES;
-    y += i64(blockIdx.x) * S * D + d;
+    y += i64(blockIdx.x / SLICES) * S * D + d;
     UNROLLED for (int i = 0; i < LINES; i += ROWS)
         if (row + i < S)
             store(y + ((row + i) * D + piece * 8), load<8>(&warp.means[0][row + i][swizzled(row, piece) ^ swizzled(i, 0)]));

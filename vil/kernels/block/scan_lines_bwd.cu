@@ -5,10 +5,15 @@
 //   G_t        = dy_t q_t + decay_{t+1} G_{t+1}                                      (docs/kernels/mathematics.md)
 //   dprojected = [dstep dk dq]   dstep = dstep_logits step_proj      dmeans = dx + dprojected x_proj
 //
+// If several CTAs share an image (SLICES > 1), a CTA cannot compute sums over all channels. The kernel then reads
+// [step k q] from `projected`, writes dx to `dmeans`, and writes the sums of dprojected over a CTA's channels to
+// `dprojected_parts`. Then add_slices.cu adds these sums, and cuBLAS adds dprojected x_proj to `dmeans`.
+//
 // scan_lines_bwd.py declares the parameters of the kernel. Macros:
 //   INPUT      element type of the tensors: bf16 or fp16
 //   LINES      number S of lines, at most 16
-//   WIDTH      number of channels D, a multiple of 16
+//   WIDTH      number of channels D
+//   SLICES     CTAs of an image in one direction, each of which has D / SLICES channels, a multiple of 16
 //   RANK       columns of the step R, a multiple of 8
 //   WARPS      warps per CTA
 //   CTA_BYTES  dynamic shared memory, computed by the host
@@ -16,7 +21,7 @@
 // B batch    S pooled tokens, here called lines    D channels    N = 16 states    P = R + 2N
 // token t: line t, or S - 1 - t in direction 1
 //
-// A CTA processes all channels of every `parts`-th image in one direction, whose weights stay in shared memory.
+// A CTA processes a slice of the channels of every `parts`-th image in one direction. Its weights stay in shared memory.
 // A warp processes `TILES_OF_WARP` tiles of 16 adjacent channels, one tile at a time.
 // With r = lane / 4 and p = lane % 4, a lane has 2 states of 4 channels of a tile, as in an operand of tensor cores:
 //
@@ -42,12 +47,14 @@
 #define LANE_CHANNELS 4
 #include "../scan/recurrences.cuh"
 
-constexpr int D = WIDTH, S_LINES = LINES, ROWS = 16, P = RANK + 2 * N, THREADS = 32 * WARPS;
-constexpr int TILES = D / 16, TILES_OF_WARP = (TILES + WARPS - 1) / WARPS, EIGHTHS = RANK / 8, OUTPUTS = P / 8;
+#define PROJECTS (SLICES == 1)  // whether the kernel computes [step k q] and dprojected x_proj
+
+constexpr int D = WIDTH, SLICE = D / SLICES, S_LINES = LINES, ROWS = 16, P = RANK + 2 * N, THREADS = 32 * WARPS;
+constexpr int TILES = SLICE / 16, TILES_OF_WARP = (TILES + WARPS - 1) / WARPS, EIGHTHS = RANK / 8, OUTPUTS = P / 8;
 constexpr int HALVES = (S_LINES + 7) / 8;
 // The pitches are chosen so that the 16-byte pieces of 8 rows are in different banks.
-constexpr int PITCH = D + 8, P_PITCH = P % 16 ? P : P + 8, STEP_PITCH = RANK % 16 ? RANK : RANK + 8;
-static_assert(S_LINES >= 1 && S_LINES <= ROWS && D % 16 == 0 && RANK % 8 == 0);
+constexpr int PITCH = SLICE + 8, P_PITCH = P % 16 ? P : P + 8, STEP_PITCH = RANK % 16 ? RANK : RANK + 8;
+static_assert(S_LINES >= 1 && S_LINES <= ROWS && D == SLICES * TILES * 16 && RANK % 8 == 0);
 
 // Inputs of the scan of one tile, (tokens, channels). ROW is chosen to avoid bank conflicts of `by_token`.
 constexpr int ROW = 20;
@@ -56,8 +63,10 @@ struct Tile {
     alignas(16) float dy[ROWS][16], step_size[ROWS][16], slope[ROWS][16];
 };
 struct CtaMemory {
+#if PROJECTS
     alignas(16) Element x_proj[P][PITCH];
-    alignas(16) Element step_proj[D][STEP_PITCH];
+#endif
+    alignas(16) Element step_proj[SLICE][STEP_PITCH];
     alignas(16) Element x[ROWS][PITCH];  // means; overwritten by dx, and then by dmeans
     alignas(16) Element dy[ROWS][PITCH];  // gradient of y; overwritten by dstep_logits
     alignas(16) Element projected[ROWS][P_PITCH];  // [step k q]; overwritten by dprojected
@@ -97,16 +106,18 @@ struct Rounded {
     }
 };
 
-// All threads copy `count` rows of COLUMNS elements. Rows from `rows` on are filled with zeros.
-template <int COLUMNS, int PITCH_>
+// All threads copy COLUMNS elements of `count` rows, which are STRIDE elements apart in global memory.
+// Rows from `rows` on are filled with zeros.
+template <int COLUMNS, int STRIDE = COLUMNS, int PITCH_>
 DEVICE void copy_rows(Element (*to)[PITCH_], const Element *from, int count, int rows, bool reverse) {
     constexpr int PIECES = COLUMNS / 8;
     for (int i = threadIdx.x; i < count * PIECES; i += THREADS) {
         int row = i / PIECES, column = i % PIECES * 8, line = min(reverse ? rows - 1 - row : row, rows - 1);
-        copy_async<8>(&to[row][column], from + (i64(max(line, 0)) * COLUMNS + column), row < rows);
+        copy_async<8>(&to[row][column], from + (i64(max(line, 0)) * STRIDE + column), row < rows);
     }
 }
 
+#if PROJECTS
 // Computes x x_proj^T (16 tokens, P), summed over the warp's channels.
 DEVICE void project(CtaMemory &cta, float (*to)[P], int first_tile, int tiles, Lane at) {
     Sums sums[OUTPUTS] = {};
@@ -122,6 +133,7 @@ DEVICE void project(CtaMemory &cta, float (*to)[P], int first_tile, int tiles, L
     UNROLLED for (int n = 0; n < OUTPUTS; n++)
         UNROLLED for (int half = 0; half < 2; half++) store(&to[at.r + 8 * half][8 * n + 2 * at.p], sums[n][half]);
 }
+#endif
 
 DEVICE Floats<2> add_parts(const CtaMemory &cta, int row, int column) {
     Floats<2> sum = load<2>(&cta.parts[0][row][column]);
@@ -129,14 +141,19 @@ DEVICE Floats<2> add_parts(const CtaMemory &cta, int row, int column) {
     return sum;
 }
 
-// Adds the warps' sums of [step k q], rounds the sums to 16 bits, and writes the step.
-DEVICE void finish_projections(CtaMemory &cta, Element *step, bool reverse) {
+// Adds the warps' sums of [step k q], rounds the sums to 16 bits, and writes the step if `is_first`.
+DEVICE void finish_projections(CtaMemory &cta, Element *step, bool is_first, bool reverse) {
     for (int i = threadIdx.x; i < ROWS * (P / 2); i += THREADS) {
         int row = i / (P / 2), column = i % (P / 2) * 2;
-        Pack<Element, 2> rounded = from_floats<Element>(add_parts(cta, row, column));
-        store(&cta.projected[row][column], rounded);
+        Pack<Element, 2> rounded;
+        if (PROJECTS) {
+            rounded = from_floats<Element>(add_parts(cta, row, column));
+            store(&cta.projected[row][column], rounded);
+        } else {
+            rounded = load<2>(&cta.projected[row][column]);
+        }
         if (column < RANK) {
-            if (row < S_LINES) store(step + (reverse ? S_LINES - 1 - row : row) * RANK + column, rounded);
+            if (is_first && row < S_LINES) store(step + (reverse ? S_LINES - 1 - row : row) * RANK + column, rounded);
         } else {
             Floats<2> exact = to_floats(rounded);
             int n = column - RANK;  // a state of k, or N plus a state of q
@@ -340,8 +357,8 @@ DEVICE void backpropagate_step(const CtaMemory &cta, Sums (&dstep)[EIGHTHS], int
     }
 }
 
-// Adds the warps' sums, and writes dprojected.
-DEVICE void finish_dprojected(CtaMemory &cta, Element *dprojected, bool reverse) {
+// Adds the warps' sums, and writes dprojected, or the sums over the CTA's channels to `dprojected_parts`.
+DEVICE void finish_dprojected(CtaMemory &cta, Element *dprojected, float *dprojected_parts, bool reverse) {
     for (int i = threadIdx.x; i < ROWS * (P / 2); i += THREADS) {
         int row = i / (P / 2), column = i % (P / 2) * 2, n = column - RANK;
         Floats<2> sum = {};
@@ -354,12 +371,18 @@ DEVICE void finish_dprojected(CtaMemory &cta, Element *dprojected, bool reverse)
                     sum.at[j] = fmaf(2 * cta.keys[row][(n + j) % 8][n / 8], norm, -sum.at[j]);
             }
         }
-        Pack<Element, 2> rounded = from_floats<Element>(sum);
-        store(&cta.projected[row][column], rounded);
-        if (row < S_LINES) store(dprojected + (reverse ? S_LINES - 1 - row : row) * P + column, rounded);
+        int line = reverse ? S_LINES - 1 - row : row;
+        if (PROJECTS) {
+            Pack<Element, 2> rounded = from_floats<Element>(sum);
+            store(&cta.projected[row][column], rounded);
+            if (row < S_LINES) store(dprojected + line * P + column, rounded);
+        } else if (row < S_LINES) {
+            store(dprojected_parts + (line * P + column), sum);
+        }
     }
 }
 
+#if PROJECTS
 // Replaces dx by dx + dprojected x_proj in the warp's channels.
 DEVICE void backpropagate_projections(CtaMemory &cta, int first_tile, int tiles, int lane, Lane at) {
     constexpr int DEPTHS = (P + 15) / 16;
@@ -386,32 +409,40 @@ DEVICE void backpropagate_projections(CtaMemory &cta, int first_tile, int tiles,
                 store(&cta.x[at.r + 8 * half][first + 8 * j + 2 * at.p], from_floats<Element>(sums[j][half]));
     }
 }
+#endif
 
-// `dstep_biases` receives a row for each CTA of a direction: (parts, 2, D).
+// `dstep_biases` receives the sums of the CTAs of a direction: (parts, 2, D).
+// `dprojected_parts` receives (SLICES, 2, B, S, P) if SLICES > 1.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_lines_backward(PARAMETERS_scan_lines_backward) {
     begin_kernel();
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = blockIdx.x % 2, part = blockIdx.x / 2;
+    unsigned row = blockIdx.x / SLICES;  // row of dstep_biases
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = row % 2, part = row / 2, slice = blockIdx.x % SLICES;
     Lane at = {lane / 4, lane % 4};
-    int first_tile = warp * TILES_OF_WARP, tiles = max(min(TILES_OF_WARP, TILES - first_tile), 0);
+    int first_tile = warp * TILES_OF_WARP, tiles = max(min(TILES_OF_WARP, TILES - first_tile), 0), d = slice * SLICE;
     bool reverse = g == 1;
-    means += g * B * S_LINES * D, dmeans += g * B * S_LINES * D, dstep_logits += g * B * S_LINES * D;
-    step += g * B * S_LINES * RANK, dprojected += g * B * S_LINES * P, step_bias += g * D;
-    dstep_biases += i64(blockIdx.x) * D;
+    means += g * B * S_LINES * D + d, dmeans += g * B * S_LINES * D + d, dstep_logits += g * B * S_LINES * D + d;
+    step += g * B * S_LINES * RANK, dprojected += g * B * S_LINES * P, step_bias += g * D + d;
+    dstep_biases += i64(row) * D + d, dy += d;
+#if PROJECTS
     copy_rows<D>(cta.x_proj, x_proj + g * P * D, P, P, false);
-    copy_rows<RANK>(cta.step_proj, step_proj + g * D * RANK, D, D, false);
+#endif
+    copy_rows<RANK>(cta.step_proj, step_proj + (g * D + d) * RANK, SLICE, SLICE, false);
 
 #pragma unroll 1
     for (i64 b = part; b < B; b += parts) {
-        copy_rows<D>(cta.x, means + b * S_LINES * D, ROWS, S_LINES, reverse);
-        copy_rows<D>(cta.dy, dy + b * S_LINES * D, ROWS, S_LINES, reverse);
+        copy_rows<SLICE, D>(cta.x, means + b * S_LINES * D, ROWS, S_LINES, reverse);
+        copy_rows<SLICE, D>(cta.dy, dy + b * S_LINES * D, ROWS, S_LINES, reverse);
+        if (!PROJECTS) copy_rows<P>(cta.projected, projected + (g * B + b) * S_LINES * P, ROWS, S_LINES, reverse);
         commit_copies();
         wait_for_copies<0>();
         __syncthreads();
+#if PROJECTS
         project(cta, cta.parts[warp], first_tile, tiles, at);
         __syncthreads();
-        finish_projections(cta, step + b * S_LINES * RANK, reverse);
+#endif
+        finish_projections(cta, step + b * S_LINES * RANK, slice == 0, reverse);
         __syncthreads();
         float kk[2] = {squared_norm(cta, at.r, at), squared_norm(cta, at.r + 8, at)};
         ChannelSums sums = {};
@@ -429,10 +460,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_lines_backward(PAR
         __syncthreads();
         put_sums(cta, sums, dstep, warp, at);
         __syncthreads();
-        finish_dprojected(cta, dprojected + b * S_LINES * P, reverse);
+        float *dprojected_part = dprojected_parts + ((slice * 2 + g) * B + b) * S_LINES * P;
+        finish_dprojected(cta, dprojected + b * S_LINES * P, dprojected_part, reverse);
+#if PROJECTS
         __syncthreads();
         backpropagate_projections(cta, first_tile, tiles, lane, at);
         __syncwarp();
+#endif
         Element *to = dmeans + b * S_LINES * D + first_tile * 16;
         for (int i = lane; i < S_LINES * tiles * 2; i += 32) {
             int row = i / (tiles * 2), column = i % (tiles * 2) * 8;

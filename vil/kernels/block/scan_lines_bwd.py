@@ -1,4 +1,4 @@
-"""Backward pass of a pooled block's projections and scan, in one kernel for at most 16 pooled tokens per image."""
+"""Backward pass of a pooled block's projections and scan, for at most 16 pooled tokens per image."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..cuda import hardware, launches
 from ..cuda.elements import ELEMENT
 from ..cuda.plan import device_of
 from ..cuda.source import I64, In, Out, Source
+from .add_slices import add_slices
 from .projection_gradients import cta_bytes as other_cta_bytes
 from .projection_gradients import projection_gradients
 from .reference import gradients
@@ -20,14 +21,14 @@ SOURCE = Source("block/scan_lines_bwd", {
     "scan_lines_backward": dict(
         means=In("Element"), x_proj=In("Element"), step_proj=In("Element"), step_bias=In("float"), dy=In("Element"),
         dmeans=Out("Element"), dstep_logits=Out("Element"), step=Out("Element"), dprojected=Out("Element"),
-        dstep_biases=Out("float"), B=I64, parts=I64,
+        dstep_biases=Out("float"), B=I64, parts=I64, projected=In("Element"), dprojected_parts=Out("float"),
     ),
 })  # fmt: skip
 
 ROWS, N = 16, 16  # maximum number of pooled tokens per image, and the supported number of states
 WARPS = 8  # maximum number of warps per CTA; 12 warps are slower
-NARROW = 384  # number of channels up to which the kernel is fast for any number of images
-IMAGES = 8  # for more than NARROW channels, separate kernels are faster with more than IMAGES multiprocessors per image
+NARROW = 384  # number of channels per CTA up to which the kernel is fast for any number of images
+IMAGES = 8  # with more channels per CTA, separate kernels are faster with more than IMAGES multiprocessors per image
 
 
 class LineGradients(NamedTuple):
@@ -43,14 +44,27 @@ class LineGradients(NamedTuple):
 def fits(recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
     """Return whether the kernel supports the recurrence and the inputs, and is fast for them.
 
-    One multiprocessor processes all channels of an image, so few images with many channels are slow.
+    One multiprocessor processes all channels of a CTA, so few images with many channels per CTA are slow.
     """
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     device, shape = device_of(means_2BSD), S <= ROWS and D % 64 == R % 8 == 0 and P - R == 2 * N
     if recurrence != "longhorn" or means_2BSD.dtype.itemsize != 2 or not shape:
         return False
-    fast = D <= NARROW or hardware.multiprocessors(device) <= IMAGES * B
-    return fast and max(cta_bytes(D, R), other_cta_bytes(P, R)) <= hardware.shared_bytes(device)
+    slices, most = slices_of(D, R, device), hardware.shared_bytes(device)
+    fast = D // slices <= NARROW or hardware.multiprocessors(device) <= IMAGES * B
+    return fast and max(cta_bytes(D, R, slices), other_cta_bytes(P, R)) <= most
+
+
+def slices_of(D: int, R: int, device: torch.device) -> int:
+    """Return the number of CTAs that share an image in one direction. Each CTA processes a slice of the channels.
+
+    One CTA processes all channels if the weights of a direction fit into shared memory.
+    """
+    most = hardware.shared_bytes(device)
+    if cta_bytes(D, R) <= most:
+        return 1
+    wide = [n for n in range(2, D // 64 + 1) if D % (64 * n) == 0]
+    return next((n for n in wide if D // n <= NARROW and cta_bytes(D, R, n) <= most), D // 64)
 
 
 def scan_lines_backward(
@@ -75,32 +89,47 @@ def line_gradients(
 ) -> LineGradients:
     """Return all gradients of `scan_lines_backward` except those of the projections' weights."""
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
-    parts = max(1, min(B, hardware.multiprocessors(device_of(means_2BSD)) // 2))
+    device = device_of(means_2BSD)
+    slices = slices_of(D, R, device)
+    parts = max(1, min(B, hardware.multiprocessors(device) // (2 * slices)))
     found = LineGradients(
         torch.empty_like(means_2BSD), torch.empty_like(means_2BSD), means_2BSD.new_empty(2, B, S, P),
         means_2BSD.new_empty(2, B, S, R), means_2BSD.new_empty(parts, 2, D, dtype=torch.float32),
     )  # fmt: skip
-    macros = macros_of(means_2BSD.dtype, S, D, R)
-    launches.launch(SOURCE, "scan_lines_backward", macros, 2 * parts, 32 * macros["WARPS"], dict(
-        means=means_2BSD, x_proj=x_proj_2PD, step_proj=step_proj_2DR, step_bias=step_bias_2D, dy=dy_BSD,
-        dmeans=found.means, dstep_logits=found.step_logits, step=found.step, dprojected=found.projected,
-        dstep_biases=found.step_bias, B=B, parts=parts,
+    projected_2TP = parts_N2TP = None
+    if slices > 1:
+        projected_2TP = torch.bmm(means_2BSD.flatten(1, 2), x_proj_2PD.mT)
+        parts_N2TP = means_2BSD.new_empty(slices, 2, B * S, P, dtype=torch.float32)
+    macros = macros_of(means_2BSD.dtype, S, D, R, slices)
+    launches.launch(SOURCE, "scan_lines_backward", macros, 2 * parts * slices, 32 * macros["WARPS"], dict(
+        means=means_2BSD, x_proj=x_proj_2PD if slices == 1 else None, step_proj=step_proj_2DR, step_bias=step_bias_2D,
+        dy=dy_BSD, dmeans=found.means, dstep_logits=found.step_logits, step=found.step,
+        dprojected=found.projected if slices == 1 else None, dstep_biases=found.step_bias, B=B, parts=parts,
+        projected=projected_2TP, dprojected_parts=parts_N2TP,
     ), macros["CTA_BYTES"])  # fmt: skip
+    if parts_N2TP is not None:
+        dprojected_2TP = found.projected.flatten(1, 2)
+        add_slices(parts_N2TP, dprojected_2TP)
+        found.means.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
     return found
 
 
-def macros_of(dtype: torch.dtype, S: int, D: int, R: int) -> dict:
-    return dict(INPUT=ELEMENT[dtype], LINES=S, WIDTH=D, RANK=R, WARPS=warps(D), CTA_BYTES=cta_bytes(D, R))
+def macros_of(dtype: torch.dtype, S: int, D: int, R: int, slices: int = 1) -> dict:
+    return dict(
+        INPUT=ELEMENT[dtype], LINES=S, WIDTH=D, SLICES=slices, RANK=R, WARPS=warps(D // slices),
+        CTA_BYTES=cta_bytes(D, R, slices),
+    )  # fmt: skip
 
 
-def warps(D: int) -> int:
-    return min(WARPS, D // 16)
+def warps(channels: int) -> int:
+    return min(WARPS, channels // 16)
 
 
-def cta_bytes(D: int, R: int) -> int:
-    P, W = R + 2 * N, warps(D)
-    pitch, P_pitch, R_pitch = D + 8, P + (0 if P % 16 else 8), R + (0 if R % 16 else 8)
-    elements = (P + 2 * ROWS) * pitch + D * R_pitch + ROWS * P_pitch
+def cta_bytes(D: int, R: int, slices: int = 1) -> int:
+    P, W, channels = R + 2 * N, warps(D // slices), D // slices
+    pitch, P_pitch, R_pitch = channels + 8, P + (0 if P % 16 else 8), R + (0 if R % 16 else 8)
+    rows = 2 * ROWS + (P if slices == 1 else 0)  # means, dy and x_proj
+    elements = rows * pitch + channels * R_pitch + ROWS * P_pitch
     floats = ROWS * 32 + W * ROWS + W * ROWS * max(P, 68)
     return 2 * elements + 4 * floats
 
