@@ -39,9 +39,13 @@ OPERATIONS = (
     "Brightness", "Sharpness", "GaussianBlur",
 )  # fmt: skip
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
-# for each opcode: whether the operation maps the values of a channel through a lookup table
-HAS_TABLE = np.array([name not in ("", "Affine", "Color", "Sharpness", "GaussianBlur") for name in OPERATIONS])
-MACROS = {name.upper(): code for name, code in CODES.items() if name}
+# operations that map the values of a channel through a lookup table; bit i of the mask is 1 if opcode i has a table
+TABLE_OPERATIONS = (
+    "AutoContrast", "Equalize", "Invert", "Posterize", "Solarize", "SolarizeAdd", "Contrast", "Brightness",
+)  # fmt: skip
+TABLE_CODES = [CODES[name] for name in TABLE_OPERATIONS]
+MASK = sum(1 << code for code in TABLE_CODES)
+MACROS = {name.upper(): code for name, code in CODES.items() if name} | dict(TABLE_MASK=MASK)
 COLOURS = "red", "green", "blue"
 NOISE = {"const": 0, "rand": 1, "pixel": 2}
 TILE = 32  # pixels along each side of the tile of the result that a CTA of crop_resize_flip computes
@@ -95,7 +99,7 @@ def apply_operations(
     for record, codes_B in zip(records, codes_BT.T):
         if not codes_B.any():
             continue
-        if HAS_TABLE[codes_B].any():
+        if np.isin(codes_B, TABLE_CODES).any():
             of_tables = dict(operations=record, images=images, tables=tables, pixels=H * W)
             launch(SOURCE, "build_tables", MACROS, count, 512, of_tables)
         changed = torch.empty_like(images)

@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) crop_resize_flip(PAR
     }
 }
 
-// The codes of operations, such as AFFINE and COLOR, are macros.
+// Macros: the codes of operations, such as AFFINE and COLOR; bit i of TABLE_MASK is 1 if operation i has a table.
 struct Operation {
     i64 code;
     double arguments[6];
@@ -160,10 +160,7 @@ DEVICE unsigned grey(unsigned red, unsigned green, unsigned blue) {
 }
 DEVICE u8 blend(int plain, int pixel, double factor) { return to_byte(plain + float(factor) * (pixel - plain)); }
 
-DEVICE bool has_table(i64 code) {
-    return code == AUTOCONTRAST || code == EQUALIZE || code == INVERT || code == POSTERIZE || code == SOLARIZE ||
-           code == SOLARIZEADD || code == CONTRAST || code == BRIGHTNESS;
-}
+DEVICE bool has_table(i64 code) { return TABLE_MASK >> code & 1; }
 
 // Statistics of a channel that determine the result of an operation for `value`.
 struct Levels {
