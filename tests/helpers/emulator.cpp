@@ -101,6 +101,12 @@ static unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {
     for (int i = 0; i < 4; i++) result |= unsigned(bytes >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
 }
+static double __hiloint2double(int high, int low) {
+    unsigned long long bits = (unsigned long long)high << 32 | unsigned(low);
+    double v;
+    memcpy(&v, &bits, sizeof v);
+    return v;
+}
 template <class V>
 static V __shfl_xor_sync(unsigned, V v, int distance) {
     static_assert(sizeof v == sizeof current->passed);

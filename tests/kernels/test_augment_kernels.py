@@ -372,11 +372,15 @@ def test_the_kernels_noise_is_philox_and_box_mullers(where):
     assert philox([[0] * 4], (0, 0)).tolist() == [answer]
     key, (height, width) = 0xDEADBEEF, (9, 11)
     for mode, kind in (("pixel", 2), ("rand", 1)):
-        groups = -(-3 * height * width // 4) if mode == "pixel" else 1
+        fours = -(-width // 4)  # groups of four adjacent pixels in a row
+        groups = 3 * height * fours if mode == "pixel" else 1
         bits = philox([[group, kind, 0, 0] for group in range(groups)], (key, 0)).astype(float)
         far, turn = np.sqrt(-2 * np.log((bits[:, ::2] + 1) / 2**32)), 2 * np.pi * bits[:, 1::2] / 2**32
         numbers = torch.tensor(np.stack([far * np.cos(turn), far * np.sin(turn)], axis=2)).flatten()
-        expected = numbers[: 3 * height * width] if mode == "pixel" else numbers[:3].repeat_interleave(height * width)
+        if mode == "pixel":
+            expected = numbers.view(3, height, 4 * fours)[..., :width].flatten()
+        else:
+            expected = numbers[:3].repeat_interleave(height * width)
         result = erased(where.device, [key], mode, (height, width))
         torch.testing.assert_close(result.double().flatten(), expected, rtol=1e-5, atol=1e-5)
 

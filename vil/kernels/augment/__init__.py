@@ -130,8 +130,8 @@ def finish(
     if mixing_B6 is not None:
         rests["mixing"], rests["partner"] = mixing_B6[:, :5], partners_B
     result = images.new_empty(images.shape, dtype=torch.float32)
-    parts = -(-3 * H * W // (4 * 256))
-    launch(SOURCE, "finish", MACROS, count * parts, 256, dict(
+    parts = -(-H * -(-W // 4) // 256)
+    launch(SOURCE, "finish", MACROS, count * 3 * parts, 256, dict(
         rests=_to_device(rests, images.device), images=images.contiguous(), out=result, H=H, W=W, parts=parts,
         noise=NOISE[mode], **{f"mean_{colour}": 255.0 * value for colour, value in zip(COLOURS, mean)},
         **{f"deviation_{colour}": 255.0 * value for colour, value in zip(COLOURS, std)},

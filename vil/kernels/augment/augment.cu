@@ -236,11 +236,18 @@ extern "C" __global__ void __launch_bounds__(512) build_tables(PARAMETERS_build_
     }
 }
 
+// Returns v, or an integer as a double, without the slow conversion instruction.
+DEVICE double exactly(double v) { return v; }
+DEVICE double exactly(int v) {
+    constexpr int EXPONENT_52 = 0x43300000, SIGN = 1 << 31;
+    return __hiloint2double(EXPONENT_52, v ^ SIGN) - (4503599627370496.0 + 2147483648.0);  // 2^52 + 2^31
+}
+
 // Cubic interpolation (Keys, a = -1) between `at` and `next` of four equidistant values, at distance t from `at`.
 template <class T>
 DEVICE double cubic(T before, T at, T next, T after, double t) {
     T slope = next - before, bend = 2 * (before - at) + next - after, twist = at - before - next + after;
-    return at + t * (slope + t * (bend + t * twist));
+    return exactly(at) + t * (exactly(slope) + t * (exactly(bend) + t * exactly(twist)));
 }
 
 // PIL's affine transform, which maps pixel (x, y) to position (ax + by + c, dx + ey + f) of the source image.
@@ -389,67 +396,56 @@ DEVICE Floats<4> normal_numbers(unsigned key, unsigned group, unsigned kind) {
     return {far * cospif(turn), far * sinpif(turn), further * cospif(other_turn), further * sinpif(other_turn)};
 }
 
-struct Coordinates { int c, y, x; };
-struct Colour {
-    float red, green, blue;
-    __device__ float of(int c) const { return c == 0 ? red : c == 1 ? green : blue; }
+// Mean and standard deviation of a channel of normalized images.
+struct Channel {
+    float mean, deviation, reciprocal;
+    __device__ Channel(double mean, double deviation)
+        : mean(mean), deviation(deviation), reciprocal(1 / float(deviation)) {}
+    // Returns (v - mean) / deviation, rounded like a division, by the faster product with the reciprocal and a correction.
+    __device__ float normalized(int v) const {
+        float centred = v - mean, quotient = centred * reciprocal;
+        return fmaf(fmaf(-quotient, deviation, centred), reciprocal, quotient);
+    }
 };
+// Position of four adjacent elements (c, y, x) to (c, y, x + 3). `four` counts such groups in an image.
+struct Position { int c, y, x, four; };
 
 // Normalizes four adjacent elements, and replaces erased elements by noise or, in mode CONSTANT, by 0.
-DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const Coordinates (&at)[4], Colour mean,
-                           Colour deviation, int left, i64 noise) {
-    Floats<4> values;
-    bool erased[4], any = false;
-    Bytes bytes = load_bytes(pixels, left);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        int y = at[i].y - rest.erased_top, x = at[i].x - rest.erased_left;
-        erased[i] = y >= 0 && y < rest.erased_height && x >= 0 && x < rest.erased_width;
-        any |= erased[i];
-        values.at[i] = (bytes[i] - mean.of(at[i].c)) / deviation.of(at[i].c);
-    }
-    if (!any) return values;
-    Floats<4> numbers = {};
-    if (noise != CONSTANT) numbers = normal_numbers(rest.key, noise == OF_PIXEL ? first / 4 : 0, noise);
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (erased[i]) values.at[i] = noise == OF_CHANNEL ? Colour{numbers.at[0], numbers.at[1], numbers.at[2]}.of(at[i].c) : numbers.at[i];
+DEVICE Floats<4> normalise(const Rest &rest, Bytes bytes, const Channel &channel, Position at, i64 noise) {
+    Floats<4> values, numbers = {};
+    UNROLLED for (int i = 0; i < 4; i++) values.at[i] = channel.normalized(bytes[i]);
+    int y = at.y - rest.erased_top, x = at.x - rest.erased_left;
+    if (y < 0 || y >= rest.erased_height || x <= -4 || x >= rest.erased_width) return values;
+    if (noise != CONSTANT) numbers = normal_numbers(rest.key, noise == OF_PIXEL ? at.four : 0, noise);
+    float of_channel = at.c == 0 ? numbers.at[0] : at.c == 1 ? numbers.at[1] : numbers.at[2];
+    UNROLLED for (int i = 0; i < 4; i++)
+        if (x + i >= 0 && x + i < rest.erased_width) values.at[i] = noise == OF_CHANNEL ? of_channel : numbers.at[i];
     return values;
 }
 
-// Normalization, random erasing and mixing, with `parts` CTAs per image and four adjacent elements per thread.
+// Normalization, random erasing and mixing, with `parts` CTAs per channel and four adjacent elements of a row per thread.
 extern "C" __global__ void __launch_bounds__(256) finish(PARAMETERS_finish) {
     begin_kernel();
-    int image = blockIdx.x / int(parts), first = (blockIdx.x % int(parts) * blockDim.x + threadIdx.x) * 4;
-    int height = H, width = W, pixels = height * width, elements = 3 * pixels, left = elements - first;
-    if (left <= 0) return;
-    Colour mean = {float(mean_red), float(mean_green), float(mean_blue)};
-    Colour deviation = {float(deviation_red), float(deviation_green), float(deviation_blue)};
+    int plane = blockIdx.x / int(parts), image = plane / 3, c = plane % 3, height = H, width = W;
+    int fours = (width + 3) / 4, four = blockIdx.x % int(parts) * blockDim.x + threadIdx.x;
+    Position at = {c, four / fours, four % fours * 4, c * height * fours + four};
+    if (at.y >= height) return;
+    Channel channel = c == 0 ? Channel(mean_red, deviation_red)
+                      : c == 1 ? Channel(mean_green, deviation_green) : Channel(mean_blue, deviation_blue);
     const Rest &rest = rests[image];
-    Coordinates at[4], next = {first / pixels, first % pixels / width, first % width};  // pixels is a multiple of width
-    bool inside[4], mixed = false;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        at[i] = next;
-        if (++next.x == width) next.x = 0, next.y++;
-        if (next.y == height) next.y = 0, next.c++;
-        inside[i] = at[i].y >= rest.top && at[i].y < rest.bottom && at[i].x >= rest.left && at[i].x < rest.right;
-        mixed |= inside[i] && rest.share != 1;
+    int offset = (c * height + at.y) * width + at.x, elements = 3 * height * width, count = width - at.x;
+    Floats<4> values = normalise(rest, load_bytes(images + (image * i64(elements) + offset), count), channel, at, noise);
+    if (rest.share != 1 && at.y >= rest.top && at.y < rest.bottom && at.x + 4 > rest.left && at.x < rest.right) {
+        Bytes partner = load_bytes(images + (rest.partner * i64(elements) + offset), count);
+        Floats<4> others = normalise(rests[rest.partner], partner, channel, at, noise);
+        UNROLLED for (int i = 0; i < 4; i++)
+            if (at.x + i >= rest.left && at.x + i < rest.right)
+                values.at[i] = rest.share * values.at[i] + (1 - rest.share) * others.at[i];
     }
-    Floats<4> values =
-        normalise(rest, images + image * i64(elements) + first, first, at, mean, deviation, left, noise);
-    if (mixed) {
-        Floats<4> others = normalise(rests[rest.partner], images + rest.partner * i64(elements) + first, first, at, mean,
-                                     deviation, left, noise);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (inside[i]) values.at[i] = rest.share * values.at[i] + (1 - rest.share) * others.at[i];
-    }
-    float *to = out + image * i64(elements) + first;
-    if (left >= 4 && elements % 4 == 0)
+    float *to = out + (image * i64(elements) + offset);
+    if (width % 4 == 0)
         store(to, values);
     else
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i < left) to[i] = values.at[i];
+        UNROLLED for (int i = 0; i < 4; i++)
+            if (i < count) to[i] = values.at[i];
 }
