@@ -20,8 +20,8 @@ SOURCE = Source("augment/augment", {
     "crop_resize_flip": dict(crops=In("Crop"), memory=Out("int"), out=Out("u8"), H=I64, W=I64),
     "build_tables": dict(operations=In("Operation"), images=In("u8"), tables=Out("u8"), pixels=I64),
     "apply_operations": dict(
-        operations=In("Operation"), tables=In("u8"), images=In("u8"), out=Out("u8"), H=I64, W=I64, parts=I64, red=I64,
-        green=I64, blue=I64, bicubic=I64,
+        operations=In("Operation"), tables=In("u8"), images=In("u8"), out=Out("u8"), H=I64, W=I64, red=I64, green=I64,
+        blue=I64, bicubic=I64,
     ),
     "gaussian_blur": dict(
         operations=In("Operation"), images=Out("u8"), length=I64, step=I64, lines=I64, apart=I64, together=I64,
@@ -48,12 +48,17 @@ MASK = sum(1 << code for code in TABLE_CODES)
 MACROS = {name.upper(): code for name, code in CODES.items() if name} | dict(TABLE_MASK=MASK)
 COLOURS = "red", "green", "blue"
 NOISE = {"const": 0, "rand": 1, "pixel": 2}
-TILE = 32  # pixels along each side of the tile of the result that a CTA of crop_resize_flip computes
+TILE = 32  # pixels along each side of the tile that a CTA of crop_resize_flip or apply_operations computes
 SHARED_BYTES = 48 * 1024  # maximum dynamic shared memory of a CTA of gaussian_blur
 
 CROP = np.dtype([("pixels", "i8"), ("row", "i8"), ("plane", "i8"), ("flip", "i8"), ("axes", "i8", (2, 4))])
 OPERATION = np.dtype([("code", "i8"), ("arguments", "f8", 6)])
 REST = np.dtype([("key", "u4"), ("erased", "i4", 4), ("partner", "i4"), ("mixing", "f4", 5)])
+
+
+def tiles(H: int, W: int) -> int:
+    """Return the number of tiles of an image."""
+    return -(-H // TILE) * -(-W // TILE)
 
 
 def crop_resize_flip(
@@ -79,7 +84,7 @@ def crop_resize_flip(
         crops=records, memory=weights, H=H, W=W, bicubic=interpolation == "bicubic",
     ))  # fmt: skip
     result = torch.empty(count, 3, H, W, dtype=torch.uint8, device=device)
-    launch(SOURCE, "crop_resize_flip", MACROS, count * -(-H // TILE) * -(-W // TILE), TILE * TILE // 4, dict(
+    launch(SOURCE, "crop_resize_flip", MACROS, count * tiles(H, W), TILE * TILE // 4, dict(
         crops=records, memory=weights, out=result, H=H, W=W,
     ))  # fmt: skip
     return result
@@ -95,7 +100,6 @@ def apply_operations(
     operations["code"], operations["arguments"] = codes_BT.T, arguments_BTA.swapaxes(0, 1)
     records = _to_device(operations, images.device).view(turns, count * OPERATION.itemsize)
     tables = images.new_empty(count, 3, 256)
-    parts = -(-H * W // (4 * 256))
     for record, codes_B in zip(records, codes_BT.T):
         if not codes_B.any():
             continue
@@ -103,8 +107,8 @@ def apply_operations(
             of_tables = dict(operations=record, images=images, tables=tables, pixels=H * W)
             launch(SOURCE, "build_tables", MACROS, count, 512, of_tables)
         changed = torch.empty_like(images)
-        launch(SOURCE, "apply_operations", MACROS, count * parts, 256, dict(
-            operations=record, tables=tables, images=images, out=changed, H=H, W=W, parts=parts,
+        launch(SOURCE, "apply_operations", MACROS, count * tiles(H, W), TILE * TILE // 4, dict(
+            operations=record, tables=tables, images=images, out=changed, H=H, W=W,
             red=fill[0], green=fill[1], blue=fill[2], bicubic=interpolation == "bicubic",
         ))  # fmt: skip
         images = changed

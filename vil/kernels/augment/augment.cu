@@ -85,27 +85,37 @@ extern "C" __global__ void __launch_bounds__(256) resize_weights(PARAMETERS_resi
     }
 }
 
-// A CTA computes a tile of TILE x TILE pixels of the result. The rows of the crop are processed in chunks. In each chunk,
-// the warps first resize the rows horizontally, with one column of the tile per lane, and write the rows to shared memory.
+// Tile of TILE x TILE pixels of an image that a CTA computes, with four adjacent pixels (row, x) to (row, x + 3) per thread.
+constexpr int TILE = 32, WARPS = TILE * TILE / 4 / 32;
+struct Tile {
+    int image, top, left, row, x;
+    __device__ Tile(int height, int width) {
+        int across = (width + TILE - 1) / TILE, tiles = (height + TILE - 1) / TILE * across, tile = blockIdx.x % tiles;
+        image = blockIdx.x / tiles, top = tile / across * TILE, left = tile % across * TILE;
+        row = top + threadIdx.x / (TILE / 4), x = left + threadIdx.x % (TILE / 4) * 4;
+    }
+};
+
+// The rows of the crop are processed in chunks. In each chunk, the warps first resize the rows horizontally, with one
+// column of the tile per lane, and write the rows to shared memory.
 // Then each thread adds the rows that its four adjacent pixels of the result depend on.
-constexpr int TILE = 32, CHUNK = 128, ROWS_AT_ONCE = 2, WARPS = TILE * TILE / 4 / 32;
+constexpr int CHUNK = 128, ROWS_AT_ONCE = 2;
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) crop_resize_flip(PARAMETERS_crop_resize_flip) {
     begin_kernel();
     __shared__ unsigned rows[CHUNK][3][TILE / 4];
-    int height = H, width = W, tiles_across = (width + TILE - 1) / TILE;
-    int tiles = (height + TILE - 1) / TILE * tiles_across, image = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-    int top = tile / tiles_across * TILE, left = tile % tiles_across * TILE, lane = threadIdx.x % 32;
-    Crop crop = crops[image];
+    int height = H, width = W, lane = threadIdx.x % 32;
+    Tile tile(height, width);
+    int top = tile.top, row = tile.row, of_lane = tile.left + lane, four = threadIdx.x % (TILE / 4);
+    Crop crop = crops[tile.image];
     __builtin_assume(__isGlobal(crop.pixels));  // the compiler then uses the faster loads of global memory
     Taps vertical(crop.axes[0], memory, H), horizontal(crop.axes[1], memory, W);
 
     // The tile depends on the rows of the crop from `begin` to `end`. Its last row inside the resized crop is `last`.
     int last = min(i64(min(top + TILE, height)), crop.axes[0].resized - crop.axes[0].offset) - 1;
     int begin = vertical.first[top], end = last < top ? 0 : vertical.end[last];
-    int column = crop.flip ? width - 1 - left - lane : left + lane, first = 0, taps = 0;
-    if (left + lane < width) first = horizontal.first[column], taps = horizontal.end[column] - first;
+    int column = crop.flip ? width - 1 - of_lane : of_lane, first = 0, taps = 0;
+    if (of_lane < width) first = horizontal.first[column], taps = horizontal.end[column] - first;
     const int *across = horizontal.weights + column;
-    int row = top + threadIdx.x / (TILE / 4), four = threadIdx.x % (TILE / 4);
     int row_first = row < height ? vertical.first[row] : 0, row_end = row < height ? vertical.end[row] : 0;
     const int *down = vertical.weights + row;
     int sums[3][4];
@@ -141,11 +151,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) crop_resize_flip(PAR
         __syncthreads();
     }
     if (row >= height) return;
-    int x = left + 4 * four;
     UNROLLED for (int c = 0; c < 3; c++) {
         Bytes levels = {};
         UNROLLED for (int i = 0; i < 4; i++) levels.add(i, level(sums[c][i]));
-        store_bytes(out + ((image * i64(3) + c) * H + row) * W + x, levels, width - x);
+        store_bytes(out + ((tile.image * i64(3) + c) * H + row) * W + tile.x, levels, width - tile.x);
     }
 }
 
@@ -290,34 +299,36 @@ DEVICE int smooth(const u8 *pixels, int x, int y, int H, int W) {
     return (2 * sum + 13) / 26;
 }
 
-// Applies each image's operation with four adjacent pixels per thread and `parts` CTAs per image. Copies images for
-// GAUSSIANBLUR.
-extern "C" __global__ void __launch_bounds__(256, 4) apply_operations(PARAMETERS_apply_operations) {
+// Applies each image's operation. Copies images for GAUSSIANBLUR.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) apply_operations(PARAMETERS_apply_operations) {
     begin_kernel();
-    int image = blockIdx.x / int(parts), i = (blockIdx.x % int(parts) * blockDim.x + threadIdx.x) * 4;
-    int height = H, width = W, pixels = height * width, count = pixels - i;
-    if (count <= 0) return;
-    const Operation &operation = operations[image];
-    const u8 *from = images + image * i64(3) * pixels, *of_image = tables + image * i64(3 * 256);
+    int height = H, width = W, pixels = height * width;
+    Tile tile(height, width);
+    int y = tile.row, x = tile.x, count = width - x;
+    if (y >= height) return;
+    const Operation &operation = operations[tile.image];
+    const u8 *from = images + tile.image * i64(3) * pixels, *of_image = tables + tile.image * i64(3 * 256);
+    u8 *to = out + tile.image * i64(3) * pixels;
     i64 code = operation.code;
     double argument = operation.arguments[0];
-    Bytes given[3], result[3] = {};
-    if (code != AFFINE) UNROLLED for (int c = 0; c < 3; c++) given[c] = load_bytes(from + c * pixels + i, count);
-    if (code == AFFINE || code == SHARPNESS) {
+    if (code == AFFINE) {
+        // The 32 pixels that a warp transforms at once are 8 x 4 adjacent pixels, so their sources are in few cache lines.
         u8 fill[3] = {u8(red), u8(green), u8(blue)};
-        int x = i % width, y = i / width;
 #pragma unroll 1
-        for (int j = 0; j < min(count, 4); j++) {
-            if (code == AFFINE) {
-                Source source(operation.arguments, x, y, height, width);
-                UNROLLED for (int c = 0; c < 3; c++)
-                    result[c].add(j, source.inside ? source.sample(from + c * pixels, bicubic) : fill[c]);
-            } else {
-                UNROLLED for (int c = 0; c < 3; c++)
-                    result[c].add(j, blend(smooth(from + c * pixels, x, y, height, width), given[c][j], argument));
-            }
-            if (++x == width) x = 0, y++;
+        for (x = tile.left + threadIdx.x % 8; x < min(tile.left + TILE, width); x += 8) {
+            Source source(operation.arguments, x, y, height, width);
+            UNROLLED for (int c = 0; c < 3; c++)
+                to[c * pixels + y * width + x] = source.inside ? source.sample(from + c * pixels, bicubic) : fill[c];
         }
+        return;
+    }
+    Bytes given[3], result[3] = {};
+    UNROLLED for (int c = 0; c < 3; c++) given[c] = load_bytes(from + (c * pixels + y * width + x), count);
+    if (code == SHARPNESS) {
+#pragma unroll 1
+        for (int j = 0; j < min(count, 4); j++)
+            UNROLLED for (int c = 0; c < 3; c++)
+                result[c].add(j, blend(smooth(from + c * pixels, x + j, y, height, width), given[c][j], argument));
     } else if (code == COLOR) {
         UNROLLED for (int j = 0; j < 4; j++) {
             int plain = grey(given[0][j], given[1][j], given[2][j]);
@@ -329,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) apply_operations(PARAMETERS
     } else {
         UNROLLED for (int c = 0; c < 3; c++) result[c] = given[c];
     }
-    UNROLLED for (int c = 0; c < 3; c++) store_bytes(out + (image * i64(3) + c) * pixels + i, result[c], count);
+    UNROLLED for (int c = 0; c < 3; c++) store_bytes(to + (c * pixels + y * width + x), result[c], count);
 }
 
 // PIL's Gaussian blur along one axis, in place, as three box filters with fractional ends.
