@@ -56,11 +56,10 @@ constexpr int HALVES = (S_LINES + 7) / 8;
 constexpr int PITCH = SLICE + 8, P_PITCH = P % 16 ? P : P + 8, STEP_PITCH = RANK % 16 ? RANK : RANK + 8;
 static_assert(S_LINES >= 1 && S_LINES <= ROWS && D == SLICES * TILES * 16 && RANK % 8 == 0);
 
-// Inputs of the scan of one tile, (tokens, channels). ROW is chosen to avoid bank conflicts of `by_token`.
-constexpr int ROW = 20;
+// Step sizes and slopes of one tile, (tokens, channels), and sum_step_size of 8 tokens.
 struct Tile {
-    alignas(16) float x[ROWS][ROW];  // means; overwritten by sum_x, and then by sum_step_size
-    alignas(16) float dy[ROWS][16], step_size[ROWS][16], slope[ROWS][16];
+    alignas(16) float step_size[ROWS][16], slope[ROWS][16];
+    alignas(16) float sums[8][20];  // the pitch is chosen to avoid bank conflicts
 };
 struct CtaMemory {
 #if PROJECTS
@@ -194,8 +193,6 @@ DEVICE void prepare(const CtaMemory &cta, Tile &tile, int first, const Floats<4>
             step_size.at[c] = Longhorn::step_size(step_logit, kk[half]);
             slope.at[c] = Longhorn::slope(step_logit, step_size.at[c]);
         }
-        store(&tile.x[t][4 * at.p], to_floats(load<4>(&cta.x[t][first + 4 * at.p])));
-        store(&tile.dy[t][4 * at.p], to_floats(load<4>(&cta.dy[t][first + 4 * at.p])));
         store(&tile.step_size[t][4 * at.p], step_size);
         store(&tile.slope[t][4 * at.p], slope);
     }
@@ -206,9 +203,8 @@ typedef Longhorn::Kept Residuals[2][4];
 // Inputs of a token: value (x or dy) and step size of the lane's channels, and keys and queries of the lane's states.
 struct Token {
     Floats<4> value, step_size, keys;
-    template <int PITCH_>
-    INLINE Token(const CtaMemory &cta, const float (&values)[ROWS][PITCH_], const Tile &tile, int t, Lane at)
-        : value(load<4>(&values[t][4 * at.p])), step_size(load<4>(&tile.step_size[t][4 * at.p])),
+    INLINE Token(const CtaMemory &cta, const Element (&values)[ROWS][PITCH], const Tile &tile, int first, int t, Lane at)
+        : value(to_floats(load<4>(&values[t][first + 4 * at.p]))), step_size(load<4>(&tile.step_size[t][4 * at.p])),
           keys(load<4>(cta.keys[t][at.r])) {
         // The compiler must not load tokens earlier, because their values would take too many registers.
         asm volatile("" ::: "memory");
@@ -226,10 +222,10 @@ DEVICE void scan(States &S, Residuals (&kept)[8], Sums &dq, const CtaMemory &cta
                  Lane at) {
     constexpr int LAST = S_LINES - 1;
     Pack<Element, 4> dy = load<4>(&cta.dy[8 * half + at.r][first + 4 * at.p]);
-    Token token(cta, tile.x, tile, 8 * half, at);
+    Token token(cta, cta.x, tile, first, 8 * half, at);
     UNROLLED for (int j = 0; j < 8; j++)
         if (int t = 8 * half + j; t <= LAST) {
-            Token following(cta, tile.x, tile, j < 7 && t < LAST ? t + 1 : t, at);
+            Token following(cta, cta.x, tile, first, j < 7 && t < LAST ? t + 1 : t, at);
             advance(S, kept[j], token);
             Rounded(S).add_over_channels(dq, at.only(j, dy.word[0]), at.only(j, dy.word[1]));
             token = following;
@@ -243,10 +239,10 @@ DEVICE void walk_back(States &G, const Residuals (&kept)[8], Sums &minus_dk, Sum
     Pack<Element, 4> x = load<4>(&cta.x[8 * half + at.r][first + 4 * at.p]);
     const Element *row = &cta.projected[8 * half + at.r][RANK + 2 * at.p];
     unsigned k_0 = load<2>(row).word[0], k_1 = load<2>(row + 8).word[0], minus_2 = pack(Element{}, -2, -2);
-    Token token(cta, tile.dy, tile, min(8 * half + 7, LAST), at);
+    Token token(cta, cta.dy, tile, first, min(8 * half + 7, LAST), at);
     UNROLLED for (int j = 7; j >= 0; j--)
         if (int t = 8 * half + j; t <= LAST) {
-            Token following(cta, tile.dy, tile, j > 0 ? t - 1 : t, at);
+            Token following(cta, cta.dy, tile, first, j > 0 ? t - 1 : t, at);
             States H, E;
             UNROLLED for (int h = 0; h < 2; h++) {
                 float k = token.keys.at[h], q = token.keys.at[2 + h];
@@ -275,21 +271,23 @@ struct ChannelSums {
 
 // Transposes sums (channels, tokens) through shared memory, and returns the sums of token 8 half + r, channels 4p + c.
 // For i < 8, row i of the sums is channel 4 (i / 2) + i % 2, and row i + 8 is channel 4 (i / 2) + i % 2 + 2.
-DEVICE Floats<4> by_token(float (&memory)[ROWS][ROW], const Sums &sums, int half, Lane at) {
+DEVICE Floats<4> by_token(float (&memory)[8][20], const Sums &sums, Lane at) {
     __syncwarp();
     UNROLLED for (int i = 0; i < 2; i++)
         UNROLLED for (int e = 0; e < 2; e++)
-            memory[8 * half + 2 * at.p + e][at.r / 2 * 4 + at.r % 2 + 2 * i] = sums[i].at[e];
+            memory[2 * at.p + e][at.r / 2 * 4 + at.r % 2 + 2 * i] = sums[i].at[e];
     __syncwarp();
-    return load<4>(&memory[8 * half + at.r][4 * at.p]);
+    return load<4>(&memory[at.r][4 * at.p]);
 }
 
 // Writes dx and dstep_logits of token 8 half + r.
 DEVICE void finish_half(CtaMemory &cta, Tile &tile, const Sums &sums_x, const Sums &sums_step_size, float &norm,
                         Floats<4> &bias, Element *dstep_logits, int first, int half, bool reverse, Lane at) {
     int t = 8 * half + at.r;
-    store(&cta.x[t][first + 4 * at.p], from_floats<Element>(by_token(tile.x, sums_x, half, at)));
-    Floats<4> sum_step_size = by_token(tile.x, sums_step_size, half, at), dlogit;
+    Pack<Element, 4> dx;
+    UNROLLED for (int i = 0; i < 2; i++) dx.word[i] = transpose(pack(Element{}, sums_x[i].at[0], sums_x[i].at[1]));
+    store(&cta.x[t][first + 4 * at.p], dx);
+    Floats<4> sum_step_size = by_token(tile.sums, sums_step_size, at), dlogit;
     Floats<4> step_size = load<4>(&tile.step_size[t][4 * at.p]), slope = load<4>(&tile.slope[t][4 * at.p]);
     UNROLLED for (int c = 0; c < 4; c++) {
         dlogit.at[c] = sum_step_size.at[c] * slope.at[c];
