@@ -118,15 +118,18 @@ DEVICE void copy_rows(Element (*to)[PITCH_], const Element *from, int count, int
 
 #if PROJECTS
 // Computes x x_proj^T (16 tokens, P), summed over the warp's channels.
-DEVICE void project(CtaMemory &cta, float (*to)[P], int first_tile, int tiles, Lane at) {
+DEVICE void project(CtaMemory &cta, float (*to)[P], int first_tile, int tiles, int lane, Lane at) {
     Sums sums[OUTPUTS] = {};
+    const Element *x = &cta.x[lane % 16][lane / 16 * 8], *rows = &cta.x_proj[lane % 8][lane / 8 % 2 * 8];
 #pragma unroll 1
     for (int i = 0; i < tiles; i++) {
-        int d = (first_tile + i) * 16 + 4 * at.p;
-        Pack<Element, 4> low = load<4>(&cta.x[at.r][d]), high = load<4>(&cta.x[at.r + 8][d]);
+        int first = (first_tile + i) * 16;
+        unsigned a[4];
+        load_matrices(a, x + first);
         UNROLLED for (int n = 0; n < OUTPUTS; n++) {
-            Pack<Element, 4> b = load<4>(&cta.x_proj[8 * n + at.r][d]);
-            multiply_add(Element{}, sums[n], low.word[0], high.word[0], low.word[1], high.word[1], b.word[0], b.word[1]);
+            unsigned b[2];
+            load_matrices(b, rows + (8 * n * PITCH + first));
+            multiply_add(Element{}, sums[n], a[0], a[1], a[2], a[3], b[0], b[1]);
         }
     }
     UNROLLED for (int n = 0; n < OUTPUTS; n++)
@@ -175,13 +178,13 @@ DEVICE void prepare(const CtaMemory &cta, Tile &tile, int first, const Floats<4>
     Sums sums[2] = {};
     int row = lane % 8, channel = first + row / 2 * 4 + lane / 8 % 2 * 2 + row % 2;
     UNROLLED for (int n = 0; n < EIGHTHS; n += 2) {
-        const Element *step = &cta.projected[at.r][8 * n + 2 * at.p];
-        unsigned a[4] = {load<2>(step).word[0], load<2>(step + 8 * P_PITCH).word[0]}, b[2][2] = {};
+        unsigned a[4], b[2][2] = {};
+        load_matrices(a, &cta.projected[lane % 16][8 * n + lane / 16 * 8]);
         load_matrices(b[0], &cta.step_proj[channel][8 * n]);
-        if (n + 1 < EIGHTHS) {
-            a[2] = load<2>(step + 8).word[0], a[3] = load<2>(step + 8 + 8 * P_PITCH).word[0];
+        if (n + 1 < EIGHTHS)
             load_matrices(b[1], &cta.step_proj[channel][8 * n + 8]);
-        }
+        else
+            a[2] = a[3] = 0;
         UNROLLED for (int i = 0; i < 2; i++)
             multiply_add(Element{}, sums[i], a[0], a[1], a[2], a[3], b[0][i], b[1][i]);
     }
@@ -340,17 +343,16 @@ DEVICE void put_sums(CtaMemory &cta, const ChannelSums &of, const Sums (&dstep)[
     }
 }
 
-DEVICE void backpropagate_step(const CtaMemory &cta, Sums (&dstep)[EIGHTHS], int first_tile, int tiles, int lane,
-                               Lane at) {
-    int row = lane % 8, channel = row / 2 * 4 + lane / 8 % 2 * 2 + row % 2;
+DEVICE void backpropagate_step(const CtaMemory &cta, Sums (&dstep)[EIGHTHS], int first_tile, int tiles, int lane) {
 #pragma unroll 1
     for (int i = 0; i < tiles; i++) {
         int first = (first_tile + i) * 16;
-        Pack<Element, 4> low = load<4>(&cta.dy[at.r][first + 4 * at.p]), high = load<4>(&cta.dy[at.r + 8][first + 4 * at.p]);
+        unsigned a[4];
+        load_matrices(a, &cta.dy[lane % 16][first + lane / 16 * 8]);
         UNROLLED for (int n = 0; n < EIGHTHS; n++) {
             unsigned b[2];
-            load_transposed(b, &cta.step_proj[first + channel][8 * n]);
-            multiply_add(Element{}, dstep[n], low.word[0], high.word[0], low.word[1], high.word[1], b[0], b[1]);
+            load_transposed(b, &cta.step_proj[first + lane % 16][8 * n]);
+            multiply_add(Element{}, dstep[n], a[0], a[1], a[2], a[3], b[0], b[1]);
         }
     }
 }
@@ -437,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_lines_backward(PAR
         wait_for_copies<0>();
         __syncthreads();
 #if PROJECTS
-        project(cta, cta.parts[warp], first_tile, tiles, at);
+        project(cta, cta.parts[warp], first_tile, tiles, lane, at);
         __syncthreads();
 #endif
         finish_projections(cta, step + b * S_LINES * RANK, slice == 0, reverse);
@@ -454,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_lines_backward(PAR
                       reverse, at);
         }
         Sums dstep[EIGHTHS] = {};
-        backpropagate_step(cta, dstep, first_tile, tiles, lane, at);
+        backpropagate_step(cta, dstep, first_tile, tiles, lane);
         __syncthreads();
         put_sums(cta, sums, dstep, warp, at);
         __syncthreads();
