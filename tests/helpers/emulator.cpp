@@ -18,6 +18,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __builtin_assume(...)
 #define threadIdx (current->index)
 
 namespace emulator {

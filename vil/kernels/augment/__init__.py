@@ -17,7 +17,7 @@ from ..cuda.source import DOUBLE, I64, In, Out, Source
 
 SOURCE = Source("augment/augment", {
     "resize_weights": dict(crops=In("Crop"), memory=Out("int"), H=I64, W=I64, bicubic=I64),
-    "crop_resize_flip": dict(crops=In("Crop"), memory=Out("int"), out=Out("u8"), H=I64, W=I64, rows=I64),
+    "crop_resize_flip": dict(crops=In("Crop"), memory=Out("int"), out=Out("u8"), H=I64, W=I64),
     "build_tables": dict(operations=In("Operation"), images=In("u8"), tables=Out("u8"), pixels=I64),
     "apply_operations": dict(
         operations=In("Operation"), tables=In("u8"), images=In("u8"), out=Out("u8"), H=I64, W=I64, parts=I64, red=I64,
@@ -39,14 +39,17 @@ OPERATIONS = (
     "Brightness", "Sharpness", "GaussianBlur",
 )  # fmt: skip
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
-# for each opcode: whether the operation maps the values of a channel through a lookup table
-HAS_TABLE = np.array([name not in ("", "Affine", "Color", "Sharpness", "GaussianBlur") for name in OPERATIONS])
-MACROS = {name.upper(): code for name, code in CODES.items() if name}
+# operations that map the values of a channel through a lookup table; bit i of the mask is 1 if opcode i has a table
+TABLE_OPERATIONS = (
+    "AutoContrast", "Equalize", "Invert", "Posterize", "Solarize", "SolarizeAdd", "Contrast", "Brightness",
+)  # fmt: skip
+TABLE_CODES = [CODES[name] for name in TABLE_OPERATIONS]
+MASK = sum(1 << code for code in TABLE_CODES)
+MACROS = {name.upper(): code for name, code in CODES.items() if name} | dict(TABLE_MASK=MASK)
 COLOURS = "red", "green", "blue"
 NOISE = {"const": 0, "rand": 1, "pixel": 2}
-# output rows per CTA of crop_resize_flip, limited by 48 KB of shared memory for the sums of all rows
-ROWS = 16
-SHARED_BYTES = 48 * 1024
+TILE = 32  # pixels along each side of the tile of the result that a CTA of crop_resize_flip computes
+SHARED_BYTES = 48 * 1024  # maximum dynamic shared memory of a CTA of gaussian_blur
 
 CROP = np.dtype([("pixels", "i8"), ("row", "i8"), ("plane", "i8"), ("flip", "i8"), ("axes", "i8", (2, 4))])
 OPERATION = np.dtype([("code", "i8"), ("arguments", "f8", 6)])
@@ -76,10 +79,9 @@ def crop_resize_flip(
         crops=records, memory=weights, H=H, W=W, bicubic=interpolation == "bicubic",
     ))  # fmt: skip
     result = torch.empty(count, 3, H, W, dtype=torch.uint8, device=device)
-    threads = min(256, -(-W // 32) * 32)
-    launch(SOURCE, "crop_resize_flip", MACROS, count * -(-H // ROWS), threads, dict(
-        crops=records, memory=weights, out=result, H=H, W=W, rows=ROWS,
-    ), ROWS * 3 * threads * 4)  # fmt: skip
+    launch(SOURCE, "crop_resize_flip", MACROS, count * -(-H // TILE) * -(-W // TILE), TILE * TILE // 4, dict(
+        crops=records, memory=weights, out=result, H=H, W=W,
+    ))  # fmt: skip
     return result
 
 
@@ -93,11 +95,11 @@ def apply_operations(
     operations["code"], operations["arguments"] = codes_BT.T, arguments_BTA.swapaxes(0, 1)
     records = _to_device(operations, images.device).view(turns, count * OPERATION.itemsize)
     tables = images.new_empty(count, 3, 256)
-    parts = -(-H * W // 256)
+    parts = -(-H * W // (4 * 256))
     for record, codes_B in zip(records, codes_BT.T):
         if not codes_B.any():
             continue
-        if HAS_TABLE[codes_B].any():
+        if np.isin(codes_B, TABLE_CODES).any():
             of_tables = dict(operations=record, images=images, tables=tables, pixels=H * W)
             launch(SOURCE, "build_tables", MACROS, count, 512, of_tables)
         changed = torch.empty_like(images)

@@ -10,6 +10,28 @@
 typedef unsigned char u8;
 typedef unsigned long long u64;
 
+// Four adjacent bytes in one register.
+struct Bytes {
+    unsigned word;
+    __device__ int operator[](int i) const { return __byte_perm(word, 0, 0x4440 + i); }
+    __device__ void add(int i, u8 byte) { word |= unsigned(byte) << 8 * i; }
+};
+// Loads and stores four adjacent bytes, of which the first `count` exist.
+DEVICE Bytes load_bytes(const u8 *from, int count) {
+    if (count >= 4 && size_t(from) % 4 == 0) return {*reinterpret_cast<const unsigned *>(from)};
+    Bytes bytes = {};
+    UNROLLED for (int i = 0; i < 4; i++)
+        if (i < count) bytes.add(i, from[i]);
+    return bytes;
+}
+DEVICE void store_bytes(u8 *to, Bytes bytes, int count) {
+    if (count >= 4 && size_t(to) % 4 == 0)
+        *reinterpret_cast<unsigned *>(to) = bytes.word;
+    else
+        UNROLLED for (int i = 0; i < 4; i++)
+            if (i < count) to[i] = bytes[i];
+}
+
 DEVICE u8 to_byte(double v) { return v <= 0 ? 0 : v >= 255 ? 255 : u8(v); }
 
 // PIL resizes with integer weights that have 22 fractional bits.
@@ -31,7 +53,6 @@ struct Taps {
     i64 size;
     __device__ Taps(const Axis &axis, int *memory, i64 size)
         : first(memory + axis.weights), end(first + size), weights(end + size), size(size) {}
-    __device__ int weight(int of, int pixel) const { return weights[(pixel - first[of]) * size + of]; }
 };
 
 DEVICE double filter(double x, bool bicubic) {
@@ -64,47 +85,71 @@ extern "C" __global__ void __launch_bounds__(256) resize_weights(PARAMETERS_resi
     }
 }
 
-// A CTA computes a band of `rows` rows of the result, and a thread computes some columns of the band.
-// A thread resizes each row of the crop horizontally at its column.
-// A thread adds each resized row to the sums, in shared memory, of all rows of the result that depend on the row.
-extern "C" __global__ void __launch_bounds__(256) crop_resize_flip(PARAMETERS_crop_resize_flip) {
+// A CTA computes a tile of TILE x TILE pixels of the result. The rows of the crop are processed in chunks. In each chunk,
+// the warps first resize the rows horizontally, with one column of the tile per lane, and write the rows to shared memory.
+// Then each thread adds the rows that its four adjacent pixels of the result depend on.
+constexpr int TILE = 32, CHUNK = 128, ROWS_AT_ONCE = 2, WARPS = TILE * TILE / 4 / 32;
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) crop_resize_flip(PARAMETERS_crop_resize_flip) {
     begin_kernel();
-    extern __shared__ __align__(16) char shared[];
-    int *sums = reinterpret_cast<int *>(shared) + threadIdx.x;  // shape (rows, 3, blockDim.x)
-    int bands = (H + rows - 1) / rows, image = blockIdx.x / bands;
-    int top = blockIdx.x % bands * rows, bottom = min(top + int(rows), int(H));
+    __shared__ unsigned rows[CHUNK][3][TILE / 4];
+    int height = H, width = W, tiles_across = (width + TILE - 1) / TILE;
+    int tiles = (height + TILE - 1) / TILE * tiles_across, image = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+    int top = tile / tiles_across * TILE, left = tile % tiles_across * TILE, lane = threadIdx.x % 32;
     Crop crop = crops[image];
+    __builtin_assume(__isGlobal(crop.pixels));  // the compiler then uses the faster loads of global memory
     Taps vertical(crop.axes[0], memory, H), horizontal(crop.axes[1], memory, W);
-    int begin = crop.axes[0].length, end = 0;
-    for (int r = top; r < bottom; r++)
-        if (vertical.end[r]) begin = min(begin, vertical.first[r]), end = max(end, vertical.end[r]);
-    for (int column = threadIdx.x; column < W; column += blockDim.x) {
-        for (int i = 0; i < 3 * (bottom - top); i++) sums[i * blockDim.x] = ONE / 2;
-        int first = horizontal.first[column], taps = horizontal.end[column] - first, oldest = top;
-        const int *weights = horizontal.weights + column;
-        for (int y = begin; y < end; y++) {
-            const u8 *pixels = crop.pixels + y * crop.row + first;
-            int resized[3] = {ONE / 2, ONE / 2, ONE / 2};
+
+    // The tile depends on the rows of the crop from `begin` to `end`. Its last row inside the resized crop is `last`.
+    int last = min(i64(min(top + TILE, height)), crop.axes[0].resized - crop.axes[0].offset) - 1;
+    int begin = vertical.first[top], end = last < top ? 0 : vertical.end[last];
+    int column = crop.flip ? width - 1 - left - lane : left + lane, first = 0, taps = 0;
+    if (left + lane < width) first = horizontal.first[column], taps = horizontal.end[column] - first;
+    const int *across = horizontal.weights + column;
+    int row = top + threadIdx.x / (TILE / 4), four = threadIdx.x % (TILE / 4);
+    int row_first = row < height ? vertical.first[row] : 0, row_end = row < height ? vertical.end[row] : 0;
+    const int *down = vertical.weights + row;
+    int sums[3][4];
+    UNROLLED for (int c = 0; c < 3; c++) UNROLLED for (int i = 0; i < 4; i++) sums[c][i] = ONE / 2;
+    for (int start = begin; start < end; start += CHUNK) {
+        int stop = min(start + CHUNK, end);
+        for (int y = start + int(threadIdx.x) / 32 * ROWS_AT_ONCE; y < stop; y += WARPS * ROWS_AT_ONCE) {
+            int resized[ROWS_AT_ONCE][3];
+            const u8 *pixels[ROWS_AT_ONCE];
+            UNROLLED for (int r = 0; r < ROWS_AT_ONCE; r++) {
+                pixels[r] = crop.pixels + min(y + r, stop - 1) * crop.row + first;
+                UNROLLED for (int c = 0; c < 3; c++) resized[r][c] = ONE / 2;
+            }
 #pragma unroll 4
-            for (int k = 0; k < taps; k++)
-#pragma unroll
-                for (int c = 0; c < 3; c++) resized[c] += pixels[c * crop.plane + k] * weights[k * W];
-            while (oldest < bottom && vertical.end[oldest] <= y) oldest++;
-            for (int r = oldest; r < bottom && vertical.first[r] <= y; r++) {
-                if (y >= vertical.end[r]) continue;
-                int weight = vertical.weight(r, y);
-#pragma unroll
-                for (int c = 0; c < 3; c++) sums[((r - top) * 3 + c) * blockDim.x] += level(resized[c]) * weight;
+            for (int k = 0; k < taps; k++) {
+                int weight = across[k * width];
+                UNROLLED for (int r = 0; r < ROWS_AT_ONCE; r++)
+                    UNROLLED for (int c = 0; c < 3; c++) resized[r][c] += pixels[r][c * crop.plane + k] * weight;
+            }
+            UNROLLED for (int r = 0; r < ROWS_AT_ONCE; r++)
+                if (y + r < stop)
+                    UNROLLED for (int c = 0; c < 3; c++)
+                        reinterpret_cast<u8 *>(rows[y + r - start][c])[lane] = level(resized[r][c]);
+        }
+        __syncthreads();
+        for (int y = max(row_first, start); y < min(row_end, stop); y++) {
+            int weight = down[(y - row_first) * height];
+            UNROLLED for (int c = 0; c < 3; c++) {
+                Bytes bytes = {rows[y - start][c][four]};
+                UNROLLED for (int i = 0; i < 4; i++) sums[c][i] += bytes[i] * weight;
             }
         }
-        i64 to = crop.flip ? W - 1 - column : column;
-        for (int r = top; r < bottom; r++)
-            for (int c = 0; c < 3; c++)
-                out[((image * i64(3) + c) * H + r) * W + to] = level(sums[((r - top) * 3 + c) * blockDim.x]);
+        __syncthreads();
+    }
+    if (row >= height) return;
+    int x = left + 4 * four;
+    UNROLLED for (int c = 0; c < 3; c++) {
+        Bytes levels = {};
+        UNROLLED for (int i = 0; i < 4; i++) levels.add(i, level(sums[c][i]));
+        store_bytes(out + ((image * i64(3) + c) * H + row) * W + x, levels, width - x);
     }
 }
 
-// The codes of operations, such as AFFINE and COLOR, are macros.
+// Macros: the codes of operations, such as AFFINE and COLOR; bit i of TABLE_MASK is 1 if operation i has a table.
 struct Operation {
     i64 code;
     double arguments[6];
@@ -115,10 +160,7 @@ DEVICE unsigned grey(unsigned red, unsigned green, unsigned blue) {
 }
 DEVICE u8 blend(int plain, int pixel, double factor) { return to_byte(plain + float(factor) * (pixel - plain)); }
 
-DEVICE bool has_table(i64 code) {
-    return code == AUTOCONTRAST || code == EQUALIZE || code == INVERT || code == POSTERIZE || code == SOLARIZE ||
-           code == SOLARIZEADD || code == CONTRAST || code == BRIGHTNESS;
-}
+DEVICE bool has_table(i64 code) { return TABLE_MASK >> code & 1; }
 
 // Statistics of a channel that determine the result of an operation for `value`.
 struct Levels {
@@ -241,35 +283,46 @@ DEVICE int smooth(const u8 *pixels, int x, int y, int H, int W) {
     return (2 * sum + 13) / 26;
 }
 
-// Applies each image's operation with one thread per pixel and `parts` CTAs per image. Copies images for GAUSSIANBLUR.
-extern "C" __global__ void __launch_bounds__(256) apply_operations(PARAMETERS_apply_operations) {
+// Applies each image's operation with four adjacent pixels per thread and `parts` CTAs per image. Copies images for
+// GAUSSIANBLUR.
+extern "C" __global__ void __launch_bounds__(256, 4) apply_operations(PARAMETERS_apply_operations) {
     begin_kernel();
-    int image = blockIdx.x / parts, i = blockIdx.x % parts * blockDim.x + threadIdx.x, pixels = H * W;
-    if (i >= pixels) return;
+    int image = blockIdx.x / int(parts), i = (blockIdx.x % int(parts) * blockDim.x + threadIdx.x) * 4;
+    int height = H, width = W, pixels = height * width, count = pixels - i;
+    if (count <= 0) return;
     const Operation &operation = operations[image];
-    const u8 *from = images + image * i64(3) * pixels;
-    u8 *to = out + image * i64(3) * pixels + i;
-    int x = i % W, y = i / W;
-    u8 fill[3] = {u8(red), u8(green), u8(blue)};
-    if (operation.code == AFFINE) {
-        Source source(operation.arguments, x, y, H, W);
-#pragma unroll
-        for (int c = 0; c < 3; c++)
-            to[c * pixels] = source.inside ? source.sample(from + c * pixels, bicubic) : fill[c];
-        return;
+    const u8 *from = images + image * i64(3) * pixels, *of_image = tables + image * i64(3 * 256);
+    i64 code = operation.code;
+    double argument = operation.arguments[0];
+    Bytes given[3], result[3] = {};
+    if (code != AFFINE) UNROLLED for (int c = 0; c < 3; c++) given[c] = load_bytes(from + c * pixels + i, count);
+    if (code == AFFINE || code == SHARPNESS) {
+        u8 fill[3] = {u8(red), u8(green), u8(blue)};
+        int x = i % width, y = i / width;
+#pragma unroll 1
+        for (int j = 0; j < min(count, 4); j++) {
+            if (code == AFFINE) {
+                Source source(operation.arguments, x, y, height, width);
+                UNROLLED for (int c = 0; c < 3; c++)
+                    result[c].add(j, source.inside ? source.sample(from + c * pixels, bicubic) : fill[c]);
+            } else {
+                UNROLLED for (int c = 0; c < 3; c++)
+                    result[c].add(j, blend(smooth(from + c * pixels, x, y, height, width), given[c][j], argument));
+            }
+            if (++x == width) x = 0, y++;
+        }
+    } else if (code == COLOR) {
+        UNROLLED for (int j = 0; j < 4; j++) {
+            int plain = grey(given[0][j], given[1][j], given[2][j]);
+            UNROLLED for (int c = 0; c < 3; c++) result[c].add(j, blend(plain, given[c][j], argument));
+        }
+    } else if (has_table(code)) {
+        UNROLLED for (int c = 0; c < 3; c++)
+            UNROLLED for (int j = 0; j < 4; j++) result[c].add(j, of_image[c * 256 + given[c][j]]);
+    } else {
+        UNROLLED for (int c = 0; c < 3; c++) result[c] = given[c];
     }
-    int plain = operation.code == COLOR ? grey(from[i], from[pixels + i], from[2 * pixels + i]) : 0;
-    for (int c = 0; c < 3; c++) {
-        const u8 *plane = from + c * pixels;
-        u8 pixel = plane[i];
-        if (has_table(operation.code))
-            pixel = tables[(image * 3 + c) * 256 + pixel];
-        else if (operation.code == COLOR)
-            pixel = blend(plain, pixel, operation.arguments[0]);
-        else if (operation.code == SHARPNESS)
-            pixel = blend(smooth(plane, x, y, H, W), pixel, operation.arguments[0]);
-        to[c * pixels] = pixel;
-    }
+    UNROLLED for (int c = 0; c < 3; c++) store_bytes(out + (image * i64(3) + c) * pixels + i, result[c], count);
 }
 
 // PIL's Gaussian blur along one axis, in place, as three box filters with fractional ends.
@@ -347,19 +400,13 @@ DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const 
                            Colour deviation, int left, i64 noise) {
     Floats<4> values;
     bool erased[4], any = false;
-    Pack<u8, 4> bytes = {};
-    if (left >= 4 && size_t(pixels) % 4 == 0)
-        bytes = load<4>(pixels);
-    else
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i < left) bytes.at[i] = pixels[i];
+    Bytes bytes = load_bytes(pixels, left);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         int y = at[i].y - rest.erased_top, x = at[i].x - rest.erased_left;
         erased[i] = y >= 0 && y < rest.erased_height && x >= 0 && x < rest.erased_width;
         any |= erased[i];
-        values.at[i] = (bytes.at[i] - mean.of(at[i].c)) / deviation.of(at[i].c);
+        values.at[i] = (bytes[i] - mean.of(at[i].c)) / deviation.of(at[i].c);
     }
     if (!any) return values;
     Floats<4> numbers = {};
@@ -373,18 +420,19 @@ DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const 
 // Normalization, random erasing and mixing, with `parts` CTAs per image and four adjacent elements per thread.
 extern "C" __global__ void __launch_bounds__(256) finish(PARAMETERS_finish) {
     begin_kernel();
-    int image = blockIdx.x / parts, first = (blockIdx.x % parts * blockDim.x + threadIdx.x) * 4;
-    int pixels = H * W, elements = 3 * pixels, left = elements - first;
+    int image = blockIdx.x / int(parts), first = (blockIdx.x % int(parts) * blockDim.x + threadIdx.x) * 4;
+    int height = H, width = W, pixels = height * width, elements = 3 * pixels, left = elements - first;
     if (left <= 0) return;
     Colour mean = {float(mean_red), float(mean_green), float(mean_blue)};
     Colour deviation = {float(deviation_red), float(deviation_green), float(deviation_blue)};
     const Rest &rest = rests[image];
-    Coordinates at[4];
+    Coordinates at[4], next = {first / pixels, first % pixels / width, first % width};  // pixels is a multiple of width
     bool inside[4], mixed = false;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        int element = min(first + i, elements - 1), c = element / pixels, pixel = element - c * pixels;
-        at[i] = {c, pixel / int(W), pixel % int(W)};
+        at[i] = next;
+        if (++next.x == width) next.x = 0, next.y++;
+        if (next.y == height) next.y = 0, next.c++;
         inside[i] = at[i].y >= rest.top && at[i].y < rest.bottom && at[i].x >= rest.left && at[i].x < rest.right;
         mixed |= inside[i] && rest.share != 1;
     }
