@@ -178,13 +178,10 @@ DEVICE void prepare(const CtaMemory &cta, Tile &tile, int first, const Floats<4>
     Sums sums[2] = {};
     int row = lane % 8, channel = first + row / 2 * 4 + lane / 8 % 2 * 2 + row % 2;
     UNROLLED for (int n = 0; n < EIGHTHS; n += 2) {
-        unsigned a[4], b[2][2] = {};
+        unsigned a[4], b[2][2] = {};  // if the last eighth has no pair, zeros multiply the columns of k in a
         load_matrices(a, &cta.projected[lane % 16][8 * n + lane / 16 * 8]);
         load_matrices(b[0], &cta.step_proj[channel][8 * n]);
-        if (n + 1 < EIGHTHS)
-            load_matrices(b[1], &cta.step_proj[channel][8 * n + 8]);
-        else
-            a[2] = a[3] = 0;
+        if (n + 1 < EIGHTHS) load_matrices(b[1], &cta.step_proj[channel][8 * n + 8]);
         UNROLLED for (int i = 0; i < 2; i++)
             multiply_add(Element{}, sums[i], a[0], a[1], a[2], a[3], b[0][i], b[1][i]);
     }
