@@ -56,11 +56,10 @@ constexpr int HALVES = (S_LINES + 7) / 8;
 constexpr int PITCH = SLICE + 8, P_PITCH = P % 16 ? P : P + 8, STEP_PITCH = RANK % 16 ? RANK : RANK + 8;
 static_assert(S_LINES >= 1 && S_LINES <= ROWS && D == SLICES * TILES * 16 && RANK % 8 == 0);
 
-// Inputs of the scan of one tile, (tokens, channels). ROW is chosen to avoid bank conflicts of `by_token`.
-constexpr int ROW = 20;
+// Step sizes and slopes of one tile, (tokens, channels), and sum_step_size of 8 tokens.
 struct Tile {
-    alignas(16) float x[ROWS][ROW];  // means; overwritten by sum_x, and then by sum_step_size
-    alignas(16) float dy[ROWS][16], step_size[ROWS][16], slope[ROWS][16];
+    alignas(16) float step_size[ROWS][16], slope[ROWS][16];
+    alignas(16) float sums[8][20];  // the pitch is chosen to avoid bank conflicts
 };
 struct CtaMemory {
 #if PROJECTS
@@ -119,15 +118,18 @@ DEVICE void copy_rows(Element (*to)[PITCH_], const Element *from, int count, int
 
 #if PROJECTS
 // Computes x x_proj^T (16 tokens, P), summed over the warp's channels.
-DEVICE void project(CtaMemory &cta, float (*to)[P], int first_tile, int tiles, Lane at) {
+DEVICE void project(CtaMemory &cta, float (*to)[P], int first_tile, int tiles, int lane, Lane at) {
     Sums sums[OUTPUTS] = {};
+    const Element *x = &cta.x[lane % 16][lane / 16 * 8], *rows = &cta.x_proj[lane % 8][lane / 8 % 2 * 8];
 #pragma unroll 1
     for (int i = 0; i < tiles; i++) {
-        int d = (first_tile + i) * 16 + 4 * at.p;
-        Pack<Element, 4> low = load<4>(&cta.x[at.r][d]), high = load<4>(&cta.x[at.r + 8][d]);
+        int first = (first_tile + i) * 16;
+        unsigned a[4];
+        load_matrices(a, x + first);
         UNROLLED for (int n = 0; n < OUTPUTS; n++) {
-            Pack<Element, 4> b = load<4>(&cta.x_proj[8 * n + at.r][d]);
-            multiply_add(Element{}, sums[n], low.word[0], high.word[0], low.word[1], high.word[1], b.word[0], b.word[1]);
+            unsigned b[2];
+            load_matrices(b, rows + (8 * n * PITCH + first));
+            multiply_add(Element{}, sums[n], a[0], a[1], a[2], a[3], b[0], b[1]);
         }
     }
     UNROLLED for (int n = 0; n < OUTPUTS; n++)
@@ -176,13 +178,10 @@ DEVICE void prepare(const CtaMemory &cta, Tile &tile, int first, const Floats<4>
     Sums sums[2] = {};
     int row = lane % 8, channel = first + row / 2 * 4 + lane / 8 % 2 * 2 + row % 2;
     UNROLLED for (int n = 0; n < EIGHTHS; n += 2) {
-        const Element *step = &cta.projected[at.r][8 * n + 2 * at.p];
-        unsigned a[4] = {load<2>(step).word[0], load<2>(step + 8 * P_PITCH).word[0]}, b[2][2] = {};
+        unsigned a[4], b[2][2] = {};  // if the last eighth has no pair, zeros multiply the columns of k in a
+        load_matrices(a, &cta.projected[lane % 16][8 * n + lane / 16 * 8]);
         load_matrices(b[0], &cta.step_proj[channel][8 * n]);
-        if (n + 1 < EIGHTHS) {
-            a[2] = load<2>(step + 8).word[0], a[3] = load<2>(step + 8 + 8 * P_PITCH).word[0];
-            load_matrices(b[1], &cta.step_proj[channel][8 * n + 8]);
-        }
+        if (n + 1 < EIGHTHS) load_matrices(b[1], &cta.step_proj[channel][8 * n + 8]);
         UNROLLED for (int i = 0; i < 2; i++)
             multiply_add(Element{}, sums[i], a[0], a[1], a[2], a[3], b[0][i], b[1][i]);
     }
@@ -194,8 +193,6 @@ DEVICE void prepare(const CtaMemory &cta, Tile &tile, int first, const Floats<4>
             step_size.at[c] = Longhorn::step_size(step_logit, kk[half]);
             slope.at[c] = Longhorn::slope(step_logit, step_size.at[c]);
         }
-        store(&tile.x[t][4 * at.p], to_floats(load<4>(&cta.x[t][first + 4 * at.p])));
-        store(&tile.dy[t][4 * at.p], to_floats(load<4>(&cta.dy[t][first + 4 * at.p])));
         store(&tile.step_size[t][4 * at.p], step_size);
         store(&tile.slope[t][4 * at.p], slope);
     }
@@ -206,9 +203,8 @@ typedef Longhorn::Kept Residuals[2][4];
 // Inputs of a token: value (x or dy) and step size of the lane's channels, and keys and queries of the lane's states.
 struct Token {
     Floats<4> value, step_size, keys;
-    template <int PITCH_>
-    INLINE Token(const CtaMemory &cta, const float (&values)[ROWS][PITCH_], const Tile &tile, int t, Lane at)
-        : value(load<4>(&values[t][4 * at.p])), step_size(load<4>(&tile.step_size[t][4 * at.p])),
+    INLINE Token(const CtaMemory &cta, const Element (&values)[ROWS][PITCH], const Tile &tile, int first, int t, Lane at)
+        : value(to_floats(load<4>(&values[t][first + 4 * at.p]))), step_size(load<4>(&tile.step_size[t][4 * at.p])),
           keys(load<4>(cta.keys[t][at.r])) {
         // The compiler must not load tokens earlier, because their values would take too many registers.
         asm volatile("" ::: "memory");
@@ -226,10 +222,10 @@ DEVICE void scan(States &S, Residuals (&kept)[8], Sums &dq, const CtaMemory &cta
                  Lane at) {
     constexpr int LAST = S_LINES - 1;
     Pack<Element, 4> dy = load<4>(&cta.dy[8 * half + at.r][first + 4 * at.p]);
-    Token token(cta, tile.x, tile, 8 * half, at);
+    Token token(cta, cta.x, tile, first, 8 * half, at);
     UNROLLED for (int j = 0; j < 8; j++)
         if (int t = 8 * half + j; t <= LAST) {
-            Token following(cta, tile.x, tile, j < 7 && t < LAST ? t + 1 : t, at);
+            Token following(cta, cta.x, tile, first, j < 7 && t < LAST ? t + 1 : t, at);
             advance(S, kept[j], token);
             Rounded(S).add_over_channels(dq, at.only(j, dy.word[0]), at.only(j, dy.word[1]));
             token = following;
@@ -243,10 +239,10 @@ DEVICE void walk_back(States &G, const Residuals (&kept)[8], Sums &minus_dk, Sum
     Pack<Element, 4> x = load<4>(&cta.x[8 * half + at.r][first + 4 * at.p]);
     const Element *row = &cta.projected[8 * half + at.r][RANK + 2 * at.p];
     unsigned k_0 = load<2>(row).word[0], k_1 = load<2>(row + 8).word[0], minus_2 = pack(Element{}, -2, -2);
-    Token token(cta, tile.dy, tile, min(8 * half + 7, LAST), at);
+    Token token(cta, cta.dy, tile, first, min(8 * half + 7, LAST), at);
     UNROLLED for (int j = 7; j >= 0; j--)
         if (int t = 8 * half + j; t <= LAST) {
-            Token following(cta, tile.dy, tile, j > 0 ? t - 1 : t, at);
+            Token following(cta, cta.dy, tile, first, j > 0 ? t - 1 : t, at);
             States H, E;
             UNROLLED for (int h = 0; h < 2; h++) {
                 float k = token.keys.at[h], q = token.keys.at[2 + h];
@@ -275,21 +271,23 @@ struct ChannelSums {
 
 // Transposes sums (channels, tokens) through shared memory, and returns the sums of token 8 half + r, channels 4p + c.
 // For i < 8, row i of the sums is channel 4 (i / 2) + i % 2, and row i + 8 is channel 4 (i / 2) + i % 2 + 2.
-DEVICE Floats<4> by_token(float (&memory)[ROWS][ROW], const Sums &sums, int half, Lane at) {
+DEVICE Floats<4> by_token(float (&memory)[8][20], const Sums &sums, Lane at) {
     __syncwarp();
     UNROLLED for (int i = 0; i < 2; i++)
         UNROLLED for (int e = 0; e < 2; e++)
-            memory[8 * half + 2 * at.p + e][at.r / 2 * 4 + at.r % 2 + 2 * i] = sums[i].at[e];
+            memory[2 * at.p + e][at.r / 2 * 4 + at.r % 2 + 2 * i] = sums[i].at[e];
     __syncwarp();
-    return load<4>(&memory[8 * half + at.r][4 * at.p]);
+    return load<4>(&memory[at.r][4 * at.p]);
 }
 
 // Writes dx and dstep_logits of token 8 half + r.
 DEVICE void finish_half(CtaMemory &cta, Tile &tile, const Sums &sums_x, const Sums &sums_step_size, float &norm,
                         Floats<4> &bias, Element *dstep_logits, int first, int half, bool reverse, Lane at) {
     int t = 8 * half + at.r;
-    store(&cta.x[t][first + 4 * at.p], from_floats<Element>(by_token(tile.x, sums_x, half, at)));
-    Floats<4> sum_step_size = by_token(tile.x, sums_step_size, half, at), dlogit;
+    Pack<Element, 4> dx;
+    UNROLLED for (int i = 0; i < 2; i++) dx.word[i] = transpose(pack(Element{}, sums_x[i].at[0], sums_x[i].at[1]));
+    store(&cta.x[t][first + 4 * at.p], dx);
+    Floats<4> sum_step_size = by_token(tile.sums, sums_step_size, at), dlogit;
     Floats<4> step_size = load<4>(&tile.step_size[t][4 * at.p]), slope = load<4>(&tile.slope[t][4 * at.p]);
     UNROLLED for (int c = 0; c < 4; c++) {
         dlogit.at[c] = sum_step_size.at[c] * slope.at[c];
@@ -342,17 +340,16 @@ DEVICE void put_sums(CtaMemory &cta, const ChannelSums &of, const Sums (&dstep)[
     }
 }
 
-DEVICE void backpropagate_step(const CtaMemory &cta, Sums (&dstep)[EIGHTHS], int first_tile, int tiles, int lane,
-                               Lane at) {
-    int row = lane % 8, channel = row / 2 * 4 + lane / 8 % 2 * 2 + row % 2;
+DEVICE void backpropagate_step(const CtaMemory &cta, Sums (&dstep)[EIGHTHS], int first_tile, int tiles, int lane) {
 #pragma unroll 1
     for (int i = 0; i < tiles; i++) {
         int first = (first_tile + i) * 16;
-        Pack<Element, 4> low = load<4>(&cta.dy[at.r][first + 4 * at.p]), high = load<4>(&cta.dy[at.r + 8][first + 4 * at.p]);
+        unsigned a[4];
+        load_matrices(a, &cta.dy[lane % 16][first + lane / 16 * 8]);
         UNROLLED for (int n = 0; n < EIGHTHS; n++) {
             unsigned b[2];
-            load_transposed(b, &cta.step_proj[first + channel][8 * n]);
-            multiply_add(Element{}, dstep[n], low.word[0], high.word[0], low.word[1], high.word[1], b[0], b[1]);
+            load_transposed(b, &cta.step_proj[first + lane % 16][8 * n]);
+            multiply_add(Element{}, dstep[n], a[0], a[1], a[2], a[3], b[0], b[1]);
         }
     }
 }
@@ -439,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_lines_backward(PAR
         wait_for_copies<0>();
         __syncthreads();
 #if PROJECTS
-        project(cta, cta.parts[warp], first_tile, tiles, at);
+        project(cta, cta.parts[warp], first_tile, tiles, lane, at);
         __syncthreads();
 #endif
         finish_projections(cta, step + b * S_LINES * RANK, slice == 0, reverse);
@@ -456,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_lines_backward(PAR
                       reverse, at);
         }
         Sums dstep[EIGHTHS] = {};
-        backpropagate_step(cta, dstep, first_tile, tiles, lane, at);
+        backpropagate_step(cta, dstep, first_tile, tiles, lane);
         __syncthreads();
         put_sums(cta, sums, dstep, warp, at);
         __syncthreads();

@@ -130,7 +130,7 @@ def cta_bytes(D: int, R: int, slices: int = 1) -> int:
     pitch, P_pitch, R_pitch = channels + 8, P + (0 if P % 16 else 8), R + (0 if R % 16 else 8)
     rows = 2 * ROWS + (P if slices == 1 else 0)  # means, dy and x_proj
     elements = rows * pitch + channels * R_pitch + ROWS * P_pitch
-    floats = ROWS * 32 + W * ROWS + W * ROWS * max(P, 68)
+    floats = ROWS * 32 + W * ROWS + W * max(ROWS * P, ROWS * 32 + 8 * 20)
     return 2 * elements + 4 * floats
 
 
