@@ -1,4 +1,4 @@
-"""Pad the training images of Tiny ImageNet by black pixels, for research/published_vit.md.
+"""Pad the training images of Tiny ImageNet with black pixels, for research/published_vit.md.
 
     python -m research.pad_images data/tiny_imagenet data/tiny_imagenet_padded
 

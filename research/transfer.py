@@ -364,7 +364,7 @@ class Features:
         return torch.cat(parts).cpu().numpy()
 
     def _images(self, data_config: dict[str, Any]) -> Iterator[torch.Tensor]:
-        """Iterate over preprocessed batches (B, 3, H, W) uint8, as in evaluation."""
+        """Iterate over batches of images (B, 3, H, W) in uint8, resized and cropped as in evaluation."""
         if not hasattr(self, "prepared"):
             names = ("input_size", "crop_pct", "crop_mode", "interpolation")
             transform = create_transform(**{name: data_config[name] for name in names}, use_prefetcher=True)

@@ -303,7 +303,7 @@ TABLE = {
         ("dprojected is added up before all warps have theirs",
          "put_sums(cta, sums, dstep, warp, at);\n        ⟦__syncthreads();→__syncwarp();⟧"),
         ("the next image overwrites what slower warps read",
-         "⟦        __syncthreads();  // all warps have read the image\n→⟧"),
+         "⟦        __syncthreads();  // barrier 7: all warps have read the image\n→⟧"),
         ("the gradient of keys lacks the step size's",
          "for (int w = 1; w < WARPS; w++) norm += ⟦→0 * ⟧cta.norms[w][row];"),
         ("the bias's gradient is that of the last image", "float bias_before = ⟦is_first→true⟧ ? 0"),

@@ -239,7 +239,10 @@ def _initialized(
         if 2 * len(common) < len(own):  # timm does not report missing tensors if the model has a new head
             raise RuntimeError(f"only {len(common)} of the model's {len(own)} tensors are in the file")
         if not names_taken(created, weights):
-            raise RuntimeError(f"the file was not loaded: the function of {model} must pass its arguments to timm")
+            raise RuntimeError(
+                f"the model has no tensor of the weights file: the registered function of {model} must pass its "
+                "keyword arguments to timm.models.build_model_with_cfg"
+            )
     except Exception as error:  # models raise exceptions of various types for invalid arguments
         raise _creation_error(model, error, source, given) from error
     taken = printable(describe_initialization(created, weights, given))

@@ -293,7 +293,7 @@ def test_a_class_has_a_palette_from_which_its_images_keep_their_distance(systems
         own = [row for row, place in enumerate(wanted) if place.number == number]
         drawn = grey[own][..., 0] > 0
         of_maps, background = pure[own][drawn].unique(dim=0), pure[own][~drawn].unique(dim=0)
-        assert len(background) == 1  # the background is the same in all images and splits
+        assert len(background) == 1  # all images of a class have the same background in all splits
         assert 1 < len(of_maps) <= (systems[number, :, 6] > 0).sum()
         assert not (of_maps == background).all(1).any()
         palettes += [*of_maps.tolist(), *background.tolist()]

@@ -117,7 +117,7 @@ def retnet(g):
 
 
 def gla(g):
-    """Return a case of GLA (Yang et al., 2024), whose states have decay rates that depend on the token."""
+    """Return a random state of GLA (Yang et al., 2024), its online objective, and the updated state."""
     S_old, k, x, alpha = randn(g, D, N), randn(g, N), randn(g, D), rand(g, N)
 
     def objective(S):

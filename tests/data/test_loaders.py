@@ -180,7 +180,7 @@ def test_pieces_reserve_shared_memory_for_the_images_that_workers_have_augmented
     assert piece_bytes(folder, 100, on_device=True) is None  # encoded images are sent without /dev/shm
     streaming = IterableImageDataset("", reader=UserList())
     streaming.set_loader_cfg = lambda num_workers: None
-    assert piece_bytes(streaming, 100) == 100 * 3 * 12 * 16  # workers return whole batches of an iterable dataset
+    assert piece_bytes(streaming, 100) == 100 * 3 * 12 * 16  # workers do not split batches into pieces
 
 
 def test_a_loader_recommends_the_number_of_workers_that_the_cores_allow(photo_folder, said, monkeypatch):

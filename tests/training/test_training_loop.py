@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 CPU = torch.device("cpu")
 CLASSES = 7  # more than five classes, so that top-5 accuracy can be below 100%
-# Augmentation is disabled. Most other numbers differ, so that confusing two options fails a test.
+# PLAIN disables augmentation. Most numbers in OPTIONS are distinct, so that a test fails if two options are swapped.
 PLAIN = dict(aa=None, color_jitter=None, hflip=0.0, scale=(1.0, 1.0), ratio=(1.0, 1.0), reprob=0.0, crop_pct=1.0)
 OPTIONS = PLAIN | dict(
     model="vil_tiny", model_kwargs=dict(embed_dim=16, depth=2, patch_size=8), img_size=16, drop_path=0.0, seed=3,

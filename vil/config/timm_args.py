@@ -160,7 +160,7 @@ def img_size_of(input_size: Any, source: str) -> int | tuple[int, int]:
 
 
 def _describe_ambiguous_batch_size(options: Mapping[str, Any], given: Mapping[str, Any], source: str) -> list[str]:
-    """Return an error message if the file sets only timm's `batch_size`, which has another meaning in this package."""
+    """Return an error message in a list if the file sets timm's `batch_size`, and nothing sets `global_batch_size`."""
     if _is_empty(options.get("batch_size")) or "global_batch_size" in options or "global_batch_size" in given:
         return []
     return [

@@ -16,7 +16,7 @@ from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError, check
 
 MOST_BYTES = 2**17  # maximum size of a config file in bytes, because YAML parsing needs much time and memory per byte
 LONGEST_NUMBER = 400  # maximum number of characters in a number; the largest float needs fewer
-COMMAND_LINE = "the command line"  # source of options, for messages
+COMMAND_LINE = "the command line"  # name of the command line in error messages about options
 KINDS = {
     int: "an integer", float: "a number", bool: "true or false", str: "a text", tuple: "a list of numbers",
     dict: "a mapping",
@@ -61,7 +61,7 @@ def _parse_yaml(text: str, source: str) -> Any:
             raise ConfigError("YAML aliases (*) are not supported: write out the value instead")
         return yaml.load(text, _Loader)
     except RecursionError:
-        raise ConfigError(f"{source} has too deeply nested values: maximum recursion depth exceeded") from None
+        raise ConfigError(f"values in {source} are nested too deeply for YAML's parser: flatten the values") from None
     except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for dates such as 2024-13-32
         if isinstance(error, ConfigError):
             raise ConfigError(f"{source}: {error}") from None

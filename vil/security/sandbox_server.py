@@ -79,7 +79,7 @@ def _limit_threads() -> None:
 
 
 def _limit_memory() -> None:
-    """Limit the address space of the process to its current size plus `MEMORY`."""
+    """On Linux, limit the address space of the process to its current size plus `MEMORY`, or to the hard limit."""
     if sys.platform != "linux":  # macOS rejects the limit or does not enforce it
         return
     import resource

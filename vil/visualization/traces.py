@@ -62,7 +62,7 @@ def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
 
 
 def check_model(model: nn.Module) -> VisionLonghorn:
-    """Remove the wrappers of PyTorch and timm around a VisionLonghorn; raise a TypeError for other models."""
+    """Return the VisionLonghorn inside the wrappers of PyTorch and timm; raise a TypeError for other models."""
     model = unwrapped(model)
     if not isinstance(model, VisionLonghorn):
         raise TypeError(f"model must be a VisionLonghorn, got {type(model).__name__}")

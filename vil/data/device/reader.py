@@ -37,7 +37,7 @@ class EncodedReader(ImageReader):
         return self.load(*key)
 
     def __getitems__(self, tasks: np.ndarray) -> list[tuple[int, EncodedImage | Tensor, int]]:
-        """Load the row in the batch, the image and the target of tasks (N,) of dtype `cache.TASK`."""
+        """Load the images of tasks (N,) of dtype `cache.TASK`. Return rows in the batch, images and targets."""
         samples: list = []
         for row, index, *task in tasks.tolist():
             _, previous, target = samples[-1] if samples else (0, None, 0)

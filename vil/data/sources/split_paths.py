@@ -15,7 +15,7 @@ from ...distributed import warn_on_rank0
 from ...errors import reject_url
 from ...text import nearest
 
-WHOLE = "."  # name of the split that is the data folder itself
+WHOLE = "."  # name of the only split of a data folder that contains class folders instead of split folders
 # accepted names of each split's folder or tar file
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 

@@ -87,7 +87,7 @@ def backward(
     """Write the gradient of uz to `duz_BLE`. Return the input of out_proj, and the gradients of the weights."""
     tables = line_tables(given_lines(options))  # kernels receive only the address, so keep the tables alive
     gated_BLD, dy_BSD = gate_backward(dgated_BLD, saved, uz_BLE, scale_B, tables, duz_BLE)
-    dskipped_BLD = dgated_BLD  # `gate_backward` has overwritten dgated by the gradient of the skip connections
+    dskipped_BLD = dgated_BLD  # `gate_backward` has overwritten dgated with the gradient of the skip connections
     return gated_BLD, directions_backward(options, dy_BSD, dskipped_BLD, uz_BLE, weights, saved, duz_BLE)
 
 
@@ -238,7 +238,7 @@ def gate_backward(
 ) -> tuple[Tensor, Tensor]:
     """Write the gradient of z to `duz_BLE`, and return the gate's output and the gradient of either direction's y.
 
-    `dgated_BLD` is overwritten by the gradient of the skip connections.
+    `dgated_BLD` is overwritten with the gradient of the skip connections.
     """
     (_, _, S, _), (B, L, D), gated_BLD = saved.y.shape, dgated_BLD.shape, torch.empty_like(dgated_BLD)
     dy_BSD = dgated_BLD.new_empty(B, S, D)

@@ -182,7 +182,8 @@ DEVICE void store_means(Element *means, unsigned slot, int channel, int first, i
 
 // Computes sums = gated out_proj^T, 16 channels at a time.
 // wait_for_products<1> guarantees only that all products except the newest have finished.
-// Therefore a warp releases a stage of weights one step later, and operand a has two buffers.
+// Therefore a warp releases a stage of weights only after it has started the first products of the next stage.
+// For the same reason, operand a has two buffers.
 DEVICE void multiply(Sums &sums, Pipeline<SLOTS> &inputs, Pipeline<STAGES> &stages, unsigned slots, unsigned weights,
                      Element *means, const float (&scale)[2], int first, int end, const Consumer &my) {
 #pragma unroll 1

@@ -44,7 +44,7 @@ constexpr int COLUMNS = 200, TILE = 64, STEPS = D / TILE;   // tokens and channe
 constexpr int CHUNK = 64, CHUNKS = C / CHUNK;               // columns per chunk; chunks of xhat
 constexpr int USES = 2 * CHUNKS / STAGES;                   // number of times that a step uses each stage
 constexpr int TOGETHER = 7;                                 // tokens per iteration of a convolution; 14 patches need two
-constexpr int AHEAD = 2;                                    // number of chunks whose products are in flight
+constexpr int AHEAD = 2;                                    // chunks whose products may be in flight after a wait
 // Sizes and offsets in shared memory in bytes.
 // Between the rows of the tile, 16 bytes are unused, so that eight consecutive rows use different banks.
 constexpr int SLOT = COLUMNS * CHUNK * 2, STAGE = TILE * CHUNK * 2, ROW = TILE * 2 + 16;

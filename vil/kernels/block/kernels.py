@@ -3,8 +3,9 @@
 
 Each kernel has a module with the name of its source file. The module contains the kernel's limits, macros, launch
 function and reference implementation, `reference`. The reference implementation of gate_outproj_sm90 is in
-gate_outproj. If a kernel has dynamic shared memory, the host passes the size of this memory as the macro CTA_BYTES, and
-the kernel asserts that CTA_BYTES is correct. docs/kernels/block.md explains what each kernel computes.
+gate_outproj, and the limits of gate_outproj_bwd_sm90 are in gate_outproj_sm90. If a kernel has dynamic shared memory,
+the host passes the size of this memory as the macro CTA_BYTES, and the kernel asserts that CTA_BYTES is correct.
+docs/kernels/block.md explains what each kernel computes.
 """
 
 from __future__ import annotations

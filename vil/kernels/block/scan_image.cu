@@ -13,7 +13,7 @@
 //   SLICES         CTAs of an image, each of which has D / SLICES channels
 //   RANK           columns of the step, R
 //   STATES         number of states N, 16
-//   WARP_CHANNELS  channels of a warp, a multiple of 32
+//   WARP_CHANNELS  channels of a warp, 32 or 64
 //   MIN_CTAS       CTAs that must fit on a multiprocessor, which limits the registers per thread
 //   CTA_BYTES      dynamic shared memory, computed by the host
 //

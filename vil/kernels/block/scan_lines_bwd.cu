@@ -434,13 +434,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_lines_backward(PAR
         if (!PROJECTS) copy_rows<P>(cta.projected, projected + (g * B + b) * S_LINES * P, ROWS, S_LINES, reverse);
         commit_copies();
         wait_for_copies<0>();
-        __syncthreads();
+        __syncthreads();  // barrier 1
 #if PROJECTS
         project(cta, cta.parts[warp], first_tile, tiles, lane, at);
-        __syncthreads();
+        __syncthreads();  // barrier 2
 #endif
         finish_projections(cta, step + b * S_LINES * RANK, slice == 0, reverse);
-        __syncthreads();
+        __syncthreads();  // barrier 3
         float kk[2] = {squared_norm(cta, at.r, at), squared_norm(cta, at.r + 8, at)};
         ChannelSums sums = {};
 #pragma unroll 1
@@ -454,13 +454,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_lines_backward(PAR
         }
         Sums dstep[EIGHTHS] = {};
         backpropagate_step(cta, dstep, first_tile, tiles, lane);
-        __syncthreads();
+        __syncthreads();  // barrier 4
         put_sums(cta, sums, dstep, warp, at);
-        __syncthreads();
+        __syncthreads();  // barrier 5
         float *dprojected_part = dprojected_parts + ((slice * 2 + g) * B + b) * S_LINES * P;
         finish_dprojected(cta, dprojected + b * S_LINES * P, dprojected_part, reverse);
 #if PROJECTS
-        __syncthreads();
+        __syncthreads();  // barrier 6
         backpropagate_projections(cta, first_tile, tiles, lane, at);
         __syncwarp();
 #endif
@@ -469,6 +469,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan_lines_backward(PAR
             int row = i / (tiles * 2), column = i % (tiles * 2) * 8;
             store(to + ((reverse ? S_LINES - 1 - row : row) * D + column), load<8>(&cta.x[row][first_tile * 16 + column]));
         }
-        __syncthreads();  // all warps have read the image
+        __syncthreads();  // barrier 7: all warps have read the image
     }
 }

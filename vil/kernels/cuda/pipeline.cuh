@@ -1,6 +1,6 @@
 // Rules for barriers, which the sources and docs/kernels cite by number, and the state of an mbarrier pipeline.
 //
-// Rules 1 to 3 apply to kernels in which all warps pass __syncthreads once per tile.
+// Rules 1 and 2 apply to kernels in which all warps pass __syncthreads once per tile, and rule 3 to all kernels.
 // Barrier i is the __syncthreads of tile i, and interval i is the time between barriers i and i + 1.
 //
 //  1. Data that is written in interval i is read in interval i + 1 or later.
@@ -29,6 +29,8 @@
 //     After wait_for_products<1>, the newest products may still read their stage.
 //     Therefore the lane arrives at `empty_before`, which releases the previous stage, after wait_for_products<1>.
 //  7. wgmma sees data that threads or cp.async have written only after show_to_products.
+//     The thread that wrote the data calls show_to_products before it arrives at a barrier, or the threads that
+//     start the products call show_to_products after they have waited for the barrier.
 //     Data of bulk copies needs no show_to_products.
 //  8. A thread exits only after its copies have arrived, because shared memory is valid only until the exit.
 

@@ -177,5 +177,6 @@ struct SharedRows {
         : "l"(a.matrix()), "l"(b.matrix()), "r"(int(add)))
 DEVICE void multiply_rows(bf16, float (&sums)[100], SharedRows a, SharedRows b, bool add) { WGMMA_ROWS("bf16"); }
 DEVICE void multiply_rows(fp16, float (&sums)[100], SharedRows a, SharedRows b, bool add) { WGMMA_ROWS("f16"); }
-// Makes writes of this thread to shared memory visible to wgmma (proxy fence).
+// Makes writes to shared memory visible to wgmma (proxy fence): writes of this thread, and writes of other threads for
+// which this thread has waited at a barrier.
 DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -262,7 +262,7 @@ def _backward_kernel(
                 S_ND = _update(S_ND, x_1D, step_1D, k_N1, A_ND, LONGHORN)
                 x_1D, step_logit_1D, k_N1, _ = following
             tl.debug_barrier()
-            # software pipelining prefetches two tokens, except loads of less than 4 bytes per thread
+            # num_stages=3 prefetches the inputs of two tokens, unless a load has less than 4 bytes per thread
             for back in tl.range(tokens, num_stages=3):
                 j = tokens - 1 - back
                 row = first + stride * (start + j)
