@@ -300,7 +300,7 @@ DEVICE int smooth(const u8 *pixels, int x, int y, int H, int W) {
 }
 
 // Applies each image's operation. Copies images for GAUSSIANBLUR.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) apply_operations(PARAMETERS_apply_operations) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) apply_operations(PARAMETERS_apply_operations) {
     begin_kernel();
     int height = H, width = W, pixels = height * width;
     Tile tile(height, width);
@@ -317,7 +317,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) apply_operations(PAR
 #pragma unroll 1
         for (x = tile.left + threadIdx.x % 8; x < min(tile.left + TILE, width); x += 8) {
             Source source(operation.arguments, x, y, height, width);
-            UNROLLED for (int c = 0; c < 3; c++)
+#pragma unroll 1
+            for (int c = 0; c < 3; c++)
                 to[c * pixels + y * width + x] = source.inside ? source.sample(from + c * pixels, bicubic) : fill[c];
         }
         return;
