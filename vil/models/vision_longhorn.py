@@ -556,7 +556,7 @@ def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) ->
         kwargs["pretrained_cfg"] = shipped.pretrained_cfg(variant, *source)
 
     def filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
-        # Only an explicit depth drops blocks, so that a default model rejects the weights of a deeper model.
+        # Blocks are dropped only if `depth` is given, so that a default model rejects the weights of a deeper model.
         return checkpoint_filter_fn(first_blocks(rename_published(state_dict), kwargs.get("depth")), model)
 
     model: Any = build_model_with_cfg(
@@ -567,7 +567,8 @@ def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) ->
         feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
         **kwargs,
     )
-    known = inspect.signature(VisionLonghorn).parameters  # other arguments, such as weights, would keep memory
+    # Other arguments are not kept, because they may contain weights, whose memory would never be freed.
+    known = inspect.signature(VisionLonghorn).parameters
     model.model_args = {name: value for name, value in kwargs.items() if name in known}  # for vil.export
     return model
 

@@ -147,7 +147,7 @@ class Decision:
 
 
 class CheckpointTimer:
-    """Decides for all ranks when to write a checkpoint and whether to stop.
+    """Timer that decides for all ranks when to write a checkpoint and whether to stop.
 
     Args:
         interval: Checkpoint interval, in minutes ('30m') or optimizer steps ('500'); None disables the interval.
@@ -171,7 +171,7 @@ class CheckpointTimer:
         self.last_step = step
 
     def decide(self, step: int) -> Decision:
-        """Return whether all ranks write a checkpoint or stop after `step` optimizer steps.
+        """Return the `Decision` that all ranks take together after `step` optimizer steps.
 
         All ranks must call this method after the same step.
         """

@@ -49,7 +49,7 @@ class DecodedCache:
         self.lock = threading.Lock()  # a thread can add images while the main thread creates tasks
 
     def tasks(self, keys: Sequence[tuple[int, int]], rows: Sequence[int]) -> np.ndarray:
-        """Return tasks (N,) of dtype `TASK`, given pairs of an image index and a seed, and their rows in the batch."""
+        """Return tasks (N,) of dtype `TASK`, given N pairs (image index, seed) and N rows in the batch."""
         indices, seeds = np.array(keys).T
         tasks = np.empty(len(keys), TASK)
         tasks["row"] = rows

@@ -89,7 +89,7 @@ def is_plain_jpeg(data: bytes, header: Any) -> bool:
 def collate_encoded(
     samples: Sequence[tuple[int, EncodedImage | Tensor, int]], size: tuple[int, int], channel: Channel | None = None
 ) -> EncodedBatch:
-    """Collate encoded images, augmented images (3, H, W) uint8 and their targets to a batch.
+    """Collate samples into a batch. An image is an `EncodedImage` or an augmented uint8 tensor (3, H, W).
 
     Args:
         samples: Rows in the batch, images and targets.

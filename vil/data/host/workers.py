@@ -55,7 +55,7 @@ def _quotas() -> Iterator[float]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         group = CGROUPS / controllers / path.lstrip("/")
-        # inside a container, only the mounted root has the container's quota, so parent folders are also read
+        # in a container, only the root of the mounted cgroup tree has the quota, so all parent folders are also read
         for folder in (group, *group.parents):
             try:
                 if controllers:

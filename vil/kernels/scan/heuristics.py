@@ -93,7 +93,7 @@ def forward_variants(
 
 
 def segment_variant(kind: str, recurrence: str, N: int, itemsize: int) -> SegmentStates | SegmentGradientsMma:
-    """Return the kernel variant for states between segments or, if `kind` is "backward", for their gradients."""
+    """Return the kernel variant that computes the states between segments or, for "backward", the states' gradients."""
     mma = kind == "backward" and has_mma(recurrence, N, itemsize)
     return SEGMENT_GRADIENTS_MMA if mma else SEGMENT_STATES[recurrence]
 

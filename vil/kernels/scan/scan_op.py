@@ -1,4 +1,4 @@
-"""The scan as PyTorch operators over G stacked directions: `vil::scan`, `vil::scan_backward`, their fakes and checks.
+"""PyTorch operators of the scan over G directions: `vil::scan` and `vil::scan_backward`, fake kernels and checks.
 
 `vil/kernels/backends.py` selects the module that runs the operators: `cuda_scan` (CUDA C++), `triton_scan` (Triton) or
 `cpu_scan` (Numba). Each module has `forward` and `backward` for inputs of one dtype and a state size in `STATE_SIZES`:
