@@ -240,7 +240,7 @@ def _initialized(
             raise RuntimeError(f"only {len(common)} of the model's {len(own)} tensors are in the file")
         if not names_taken(created, weights):
             raise RuntimeError(
-                f"the model has no tensor of the weights file: the registered function of {model} must pass its "
+                f"no tensor of the weights file was loaded: the registered function of {model} must pass its "
                 "keyword arguments to timm.models.build_model_with_cfg"
             )
     except Exception as error:  # models raise exceptions of various types for invalid arguments

@@ -245,7 +245,8 @@ def test_initialisation_is_zoologys():
     assert mixer.in_proj.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert mixer.out_proj.weight.std().item() == pytest.approx(0.01, rel=0.03)
     assert not mixer.in_proj.bias.any()
-    # Mamba's weights are uniform in [-b, b] with b = 1 / sqrt(fan-in). Those of out_proj are divided by sqrt(layers).
+    # Mamba's weights are uniform in [-b, b] with b = 1 / sqrt(fan-in). The weights of out_proj are also divided by the
+    # square root of the number of layers.
     assert mamba.blocks[1].mixer.in_proj.weight.abs().max().item() == pytest.approx(128**-0.5, rel=1e-2)
     assert mamba.blocks[1].mixer.out_proj.weight.abs().max().item() == pytest.approx(256**-0.5 / 2**0.5, rel=1e-2)
 

@@ -79,7 +79,7 @@ def _limit_threads() -> None:
 
 
 def _limit_memory() -> None:
-    """On Linux, limit the address space of the process to its current size plus `MEMORY`, or to the hard limit."""
+    """On Linux, limit the address space to its current size plus `MEMORY`, or to the hard limit if it is lower."""
     if sys.platform != "linux":  # macOS rejects the limit or does not enforce it
         return
     import resource

@@ -57,9 +57,10 @@ constexpr int PITCH = SLICE + 8, P_PITCH = P % 16 ? P : P + 8, STEP_PITCH = RANK
 static_assert(S_LINES >= 1 && S_LINES <= ROWS && D == SLICES * TILES * 16 && RANK % 8 == 0);
 
 // Step sizes and slopes of one tile, (tokens, channels), and sum_step_size of 8 tokens.
+constexpr int ROW = 20;  // the pitch with the fewest bank conflicts in `by_token`
 struct Tile {
     alignas(16) float step_size[ROWS][16], slope[ROWS][16];
-    alignas(16) float sums[8][20];  // the pitch is chosen to avoid bank conflicts
+    alignas(16) float sums[8][ROW];
 };
 struct CtaMemory {
 #if PROJECTS
@@ -271,7 +272,7 @@ struct ChannelSums {
 
 // Transposes sums (channels, tokens) through shared memory, and returns the sums of token 8 half + r, channels 4p + c.
 // For i < 8, row i of the sums is channel 4 (i / 2) + i % 2, and row i + 8 is channel 4 (i / 2) + i % 2 + 2.
-DEVICE Floats<4> by_token(float (&memory)[8][20], const Sums &sums, Lane at) {
+DEVICE Floats<4> by_token(float (&memory)[8][ROW], const Sums &sums, Lane at) {
     __syncwarp();
     UNROLLED for (int i = 0; i < 2; i++)
         UNROLLED for (int e = 0; e < 2; e++)
