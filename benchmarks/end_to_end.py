@@ -104,7 +104,7 @@ def measure(config: str, gpus: int, data_dir: Path, options, passed_on: list[str
 
 
 def training(gpus: int, config: Path | str) -> list[str]:
-    """Return the command that trains a config on this number of GPUs."""
+    """Return the command that trains a config on `gpus` GPUs."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
     return [sys.executable, *launcher, str(ROOT / "train_imagenet.py"), "-c", str(config)]
 

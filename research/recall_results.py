@@ -101,7 +101,7 @@ def learned(runs: list[Run]) -> int:
 
 
 def shares(runs: list[Run]) -> str:
-    """Return a Markdown table of how many runs learned the task, by mixer and learning rate."""
+    """Return a Markdown table of the runs' accuracy, and of how many learned the task, by mixer and learning rate."""
     from scipy.stats import binomtest
 
     head = ["mixer", "learning rate", "runs", "median %", "best %", f"above {LEARNED:g}% (95% interval of the share)",

@@ -149,7 +149,7 @@ def publish(runs: list[dict[str, Any]], parts: list[Judged], options: argparse.N
 
 
 class Deadline:
-    """Time at which runs must stop: after some minutes or, inside `with`, as soon as a signal asks this process
+    """Time at which runs must stop: `minutes` after construction or, inside `with`, when a signal asks this process
     to end.
     """
 

@@ -335,7 +335,8 @@ def _adapted(
         return weights
 
     if built.pooled != target.pooled:
-        difference = f"{source} has weights of {options['model']}, which scans other tokens than {model}"
+        kinds = ["pooled", "unpooled"] if built.pooled else ["unpooled", "pooled"]
+        difference = f"{source} has weights of the {kinds[0]} model {options['model']}, but {model} is {kinds[1]}"
         if not is_start:
             raise ConfigError(f"{difference}: set --model {options['model']}")
         warn_on_rank0(__name__, "%s; prefer to start from weights of the same kind of model", difference)

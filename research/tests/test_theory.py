@@ -101,13 +101,13 @@ def test_a_state_never_grows_when_there_is_nothing_to_remember(g):
 
 
 def linear_attention(g):
-    """Return a case of linear attention (Katharopoulos et al., 2020), which keeps the whole state."""
+    """Linear attention (Katharopoulos et al., 2020), whose states do not decay."""
     S_old, k, x = randn(g, D, N), randn(g, N), randn(g, D)
     return S_old, lambda S: (S - S_old).square().sum() - 2 * x @ S @ k, S_old + torch.outer(x, k)
 
 
 def retnet(g):
-    """Return a case of RetNet (Sun et al., 2023), whose states decay at one fixed rate."""
+    """RetNet (Sun et al., 2023), whose states decay at one fixed rate."""
     S_old, k, x, gamma = randn(g, D, N), randn(g, N), randn(g, D), 0.9
 
     def objective(S):
@@ -160,7 +160,7 @@ def operator_states(x_BLD, logits_BLD, k_BLN) -> Tensor:
 
 
 def test_the_scan_never_enlarges_a_state_for_any_key_and_beta(g):
-    """`longhorn_scan` multiplies states by factors in (0, 1], so no state grows if the new value is 0."""
+    """`longhorn_scan` multiplies a state by a factor in (0, 1], so a token with value 0 never enlarges a state."""
     B = 1000
     k_BLN, logits_BLD = torch.ones(B, 2, N, dtype=torch.float64), 20 * randn(g, B, 2, D)
     k_BLN[:, 1] = randn(g, B, N) * 10.0 ** torch.randint(-6, 7, (B, 1), generator=g)

@@ -30,7 +30,7 @@ def test_the_choice_depends_on_neither_order_nor_other_classes():
     assert names_held_out(random.Random(0).sample(IMAGES, len(IMAGES))) == chosen
     assert names_held_out([image for image in IMAGES if image[1] == "elk"]) == {n for n in chosen if n[:3] == "elk"}
     numbers = sorted(int(name[4:-4]) for name in chosen if name.startswith("elk"))
-    assert 150 < sum(numbers) / len(numbers) < 250  # held-out images come from the whole class
+    assert 150 < sum(numbers) / len(numbers) < 250  # spread over the 400 images of the class
 
 
 def test_few_images_change_their_split_when_images_are_added():

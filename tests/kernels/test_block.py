@@ -206,7 +206,7 @@ def test_a_model_with_parameters_of_the_caller_and_a_hook_on_every_module(refere
 def test_the_operator_and_its_reference_have_the_gradients_of_the_plain_block(
     mixer, scaled, how, tokens, middle, reference_kernels, plain
 ):
-    """In fp64, the hand-written backward of the fused block agrees with autograd through the unfused block."""
+    """In fp64, results of the fused block and of its reference agree with autograd of the unfused block."""
     plain()
     block = make_block(mixer, 24, dtype=torch.float64)
     x, dy = torch.randn(2, 3, tokens, 24, dtype=torch.float64)
@@ -397,7 +397,11 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
 
 
 def noted(monkeypatch, project):
-    """Return two lists that record the launched kernels, and whether each scan kernel also multiplies by step_proj."""
+    """Run CUDA kernels in the emulator, and return two lists that later launches fill.
+
+    The first list contains the launched entry points. The second list states for each scan whether its kernel also
+    multiplies by step_proj.
+    """
     monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
     launched, projecting = [], []
     monkeypatch.setattr(

@@ -18,7 +18,7 @@ OPERATORS = {"cuda": block_op.block, "cpu": cpu.block, "reference": None}
 
 @pytest.fixture(params=OPERATORS)
 def backend(request, monkeypatch):
-    """Simulate a machine whose CPU tensors use this backend."""
+    """Simulate a machine on which CPU tensors use the backend `request.param`."""
     monkeypatch.setattr(
         backends, "backend_for", lambda device: request.param if device.type == "cpu" else "reference"
     )  # fmt: skip

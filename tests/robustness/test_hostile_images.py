@@ -661,7 +661,7 @@ def test_control_characters_in_file_names_are_escaped_in_logs(tmp_path, caplog):
 
 
 def test_other_packages_in_a_worker_cannot_open_further_image_formats(tmp_path, ghostscript):
-    """Packages that open images themselves in a worker cannot open more image formats."""
+    """In a worker, other packages can open only the image formats that this package supports."""
 
     class Opening(Rows):
         def __getitem__(self, index):

@@ -143,7 +143,7 @@ def _move_model_arguments(values: Mapping[Any, Any], options: dict[Any, Any]) ->
     """Move timm options that are model arguments into `model_kwargs`. Existing entries take precedence."""
     arguments = {ours: values[name] for name, ours in MODEL_ARGUMENTS.items() if values.get(name)}
     model_kwargs = options.get("model_kwargs")
-    is_valid = model_kwargs is None or isinstance(model_kwargs, dict)  # `checked` rejects other types of model_kwargs
+    is_valid = model_kwargs is None or isinstance(model_kwargs, dict)  # if not, `checked` raises an error later
     if arguments and is_valid:
         options["model_kwargs"] = arguments | (model_kwargs or {})
 

@@ -325,7 +325,7 @@ class Blocks(nn.Sequential):
         return middle_token(x_BLC) if class_token_only else x_BLC
 
 
-KNOWN_MIXERS = (LonghornMixer, MambaMixer)  # mixers that the fused kernels, pooled models and vil.viz support
+KNOWN_MIXERS = (LonghornMixer, MambaMixer)  # mixers of the fused kernels, pooled models, vil.viz and vil.export
 
 for _mixer in KNOWN_MIXERS:
     _direction = [_mixer.direction, TokenConv1d, nn.Linear, StepProjection]

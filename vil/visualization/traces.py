@@ -51,10 +51,7 @@ def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
     for block in blocks_of(model):
         if type(block.mixer) not in KNOWN_MIXERS:
             name = type(block.mixer).__name__
-            raise TypeError(
-                f"mixer must be LonghornMixer or MambaMixer, got {name}: add the recurrence of {name} to "
-                "vil/visualization/traces.py"
-            )
+            raise TypeError(f"mixer must be LonghornMixer or MambaMixer, got {name}: vil.viz supports no other mixer")
     with _recorded_tokens(model) as recorded:
         model.forward_features(images)
     grid = model.grid_of(images)

@@ -161,7 +161,9 @@ def test_images_do_not_depend_on_the_world_size(photo_folder, device):
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_images_equal_timms_transform_of_each_image(photo_folder, device, options, workers):
-    """Compare with timm's evaluation transform on files of all kinds. Unreadable files are skipped."""
+    """Evaluation images equal timm's evaluation transform up to rounding, for JPEG files of several encodings and for
+    PNG files. Unreadable files are counted and have the target UNREADABLE.
+    """
     config = DATA_CONFIG | dict(input_size=(3, 48, 48), crop_pct=0.875) | options
     dataset = open_split(str(photo_folder), "", "train")
     loader = evaluation_loader(dataset, config, device, workers, 10, 1, 2, augment_on_device=True)

@@ -55,7 +55,9 @@ class BatchParameters:
 
     boxes: np.ndarray | None  # (B, 4) int32: box to erase in each image
     keys: np.ndarray | None  # (B,) uint32: RNG seeds of the noise in erased boxes
-    mixing: np.ndarray | None  # (B, 6) float32: box to mix, mixing ratio of pixels in the box, mixing ratio of targets
+    # (B, 6) float32: top, bottom, left and right of the box to mix, weight of the image's own pixels in the box, weight
+    # of its own target
+    mixing: np.ndarray | None
 
 
 class BatchAugmentation:

@@ -97,7 +97,7 @@ class DeviceLoader(PieceLoader):
     def _start(
         self, group: list[list[EncodedBatch]], use: torch.cuda.Event | None, thread: ThreadPoolExecutor
     ) -> PendingGroup:
-        """Schedule the preparation of consecutive batches, each of which is a list of parts loaded by workers."""
+        """Schedule decoding and transforming batches. Each batch is a list of pieces that workers loaded."""
         sizes = [sum(len(piece.targets) for piece in pieces) for pieces in group]
         prepare = functools.partial(self._prepare, join_pieces(group), use)
         return PendingGroup(thread.submit(prepare).result if self.plan.in_thread else prepare, sizes)

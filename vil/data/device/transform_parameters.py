@@ -118,7 +118,7 @@ def _sample_resize_keeping_ratio(step: ResizeKeepRatio, image: Image.Image, para
 
 
 def _sample_centre_crop(step: CenterCrop, image: Image.Image, parameters: TransformParameters) -> None:
-    """Compute the centre crop's offset with torchvision's rounding: half to even inside an image, down when padding."""
+    """Compute the centre crop's offset as torchvision: round half to even inside an image, and round padding down."""
     parameters.offset = tuple(
         round((length - size) / 2) if length >= size else -((size - length) // 2)
         for length, size in zip(parameters.resized, step.size)

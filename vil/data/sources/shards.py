@@ -166,7 +166,7 @@ class Shards(ReaderWds):
             try:
                 yield from self._members_of(shard)
             except tarfile.HeaderError as error:
-                problem = f"what follows is lost, behind the broken header of a member: {error}"
+                problem = f"the rest of the shard is skipped, because a member has a broken header: {error}"
             except MachineError:
                 raise
             except Exception as error:

@@ -1,4 +1,4 @@
-"""Forward pass of the fused block on NVIDIA GPUs. Its kernel launches and products are recorded once and replayed.
+"""Forward pass of the fused block on NVIDIA GPUs, whose launches and matrix products are recorded once and replayed.
 
 B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
 M output tokens    H tokens that each direction reads    E columns of uz

@@ -25,7 +25,10 @@ STAGES, SLOTS = 5, 2  # number of pipeline stages for weights, and for the token
 
 
 def fits(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the Hopper kernels of gate and out_proj, forward and backward, support these sizes."""
+    """Return whether the GPU, the dtype and the sizes T, C and D fit the Hopper kernels of gate and out_proj.
+
+    The backward kernel also requires certain strides and alignments.
+    """
     shape = dtype.itemsize == 2 and C in (192, 384) and D == 2 * C
     return shape and hardware.is_hopper(device) and 64 * hardware.multiprocessors(device) <= T
 

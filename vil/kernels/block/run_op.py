@@ -1,4 +1,4 @@
-"""Run of consecutive blocks as one PyTorch operator for NVIDIA GPUs, `vil::run`, and its gradient.
+"""PyTorch operator `vil::run`, which computes several consecutive blocks on NVIDIA GPUs, and its gradient.
 
 A call of an operator costs host time, in eager mode and under torch.compile. Therefore a model runs up to `BLOCKS`
 blocks of equal sizes with one call. More blocks per call would delay the first kernel of a call, and the gradients of
@@ -132,7 +132,7 @@ def _check_lists(
     check_choice("recurrence", recurrence, block_op.backends.RECURRENCES)
     if blocks < 1 or len(lines) not in (0, 3 * blocks) or len(normed) not in (0, 2):
         raise ValueError(
-            "a run must have scales of at least one block, lines of all or no blocks, and a norm of 0 or 2 tensors, "
+            f"scales must have at least one item, lines 0 or {3 * blocks} items, and normed 0 or 2 items, "
             f"got {blocks}, {len(lines)} and {len(normed)} items"
         )
     for name, (tensors, each) in lists.items():

@@ -232,7 +232,7 @@ class Recording(TorchDispatchMode):
         return self.buffers[buffer].tensor.untyped_storage().nbytes()
 
     def _allocations(self, last_use: dict[int, int], returned: set[int]) -> dict[int, Allocation]:
-        """Assign buffers to shared allocations, and return each allocation by the number of its first buffer.
+        """Assign buffers to shared allocations, and return the allocations by the index of their first buffer.
 
         Buffers that the recorded function returns are not assigned. Small buffers share allocations, and so do large
         buffers with the same lifetime. Buffers that operators use share an allocation only with buffers of the same
