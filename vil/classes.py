@@ -76,8 +76,8 @@ def ends_of(path: str) -> list[str]:
 def order_of(names: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
     """Return the index in `names` of each class in `wanted`, or None if the two sets of classes differ.
 
-    Datasets such as ImageNet-V2 name the folders of ImageNet's 1000 classes by class index. Such numbers match the same
-    numbers and ImageNet's WordNet ids. If `names` has duplicates, the result is None unless both lists are equal.
+    Datasets such as ImageNet-V2 name the folders of ImageNet's 1000 classes by class index. Such names match the
+    same indices and ImageNet's WordNet ids. If `names` has duplicates, the result is None unless both lists are equal.
     """
     own = [*map(normal, names)]
     expected = [*map(normal, wanted)]

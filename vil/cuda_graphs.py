@@ -23,7 +23,7 @@ class UncapturableError(RuntimeError):
 
 
 class Replayed:
-    """Captures `function(*tensors)` as a CUDA graph and replays the graph for inputs of the captured shapes.
+    """Function of tensors that is captured as a CUDA graph and replayed for inputs of the captured shapes.
 
     Inputs are copied to the graph's input buffers, and each replay overwrites the outputs of the previous replay.
     Inputs of other shapes run in eager mode. If the function cannot be captured, a warning gives the reason and every

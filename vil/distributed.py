@@ -171,7 +171,10 @@ def _rendezvous(url: str, **kwargs):
 
 
 def _wait_for_all(store: dist.Store, rank: int, world_size: int) -> None:
-    """Wait until all processes have restarted, because torchrun may restart while another machine is missing."""
+    """Wait until all processes have restarted, or exit this process after `RESTART_TIMEOUT` seconds.
+
+    torchrun may restart the processes of one machine while another machine is missing.
+    """
     store.set(f"rank {rank}", "")
     try:
         store.wait([f"rank {other}" for other in range(world_size)], datetime.timedelta(seconds=RESTART_TIMEOUT))

@@ -195,7 +195,8 @@ def create_model(
 
     The file's head is kept if the number of classes is the same. The head's rows are reordered if `label_names` has the
     same classes as the file in another order. If the classes differ, the head is randomly initialized. Position
-    embeddings and patch embeddings are resampled. If `depth` is less than in the file, the first blocks are loaded.
+    embeddings and patch embeddings are resampled. If `depth` is less than in the file, only the first blocks are
+    loaded.
 
     Args:
         model: Model name in timm.
@@ -318,8 +319,8 @@ def _adapted(
 ) -> dict[str, Tensor]:
     """Resample position embeddings from the checkpoint's patch grid to the model's. Grids need not be square.
 
-    Pooled and unpooled models have the same weight shapes but compute different functions. If weights of the
-    other kind only initialize the model (`is_start`), a warning is logged.
+    Pooled and unpooled models have the same weight shapes but compute different functions. If weights
+    of a pooled model only initialize (`is_start`) an unpooled model, or vice versa, a warning is logged.
 
     Raises:
         ConfigError: The weights of a pooled model would be loaded into an unpooled model, or vice versa.

@@ -60,7 +60,7 @@ def _classifiers(model: str) -> tuple[str, ...]:
 
 
 def names_taken(model: nn.Module, weights: dict[str, Tensor]) -> list[str]:
-    """Return the names of the model's tensors that equal the tensors of a state dict."""
+    """Return the names of the model's tensors that equal the tensors of a state dict after resampling by `fitted`."""
     own, adapted = model.state_dict(), fitted(weights, model)
     return [name for name in own if name in adapted and torch.equal(adapted[name].to(own[name]), own[name])]
 

@@ -22,7 +22,7 @@ EMA = ("state_dict_ema", "model_ema", "ema")
 INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 IN_FRONT = "module."  # prefix of parameter names in DataParallel, DistributedDataParallel and AveragedModel
 OF_ALL = ("model.", "net.")  # usual prefixes of parameter names if a LightningModule contains the model
-MOST_RESAMPLED = 2**26  # a model may have at most 4 times a file's number of weights, plus this number
+MOST_RESAMPLED = 2**26  # a model may have at most 4 times a file's number of weights plus MOST_RESAMPLED
 MOST_DIMENSIONS = 64  # maximum number of tensor dimensions that most PyTorch operators support
 COUNTER = "n_averaged"  # buffer that PyTorch's AveragedModel adds to the state dict of the averaged model
 
@@ -209,7 +209,7 @@ def _groups(names: Iterable[str]) -> str:
 
 
 def check_weights(weights: dict[str, Any], path: str | Path) -> None:
-    """Raise a CheckpointError if a value of a state dict cannot be a weight, such as a tensor with NaN."""
+    """Raise a CheckpointError if a state dict is empty or has a value that cannot be a weight, such as NaN."""
     if not weights:
         raise CheckpointError(f"{path} does not contain any weights")
     for name, tensor in weights.items():
@@ -275,7 +275,7 @@ def _num_values(weights: dict[str, Any]) -> int:
 
 
 def fitted(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Apply the `checkpoint_filter_fn` of the model's module, if any, unless all names and shapes match the model."""
+    """Apply the `checkpoint_filter_fn` of the model's module, if any, to a state dict with other names or shapes than the model."""
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     if adapt is None or shapes == {name: tensor.shape for name, tensor in model.state_dict().items()}:

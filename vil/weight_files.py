@@ -24,7 +24,7 @@ IN_FOLDER = "model.safetensors"  # weights file in a folder written by `vil.expo
 VERSION = 3  # version of the checkpoint format; runs cannot resume from checkpoints of versions 1 and 2
 PRODUCER = "vision-longhorn"  # metadata entry `producer` of .safetensors files that store the model's options
 MOST_HEADER = 2**24  # maximum size in bytes of a .safetensors header, whose parsing needs many times as much memory
-# exceptions of reading a file whose messages are shown to the user
+# exceptions whose messages are shown to the user if reading a file fails
 READABLE = (zipfile.BadZipFile, SafetensorError, TorchFileError)
 
 

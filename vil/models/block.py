@@ -55,7 +55,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class TokenConv1d(nn.Conv1d):
-    """Depthwise convolution of tokens (B, L, D), causal from the first to the last token, or reversed if `reverse`."""
+    """Depthwise convolution of tokens (B, L, D), causal from the first to the last token or, if `reverse`, the other way."""
 
     def __init__(self, dim: int, width: int, *, reverse: bool, device=None, dtype=None):
         super().__init__(dim, dim, width, groups=dim, device=device, dtype=dtype)
@@ -87,14 +87,14 @@ def sum_of_taps(u_BLD: Tensor, weight_D1K: Tensor, bias_D: Tensor | None, revers
 
 
 class StepProjection(nn.Linear):
-    """Linear layer whose bias is added by the recurrence. PyTorch's quantize_dynamic does not replace this subclass."""
+    """Linear layer whose `forward` omits the bias, which the recurrence adds. PyTorch's quantize_dynamic does not replace this subclass."""
 
     def forward(self, step_BLR: Tensor) -> Tensor:
         return F.linear(step_BLR, self.weight)
 
 
 class LonghornDirection(nn.Module):
-    """One direction of a mixer: convolution, token projections, and skip connection."""
+    """One direction of a mixer: convolution, token projections, and weights of the skip connection."""
 
     def __init__(
         self, dim: int, state_size: int, rank: int, conv_width: int, *, reverse: bool, device=None, dtype=None
@@ -213,7 +213,10 @@ class BidirectionalMixer(nn.Module):
         return self.out_proj(y_2BLD.mean(0) * F.silu(z_BLD))
 
     def mix_row_means(self, h_BLC: Tensor, h: int, w: int) -> Tensor:
-        """Run the convolution over all tokens, and the recurrence over the class token and h means of w patches."""
+        """Run the convolution over all tokens, and the recurrence over the class token and h means of w patches.
+
+        The convolution and the recurrence run in both directions.
+        """
         u_BLD, z_BLD = self.in_proj(h_BLC).chunk(2, dim=-1)
         v_2BLD = torch.stack([direction.convolve(u_BLD) for direction in self.directions])
         v_2BSD = torch.stack([row_means(v_2BLD[g], h) for g in range(2)])

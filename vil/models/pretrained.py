@@ -1,4 +1,4 @@
-"""Adaptation of pretrained weights: ViM's published names, resampling, and checks of the architecture."""
+"""Renaming, truncation, resampling and checks of pretrained state dicts, among them ViM's published checkpoints."""
 
 import math
 import re
@@ -37,7 +37,7 @@ def rename_published(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
-    """Return a state dict with only the first `depth` blocks. The keys may be this package's or ViM's.
+    """Remove all blocks except the first `depth` blocks from a state dict. The keys may be this package's or ViM's.
 
     All blocks are returned if `depth` is not an integer.
     """
@@ -87,7 +87,7 @@ def architecture(state_dict: Mapping[str, Tensor]) -> str:
 
 
 def check_classes(state_dict: Mapping[str, Tensor], num_classes: int) -> None:
-    """Raise a RuntimeError if the checkpoint's head has another number of classes."""
+    """Raise a RuntimeError if the checkpoint's head does not have `num_classes` classes."""
     classes = len(state_dict.get("head.bias", ()))
     if classes != num_classes:
         raise RuntimeError(

@@ -13,7 +13,7 @@ FILES = {f"{model}.{TAG}": FOLDER / f"{model}_photographs.safetensors" for model
 
 
 def pretrained_cfgs(model: str) -> dict[str, dict[str, Any]]:
-    """Return timm's `pretrained_cfg` dict for the weights of a model in this package, keyed by tagged model name.
+    """Return a dict from a tagged model name to timm's `pretrained_cfg` of the packaged weights; empty without weights.
 
     The weights were trained on images of 64 pixels with patches of 4. A model for 256 pixels with patches of 16 has the
     same number of tokens and, with resampled patch embeddings, about the same accuracy (vil/weights/README.md).
@@ -27,7 +27,7 @@ def pretrained_cfgs(model: str) -> dict[str, dict[str, Any]]:
 
 
 def file_of(model: str) -> Path | None:
-    """Return the path of the packaged weights of a model name with or without a tag, or None if there are none."""
+    """Return the path of the packaged weights of a model name with or without a tag, or None without such weights."""
     return FILES.get(model) or FILES.get(f"{model}.{TAG}")
 
 

@@ -137,7 +137,7 @@ class PatchEmbed(nn.Module):
         """Set the image size and resample the convolution's weights to another patch size.
 
         Raises:
-            ValueError: The patches do not cover the image and padding is disabled (`dynamic_img_size=False`).
+            ValueError: The image size is less than 1, or the patches do not cover the image and padding is disabled (`dynamic_img_size=False`).
         """
         img_size = to_2tuple(self.img_size if img_size is None else img_size)
         if min(img_size) < 1:
@@ -466,7 +466,7 @@ class VisionLonghorn(nn.Module):
     def forward_features(self, x: Tensor, class_token_only: bool = False) -> Tensor:
         """Return the normalized tokens (B, L, C) of images (B, 3, H, W).
 
-        With `class_token_only`, the result may be only the class token (B, 1, C).
+        With `class_token_only`, the result is only the class token (B, 1, C), unless `blocks` has hooks or was replaced.
         """
         grid = self.grid_of(x)
         x = self.embed(x)
@@ -567,7 +567,8 @@ def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) ->
         feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
         **kwargs,
     )
-    # Other arguments are not kept, because they may contain weights, whose memory would never be freed.
+    # Only arguments of VisionLonghorn are kept, because timm's arguments may contain weights, whose memory would never
+    # be freed.
     known = inspect.signature(VisionLonghorn).parameters
     model.model_args = {name: value for name, value in kwargs.items() if name in known}  # for vil.export
     return model

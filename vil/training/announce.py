@@ -1,4 +1,4 @@
-"""Messages logged at the start of a training phase."""
+"""Messages about the setup of a run and the start of a training phase."""
 
 from __future__ import annotations
 
