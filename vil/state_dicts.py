@@ -275,7 +275,10 @@ def _num_values(weights: dict[str, Any]) -> int:
 
 
 def fitted(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Apply the `checkpoint_filter_fn` of the model's module, if any, to a state dict with other names or shapes than the model."""
+    """Adapt a state dict by the `checkpoint_filter_fn` of the model's module, if any.
+
+    A state dict with the same names and shapes as the model is returned unchanged.
+    """
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     if adapt is None or shapes == {name: tensor.shape for name, tensor in model.state_dict().items()}:

@@ -55,7 +55,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class TokenConv1d(nn.Conv1d):
-    """Depthwise convolution of tokens (B, L, D), causal from the first to the last token or, if `reverse`, the other way."""
+    """Depthwise convolution of tokens (B, L, D), causal from first to last token or, if `reverse`, the other way."""
 
     def __init__(self, dim: int, width: int, *, reverse: bool, device=None, dtype=None):
         super().__init__(dim, dim, width, groups=dim, device=device, dtype=dtype)
@@ -87,7 +87,7 @@ def sum_of_taps(u_BLD: Tensor, weight_D1K: Tensor, bias_D: Tensor | None, revers
 
 
 class StepProjection(nn.Linear):
-    """Linear layer whose `forward` omits the bias, which the recurrence adds. PyTorch's quantize_dynamic does not replace this subclass."""
+    """Linear layer whose bias the recurrence adds. PyTorch's quantize_dynamic does not replace this subclass."""
 
     def forward(self, step_BLR: Tensor) -> Tensor:
         return F.linear(step_BLR, self.weight)

@@ -161,8 +161,8 @@ class FusedBlock(NamedTuple):
 def fused_block(block: nn.Module, x_BLC: Tensor) -> FusedBlock | None:
     """Return the fused operator for this block and its weights, or None if the block must run unfused.
 
-    A block can run fused if the fused kernels are enabled, no module was replaced or has hooks, and `fused_operator` supports the weights and the
-    input, which must be on an NVIDIA GPU, or on a CPU in fp32.
+    A block can run fused if the fused kernels are enabled, no module was replaced or has hooks, and `fused_operator`
+    supports the weights and the input, which must be on an NVIDIA GPU, or on a CPU in fp32.
     """
     if not _fused or not isinstance(x_BLC, Tensor):
         return None

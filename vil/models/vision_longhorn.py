@@ -137,7 +137,8 @@ class PatchEmbed(nn.Module):
         """Set the image size and resample the convolution's weights to another patch size.
 
         Raises:
-            ValueError: The image size is less than 1, or the patches do not cover the image and padding is disabled (`dynamic_img_size=False`).
+            ValueError: The image size is less than 1, or the patches do not cover the image and padding is disabled
+                (`dynamic_img_size=False`).
         """
         img_size = to_2tuple(self.img_size if img_size is None else img_size)
         if min(img_size) < 1:
@@ -466,7 +467,8 @@ class VisionLonghorn(nn.Module):
     def forward_features(self, x: Tensor, class_token_only: bool = False) -> Tensor:
         """Return the normalized tokens (B, L, C) of images (B, 3, H, W).
 
-        With `class_token_only`, the result is only the class token (B, 1, C), unless `blocks` has hooks or was replaced.
+        With `class_token_only`, the result is only the class token (B, 1, C), unless `blocks` has hooks or was
+        replaced.
         """
         grid = self.grid_of(x)
         x = self.embed(x)

@@ -13,7 +13,7 @@ class DivergenceError(RuntimeError):
 
 
 def check_divergence(state: TrainState, last: Path) -> None:
-    """Check that the losses and gradient norms since the last call are finite.
+    """Check that losses and, without a gradient scaler, gradient norms since the last call are finite.
 
     The host waits until the device has finished all steps. All ranks must call this function after the same step.
 

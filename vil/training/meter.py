@@ -112,7 +112,7 @@ class EpochMeter:
         self.times.waited_for_gpu += time.perf_counter() - begin
 
     def _stop_clock(self) -> None:
-        """Add the time since the last call to `times.seconds`."""
+        """Add the time since `clock` to `times.seconds`, and set `clock` to the current time."""
         now = time.perf_counter()
         self.times.seconds += now - self.clock
         self.clock = now

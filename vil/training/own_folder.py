@@ -220,7 +220,7 @@ def _choose_start(given: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 def _has_packaged_size(given: Mapping[str, Any]) -> bool:
-    """Return whether the weights in the package fit the given model arguments."""
+    """Return whether weights in the package fit the given embed_dim and depth, if any."""
     arguments = given.get("model_kwargs") or {}
     return arguments.get("embed_dim", PACKAGED_WIDTH) == PACKAGED_WIDTH and arguments.get("depth", 1) <= PACKAGED_DEPTH
 

@@ -27,7 +27,7 @@ MIXUP_GROUP = 8
 
 
 class Normalization:
-    """Normalize uint8 images with the mean and standard deviation that the model expects.
+    """Callable that normalizes uint8 images with the mean and standard deviation that the model expects.
 
     Args:
         data_config: timm's data config, with `mean` and `std` of pixels in 0..1.
@@ -53,7 +53,7 @@ def _of_channels(values: tuple[float, ...], device: torch.device) -> Tensor:
 class BatchParameters:
     """Sampled parameters of erasing and mixing for a batch. The fields of a disabled augmentation are None."""
 
-    boxes: np.ndarray | None  # (B, 4) int32: box to erase in each image
+    boxes: np.ndarray | None  # (B, 4) int32: top, left, height and width of the box to erase
     keys: np.ndarray | None  # (B,) uint32: RNG seeds of the noise in erased boxes
     # (B, 6) float32: top, bottom, left and right of the box to mix, weight of the image's own pixels in the box, weight
     # of its own target
