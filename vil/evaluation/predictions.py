@@ -20,7 +20,7 @@ from .evaluator import Evaluation
 
 
 class PredictionCollector:
-    """Stores each image's most probable classes. An instance can be the argument `observe` of an `Evaluator` call."""
+    """Collects each image's target and most probable classes, as the argument `observe` of an `Evaluator` call."""
 
     def __init__(self) -> None:
         self._targets: list[Tensor] = []

@@ -32,7 +32,7 @@ def write_tables(folder: Path, predictions: Predictions, names: Mapping[int, str
 
 
 def class_rows(predictions: Predictions, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return one table row per class with images: top-1 of each model and, for two models, their differences."""
+    """Return one table row per class with images: class, image count, top-1 and, for two models, a comparison."""
     rows = []
     for target in np.unique(predictions.targets_N):
         correct_NM = predictions.top1_NM[predictions.targets_N == target]

@@ -75,7 +75,7 @@ class Checkpointer:
                 self.lock.release()
 
     def _lock_and_read(self) -> list | None:
-        """Lock the run folder and return the path and content of the checkpoint to resume from, or None for a new run."""
+        """Lock the run folder. Return path and content of the checkpoint to resume from, or None for a new run."""
         try:
             self.lock = self.lock or FolderLock(self.run.folder)
         except OSError as error:
@@ -154,7 +154,10 @@ class Checkpointer:
         return f"{self.last} holds step {steps} of epoch {epochs + 1}, and --resume auto resumes from there"
 
     def save(self) -> None:
-        """On rank 0, write last.pt and keep the old file as previous.pt. After the best epoch so far, also write best.pt."""
+        """On rank 0, write last.pt, and keep the old file as previous.pt.
+
+        At the end of the best epoch so far, also write best.pt.
+        """
         if self.rank > 0:
             return
         content = self.state_dict()

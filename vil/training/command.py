@@ -43,7 +43,10 @@ def run(config: Config) -> NoReturn:
 
 
 def _fail(message: str) -> NoReturn:
-    """Print a message and exit with status 1. A distributed run skips the cleanup, because other processes may have exited."""
+    """Print the message and exit with status 1.
+
+    A distributed run skips the cleanup, because other processes may have exited.
+    """
     if dist.is_initialized():
         print(message, file=sys.stderr, flush=True)
         exit_at_once(1)

@@ -132,7 +132,7 @@ def _resize_weights(axis_3B: Tensor, size: int, longest: int, interpolation: str
 
 
 def _round(pixels: Tensor) -> Tensor:
-    """Round to integers from 0 to 255, in place."""
+    """Round pixel values to integers from 0 to 255, in place."""
     return pixels.add_(0.5).clamp_(0, 255).floor_()
 
 

@@ -129,7 +129,7 @@ def _encode_operations(
 
 
 def join_pieces(batches: Sequence[Sequence[EncodedBatch]]) -> EncodedBatch:
-    """Concatenate batches, whose parts several workers have loaded, and split the workers' content into files."""
+    """Concatenate the pieces of batches, as loaded by workers, and split the contents of the pieces into files."""
     sizes = [sum(len(piece.targets) for piece in batch) for batch in batches]
     first_rows = np.repeat(np.cumsum([0, *sizes[:-1]]), [len(batch) for batch in batches])
     pieces = [piece for batch in batches for piece in batch]

@@ -34,7 +34,7 @@ DESTINATION = np.dtype([("channels", "u8", 4), ("pitches", "u8", 4)])  # struct 
 
 
 class DecodingError(RuntimeError):
-    """nvJPEG is missing or reports an error."""
+    """nvJPEG is missing or reports an error, or a file has too many pixels."""
 
 
 class JpegDecoder:

@@ -19,7 +19,7 @@ PIXELS_AT_ONCE = 2**28  # approximate number of pixels that are decoded at a tim
 
 
 class Preparation:
-    """Decode the files of a batch that are not cached, and transform the images with sampled parameters.
+    """Callable that decodes the uncached files of a batch, and transforms the images with sampled parameters.
 
     Args:
         device: Device of the images.
@@ -46,7 +46,7 @@ class Preparation:
             self._originals(batch, group)
 
     def _decode_and_transform(self, batch: EncodedBatch) -> tuple[list[tuple[np.ndarray, Tensor]], list[int]]:
-        """Return parts of the batch, each with its rows in ascending order, and the indices of rejected files."""
+        """Return parts of the batch as pairs (ascending rows, transformed images), and the indices of rejected files."""
         # A file that occurs several times in the batch, due to repeated augmentation, is decoded only once.
         # `first` has the index of each image's first occurrence, and `original_of` maps each occurrence to its image.
         _, first, original_of = np.unique(batch.files["index"], return_index=True, return_inverse=True)
@@ -125,7 +125,7 @@ class Preparation:
 
 
 def _groups(files: np.ndarray) -> list[np.ndarray]:
-    """Split file indices into groups of bounded pixel count, each of which is decoded in one call."""
+    """Return groups of file indices. A group has about `PIXELS_AT_ONCE` pixels and is decoded in one call."""
     if not len(files):
         return []
     pixels = files["size"].prod(axis=1)

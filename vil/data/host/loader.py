@@ -1,4 +1,4 @@
-"""Loaders that concatenate the workers' parts of a batch on the model's device."""
+"""Loaders that concatenate the pieces of a batch, which workers have loaded, on the model's device."""
 
 from __future__ import annotations
 
