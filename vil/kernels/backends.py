@@ -32,7 +32,7 @@ def choose(backend: str, x: Tensor, state_size: int, directions: int) -> str:
     """Return the backend of a scan of x (..., L, D): one of `KERNELS`, "reference", or "auto" for the fastest on a GPU.
 
     Raises:
-        ValueError: The requested backend is unknown or does not support these tensors.
+        ValueError: The requested backend is unknown or does not support x, `state_size` or `directions`.
     """
     if backend == "reference":
         return backend
@@ -112,7 +112,7 @@ def _backend_for(device: torch.device) -> str:
 
 
 def misplaced(backend: str, device: torch.device) -> str | None:
-    """Return why the backend cannot read tensors on this device, or None if it can."""
+    """Return why a backend cannot read tensors on a device, or None if the backend can read them."""
     if backend == "cpu":
         return None if device.type == "cpu" else f"tensors must be on a CPU for the cpu backend, got x on {device}"
     interpreted = backend == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -135,7 +135,7 @@ def unfit(backend: str, x: Tensor, state_size: int, directions: int) -> str | No
 
 
 def unavailable(backend: str, device: torch.device) -> str | None:
-    """Return what this machine lacks to run the backend on this device, or None."""
+    """Return what this machine lacks to run a backend on a device, or None if nothing is missing."""
     if backend == "cuda":
         return cuda.unavailable(device)
     if backend == "cpu":

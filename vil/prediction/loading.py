@@ -21,7 +21,7 @@ from .onnx_file import classifier_of_onnx
 
 _logger = logging.getLogger(__name__)
 
-PRETRAINED = "vil_tiny_pooled.tiny_in200"  # model that predicts if no checkpoint is given
+PRETRAINED = "vil_tiny_pooled.tiny_in200"  # model used if neither a checkpoint nor a model is given
 
 
 def classifier_of(

@@ -46,7 +46,7 @@ class Preparation:
             self._originals(batch, group)
 
     def _decode_and_transform(self, batch: EncodedBatch) -> tuple[list[tuple[np.ndarray, Tensor]], list[int]]:
-        """Return parts of the batch as pairs (ascending rows, transformed images), and the indices of rejected files."""
+        """Return parts of the batch as pairs (ascending rows, transformed images), and indices of rejected files."""
         # A file that occurs several times in the batch, due to repeated augmentation, is decoded only once.
         # `first` has the index of each image's first occurrence, and `original_of` maps each occurrence to its image.
         _, first, original_of = np.unique(batch.files["index"], return_index=True, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Sums of the partial sums that CTAs with slices of the channels compute."""
+"""Sum of the partial sums of CTAs, each of which processes a slice of the channels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Bidirectional block as one PyTorch operator for NVIDIA GPUs, `vil::block`, and its gradient.
 
 The operator computes `reference.block` with fewer kernels and fewer tensors saved for backward. The norm's weight is
-folded into in_proj, both directions share each kernel, the residual addition is part of the product with out_proj, and
+folded into in_proj, both directions share each kernel, the residual addition is part of the matrix product with out_proj, and
 backward recomputes convolutions, projections and gate.
 
 Consecutive blocks share a fused add-norm if the norm costs no extra kernel. Such a block maps the residual stream x and
@@ -11,7 +11,7 @@ gradient of x' at the start of backward.
 In a pooled block, the recurrence reads row or column means of the patches (lines.py), and v, y, steps, keys and queries
 of all tokens are never stored: `pool` stores only the skip connections of all tokens, and backward recomputes v from u.
 
-If only the class token's output is needed, as in a model's last block, z, the gate and the product with out_proj are
+If only the class token's output is needed, as in a model's last block, z, the gate and the matrix product with out_proj are
 computed for the class token only. In a block that is not pooled, each direction then processes only the half of the
 tokens up to the class token.
 

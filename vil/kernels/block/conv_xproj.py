@@ -52,10 +52,10 @@ def conv_xproj(
 
 
 def fits(u_BLD: Tensor, P: int, taps: int) -> bool:
-    """Return whether one kernel can compute convolutions, projections and step logits for these shapes.
+    """Return whether one kernel can compute convolutions, projections and step logits.
 
-    The kernel requires aligned copies, 32-bit offsets within two sequences, and at least one CTA for each
-    multiprocessor.
+    The kernel requires a 16-bit dtype, D divisible by `K_TILE`, at most 64 projections, 4 taps, at least 24 tokens,
+    aligned copies, 32-bit offsets within two sequences, and at least one CTA for each multiprocessor.
     """
     _, L, D = u_BLD.shape
     shape = u_BLD.dtype.itemsize == 2 and D % K_TILE == 0 and P <= 64 and taps == 4 and L >= 24

@@ -49,7 +49,7 @@ def dot(a, b, size):
 
 @inlined
 def add(values, size, sums):
-    """Add an array's elements to another array."""
+    """Add the first `size` elements of `values` to `sums`."""
     for i in range(size):
         sums[i] += values[i]
 
@@ -86,7 +86,7 @@ def take_weights(step_proj0, step_bias0, A_log0, first, width, R, N, step_proj, 
 
 @inlined
 def project(means0, x_proj0, projected0, S, D, P):
-    """Write the products of S means of D channels with x_proj (P, D) to memory at `projected0`."""
+    """Multiply S means of D channels by the matrix x_proj (P, D), and write the result to the address `projected0`."""
     for p in range(P):
         weights = row(x_proj0 + BYTES * p * D, D)
         for s in range(S):

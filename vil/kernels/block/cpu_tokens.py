@@ -1,4 +1,4 @@
-"""Mixer of a full block on CPUs, between in_proj and out_proj, and its gradient.
+"""Mixer of a full (not pooled) block on CPUs, between in_proj and out_proj, and its gradient.
 
 B batch    L tokens    T tokens of the batch    D inner width    E 2D    N states    R rank    P = R + 2N    K taps
 """
@@ -73,7 +73,7 @@ def backward(
         options.recurrence, dy_BLD.expand(2, B, L, D), *scanned, saved.states, REVERSE
     )
     v_2TD, dv_2TD, dstep_logits_2TD = (t.flatten(1, 2) for t in (saved.v, dv_2BLD, dstep_logits_2BLD))
-    # on some CPUs, a product with few rows takes half as long as one with few columns
+    # on some CPUs, a matrix product with few rows takes half as long as one with few columns
     dstep_2RT = torch.bmm(both(weights, "step_proj").mT, dstep_logits_2TD.mT)
     dprojected_2TP = torch.cat([dstep_2RT.mT, dk_2BLN.flatten(1, 2), dq_2BLN.flatten(1, 2)], dim=2)
     dv_2TD.baddbmm_(dprojected_2TP, both(weights, "x_proj"))

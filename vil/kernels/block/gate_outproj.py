@@ -1,4 +1,4 @@
-"""Gate, product with out_proj and residual addition: one kernel if `fuses_product`, otherwise two launches."""
+"""Gate, matrix product with out_proj and residual addition: one kernel if `fuses_product`, otherwise two launches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ SOURCE = Source("block/gate_outproj", {
 
 
 def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
-    """Return whether one kernel runs gate and out_proj, for few tokens on any GPU or for many tokens on Hopper."""
+    """Return whether one kernel runs gate and out_proj, for few tokens on any GPU or for many tokens on Hopper.
+
+    The kernels require a 16-bit dtype, C = 192 or 384, D = 2C, and x aligned to 16 bytes.
+    """
     T, C = x_TC.shape
     if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or vector_width(4, x_TC) < 4:
         return False
@@ -38,7 +41,7 @@ def gate_outproj(
     x_TC: Tensor, y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Multiply the mean of both directions' y by silu(z), and add the product with out_proj to x.
+    """Multiply the mean of both directions' y by scale and silu(z), and add the matrix product with out_proj to x.
 
     Returns the sum, the mean of y, and the norm of the sum.
 

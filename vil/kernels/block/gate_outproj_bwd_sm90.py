@@ -1,4 +1,4 @@
-"""Backward pass of the gate and of the product with out_proj.
+"""Backward pass of the gate and of the matrix product with out_proj.
 
 The backward pass is one kernel on Hopper for many tokens and model width 192 or 384, otherwise a matrix product and a
 gate kernel.
@@ -31,7 +31,7 @@ def gate_outproj_backward(
 ) -> Tensor:  # fmt: skip
     """Backpropagate through out_proj and the gate: write `dy_BLD` and `dz_BLD`, and return the gate's output.
 
-    The product with out_proj and the gate's backward pass are one kernel if `gate_outproj_sm90.fits`, all tensors are
+    The matrix product with out_proj and the gate's backward pass are one kernel if `gate_outproj_sm90.fits`, all tensors are
     aligned, z is half of uz and dz is half of the gradient of uz.
     """
     (T, C), (_, L, D) = dout_TC.shape, mean_BLD.shape
