@@ -1,8 +1,8 @@
 """Bidirectional block as one PyTorch operator for NVIDIA GPUs, `vil::block`, and its gradient.
 
 The operator computes `reference.block` with fewer kernels and fewer tensors saved for backward. The norm's weight is
-folded into in_proj, both directions share each kernel, the residual addition is part of the matrix product with out_proj, and
-backward recomputes convolutions, projections and gate.
+folded into in_proj, both directions share each kernel, the residual addition is part of the matrix product with
+out_proj, and backward recomputes convolutions, projections and gate.
 
 Consecutive blocks share a fused add-norm if the norm costs no extra kernel. Such a block maps the residual stream x and
 xhat, the norm of x without a weight, to the output x' and its norm xhat'. The gradient of xhat' is added to the
@@ -11,9 +11,9 @@ gradient of x' at the start of backward.
 In a pooled block, the recurrence reads row or column means of the patches (lines.py), and v, y, steps, keys and queries
 of all tokens are never stored: `pool` stores only the skip connections of all tokens, and backward recomputes v from u.
 
-If only the class token's output is needed, as in a model's last block, z, the gate and the matrix product with out_proj are
-computed for the class token only. In a block that is not pooled, each direction then processes only the half of the
-tokens up to the class token.
+If only the class token's output is needed, as in a model's last block, z, the gate and the matrix product with
+out_proj are computed for the class token only. In a block that is not pooled, each direction then processes only the
+half of the tokens up to the class token.
 
 Functions, classes and modules between a model's call and the kernels:
 

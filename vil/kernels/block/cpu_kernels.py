@@ -1,4 +1,4 @@
-"""CPU kernels of the norm, and of a full (not pooled) block's convolutions and gate, written in Python and compiled by Numba.
+"""CPU kernels of the norm, and of the convolutions and gate of a full (not pooled) block, compiled by Numba.
 
 Rows are tokens; u and z are the halves of rows of uz. Addresses and strides are in bytes. A task is a range of rows, or
 a block of `LANES` channels of one image, for which the convolutions keep a window of tokens.

@@ -49,7 +49,7 @@ def forward(
     lines, in_proj_tiles = options.lines, None
     if lines and not options.class_token_only:
         in_proj_tiles = kernels.empty_in_proj_tiles(B, weights.in_proj, weights.sizes().K, dtype, lines)
-    # cuBLAS adds the matrix product with out_proj to the residual stream in place, so first copy x if x must be preserved
+    # cuBLAS adds the matrix product with out_proj to the residual stream in place, so copy x if x must be preserved
     copy = not (overwrite or options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
     packed, norm = kernels.pack_weights(
         weights, dtype, tiles, None if normed else x_TC, options.eps, copy, in_proj_tiles

@@ -1,4 +1,4 @@
-"""Gate, product with out_proj, residual addition and norm in one kernel on Hopper, for many tokens."""
+"""Gate, matrix product with out_proj, residual addition and norm in one kernel on Hopper, for many tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fits(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bo
 
 
 def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Allocate a copy of out_proj for the Hopper kernel's tiled layout, or return None if the kernel does not run."""
+    """Allocate memory for out_proj in the Hopper kernel's tiled layout, or return None if the kernel does not run."""
     C, D = out_proj.shape
     takes = fits(T, C, D, dtype, device_of(out_proj))
     return torch.empty_like(out_proj, dtype=dtype, memory_format=torch.contiguous_format) if takes else None

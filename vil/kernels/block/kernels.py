@@ -55,6 +55,6 @@ def schedule_scan(
 def line_scan(
     recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor
 ) -> Callable | None:  # fmt: skip
-    """Return the kernel for the projections and scans of row or column means, or None if no kernel fits."""
+    """Return the launch function of a kernel that projects and scans row or column means, or None if no kernel fits."""
     inputs = means_2BSD, x_proj_2PD, step_proj_2DR
     return scan_lines if scans_lines(*inputs) else scan_image if scans_images(recurrence, *inputs) else None

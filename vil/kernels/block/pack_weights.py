@@ -75,7 +75,7 @@ def _parts(sizes: Sizes) -> list[tuple[tuple[int, ...], bool]]:
 
 
 def _length(shape: tuple[int, ...], dtype: torch.dtype, fp32: bool) -> int:
-    """Return the number of elements of `dtype` that a weight of this shape occupies, including alignment padding."""
+    """Return the number of elements of `dtype` that a packed weight occupies, including padding for alignment."""
     elements = math.prod(shape) * (2 if fp32 and dtype.itemsize < 4 else 1)
     return elements + -elements % ALIGNMENT
 

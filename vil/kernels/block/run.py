@@ -1,4 +1,4 @@
-"""Forward and backward pass of a run: consecutive blocks of equal sizes, which one plan replays.
+"""Forward and backward pass of a run, which is a group of consecutive blocks of equal sizes that one plan replays.
 
 A run costs less host time per block than single blocks. A run's tensors are passed as flat lists with these contents:
 

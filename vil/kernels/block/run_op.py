@@ -26,7 +26,7 @@ from .lines import Lines
 from .run import FIELDS, backward_run, check_run, forward_arguments, forward_run
 from .weights import BackwardOptions, BlockWeights, Normed, Options, SavedForBackward, Sizes, needs_gradients
 
-BLOCKS = 6  # maximum number of blocks per run
+BLOCKS = 6  # maximum number of consecutive blocks that one call of `vil::run` computes
 
 torch.library.define(
     "vil::run",
@@ -49,7 +49,7 @@ def run_blocks(
     scales: Sequence[Tensor | None],
     normed: Normed | None = None,
 ) -> tuple[Tensor, Normed | None]:
-    """Run consecutive blocks as `block_op.block` would, in runs of up to `BLOCKS` blocks."""
+    """Compute the same as `block_op.block` for consecutive blocks, with one operator call for up to `BLOCKS` blocks."""
     i = 0
     while i < len(options):
         keep = needs_gradients(x_BLC, weights[i])
@@ -66,7 +66,7 @@ def run_blocks(
 def _count(
     x_BLC: Tensor, weights: Sequence[BlockWeights], options: Sequence[Options], normed: Normed | None, keep: bool
 ) -> int:  # fmt: skip
-    """Return how many of the first blocks can form one run. `keep` is whether the first block needs gradients."""
+    """Return how many of the first blocks one call of `vil::run` can compute. `keep` is whether the first block needs gradients."""
     if normed is not None and normed.xhat.dtype != options[0].dtype:
         return 1
     first, sizes, count = options[0], weights[0].sizes(), 1
@@ -209,7 +209,7 @@ def _fake_backward(*arguments):
 
 
 class _EagerRun(torch.autograd.Function):
-    """Autograd function of a run in eager mode."""
+    """Autograd function of consecutive blocks in eager mode."""
 
     @staticmethod
     def forward(ctx, sizes, options, *flat):

@@ -27,8 +27,9 @@ MOST_WARPS = 12  # maximum number of warps per multiprocessor, because a thread 
 def fits(recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
     """Return whether `scan_image` supports the inputs and is fast for them.
 
-    The kernel supports Longhorn with 16-bit types and 16 states. The batch must be large, because each CTA runs on a
-    single multiprocessor.
+    The kernel supports Longhorn with a 16-bit dtype, 16 states and at most `MOST_LINES` pooled tokens. D must be
+    divisible by 64, and the rank R must be divisible by 8 and at most 64. The batch must be large, because each CTA runs
+    on a single multiprocessor.
     """
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     if recurrence != "longhorn" or means_2BSD.dtype.itemsize != 2 or P - R != 2 * STATES or S > MOST_LINES:
@@ -55,7 +56,7 @@ def scan_image(
     """Return the scan's output (B, S, D) summed over both directions, and an empty tensor instead of saved states.
 
     The first R of the P rows of x_proj project to the step. A scan of one chunk saves no states. If several CTAs share
-    an image, cuBLAS computes the product with x_proj.
+    an image, cuBLAS computes the matrix product with x_proj.
     """
     (_, B, S, D), R, device = means_2BSD.shape, step_proj_2DR.shape[2], device_of(means_2BSD)
     slices = slices_of(D, R, device)

@@ -1,4 +1,4 @@
-"""Backward pass of step_proj, the projection to step logits: one kernel if supported, otherwise cuBLAS products."""
+"""Backward pass of step_proj, the projection to step logits: one kernel if supported, otherwise matrix products by cuBLAS."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def macros_of(dtype: torch.dtype, D: int, R: int, N: int) -> dict:
 def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
     """Return a^T @ b in fp32 as partial sums (2, parts, M, N) over consecutive tokens.
 
-    The tokens are split into parts, because one product would leave most of the GPU idle.
+    The tokens are split into parts, because one matrix product would leave most of the GPU idle.
     """
     T = a_2TM.shape[1]
     parts = next(parts for parts in range(min(T, 16), 0, -1) if T % parts == 0)

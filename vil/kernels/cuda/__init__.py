@@ -18,7 +18,7 @@ from . import compiler
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Return why this machine cannot run CUDA kernels on this GPU, or None if it can."""
+    """Return why this machine cannot run CUDA kernels on a GPU, or None if the machine can."""
     if torch.version.hip:
         return "the cuda backend needs an NVIDIA GPU and a CUDA build of PyTorch"
     capability = torch.cuda.get_device_capability(device)
@@ -30,5 +30,5 @@ def unavailable(device: torch.device) -> str | None:
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace the imports of `unavailable`
 def runs_on(device: torch.device) -> bool:
-    """Return whether this machine runs CUDA kernels on this device."""
+    """Return whether a device is a GPU on which this machine can run CUDA kernels."""
     return device.type == "cuda" and unavailable(device) is None

@@ -39,7 +39,7 @@ class Graphs:
         self.enabled = True
 
     def replay(self, device: torch.device, addresses: list[int], run: Callable[[], None]) -> bool:
-        """Replay the graph for these addresses, and return whether a graph was replayed.
+        """Replay the graph for the current stream and `addresses`, and return whether a graph was replayed.
 
         Args:
             device: Current GPU.

@@ -124,7 +124,7 @@ def current_stream(device: torch.device):
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Return a context manager that makes this device the current device if it is a GPU."""
+    """Return a context manager that makes `device` the current device if `device` is a GPU."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device.index)

@@ -28,7 +28,7 @@ from .chunks import chunk_state_count
 def _module(backend: str, device: torch.device) -> ModuleType:
     """Return the backend's module with `forward` and `backward`.
 
-    Raise a ValueError or RuntimeError if the backend cannot run on this device.
+    Raise a ValueError or RuntimeError if the backend cannot run on `device`.
     """
     return importlib.import_module(f".{resolve(backend, device)}_scan", __package__)
 
