@@ -103,7 +103,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, source: str | Path | Checkpoint) -> Checkpoint:
-        """Return a checkpoint: `source` itself if it is a `Checkpoint`, otherwise the file at the path `source`."""
+        """Return `source` if `source` is a `Checkpoint`, otherwise read the checkpoint at the path `source`."""
         return source if isinstance(source, Checkpoint) else cls(source)
 
     def __str__(self) -> str:

@@ -47,7 +47,7 @@ def check_distinct(names: Iterable[str], owner: str) -> dict[str, int]:
 
 
 def find(names: Mapping[str, Sequence[str]], known: Sequence[str], owner: str) -> dict[str, int | None]:
-    """Return the index in `known` of each class, or None for classes that are not in `known`.
+    """Return a dict from each class to the class's index in `known`, or to None if the class is not in `known`.
 
     Args:
         names: Candidate names of each class, full name first. The other candidates are suffixes of the full name, and

@@ -82,7 +82,7 @@ def from_checkpoint(
 
 
 def _features_of(model: Any, name: str, arguments: dict[str, Any]) -> nn.Module:
-    """Return timm's model of feature maps with the weights and the preprocessing of a complete model."""
+    """Return timm's `features_only` model with the weights and the preprocessing of a complete model."""
     features: Any = create_model(name, **arguments).eval()
     weights = model.state_dict()
     # a timm model of feature maps has the complete model as attribute `model`, or only the layers of the complete model

@@ -61,7 +61,7 @@ def run(words: Sequence[str]) -> None:
 
 
 def check_command(name: str) -> None:
-    """Raise a ConfigError if there is no subcommand of this name."""
+    """Raise a ConfigError if `name` is not the name of a subcommand."""
     if name not in COMMANDS:
         remedy = nearest(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {shown(name)}{remedy}")

@@ -58,7 +58,7 @@ class LoadingPlan:
 
     @property
     def in_thread(self) -> bool:
-        """Whether a separate thread prepares batches on the device.
+        """Whether a separate thread decodes and augments batches on the device.
 
         The thread waits for the decoder, so that the caller can continue. If workers decode small images, no thread is
         used, because the thread would compete with the caller for the GIL.

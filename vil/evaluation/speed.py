@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Speed:
-    """Inference throughput of one model.
+    """Inference throughput and peak memory of one model.
 
     `peak_mib` is the peak CUDA memory of the weights, images and activations in MiB, or None on other devices.
     """

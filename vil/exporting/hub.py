@@ -15,7 +15,7 @@ from timm.models._hub import save_config_for_hf
 
 
 def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """Return the content of config.json.
+    """Return the content of config.json in an exported folder.
 
     Args:
         model: The exported timm model.

@@ -134,7 +134,7 @@ def _project_out(
 
 
 def _mean_matrix(lines: Lines) -> Tensor:
-    """Return the matrix (S, L) that averages the tokens of each line."""
+    """Return the matrix (S, L) that averages each row or column of patches and keeps the class token."""
     is_member_LS = F.one_hot(lines.pooled(), lines.S).float()
     return (is_member_LS / is_member_LS.sum(0)).mT
 

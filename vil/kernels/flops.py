@@ -3,8 +3,8 @@
 The FLOP count of a model does not depend on which operators the model uses.
 
 PyTorch counts only matrix products, convolutions and attention, with 2 FLOPs for a multiplication and its addition, and
-not elementwise functions. The recurrence counts as a product of coefficients and states. All operations on the G B L D N elements of the states count.
-Operations on fewer elements (step sizes, norms of keys, the skip connection) do not count. FLOPs per state element:
+not elementwise functions. The recurrence counts as a product of coefficients and states. All operations on the G B L D
+N elements of the states count. Operations on fewer elements (step sizes, norms of keys, the skip connection) do not count. FLOPs per state element:
 
     forward, 7    decay 1 - eps k^2 or exp(A dt) (2), drive k (eps x) or b (dt x) (1), decay S + drive (2), q S (2)
     backward      q dy plus gradients from later tokens (3), gradients of q (2), decay (1), drive (2) and key (2); via
@@ -14,8 +14,8 @@ The sums for backward are 14 for Longhorn and 15 for Mamba. States, projections 
 recomputes to save memory do not count. VMamba and similar papers count 9 FLOPs per state element for forward
 (`FIELD_CONVENTION`).
 
-A fused block counts as many FLOPs as the operators of an unfused block. The count includes tokens that the last block need
-not compute, and the K - 1 additional tokens of the convolution's padding.
+A fused block counts as many FLOPs as the operators of an unfused block. The count includes tokens that the last block
+need not compute, and the K - 1 additional tokens of the convolution's padding.
 
     B batch    L tokens    C model width    D inner width    N states    R rank    P = R + 2N    K taps    G directions
 """

@@ -41,7 +41,7 @@ def set_fused(enable: bool) -> None:
 
 
 def register(mixer: type[nn.Module], classes: Sequence[type]) -> None:
-    """Declare that the fused kernels support blocks with this mixer if the block's modules have exactly `classes`."""
+    """Declare that the fused kernels support blocks with the class `mixer` if a block's modules have exactly `classes`."""
     _classes[mixer] = list(classes)
 
 
@@ -159,7 +159,7 @@ class FusedBlock(NamedTuple):
 
 
 def fused_block(block: nn.Module, x_BLC: Tensor) -> FusedBlock | None:
-    """Return the fused operator for this block and its weights, or None if the block must run unfused.
+    """Return the fused operator for a block and the block's weights, or None if the block must run unfused.
 
     A block can run fused if the fused kernels are enabled, no module was replaced or has hooks, and `fused_operator`
     supports the weights and the input, which must be on an NVIDIA GPU, or on a CPU in fp32.
@@ -198,7 +198,7 @@ def weights_as_built(block: nn.Module) -> BlockWeights | None:
 
 
 def modules_of(block: nn.Module) -> list[Any]:
-    """List the norm, the mixer, the mixer's modules, and each direction followed by the direction's modules."""
+    """List a block's norm, mixer and modules of the mixer, then each direction followed by the direction's modules."""
     modules: dict[str, Any] = block._modules
     mixer = modules["mixer"]
     parts = [modules["norm"], mixer, *mixer._modules.values()]

@@ -65,7 +65,7 @@ except ImportError:  # timm before 1.0.31 does not record the patch size, which 
 
 
 class PatchProjection(nn.Conv2d):
-    """Convolution that projects patches.
+    """Convolution that projects each image patch to a vector of the model width.
 
     If the stride equals the patch size, the convolution is computed as a matrix product, which is faster on a GPU than
     a convolution.

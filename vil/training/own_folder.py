@@ -72,7 +72,7 @@ def choose_recipe(num_images: int, device: str, given: Mapping[str, Any]) -> dic
 
 
 def complete_options(given: Mapping[str, Any], has_config: bool) -> dict[str, Any]:
-    """Add the options of a run on a folder that the user has not given, and log the choices.
+    """Add options that the user has not given for a run on a folder of images, and log the choices.
 
     Args:
         given: Options of the user, by name.

@@ -49,7 +49,7 @@ class DecodedCache:
         self.lock = threading.Lock()  # a thread can add images while the main thread creates tasks
 
     def tasks(self, keys: Sequence[tuple[int, int]], rows: Sequence[int]) -> np.ndarray:
-        """Return tasks (N,) of dtype `TASK`, given N pairs (image index, seed) and N rows in the batch."""
+        """Return tasks for workers, (N,) of dtype `TASK`, given N pairs (image index, seed) and N rows in the batch."""
         indices, seeds = np.array(keys).T
         tasks = np.empty(len(keys), TASK)
         tasks["row"] = rows
@@ -62,7 +62,7 @@ class DecodedCache:
         return tasks
 
     def get(self, indices: np.ndarray, versions: np.ndarray) -> DecodedImages:
-        """Return images by index. An image is missing if it is not cached with the given version (N, 2) of its file."""
+        """Return cached images by index. An image is missing if the cache lacks the given version (N, 2) of its file."""
         images = DecodedImages.missing(len(indices))
         are_current = (self.versions[indices] == versions).all(axis=1)
         images[are_current] = self.images[indices[are_current]]

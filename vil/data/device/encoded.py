@@ -152,7 +152,7 @@ def join_pieces(batches: Sequence[Sequence[EncodedBatch]]) -> EncodedBatch:
 
 
 def _pad_turns(array: np.ndarray, turns: int) -> np.ndarray:
-    """Pad the axis of operations with zeros. Opcode 0 means no operation."""
+    """Pad an array with zeros to `turns` operations per image. Opcode 0 means no operation."""
     padded = np.zeros((len(array), turns, *array.shape[2:]), array.dtype)
     padded[:, : array.shape[1]] = array
     return padded

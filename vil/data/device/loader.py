@@ -38,14 +38,14 @@ class PreparedGroup:
     images: Tensor  # (B, 3, H, W) uint8 images
     targets: Tensor  # (B,) class indices
     rejected: np.ndarray  # (F,) records of the files that the device could not decode
-    start: float  # time in seconds at which the preparation started, after waiting for the model
-    # the encoded images, whose memory is freed in the caller's thread, because freeing would delay the next preparation
+    start: float  # time in seconds at which decoding started, after waiting for the model
+    # the encoded images, whose memory is freed in the caller's thread, because freeing would delay the next group
     encoded: EncodedBatch
 
 
 @dataclass
 class PendingGroup:
-    """Consecutive batches that a thread is preparing, or that calling `result` prepares."""
+    """Consecutive batches that a thread decodes and transforms, or that a call of `result` decodes and transforms."""
 
     result: Callable[[], PreparedGroup]
     sizes: list[int]  # number of images in each batch
@@ -54,7 +54,7 @@ class PendingGroup:
 class DeviceLoader(PieceLoader):
     """Loader that decodes and transforms images on the device; on a GPU, on a separate CUDA stream.
 
-    The loader prepares the ith group of batches after the model has finished group i - 3, because batches ahead of the
+    The loader decodes the ith group of batches after the model has finished group i - 3, because batches ahead of the
     model occupy memory.
 
     Args:
@@ -114,7 +114,7 @@ class DeviceLoader(PieceLoader):
         return PreparedGroup(images, targets, rejected, start, batch)
 
     def _batches(self, pending: PendingGroup) -> Iterator[tuple[Tensor, Tensor]]:
-        """Wait until batches are prepared, and return an iterator over their images and targets."""
+        """Wait until batches are decoded and transformed, and return an iterator over their images and targets."""
         group = self._wait_for(pending)
         if self.stream:
             for tensor in (group.images, group.targets):
@@ -128,7 +128,7 @@ class DeviceLoader(PieceLoader):
         return zip(group.images.split(pending.sizes), group.targets.split(pending.sizes))
 
     def _wait_for(self, pending: PendingGroup) -> PreparedGroup:
-        """Wait for prepared batches, and add the waiting time to `waits`."""
+        """Wait until batches are decoded and transformed, and add the waiting time to `waits`."""
         begin = time.perf_counter()
         group = pending.result()
         end = time.perf_counter()

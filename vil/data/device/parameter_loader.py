@@ -17,7 +17,8 @@ PREFETCHED = 4  # number of batches whose parameters are sampled ahead
 class ParameterLoader:
     """Loader of the augmentation parameters of the batches of an epoch.
 
-    Sampling in the training process would hold the GIL, and thus delay the thread that prepares images.
+    Sampling in the training process would hold the GIL, and thus delay the thread that decodes images on the
+    device.
 
     Args:
         augment: Augmentation that samples the parameters.

@@ -74,7 +74,7 @@ class Preparation:
         return images
 
     def _originals(self, batch: EncodedBatch, files: np.ndarray) -> DecodedImages:
-        """Return the images of files from the cache or the decoder. The image of a rejected file is missing."""
+        """Return the untransformed images of files, from the cache or the decoder. The image of a rejected file is missing."""
         records = batch.files[files]
         originals = self.cache.get(records["index"], records["version"])
         new = np.flatnonzero(~originals.are_present & (records["bytes"] > 0))
@@ -107,7 +107,7 @@ class Preparation:
         return decode(contents, self.device)
 
     def _transform(self, batch: EncodedBatch, files: np.ndarray, originals: DecodedImages) -> Tensor:
-        """Crop, flip and augment the images of files."""
+        """Crop, resize, flip and augment the images of files."""
         records, sampler = batch.files[files], self.sampler
         crops = crop_resize_flip(
             originals,

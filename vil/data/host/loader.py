@@ -21,7 +21,7 @@ class Waits(NamedTuple):
 
     Attributes:
         for_model: Seconds until the model had finished earlier batches, so that memory for the next batch was free.
-        for_preparation: Seconds until the device had prepared the next batch in free memory.
+        for_preparation: Seconds until the device had decoded and transformed the next batch in free memory.
     """
 
     for_model: float = 0.0
@@ -29,7 +29,7 @@ class Waits(NamedTuple):
 
 
 class PieceLoader:
-    """Loader of images (B, 3, H, W) uint8 and targets (B,), which concatenates the parts that workers have loaded.
+    """Loader of images (B, 3, H, W) uint8 and targets (B,), which concatenates pieces that workers have loaded.
 
     Args:
         loader: Loader of pieces, which are parts of a batch that one worker loads.

@@ -78,7 +78,7 @@ def default_workers(device: torch.device) -> int:
     cores = usable_cores() // _local_processes()
     if device.type == "cpu":  # on a CPU, training is slower than loading
         return min(MOST_WORKERS, max(1, cores // 4))
-    # the training process also needs a core for the thread that prepares batches on the GPU
+    # the training process also needs a core for the thread that decodes batches on the GPU
     return min(MOST_WORKERS, max(1, cores - (2 if cores > 4 else 1)))
 
 

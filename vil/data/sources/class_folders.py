@@ -63,7 +63,7 @@ class ClassFolders:
         check_distinct(self.class_to_idx, where)
 
     def inside(self, path: str) -> str:
-        """Return the path of a class folder inside `root`."""
+        """Return the path of a class folder relative to `root`."""
         return path[len(self.root) :].strip("/")
 
     def candidates(self) -> dict[str, list[str]]:
@@ -89,7 +89,7 @@ class ClassFolders:
 
 
 def class_paths(folders: Iterable[str], where: str, known: Sequence[str] = ()) -> set[str]:
-    """Return the paths of the class folders.
+    """Return the paths of the class folders, given the paths of the folders that contain images.
 
     Raises:
         ConfigError: All images are in the split itself.

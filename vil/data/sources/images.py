@@ -125,7 +125,7 @@ class Unreadable:
             _logger.warning("skipped an unreadable image: %r (%s)", name, reason(error))
 
     def refuse_late(self, number: int) -> None:
-        """Raise a LateImageError for an image that has already reached the timeout."""
+        """Raise a LateImageError if an earlier attempt to decode the image exceeded the timeout."""
         if self._states[number] == LATE:
             raise LateImageError("not decoded in time before")
 

@@ -80,7 +80,7 @@ def split_in(root: Path, split: str) -> Path | None:
 
 
 def _synonyms(split: str) -> tuple[str, ...]:
-    """Return the names under which a split is found."""
+    """Return all accepted names of a split's folder or tar file, without the extension."""
     for names in SPLIT_NAMES.values():
         if split.casefold() in names:
             return names

@@ -208,7 +208,7 @@ def _refuse_empty_classes(images) -> None:
 
 
 def _folders_of_tar(path: str) -> set[PurePosixPath]:
-    """Return the folders that are members of a tar file, except hidden ones."""
+    """Return the folders that are members of a tar file, except hidden folders."""
     with tarfile.open(path) as tar:
         folders = {PurePosixPath(member.name.lstrip("/")) for member in tar if member.isdir()}
     return {folder for folder in folders if not any(map(is_hidden, folder.parts))}
@@ -349,7 +349,7 @@ def count_images(images) -> int:
 
 
 def describe_split(name: str, images) -> str:
-    """Return a line that describes a split."""
+    """Return a log line with a split's name, numbers of images and classes, and EXIF rotations if any."""
     reader = images.reader
     line = f"{name}: {reader if isinstance(reader, ClassReader) else f'{count_images(images)} images'}"
     rotated, inspected = count_rotated(images)

@@ -57,7 +57,7 @@ REST = np.dtype([("key", "u4"), ("erased", "i4", 4), ("partner", "i4"), ("mixing
 
 
 def tiles(H: int, W: int) -> int:
-    """Return the number of tiles of an image."""
+    """Return the number of `TILE` x `TILE` tiles that cover an image."""
     return -(-H // TILE) * -(-W // TILE)
 
 

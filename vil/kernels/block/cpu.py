@@ -64,7 +64,7 @@ class _Block(torch.autograd.Function):
 def _forward(
     options: Options, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, MixerSaved]:
-    """Return the block's output and the tensors for backward: rstd, h, uz and those of the mixer.
+    """Return the block's output and the tensors for backward: rstd, h, uz and the mixer's tensors.
 
     If only the class token is needed, a pooled block computes z and its output only for the class token, and uz
     contains only u, (B, L, D). Unless `keep` is set, the tensors for backward are not valid.
@@ -112,7 +112,7 @@ def _backward(
 
 
 def _tokens(options: Options, x_BLC: Tensor) -> Tokens:
-    """Return the tokens whose output `_forward` computes, which are always all tokens in a full block."""
+    """Return the tokens whose output `_forward` computes, which are always all tokens in a block without pooling."""
     return Tokens(x_BLC.shape[1], options.class_token_only and options.lines is not None)
 
 
@@ -133,7 +133,7 @@ def _norm(x_TC: Tensor, gamma_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _norm_backward(
     x_TC: Tensor, gamma_C: Tensor, rstd_T: Tensor, dh_TC: Tensor, dout_TC: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and gamma, given the gradients of the norm and of the residual stream."""
+    """Return the gradients of x and of the norm's weight gamma, given the gradients of the norm and of the residual stream."""
     T, C = x_TC.shape
     dx_TC, dgamma = torch.empty_like(x_TC), x_TC.new_empty(-(-T // ROWS), C)
     tensors = addresses(x_TC, gamma_C, rstd_T, dh_TC, dout_TC, dx_TC, dgamma)

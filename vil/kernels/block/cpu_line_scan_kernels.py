@@ -95,7 +95,7 @@ def project(means0, x_proj0, projected0, S, D, P):
 
 @inlined
 def add_projected_gradients(dprojected0, x_proj0, dmeans0, S, D, P, x_proj, dmeans):
-    """Add the product of the projections' gradients and x_proj (P, D) to the gradients of S means of D channels."""
+    """Add the projections' gradients times the matrix x_proj (P, D) to the gradients of S means of D channels."""
     for first in range(0, D, LANES):
         width = min(LANES, D - first)
         load_rows(x_proj0 + BYTES * first, BYTES * D, width, P, x_proj)
@@ -121,7 +121,7 @@ def compute_step_logits(step, step_proj, R, step_logits):
 
 
 def _scan_forward(N: int, rows_of_A: int, advance):
-    """Build the kernel of the projections and the scan of the means."""
+    """Build the kernel of the projections and the scan of row or column means."""
 
     def kernel(arguments):
         (

@@ -199,7 +199,7 @@ def scan(recurrence: str, means_2BSD: Tensor, weights: BlockWeights) -> tuple[Te
 def scan_backward(
     recurrence: str, dy_BSD: Tensor, saved: Saved | SavedOfClassToken, weights: BlockWeights
 ) -> Scanned:  # fmt: skip
-    """Return the gradients of the scan and of both projections, for equal gradients of both directions' outputs."""
+    """Return the gradients of the scan and of both projections, given the gradient of each direction's output."""
     (_, B, S, D), (_, _, N, R, _), new = saved.means.shape, weights.sizes(), dy_BSD.new_empty
     dmeans_2BSD, dstep_logits_2BSD = new(2, 2, B, S, D)
     dprojected_2BSP, dstep_bias = torch.empty_like(saved.projected), new(B, 2, D)
@@ -236,7 +236,7 @@ def gate(
 def gate_backward(
     dgated_BLD: Tensor, saved: Saved, uz_BLE: Tensor, scale_B: Tensor | None, tables: Tensor, duz_BLE: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write the gradient of z to `duz_BLE`, and return the gate's output and the gradient of either direction's y.
+    """Write the gradient of z to `duz_BLE`, and return the gate's output and the gradient of each direction's y.
 
     `dgated_BLD` is overwritten with the gradient of the skip connections.
     """

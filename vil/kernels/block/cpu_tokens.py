@@ -29,7 +29,7 @@ _kernel = functools.partial(kernel_of, "cpu_kernels")
 
 
 class Saved(NamedTuple):
-    """Tensors that the forward pass of a full block's mixer saves for the backward pass."""
+    """Tensors that the mixer of a block without pooling saves for the backward pass."""
 
     v: Tensor  # (2, B, L, D): convolved tokens
     projected: Tensor  # (2, T, P): outputs of x_proj
@@ -140,7 +140,7 @@ def gate(y_2BLD: Tensor, uz_BLE: Tensor, scale_B: Tensor | None) -> Tensor:
 def gate_backward(
     dgated_BLD: Tensor, y_2BLD: Tensor, uz_BLE: Tensor, scale_B: Tensor | None, duz_BLE: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write the gradient of z to `duz_BLE`. Return the gate's output, and the gradient of either direction's y."""
+    """Write the gradient of z to `duz_BLE`. Return the gate's output, and the gradient of each direction's y."""
     _, B, L, D = y_2BLD.shape
     gated_BLD, dy_BLD = torch.empty_like(dgated_BLD), torch.empty_like(dgated_BLD)
     inputs = *z_address(uz_BLE), *addresses_of_both(y_2BLD)

@@ -31,8 +31,8 @@ def gate_outproj_backward(
 ) -> Tensor:  # fmt: skip
     """Backpropagate through out_proj and the gate: write `dy_BLD` and `dz_BLD`, and return the gate's output.
 
-    The matrix product with out_proj and the gate's backward pass are one kernel if `gate_outproj_sm90.fits`, all tensors
-    are aligned, z is half of uz and dz is half of the gradient of uz.
+    The matrix product with out_proj and the gate's backward pass are one kernel if `gate_outproj_sm90.fits`, all
+    tensors are aligned, z is half of uz and dz is half of the gradient of uz.
     """
     (T, C), (_, L, D) = dout_TC.shape, mean_BLD.shape
     dout_TC = dout_TC.contiguous()

@@ -29,7 +29,8 @@ LINES = 16  # maximum number of pooled tokens of an image, because each of 8 war
 def fits(B: int, in_proj_EC: Tensor, taps: int, dtype: torch.dtype, lines: Lines) -> bool:
     """Return whether the kernel supports the sizes, dtype and GPU, and is faster than in_proj and `pool` for B images.
 
-    A multiprocessor processes one image at a time, so the last round of images must not leave many multiprocessors idle.
+    A multiprocessor processes one image at a time, so the last round of images must not leave many multiprocessors
+    idle.
     """
     (E, C), device = in_proj_EC.shape, device_of(in_proj_EC)
     shape = dtype.itemsize == 2 and C in (192, 384) and E == 4 * C and taps == 4

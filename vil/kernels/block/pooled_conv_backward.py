@@ -29,7 +29,7 @@ def pooled_conv_backward(
     u_BLD: Tensor, dy_BLD: Tensor, dmeans_2BSD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, skip_2D: Tensor,
     du_BLD: Tensor, lines: Lines,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write u's gradient to `du_BLD`, and return partial sums of the gradients of filters, biases and skips.
+    """Write u's gradient to `du_BLD`, and return partial sums of the gradients of filters, biases and skip weights.
 
     The partial sums have shape (parts, 2, K + 1, D) for filters and biases, and (parts, 2, D) for skips. Index K of
     dimension K + 1 holds the biases' gradients. `dy_BLD` is the gradient of the output, equal for both directions, and

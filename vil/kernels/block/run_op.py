@@ -66,7 +66,10 @@ def run_blocks(
 def _count(
     x_BLC: Tensor, weights: Sequence[BlockWeights], options: Sequence[Options], normed: Normed | None, keep: bool
 ) -> int:  # fmt: skip
-    """Return how many of the first blocks one call of `vil::run` can compute. `keep` is whether the first block needs gradients."""
+    """Return how many of the first blocks one call of `vil::run` can compute.
+
+    `keep` is whether the first block needs gradients.
+    """
     if normed is not None and normed.xhat.dtype != options[0].dtype:
         return 1
     first, sizes, count = options[0], weights[0].sizes(), 1

@@ -28,8 +28,8 @@ def fits(recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR:
     """Return whether `scan_image` supports the inputs and is fast for them.
 
     The kernel supports Longhorn with a 16-bit dtype, 16 states and at most `MOST_LINES` pooled tokens. D must be
-    divisible by 64, and the rank R must be divisible by 8 and at most 64. The batch must be large, because each CTA runs
-    on a single multiprocessor.
+    divisible by 64, and the rank R must be divisible by 8 and at most 64. The batch must be large, because each CTA
+    runs on a single multiprocessor.
     """
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     if recurrence != "longhorn" or means_2BSD.dtype.itemsize != 2 or P - R != 2 * STATES or S > MOST_LINES:

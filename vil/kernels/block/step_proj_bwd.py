@@ -1,4 +1,4 @@
-"""Backward pass of step_proj, the projection to step logits: one kernel if supported, otherwise matrix products by cuBLAS."""
+"""Backward pass of step_proj, the projection to step logits: one kernel, or matrix products by cuBLAS."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class BlockWeights(NamedTuple):
         )
 
     def sizes(self) -> Sizes:
-        """Return the sizes of the weights.
+        """Return the `Sizes` of the block's weights.
 
         `sizes` is a method, because torch.compile in PyTorch 2.10 does not support properties of a NamedTuple.
         """

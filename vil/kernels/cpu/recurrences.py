@@ -34,7 +34,7 @@ from .language import (
 
 
 def longhorn_update(N: int):
-    """Build the function `advance` of Longhorn's recurrence."""
+    """Build the function `advance`, which updates Longhorn's states by one token and writes y."""
 
     @inlined
     def advance(S, A, x, step_logits, k, q, skip, step_bias, step_size, drive, y):
@@ -58,7 +58,7 @@ def longhorn_update(N: int):
 
 
 def selective_update(N: int):
-    """Build the function `advance` of Mamba's recurrence."""
+    """Build the function `advance`, which updates Mamba's states by one token and writes y."""
 
     @inlined
     def advance(S, A, x, step_logits, k, q, skip, step_bias, step_size, drive, y):
@@ -77,9 +77,9 @@ def selective_update(N: int):
 
 
 def longhorn_gradients(N: int):
-    """Build the functions `again` and `back` of Longhorn's recurrence, with the residual r = x - k S (docs/kernels).
+    """Build the functions that repeat the forward scan of Longhorn's recurrence (`again`) and backpropagate (`back`).
 
-    With the step size e, `again` keeps e (2 r - x), and `back` multiplies e (2 r - x) by the state's gradient. These
+    With the residual r = x - k S (docs/kernels) and the step size e, `again` keeps e (2 r - x), and `back` multiplies e (2 r - x) by the state's gradient. These
     products sum to the gradient of k, except the gradient through k.k. The products also determine the gradient of the
     step size, because e r = (e (2 r - x) + e x) / 2.
     """

@@ -125,7 +125,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # skip calls with out=, because some PyTorch versions do not implement matrix products with out= for meta tensors
+        # skip calls with out=, because some PyTorch versions do not implement matrix products into meta tensors
         result = kwargs["out"] if "out" in kwargs else operator(*args, **kwargs)
         flat = tree_leaves(result)
         new = [i for i, t in enumerate(flat) if t.untyped_storage() not in self.numbers]

@@ -55,7 +55,7 @@ class Pointer:
         return f"{self.type} {name}"
 
     def dtype(self, macros: dict) -> torch.dtype | None:
-        """Return the tensor dtype that this parameter accepts if compiled with `macros`, or None for any dtype."""
+        """Return the tensor dtype that the parameter accepts if compiled with `macros`, or None for any dtype."""
         macro = MACROS_OF_TYPES.get(self.element)
         return DTYPES.get(self.element if macro is None else macros[macro])
 

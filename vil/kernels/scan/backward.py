@@ -55,7 +55,7 @@ class Backward:
         return max(8, N // 4)
 
     def cta(self, N: int, itemsize: int, channels: int) -> Cta:
-        """Return the `Cta` if each lane processes `channels` channels. A CTA has up to 4 warps that fit in shared memory."""
+        """Return the `Cta` if each lane processes `channels` channels. At most 4 warps share the shared memory."""
         groups, parts, tile, warps = 128 // N, N // 4, self.tile(N), 4
         row = groups * channels
         # the summands have the order of the fields of WarpMemory in backward_memory.cuh

@@ -29,7 +29,7 @@ from .forward_simt import ForwardSimt
 from .segments import SegmentGradientsMma, SegmentStates
 
 LAUNCHES = 8000  # cost in cycles of the additional kernel launches if a sequence is split into segments
-STEP_LOGITS = 8000  # cycles that the ForwardMma kernel saves, because it also computes the matrix product for step logits
+STEP_LOGITS = 8000  # cycles saved by the ForwardMma kernel, which also computes the matrix product for step logits
 PASSED = 20 / 13  # cycles of a multiprocessor to pass a state between segments: 20 bytes at 13 bytes per cycle
 
 

@@ -52,7 +52,7 @@ scan, scan_backward = torch.ops.vil.scan, torch.ops.vil.scan_backward
 def _check(
     backend, recurrence, x, step_logits, k, q, A, skip, step_bias, directions, backward=False, dy=None, states=None
 ):  # fmt: skip
-    """Raise a ValueError that names the argument that the kernels do not support."""
+    """Raise a ValueError that names the argument if the kernels do not support an argument."""
     check_choice("backend", backend, ("auto", *KERNELS))
     check_choice("recurrence", recurrence, RECURRENCES)
     check_given(x_GBLD=x, step_logits_GBLD=step_logits, k_GBLN=k, q_GBLN=q)

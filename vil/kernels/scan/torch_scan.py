@@ -3,8 +3,8 @@
 Both recurrences are diagonal and linear over tokens, S_t = decay_t * S_{t-1} + drive_t and y_t = q_t . S_t, and differ
 only in the coefficients decay and drive. A recurrence is a class that computes the coefficients and the gradients of
 the inputs, and both recurrences share the scan. Outer and matrix products of all tokens of a chunk are single PyTorch
-calls; only the states and their gradients need a loop over the tokens. `reference.py` is the reference implementation that every
-backend must reproduce.
+calls; only the states and their gradients need a loop over the tokens. `reference.py` is the reference implementation
+that every backend must reproduce.
 
     L tokens    T tokens of a chunk    S chunks    G directions    B batch    D channels    N states of a channel
 
@@ -155,7 +155,7 @@ _INPUTS = {
 
 @once_a_kind
 def _check(recurrence, q_GLBN, inputs, backward=False, dy_GLBD=None, chunk_states_GSBND=None) -> None:
-    """Raise a ValueError that names the argument that the operators do not support."""
+    """Raise a ValueError that names the argument if the operators do not support an argument."""
     check_choice("recurrence", recurrence, RECURRENCES)
     check_given(q_GLBN=q_GLBN)
     if backward:
