@@ -117,7 +117,7 @@ class Predictions:
         return np.asarray(self.correct_NMK.any(-1))
 
     def recount(self, result: Evaluation, m: int) -> Evaluation:
-        """Return the evaluation result of model `m` with images and correct predictions counted from the arrays of `self`.
+        """Return the evaluation result of model `m` with images and correct predictions counted from `self`.
 
         The loss is unchanged.
         """

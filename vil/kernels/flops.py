@@ -4,7 +4,8 @@ The FLOP count of a model does not depend on which operators the model uses.
 
 PyTorch counts only matrix products, convolutions and attention, with 2 FLOPs for a multiplication and its addition, and
 not elementwise functions. The recurrence counts as a product of coefficients and states. All operations on the G B L D
-N elements of the states count. Operations on fewer elements (step sizes, norms of keys, the skip connection) do not count. FLOPs per state element:
+N elements of the states count. Operations on fewer elements (step sizes, norms of keys, the skip connection) do not
+count. FLOPs per state element:
 
     forward, 7    decay 1 - eps k^2 or exp(A dt) (2), drive k (eps x) or b (dt x) (1), decay S + drive (2), q S (2)
     backward      q dy plus gradients from later tokens (3), gradients of q (2), decay (1), drive (2) and key (2); via

@@ -41,7 +41,7 @@ def set_fused(enable: bool) -> None:
 
 
 def register(mixer: type[nn.Module], classes: Sequence[type]) -> None:
-    """Declare that the fused kernels support blocks with the class `mixer` if a block's modules have exactly `classes`."""
+    """Declare that the fused kernels support a block with the class `mixer` if its modules have exactly `classes`."""
     _classes[mixer] = list(classes)
 
 

@@ -38,7 +38,7 @@ def decode_in_sandbox(data: bytes, is_upright: bool = False) -> Image.Image:
 
 @functools.cache
 def sandbox_of(process_id: int) -> Sandbox:
-    """Return the sandbox of the process with the id `process_id`. A forked process does not share the sandbox of its parent."""
+    """Return the sandbox of a process. A forked process does not share the sandbox of its parent."""
     sandbox = Sandbox()
     atexit.register(sandbox.close)
     return sandbox

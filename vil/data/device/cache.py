@@ -62,7 +62,7 @@ class DecodedCache:
         return tasks
 
     def get(self, indices: np.ndarray, versions: np.ndarray) -> DecodedImages:
-        """Return cached images by index. An image is missing if the cache lacks the given version (N, 2) of its file."""
+        """Return cached images by index. An image is missing if the cache lacks the version (N, 2) of its file."""
         images = DecodedImages.missing(len(indices))
         are_current = (self.versions[indices] == versions).all(axis=1)
         images[are_current] = self.images[indices[are_current]]

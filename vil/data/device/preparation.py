@@ -74,7 +74,7 @@ class Preparation:
         return images
 
     def _originals(self, batch: EncodedBatch, files: np.ndarray) -> DecodedImages:
-        """Return the untransformed images of files, from the cache or the decoder. The image of a rejected file is missing."""
+        """Return untransformed images from the cache or the decoder. The image of a rejected file is missing."""
         records = batch.files[files]
         originals = self.cache.get(records["index"], records["version"])
         new = np.flatnonzero(~originals.are_present & (records["bytes"] > 0))

@@ -133,7 +133,7 @@ def _norm(x_TC: Tensor, gamma_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _norm_backward(
     x_TC: Tensor, gamma_C: Tensor, rstd_T: Tensor, dh_TC: Tensor, dout_TC: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the norm's weight gamma, given the gradients of the norm and of the residual stream."""
+    """Return the gradients of x and of the weight gamma, given the gradients of the norm and of the residual stream."""
     T, C = x_TC.shape
     dx_TC, dgamma = torch.empty_like(x_TC), x_TC.new_empty(-(-T // ROWS), C)
     tensors = addresses(x_TC, gamma_C, rstd_T, dh_TC, dout_TC, dx_TC, dgamma)

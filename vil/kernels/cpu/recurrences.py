@@ -79,9 +79,9 @@ def selective_update(N: int):
 def longhorn_gradients(N: int):
     """Build the functions that repeat the forward scan of Longhorn's recurrence (`again`) and backpropagate (`back`).
 
-    With the residual r = x - k S (docs/kernels) and the step size e, `again` keeps e (2 r - x), and `back` multiplies e (2 r - x) by the state's gradient. These
-    products sum to the gradient of k, except the gradient through k.k. The products also determine the gradient of the
-    step size, because e r = (e (2 r - x) + e x) / 2.
+    With the residual r = x - k S (docs/kernels) and the step size e, `again` keeps e (2 r - x), and `back` multiplies e
+    (2 r - x) by the state's gradient. These products sum to the gradient of k, except the gradient through k.k. The
+    products also determine the gradient of the step size, because e r = (e (2 r - x) + e x) / 2.
     """
 
     @inlined

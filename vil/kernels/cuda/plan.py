@@ -1,9 +1,9 @@
 """Recording of a function's CUDA launches and PyTorch operators, and replay with little host overhead.
 
 A function that reads sizes, allocates, takes views, computes matrix products and launches kernels repeats the same
-steps for tensors of equal shapes, strides, dtypes, device and alignment. Therefore the first call for such tensors records the
-steps (recording.py), and every call replays the recorded steps with the addresses of its own tensors. If the addresses
-are those of earlier calls, a CUDA graph replays all steps at once (graphs.py).
+steps for tensors of equal shapes, strides, dtypes, device and alignment. Therefore the first call for such tensors
+records the steps (recording.py), and every call replays the recorded steps with the addresses of its own tensors. If
+the addresses are those of earlier calls, a CUDA graph replays all steps at once (graphs.py).
 
     forward = planned()(forward)
 
