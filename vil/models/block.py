@@ -74,7 +74,7 @@ class TokenConv1d(nn.Conv1d):
 
 
 def sum_of_taps(u_BLD: Tensor, weight_D1K: Tensor, bias_D: Tensor | None, reverse: bool) -> Tensor:
-    """Compute the depthwise convolution of tokens as a sum of products of a weight and shifted tokens.
+    """Compute the depthwise convolution of tokens as a sum of elementwise products of weights and shifted tokens.
 
     The sum replaces `F.conv2d` in compiled CPU code, because TorchInductor can fail to compile a model that has
     convolutions and a dynamic batch size.

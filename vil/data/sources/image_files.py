@@ -60,7 +60,7 @@ def list_images(
 
 
 class _Found:
-    """Image files, links and other files that a search through folders has found."""
+    """Image files and links that a search through folders has found, and counts of files that are not images."""
 
     def __init__(self, folder: str):
         self.root = os.path.realpath(folder)

@@ -38,7 +38,7 @@ def block(
         y_BMC = _Block.apply(options, x_BLC, scale_B, *weights.flat())
     else:
         y_BMC, *_ = _forward(options, x_BLC, scale_B, weights, keep=False)
-    # a full block computes all tokens, so select the tokens to return
+    # a block without pooling computes all tokens, so select the tokens to return
     return y_BMC if options.lines else Tokens(x_BLC.shape[1], options.class_token_only).outputs(y_BMC), None
 
 
