@@ -107,7 +107,7 @@ UNSUPPORTED = {
     "warmup_prefix": False,
 }
 
-# timm option -> timm options that have no effect unless this option is set
+# timm option -> timm options that have no effect unless the first option is set
 ONLY_WITH = {
     "bce_loss": ["bce_pos_weight"],
     "clip_grad": ["clip_mode"],

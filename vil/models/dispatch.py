@@ -269,5 +269,5 @@ def path_scale(block: nn.Module, x_BLC: Tensor) -> Tensor | None:
     if not 0 < drop.drop_prob < 1 or not drop.scale_by_keep:
         return drop(x_BLC.new_ones(x_BLC.shape[0]))
     keep = 1 - drop.drop_prob
-    # The operators below compute the same as timm's DropPath in half the host time.
+    # `bernoulli_` and `div_` compute the same as timm's DropPath in half the host time.
     return x_BLC.new_empty(x_BLC.shape[0]).bernoulli_(keep).div_(keep)

@@ -13,7 +13,7 @@ from .meter import EpochMeter, Times
 
 _logger = logging.getLogger(__name__)
 
-IDLE = 0.02  # share of the time; if the host waits less for the GPU, the GPU is assumed to wait for the host
+IDLE = 0.02  # the GPU is assumed to wait for the host if the host waits for the GPU for less than IDLE of the time
 
 
 @dataclass

@@ -34,7 +34,7 @@ from ..weight_files import BrokenCheckpointError
 FINETUNE = Path(__file__).parents[1] / "configs" / "finetune.yaml"
 MODEL = "vil_tiny_pooled"
 PACKAGED_WIDTH, PACKAGED_DEPTH = 192, 24  # embed_dim and depth of the weights in the package
-MOST_IMAGES = 100_000  # with more training images, a run uses the default recipe, and random weights if none are given
+MOST_IMAGES = 100_000  # a run with more training images uses the default recipe, and random weights if none are given
 
 BATCH_SIZES = (4, 8, 16, 32)
 STEPS_PER_EPOCH = 12  # minimum number of steps per epoch, if the smallest batch size permits

@@ -250,8 +250,8 @@ ZERO, ONE, TWO, HALF = np.float32(0), np.float32(1), np.float32(2), np.float32(0
 LOG2_E, LN_2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
 _SMALLEST, _LARGEST, _INFINITE = np.float32(-126), np.float32(126), np.float32(128)
 _INFINITY = np.float32(np.inf)
-_HALF_LARGEST = np.float32(62)  # the product of two powers of 2 up to this exponent has a normal reciprocal
-_ROUND = np.float32(1.5 * 2**23)  # adding this number to a float rounds the float to an integer
+_HALF_LARGEST = np.float32(62)  # the product of two powers of 2 with exponents up to 62 has a normal reciprocal
+_ROUND = np.float32(1.5 * 2**23)  # adding `_ROUND` to a float rounds the float to an integer
 _POWERS = [np.float32(np.log(2) ** i / np.prod(range(1, i + 1))) for i in range(1, 7)]
 _P1, _P2, _P3, _P4, _P5, _P6 = _POWERS  # coefficients of 2^f for |f| <= 1/2, with a relative error of about 2e-7
 _A3, _A5, _A7, _A9, _A11, _A13 = [np.float32(1 / i) for i in (3, 5, 7, 9, 11, 13)]
@@ -303,9 +303,9 @@ def softplus(x):
     return (ZERO if x < ZERO else x) + TWO * s * series
 
 
-# let LLVM inline these functions, because Numba's own inlining takes up to twice as long in large kernels
+# LLVM inlines `inlined` functions, because Numba's own inlining takes up to twice as long in large kernels
 inlined = njit(error_model="numpy", fastmath=FAST, forceinline=True)
-# let Numba inline functions with loops over several arrays, so that LLVM knows that the arrays do not overlap
+# Numba inlines `spliced` functions, so that LLVM knows that the arrays in their loops do not overlap
 spliced = njit(error_model="numpy", fastmath=FAST, inline="always")
 
 

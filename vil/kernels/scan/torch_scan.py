@@ -28,7 +28,8 @@ from ..checks import check, check_choice, check_given, once_a_kind, refuse_secon
 
 # number of tokens per chunk; forward saves the state before each chunk, and backward recomputes all other states
 CHUNK = 16
-# The batch is processed in slices of one image or of up to this many state elements, so that buffers stay in CPU cache.
+# The batch is processed in slices of one image or of up to SLICE_ELEMENTS state elements, so that buffers stay in the
+# CPU cache.
 # PyTorch processes slices of 2^15 elements in one thread, which is faster than synchronizing several threads.
 SLICE_ELEMENTS = 2**15
 
