@@ -27,7 +27,7 @@ from .run_info import RunInfo
 
 _logger = logging.getLogger(__name__)
 
-# A run with more than MOST_IMAGES validation images writes no report, because evaluating best.pt once more would take long.
+# A run with more than MOST_IMAGES validation images writes no report, because evaluating best.pt again would take long.
 MOST_IMAGES = 10_000
 MOST_CLASSES = 200  # maximum number of classes of a run that writes a report
 

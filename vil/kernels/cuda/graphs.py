@@ -23,7 +23,7 @@ import torch
 
 _logger = logging.getLogger(__name__)
 
-SIGHTINGS = 3  # the third call with the same addresses captures a graph
+SIGHTINGS = 3  # the SIGHTINGS-th call with the same addresses captures a graph
 GRAPHS = 256  # maximum number of graphs per plan
 KEYS = 4096  # maximum number of sets of addresses per plan whose calls are counted
 
