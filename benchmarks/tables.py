@@ -221,7 +221,7 @@ TABLES = {
 
 
 def renewed(page: str) -> str:
-    """Regenerate all tables of a Markdown page that follow a comment `<!-- table: NAME -->`."""
+    """Return a Markdown page with all tables regenerated that follow a comment `<!-- table: NAME -->`."""
     pattern = r"(<!-- table: ([\w ]+) -->\n)(?:\|.*\n)*"
     return re.sub(pattern, lambda found: found[1] + TABLES[found[2]](), page)
 

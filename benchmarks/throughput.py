@@ -157,7 +157,7 @@ def save(path: Path, results: list[list[Result]], device: torch.device) -> None:
 
 
 def measure(model: str, case: Case, modes: list[str], device: torch.device) -> list[Result]:
-    """Measure a model for one task, image size and batch size in each of `modes`, such as eager or compiled."""
+    """Measure a model's throughput and memory for one benchmark case in each of `modes`, such as eager or compiled."""
     results = []
     for compiled in (False, True):
         step = None

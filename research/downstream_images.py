@@ -108,7 +108,7 @@ def splits(name: str, files: dict[str, str]) -> dict[str, str]:
 
 
 def files_of(repository: Path) -> dict[str, str]:
-    """Return the git blob of each JPEG and PNG file of the repository, by path."""
+    """Return a dict from the path of each JPEG and PNG file of the repository to the file's git blob."""
     listed = (line.split("\t") for line in git(repository, "ls-tree", "-r", "-z", "HEAD").decode().split("\0") if line)
     return {path: head.split()[2] for head, path in listed if path.lower().endswith((".jpg", ".jpeg", ".png"))}
 

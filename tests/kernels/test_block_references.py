@@ -168,7 +168,7 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
             close(value, truth, dtype, "norm")
 
 
-# In these cases (B, L, C, multiprocessors), a warp group processes 50, 50, 35, 2 and 33 tokens per round.
+# In the cases (B, L, C, multiprocessors), a warp group processes 50, 50, 35, 2 and 33 tokens per round.
 GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (5, 83, 192, 9), (3, 3, 192, 12), (1, 65, 384, 1)]
 
 
