@@ -4,8 +4,8 @@
 
 Existing files in the folder are reused. In each round, every file of a runtime processes three batches and the last
 batch is timed, so that other load of the machine affects all files equally. With --cpu-time, the CPU time of all
-threads is measured, on which other processes have less influence. The program reports the minimum and the
-median time over the rounds, and the ratio of the minimum to the minimum of the DeiT of the same size.
+threads is measured, on which other processes have less influence. The program reports the minimum and the median
+time over the rounds, and the ratio of the minimum to the minimum of the DeiT of the same size.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ class Training:
     def _tried(self, step: Callable[[], None]) -> Callable[[], None]:
         """Warm up a training step, and return the step, or on a GPU a replay of its CUDA graph.
 
-        The warm-up steps have a learning rate of 0, so they do not change the weights. This method
-        resets the optimizer state, and `begin_epoch` resets the sums over steps.
+        The warm-up steps have a learning rate of 0, so they do not change the weights. `_tried` resets the optimizer
+        state, and `begin_epoch` resets the sums over steps.
         """
         step()
         if self.device.type == "cuda":

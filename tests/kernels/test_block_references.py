@@ -101,7 +101,7 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
 @NVRTC
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_the_backward_scan_of_lines_spills_few_registers(arch):
-    """scan_lines_bwd spills at most 32 registers. With 15 lines, it spills no register inside the loop over lines."""
+    """scan_lines_bwd spills at most 32 registers, and with 15 lines none inside the loop over lines."""
     sizes = ((15, 384, 16), (16, 768, 24), (15, 1536, 48, 4), (15, 768, 24))
     macros = [scan_lines_bwd.macros_of(torch.bfloat16, *size) for size in sizes]
     assert_no_spills([(scan_lines_bwd.SOURCE, arch, m) for m in macros], allowed=128)

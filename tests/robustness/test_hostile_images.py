@@ -1190,7 +1190,7 @@ def test_the_cpu_decodes_images_that_the_device_rejects_or_decodes_to_another_si
 
 
 def test_large_images_and_jpegs_with_two_frame_sizes_are_decoded_by_workers(monkeypatch):
-    """Workers decode these JPEGs, because a device's decoder may allocate memory for a size that a header claims."""
+    """Workers decode JPEGs of large or two frame sizes, because a device may allocate memory for a claimed size."""
     large = encode(Image.new("L", (4100, 4100)), "JPEG")
     for content, on_device in ((SMALL_JPEG, True), (large, False), (large_header(SMALL_JPEG, 9000, 9000, 2), False)):
         *_, reader = readers(Rows(content, encode(RGB, "PNG")))

@@ -51,7 +51,7 @@ def test_pixels_equal_pillows_up_to_rounding(mode, subsampling):
 def test_decoding_waits_for_queued_kernels_that_read_the_memory():
     device, file, size = torch.device("cuda", 0), bytes_of(encode(picture(0, "RGB", (1200, 900)))), 3 * 1200 * 900
     decode = JpegDecoder(device)
-    with torch.cuda.stream(torch.cuda.Stream()):  # unlike the default stream, does not wait for other streams
+    with torch.cuda.stream(torch.cuda.Stream()):  # unlike the default stream, this stream waits for no other
         decode([file])
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
