@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def make_data(folder: Path, images: int, validation_images: int, distinct: int) -> Path:
-    """Create a data set with ImageNet's layout. Write `distinct` files, and hard-link each image to a file."""
+    """Create a data set with ImageNet's layout. Each image is a hard link to one of `distinct` files."""
     files = [folder / "files" / f"{i}.jpg" for i in range(distinct)]
     files[0].parent.mkdir(parents=True)
     with Pool() as pool:
@@ -86,7 +86,7 @@ def write_image(seed: int, path: Path) -> None:
 
 
 def measure(config: str, gpus: int, data_dir: Path, options, passed_on: list[str], folder: Path) -> None:
-    """Measure a config on this number of GPUs and print a line of the table."""
+    """Measure the training of a config on `gpus` GPUs, and print a row of the table of throughput."""
     start, name = training(gpus, ROOT / "configs" / f"{config}.yaml"), f"{config}-{gpus}"
     files = [*start, "--data-dir", str(data_dir), "--output", str(folder), *passed_on]
     noise = [*start, "--synthetic", str(options.images // 2), "--output", str(folder), *passed_on]
@@ -110,7 +110,7 @@ def training(gpus: int, config: Path | str) -> list[str]:
 
 
 def last_epoch(command: list[str], folder: Path) -> dict[str, str]:
-    """Run the command and return the last row of the run's summary."""
+    """Run a training command, and return the last row of the run's summary.csv."""
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{' '.join(command)}:\n{result.stderr[-3000:]}")

@@ -4,8 +4,8 @@
 
 Existing files in the folder are reused. In each round, every file of a runtime processes three batches and the last
 batch is timed, so that other load of the machine affects all files equally. With --cpu-time, the CPU time of all
-threads is measured, on which other processes have less influence. The program reports minimum and median over the
-rounds, and the ratio of the minimum to that of the DeiT of the same size.
+threads is measured, on which other processes have less influence. The program reports the minimum and the median
+time over the rounds, and the ratio of the minimum to the minimum of the DeiT of the same size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMATS = ("onnx", "pt2")
 
 
 def runner(path: Path, name: str, threads: int, batch: int):
-    """Return a function that runs the file on a batch of random images."""
+    """Return a function that runs the exported model in the file `path` on a batch of random images."""
     images = torch.randn(batch, *timm.get_pretrained_cfg(name).input_size)
     if path.suffix == ".pt2":
         module = torch.export.load(path).module()

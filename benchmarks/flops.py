@@ -3,8 +3,8 @@
     python benchmarks/flops.py [--models vil_tiny deit_tiny_patch16_224] [--img-size 224]
 
 GFLOPs are counted by FlopCounterMode with the convention of vil/kernels/flops.py: 2 for a multiplication and its
-addition. GMACs are half of the GFLOPs, as in timm's tables. One column counts 9 FLOPs for each element of state, as
-VMamba and similar papers do. Activations are the output elements of products, convolutions and scans.
+addition. GMACs are half of the GFLOPs, as in timm's tables. One column counts 9 FLOPs for each element of a scan's
+state, as VMamba and similar papers do. Activations are the output elements of matrix products, convolutions and scans.
 """
 
 from __future__ import annotations

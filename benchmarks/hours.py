@@ -6,7 +6,7 @@
 
 Each phase is trained on synthetic data for two epochs, and the second epoch is measured. A recipe's hours include all
 its epochs, each with the complete batches of 1,281,167 training images and with 50,000 validation images. Data loading
-is not included. The last columns compare with the first recipe, in total and for each epoch.
+is not included. The last two columns give the GPU hours relative to the first recipe, in total and per epoch.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def beside_compiled() -> str:
 
 
 def sizes() -> str:
-    """Tabulate the unpooled models of the package, with GFLOPs from the table in docs/architecture.md."""
+    """Tabulate the size, training throughput, weights and published top-1 of the unpooled models of the package."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     measured = {r["model"]: r for r in measured_models() if (r["task"], r["img_size"]) == ("train", 224)}
     rows = []
@@ -188,7 +188,7 @@ def tiny_imagenet_top1(model: str, study: str, column: int) -> str:
 
 
 def results_of_tiny_models() -> str:
-    """Tabulate the test top-1 on Tiny ImageNet after training from scratch."""
+    """Tabulate the test top-1 on Tiny ImageNet of tiny models that were trained from scratch."""
     rows = [
         [label, tiny_imagenet_top1(name, "photographs", 4), tiny_imagenet_top1(name, "literature", 2)]
         for label, name in (
@@ -221,7 +221,7 @@ TABLES = {
 
 
 def renewed(page: str) -> str:
-    """Regenerate all tables of a Markdown page that follow a comment `<!-- table: NAME -->`."""
+    """Return a Markdown page with all tables regenerated that follow a comment `<!-- table: NAME -->`."""
     pattern = r"(<!-- table: ([\w ]+) -->\n)(?:\|.*\n)*"
     return re.sub(pattern, lambda found: found[1] + TABLES[found[2]](), page)
 

@@ -157,7 +157,7 @@ def save(path: Path, results: list[list[Result]], device: torch.device) -> None:
 
 
 def measure(model: str, case: Case, modes: list[str], device: torch.device) -> list[Result]:
-    """Measure a model for one task, image size and batch size in each of `modes`, such as eager or compiled."""
+    """Measure a model's throughput and memory for one benchmark case in each of `modes`, such as eager or compiled."""
     results = []
     for compiled in (False, True):
         step = None
@@ -275,14 +275,14 @@ def best_of(results: list[Result]) -> Result | None:
 
 
 def row(results: list[Result]) -> str:
-    """Format a line of the table of throughput."""
+    """Format a row of the table of throughput and memory."""
     model, case, best = results[0].model, results[0].case, best_of(results)
     cells = [str(case), model, *(r.cell() for r in results), best.mode if best else "-"]
     return f"| {' | '.join(cells)} |"
 
 
 def profile_row(results: list[Result]) -> str:
-    """Format a line of the table of kernels."""
+    """Format a row of the table of GPU time by kernel group."""
     model, case, best = results[0].model, results[0].case, best_of(results)
     times = best.kernel_ms if best and best.kernel_ms else {}
     cells = [str(case), model, best.mode if best else "-"]

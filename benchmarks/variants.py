@@ -64,7 +64,7 @@ class Variant(NamedTuple):
 
     instead: str  # description of the kernels that run without the variant
     without: Callable[[], contextlib.AbstractContextManager]  # context in which models do not use the variant
-    cases: dict[str, list[str]]  # cases by model
+    cases: dict[str, list[str]]  # benchmark cases by model
 
 
 def no(*_, **__) -> bool:
@@ -199,7 +199,7 @@ def scan_backends(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def scans_by(backend: str) -> Iterator[None]:
-    """Make all models use this scan backend within the context."""
+    """Make all models use the scan backend `backend` within the context."""
     with mock.patch.object(backends, "_backend_for", return_value=backend):
         scan_op._module.cache_clear()
         yield
@@ -222,7 +222,7 @@ def cpu_variants(device: torch.device) -> None:
 
 
 def cpu_seconds(model: str, case: Case, device: torch.device, fused: bool, backend: str) -> float:
-    """Return the CPU time per step, as the minimum over several steps."""
+    """Return the CPU seconds of a model's step in fp32, as the minimum over CPU_ROUNDS steps."""
     set_fused(fused)
     times = []
     with scans_by(backend):

@@ -1,10 +1,11 @@
 """SiLU of a causal depthwise convolution over tokens, by one Triton kernel for forward and one for backward.
 
-Compiled shifted products would write a padded copy of the sequence and read the copy once per tap. In the kernels of
-this file, a warp processes a strip of TOKENS consecutive tokens and CHANNELS channels. Every element is read once,
-except K - 1 tokens at the ends of a strip. Neighbouring tokens and the sums of the weight gradients stay in registers.
-The loop over tokens is unrolled after the loads, so that all loads are in flight at once. The weights are stored as
-(taps, channels), so that neighbouring threads read neighbouring elements; strided loads would take most of the time.
+The fallback `silu_of_shifted_products` writes a padded copy of the sequence and reads the copy once per tap. In the
+kernels of this file, a warp processes a strip of TOKENS consecutive tokens and CHANNELS channels. Every element is read
+once, except K - 1 tokens at the ends of a strip. Neighbouring tokens and the sums of the weight gradients stay in
+registers. The loop over tokens is unrolled after the loads, so that all loads are in flight at once. The weights are
+stored as (taps, channels), so that neighbouring threads read neighbouring elements; strided loads would take most of
+the time.
 `TRITON_INTERPRET=1` runs the kernels on a CPU.
 
     B batch    T tokens    D channels    K taps

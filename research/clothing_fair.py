@@ -209,7 +209,7 @@ def rates_to_try(rows: Rows, way: Way) -> Sequence[float]:
 
 
 def own(rows: Rows, way: Any, rehearse: bool) -> Rows:
-    """Return the runs of a method, which is a named tuple."""
+    """Return the runs of the method `way` (a named tuple) whose field `rehearse` has the given value."""
     settings = way._asdict() | dict(rehearse=rehearse)
     return [row for row in rows if all(row[name] == value for name, value in settings.items())]
 

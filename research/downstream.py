@@ -45,11 +45,11 @@ EPOCHS = {"clothing": 100, "groceries": 80, "caltech101": 80, "aid": 100, "pacs"
 SMALL = "vil_small_pooled"
 NAMES = {POOLED: "pooled ViL", DEIT: "DeiT", SMALL: "small pooled ViL"}
 OLD, NEW = "old weights", "new weights"
-WEIGHTS = {(POOLED, OLD): "vil_tiny_pooled_photographs"}  # names of the files
+WEIGHTS = {(POOLED, OLD): "vil_tiny_pooled_photographs"}  # names of the weights files without extension
 WEIGHTS |= {(model, NEW): f"{model}.tiny_mini_in275" for model in (POOLED, DEIT, SMALL)}
 FIRST_RATES = {POOLED: RATES[2:5], DEIT: RATES[1:4], SMALL: RATES[1:4]}
 COMPARED = ((POOLED, SCRATCH), (POOLED, OLD), (POOLED, NEW), (DEIT, NEW))
-STARTS = (*COMPARED, (DEIT, SCRATCH), (SMALL, NEW))  # the last two methods are trained without a test
+STARTS = (*COMPARED, (DEIT, SCRATCH), (SMALL, NEW))  # no significance test includes the last two methods
 
 
 class Way(NamedTuple):
@@ -112,7 +112,7 @@ def digests(folder: Path) -> list[str]:
 
 
 def clothing_runs() -> list[dict[str, Any]]:
-    """Return the runs of the clothing study that this study contains too, as rows of this study."""
+    """Return the runs of the clothing study (clothing_fair.json) that this study reuses, as rows of this study."""
     study = json.loads((ROOT / "research" / "results" / "clothing_fair.json").read_text())
     starts = {(POOLED, SCRATCH): SCRATCH, (POOLED, FINE_TUNED): OLD, (DEIT, SCRATCH): SCRATCH}
     rows = []

@@ -29,7 +29,7 @@ from typing import Any
 from research.clothing_images import shrunk
 from research.tiny_imagenet import PART_MEGABYTES, SEED, contents, git, pack
 
-SPLITS = ("test", "validation", "train")  # the first split that has an image keeps the image
+SPLITS = ("test", "validation", "train")  # an image that is in several splits stays only in the first of them
 TEST_DOMAIN = "sketch"  # domain of PACS that is left out of training
 
 
@@ -46,7 +46,7 @@ def caltech101(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def groceries(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the images of the official splits. Of the hierarchical classes, the finest ones are used."""
+    """Yield the output path and the path of each image of the official splits. Classes are the deepest folders."""
     for path in map(PurePosixPath, paths):
         if path.parts[0] == "dataset" and path.parts[1] in ("train", "val", "test"):
             split = {"val": "validation"}.get(path.parts[1], path.parts[1])
@@ -54,7 +54,7 @@ def groceries(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def pacs(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the images of TEST_DOMAIN for testing, and a tenth of the images of other domains for validation."""
+    """Yield TEST_DOMAIN for testing, a tenth of the other domains for validation, and the rest for training."""
     kept = (path for path in paths if path.startswith("PACS/"))
     for (domain, label), own in grouped(kept, lambda path: path.parts[1:3]).items():
         for i, path in enumerate(own):
@@ -81,7 +81,7 @@ DATA_SETS = {function.__name__: function for function in (caltech101, groceries,
 
 
 def grouped(paths: Iterable[str], key: Callable[[PurePosixPath], Any]) -> dict[Any, list[PurePosixPath]]:
-    """Return the paths by `key`, sorted by `rank`."""
+    """Group the paths by `key`. Groups are sorted by key, and the paths of each group by `rank`."""
     groups = defaultdict(list)
     for path in map(PurePosixPath, paths):
         groups[key(path)].append(path)
@@ -89,7 +89,7 @@ def grouped(paths: Iterable[str], key: Callable[[PurePosixPath], Any]) -> dict[A
 
 
 def rank(path: PurePosixPath) -> bytes:
-    """Return the SHA-256 of the seeded file name."""
+    """Return the SHA-256 of the seed and the file name, by which the images of a class are sorted."""
     return hashlib.sha256(f"{SEED} {path.name}".encode()).digest()
 
 
@@ -108,7 +108,7 @@ def splits(name: str, files: dict[str, str]) -> dict[str, str]:
 
 
 def files_of(repository: Path) -> dict[str, str]:
-    """Return the git blob of each JPEG and PNG file of the repository, by path."""
+    """Return a dict from the path of each JPEG and PNG file of the repository to the file's git blob."""
     listed = (line.split("\t") for line in git(repository, "ls-tree", "-r", "-z", "HEAD").decode().split("\0") if line)
     return {path: head.split()[2] for head, path in listed if path.lower().endswith((".jpg", ".jpeg", ".png"))}
 

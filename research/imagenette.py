@@ -98,12 +98,12 @@ def own(rows: Rows, model: str, rehearse: bool) -> Rows:
 
 
 def tried(rows: Rows, model: str) -> dict[float, float]:
-    """Return the top-1 on the held-out training images by learning rate."""
+    """Return a model's top-1 on the held-out training images by learning rate."""
     return {row["setting"]: row["top1"] for row in sorted(own(rows, model, True), key=lambda row: row["setting"])}
 
 
 def rates_to_try(rows: Rows, model: str) -> Sequence[float]:
-    """Return the learning rates FIRST_RATES, and one more rate if the lowest or highest of FIRST_RATES is the best."""
+    """Return the learning rates to try: FIRST_RATES, and one more if the lowest or highest of FIRST_RATES is best."""
     found = tried(rows, model)
     if not all(rate in found for rate in FIRST_RATES):
         return FIRST_RATES
@@ -112,7 +112,7 @@ def rates_to_try(rows: Rows, model: str) -> Sequence[float]:
 
 
 def chosen(rows: Rows, model: str) -> float | None:
-    """Return the best learning rate (the lowest on ties), or None if a learning rate has not been tried yet."""
+    """Return a model's best learning rate (the lowest on ties), or None if a learning rate has not been tried yet."""
     found = tried(rows, model)
     if not all(rate in found for rate in rates_to_try(rows, model)):
         return None
@@ -120,13 +120,13 @@ def chosen(rows: Rows, model: str) -> float | None:
 
 
 def by_seed(rows: Rows, model: str) -> BySeed:
-    """Return the top-1 on the official validation images by seed, or {} if a seed is missing."""
+    """Return a model's top-1 on the official validation images by seed, or {} if a seed is missing."""
     found = {row["seed"]: row["top1"] for row in sorted(own(rows, model, False), key=lambda row: row["seed"])}
     return found if [*found] == [*SEEDS[model]] else {}
 
 
 def rates_table(rows: Rows) -> str:
-    """Return a Markdown table of the top-1 on the held-out training images by learning rate."""
+    """Return a Markdown table of the top-1 on held-out training images by model and learning rate."""
     table = [["model", *(f"{rate:g}" for rate in RATES), "chosen"]]
     for model in SEEDS:
         found, rate = tried(rows, model), chosen(rows, model)
@@ -136,7 +136,7 @@ def rates_table(rows: Rows) -> str:
 
 
 def models_table(rows: Rows) -> str:
-    """Return a Markdown table of the test accuracy of each model that has all seeds."""
+    """Return a Markdown table of each model's runs and their duration, with test top-1 if the model has all seeds."""
     table = [["model", "learning rate", "runs", "top-1 %, mean ± deviation", "seeds", "minutes of a run"]]
     for model in SEEDS:
         runs, rate, top1 = own(rows, model, False), chosen(rows, model), by_seed(rows, model)

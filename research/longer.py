@@ -25,8 +25,8 @@ from vil.evaluation.markdown import markdown_table
 POOLED, VIL, VIM, DEIT = TINY = ["vil_tiny_pooled", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]
 PUBLISHED = "published_vit"  # DeiT-tiny with the initialization and the stochastic depth of a published ViT
 MODELS = [*TINY, PUBLISHED]
-COMPARED = ((POOLED, VIL), (POOLED, DEIT), (POOLED, PUBLISHED))  # the tested differences
-ESTIMATED = ((VIL, VIM),)  # differences without a test, for which three seeds are too few
+COMPARED = ((POOLED, VIL), (POOLED, DEIT), (POOLED, PUBLISHED))  # pairs of models that the significance tests compare
+ESTIMATED = ((VIL, VIM),)  # pairs without a significance test, because three seeds are too few
 RATES = (7.5e-4, 1.5e-3, 3e-3)
 SEEDS = dict.fromkeys(MODELS, range(4)) | dict.fromkeys((VIL, VIM), range(3))
 OPTIONS = {"rates": ["--epochs", "10", "--warmup-epochs", "1"], "seeds": []}

@@ -95,7 +95,7 @@ def rate_stages(runs: Runs, models: Sequence[str], rates: Sequence[float]) -> It
 
 
 def best_rates(runs: Runs, models: Sequence[str]) -> dict[str, float]:
-    """Return the learning rate with the best validation top-1 (the lowest on ties) by model."""
+    """Return a dict from model to the learning rate with the best validation top-1 (the lowest on ties)."""
     return {model: max(found, key=found.__getitem__) for model, found in accuracy_by_rate(runs, models).items()}
 
 
@@ -212,7 +212,7 @@ class Study:
         return True
 
     def add(self, cell: Cell, run: dict[str, Any]) -> None:
-        """Add a finished run and write all results."""
+        """Add a finished run, with its test predictions if the run is reported, and write all results."""
         with self.lock:
             if cell.stage == "seeds" and "diverged" not in run:
                 self.parts.append(seeds.judge(self.options.folder / cell.place, [run], self.splits[2]))
@@ -252,7 +252,7 @@ def read(results: Path) -> tuple[Runs, Judged | None]:
 def rates_table(
     runs: Runs, models: Sequence[str] = MODELS, first_rates: Sequence[float] = RATES, plan: Plan = stages
 ) -> str:
-    """Return a Markdown table of the validation top-1 by model and learning rate."""
+    """Return a Markdown table of the validation top-1 by model and learning rate, and of the chosen learning rates."""
     found = accuracy_by_rate(runs, models)
     rates = sorted({*first_rates, *(rate for by_rate in found.values() for rate in by_rate)})
     table = [["model", *(f"{rate:g}" for rate in rates), "chosen"]]
@@ -278,7 +278,7 @@ def images_per_second(runs: Runs) -> dict[str, float]:
 
 
 def models_table(runs: Runs, judged: Judged | None) -> str:
-    """Return a Markdown table of the models' training costs, with test accuracies if all stages are complete."""
+    """Return a Markdown table of each model's runs and training costs, with accuracies if all stages are complete."""
     top1 = top1_of_test(runs, judged)
     table = [["model", "parameters", "learning rate", "runs", "test top-1 %, mean ± deviation", "seeds",
               "selection split %", "selection split, EMA %", "GPU minutes of training", "images/s"]]  # fmt: skip
@@ -305,7 +305,8 @@ def models_table(runs: Runs, judged: Judged | None) -> str:
 def differences_table(runs: Runs, judged: Judged | None) -> str:
     """Return a Markdown table that compares ViL and ViM, pooled ViL and ViL, and ViL and DeiT by test accuracy.
 
-    The cells are `-` until all runs that precede the extensions are finished.
+    The cells are `-` until all runs that precede the extensions are finished. Each complete extension adds a row for
+    ViL and ViM.
     """
     top1 = top1_of_test(runs, judged)
     table = [["model", "minus", "points (95% interval)", "half-width", "p (Welch)", "p (Holm)", f"within ±{MARGIN:g}"]]

@@ -57,10 +57,10 @@ class Judged:
 
 
 def joined(parts: list[Judged], runs: list[str]) -> Judged:
-    """Concatenate the predictions of different runs for the same images, and sort them in the order of `runs`.
+    """Join the predictions of different runs for the same images, with the runs in the order of `runs`.
 
     Raises:
-        SystemExit: The parts have different images, or a run has no predictions.
+        SystemExit: The parts have different images or classes of images, or a run has no predictions.
     """
     for part in parts[1:]:
         if part.images != parts[0].images or not np.array_equal(part.targets_N, parts[0].targets_N):

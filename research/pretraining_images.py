@@ -42,10 +42,10 @@ SAME_EDGES = 0.65  # smallest correlation of the differences of adjacent pixels 
 SAME_COLORS = 25  # largest mean absolute difference of the RGB values of near-duplicates
 GRAY = np.array((0.299, 0.587, 0.114), dtype=np.float32)  # weights of red, green and blue (ITU-R BT.601)
 WHOLE = (1.0, 1.0)
-# Shares of the width and height of a square copy of a whole photograph that the photograph's central square has.
+# Shares of a photograph's width and height that its central square covers, for the aspect ratios 4:3, 3:2, 3:4, 2:3
 SQUARES = ((3 / 4, 1.0), (2 / 3, 1.0), (1.0, 3 / 4), (1.0, 2 / 3))
 ENDINGS = (".jpg", ".jpeg", ".png")
-AT_ONCE = 1024  # images that are compared with all images of a folder at once
+AT_ONCE = 1024  # number of images that are compared at a time with all images of a folder
 DUPLICATES = "near_duplicates.csv.gz"
 
 
@@ -58,27 +58,27 @@ class Pictures(NamedTuple):
 
 
 class Duplicate(NamedTuple):
-    """Image that is left out, the folder of a held-out image, and the correlation of the differences."""
+    """Image that is left out, the most similar held-out image and its folder, and the correlation of their edges."""
 
     image: str  # SPLIT/CLASS/NAME
-    folder: str
-    held_out: str
-    correlation: float  # of the edges
+    folder: str  # folder of the held-out image
+    held_out: str  # path of the held-out image in `folder`
+    correlation: float  # correlation of the edges of both images
 
 
 def read(folder: Path, views: Sequence[tuple[float, float]], pool: ProcessPoolExecutor) -> Pictures:
-    """Read the images of the class folders of `folder`."""
+    """Read the images in `folder` and its subfolders as small copies in each of `views`."""
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in ENDINGS)
     copies = np.stack(list(pool.map(partial(small_copies, views=views), files, chunksize=256)), axis=1)
     return Pictures(files, copies, edges(copies @ GRAY))
 
 
 def small_copies(file: Path, views: Sequence[tuple[float, float]]) -> np.ndarray:
-    """Return copies (V, PIXELS, PIXELS, 3) of the central parts of an image.
+    """Return small copies (V, PIXELS, PIXELS, 3) of V central parts of an image.
 
     Args:
         file: Image file.
-        views: Shares of the image's width and height.
+        views: For each part, the shares of the image's width and height that the part covers.
     """
     image = Image.open(file).convert("RGB")
     size = np.array(image.size)
@@ -98,9 +98,9 @@ def edges(gray: np.ndarray) -> np.ndarray:
 
 
 def near_duplicates(images: Pictures, others: Pictures) -> dict[int, tuple[float, int]]:
-    """Return the largest correlation and the most similar other image of each image that has a near-duplicate.
+    """Return {image: (correlation, index of the most similar image of `others`)} for images that have a near-duplicate.
 
-    If both folders have whole images, only the views of whole images are compared.
+    If both folders contain whole photographs, their central squares are not compared.
     """
     views = [range(len(part.copies)) for part in (images, others)]
     views = [range(1)] * 2 if min(map(len, views)) > 1 else views
@@ -160,7 +160,7 @@ def read_duplicates(file: Path) -> list[Duplicate]:
 
 
 def duplicates_table(rows: Sequence[Duplicate]) -> str:
-    """Return a Markdown table of the images that were left out, by the folder of the held-out images."""
+    """Return a Markdown table of how many images of each split were left out, by the folder of the held-out images."""
     kinds = {"train, Tiny ImageNet": ("train", True), "train, mini-ImageNet": ("train", False),
              "choose, Tiny ImageNet": ("choose", True), "choose, mini-ImageNet": ("choose", False)}  # fmt: skip
     table = [["near-duplicates of", *kinds]]

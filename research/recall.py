@@ -25,8 +25,9 @@ change them. The program differs from Zoology's harness in the following points:
   - the loss is computed from logits, because Zoology's forward at d88d6f5 returns embeddings and cannot train on
   tokens;
   - the lengths include 512 tokens, which Zoology's configuration has commented out;
-  - products and activations are bf16 (with `--precision fp32`, products use TF32); the residual stream, weights, norms
-  and states are fp32 as in Zoology, and accuracy is measured with fp32 activations, on a GPU with TF32 products;
+  - matrix products and activations are bf16 (with `--precision fp32`, matrix products use TF32); the residual stream,
+  weights, norms and states are fp32 as in Zoology, and accuracy is measured with fp32 activations, on a GPU with TF32
+  matrix products;
   - sequences of an incomplete batch are left out, for example the last 32 of the 100,000 sequences of 512 tokens;
   - random numbers differ, so the data are another sample of the same distribution;
   - Longhorn, which Zoology does not have, replaces Mamba's recurrence, with the weights of this package's blocks and
@@ -77,7 +78,7 @@ DONE = object()
 
 @functools.cache
 def shared_examples(count: int, length: int, pairs: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the sequences of `recall_examples`, cached for all runs of a process."""
+    """Return key-value pairs and query positions from `recall_examples`, cached for all runs of a process."""
     examples = recall_examples(count, length, pairs, seed, device)
     if device.type == "cuda":
         torch.cuda.synchronize()  # the examples must be complete before other CUDA streams read them
@@ -137,8 +138,8 @@ class Training:
     def _tried(self, step: Callable[[], None]) -> Callable[[], None]:
         """Warm up a training step, and return the step, or on a GPU a replay of its CUDA graph.
 
-        The warm-up steps have a learning rate of 0, so they do not change the weights. The optimizer state is reset
-        here, and the sums over steps are reset at the start of each epoch.
+        The warm-up steps have a learning rate of 0, so they do not change the weights. `_tried` resets the optimizer
+        state, and `begin_epoch` resets the sums over steps.
         """
         step()
         if self.device.type == "cuda":
@@ -206,8 +207,9 @@ def train(
 ) -> Iterator[None]:
     """Train a run and store the results in `run`. The generator yields after queuing `STEPS_A_TURN` training steps.
 
-    Training ends after the last epoch, above `stop_at` percent, or with a value that is not finite. After the deadline,
-    training ends with the current epoch and saves its state to the file `state` for the next call.
+    Training ends after the last epoch, if the accuracy of an epoch exceeds `stop_at` percent, or if a loss or gradient
+    norm is not finite. After the deadline, training ends with the current epoch and saves its state to the file `state`
+    for the next call.
     """
     start = saved = time.time()
     shown, test = examples(run)
@@ -245,7 +247,7 @@ def train(
 
 
 def queued(device: torch.device) -> torch.cuda.Event | None:
-    """Record an event after all work queued on the current stream."""
+    """Return a CUDA event that follows all work queued on the current stream, or None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -274,7 +276,7 @@ def state_file(out: Path | None, run: Run) -> Path | None:
 def work(
     index: int, device_type: str, hands: list[list[Run]], results, at_a_time: int, deadline: float, out: Path | None
 ) -> None:
-    """Train the runs of one process. `at_a_time` runs take turns on the GPU."""
+    """Train the runs `hands[index]` in a worker process, `at_a_time` of them in turns, and return them by `results`."""
     device = torch.device(device_type, index if device_type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)

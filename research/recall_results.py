@@ -59,7 +59,7 @@ class Run:
 
     @property
     def cost(self) -> float:
-        """Estimated relative cost of the run, for scheduling."""
+        """Relative cost of the run: number of training tokens times width. Scheduling uses the cost."""
         return self.train_examples * self.epochs * self.length * self.width
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ def shares(runs: list[Run]) -> str:
 
 
 def verdict(runs: list[Run]) -> str:
-    """Test with Fisher's exact test whether Longhorn and Mamba learn the task equally often.
+    """Return the text of Fisher's exact test of whether Longhorn and Mamba learn the task equally often.
 
     The test uses the learning rates and seeds that both mixers have, and pools runs over learning rates. Because the
     design is balanced, differences between learning rates make the test more conservative. The best accuracy over

@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def publish(runs: list[dict[str, Any]], parts: list[Judged], options: argparse.Namespace, study: dict) -> None:
-    """Print the tables and write the requested files. `parts` has the predictions of all runs."""
+    """Print the tables and write the requested files. `parts` contains the predictions of all runs."""
     predictions = joined(parts, [name_of(*job_of(run)) for run in runs]) if options.test_split and runs else None
     if predictions:
         for run, right in zip(runs, predictions.right_NM.T):
@@ -254,7 +254,7 @@ def share_gpus(names: list[str], jobs: int, processes: int) -> SimpleQueue[str]:
 
 
 def find_runs(folder: Path, models: list[str]) -> list[tuple[str, int]]:
-    """Return model and seed of the runs in a folder, sorted by model and then by seed."""
+    """Return the model and the seed of each run in a folder, sorted by model and then by seed."""
     found = [(model, path.name.removeprefix(f"{model}-")) for model in models for path in folder.glob(f"{model}-*")]
     return sorted(((m, int(s)) for m, s in found if s.isdecimal()), key=lambda run: (models.index(run[0]), run[1]))
 
@@ -328,7 +328,7 @@ def model_arguments(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_run(folder: Path, model: str, seed: int, images: int, evaluated: int) -> dict[str, Any]:
-    """Return the results of a finished run: accuracy and loss of the last epoch, curves over epochs, and durations.
+    """Return a finished run's results, such as accuracy and loss of the last epoch, curves over epochs, and durations.
 
     Args:
         folder: Folder of the runs.
@@ -408,7 +408,7 @@ def top1_by_seed(runs: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
 
 
 def report(runs: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of each model's mean and deviation over seeds, and of differences to the first model."""
+    """Return a Markdown table of each model's top-1 over seeds, and of its differences to the first model."""
     top1 = top1_by_seed(runs)
     first = next(iter(top1), "")
     difference = f"{first} minus this model (95% interval), paired by seed"

@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def row(model: str, runs: dict[str, Run], name: str) -> str:
-    """Return the Markdown table row of one run of a model."""
+    """Return the Markdown table row for run `name` of a model: losses, distance from fp32, norms and duration."""
     run, distance = runs[name], farthest(runs, name)
     norms = run.gradient_norms[run.gradient_norms.isfinite()]
     median, largest = (norms.median(), norms.max()) if len(norms) else (math.nan, math.nan)

@@ -60,7 +60,7 @@ def runs_of(name: str) -> list[dict[str, Any]]:
 
 
 def comparisons() -> str:
-    """Compare ViL and ViM in each of STUDIES by the paired and Welch's t-test, with Holm's correction over STUDIES."""
+    """Return a Markdown table of ViL minus ViM in STUDIES, by paired and Welch's t-test with Holm's correction."""
     vil, vim, deit = seeds.MODELS
     found = {name: seeds.top1_by_seed(runs_of(name)) for name in STUDIES}
     by_test = [[test(top1[vil], top1[vim]) for top1 in found.values()] for test in (paired, welch)]
@@ -252,7 +252,7 @@ def pages() -> list[Path]:
 
 
 def filled(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
-    """Regenerate the tables in the text of a Markdown page from the raw results.
+    """Return the text of a Markdown page with its tables regenerated from the raw results.
 
     Raises:
         KeyError: The page names an unknown table.
@@ -261,7 +261,7 @@ def filled(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
 
 
 def rewrite(page: Path, tables: dict[str, Callable[[], str]] = TABLES) -> bool:
-    """Regenerate the tables of a page, and return whether the page has changed."""
+    """Regenerate the tables in the file of a page, and return whether the page has changed."""
     before = page.read_text()
     after = filled(before, tables)
     if after != before:

@@ -33,13 +33,13 @@ def git(repository: Path, *words: str, given: bytes = b"") -> bytes:
 
 
 def blobs(repository: Path) -> dict[str, str]:
-    """Return the git blob of each file in the repository's HEAD, by path."""
+    """Return a dict from the path of each file in the repository's HEAD to the file's git blob."""
     listed = (line.split("\t") for line in git(repository, "ls-tree", "-r", "HEAD").decode().splitlines())
     return {path: head.split()[2] for head, path in listed}
 
 
 def files_of(repository: Path) -> dict[str, str]:
-    """Return the git blob of each file of the data set, by the path relative to the data set's root folder.
+    """Return a dict from each file's path, relative to the data set's root folder, to the file's git blob.
 
     Raises:
         SystemExit: The repository does not contain Tiny ImageNet.

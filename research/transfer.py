@@ -90,7 +90,7 @@ AT_ONCE = 128  # batch size of the feature extraction and of the evaluation on a
 
 
 class Run(NamedTuple):
-    """Identifies a run by its method, images per class, learning rate or penalty, and seed.
+    """Settings that identify a run: method, images per class, learning rate or penalty, and seed.
 
     `rehearse` is True if the run serves to select the learning rate or penalty.
     """
@@ -295,7 +295,7 @@ def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, An
 
 
 def train_on(images: Path, words: list[str], folder: str, run: Any, test_split: str = "") -> dict[str, Any]:
-    """Train a run on a folder of images, with the command-line options `words`. Return the accuracies and losses.
+    """Train a run on a folder of images, with the command-line options `words`, and return a dict of results.
 
     `top1` is the accuracy of the EMA weights after the last epoch, and `top1_by_epoch` has their accuracy after each
     epoch, all on the validation split. If `test_split` is given, `top1` and `loss` are those of the test split, which
@@ -390,7 +390,7 @@ def classify(features: Features, run: Run) -> dict[str, Any]:
     """Fit a logistic regression or a support vector machine to features of the run's training images.
 
     Returns:
-        Top-1 on the evaluation images.
+        Dict with the `top1` on the evaluation images, in percent.
     """
     found, classes = features(run.way, run.seed), features.digits.target
     train_N, validation_N = split_digits(classes, run.per_class, run.seed, run.rehearse)
@@ -424,7 +424,7 @@ def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, fl
 
 
 def ways_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table of the mean and standard deviation of each method's top-1, over the common seeds."""
+    """Return a Markdown table of each method's setting and top-1 (mean and deviation over the common seeds)."""
     table = [["images per class", "method", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
     for per_class, ways in complete(rows).items():
         for way, own in ways.items():

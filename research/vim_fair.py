@@ -18,8 +18,8 @@ from research import photographs, seeds
 from research.compare import BySeed, Difference, listed, spread, welch
 from vil.evaluation.markdown import markdown_table
 
-SEEDS = [20, 21]  # no run of the photographs study has these seeds
-VIL, VIM = "ViL, learning rate 1e-3", "ViM, learning rate 2e-3"  # references
+SEEDS = [20, 21]  # seeds of the new arms, which no run of the photographs study has
+VIL, VIM = "ViL, learning rate 1e-3", "ViM, learning rate 2e-3"  # reference arms
 VIL_2E_3, LARGE_STEPS, FP32 = "ViL, learning rate 2e-3", "ViM, large initial steps", "ViM, fp32"  # new arms
 
 
@@ -109,7 +109,7 @@ def arms_table(results: Path) -> str:
 def causes_table(results: Path) -> str:
     """Return a Markdown table of ViL's lead over ViM and of the three differences that add up to the lead.
 
-    The last row has the effect of fp32, which is not part of the sum.
+    The last row lists the effect of fp32, which is not part of the sum.
     """
     top1 = read(results)
     lead = mean(top1[VIL].values()) - mean(top1[VIM].values())

@@ -10,7 +10,7 @@ from vil.cli.main import COMMANDS, run
 
 
 def vil_process(*words):
-    """Run `vil` in a process, and print whether PyTorch was imported."""
+    """Run `vil` with the arguments `words` in a new process, which finally prints whether PyTorch was imported."""
     code = f"import sys; sys.argv = ['vil', *{list(words)}]\ntry:\n    import vil.cli.main; vil.cli.main.main()\n"
     code += "finally:\n    print('torch' in sys.modules)"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -25,7 +25,7 @@ def autocast(device, dtype=torch.bfloat16, enabled=True):
 
 
 def test_the_sanitizer_launches_every_kernel_of_blocks(monkeypatch):
-    """The kernels are recorded and not run, so their outputs are uninitialized."""
+    """tools/sanitize.py launches every CUDA source of vil/kernels/block. The launches are recorded and not run."""
     launched, randn = set(), torch.randn
     on_an_emulated_gpu(monkeypatch, hopper=True)
     monkeypatch.setattr(launches, "launch", lambda source, *_: launched.add(source.name))

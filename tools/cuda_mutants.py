@@ -586,7 +586,7 @@ def why_stale(mutant: Mutant) -> str | None:
 
 
 def report_stale() -> int:
-    """Print mutants with stale quotes, and CUDA sources without a mutant. Return the number of both."""
+    """Print mutants with stale quotes, and CUDA sources without a mutant. Return the number of printed lines."""
     stale = [f"{m.file}: {m.shows}: STALE: {why}" for m in MUTANTS if (why := why_stale(m))]
     files = {path.relative_to(source.SOURCES).as_posix() for path in source.SOURCES.glob("*/*.cu*")}
     # Mutants of sm90.cuh and overlap.cuh would not be detected, because the emulator replaces sm90.cuh and runs one

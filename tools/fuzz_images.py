@@ -55,7 +55,7 @@ NUMBERS = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 9000, 60000, 2**24
 
 
 def corpus(formats: str = "") -> dict[str, bytes]:
-    """Return a dict of intact image files by name. Only names that contain `formats` are included."""
+    """Return a dict from names to intact image files, for all names that contain the string `formats`."""
     files = {}
     for name, (image, kind, options) in variants().items():
         if formats in name:
@@ -70,7 +70,7 @@ def corpus(formats: str = "") -> dict[str, bytes]:
 
 
 def variants() -> dict[str, tuple[Image.Image, str, dict]]:
-    """Return the images of the corpus with their formats and save options."""
+    """Return a dict from the names of the corpus to images, their formats and their save options."""
     y, x = np.mgrid[:48, :64]
     noise = np.random.default_rng(0).integers(0, 40, (48, 64))
     rgb = Image.fromarray(np.stack([4 * x, 5 * y, 2 * x + 2 * y], axis=-1).astype(np.uint8))

@@ -6,7 +6,7 @@ The program runs every kernel. Kernels for Hopper GPUs run only on a Hopper GPU.
     compute-sanitizer --report-api-errors no --tool memcheck python3 tools/sanitize.py  # racecheck, initcheck
 
 On an H200, initcheck falsely reports that 16-bit results of cuBLAS are uninitialized, also in PyTorch's own kernels
-that read the result of `torch.mm`. Therefore this program computes blocks' products in fp32.
+that read the result of `torch.mm`. Therefore this program computes the matrix products of blocks in fp32.
 """
 
 import math

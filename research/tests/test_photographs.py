@@ -71,7 +71,7 @@ def test_every_model_tries_all_rates_and_one_more_where_the_best_is_at_an_edge()
 def test_only_the_deviation_decides_whether_further_seeds_are_trained(deviation, more):
     """Further seeds are requested only if the standard deviation over seeds is too large.
 
-    The interval's half-width is 2.306 sqrt(2/5) standard deviations, which is 0.496 and 0.510 points.
+    The interval's half-width is 2.306 sqrt(2/5) standard deviations, or 0.496 and 0.510 points for the two deviations.
     """
     values = [-1.2, -0.4, 0.1, 0.3, 1.2]
     values = [deviation * (value - mean(values)) / stdev(values) for value in values]

@@ -15,7 +15,7 @@ from research.weights import DEIT, MODELS, POOLED, SMALL
 from vil.config import load_config
 
 BEST = {POOLED: 2e-3, SMALL: 1e-3, DEIT: 5e-4}
-RIGHT = {POOLED: (30, 25), SMALL: (36, 31), DEIT: (20, 28)}  # images of Tiny ImageNet and of mini-ImageNet
+RIGHT = {POOLED: (30, 25), SMALL: (36, 31), DEIT: (20, 28)}  # correct test images of Tiny ImageNet and of mini-ImageNet
 
 
 def result(cell):

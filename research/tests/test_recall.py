@@ -146,7 +146,7 @@ def test_the_loss_is_that_of_zoologys_model_at_the_queries(mixer):
 
 
 @pytest.mark.parametrize("mixer", ["longhorn", "mamba"])
-@pytest.mark.parametrize("width", [16, 136])  # the ranks of these widths are 1 and 9
+@pytest.mark.parametrize("width", [16, 136])  # the step projections of the widths 16 and 136 have ranks of 1 and 9
 def test_the_causal_mixer_is_one_direction_of_the_packages_block(mixer, width):
     torch.manual_seed(0)
     module = MIXERS[mixer](width)
@@ -201,7 +201,7 @@ def test_attention_is_softmax_of_products():
 
 
 def test_attention_drops_a_tenth_of_its_weights():
-    """Measure the share of dropped attention weights.
+    """In training, attention drops a tenth of its weights.
 
     Zero queries attend evenly to all tokens up to their own, and values that are unit vectors reveal the weights.
     """

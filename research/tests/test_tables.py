@@ -13,7 +13,7 @@ from research import seeds, tables
 
 
 def test_the_pages_have_the_tables_of_the_raw_files():
-    """Compare the pages with the raw files; on failure, `python -m research.tables` rewrites the pages."""
+    """The tables in research/*.md equal the raw results. If not, run `python -m research.tables`."""
     named = set()
     for page in tables.pages():
         text = page.read_text()

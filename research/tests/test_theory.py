@@ -101,13 +101,13 @@ def test_a_state_never_grows_when_there_is_nothing_to_remember(g):
 
 
 def linear_attention(g):
-    """Linear attention (Katharopoulos et al., 2020), whose states do not decay."""
+    """Return a random state of linear attention (Katharopoulos et al., 2020), its objective, and the updated state."""
     S_old, k, x = randn(g, D, N), randn(g, N), randn(g, D)
     return S_old, lambda S: (S - S_old).square().sum() - 2 * x @ S @ k, S_old + torch.outer(x, k)
 
 
 def retnet(g):
-    """RetNet (Sun et al., 2023), whose states decay at one fixed rate."""
+    """Return a random state of RetNet (Sun et al., 2023), its online objective, and the updated state."""
     S_old, k, x, gamma = randn(g, D, N), randn(g, N), randn(g, D), 0.9
 
     def objective(S):
@@ -127,7 +127,7 @@ def gla(g):
 
 
 def griffin(g):
-    """Return a case of Griffin's RG-LRU (De et al., 2024), S_t = a S_{t-1} + sqrt(1 - a^2) (i * x)."""
+    """Return a random state of Griffin's RG-LRU (De et al., 2024), its online objective, and the updated state."""
     S_old, x, alpha, gate = randn(g, D), randn(g, D), rand(g, D), rand(g, D)
     drive = (1 - alpha.square()).sqrt() * gate * x
 
@@ -138,7 +138,7 @@ def griffin(g):
 
 
 def longhorn(g):
-    """Return a case of Longhorn (Liu et al., 2024): a state, its online objective and its published update."""
+    """Return a random state of Longhorn (Liu et al., 2024), its online objective, and the updated state."""
     S_old, k, x, beta = randn(g, D, N), randn(g, N), randn(g, D), rand(g, D)
     return S_old, recall_objective(S_old, k, x, beta), closed_form(S_old, k, x, beta)
 

@@ -40,7 +40,7 @@ def test_a_quarter_of_every_digit_is_held_out_for_all_seeds():
         assert counts(train).tolist() == [5] * 10
     assert all(len(first & second) < 10 for i, (first, _) in enumerate(draws) for second, _ in draws[:i])
     assert sets(5, seed=3) == draws[3]
-    assert sets(5) not in draws  # without a seed, the order of images is fixed
+    assert sets(5) not in draws  # without a seed, other images are chosen than with the seeds 0 to 5
     assert draws[0][0] <= sets(20, seed=0)[0]  # of two sets with the same seed, the larger contains the smaller
 
 

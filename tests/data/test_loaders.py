@@ -149,7 +149,7 @@ def loader_for_evaluation(folder, device, **options):
 def test_jpegs_are_augmented_on_a_gpu_by_default_and_on_a_cpu_on_request(
     photo_folder, said, device, wanted, kind, monkeypatch
 ):
-    """Check where JPEG files are augmented, with a GPU that can decode JPEGs and with a CPU.
+    """JPEG files are augmented on a GPU unless augment_on_device is False, and on a CPU only if it is True.
 
     Small images are decoded by workers and need no preparation thread.
     """
@@ -168,7 +168,7 @@ def test_jpegs_are_augmented_on_a_gpu_by_default_and_on_a_cpu_on_request(
 
 
 def piece_bytes(dataset, batch_size, on_device=None):
-    """Return the number of bytes of shared memory that a loader reserves per piece."""
+    """Return the bytes of shared memory that a loader reserves per piece (images that a worker returns together)."""
     loader = evaluation_loader(dataset, DATA_CONFIG, CPU, 0, batch_size, 0, 1, on_device)
     return loader.images.plan.piece_bytes
 

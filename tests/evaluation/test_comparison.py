@@ -90,7 +90,7 @@ def test_names_in_tables_are_never_read_as_formulas(tmp_path):
 
 
 def test_the_comparison_plot_shows_differences_with_intervals_and_class_accuracies(monkeypatch):
-    """Plot the comparison of two models on five images of three classes and one unreadable image."""
+    """The plot shows differences with intervals, and accuracies by class. One of the six images is unreadable."""
     targets, figures = np.array([0, 0, 1, 1, 2, -1]), kept_figures(monkeypatch)
     first = [[0, 1], [0, 2], [1, 0], [2, 1], [0, 1], [0, 1]]
     second = [[0, 2], [1, 0], [2, 1], [2, 0], [0, 1], [1, 0]]

@@ -46,6 +46,8 @@ UNREADABLE = "ILSVRC2012_val_00000020.JPEG"
 def folders(tmp_path_factory):
     """Return a folder of splits with 12 and 11 classes, and of a split with 12 WordNet IDs as class names.
 
+    The folder also contains the WordNet split as a tar file, and ReaL labels of its images.
+
     The images are colour gradients, so the pixels that a model receives depend on the crop and the resize.
     """
     root, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)

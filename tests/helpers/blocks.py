@@ -55,7 +55,7 @@ def options_of(block, dtype, class_token_only=False, norm_next=False, lines=None
 
 
 def on_an_emulated_gpu(monkeypatch, multiprocessors=1, hopper=False):
-    """Apply `emulator.as_if_on_a_gpu`, and emulate 16-bit products with fp32 results, which PyTorch lacks on CPUs."""
+    """Apply `emulator.as_if_on_a_gpu`, and emulate 16-bit matrix products with fp32 results, as on GPUs."""
 
     def product(a, b):
         return a.float() @ b.float()
@@ -87,7 +87,7 @@ class Scale(torch.nn.Module):
 
 @contextlib.contextmanager
 def operator_on_a_cpu():
-    """Register the block operator for CPU tensors, for tests that replace the operator's kernels."""
+    """Register `vil::block` and `vil::run` for CPU tensors, for tests that replace the kernels of these operators."""
     with torch.library._scoped_library("vil", "IMPL") as library:
         library.impl("block", lambda *arguments: block_op._block(*arguments), "CPU")
         library.impl("block_backward", lambda *arguments: block_op._block_backward(*arguments), "CPU")

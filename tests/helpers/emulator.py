@@ -66,7 +66,7 @@ MEANING = {
         "product = to_fp16(from_fp16(a & 0xffff) * from_fp16(b & 0xffff))"
         " | to_fp16(from_fp16(a >> 16) * from_fp16(b >> 16)) << 16;"
     ),
-    # Emulate products of depth 8 by products of depth 16, in which half of the columns of `a` are zero.
+    # Emulate matrix products of depth 8 by those of depth 16, in which half of the columns of `a` are zero.
     r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16.*?"f"\(start\)\);': (
         "for (int i = 0; i < 4; i++) product[i] = start; multiply_fragments([](unsigned bits) {"
         " return __uint_as_float(bits << 16); }, product, {a_0, a_1, 0, 0, b, 0});"

@@ -44,8 +44,9 @@ def rms_norm(x, weight, eps=1e-5):
 
 
 def recurrence_inputs(u, w, names):
-    """Return the inputs of one direction's recurrence, in that direction's token order: v, step logits, k, q and
-    rates.
+    """Return the inputs of one direction's recurrence for tokens u in the direction's order.
+
+    The inputs are v, step logits, k, q, and the decay rates, which are None for Longhorn.
     """
     width, rank = w[names["conv"] + ".weight"].shape[-1], w[names["step"] + ".weight"].shape[1]
     states = (w[names["x_proj"]].shape[0] - rank) // 2

@@ -48,7 +48,7 @@ def is_decayed(name, parameter):
 
 
 def mixed(images, targets, classes, place, o):
-    """Apply mixup to groups of eight images. A group and its targets are mixed with the group in reversed order."""
+    """Return images and soft targets after mixup, which mixes each group of eight images with the reversed group."""
     one_hot = torch.eye(classes)[targets] * (1 - o.smoothing) + o.smoothing / classes
     if o.mixup == 0:
         return images, one_hot

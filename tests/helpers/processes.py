@@ -193,7 +193,7 @@ def _call(function, args, pipe, file, rank, count, port):
 
 
 def become(rank, processes, port, stdout, stderr):
-    """Make this process one of several ranks, whose stdout and stderr go to the same files."""
+    """Make this process the rank `rank` of `processes` ranks, and append its stdout and stderr to files."""
     import torch
 
     torch.set_num_threads(1)

@@ -37,7 +37,7 @@ def test_any_number_of_states_is_padded_to_a_supported_number(scan, reference_sc
 @SCANS
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning", "ignore::torch.jit.TracerWarning")
 def test_a_scan_on_any_device_can_be_traced_by_torch_jit(scan, reference_scan, make_inputs, monkeypatch):
-    """Tensors on the meta device replace CUDA tensors, and the test selects the CUDA backend for this device."""
+    """torch.jit.trace traces a scan. Meta tensors replace CUDA tensors, and the test selects the CUDA backend."""
     monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
     inputs = [t.to("meta") for t in make_inputs(2, 5, 3, 4, torch.float32)]
     traced = torch.jit.trace(scan, inputs, check_trace=False)

@@ -40,8 +40,9 @@ from vil.models.tokens import middle_token
 
 @pytest.fixture
 def reference_kernels(monkeypatch):
-    """Replace kernels by fp64 reference implementations. The yielded list records which blocks received a norm from
-    the previous block.
+    """Replace kernels by fp64 reference implementations.
+
+    The yielded list records for each block whether the previous block passed its norm to the block.
     """
     handed, pack_weights = [], ReferenceKernels.pack_weights
     monkeypatch.setattr(ReferenceKernels, "pack_weights", lambda *a: handed.append(a[3] is None) or pack_weights(*a))
@@ -94,7 +95,7 @@ def test_a_model_of_fused_blocks_equals_the_independent_implementation(mixer, si
 
 @pytest.mark.parametrize("between", ["hook", "eps", "dtype", "unfused"])
 def test_a_norm_is_not_passed_on_if_a_change_intervenes_between_fused_blocks(between, reference_kernels, plain):
-    """A block does not pass its norm to the next block after a hook, or if the next block has another eps or dtype."""
+    """A block passes no norm on after a hook, or to a block that is unfused or has another eps or dtype."""
     model = randomised(small(depth=3, img_size=32)).eval()
     if between == "hook":
         model.blocks[0].register_forward_hook(lambda module, args, output: output * torch.arange(32))
@@ -134,7 +135,7 @@ def replace_weight(block):
 
 
 def call_through(block):
-    """Replace a module's `forward` on the instance, as offloading libraries such as Accelerate do."""
+    """Replace the `forward` of a block's out_proj on the instance, as offloading libraries such as Accelerate do."""
     forward = block.mixer.out_proj.forward
     block.mixer.out_proj.forward = lambda y: 2 * forward(y)
 
@@ -206,7 +207,7 @@ def test_a_model_with_parameters_of_the_caller_and_a_hook_on_every_module(refere
 def test_the_operator_and_its_reference_have_the_gradients_of_the_plain_block(
     mixer, scaled, how, tokens, middle, reference_kernels, plain
 ):
-    """In fp64, results of the fused block and of its reference agree with autograd of the unfused block."""
+    """In fp64, outputs and gradients of the fused block and of its reference equal those of the unfused block."""
     plain()
     block = make_block(mixer, 24, dtype=torch.float64)
     x, dy = torch.randn(2, 3, tokens, 24, dtype=torch.float64)
@@ -322,7 +323,7 @@ TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, plain):
-    """Errors compared with fp64 are within the tolerance, or at most twice the errors of the unfused block."""
+    """The errors of a fused block against fp64 are within the tolerance or twice the errors of the unfused block."""
     block = make_block(mixer, shape[2], device="cuda")
     x, dy = torch.randn(2, *shape, device="cuda")
     truth = outcome(copy.deepcopy(block).double(), x.double(), dy.double(), class_token_only=middle)
@@ -358,7 +359,7 @@ def test_passing_norms_between_blocks_is_bitwise_identical(shape, middle):
 
 
 @EMULATED
-# Case 2 runs gate and out_proj in the kernel for few tokens, and case 4 in the Hopper kernel.
+# The second case runs gate and out_proj in the kernel for few tokens, and the fourth case in the Hopper kernel.
 @pytest.mark.parametrize(
     ("shape", "multiprocessors", "hopper", "dtype", "middle"),
     [
@@ -507,7 +508,7 @@ def test_backward_of_a_block_needs_at_most_the_memory_of_five_scan_inputs():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("mixer", "middle"), [(LonghornMixer, True), (MambaMixer, False)])
 def test_the_block_operators_pass_opcheck(mixer, middle, device, monkeypatch):
-    """torch.library.opcheck accepts the schemas, autograd and fake results, also with dynamic shapes."""
+    """torch.library.opcheck accepts `vil::block` and `vil::run`: schema, autograd, fake results, dynamic shapes."""
     if device == "cpu":
         blocks.on_an_emulated_gpu(monkeypatch)
     block = make_block(mixer, 16, device=device)

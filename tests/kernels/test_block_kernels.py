@@ -105,7 +105,7 @@ def test_the_emulated_hopper_kernel_returns_the_norm_with_eps(C, monkeypatch, po
 @pytest.mark.parametrize(("B", "L"), [(11, 16), (13, 5), (5, 21), (2, 600)])
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 33), (BF16, 64)])
 def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dtype, D, B, L, poison):
-    """In fp32, a CTA loops over groups of four stretches (runs of consecutive tokens) and reuses shared memory."""
+    """Gradients of convolutions are correct if a CTA loops over groups of stretches (runs of tokens), as in fp32."""
     for H in (L, L // 2 + 1):
         sizes = (B, L, D), (2, B, H, D), (2, B * H, 16), (2, 16, D)
         inputs = *[torch.randn(size).to(dtype) for size in sizes], torch.randn(2, D, 4), torch.randn(2, D)
@@ -155,7 +155,7 @@ def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, e
         return entry, ctas if fused else None
 
     assert run() == run(dtype=torch.float16) == (entry, ctas)
-    # Other widths, other dtypes and unaligned rows use separate kernels for the gate and for the product with out_proj.
+    # Other widths, other dtypes and unaligned rows use a gate kernel and a separate matrix product with out_proj.
     if entry != "gate_outproj":
         assert run(columns=C + 1)[0] == "gate"
     assert run(dtype=torch.float32)[0] == run(D=3 * C)[0] == "gate"

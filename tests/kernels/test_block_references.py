@@ -101,7 +101,7 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
 @NVRTC
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_the_backward_scan_of_lines_spills_few_registers(arch):
-    """At most 32 registers are spilled. With 15 lines, no register is spilled inside the loop over lines."""
+    """scan_lines_bwd spills at most 32 registers, and with 15 lines none inside the loop over lines."""
     sizes = ((15, 384, 16), (16, 768, 24), (15, 1536, 48, 4), (15, 768, 24))
     macros = [scan_lines_bwd.macros_of(torch.bfloat16, *size) for size in sizes]
     assert_no_spills([(scan_lines_bwd.SOURCE, arch, m) for m in macros], allowed=128)
@@ -168,7 +168,7 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
             close(value, truth, dtype, "norm")
 
 
-# In these cases (B, L, C, multiprocessors), a warp group processes 50, 50, 35, 2 and 33 tokens per round.
+# In the cases (B, L, C, multiprocessors), a warp group processes 50, 50, 35, 2 and 33 tokens per round.
 GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (5, 83, 192, 9), (3, 3, 192, 12), (1, 65, 384, 1)]
 
 

@@ -132,7 +132,7 @@ def test_the_environment_selects_the_cache_folder(tiny, compiled, tmp_path, monk
 
 
 def codes(_, sources, cache):
-    """Compile each kernel twice in a new process with the given source folder and cache, and return the codes."""
+    """Compile the kernel `tiny` twice for each of VALUES, with the given source folder and cache. Return the codes."""
     source.SOURCES = sources
     os.environ["VIL_CACHE_DIR"] = str(cache)
     return [code(value=value) for value in VALUES * 2]

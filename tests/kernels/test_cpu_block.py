@@ -255,7 +255,7 @@ def test_a_block_after_a_custom_module_with_another_dtype_runs_unfused(calls):
 
 @torch.no_grad()
 def test_a_custom_module_can_register_a_hook_on_a_later_block():
-    """Whether blocks can run fused is checked ahead, but only up to the next module that may run any code."""
+    """A hook that a custom module registers on a later block runs, because blocks are fused only up to that module."""
 
     class Registering(torch.nn.Identity):
         def forward(self, x):

@@ -45,7 +45,7 @@ def device(request):
 
 
 def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
-    """Return all scan kernels that the cost model may choose for these inputs.
+    """Yield all scan kernels that the cost model may choose for a recurrence, a dtype, N states and D channels.
 
     Projecting kernels are listed for ranks 24 and 48 on sm_90 in bf16, otherwise only for rank 48.
     """
@@ -177,7 +177,7 @@ def test_every_variant_equals_the_reference(recurrence, dtype, shape, segment_ch
     _, states = ys[heuristics.FORWARD_SIMT[recurrence][0]]
     for variant, (y, kept) in ys.items():
         assert_close_to(truth, [[y[g]] for g in range(2)], dtype, variant)
-        # Tensor-core variants round the factors of products, so their states are less precise.
+        # Tensor-core variants round the factors of matrix products, so the states of these variants are less precise.
         if isinstance(variant, ForwardMma | str):
             assert kept.numel() == 0 or relative_error(kept.cpu(), states.cpu().double()) < TOLERANCE[dtype] / 2
         else:

@@ -26,7 +26,7 @@ def counted(function, *arguments, **keywords):
 def forward_by_hand(C, depth, tokens=197, classes=1000, states=16, taps=4):
     """Return a model's FLOPs per image, counted from the shapes of its layers.
 
-    A multiply-add of a product counts 2 FLOPs, and a state element per token counts 7 FLOPs.
+    A multiply-add of a matrix product or convolution counts 2 FLOPs, and a state element per token counts 7 FLOPs.
     """
     D, R = 2 * C, C // 16
     patches = (tokens - 1) * (3 * 16 * 16) * C
@@ -95,7 +95,7 @@ def test_groups_count_in_the_gradient_of_a_convolution():
 
 
 def test_the_document_has_the_table_that_the_command_prints(capsys, monkeypatch):
-    """The table in docs/architecture.md is up to date.
+    """The table in docs/architecture.md equals the output of benchmarks/flops.py.
 
     FLOPs of full ViL and ViM equal counts by hand, and those of DeiT-tiny equal the published count.
     """

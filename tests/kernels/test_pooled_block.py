@@ -111,10 +111,10 @@ def test_scan_lines_equals_its_definition(B, S, D, R, dtype, recurrence, device,
     bias = random(2, D, dtype=torch.float32)
     assert scan_lines.fits(means, x_proj, step_proj)
     for other in (
-        (means.repeat(1, 133, 1, 1), x_proj, step_proj),  # too many images for this GPU
+        (means.repeat(1, 133, 1, 1), x_proj, step_proj),  # too many images for the multiprocessors of the GPU
         (means.repeat(1, 1, 65, 1), x_proj, step_proj),  # too many rows or columns for the kernel
         (means.float(), x_proj, step_proj), (means[..., 64:], x_proj, step_proj),
-        # The kernel does not support these numbers of states and ranks.
+        # unsupported number of states, and unsupported rank of the step projection
         (means, x_proj[:, 16:], step_proj), (means, x_proj[:, 4:], step_proj[..., 4:]),
     ):  # fmt: skip
         assert not scan_lines.fits(*other)
@@ -175,7 +175,7 @@ def test_scan_image_equals_its_definition(B, S, D, R, dtype, slices, device, mon
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_slices_of_an_image_equal_one_cta(device, monkeypatch, poison):
-    """Forward and backward, slices differ from a CTA with all channels by the rounding of sums over channels."""
+    """Several CTAs per image (slices of channels) give the output and gradients of one CTA, up to rounding of sums."""
     if device == "cpu":
         on_an_emulated_gpu(monkeypatch, multiprocessors=8)
     means, x_proj, step_proj, bias = inputs_of_scan(3, 15, 384, 16, torch.bfloat16, device)

@@ -24,7 +24,7 @@ UNREACHABLE = rf"pretrained weights of {MODELS} from the Hugging Face Hub \(.*Na
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Return an empty cache for downloads, which must not wait before a retry."""
+    """Return the folder of an empty download cache, and fail a test whose download waits before a retry."""
 
     def refuse(seconds):
         raise AssertionError(f"waited for {seconds} seconds")

@@ -457,7 +457,7 @@ def trained(tmp_path, monkeypatch):
 
 @pytest.fixture
 def command():
-    """Fixture that runs `vil export` in this process with the given arguments."""
+    """Return a function that runs `vil export` in this process with the given arguments."""
     return functools.partial(call, main)
 
 

@@ -431,7 +431,7 @@ def test_a_model_of_another_dtype(name, dtype):
 
 
 def test_low_precision_models_do_not_round_parameters_that_are_added_or_normalized():
-    """bf16 models scan, and add embeddings, patch bias and step bias, in fp32; norms round only their outputs."""
+    """bf16 models scan and add embeddings, patch bias and step bias in fp32, and norms round only their outputs."""
     model = randomised(small("vim_tiny", depth=1)).bfloat16()
     exact = {name: t.detach().double() for name, t in model.named_parameters()}
     close = functools.partial(torch.testing.assert_close, check_dtype=False, atol=1e-6)

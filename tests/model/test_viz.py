@@ -94,7 +94,7 @@ def expected_trace(model, block, g, images):
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny", "vil_tiny_pooled", "vim_tiny_pooled"])
 def test_a_trace_has_each_directions_relevance_step_size_and_state_norm(name, images):
-    """A trace shows what each direction reads from, writes to and keeps in its state.
+    """A trace has each direction's relevance, step size and state norm, as computed by scans of single tokens.
 
     The first block of a pooled model reads rows, the second block columns.
     """

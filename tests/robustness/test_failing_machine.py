@@ -45,7 +45,7 @@ DATA_CONFIG = dict(
 )  # fmt: skip
 
 
-# Reads of this file fail with EIO, like reads of a broken disk.
+# Reads of the file FAILING fail with EIO, like reads of a broken disk.
 FAILING = Path("/sys/devices/system/cpu/cpu0/power/autosuspend_delay_ms")
 
 

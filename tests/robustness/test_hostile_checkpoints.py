@@ -341,7 +341,7 @@ def test_a_file_that_expands_in_memory_is_rejected_before_allocation(tmp_path, m
 
 
 def test_a_damaged_frame_length_is_reported_as_a_damaged_file(tmp_path):
-    """Python raises MemoryError for a damaged length of a pickle frame, although the machine has enough memory."""
+    """A damaged length of a pickle frame is reported as a truncated file, although Python raises MemoryError."""
     magic, rest = saved({"a": 1}, _use_new_zipfile_serialization=False).split(b"}q", 1)[0], struct.pack("<Q", 2**61)
     (path := tmp_path / "made.pt").write_bytes(magic + b"\x95" + rest)
     with pytest.raises(BrokenCheckpointError, match="made.pt cannot be read .*: the file is truncated within a pickle"):
@@ -481,7 +481,7 @@ LARGE = [dict(model_kwargs=dict(embed_dim=8192, depth=64)), dict(model_kwargs=KW
 def test_a_model_that_does_not_fit_the_weights_is_never_allocated(
     write, error_of_validation, monkeypatch, command, words, large
 ):
-    """A checkpoint may request a huge model, so its shapes are compared with the weights on the meta device first."""
+    """A checkpoint may name a huge model, so the model is first created on the meta device to compare its shapes."""
     real = timm.create_model
 
     def made(*args, **kwargs):

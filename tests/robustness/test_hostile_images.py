@@ -420,7 +420,7 @@ def test_a_sandbox_imports_no_module_from_its_working_folder(tmp_path, variable)
 # Python 3.12 warns about a fork in a process with threads
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_process_forked_during_decoding_does_not_deadlock():
-    """A loader forks its workers while a thread of vil.predict may be decoding an image."""
+    """A process that is forked while a thread decodes an image, as a loader's workers may be, can decode images."""
     gif = encode(RGB, "GIF")
     with sandbox.sandbox_of(os.getpid())._lock:
         forked = multiprocessing.get_context("fork").Process(target=images.read_image, args=[io.BytesIO(gif)])
@@ -747,7 +747,7 @@ def test_images_of_16_bits_are_scaled_to_8_bits(kind):
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK"])
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 def test_image_modes_keep_their_colours(mode, kind):
-    """The image has only colours that each mode can represent. Alpha and transparency are ignored."""
+    """Readers keep the colours of images of every mode, and ignore alpha and transparency."""
     colours = np.array([[0, 0, 0], [255, 255, 255]] if mode in ("1", "L", "LA") else [[255, 0, 0], [0, 0, 255]])
     picture = colours[(X + Y) // 8 % 2].astype(np.uint8)
     try:
@@ -1190,7 +1190,7 @@ def test_the_cpu_decodes_images_that_the_device_rejects_or_decodes_to_another_si
 
 
 def test_large_images_and_jpegs_with_two_frame_sizes_are_decoded_by_workers(monkeypatch):
-    """The device's decoder may allocate memory for the size in a header before it checks the rest of the file."""
+    """Workers decode JPEGs of large or two frame sizes, because a device may allocate memory for a claimed size."""
     large = encode(Image.new("L", (4100, 4100)), "JPEG")
     for content, on_device in ((SMALL_JPEG, True), (large, False), (large_header(SMALL_JPEG, 9000, 9000, 2), False)):
         *_, reader = readers(Rows(content, encode(RGB, "PNG")))
@@ -1231,7 +1231,7 @@ def damaged_files(tmp_path_factory):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_damaged_files_crash_nothing_and_use_little_memory(damaged_files, path):
-    """Decode 300 damaged files; `python tools/fuzz_images.py` decodes more of them."""
+    """Decoding 300 damaged files stays below 1000 MiB. `python tools/fuzz_images.py` decodes more damaged files."""
     outcome = fuzz_images.in_a_child(damaged_files, path, CPU, 2.5)
     assert outcome.ended_by == ""
     assert outcome.megabytes < 1000

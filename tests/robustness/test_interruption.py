@@ -106,7 +106,7 @@ def test_processes_save_and_stop_after_the_same_step():
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_interrupted_at_random_times_equals_an_uninterrupted_one(undisturbed, start, processes):
-    """All ranks, but not their workers, receive Ctrl-C at the same time."""
+    """A run that SIGINT stops at random times, in all ranks at once, ends like an uninterrupted run."""
     print(f"FAULTS_SEED={SEED}")
     rng, interrupted = random.Random(SEED), 0
     while True:
@@ -349,7 +349,10 @@ def test_jobs_launch_one_process_per_gpu_on_all_nodes(tmp_path, monkeypatch, job
 
 @pytest.mark.parametrize(("script", "number"), [("single_node.sh", signal.SIGHUP), ("slurm.sh", signal.SIGUSR1)])
 def test_a_signal_to_the_job_scripts_saves_and_stops_the_run(image_folder, tmp_path, monkeypatch, script, number):
-    """Run the real torchrun with stubs of Slurm. No store that unpickles data may listen for other hosts."""
+    """A signal to a job script saves and stops the run. The test uses the real torchrun and stubs of Slurm's commands.
+
+    No store that unpickles data may listen for other hosts.
+    """
     stand_in_for_slurm(tmp_path, monkeypatch, STAND_INS)
     config = train_command(tmp_path, image_folder, epochs=1000, checkpoint_interval="1")[-2:]
     process = start_in_a_terminal(["bash", str(ROOT / "scripts" / script), *config])

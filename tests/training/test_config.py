@@ -454,7 +454,7 @@ def test_mixing_needs_mixup_or_cutmix_and_a_positive_probability(options, mixing
 
 
 def test_an_empty_value_for_an_optional_option_means_unset(tmp_path):
-    """Empty values occur in `--resume "$CHECKPOINT"` with an unset variable, and in files that timm writes."""
+    """An empty value means unset, as in `--resume "$CHECKPOINT"` with an unset variable, or in files of timm."""
     assert load_config("", ["--resume", "", "--data-dir", "", "--interpolation", ""]) == load_config("", [])
     (tmp_path / "vil_tiny.yaml").write_text("resume: ''\ninterpolation: ''\n")
     assert load_config("", ["-c", str(tmp_path / "vil_tiny.yaml")]) == load_config("", [])

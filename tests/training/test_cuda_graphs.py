@@ -233,7 +233,7 @@ def test_unchanged_restores_tensors_after_an_error():
 @on_a_gpu
 @pytest.mark.parametrize("as_graph", [True, False])
 def test_updates_are_bitwise_identical_to_pytorchs_optimizer_and_timms_ema(as_graph):
-    """Compare the gradient norms of six steps, and the weights, EMA and optimizer state after the last step."""
+    """Gradient norms of six steps, and the final weights, EMA and optimizer state, equal PyTorch's and timm's."""
     outcomes = []
     for ours in (True, False):
         model = Step().model
@@ -269,7 +269,7 @@ def test_updates_are_bitwise_identical_to_pytorchs_optimizer_and_timms_ema(as_gr
 @on_a_gpu
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_a_run_uses_the_largest_micro_batch_that_fits(tmp_path, monkeypatch, cuda_graphs):
-    """Compare a run whose batch fits with a run that accumulates gradients over smaller micro-batches."""
+    """If a batch does not fit, accumulation over smaller micro-batches gives about equal losses and gradient norms."""
     options = dict(synthetic=64, num_classes=4, global_batch_size=32, amp=False, model_ema=False, img_size=32)
     options |= dict(model_kwargs=dict(embed_dim=32, depth=2), output=str(tmp_path), cuda_graphs=cuda_graphs)
     run, runs = ForwardBackward.run, []

@@ -77,7 +77,7 @@ def test_a_fused_step_uses_the_current_learning_rates(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, dict(use_warmup=True, update_after_step=1)], ids=str)
 def test_the_ema_is_bitwise_identical_to_timms(options):
-    """Compare EMA weights and batch statistics with timm's, also after loading timm's state."""
+    """EMA weights and batch statistics equal timm's, also after timm's state was loaded."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     averages = [kind(model, decay=0.9, **options) for kind in (ListedEma, ModelEmaV3)]

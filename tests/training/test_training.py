@@ -373,7 +373,7 @@ def test_garbage_is_collected_before_a_graph_capture_and_not_during_it():
 
 
 def test_non_square_images_work_in_training_validation_export_and_prediction(image_folder, tmp_path):
-    """Compare metrics and predictions for 16 x 24 pixels with the model's outputs for images of timm's transform."""
+    """Metrics and predictions for 16 x 24 pixels agree with the model's outputs for images of timm's transform."""
     run(train_command(tmp_path, image_folder, img_size=[16, 24], epochs=1))
     run([*train_command(tmp_path, image_folder, epochs=2), "--img-size", "16", "24", "--resume", "auto"])
     best = tmp_path / "run" / "best.pt"

@@ -154,7 +154,10 @@ def test_a_distilled_run_equals_the_naive_implementation(folder, tmp_path, optio
 
 
 def test_phases_equal_the_naive_implementation(folder, tmp_path):
-    """Each phase has its own image size, optimizer and schedule. The teacher has another image size."""
+    """A run of two phases, with a teacher of another image size, equals `naive_training`.
+
+    The phases differ in image size, batch size, learning rate, label smoothing and mixup.
+    """
     phases = [
         dict(epochs=2, img_size=8, lr=2e-2),
         dict(epochs=3, global_batch_size=8, lr=1e-2, smoothing=0.1, mixup=0.8),
@@ -279,7 +282,7 @@ def _plain(options):
 
 
 def test_a_run_resumed_with_other_options_uses_them_from_the_next_step(folder, tmp_path, monkeypatch, caplog):
-    """Options change in the middle of an epoch, and the optimizer's state is kept."""
+    """Changed options apply from the middle of an epoch on, and the optimizer's state is kept."""
     changes = dict(lr=1e-2, min_lr=1e-3, weight_decay=0.9, opt_betas=(0.5, 0.8), opt_eps=1e-3, clip_grad=0.2)
     changes |= dict(smoothing=0.05, model_ema_decay=0.5)
     first = trainer(folder, tmp_path)

@@ -45,7 +45,7 @@ def record(function: str, caller: str | None = None) -> None:
 
 
 class Reached:
-    """Records the functions that each test calls. Calls and seconds of a fixture count for all tests that use it."""
+    """Plugin that records the called functions and the seconds of each test, including those of its fixtures."""
 
     def __init__(self, folder: Path):
         self.results, self.file = folder / f"{os.getpid()}.jsonl", folder / f"{os.getpid()}.txt"
@@ -96,7 +96,7 @@ class Reached:
 
 
 class Noticed:
-    """Records which test detects the mutant, and by which failure."""
+    """Plugin that records which tests detect the mutant, and by which failure."""
 
     def __init__(self, mutant: str):
         self.mutant = mutant

@@ -36,7 +36,7 @@ def is_mutated(path: Path) -> bool:
 
 
 def copy_repository() -> list[Path]:
-    """Copy the checkout and return the copied paths."""
+    """Copy the checkout to .mutants, and files that mutmut does not mutate to .mutants/mutants. Return all paths."""
     shutil.rmtree(COPY / "tests", ignore_errors=True)
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
@@ -159,7 +159,7 @@ def read_listed() -> list[tuple[str, str, set[str]]]:
 
 
 def functions_of(path: Path) -> dict[str, str]:
-    """Return the source of each function of a file by name; a method's name is CLASS.METHOD."""
+    """Return a dict from the name of each function of a file to its source. A method's name is CLASS.METHOD."""
     source = path.read_text()
     functions = {}
     for node in ast.parse(source).body:

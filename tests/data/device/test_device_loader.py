@@ -94,11 +94,11 @@ def on_device(folder, device, rank=0, world_size=1, **options):
 )  # fmt: skip
 def test_batches_equal_timms_transform_of_each_image(photo_folder, device, options, monkeypatch):
     options = dict(options)
-    # workers decode images of at most this number of pixels
+    # workers decode images of at most SMALL pixels
     monkeypatch.setattr(encoded, "SMALL", options.pop("SMALL", encoded.SMALL))
-    # Batches are transformed together if they have at most this number of pixels.
+    # Batches are transformed together if they have at most PIXELS_TOGETHER pixels in all.
     monkeypatch.setattr(plan, "PIXELS_TOGETHER", options.pop("TOGETHER", 2**20))
-    # A worker returns at most this number of images at a time.
+    # A worker returns at most PIECE images at a time.
     monkeypatch.setattr(plan, "PIECE", options.pop("PIECE", plan.PIECE))
     loader, keys = on_device(photo_folder, device, **options)
     images, targets = joined(loader)
@@ -210,7 +210,7 @@ def same(found, expected):
 
 @pytest.mark.parametrize("options", [{}, dict(workers=2), dict(aug_repeats=3, batch_size=6)], ids=str)
 def test_cached_images_equal_newly_decoded_images(files, device, monkeypatch, options):
-    """Compare cached images with newly decoded images, also in a run that resumes in the middle of an epoch."""
+    """Cached images equal newly decoded images, also in a run that resumes in the middle of an epoch."""
     with_memory, _ = epochs(files, device, **options)
     resumed, _ = epochs(files, device, count=2, first=1, first_step=1, **options)
     assert same(resumed, with_memory[-len(resumed) :])
@@ -242,7 +242,7 @@ def test_a_cached_image_is_not_read_again(files, device, options):
 def test_repeated_augmentation_fills_the_cache_before_the_first_batch(
     files, device, monkeypatch, caplog, seconds, read
 ):
-    """Fill the cache for a limited time before the first batch.
+    """With repeated augmentation, a loader fills the cache for a limited time before the first batch.
 
     An unreadable image is counted only when a batch contains the image.
     """

@@ -51,7 +51,7 @@ def test_pixels_equal_pillows_up_to_rounding(mode, subsampling):
 def test_decoding_waits_for_queued_kernels_that_read_the_memory():
     device, file, size = torch.device("cuda", 0), bytes_of(encode(picture(0, "RGB", (1200, 900)))), 3 * 1200 * 900
     decode = JpegDecoder(device)
-    with torch.cuda.stream(torch.cuda.Stream()):  # this stream, unlike the default stream, does not wait for others
+    with torch.cuda.stream(torch.cuda.Stream()):  # unlike the default stream, this stream waits for no other
         decode([file])
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -79,7 +79,7 @@ def test_invalid_and_too_large_files_are_rejected(monkeypatch):
 
 
 def test_memory_is_allocated_only_for_sizes_within_the_limit(monkeypatch):
-    """Check the limit on sizes that nvJPEG reports, which may differ from the sizes that PIL reports."""
+    """Memory is allocated only if the size that nvJPEG reports is within the limit. PIL may report another size."""
     sizes, taken = iter([(48, 64), (2**12, 2**12 + 1), (0, 64)]), []
 
     def size_of(handle, pointer, length, components, subsampling, widths, heights):

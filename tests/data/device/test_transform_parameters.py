@@ -48,7 +48,7 @@ def replayed(image, draws, transform):
     ids=lambda options: " ".join(f"{value}" for value in options.values()),
 )
 def test_sampled_parameters_reproduce_timms_transform(options):
-    """Apply the sampled parameters with PIL, and compare each pixel with timm's transform."""
+    """Images that PIL transforms with the sampled parameters equal those of timm's transform with the same seed."""
     transform = timm_transform(**options)
     drawing = TransformSampler(transform)
     for seed in range(150):

@@ -63,7 +63,7 @@ def test_an_epoch_that_is_cut_off_does_not_change_the_next_epoch():
 
 
 def test_sending_waits_while_the_training_process_is_busy():
-    """All 1,200 tensors may be in transit, which is more than the queue of a socket holds."""
+    """Workers wait until the training process reads, also with 1,200 tensors, more than a socket's queue holds."""
     loaded = iter(loader(prefetch_factor=300))
     check([next(loaded)])
     threading.Event().wait(1)

@@ -149,7 +149,7 @@ def test_splitting_holds_out_images_of_every_class_and_leaves_the_source_unchang
     assert sorted(path.read_bytes() for path in one.values()) == sorted(before.values())
     numbers = sorted(int(path.stem) for path in (tmp_path / "one" / "validation" / "dog").iterdir())
     assert len(numbers) == 15
-    assert numbers[0] < 10 < 20 < numbers[-1]  # held-out images come from the whole class
+    assert numbers[0] < 10 < 20 < numbers[-1]  # held-out images are spread over the class
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "pets", "two"]
     (tmp_path / "here" / "new").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -265,7 +265,7 @@ def test_a_missing_split_is_reported_with_the_existing_splits(image_folder, tmp_
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text("none")
     (tmp_path / "more" / "a.png").touch()
-    with pytest.raises(ConfigError, match="it has 'more', 'notes'$"):  # neither has class folders
+    with pytest.raises(ConfigError, match="it has 'more', 'notes'$"):  # neither folder contains class folders
         open_split(str(tmp_path), "", "holdout")
     with pytest.raises(ConfigError, match="no images in subfolders of .*notes; not read as images: 1 '.txt'$"):
         open_split(str(tmp_path), "", "notes")
