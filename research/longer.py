@@ -4,9 +4,9 @@
 
 Each call continues from the results in `--out`, or in `--earlier` if `--out` does not exist, and from the unfinished
 runs in `--folder`. The order is the protocol's: first a learning rate for every model, then the seeds of all models in
-turn. Each finished run is written to `--out`, and its predictions for the test images are written beside `--out`. At
-the end of a call, the folders of the finished runs are removed. Test accuracies are computed only when all runs are
-finished. Unknown options are treated as options of train_imagenet.py.
+turn. Each finished run is written to `--out`, and its predictions for the test images are written beside `--out`. Then
+the folder of the run is removed. Test accuracies are computed only when all runs are finished. Unknown options are
+treated as options of train_imagenet.py.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ def main() -> None:
     options, words = parse_arguments(__doc__, "longer")
     if options.out.exists():
         options.earlier = options.out
-    study = Study(options, words, to_do, words_of, may_diverge=("rates", "seeds"))
+    study = Study(options, words, to_do, words_of, may_diverge=("rates", "seeds"), clean_up=remove_folders)
+    remove_folders(options.folder, study.runs)  # a call that was killed may have left the folder of a stored run
     study.go_on()
     runs, judged = study.runs, study.judged
-    remove_folders(options.folder, runs)
     print("", rates_table(runs), models_table(runs, judged), differences_table(runs, judged), sep="\n")
     print(minutes_table(runs, throughput()))
     study.check_complete()

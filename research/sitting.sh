@@ -6,13 +6,15 @@
 #     research/sitting.sh unpack FOLDER       # unpack data/parts/*.tar* into FOLDER; one call for each part
 #     research/sitting.sh start COMMAND       # start the command in the background; can be called several times
 #     research/sitting.sh wait SECONDS        # wait for all commands; results are copied to $OUT every half minute
+#     research/sitting.sh stop                # ask the commands to stop, and wait until they have written checkpoints
 #     research/sitting.sh checkpoints FIRST   # copy four pieces of the checkpoints to $OUT, beginning with piece FIRST
-#     research/sitting.sh restore             # unpack data/parts/piece-* on a new machine; one call per four pieces
+#     research/sitting.sh restore             # unpack data/parts/piece-* on a new machine; one call per three pieces
 #
 # The first start checks the package on every GPU. If this check fails, nothing runs, and each later wait fails at once,
 # so that no machine time is wasted. Make the calls without a pause, because an idle machine is released. Calling
 # `checkpoints 0` splits the checkpoints into pieces, and each call of `checkpoints` prints the number of pieces. Call
-# `restore` with all pieces, in order, before the first start. The files *.safetensors need not be transferred.
+# `restore` with all pieces, in order, before the first start. Three pieces and the checkout fit into one call. Files
+# *.safetensors of the checkout need not be transferred, unless the study reads them.
 set -euo pipefail
 place=$HOME/sitting  # the study runs in a copy, because each call transfers the checkout again
 
@@ -48,12 +50,24 @@ PROGRAM
     touch checked
 }
 
+wait_for() {  # wait up to $1 seconds for all commands, and copy the results every half minute and at the end
+    for ((second = 0; second < $1; second++)); do
+        kill -0 "${processes[@]}" 2>/dev/null || break  # kill fails only if all commands have ended
+        sleep 1
+        ((second % 30)) || save
+    done
+    save
+    tail -n 20 "$place/output/log.txt"
+    find "$place/output" -name summary.csv -exec wc -l {} +
+}
+
 case $1 in
 unpack)
     mkdir -p "$place/$2"
     for part in data/parts/*.tar*; do
         tar xf "$part" -C "$place/$2"
     done
+    echo "$(find "$place/$2" -type f | wc -l) files"
     ;;
 start)
     check
@@ -64,15 +78,13 @@ start)
     ;;
 wait)
     mapfile -t processes < "$place/processes"
-    for ((second = 0; second < $2; second++)); do
-        kill -0 "${processes[@]}" 2>/dev/null || break  # kill fails only if all commands have ended
-        sleep 1
-        ((second % 30)) || save
-    done
-    save
-    tail -n 20 "$place/output/log.txt"
-    find "$place/output" -name summary.csv -exec wc -l {} +
+    wait_for "$2"
     kill -0 "${processes[@]}" 2>/dev/null || { echo "all commands have ended"; exit 1; }
+    ;;
+stop)  # SIGTERM; a program that does not handle the signal ends, and its runs are lost
+    mapfile -t processes < "$place/processes"
+    kill -- "${processes[@]/#/-}" 2>/dev/null || true  # the process groups
+    wait_for 60
     ;;
 checkpoints)
     cd "$place"

@@ -5,9 +5,9 @@
 Each call continues from the results in `--out`, or in `--earlier` if `--out` does not exist, and from the unfinished
 runs in `--folder`. The order is the protocol's: first a learning rate for every model, then one run of each model for
 150 epochs at 128 pixels and 10 epochs at 224 pixels. Each finished run is written to `--out`, and its predictions for
-the test images are written beside `--out`. At the end of a call, the weights of finished runs are written to `--folder`
-in half precision, and the folders of the finished runs are removed. Test accuracies are computed only when all runs are
-finished. Unknown options are treated as options of train_imagenet.py.
+the test images are written beside `--out`. Then the weights of a reported run are written to `--folder` in half
+precision, and the folder of the run is removed. Test accuracies are computed only when all runs are finished. Unknown
+options are treated as options of train_imagenet.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,14 @@ def write_weights(folder: Path, runs: Runs) -> None:
     for run in (run for model in MODELS for run in reported(runs, model)):
         checkpoint = folder / cell_of(run).place / name_of(*job_of(run)) / "last.pt"
         if checkpoint.exists():
-            print(export_model(from_checkpoint(checkpoint), folder / f"{run['model']}.{TAG}.safetensors"))
+            path = folder / f"{run['model']}.{TAG}.safetensors"
+            print(export_model(from_checkpoint(checkpoint), path), flush=True)
+
+
+def keep_weights(folder: Path, runs: Runs) -> None:
+    """Write the weights of finished runs, and remove the folders of the runs."""
+    write_weights(folder, runs)
+    remove_folders(folder, runs)
 
 
 def right_of_test(runs: Runs, judged: Judged | None) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -124,11 +131,10 @@ def main() -> None:
     options, words = parse_arguments(__doc__, "weights")
     if options.out.exists():
         options.earlier = options.out
-    study = Study(options, words, to_do, words_of, may_diverge=("rates", "seeds"))
+    study = Study(options, words, to_do, words_of, may_diverge=("rates", "seeds"), clean_up=keep_weights)
+    keep_weights(options.folder, study.runs)  # a call that was killed may have left the folder of a stored run
     study.go_on()
     runs, judged = study.runs, study.judged
-    write_weights(options.folder, runs)
-    remove_folders(options.folder, runs)
     print("", rates_table(runs), models_table(runs, judged), differences_table(runs, judged), sep="\n")
     study.check_complete()
 

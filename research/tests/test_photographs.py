@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from statistics import mean, stdev
 
 import numpy as np
@@ -388,3 +389,22 @@ def test_a_sitting_moves_the_checkpoints_of_several_studies_to_another_machine(t
     for name in ("a", "b"):
         path = f"sitting/output/{name}/last.pt"
         assert (second / path).read_bytes() == (first / path).read_bytes()
+
+
+def test_a_stopped_command_may_write_its_checkpoint(tmp_path):
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "python3").chmod(0o755)
+    (tmp_path / "tree").mkdir()
+    environment = os.environ | dict(HOME=str(tmp_path), OUT=str(tmp_path), PATH=f"{tmp_path}:{os.environ['PATH']}")
+
+    def call(*words):
+        command = ["bash", seeds.ROOT / "research" / "sitting.sh", *words]
+        return subprocess.run(command, cwd=tmp_path / "tree", env=environment, check=False, timeout=60).returncode
+
+    study = "trap 'sleep 1; echo 1 > output/last.pt; exit' TERM; touch output/started; while :; do sleep 0.1; done"
+    assert call("start", "bash", "-c", study) == 0
+    while not (tmp_path / "sitting" / "output" / "started").exists():
+        time.sleep(0.1)
+    assert call("stop") == 0
+    assert (tmp_path / "sitting" / "output" / "last.pt").exists()
+    assert call("wait", "600") == 1  # all commands have ended

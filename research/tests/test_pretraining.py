@@ -106,6 +106,10 @@ def test_the_program_writes_the_weights_and_removes_finished_runs(simulate, tmp_
             saved = config | dict(model=model, model_kwargs=arguments)
             path.mkdir(parents=True)
             torch.save(dict(version=1, state_dict=built.state_dict(), config=saved), path / "last.pt")
+            # The weights of each finished run are kept at once, because the machine may be lost during the next run.
+            for finished in MODELS[: MODELS.index(model)]:
+                assert (tmp_path / "runs" / f"{finished}.tiny_mini_in275.safetensors").exists()
+                assert not (path.parent.parent / f"seeds-{BEST[finished]:g}" / f"{finished}-0").exists()
 
     words, _ = simulate(start, result)
     for _ in range(2):  # the second call has no run to train
