@@ -92,7 +92,8 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
                 pooled = Block(width, mixer, drop_path=0.5, pool="rows").cuda().train()
                 for grid in ((7, 9), (11, 12)):  # in_proj_pool_sm90 needs at least 129 tokens
                     x = torch.randn(2, math.prod(grid) + 1, width, device="cuda", requires_grad=True)
-                    for images, slices in ((2, 1), (1, 2)):  # plans are kept by number of images, not by slices
+                    # The numbers of images differ, because a plan is cached by tensor shapes and not by `slices`.
+                    for images, slices in ((2, 1), (1, 2)):
                         with (
                             mock.patch.object(scan_image, "slices_of", return_value=slices),
                             mock.patch.object(scan_lines_bwd, "slices_of", return_value=slices),

@@ -34,7 +34,7 @@ def a_run(**changes):
 
 
 def trained(run, deadline=math.inf, state=None, count=64, beside=()):
-    """Train the run in turns with other runs of the same process, and return the run."""
+    """Train a run and return it. Between the turns of the run, each run in `beside` trains for a turn."""
     shown = recall_examples(count, run.length, run.pairs, 0, CPU)
     others = [recall.train(other, lambda _: (shown, shown), CPU, math.inf) for other in beside]
     for _ in recall.train(run, lambda _: (shown, shown), CPU, deadline, state):

@@ -375,7 +375,7 @@ def test_a_flipped_bit_is_rejected_or_changes_nothing(write, small, container):
     assert refused > 1.6 * COUNT
 
 
-def test_a_changed_tensor_fails_the_checksum(tmp_path, small):
+def test_a_changed_tensor_fails_the_checksum(tmp_path, small, write):
     path = tmp_path / "given.pt"
     torch.serialization.set_crc32_options(False)
     # `weights` removes the prefix "module.", which DistributedDataParallel adds
@@ -390,6 +390,10 @@ def test_a_changed_tensor_fails_the_checksum(tmp_path, small):
     path.write_bytes(content[:1_900_000] + b"1" + content[1_900_001:])
     with pytest.raises(CheckpointError, match="Bad CRC-32"):
         checkpoint.Checkpoint(path).weights()
+    exported = write(container="safetensors")
+    exported.write_bytes((content := exported.read_bytes())[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    with pytest.raises(CheckpointError, match="the checksum of the tensors does not match"):
+        checkpoint.Checkpoint(exported).weights()
     # Existing files contain digests, so the digest of given weights must not change.
     assert weight_files.digest({"b": torch.ones(2), "a": torch.arange(3)}) == "c0ac27d2"
 

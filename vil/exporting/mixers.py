@@ -127,7 +127,7 @@ def _project_out(
 ) -> Tensor:
     """Add the skip connections to the mean output y of both directions, gate, and project to the model width."""
     weight = mixer.in_proj.weight
-    z_BLD = F.linear(h_BLC, weight[len(weight) // 2 :])  # a slice, because onnxscript does not fold splits
+    z_BLD = F.linear(h_BLC, weight[len(weight) // 2 :])  # sliced, because onnxscript does not constant-fold splits
     forward, backward = mixer.directions
     skipped_BLD = forward.skip / 2 * forward_v_BLD + backward.skip / 2 * backward_v_BLD
     return mixer.out_proj(F.silu(z_BLD) * (skipped_BLD + y_BLD))

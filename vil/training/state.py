@@ -104,7 +104,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 
 def _fits(tensors: dict[str, Tensor], parameter: Tensor, name: str) -> bool:
-    """Return whether the optimizer state's tensors have the right shapes and, for AdamW, dtypes for a parameter."""
+    """Return whether the optimizer state of a parameter is valid.
+
+    For AdamW, the names, shapes and dtypes of the tensors are checked. For other optimizers, only the shape of the
+    momentum is checked.
+    """
     if name == "adamw":
         moment = (parameter.shape, torch.float32)
         expected = {"step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}

@@ -157,7 +157,8 @@ def apply_operations(
     if cuda.runs_on(images.device):
         return augment.apply_operations(images, operations, arguments, fill, interpolation)
 
-    # each turn sorts the images by operation, so `indices` stores each image's index in the input batch
+    # `turn` is a column of `operations`. Each turn sorts the images by operation, and `indices` contains the index of
+    # each sorted image in the input batch.
     indices = np.arange(len(images))
     for turn in range(operations.shape[1]):
         order = np.argsort(operations[indices, turn])

@@ -97,7 +97,10 @@ def _path_in_any_case(root: Path, name: str, present: Sequence[str]) -> Path:
         return root / name
     matches = [other for other in present if other.casefold() == name.casefold()]
     if len(matches) > 1:
-        raise ConfigError(f"{root} has {quoted(matches)}, which differ only in case: name one as the split")
+        raise ConfigError(
+            f"{root} has {quoted(matches)}, which differ only in case: set --train-split, --val-split or, in vil "
+            "validate, --split to one of these names"
+        )
     return root / (matches[0] if matches else name)
 
 

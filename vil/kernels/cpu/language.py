@@ -285,7 +285,7 @@ def sigmoid(x):
 
 @_exactly
 def sigmoids(x, y):
-    """Return sigmoid(x) and sigmoid(y), each at least about 2^-62, by one division instead of two."""
+    """Return sigmoid(x) and sigmoid(y) by one division instead of two. Results are clamped to at least about 2^-62."""
     x, y = -LOG2_E * x, -LOG2_E * y
     x = ONE + exp2_clamped(_HALF_LARGEST if x > _HALF_LARGEST else x)
     y = ONE + exp2_clamped(_HALF_LARGEST if y > _HALF_LARGEST else y)

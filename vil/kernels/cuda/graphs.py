@@ -31,7 +31,7 @@ _lock = threading.Lock()  # allows one capture at a time, because captures may s
 
 
 class Graphs:
-    """CUDA graphs of one plan, by the caller's stream and the addresses of the plan's buffers."""
+    """CUDA graphs of one plan: one graph for each combination of the caller's stream and the buffers' addresses."""
 
     def __init__(self) -> None:
         self.captured: dict[tuple, torch.cuda.CUDAGraph] = {}

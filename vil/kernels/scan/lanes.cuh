@@ -3,7 +3,7 @@
 // PARTS = N / NL lanes share a group of DL channels, and a warp has GROUPS groups.
 // In the index of a lane, bit 0 and the bits from 2 on select the part of the states.
 // Bit 1 and the highest bits of the index select the group of channels.
-// A 16-byte load from shared memory is twice as fast if two adjacent lanes read the same or consecutive addresses.
+// Adjacent lanes read the same or consecutive addresses, so a 16-byte load from shared memory takes 2 cycles, not 4.
 // With 4 parts and 8 groups:
 //
 //     lane    0  1  2  3  4  5  6  7  8  9 10 ...        states NL part .. NL part + NL - 1
