@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import mean
 
 import timm
 import torch
@@ -157,21 +158,32 @@ def beside_compiled() -> str:
 
 
 def sizes() -> str:
-    """Tabulate the size, training throughput, weights and published top-1 of the unpooled models of the package."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    measured = {r["model"]: r for r in measured_models() if (r["task"], r["img_size"]) == ("train", 224)}
+    """Tabulate the size, training throughput, weights and published top-1 of the models of the package.
+
+    A cell for GFLOPs or throughput lists the full model, and after a slash the pooled variant if it was measured.
+    """
+    pooled = results("h200_pooled_224")["rows"] + results("h200_pooled_base")["rows"]
+    cases = [r for r in measured_models() + pooled if (r["task"], r["img_size"]) == ("train", 224)]
+    measured = {r["model"]: number(r["graph"]["images_per_second"]) for r in cases if "graph" in r}
     rows = []
     for name in ("vil_tiny", "vil_small", "vil_base", "vim_tiny", "vim_small", "vim_base"):
         with torch.device("meta"):
             parameters = sum(p.numel() for p in timm.create_model(name).parameters())
-        gflops = re.search(rf"^\| {name} \| [\d.]+ \| ([\d.]+) \|", page, re.M)[1]
+        both = (name, f"{name}_pooled")
+        gflops = " / ".join(map(gflops_of, both))
         family, top1 = name[:3], published(name)[0]
         source = f"{top1}, {PAPERS[family]}" if top1 else "none"
         weights = WEIGHTS.get(name, "none" if family == "vil" else "the authors' files load")
-        images_per_second = number(measured[name]["graph"]["images_per_second"])
+        images_per_second = " / ".join(measured[model] for model in both if model in measured)
         rows.append([f"`{name}`", f"{parameters:,}", gflops, images_per_second, weights, source])
     head = ["", "parameters", "GFLOPs", "training, images/s", "weights", "published ImageNet-1k top-1"]
     return table(head, rows)
+
+
+def gflops_of(model: str) -> str:
+    """Return a model's GFLOPs from the table in docs/architecture.md."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    return re.search(rf"^\| {model} \| [\d.]+ \| ([\d.]+) \|", page, re.M)[1]
 
 
 def research_rows(page: str, name: str) -> list[list[str]]:
@@ -181,24 +193,33 @@ def research_rows(page: str, name: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in lines]
 
 
-def tiny_imagenet_top1(model: str, study: str, column: int) -> str:
-    """Return a model's top-1 from a table of research/photographs.md, or "-" if the table does not have the model."""
-    rows = {cells[0]: cells for cells in research_rows("photographs.md", study)}
+def research_top1(model: str, page: str, study: str, column: int) -> str:
+    """Return a model's mean top-1 from a table of a page of research/, or "-" if the table does not have the model."""
+    rows = {cells[0]: cells for cells in research_rows(page, study)}
     return rows[model][column].split(" ± ")[0] if model in rows else "-"
 
 
-def results_of_tiny_models() -> str:
-    """Tabulate the test top-1 on Tiny ImageNet of tiny models that were trained from scratch."""
+def results_from_scratch() -> str:
+    """Tabulate the test top-1 on Imagenette and Tiny ImageNet of models that were trained from scratch."""
+    studies = (
+        ("imagenette.md", "imagenette", 3),
+        ("photographs.md", "photographs", 4),
+        ("photographs.md", "literature", 2),
+    )
     rows = [
-        [label, tiny_imagenet_top1(name, "photographs", 4), tiny_imagenet_top1(name, "literature", 2)]
+        [label, *(research_top1(name, *study) for study in studies)]
         for label, name in (
             ("`vil_tiny_pooled`", "vil_tiny_pooled"),
             ("`vil_tiny`", "vil_tiny"),
             ("`vim_tiny`", "vim_tiny"),
-            ("DeiT-tiny", "deit_tiny_patch16_224"),
+            ("DeiT-tiny (5.7 M parameters)", "deit_tiny_patch16_224"),
+            ("ResNet-50 (25.6 M parameters)", "resnet50"),
         )
     ]
-    return table(["test top-1 in %", "30 epochs, patches of 4 pixels", "300 epochs, patches of 8 pixels"], rows)
+    published_vit = mean(float(cells[2]) for cells in research_rows("published_vit.md", "published-vit-init"))
+    rows.append(["plain ViT (2.8 M parameters)", "-", "-", f"{published_vit:.2f}"])
+    head = ["Imagenette, 200 epochs", "Tiny ImageNet, 30 epochs", "Tiny ImageNet, 300 epochs"]
+    return table(["test top-1 in %", *head], rows)
 
 
 def clothing() -> str:
@@ -214,7 +235,7 @@ def clothing() -> str:
 
 
 TABLES = {
-    "results": results_of_tiny_models, "sizes": sizes,
+    "results": results_from_scratch, "sizes": sizes,
     "speed": speed, "scan beside": scan_beside, "scan": scan, "models beside": models_beside,
     "models": models, "pooled": pooled, "beside compiled": beside_compiled, "clothing": clothing,
 }  # fmt: skip
