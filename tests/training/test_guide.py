@@ -21,7 +21,8 @@ from vil.config import load_config
 from vil.distributed import init_process_group
 from vil.training.trainer import Trainer
 
-DOCUMENTS = ["README.md", "docs/guide.md", "docs/hardware.md", "docs/export.md", "docs/seeing-inside.md"]
+PAGES = "guide", "digits", "options", "hardware", "export", "seeing-inside"
+DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in PAGES)]
 
 
 def snippets(document):
@@ -36,9 +37,9 @@ def command_lines(document):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, no_pictures):
-    """Write the digits of docs/guide.md and train its runs with a small model, and return the working folder."""
+    """Write the digits of docs/digits.md and train its runs with a small model, and return the working folder."""
     monkeypatch.chdir(tmp_path)
-    for words in command_lines("docs/guide.md"):
+    for words in command_lines("docs/digits.md"):
         if words[:3] == ["python", "-m", "vil.data.digits"]:
             monkeypatch.setattr(sys, "argv", words[2:])
             monkeypatch.delitem(sys.modules, "vil.data.digits", raising=False)
@@ -67,16 +68,23 @@ def write_photos(folder):
     Image.new("RGB", (60, 40), "teal").save(folder / "photo.jpg")
 
 
-def test_each_snippet_of_the_guide_runs_alone(folder, capsys):
-    write_photos(folder)
-    found: dict = {}
-    for snippet in snippets("docs/guide.md"):
-        found |= run_alone(snippet.replace("range(20)", "range(1)"), "docs/guide.md")
+def test_each_snippet_of_the_digits_runs_alone(folder, capsys):
+    for snippet in snippets("docs/digits.md"):
+        run_alone(snippet, "docs/digits.md")
     printed = capsys.readouterr().out
     assert re.search(r"validation/7/\d+.png is a [6-9] \(\d+%\)\n", printed)
     scores = dict(re.findall(r"(KNeighborsClassifier|LogisticRegression) (\d\.\d+)", printed))
     assert min(map(float, scores.values())) > 0.5  # chance is 0.25 with four classes
     assert len(scores) == 2
+
+
+def test_each_snippet_of_the_guide_runs_alone(folder, capsys):
+    (folder / "output/photos").symlink_to(folder / "output/high")
+    write_photos(folder)
+    found: dict = {}
+    for snippet in snippets("docs/guide.md"):
+        found |= run_alone(snippet.replace("range(20)", "range(1)"), "docs/guide.md")
+    assert len(re.findall(r"photos/train/(?:cat|dog)/[01].jpg is a [6-9] \(\d+%\)\n", capsys.readouterr().out)) == 4
     assert found["patches"].shape == (2, 16, 64)
     assert found["class_token"].shape == (2, 1, 64)
     assert found["loss"].isfinite()

@@ -1,7 +1,7 @@
 """Choice of splits, weights and recipe for a folder of images.
 
-`choose_recipe` chooses the recipe, and `_choose_start` chooses the model and weights. docs/guide.md has the
-measurements by which the recipes and weights for CPUs were designed.
+`choose_recipe` chooses the recipe, and `_choose_start` chooses the model and weights. research/small_recipes.md
+has the measurements by which the recipes and weights for CPUs were designed.
 """
 
 from __future__ import annotations

@@ -171,4 +171,4 @@ def shards_hint(left_out: Counter[str]) -> str:
     """Return how to read tar files as WebDataset shards, to append to an error message, or "" without tar files."""
     if not left_out[".tar"]:
         return ""
-    return "; if the .tar files are WebDataset shards, set --dataset wds/NAME and --num-classes (see docs/guide.md)"
+    return "; if the .tar files are WebDataset shards, set --dataset wds/NAME and --num-classes (see docs/options.md)"
