@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from vil.factory import create_model
 from vil.kernels import flops
 
-MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224", "vil_small", "vim_small", "deit_small_patch16_224"]
-MODELS += ["vil_base", "vim_base", "deit_base_patch16_224"]
+FAMILIES = ("vil_{}", "vil_{}_pooled", "vim_{}", "deit_{}_patch16_224")
+MODELS = [family.format(size) for size in ("tiny", "small", "base") for family in FAMILIES]
 aten = torch.ops.aten
 PRODUCTS = (
     aten.mm,
