@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/benchmarks.md", "vil/weights/README.md")
 FAMILIES = {"ViL": "vil_{}", "ViM": "vim_{}", "DeiT": "deit_{}_patch16_224"}
 DEIT_SMALL = "deit_small_patch16_224"
-WEIGHTS = {"vil_tiny": "[Tiny ImageNet](vil/weights/README.md)"}
+WEIGHTS = {"vil_tiny": "[Tiny ImageNet](vil/weights/README.md), full and pooled"}
 PAPERS = {
     "vil": "[Liu et al.](https://arxiv.org/abs/2407.14207)",
     "vim": "[Zhu et al.](https://arxiv.org/abs/2401.09417)",
@@ -160,7 +160,7 @@ def beside_compiled() -> str:
 def sizes() -> str:
     """Tabulate the size, training throughput, weights and published top-1 of the models of the package.
 
-    A cell for GFLOPs or throughput lists the full model, and after a slash the pooled variant if it was measured.
+    A cell for GFLOPs or throughput lists the full model, and after a slash the pooled variant if its value is known.
     """
     pooled = results("h200_pooled_224")["rows"] + results("h200_pooled_base")["rows"]
     cases = [r for r in measured_models() + pooled if (r["task"], r["img_size"]) == ("train", 224)]
@@ -170,20 +170,19 @@ def sizes() -> str:
         with torch.device("meta"):
             parameters = sum(p.numel() for p in timm.create_model(name).parameters())
         both = (name, f"{name}_pooled")
-        gflops = " / ".join(map(gflops_of, both))
         family, top1 = name[:3], published(name)[0]
         source = f"{top1}, {PAPERS[family]}" if top1 else "none"
         weights = WEIGHTS.get(name, "none" if family == "vil" else "the authors' files load")
-        images_per_second = " / ".join(measured[model] for model in both if model in measured)
-        rows.append([f"`{name}`", f"{parameters:,}", gflops, images_per_second, weights, source])
-    head = ["", "parameters", "GFLOPs", "training, images/s", "weights", "published ImageNet-1k top-1"]
+        cells = [" / ".join(values[model] for model in both if model in values) for values in (gflops(), measured)]
+        rows.append([f"`{name}`", f"{parameters:,}", *cells, weights, source])
+    head = ["full / pooled", "parameters", "GFLOPs", "training, images/s", "weights", "published ImageNet-1k top-1"]
     return table(head, rows)
 
 
-def gflops_of(model: str) -> str:
-    """Return a model's GFLOPs from the table in docs/architecture.md."""
+def gflops() -> dict[str, str]:
+    """Return each model's GFLOPs from the table in docs/architecture.md."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    return re.search(rf"^\| {model} \| [\d.]+ \| ([\d.]+) \|", page, re.M)[1]
+    return dict(re.findall(r"^\| (\w+) \| [\d.]+ \| ([\d.]+) \|", page, re.M))
 
 
 def research_rows(page: str, name: str) -> list[list[str]]:
