@@ -92,6 +92,17 @@ def test_every_section_has_one_snippet_or_a_reason():
     assert len(BLOCK.findall(PAGE)) == len(BLOCKS)
 
 
+def test_the_table_marks_the_snippets_whose_packages_continuous_integration_installs():
+    project, _ = (ROOT / "pyproject.toml").read_text().split("[project.scripts]")
+    installed = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', project)} | {"vil", "PIL", "os"}
+    rows = re.findall(r"^\| \[.*?]\(#(.*?)\) \| .* \| (yes|no) \| .* \|$", PAGE, re.M)
+    titles = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-"): title for title in SECTIONS}
+    assert [anchor for anchor, _ in rows] == list(titles)
+    for anchor, found in rows:
+        snippet = SNIPPETS.get(titles[anchor])
+        assert found == ("yes" if snippet and installed.issuperset(packages(snippet)) else "no")
+
+
 def test_the_line_for_timms_scripts_registers_the_models(tmp_path):
     (tmp_path / "validate.py").write_text("import sys, timm; print(timm.is_model(sys.argv[3]))")
     python, *words = shlex.split(BLOCKS["timm's scripts"])

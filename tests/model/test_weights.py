@@ -6,10 +6,12 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
+import flops
 import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from processes import SMALL, call
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -203,19 +205,37 @@ def test_resuming_from_best_pt_is_rejected_with_the_remedy(best):
 
 
 def test_the_shipped_weights_match_their_model_card(request):
-    folder = request.config.rootpath / "weights"
-    cells = r"`(\S+)` \| `(\w+)`, (\d+) pixels.* ([\d,]+) classes \| ([\d,]+) \| ([\d.]+) MB \| `(\w+)`"
-    rows = re.findall(cells, (folder / "README.md").read_text())
-    assert sorted(name for name, *_ in rows) == sorted(path.name for path in folder.glob("*.safetensors"))
-    for name, model, size, classes, parameters, megabytes, digest in rows:
-        data = (folder / name).read_bytes()
-        assert hashlib.sha256(data).hexdigest() == digest
-        assert f"{len(data) / 1e6:.1f}" == megabytes
-        loaded = vil.from_checkpoint(folder / name)
-        assert f"{sum(p.numel() for p in loaded.parameters()):,}" == parameters
-        assert f"{loaded.num_classes:,}" == classes
-        assert loaded.pretrained_cfg["input_size"][1:] == (int(size), int(size))
-        assert loaded.pretrained_cfg["architecture"] == model
+    folder = request.config.rootpath / "vil/weights"
+    card = (folder / "README.md").read_text()
+    digests = {name: digest for digest, name in re.findall(r"^(\w{64})  (\S+)$", card, re.M)}
+    assert digests.keys() == {path.name for path in folder.glob("*.safetensors")}
+    lines = card.split("## Model details\n")[1].strip().split("\n\n")[0].replace("`", "").splitlines()
+    names, _, *rows = (re.split(r" *\| *", line)[1:-1] for line in lines)
+    details = [dict(zip(("name", *(row[0] for row in rows)), column)) for column in list(zip(names, *rows))[1:]]
+    assert sorted(of["name"] for of in details) == sorted(timm.list_pretrained("vil*"))
+    for of in details:
+        data = (folder / of["file"]).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == digests[of["file"]]
+        assert f"{len(data) / 1e6:.1f} MB" == of["file size"]
+        model, trained = timm.create_model(of["name"], pretrained=True), vil.from_checkpoint(folder / of["file"])
+        assert f"{trained.pretrained_cfg['architecture']}.tiny_in200" == of["name"]
+        assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}" == of["parameters, M"]
+        assert str(model.num_classes) == of["classes"]
+        for loaded, size in ((model, ""), (trained, " in training")):
+            patches = loaded.patch_embed
+            found = f"{patches.img_size[0]}, {patches.patch_size[0]}"
+            assert found == of[f"image size, patch size{size} (pixels)"]
+        _, gflops, _, activations = flops.measure(of["name"].split(".")[0], model.patch_embed.img_size[0])
+        assert [f"{gflops / 2:.2f}", f"{activations:.1f}"] == [of["GMACs"], of["activations, M"]]
+
+
+def test_the_code_of_the_model_card_runs(request, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (60, 40), "teal").save("photo.jpg")
+    card = (request.config.rootpath / "vil/weights/README.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", card, re.M | re.S)
+    exec(compile(code, "README.md", "exec"), found := {})
+    assert len(found["predictions"]) == 5
 
 
 def test_rectangular_image_sizes_are_kept_and_other_sizes_resample_positions(best, tmp_path):
