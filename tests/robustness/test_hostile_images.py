@@ -1017,7 +1017,7 @@ def test_large_and_broken_samples_are_counted_and_logged(tmp_path, caplog, monke
     assert {name.rpartition(": ")[2] for name in named(caplog)} == {*samples, "b"} - {"whole", "unlabelled"}
     assert f"{tmp_path}/validation-0.tar: large" in caplog.text
     assert "local-shards" not in caplog.text
-    assert caplog.text.count("behind the broken header of a member") == 2
+    assert caplog.text.count("because a member has a broken header") == 2
     assert caplog.text.count(f"extended header of a member is too large: {2**28} bytes") == len(notes)
     again, _ = open_evaluation_split(str(tmp_path), "wds/x", "validation", 4)  # as `vil validate` opens a split
     targets = torch.cat([targets for _, targets in evaluation_loader(again, DATA_CONFIG, CPU, 0, 4, 0, 1)])
