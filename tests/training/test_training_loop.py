@@ -249,7 +249,7 @@ def test_a_terminal_shows_one_progress_bar(folder, tmp_path, monkeypatch, rank, 
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
     run = trainer(folder, tmp_path)
-    with Progress(run.run_info, rank, run.setup, [], run.data.steps_per_epoch, 0) as progress:
+    with Progress(run.run_info, rank, run.setup, [], run.data.batches.steps, 0) as progress:
         assert bool(progress.bar.disable) is hidden
 
 

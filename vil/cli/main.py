@@ -55,16 +55,11 @@ def run(words: Sequence[str]) -> None:
     if name in ("-V", "--version"):
         print_result(f"vil {version('vision-longhorn')}")
         return
-    with errors_in_a_line():
-        check_command(name)
-    importlib.import_module(f"vil.cli.{name}").main(words[1:], prog=f"vil {name}")
-
-
-def check_command(name: str) -> None:
-    """Raise a ConfigError if `name` is not the name of a subcommand."""
     if name not in COMMANDS:
-        remedy = nearest(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
-        raise ConfigError(f"unknown command {shown(name)}{remedy}")
+        with errors_in_a_line():
+            remedy = nearest(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
+            raise ConfigError(f"unknown command {shown(name)}{remedy}")
+    importlib.import_module(f"vil.cli.{name}").main(words[1:], prog=f"vil {name}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -95,26 +96,20 @@ def resolve_settings(options: argparse.Namespace) -> tuple[DataSettings, list[Mo
     first = resolve_model(given, source)
     if not options.against:
         return data, [first]
-    return data, [first, _second_settings(options, first)]
 
-
-def _second_settings(options: argparse.Namespace, first: ModelSettings) -> ModelSettings:
     path = Path(options.against)
     is_file = path.exists() or path.suffix in WEIGHT_FILES
-    given = ModelOptions(
+    given = replace(
+        given,
         model=options.against_model or (None if is_file else options.against),
         checkpoint=options.against if is_file else None,
         use_ema=options.against_use_ema,
-        num_classes=options.num_classes,
-        img_size=options.img_size,
-        crop_pct=options.crop_pct,
-        interpolation=options.interpolation,
         model_kwargs=parse_key_values(options.against_model_kwargs),
     )
     source = Checkpoint(options.against) if is_file else None
     second = resolve_model(given, source, option="--against-model")
     # timm's pretrained weights keep their own number of classes and image size.
-    return with_sizes_of(second, first) if is_file else second
+    return data, [first, with_sizes_of(second, first) if is_file else second]
 
 
 def evaluation_settings(options: argparse.Namespace) -> EvaluationSettings:

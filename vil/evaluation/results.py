@@ -59,9 +59,16 @@ class Validation:
         return {"models": rows, "paired": self.comparison.as_dict(), "notes": self.notes}
 
     def as_text(self) -> str:
+        """Format the result of one model as one line, or of two models as a Markdown table."""
         if self.comparison is not None:
             return comparison_text(self.as_dict())
-        return validation_line(self.models[0].settings.model, self.models[0].num_classes, self.results[0], self.notes)
+        name, result = self.models[0].settings.model, self.results[0]
+        low, high = result.top1_interval
+        line = (
+            f"{name}: top-1 {result.top1:.2f}% (95% interval {low:.2f} to {high:.2f}), top-5 {result.top5:.2f}%, "
+            f"loss {result.loss:.4f} on {result.images} images, {result.images_per_second:.0f} images/s"
+        )
+        return "; ".join([line, *self.notes, *_published_note(name, self.models[0].num_classes)])
 
 
 def _row(model: EvaluatedModel, result: Evaluation, data: DataSettings, preprocessing: ModelSettings) -> dict[str, Any]:
@@ -93,23 +100,6 @@ def _row(model: EvaluatedModel, result: Evaluation, data: DataSettings, preproce
         "images_per_second": result.images_per_second,
         "published": published_for(settings.model) if model.num_classes == IMAGENET_CLASSES else {},
     }
-
-
-def validation_line(name: str, num_classes: int, result: Evaluation, notes: Sequence[str] = ()) -> str:
-    """Format the result of one model as one line.
-
-    Args:
-        name: Model name in timm.
-        num_classes: Number of classes of the model.
-        result: Evaluation result of the model.
-        notes: Remarks on the evaluation, for the user.
-    """
-    low, high = result.top1_interval
-    line = (
-        f"{name}: top-1 {result.top1:.2f}% (95% interval {low:.2f} to {high:.2f}), top-5 {result.top5:.2f}%, "
-        f"loss {result.loss:.4f} on {result.images} images, {result.images_per_second:.0f} images/s"
-    )
-    return "; ".join([line, *notes, *_published_note(name, num_classes)])
 
 
 def _published_note(name: str, num_classes: int) -> list[str]:

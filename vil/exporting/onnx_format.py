@@ -68,7 +68,8 @@ def _check_operators(onnx: Any, proto: Any, opset: int) -> None:
     """Raise an ExportError if the opset does not support an operator of the model, or is too new for PyTorch."""
     written = next(entry.version for entry in proto.opset_import if not entry.domain)
     too_new = []
-    for name in sorted({node.op_type for node in _nodes(proto.graph) if not node.domain}):
+    nodes = (node for graph in _graphs(proto.graph) for node in graph.node)
+    for name in sorted({node.op_type for node in nodes if not node.domain}):
         version = _version_of(onnx, name, written)
         if version is not None and version > opset:
             too_new.append((version, name))
@@ -126,12 +127,6 @@ def _graphs(graph: Any) -> Iterator[Any]:
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 yield from _graphs(attribute.g)
-
-
-def _nodes(graph: Any) -> Iterator[Any]:
-    """Iterate over the nodes of a graph and of its subgraphs."""
-    for part in _graphs(graph):
-        yield from part.node
 
 
 def _first_line(error: Exception) -> str:

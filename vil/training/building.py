@@ -1,4 +1,4 @@
-"""Functions that build a run's model, teacher, optimizer, learning-rate schedule and training state."""
+"""Functions that build a run's model, optimizer, learning-rate schedule and training state."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from ..config import Config, ConfigError
 from ..distributed import warn_on_rank0
 from ..factory import check_pretrained, create_model
-from .data import Splits
 from .state import TrainState
-from .teacher import Teacher
 from .update import ListedEma
 
 
@@ -60,23 +58,6 @@ def build_model(
                 f"{config.model} does not support activation checkpointing; remove --grad-checkpointing"
             ) from error
     return model
-
-
-def build_teacher(config: Config, splits: Splits, data_config: dict[str, Any], student: nn.Module) -> Teacher | None:
-    """Load the teacher of a run with distillation. Return None if the run has no teacher.
-
-    Args:
-        config: Options of the run.
-        splits: Data splits of the run, which specify the classes.
-        data_config: timm's data config of the student's images.
-        student: The student model on the device for training.
-
-    Raises:
-        ConfigError, CheckpointError: As for `Teacher`.
-    """
-    if not config.teacher:
-        return None
-    return Teacher(config, splits.num_classes, splits.label_names, data_config, student)
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from .. import checkpoint
 from ..config import Config
-from ..data.loaders import Batch, evaluation_loader, training_loader
+from ..data.loaders import evaluation_loader, training_loader
 from ..data.samplers import TrainingBatches
 from ..data.sources.splits import class_names, count_images, open_splits, streams
 
@@ -81,25 +80,3 @@ class Data:
             config.augment_on_device,
             is_reused=True,
         )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.batches.steps
-
-    @property
-    def batches_per_step(self) -> int:
-        """Number of training batches per optimizer step in this process."""
-        return self.batches.accumulation
-
-    def training_batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
-        """Iterate over this process's training batches of an epoch, starting at optimizer step `first_step`."""
-        return self.train_loader.epoch(epoch, first_step)
-
-    @property
-    def how_loaded(self) -> str:
-        """Short description of how images are loaded."""
-        return self.train_loader.description
-
-    def take_unreadable(self) -> int:
-        """Return the number of training images that this process could not read since the last call."""
-        return self.train_loader.take_unreadable()

@@ -50,11 +50,6 @@ class Phase:
         return self.epochs.stop == self.config.total_epochs
 
     @property
-    def initial_config(self) -> Config:
-        """Options for creating the model. Only the first phase loads initial weights."""
-        return self.config if self.is_first else self.config.without_initial_weights()
-
-    @property
     def previous(self) -> Phase:
         return Phase.of(self.config, self.index - 1)
 

@@ -31,7 +31,7 @@ from ..evaluation.predictions import PredictionCollector
 from ..fault_tolerance.locks import FolderLock
 from .announce import announce, describe_setup
 from .bottleneck import Bottleneck
-from .building import build_model, build_state, build_teacher
+from .building import build_model, build_state
 from .checkpointer import Checkpointer
 from .data import Data, Splits
 from .divergence import check_divergence
@@ -46,6 +46,7 @@ from .phases import Phase, check_phases
 from .progress import Progress
 from .resumption import first_phase, resumes
 from .run_info import RunInfo, stored_options
+from .teacher import Teacher
 from .update import Update
 
 
@@ -113,14 +114,15 @@ class Trainer:
 
         share_cores(device, config.workers)
         seed_everything(config.seed)
-        initial = self.phase.initial_config
-        if is_resumed:  # no initial weights, because the checkpoint replaces them
-            initial = initial.without_initial_weights()
+        # a resumed run, and thus each later phase, loads no initial weights, because the checkpoint replaces them
+        initial = config.without_initial_weights() if is_resumed else config
         model = build_model(initial, splits.num_classes, label_names=splits.label_names).to(device)
         data_config = chosen_data_config(
             model, img_size=config.img_size, crop_pct=config.crop_pct, interpolation=config.interpolation
         )
-        self.teacher = build_teacher(config, splits, data_config, model)
+        self.teacher = None
+        if config.teacher:
+            self.teacher = Teacher(config, splits.num_classes, splits.label_names, data_config, model)
         loss_fn = Loss(config, splits.num_classes, self.teacher)
         self.data = Data(config, splits, data_config, device, batch_size, rank, world_size)
 
@@ -129,7 +131,7 @@ class Trainer:
         if rank == 0:
             announce(self.phase, self.data.batches, splits)
         self.run_info = RunInfo.of(self.phase, options, splits, self.teacher)
-        self.checkpointer = Checkpointer(self.run_info, state, rank, self.data.steps_per_epoch, lock)
+        self.checkpointer = Checkpointer(self.run_info, state, rank, self.data.batches.steps, lock)
         self.checkpointer.load()
 
         # From now on, a signal makes the run write a checkpoint and stop.
@@ -149,12 +151,12 @@ class Trainer:
 
         self.setup = describe_setup(config, device, world_size, self.forward_backward, self.data, self.teacher)
         self.mosaic = Mosaic(self.run_info, data_config, rank)
-        self.bottleneck = Bottleneck(max(1, min(config.log_interval, self.data.steps_per_epoch // 3)))
+        self.bottleneck = Bottleneck(max(1, min(config.log_interval, self.data.batches.steps // 3)))
 
     def run(self) -> None:
         """Train the remaining epochs of the phase."""
         state = self.state
-        steps_per_epoch = self.data.steps_per_epoch
+        steps_per_epoch = self.data.batches.steps
         with (
             self.checkpointer.hold_lock(release=self.phase.is_last),
             Progress(self.run_info, self.rank, self.setup, state.history, steps_per_epoch, self.steps) as progress,
@@ -183,9 +185,9 @@ class Trainer:
         state = self.state
         state.model.train()
         loss = torch.zeros((), device=self.device)
-        batches = self.loading.until_failure(self.data.training_batches(epoch, state.meter.steps))
+        batches = self.loading.until_failure(self.data.train_loader.epoch(epoch, state.meter.steps))
         for number, batch in enumerate(state.meter.timed(batches), start=1):
-            completes_step = number % self.data.batches_per_step == 0
+            completes_step = number % self.data.batches.accumulation == 0
             if completes_step:
                 all_loaded = self.loading.begin_check()  # the check runs during the forward pass
             with state.meter.paused():
@@ -207,7 +209,7 @@ class Trainer:
             progress.finish_step()
             self.checkpoint_if_due()
 
-        if self.loading.failure and state.meter.steps < self.data.steps_per_epoch:
+        if self.loading.failure and state.meter.steps < self.data.batches.steps:
             self.loading.report_failure()
             self.checkpoint(Decision(cannot_load=True))
         check_divergence(self.state, self.checkpointer.last)
@@ -233,7 +235,8 @@ class Trainer:
         results = self.evaluator(self.validation_batches())
         if results[0].is_blind:
             self.loading.fail(UnreadableSplitError("no image of the validation split can be read"))
-        unreadable = all_reduce_sum(torch.tensor(self.data.take_unreadable())).item() + results[0].unreadable
+        unreadable = all_reduce_sum(torch.tensor(self.data.train_loader.take_unreadable())).item()
+        unreadable += results[0].unreadable
         return {**evaluation_columns(results), "unreadable_images": unreadable}
 
     def evaluate_weights(self, weights: dict[str, Tensor], observe: PredictionCollector) -> Evaluation:
@@ -280,4 +283,4 @@ class Trainer:
     def steps(self) -> int:
         """Number of finished optimizer steps of this phase."""
         epochs = len(self.state.history) - self.phase.epochs.start
-        return epochs * self.data.steps_per_epoch + self.state.meter.steps
+        return epochs * self.data.batches.steps + self.state.meter.steps
