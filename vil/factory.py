@@ -256,8 +256,9 @@ def _create(model: str, arguments: dict[str, Any], **start: Any) -> nn.Module:
     """Create a timm model. Omit `img_size` and a `drop_path_rate` of 0 if the model does not support them."""
     try:
         created: Any = timm.create_model(model, **arguments | start)
+        created.pretrained_cfg.pop("state_dict", None)  # the memory of the weights file would never be freed
         # `model_args` is no entry of pretrained_cfg, because timm cannot load a config.json with additional entries.
-        created.model_args = arguments
+        created.model_args = {name: value for name, value in arguments.items() if name != "pretrained_cfg_overlay"}
         return created
     except TypeError as error:  # for example, ResNets have no argument img_size, because they accept any size
         unknown = [name for name in ("img_size", "drop_path_rate") if name in arguments and f"'{name}'" in str(error)]

@@ -309,3 +309,9 @@ def test_num_classes_0_returns_the_input_of_the_head(trained, tmp_path):
         assert model.num_classes == model.pretrained_cfg["num_classes"] == 0
         with torch.inference_mode():
             torch.testing.assert_close(whole.head(model(images)), whole(images))
+
+
+def test_a_model_does_not_keep_the_file_that_initialized_it():
+    model = create_model("vil_tiny", "vil_tiny.tiny_in200", num_classes=3, depth=1)
+    assert "state_dict" not in model.pretrained_cfg
+    assert "pretrained_cfg_overlay" not in model.model_args

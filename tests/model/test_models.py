@@ -1,5 +1,6 @@
 """Tests of models against an independent implementation, and of the interface of timm's models."""
 
+import copy
 import functools
 import math
 import re
@@ -71,6 +72,36 @@ def test_stochastic_depth_equals_the_independent_model_with_dropped_updates(name
     torch.manual_seed(5)
     assert_same_output_and_gradients(model, model(x), naive_model.model(x, weights, scales=scales))
     torch.testing.assert_close(model.eval()(x), naive_model.model(x, weights), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_drop_paths_in_eval_mode_drop_nothing_in_a_training_model(fused, request):
+    model, x = small(depth=4, drop_path_rate=0.75).train(), random_images(6, 3, 48, 48)
+    for part in model.modules():
+        if isinstance(part, timm.layers.DropPath):
+            part.eval()
+    dispatch.set_fused(fused)
+    request.addfinalizer(lambda: dispatch.set_fused(True))
+    found = model(x)
+    torch.testing.assert_close(found, model.eval()(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "head",
+    [
+        torch.nn.Linear(32, 3), torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 3)),
+        torch.nn.Linear(32, 7, bias=False), None,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_with_another_head_or_quantized_weights_loads_its_own_state_dict(head):
+    model = small()
+    if head:
+        model.head = head
+    else:
+        model = torch.ao.quantization.quantize_dynamic(model.eval(), {torch.nn.Linear})
+    assert str(model.load_state_dict(copy.deepcopy(model.state_dict()))) == "<All keys matched successfully>"
 
 
 def test_a_longhorn_layer_equals_the_bidirectional_mixer_or_one_causal_direction():
@@ -367,6 +398,10 @@ def test_pruning_removes_blocks_that_the_intermediates_do_not_need():
     torch.testing.assert_close(model(x), naive_model.model(x, kept))
     assert model.prune_intermediate_layers() == [2]  # the result is the index of the last kept block
     assert len(model.blocks) == 3
+
+    model = small().bfloat16()
+    model.prune_intermediate_layers([1], prune_norm=True, prune_head=False)
+    assert model(x.bfloat16()).dtype == torch.bfloat16  # although the residual stream is fp32
 
 
 @pytest.mark.parametrize("fuse", [False, True])

@@ -332,3 +332,33 @@ def test_weight_file_metadata_is_validated_like_a_checkpoints_options(tmp_path, 
 def test_metadata_without_a_value_is_rejected():
     with pytest.raises(SystemExit, match="form KEY=TEXT, got 'commit'"):
         call(export.main, "--out", "x.safetensors", "--metadata", "commit")
+
+
+def _with_mean_pooling(model):
+    model.reset_classifier(3, "avg")
+
+
+def _pruned(model):
+    model.prune_intermediate_layers([0], prune_head=False)
+
+
+def _with_larger_patches(model):
+    model.set_input_size(patch_size=16)
+
+
+@pytest.mark.parametrize("change", [_with_mean_pooling, _pruned, _with_larger_patches])
+def test_a_model_is_exported_as_it_was_changed(change, tmp_path):
+    model = timm.create_model("vil_tiny", img_size=32, patch_size=8, stride=8, depth=2, num_classes=3, embed_dim=16)
+    change(model)
+    export_model(model, tmp_path / "changed.safetensors")
+    x = torch.randn(2, 3, 32, 32)
+    found = vil.from_checkpoint(tmp_path / "changed.safetensors")(x)
+    torch.testing.assert_close(found, model.eval()(x), rtol=2e-3, atol=2e-3)  # the file stores fp16
+
+
+def test_a_model_that_timm_did_not_create_is_exported_except_as_weights(tmp_path):
+    model = vil.VisionLonghorn(img_size=32, patch_size=8, depth=1, num_classes=3, embed_dim=16)
+    export_model(model, tmp_path / "model.pt2")
+    assert (tmp_path / "model.pt2").exists()
+    with pytest.raises(ExportError, match="must record the arguments that created it"):
+        export_model(model, tmp_path / "model.safetensors")

@@ -184,6 +184,9 @@ def test_recipes_have_enough_steps_and_batches_that_fit(device):
     assert shorter == sorted(shorter, reverse=True)
     assert "epochs" not in choose_recipe(500, device, {"epochs": 7})
     assert choose_recipe(500, device, {"epochs": 7})["warmup_epochs"] == 0
+    # the warm-up of every phase must be short
+    assert choose_recipe(500, device, {"phases": [{"epochs": 20}, {"epochs": 10}]})["warmup_epochs"] == 1
+    assert choose_recipe(500, device, {"epochs": 30, "phases": [{"lr": 1e-4}]})["warmup_epochs"] == 3
 
 
 COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}

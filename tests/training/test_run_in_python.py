@@ -2,10 +2,12 @@
 
 import csv
 import os
+import random
 import signal
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from processes import SMALL, call
@@ -47,6 +49,18 @@ def test_a_run_in_python_has_the_history_of_the_command(image_folder, tmp_path):
     assert losses(run.history) == losses(written[0]) == losses(written[1])
     assert run.folder == tmp_path / "output/run"
     assert run.best_checkpoint == run.folder / "best.pt"
+
+
+def test_a_run_leaves_the_rngs_of_the_process_unchanged(image_folder):
+    def draws():
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    expected = [draws(), draws()]
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    found = [draws()]
+    train(image_folder, epochs=1)
+    assert [*found, draws()] == expected
 
 
 def test_a_run_predicts_with_its_best_checkpoint(image_folder, monkeypatch):

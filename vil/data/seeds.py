@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -27,3 +29,16 @@ def seed_everything(seed: int) -> None:
             backend.manual_seed(seed)
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
+
+
+@contextmanager
+def rng_states_restored() -> Iterator[None]:
+    """Restore the RNG states of Python, NumPy and PyTorch on exit, on the CPU and on the current initialized GPU."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

@@ -190,10 +190,12 @@ def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:
         if len(config[name]) not in (1, size[0]):
             remedy = f"pass {name}= to export_model"
             raise ExportError(f"{name} must have {size[0]} values, one per channel, got {config[name]}: {remedy}")
-    names = model.pretrained_cfg.get("label_names")  # `label_names` is outdated if the head was replaced
+    # `pretrained_cfg` is missing if the model was not created by timm.create_model
+    pretrained_cfg: dict[str, Any] = getattr(model, "pretrained_cfg", {})
+    names: Any = pretrained_cfg.get("label_names")  # `label_names` is outdated if the head was replaced
     known = isinstance(names, (list, tuple)) and 0 < len(names) == model.num_classes
     return {
-        "model": model.pretrained_cfg.get("architecture", type(model).__name__),
+        "model": pretrained_cfg.get("architecture", type(model).__name__),
         "num_classes": model.num_classes,
         "input_size": size,
         **{name: config[name] for name in PREPROCESSING},
@@ -202,10 +204,8 @@ def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def compare(
-    model: nn.Module, exported: Exported, run: Run, tolerance: float = TOLERANCE, count: int = 4
-) -> tuple[float, int, int]:
-    """Compare the exported outputs with the outputs of the model on `count` images.
+def compare(model: nn.Module, exported: Exported, run: Run, tolerance: float = TOLERANCE) -> tuple[float, int, int]:
+    """Compare the exported outputs with the outputs of the model on a few images.
 
     Returns:
         The largest absolute difference, the number of images, and the number of images with the same top-1 class.
@@ -213,7 +213,7 @@ def compare(
     Raises:
         ExportError: An output differs by more than `tolerance` times max(1, the largest output).
     """
-    images = pictures(count, exported.input_size)
+    images = pictures(4, exported.input_size)
     expected = outputs_of(as_evaluated(model), exported.features, images)
     # Run two batches of different sizes, because the exported batch size must be dynamic.
     found = [torch.cat(parts) for parts in zip(run(images[:-1]), run(images[-1:]))]
@@ -227,4 +227,4 @@ def compare(
             )
         largest = max(largest, difference)
     has_same_top1 = expected[0].argmax(-1) == found[0].argmax(-1)
-    return largest, count, int(has_same_top1.reshape(count, -1).all(1).sum())
+    return largest, len(images), int(has_same_top1.reshape(len(images), -1).all(1).sum())

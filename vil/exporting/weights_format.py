@@ -12,6 +12,7 @@ from ..config import ConfigError
 from ..data_config import input_size
 from ..errors import CheckpointError
 from ..factory import from_checkpoint
+from ..models.vision_longhorn import VisionLonghorn
 from ..security.checkpoint_options import MODEL_KWARGS
 from ..weight_files import pack_weights
 from .serialized import Serialized, text_of
@@ -60,7 +61,7 @@ def _options_of(model: Any, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def arguments_of(model: Any) -> dict[str, Any]:
-    """Return the keyword arguments that create the model with its current image size and patch size.
+    """Return the keyword arguments that create the model with its current image size, patch size, depth and pooling.
 
     The arguments are recorded by the models of this package, by `vil.from_checkpoint` and by the commands of this
     package. Other models record no arguments.
@@ -69,6 +70,10 @@ def arguments_of(model: Any) -> dict[str, Any]:
     arguments = {name: value for name, value in recorded.items() if name in MODEL_KWARGS}
     if hasattr(model, "set_input_size"):
         arguments["img_size"] = input_size(model)[1:]
+    if isinstance(model, VisionLonghorn):  # methods of the model change arguments, but not the recorded arguments
+        arguments |= {"depth": len(model.blocks), "global_pool": model.global_pool}
+        if model.patch_embed.stride == model.patch_embed.patch_size:
+            arguments.pop("stride", None)
     patch_size = getattr(model, "_model_args", {}).get("patch_size")  # a patch size set by set_input_size
     if patch_size:
         arguments["patch_size"] = patch_size

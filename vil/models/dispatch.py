@@ -261,10 +261,10 @@ def options_of(
 def path_scale(block: nn.Module, x_BLC: Tensor) -> Tensor | None:
     """Sample each image's stochastic-depth factor, which is 0 or 1 / (1 - rate) by default, like timm's DropPath.
 
-    Return None in eval mode, or if the block has no DropPath.
+    Return None if the block has no DropPath, or the DropPath is in eval mode.
     """
     drop: Any = block._modules["drop_path"]
-    if not block.training or not isinstance(drop, DropPath):
+    if not isinstance(drop, DropPath) or not drop.training:
         return None
     if not 0 < drop.drop_prob < 1 or not drop.scale_by_keep:
         return drop(x_BLC.new_ones(x_BLC.shape[0]))

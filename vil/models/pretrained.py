@@ -47,6 +47,11 @@ def first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if not (block := blocks[name]) or int(block[1]) < depth}
 
 
+def shapes_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shape of each entry of a state dict, or None for an entry that is not a tensor."""
+    return {name: getattr(value, "shape", None) for name, value in state_dict.items()}
+
+
 def check_architecture(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
     """Check that a checkpoint has the same keys and shapes as a model.
 
@@ -86,9 +91,9 @@ def architecture(state_dict: Mapping[str, Tensor]) -> str:
     return f"a {kind} with embed_dim {state_dict[projections[0]].shape[1]} and depth {len(projections)}"
 
 
-def check_classes(state_dict: Mapping[str, Tensor], num_classes: int) -> None:
-    """Raise a RuntimeError if the checkpoint's head does not have `num_classes` classes."""
-    classes = len(state_dict.get("head.bias", ()))
+def check_classes(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Raise a RuntimeError if the checkpoint's head does not have as many classes as the model's head."""
+    classes, num_classes = (len(tensors.get("head.bias", ())) for tensors in (state_dict, model.state_dict()))
     if classes != num_classes:
         raise RuntimeError(
             f"the checkpoint has {classes} classes, but the model has {num_classes}: create the model with "

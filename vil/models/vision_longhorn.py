@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from . import shipped
 from .block import KNOWN_MIXERS, BidirectionalMixer, Block, Blocks, LonghornMixer, MambaMixer, RMSNorm, at_least_fp32
 from .dispatch import has_hooks, run_blocks
-from .pretrained import check_architecture, check_classes, first_blocks, rename_published, resample
+from .pretrained import check_architecture, check_classes, first_blocks, rename_published, resample, shapes_of
 from .tokens import insert_class_token, resample_pos_embed, split_class_token
 
 try:
@@ -479,7 +479,7 @@ class VisionLonghorn(nn.Module):
             x = run_blocks(self.blocks, x, grid, checkpointing=self.grad_checkpointing)
         else:  # a user has replaced `model.blocks` by another module
             x = self.blocks(x)
-        return self.norm(x)
+        return self.norm(x).to(self.cls_token.dtype)  # without a norm, x is the fp32 residual stream
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return the logits (B, num_classes), or the pooled features if `pre_logits`, of tokens (B, L, C).
@@ -500,18 +500,19 @@ class VisionLonghorn(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
         """Load weights as in `nn.Module.load_state_dict`.
 
-        Before loading, ViM's published keys are renamed, and the patch and position embeddings are resampled to this
-        model's patch size and patch grid.
+        If keys or shapes differ from this model's, ViM's published keys are renamed, and the patch and position
+        embeddings are resampled to this model's patch size and patch grid.
 
         Raises:
             RuntimeError: Tensors with the same name have different shapes, or the position embeddings cannot be
                 resampled. If `strict`, a checkpoint of another architecture or number of classes also raises.
         """
-        state_dict = rename_published(state_dict)
-        if strict:
-            check_architecture(state_dict, self)
-            check_classes(state_dict, self.num_classes)
-        state_dict = resample(state_dict, self.patch_embed.patch_size, self.patch_embed.grid_size)
+        if shapes_of(state_dict) != shapes_of(self.state_dict()):
+            state_dict = rename_published(state_dict)
+            if strict:
+                check_architecture(state_dict, self)
+                check_classes(state_dict, self)
+            state_dict = resample(state_dict, self.patch_embed.patch_size, self.patch_embed.grid_size)
         return super().load_state_dict(state_dict, strict, assign)
 
 

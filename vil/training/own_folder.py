@@ -59,13 +59,14 @@ def choose_recipe(num_images: int, device: str, given: Mapping[str, Any]) -> dic
     fewest, most = EPOCHS[device]
     enough = math.ceil(STEPS[device] / max(1, num_images // batch_size))
     epochs = given.get("epochs", min(most, max(fewest, enough)))
+    shortest = min(phase.get("epochs", epochs) for phase in given.get("phases") or [{}])
     lr = LR * math.sqrt(min(1, batch_size / BATCH_SIZES[-1]))
     recipe = {
         "epochs": epochs,
         "global_batch_size": batch_size,
         "lr": float(f"{lr:.1g}"),
         "layer_decay": None,
-        "warmup_epochs": epochs // 10,
+        "warmup_epochs": shortest // 10,
         "apply_exif_orientation": True,
     }
     return {name: value for name, value in recipe.items() if name not in given}

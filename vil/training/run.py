@@ -18,6 +18,7 @@ from ..checkpoint import options_to_resume
 from ..config import Config, ConfigError
 from ..config.command_line import path_of_config, resolve_config
 from ..config.values import checked
+from ..data.seeds import rng_states_restored
 from ..devices import known_device
 from ..distributed import init_process_group, world_size_variable
 from ..factory import from_checkpoint
@@ -68,7 +69,7 @@ def train(
     """Train an image classifier in this process, as the command `vil train` does.
 
     Without a config, the splits, the weights and the recipe are chosen by the content of the folder and the device.
-    The log on stderr names the choices.
+    The log on stderr names the choices. Training leaves the RNGs of Python, NumPy and PyTorch as they were before.
 
     Args:
         data: Folder of images, with one folder per class or with splits; with dataset="wds/NAME", folder or URL of the
@@ -93,7 +94,7 @@ def train(
     chosen = options_of_run(data, weights, config, options)
     threads = torch.get_num_threads()
     try:
-        with handlers_restored():
+        with handlers_restored(), rng_states_restored():
             device, rank, size = init_process_group(known_device(chosen.device))
             history = trainer.train(chosen, device, rank, size)
     except BaseException as error:
