@@ -256,7 +256,8 @@ def _create(model: str, arguments: dict[str, Any], **start: Any) -> nn.Module:
     """Create a timm model. Omit `img_size` and a `drop_path_rate` of 0 if the model does not support them."""
     try:
         created: Any = timm.create_model(model, **arguments | start)
-        created.pretrained_cfg.pop("state_dict", None)  # the memory of the weights file would never be freed
+        # without this line, the memory of the weights file would never be freed
+        getattr(created, "pretrained_cfg", {}).pop("state_dict", None)
         # `model_args` is no entry of pretrained_cfg, because timm cannot load a config.json with additional entries.
         created.model_args = {name: value for name, value in arguments.items() if name != "pretrained_cfg_overlay"}
         return created
