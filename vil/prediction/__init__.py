@@ -26,6 +26,8 @@ def predict(
 ) -> list[Prediction] | list[list[Prediction]]:
     """Return the most probable classes of an image in descending order, or one such list per image for several images.
 
+    A model in training mode is in eval mode during the call, so several threads can share only a model in eval mode.
+
     Args:
         model: A timm model, which runs on its current device, or the path of a checkpoint: a file written by
             `vil train`, or a .safetensors file, .onnx file or folder written by vil.export.
