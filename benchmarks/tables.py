@@ -165,6 +165,7 @@ def sizes() -> str:
     pooled = results("h200_pooled_224")["rows"] + results("h200_pooled_base")["rows"]
     cases = [r for r in measured_models() + pooled if (r["task"], r["img_size"]) == ("train", 224)]
     measured = {r["model"]: number(r["graph"]["images_per_second"]) for r in cases if "graph" in r}
+    columns = gflops(), measured
     rows = []
     for name in ("vil_tiny", "vil_small", "vil_base", "vim_tiny", "vim_small", "vim_base"):
         with torch.device("meta"):
@@ -173,7 +174,7 @@ def sizes() -> str:
         family, top1 = name[:3], published(name)[0]
         source = f"{top1}, {PAPERS[family]}" if top1 else "none"
         weights = WEIGHTS.get(name, "none" if family == "vil" else "the authors' files load")
-        cells = [" / ".join(values[model] for model in both if model in values) for values in (gflops(), measured)]
+        cells = [" / ".join(values[model] for model in both if model in values) for values in columns]
         rows.append([f"`{name}`", f"{parameters:,}", *cells, weights, source])
     head = ["full / pooled", "parameters", "GFLOPs", "training, images/s", "weights", "published ImageNet-1k top-1"]
     return table(head, rows)
@@ -241,7 +242,7 @@ TABLES = {
 
 
 def renewed(page: str) -> str:
-    """Return a Markdown page with all tables regenerated that follow a comment `<!-- table: NAME -->`."""
+    """Return a Markdown page in which all tables that follow a comment `<!-- table: NAME -->` are regenerated."""
     pattern = r"(<!-- table: ([\w ]+) -->\n)(?:\|.*\n)*"
     return re.sub(pattern, lambda found: found[1] + TABLES[found[2]](), page)
 

@@ -121,7 +121,6 @@ def main() -> None:
     if options.out.exists():
         options.earlier = options.out
     study = Study(options, words, to_do, words_of, may_diverge=("rates", "seeds"), clean_up=remove_folders)
-    remove_folders(options.folder, study.runs)  # a call that was killed may have left the folder of a stored run
     study.go_on()
     runs, judged = study.runs, study.judged
     print("", rates_table(runs), models_table(runs, judged), differences_table(runs, judged), sep="\n")

@@ -164,7 +164,8 @@ class Study:
         words_of: Function that returns further options of research/train.py for a run.
         may_diverge: Stages whose diverged runs are stored with an accuracy of 0%. A run of another stage that diverges
             stops the study.
-        clean_up: Function that is called with the folder and the finished runs after each stored run.
+        clean_up: Function of the folder and the finished runs, which is called before the first run, because an earlier
+            call may have been killed before its clean-up, and after each stored run.
 
     Raises:
         SystemExit: Earlier results or runs in the folder have another recipe or other images.
@@ -173,7 +174,7 @@ class Study:
     def __init__(
         self, options: argparse.Namespace, words: list[str], missing: Callable[[Runs], list[Cell]],
         words_of: Callable[[Cell], list[str]], may_diverge: Sequence[str] = ("rates",),
-        clean_up: Callable[[Path, Runs], None] | None = None,
+        clean_up: Callable[[Path, Runs], None] = lambda folder, runs: None,
     ):  # fmt: skip
         self.missing, self.words_of, self.may_diverge, self.clean_up = missing, words_of, may_diverge, clean_up
         self.options, self.deadline, self.lock = options, seeds.Deadline(options.minutes), Lock()
@@ -193,6 +194,7 @@ class Study:
 
     def go_on(self) -> None:
         """Train the planned runs until all are finished or the time limit is reached."""
+        self.clean_up(self.options.folder, self.runs)
         with self.deadline, ThreadPoolExecutor(self.options.jobs) as pool:
             while (cells := self.missing(self.runs)) and all(list(pool.map(self.do, cells))):
                 pass
@@ -222,8 +224,7 @@ class Study:
             if self.judged:
                 self.judged.write(seeds.predictions_of(self.options.out))
             write_atomically(self.options.out, json.dumps(self.recipe | dict(runs=self.runs), indent=1) + "\n")
-            if self.clean_up:
-                self.clean_up(self.options.folder, self.runs)
+            self.clean_up(self.options.folder, self.runs)
 
     def check_complete(self) -> None:
         """Check that no planned run is missing.
