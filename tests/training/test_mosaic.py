@@ -12,7 +12,8 @@ from PIL import Image
 from timm.data.mixup import mixup_target
 
 from vil.config import Config
-from vil.data.device.augmentation import BatchAugmentation, Normalization
+from vil.data.device.augmentation import BatchAugmentation
+from vil.data.device.batched_transforms import finish
 from vil.training.mosaic import COLUMNS, ROWS, Mosaic
 from vil.training.trainer import Trainer
 
@@ -37,7 +38,7 @@ def test_the_first_images_are_shown_without_normalization_and_later_ones_are_ign
     targets = torch.arange(48) % 3
     written = mosaic(tmp_path)
     for rows in (slice(20), slice(20, 40), slice(40, 48)):
-        written.add(Normalization(DATA)(pixels[rows]), targets[rows])
+        written.add(finish(pixels[rows], DATA["mean"], DATA["std"]), targets[rows])
         assert (tmp_path / "augmented.png").exists() == (rows.stop >= ROWS * COLUMNS)
     (figure,) = figures
     assert figure.saved_to == ""  # the PNG is made in memory and written once

@@ -7,7 +7,7 @@ training, random erasing and mixup or cutmix follow.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 from ..config import Config
 from ..distributed import warn_on_rank0
 from ..security.sandbox_server import SECONDS
-from .device.augmentation import BatchAugmentation, Normalization
+from .device.augmentation import BatchAugmentation
+from .device.batched_transforms import finish
 from .device.cache import DecodedCache
 from .device.encoded import collate_encoded
 from .device.loader import DeviceLoader
@@ -119,7 +120,7 @@ class EvaluationLoader:
         normalize: Normalization of a batch.
     """
 
-    def __init__(self, images: PieceLoader | SyntheticLoader, normalize: Normalization):
+    def __init__(self, images: PieceLoader | SyntheticLoader, normalize: Callable[[Tensor], Tensor]):
         self.images = images
         self.normalize = normalize
 
@@ -202,7 +203,7 @@ def evaluation_loader(
     options = LoadingOptions(device, workers, augment_on_device, is_reused)
     batches = EvaluationBatches(len(dataset), batch_size, rank, world_size)
     images = _open_images(dataset, evaluation_transform(data_config), batches, data_config["input_size"], options)
-    return EvaluationLoader(images, Normalization(data_config))
+    return EvaluationLoader(images, partial(finish, mean=data_config["mean"], std=data_config["std"]))
 
 
 def evaluation_transform(data_config: dict[str, Any]):

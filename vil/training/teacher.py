@@ -17,6 +17,7 @@ from .. import checkpoint
 from ..classes import check_order, names_of
 from ..config import Config, ConfigError
 from ..download import check_download
+from ..evaluation.wrappers import Renormalized, Reordered
 from ..factory import from_checkpoint
 from ..text import one_line
 from ..weight_files import digest
@@ -50,33 +51,27 @@ class Teacher:
         student: nn.Module,
     ):
         self.name = str(config.teacher)
-        device = next(student.parameters()).device
+        self.device = device = next(student.parameters()).device
         model: Any = _load(self.name, config.teacher_checkpoint, num_classes)
         self.digest = digest(model.state_dict())  # hash that identifies the teacher's weights
 
-        # indices that reorder the teacher's logits to the run's classes
         names = model.pretrained_cfg.get("label_names") or () if config.teacher_checkpoint else names_of(model)
         owner = f"the teacher {config.teacher_checkpoint or self.name}"
         order = check_order(names, label_names, owner, "this run", "choose a teacher of the same classes")
-        self.order = None if order is None else torch.tensor(order, device=device)
-
+        own = resolve_model_data_config(model)
+        self.size = tuple(own["input_size"][1:]) if model.pretrained_cfg.get("fixed_input_size") else None
+        model = Renormalized(model, given=data_config, own=own)
+        if order:
+            model = Reordered(model, order)
         # convolutions on GPUs are usually fastest in channels_last
         self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         self.model = model.eval().requires_grad_(False).to(device, memory_format=self.layout)
-
-        # `scale` and `shift` convert images from the student's normalization to the teacher's normalization.
-        own = resolve_model_data_config(self.model)
-        self.size = tuple(own["input_size"][1:]) if model.pretrained_cfg.get("fixed_input_size") else None
-        mean, std = _mean_and_std(data_config, device)
-        own_mean, own_std = _mean_and_std(own, device)
-        self.scale = std / own_std
-        self.shift = (mean - own_mean) / own_std
 
         for phase in config.phases or ():
             if size := phase.get("img_size"):
                 self._try_out((3, *to_2tuple(size)), num_classes)
         own_cost = self._try_out(data_config["input_size"], num_classes)
-        trained_cost = 3 * _gflops(copy.deepcopy(student).to("meta").eval(), data_config["input_size"], "meta")
+        trained_cost = 3 * _gflops(student, data_config["input_size"])
         self.cost = (
             f"teacher {self.name} needs {own_cost:.3g} GFLOPs per image; training {config.model} needs "
             f"{trained_cost:.3g}"
@@ -85,17 +80,15 @@ class Teacher:
     @torch.no_grad()
     def __call__(self, images_B3HW: Tensor) -> Tensor:
         """Return fp32 logits (B, classes) for images normalized for the student."""
-        images_B3HW = torch.addcmul(self.shift, images_B3HW, self.scale)
         if self.size and self.size != images_B3HW.shape[2:]:
             images_B3HW = F.interpolate(images_B3HW, self.size, mode="bicubic", antialias=True)
-        logits = self.model(images_B3HW.contiguous(memory_format=self.layout)).float()
-        return logits if self.order is None else logits.index_select(1, self.order)
+        return self.model(images_B3HW.contiguous(memory_format=self.layout)).float()
 
     def _try_out(self, input_size: tuple[int, ...], num_classes: int) -> float:
         """Run the teacher on one image of the student's size and return the GFLOPs of the forward pass."""
         try:
             with FlopCounterMode(display=False) as counter:
-                logits = self(torch.zeros(1, *input_size, device=self.scale.device))
+                logits = self(torch.zeros(1, *input_size, device=self.device))
         except Exception as error:  # models raise exceptions of various types for unsupported image sizes
             height, width = input_size[1:]
             reason = one_line(f"{type(error).__name__}: {error}", 300)
@@ -110,17 +103,11 @@ class Teacher:
         return counter.get_total_flops() / 1e9
 
 
-def _mean_and_std(data_config: dict[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the mean and standard deviation of a data config, each of shape (1, 3, 1, 1)."""
-    mean, std = (torch.tensor(data_config[name], device=device).view(1, -1, 1, 1) for name in ("mean", "std"))
-    return mean, std
-
-
 @torch.no_grad()
-def _gflops(model: nn.Module, input_size: tuple[int, ...], device: str) -> float:
-    """Return the GFLOPs of a forward pass on one image."""
+def _gflops(model: nn.Module, input_size: tuple[int, ...]) -> float:
+    """Return the GFLOPs of a forward pass on one image. The model is copied to the meta device."""
     with FlopCounterMode(display=False) as counter:
-        model(torch.zeros(1, *input_size, device=device))
+        copy.deepcopy(model).to("meta").eval()(torch.zeros(1, *input_size, device="meta"))
     return counter.get_total_flops() / 1e9
 
 

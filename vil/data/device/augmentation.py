@@ -26,29 +26,6 @@ from .batched_transforms import finish, to_device
 MIXUP_GROUP = 8
 
 
-class Normalization:
-    """Callable that normalizes uint8 images with the mean and standard deviation that the model expects.
-
-    Args:
-        data_config: timm's data config, with `mean` and `std` of pixels in 0..1.
-    """
-
-    def __init__(self, data_config: dict[str, Any]):
-        self.mean = tuple(data_config["mean"])
-        self.std = tuple(data_config["std"])
-
-    def __call__(self, images_B3HW: Tensor) -> Tensor:
-        """Normalize uint8 images to float32."""
-        device = images_B3HW.device
-        return (images_B3HW - _of_channels(self.mean, device)) / _of_channels(self.std, device)
-
-
-@functools.cache
-def _of_channels(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Scale channel values from the pixel range 0..1 to the range 0..255, and return a tensor (3, 1, 1)."""
-    return torch.tensor([255 * value for value in values], device=device).view(-1, 1, 1)
-
-
 @dataclass
 class BatchParameters:
     """Sampled parameters of erasing and mixing for a batch. The fields of a disabled augmentation are None."""
