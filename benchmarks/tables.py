@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 import timm
 import torch
@@ -142,18 +142,26 @@ def speed() -> str:
     return table(["images/s", "`vil_small_pooled`", "`vil_small`", "DeiT-small", "DeiT-small, compiled"], rows)
 
 
+def throughput(*names: str) -> dict[tuple[str, str, str], float]:
+    """Return images/s by model, case and mode, as medians over repeated measurements, from files of results."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for row in (row for name in names for row in results(name)["rows"]):
+        for mode in ("graph", "compiled+graph"):
+            if mode in row:
+                found.setdefault((row["model"], described(row), mode), []).append(row[mode]["images_per_second"])
+    return {key: median(rates) for key, rates in found.items()}
+
+
 def beside_compiled() -> str:
     """Tabulate the throughput of pooled ViL and of compiled DeiT with CUDA graphs, and the ratios of both."""
-    measured = [row for part in ("224", "base", "1248") for row in results(f"h200_pooled_{part}")["rows"]]
-    cases = {(row["model"], described(row)): row for row in measured}
+    measured = throughput("h200_train_224", "h200_pooled_infer", "h200_pooled_base", "h200_pooled_1248")
     rows = []
-    for model, case in cases:
-        _, size, *rest = model.split("_")
-        if rest != ["pooled"]:
+    for (model, case, mode), pooled in measured.items():
+        if not model.endswith("_pooled") or mode != "graph":
             continue
-        pooled, deit = cases[model, case]["graph"], cases[f"deit_{size}_patch16_224", case]["compiled+graph"]
-        rates = pooled["images_per_second"], deit["images_per_second"]
-        rows.append([f"{size}: {case}", *map(number, rates), f"{rates[0] / rates[1]:.2f}"])
+        size = model.split("_")[1]
+        deit = measured[f"deit_{size}_patch16_224", case, "compiled+graph"]
+        rows.append([f"{size}: {case}", number(pooled), number(deit), f"{pooled / deit:.2f}"])
     return table(["images/s", "pooled ViL", "DeiT, compiled", "pooled ViL / compiled DeiT"], rows)
 
 
@@ -162,9 +170,13 @@ def sizes() -> str:
 
     A cell for GFLOPs or throughput lists the full model, and after a slash the pooled variant if its value is known.
     """
-    pooled = results("h200_pooled_224")["rows"] + results("h200_pooled_base")["rows"]
-    cases = [r for r in measured_models() + pooled if (r["task"], r["img_size"]) == ("train", 224)]
-    measured = {r["model"]: number(r["graph"]["images_per_second"]) for r in cases if "graph" in r}
+    full, pooled = throughput("h200_models", "h200_base"), throughput("h200_train_224", "h200_pooled_base")
+    cases = full | {key: rate for key, rate in pooled.items() if key[0].endswith("_pooled")}
+    measured = {
+        model: number(rate)
+        for (model, case, mode), rate in cases.items()
+        if case.startswith("train, 224 pixels") and mode == "graph"
+    }
     columns = gflops(), measured
     rows = []
     for name in ("vil_tiny", "vil_small", "vil_base", "vim_tiny", "vim_small", "vim_base"):
@@ -213,6 +225,8 @@ def results_from_scratch() -> str:
             ("`vil_tiny`", "vil_tiny"),
             ("`vim_tiny`", "vim_tiny"),
             ("DeiT-tiny (5.7 M parameters)", "deit_tiny_patch16_224"),
+            ("`vil_small_pooled`", "vil_small_pooled"),
+            ("DeiT-small (22.1 M parameters)", DEIT_SMALL),
             ("ResNet-50 (25.6 M parameters)", "resnet50"),
         )
     ]

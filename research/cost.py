@@ -11,7 +11,7 @@ from statistics import mean, median
 from research.seeds import ROOT
 from vil.evaluation.markdown import markdown_table
 
-THROUGHPUT = ROOT / "research" / "results" / "throughput.json"  # written by benchmarks/throughput.py
+THROUGHPUT = ROOT / "benchmarks" / "results" / "h200_train_224.json"  # written by benchmarks/throughput.py
 MODES = ("eager", "graph", "compiled", "compiled+graph")
 
 
