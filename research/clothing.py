@@ -4,7 +4,7 @@
         --weights weights/vil_tiny_photographs.safetensors data/vil_tiny_fractals.safetensors
 
 The training set has 3,068 images, or 20 images per class. `vil_tiny` is trained at 224 pixels with
-configs/finetune.yaml, from scratch and from each weights file. As a comparison, a logistic regression is fitted to
+research/configs/finetune.yaml, from scratch and from each weights file. As a comparison, a logistic regression is fitted to
 frozen features of the same weights, and of random weights. For each method and number of images, the learning rate or
 the penalty of the regression is selected on the split `validation` with a seed that is not reported. The reported
 accuracy is the top-1 on the split `test`, on which nothing is selected; trained models are evaluated with the EMA
@@ -41,7 +41,7 @@ from vil.config import load_config
 from vil.data.sources.splits import open_split
 from vil.devices import known_device
 
-CONFIG = ROOT / "configs" / "finetune.yaml"
+CONFIG = ROOT / "research" / "configs" / "finetune.yaml"
 PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # C of the logistic regression; larger values are weaker penalties
 EPOCHS = {0: 20, 20: 100}  # numbers of epochs by training images per class; the key 0 means all images
 CHOICE_SEED = 100

@@ -37,7 +37,7 @@ from vil.evaluation.markdown import markdown_table
 
 Rows = Sequence[dict[str, Any]]
 
-CONFIG = ROOT / "configs" / "finetune.yaml"
+CONFIG = ROOT / "research" / "configs" / "finetune.yaml"
 RECIPE = ["--layer-decay", "none"]
 RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 FIRST_RATES = RATES[1:-1]  # learning rates that are tried first with the short budget

@@ -65,7 +65,6 @@ def choose_recipe(num_images: int, device: str, given: Mapping[str, Any]) -> dic
         "epochs": epochs,
         "global_batch_size": batch_size,
         "lr": float(f"{lr:.1g}"),
-        "layer_decay": None,
         "warmup_epochs": shortest // 10,
         "apply_exif_orientation": True,
     }
