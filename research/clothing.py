@@ -4,11 +4,11 @@
         --weights weights/vil_tiny_photographs.safetensors data/vil_tiny_fractals.safetensors
 
 The training set has 3,068 images, or 20 images per class. `vil_tiny` is trained at 224 pixels with
-research/configs/finetune.yaml, from scratch and from each weights file. As a comparison, a logistic regression is fitted to
-frozen features of the same weights, and of random weights. For each method and number of images, the learning rate or
-the penalty of the regression is selected on the split `validation` with a seed that is not reported. The reported
-accuracy is the top-1 on the split `test`, on which nothing is selected; trained models are evaluated with the EMA
-weights after the last epoch. A seed determines the initial weights, the order of the images and, with 20 images per
+research/configs/finetune.yaml, from scratch and from each weights file. As a comparison, a logistic regression is
+fitted to frozen features of the same weights, and of random weights. For each method and number of images, the learning
+rate or the penalty of the regression is selected on the split `validation` with a seed that is not reported. The
+reported accuracy is the top-1 on the split `test`, on which nothing is selected; trained models are evaluated with the
+EMA weights after the last epoch. A seed determines the initial weights, the order of the images and, with 20 images per
 class, the sample of images. The protocol is in research/transfer.md.
 
 Finished runs are stored in the JSON file, and a second call continues with the other runs. Unknown options are treated
