@@ -7,7 +7,7 @@ import vil
 from vil.cli.main import run
 
 URL = "https://example.com/a/file"
-SHIPPED = str(next((ROOT / "weights").glob("*pooled*.safetensors")))
+SHIPPED = str(ROOT / "weights" / "vil_tiny_pooled_photographs.safetensors")
 
 
 @pytest.mark.parametrize(
