@@ -676,6 +676,17 @@ def test_weights_may_be_plain_tensors_instead_of_parameters(name):
     torch.testing.assert_close(model(x), expected)
 
 
+@pytest.mark.parametrize("pool", [None, "rows"])
+def test_a_subclass_of_a_mixer_can_replace_the_gate(pool):
+    class Closed(LonghornMixer):
+        def gate(self, y_BLD, z_BLD):
+            return 0 * y_BLD
+
+    block = Block(16, Closed, pool=pool)
+    x = random_images(2, 10, 16)
+    torch.testing.assert_close(block(x, (3, 3)), x)
+
+
 def test_registered_with_timm():
     names = [f"{kind}_{size}" for kind in ("vil", "vim") for size in ("base", "small", "tiny")]
     assert timm.list_models(module="vision_longhorn", exclude_filters="*_pooled") == names

@@ -41,6 +41,13 @@ def test_every_config_loads_and_is_named_after_its_run():
     assert load_config("", ["-c", str(paths[0]), "--experiment", "mine"]).experiment == "mine"
 
 
+def test_model_arguments_on_the_command_line_override_single_arguments_of_the_config():
+    config = load_config("", ["-c", str(ROOT / "configs/digits.yaml"), "--model-kwargs", "depth=2"])
+    assert config.model_kwargs == dict(embed_dim=64, depth=2, patch_size=8)
+    cleared = load_config("", ["-c", str(ROOT / "configs/digits.yaml"), "--model-kwargs", "none"])
+    assert cleared.model_kwargs == {}
+
+
 @pytest.mark.parametrize(("name", "size", "recipe"), [("vil_tiny", "tiny", {}), ("vil_small", "small", {}), STRIDE_8])
 def test_recipes_equal_vims_published_ones(name, size, recipe):
     path = ROOT / f"configs/{name}.yaml"

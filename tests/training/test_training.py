@@ -28,8 +28,10 @@ from vil.config import Config, ConfigError, load_config
 from vil.cuda_graphs import nothing_collected
 from vil.distributed import Rank0Error
 from vil.factory import create_model, from_checkpoint
+from vil.models import dispatch
 from vil.prediction import predict
 from vil.training import trainer as training_loop
+from vil.training.announce import describe_model
 from vil.training.building import build_model
 from vil.training.divergence import DivergenceError
 from vil.training.interruption import PreemptedError
@@ -65,6 +67,19 @@ def main(capsys, *words):
         call(program.main, "--device", "cpu", *words)
     code = stopped.value.code
     return (1, code) if isinstance(code, str) else (code or 0, capsys.readouterr().err)
+
+
+def test_a_run_states_the_size_of_its_model_and_how_the_blocks_run(monkeypatch):
+    config = Config(model="vil_tiny", model_kwargs=dict(embed_dim=16, depth=2, patch_size=8), img_size=32)
+    model = build_model(config, 5)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    size = f"vil_tiny with embed_dim 16, depth 2, patch_size 8: {count:,} parameters"
+    assert describe_model(config, model) == f"{size}; all 2 blocks run as fused kernels"
+    model.blocks[1].norm.register_forward_hook(print)
+    assert describe_model(config, model) == f"{size}; 1 of 2 blocks run as PyTorch code"
+    monkeypatch.setattr(dispatch, "_fused", False)
+    assert describe_model(config, model) == f"{size}; 2 of 2 blocks run as PyTorch code"
+    assert describe_model(Config(model="test_vit"), torch.nn.Linear(2, 3)) == "test_vit: 9 parameters"
 
 
 def test_a_run_learns_and_writes_its_files(uninterrupted):

@@ -110,6 +110,8 @@ def resolve_config(
 ) -> Config:
     """Return the options of a run from the given options, which override a config file or a checkpoint's options.
 
+    The model arguments in `model_kwargs` override single arguments of the config file or checkpoint.
+
     Args:
         given: Checked options of the user, by name.
         file: Config file.
@@ -129,6 +131,8 @@ def resolve_config(
     _check_phases(defaults, given, file or resumed)
 
     options = {**defaults, **given}
+    if defaults.get("model_kwargs") and given.get("model_kwargs"):
+        options["model_kwargs"] = {**defaults["model_kwargs"], **given["model_kwargs"]}
     if options.get("data_dir"):
         options["data_dir"] = os.path.expanduser(options["data_dir"])  # the shell keeps ~ in --data-dir=~/photos
     if complete and resumed in (None, "auto"):

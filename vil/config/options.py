@@ -62,7 +62,7 @@ class Config:
     )
     # options of the model
     model: str = _option("vil_tiny", "timm model name")
-    model_kwargs: dict | None = _option(None, "further keyword arguments of the model, as KEY=VALUE")
+    model_kwargs: dict | None = _option(None, "model arguments as KEY=VALUE, which are added to those of the config")
     img_size: int | tuple[int, int] | None = _option(
         None, "image size in pixels, or height and width; the model's default if not given", low=1, high=MOST_PIXELS
     )

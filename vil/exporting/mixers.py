@@ -130,7 +130,7 @@ def _project_out(
     z_BLD = F.linear(h_BLC, weight[len(weight) // 2 :])  # sliced, because onnxscript does not constant-fold splits
     forward, backward = mixer.directions
     skipped_BLD = forward.skip / 2 * forward_v_BLD + backward.skip / 2 * backward_v_BLD
-    return mixer.out_proj(F.silu(z_BLD) * (skipped_BLD + y_BLD))
+    return mixer.out_proj(mixer.gate(skipped_BLD + y_BLD, z_BLD))
 
 
 def _mean_matrix(lines: Lines) -> Tensor:

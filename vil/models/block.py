@@ -210,7 +210,7 @@ class BidirectionalMixer(nn.Module):
         v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN = [torch.stack(pair) for pair in zip(forward, backward)]
 
         y_2BLD = self.scan(v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN)
-        return self.out_proj(y_2BLD.mean(0) * F.silu(z_BLD))
+        return self.out_proj(self.gate(y_2BLD.mean(0), z_BLD))
 
     def mix_row_means(self, h_BLC: Tensor, h: int, w: int) -> Tensor:
         """Run the convolution over all tokens, and the recurrence over the class token and h means of w patches.
@@ -226,7 +226,11 @@ class BidirectionalMixer(nn.Module):
         # All patches of a row share the recurrence's output, but the skip connection uses each patch's own v.
         y_2BSD = self.scan(v_2BSD, step_logits_2BSD, k_2BSN, q_2BSN, skip=False)
         y_BLD = repeat_rows(y_2BSD.mean(0), w) + (self.skip()[:, None, None] * v_2BLD).mean(0)
-        return self.out_proj(y_BLD.to(z_BLD.dtype) * F.silu(z_BLD))
+        return self.out_proj(self.gate(y_BLD.to(z_BLD.dtype), z_BLD))
+
+    def gate(self, y_BLD: Tensor, z_BLD: Tensor) -> Tensor:
+        """Return the input of out_proj from the mean y of both directions and from z, the second half of in_proj(h)."""
+        return y_BLD * F.silu(z_BLD)
 
     def scan(
         self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor, skip: bool = True

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import nn
 
 from ..config import Config
 from ..data.samplers import TrainingBatches
 from ..data.sources.splits import describe_split
+from ..models.block import Block
+from ..models.dispatch import fused_block
 from .data import Data, Splits
 from .forward_backward import ForwardBackward
 from .phases import Phase
@@ -17,8 +20,8 @@ from .teacher import Teacher
 _logger = logging.getLogger(__name__)
 
 
-def announce(phase: Phase, batches: TrainingBatches, splits: Splits) -> None:
-    """Log a training phase and its data splits.
+def announce(phase: Phase, batches: TrainingBatches, splits: Splits, model: nn.Module) -> None:
+    """Log the data splits, the model and the options of a training phase.
 
     Warn if the phase is too short for warmup or for the EMA decay, or if repeated augmentation has no effect.
     """
@@ -27,6 +30,7 @@ def announce(phase: Phase, batches: TrainingBatches, splits: Splits) -> None:
         names = ("train", "validation") if config.val_fraction else (config.train_split, config.val_split)
         for name, images in zip(names, (splits.train, splits.validation)):
             _logger.warning("%s", describe_split(name, images))
+    _logger.warning("%s", describe_model(config, model))
     if config.phases:
         options = ", ".join(f"{name} {value}" for name, value in config.phases[phase.index].items())
         _logger.warning("phase %d of %d: %s", phase.index + 1, config.num_phases, options)
@@ -43,6 +47,21 @@ def announce(phase: Phase, batches: TrainingBatches, splits: Splits) -> None:
         )  # fmt: skip
     if config.model_ema:
         _warn_of_short_ema(config, config.epochs * batches.steps)
+
+
+def describe_model(config: Config, model: nn.Module) -> str:
+    """Return one line with the name, arguments and number of parameters of a model, and how its blocks run."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    arguments = ", ".join(f"{name} {value}" for name, value in (config.model_kwargs or {}).items())
+    line = f"{config.model}{f' with {arguments}' if arguments else ''}: {count:,} parameters"
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    if not blocks:
+        return line
+    is_fused = [fused_block(block, block.norm.weight.new_empty(1, 1, len(block.norm.weight))) for block in blocks]
+    unfused = is_fused.count(None)
+    if unfused == 0:
+        return f"{line}; all {len(blocks)} blocks run as fused kernels"
+    return f"{line}; {unfused} of {len(blocks)} blocks run as PyTorch code"
 
 
 def describe_setup(

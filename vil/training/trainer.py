@@ -129,7 +129,7 @@ class Trainer:
         # The training state is restored from a checkpoint if the run resumes.
         self.state = state = build_state(config, model, self.phase.epochs.start)
         if rank == 0:
-            announce(self.phase, self.data.batches, splits)
+            announce(self.phase, self.data.batches, splits, model)
         self.run_info = RunInfo.of(self.phase, options, splits, self.teacher)
         self.checkpointer = Checkpointer(self.run_info, state, rank, self.data.batches.steps, lock)
         self.checkpointer.load()
