@@ -229,7 +229,7 @@ class BidirectionalMixer(nn.Module):
         return self.out_proj(self.gate(y_BLD.to(z_BLD.dtype), z_BLD))
 
     def gate(self, y_BLD: Tensor, z_BLD: Tensor) -> Tensor:
-        """Gate the mean y of both scan directions by z, the second half of in_proj(h), and return the input of out_proj."""
+        """Gate the mean y of both scan directions by z, the second half of in_proj(h), and return out_proj's input."""
         return y_BLD * F.silu(z_BLD)
 
     def scan(
