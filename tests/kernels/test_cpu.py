@@ -278,7 +278,7 @@ def test_machine_code_of_other_sources_versions_or_processors_is_not_loaded(owne
         for function in caches:
             function.cache_clear()
         with pytest.raises(ZeroDivisionError):
-            compiler.load("vil.kernels.scan.cpu_kernels", "longhorn_forward", (16, 64))
+            compiler.load("vil.kernels.scan.cpu_kernels", "forward", ("longhorn", 16, 64))
     for function in caches:
         function.cache_clear()
     once, again, other = asked
@@ -310,7 +310,7 @@ njit(lambda x: x + 1)(1)  # Numba reads the CPU's features only before its first
 from vil.kernels.cpu import compiler
 inspect = ccallback.CFunc.inspect_llvm
 ccallback.CFunc.inspect_llvm = lambda self: print(*re.findall(r"<[0-9]+ x float>", inspect(self))) or inspect(self)
-compiler.compile_kernel("vil.kernels.scan.cpu_kernels", "longhorn_forward", (16, 64))
+compiler.compile_kernel("vil.kernels.scan.cpu_kernels", "forward", ("longhorn", 16, 64))
 """
     (tmp_path / "script.py").write_text(program)
     done = start_without_numba(tmp_path / "script.py")

@@ -109,21 +109,20 @@ def test_files_get_the_users_usual_permissions(tmp_path, umask, mode):
 def test_a_folder_is_locked_by_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "PATIENCE", 0.1)
     monkeypatch.setattr("socket.gethostname", lambda: "here")
-    with FolderLock(tmp_path / "run"):
-        message = rf"run is in use: process {os.getpid()} on here has trained here since 20\d\d-.*--experiment NAME"
-        monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")  # the second run is on another host
-        half = tmp_path / "run" / ".last.pt.0123456789abcdef.vil.tmp"
-        half.write_text("half of a checkpoint")
-        with pytest.raises(FolderInUseError, match=message):
-            FolderLock(tmp_path / "run")
-        assert half.exists()  # the process that holds the lock may still be writing the file
-        with FolderLock(tmp_path / "other"):
-            pass
-        (tmp_path / "run" / ".holder").unlink()  # a process that just acquired the lock has not written .holder yet
-        with pytest.raises(FolderInUseError, match="run is in use: another process. Stop that run first"):
-            FolderLock(tmp_path / "run")
-    with FolderLock(tmp_path / "run"):  # a released lock can be acquired again
-        pass
+    lock = FolderLock(tmp_path / "run")
+    message = rf"run is in use: process {os.getpid()} on here has trained here since 20\d\d-.*--experiment NAME"
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")  # the second run is on another host
+    half = tmp_path / "run" / ".last.pt.0123456789abcdef.vil.tmp"
+    half.write_text("half of a checkpoint")
+    with pytest.raises(FolderInUseError, match=message):
+        FolderLock(tmp_path / "run")
+    assert half.exists()  # the process that holds the lock may still be writing the file
+    FolderLock(tmp_path / "other").release()
+    (tmp_path / "run" / ".holder").unlink()  # a process that just acquired the lock has not written .holder yet
+    with pytest.raises(FolderInUseError, match="run is in use: another process. Stop that run first"):
+        FolderLock(tmp_path / "run")
+    lock.release()
+    FolderLock(tmp_path / "run").release()  # a released lock can be acquired again
 
 
 def leave_escape_codes(holder):
@@ -137,11 +136,12 @@ def leave_bytes(holder):
 @pytest.mark.parametrize("leave", [leave_escape_codes, leave_bytes, os.mkfifo, os.mkdir])
 def test_the_holder_of_a_lock_is_named_in_one_printable_line_whatever_its_file_contains(leave, tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "PATIENCE", 0.1)
-    with FolderLock(tmp_path):
-        (tmp_path / ".holder").unlink()
-        leave(tmp_path / ".holder")
-        with pytest.raises(FolderInUseError, match="is in use: (process|another process)") as refused:
-            FolderLock(tmp_path)
+    lock = FolderLock(tmp_path)
+    (tmp_path / ".holder").unlink()
+    leave(tmp_path / ".holder")
+    with pytest.raises(FolderInUseError, match="is in use: (process|another process)") as refused:
+        FolderLock(tmp_path)
+    lock.release()
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 2000
 
@@ -184,12 +184,13 @@ def test_a_file_system_without_folder_fsync_causes_one_warning_and_files_stay_co
 def test_a_forked_copy_of_a_lock_does_not_release_the_runs_lock(tmp_path, monkeypatch):
     """A forked worker has a copy of the run's lock, and releasing the copy must not release the run's lock."""
     monkeypatch.setattr(locks, "PATIENCE", 0.1)
-    with FolderLock(tmp_path) as lock:
-        child = multiprocessing.get_context("fork").Process(target=lock.release)
-        child.start()
-        child.join()
-        with pytest.raises(FolderInUseError):
-            FolderLock(tmp_path)
+    lock = FolderLock(tmp_path)
+    child = multiprocessing.get_context("fork").Process(target=lock.release)
+    child.start()
+    child.join()
+    with pytest.raises(FolderInUseError):
+        FolderLock(tmp_path)
+    lock.release()
 
 
 def hold_and_crash(folder, ready):
@@ -212,10 +213,10 @@ def test_a_lock_of_a_crashed_run_is_released_and_its_temporary_files_are_removed
         path.write_text("somebody's")
     others.append(tmp_path / ".notes.0123456789abcdef.vil.tmp")
     others[-1].mkdir()
-    with FolderLock(tmp_path):
-        assert not list(tmp_path.glob(".last.pt.*"))
-        assert all(path.exists() for path in others)
-        assert f"process {os.getpid()} " in (tmp_path / ".holder").read_text()
+    FolderLock(tmp_path).release()
+    assert not list(tmp_path.glob(".last.pt.*"))
+    assert all(path.exists() for path in others)
+    assert f"process {os.getpid()} " in (tmp_path / ".holder").read_text()
 
 
 @pytest.mark.parametrize("time", range(int(os.environ.get("TWO_RUNS", 1))))

@@ -30,7 +30,7 @@ from .device.parameter_loader import ParameterLoader
 from .device.reader import EncodedReader
 from .device.synthetic import SyntheticLoader
 from .host.channel import open_channel
-from .host.loader import HostLoader, PieceLoader, Waits
+from .host.loader import HostLoader, PieceLoader
 from .host.reader import ImageReader
 from .host.workers import PIECE, into_shared_memory, prepare_worker, start_workers
 from .plan import LoadingOptions, LoadingPlan, plan_loading
@@ -91,21 +91,6 @@ class TrainingLoader:
             yield batch
         if batch is None and len(self.batches):
             raise UnreadableSplitError("no image of the training split can be read")
-
-    @property
-    def description(self) -> str:
-        """Log line that says where images are decoded and augmented, and by how many workers."""
-        return self.images.description
-
-    @property
-    def remedy(self) -> str:
-        """Suggestion for a log message if the device waits for the workers."""
-        return self.images.remedy
-
-    @property
-    def waits(self) -> Waits:
-        """Total seconds that the run has waited for batches, by the reason for waiting."""
-        return self.images.waits
 
     def take_unreadable(self) -> int:
         """Return how many images could not be read since the last call."""

@@ -100,19 +100,18 @@ def _confusions(counts: Counter[tuple[int, int]], present: Sequence[int], name_o
     ]
     if len(present) > MAX_MATRIX_CLASSES:
         return {"confusions": confusions}
-    matrix = [[_cell(counts, target, predicted) for predicted in present] for target in present]
+    matrix = [_matrix_row(counts, target, present) for target in present]
     return {"confusions": confusions, "matrix": matrix}
 
 
-def _cell(counts: Counter[tuple[int, int]], target: int, predicted: int) -> dict[str, Any]:
-    """Return a confusion-matrix cell: count, share of the true class's images, and CSS class."""
-    images_of_class = sum(images for (other, _), images in counts.items() if other == target)
-    count = counts[target, predicted]
-    return {
-        "count": count,
-        "share": count / max(1, images_of_class),
-        "mark": "right" if target == predicted else "wrong",
-    }
+def _matrix_row(counts: Counter[tuple[int, int]], target: int, present: Sequence[int]) -> list[dict[str, Any]]:
+    """Return a row of the confusion matrix: count, share of the true class's images and CSS class of each cell."""
+    row = [counts[target, predicted] for predicted in present]
+    images_of_class = max(1, sum(row))
+    return [
+        {"count": count, "share": count / images_of_class, "mark": "right" if predicted == target else "wrong"}
+        for predicted, count in zip(present, row)
+    ]
 
 
 def _classes(predictions: Predictions, name_of: NameOf) -> list[dict[str, Any]]:

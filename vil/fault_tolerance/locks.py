@@ -33,7 +33,7 @@ class FolderInUseError(RuntimeError):
 
 
 class FolderLock:
-    """Exclusive lock of a run on its folder, released at the end of `with` or when the process exits or dies.
+    """Exclusive lock of a run on its folder, released by `release` or when the process exits or dies.
 
     If the file system does not support locks, a warning is logged and the run continues without a lock.
 
@@ -63,12 +63,6 @@ class FolderLock:
                 left.unlink(missing_ok=True)
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         write_atomically(holder, f"process {os.getpid()} on {socket.gethostname()} has trained here since {now}")
-
-    def __enter__(self) -> FolderLock:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.release()
 
 
 def _lock(file: int, folder: Path) -> bool:

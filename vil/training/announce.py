@@ -78,7 +78,7 @@ def describe_setup(
     line += f"global batch size {config.global_batch_size}"
     if forward_backward.is_graph:
         line += ", forward and backward captured as a CUDA graph"
-    line += f"; {data.train_loader.description}"
+    line += f"; {data.train_loader.images.description}"
     if teacher:
         line += f"; {teacher.cost}"
     return line

@@ -7,7 +7,8 @@ from dataclasses import asdict, astuple, dataclass
 
 import torch
 
-from ..data.loaders import TrainingLoader
+from ..data.device.synthetic import SyntheticLoader
+from ..data.host.loader import PieceLoader
 from ..distributed import all_reduce_sum, is_rank0
 from .meter import EpochMeter, Times
 
@@ -49,7 +50,7 @@ class Bottleneck:
         self.epoch: EpochMeter | None = None  # epoch of the previous measurement
         self.times: HostTimes | None = None  # times of the epoch, summed over ranks, at the previous measurement
 
-    def look(self, meter: EpochMeter, loader: TrainingLoader) -> None:
+    def look(self, meter: EpochMeter, loader: PieceLoader | SyntheticLoader) -> None:
         """Warn if the GPU waited for the host since the previous measurement. Call `look` after each step.
 
         Args:
@@ -68,7 +69,7 @@ class Bottleneck:
             self.is_known = True
             self._warn(times.minus(before), loader)
 
-    def _warn(self, interval: HostTimes, loader: TrainingLoader) -> None:
+    def _warn(self, interval: HostTimes, loader: PieceLoader | SyntheticLoader) -> None:
         # If the host is the bottleneck, the host hardly waits for the GPU.
         waited_for_gpu = interval.waited_for_gpu - interval.waited_at_looks + interval.waited_for_model
         if not is_rank0() or waited_for_gpu >= IDLE * interval.seconds:

@@ -221,7 +221,7 @@ class Trainer:
             check_divergence(self.state, self.checkpointer.last)
             progress.show(meter.losses[-1], self.state.learning_rate)
         if self.device.type == "cuda":
-            self.bottleneck.look(meter, self.data.train_loader)
+            self.bottleneck.look(meter, self.data.train_loader.images)
 
     def row_of_epoch(self, epoch: int) -> dict[str, float]:
         """Evaluate the model and return the epoch's row of summary.csv."""

@@ -52,10 +52,12 @@ class PieceLoader:
 
     @property
     def description(self) -> str:
+        """Log line that says where images are decoded and augmented, and by how many workers."""
         return str(self.plan)
 
     @property
     def remedy(self) -> str:
+        """Suggestion for a log message if the device waits for the workers."""
         return self.plan.remedy
 
     @property

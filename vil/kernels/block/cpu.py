@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from ..checks import once_differentiable
+from ..cpu.compiler import addresses, kernel_of
 from . import cpu_lines, cpu_tokens
-from .cpu_launch import ROWS, addresses, kernel_of, over_tokens
+from .cpu_launch import ROWS, over_tokens
 from .tokens import Tokens
 from .weights import BlockWeights, Normed, Options, needs_gradients
 
 MixerSaved = cpu_tokens.Saved | cpu_lines.Saved | cpu_lines.SavedOfClassToken
 
-_kernel = functools.partial(kernel_of, "cpu_kernels")
+_kernel = functools.partial(kernel_of, f"{__package__}.cpu_kernels")
 
 
 def block(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -23,16 +21,6 @@ def over_channels(kernel: Kernel, B: int, L: int, D: int, *numbers: int) -> None
     """Launch a kernel whose tasks are blocks of channels of one image."""
     blocks = -(-D // LANES)
     kernel.launch(B * blocks, B * blocks, blocks, B, L, D, *numbers)
-
-
-@functools.cache
-def kernel_of(module: str, factory: str, *constants: int) -> Kernel:
-    """Return a kernel of a module of this package, compiled for the constants at the first call."""
-    return Kernel(f"{__package__}.{module}", factory, *constants)
-
-
-def addresses(*tensors: Tensor | None) -> list[int]:
-    return [0 if t is None else t.data_ptr() for t in tensors]
 
 
 def addresses_of_both(t_2X: Tensor) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from ..cpu.language import (
     total,
     unpack,
 )  # fmt: skip
-from ..cpu.recurrences import longhorn_gradients, longhorn_update, selective_gradients, selective_update
+from ..cpu.recurrences import GRADIENTS, UPDATES
 
 
 @inlined
@@ -120,8 +120,10 @@ def compute_step_logits(step, step_proj, R, step_logits):
         store(step_logits, v, logits)
 
 
-def _scan_forward(N: int, rows_of_A: int, advance):
+def scan_forward(recurrence: str, N: int):
     """Build the kernel of the projections and the scan of row or column means."""
+    advance = UPDATES[recurrence](N)
+    rows_of_A = N if recurrence == "selective" else 0
 
     def kernel(arguments):
         (
@@ -164,20 +166,15 @@ def _scan_forward(N: int, rows_of_A: int, advance):
     return kernel
 
 
-def longhorn_scan_forward(N: int):
-    return _scan_forward(N, 0, longhorn_update(N))
-
-
-def selective_scan_forward(N: int):
-    return _scan_forward(N, N, selective_update(N))
-
-
-def _scan_backward(N: int, rows_of_A: int, kept_arrays: int, again, back):
-    """Build the kernel of the backward pass of `_scan_forward`, except the gradients of the projections' weights.
+def scan_backward(recurrence: str, N: int):
+    """Build the kernel of the backward pass of `scan_forward`, except the gradients of the projections' weights.
 
     Each image has its own sum of the gradients of step_bias and A. The kernel writes the gradients of the means, the
     projections and the step logits.
     """
+    again, back = GRADIENTS[recurrence](N)
+    kept_arrays = KEPT[recurrence]
+    rows_of_A = N if recurrence == "selective" else 0
     of_sums = N * WIDTH
 
     def kernel(arguments):
@@ -249,11 +246,3 @@ def _scan_backward(N: int, rows_of_A: int, kept_arrays: int, again, back):
             add_projected_gradients(dprojected1, x_proj1, dmeans1, S, D, P, x_proj, x)
 
     return kernel
-
-
-def longhorn_scan_backward(N: int):
-    return _scan_backward(N, 0, KEPT["longhorn"], *longhorn_gradients(N))
-
-
-def selective_scan_backward(N: int):
-    return _scan_backward(N, N, KEPT["selective"], *selective_gradients(N))

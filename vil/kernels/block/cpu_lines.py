@@ -15,12 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import given
-from ..cpu.compiler import BYTES, KEPT, LANES
+from ..cpu.compiler import BYTES, KEPT, LANES, addresses, kernel_of
 from .cpu_launch import (
-    addresses,
     addresses_of_both,
     filter_addresses,
-    kernel_of,
     over_channels,
     over_tokens,
     scratch_memory,
@@ -31,8 +29,8 @@ from .lines import Lines
 from .tokens import Tokens
 from .weights import BlockWeights, DirectionWeights, Options
 
-_kernel = functools.partial(kernel_of, "cpu_line_kernels")
-_scan_kernel = functools.partial(kernel_of, "cpu_line_scan_kernels")
+_kernel = functools.partial(kernel_of, f"{__package__}.cpu_line_kernels")
+_scan_kernel = functools.partial(kernel_of, f"{__package__}.cpu_line_scan_kernels")
 
 
 class Saved(NamedTuple):
@@ -190,7 +188,7 @@ def scan(recurrence: str, means_2BSD: Tensor, weights: BlockWeights) -> tuple[Te
     projected_2BSP, y_2BSD, N = means_2BSD.new_empty(2, B, S, P), torch.empty_like(means_2BSD), (P - R) // 2
     scratch = scratch_memory(means_2BSD, 2 * B, R * LANES)
     inputs = means_2BSD.data_ptr(), *scan_weights(weights)
-    _scan_kernel(f"{recurrence}_scan_forward", N).launch(
+    _scan_kernel("scan_forward", recurrence, N).launch(
         2 * B, 2 * B, B, S, D, R, *inputs, *addresses(projected_2BSP, y_2BSD, scratch)
     )
     return projected_2BSP, y_2BSD
@@ -208,7 +206,7 @@ def scan_backward(
     inputs = saved.means.data_ptr(), *scan_weights(weights), *addresses(saved.projected, dy_BSD)
     outputs = addresses(dmeans_2BSD, dprojected_2BSP, dstep_logits_2BSD, dstep_bias, dA)
     scratch = scratch_memory(dy_BSD, 2 * B, floats)
-    _scan_kernel(f"{recurrence}_scan_backward", N).launch(
+    _scan_kernel("scan_backward", recurrence, N).launch(
         2 * B, 2 * B, B, S, D, R, *inputs, *outputs, scratch.data_ptr(), floats
     )
     dA_2ND = dA.sum(0) if recurrence == "selective" else None

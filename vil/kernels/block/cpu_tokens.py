@@ -11,12 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cpu.compiler import addresses, kernel_of
 from ..scan import cpu_scan as scans
 from .cpu_launch import (
-    addresses,
     addresses_of_both,
     filter_addresses,
-    kernel_of,
     over_channels,
     over_tokens,
     u_address,
@@ -25,7 +24,7 @@ from .cpu_launch import (
 from .weights import BlockWeights, DirectionWeights, Options
 
 REVERSE = (False, True)
-_kernel = functools.partial(kernel_of, "cpu_kernels")
+_kernel = functools.partial(kernel_of, f"{__package__}.cpu_kernels")
 
 
 class Saved(NamedTuple):

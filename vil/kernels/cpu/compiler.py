@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import cache
 
@@ -58,7 +59,7 @@ class Kernel:
     The constructor compiles the kernel unless its machine code is cached.
     """
 
-    def __init__(self, module: str, factory: str, *constants: int):
+    def __init__(self, module: str, factory: str, *constants: int | str):
         self.address = load(module, factory, constants)
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
@@ -72,6 +73,17 @@ class Kernel:
             self._call(address)
         else:
             parallel(self.address, address, threads, 0)
+
+
+@functools.cache
+def kernel_of(module: str, factory: str, *constants: int | str) -> Kernel:
+    """Return a kernel of a module, compiled for the constants at the first call."""
+    return Kernel(module, factory, *constants)
+
+
+def addresses(*tensors: Tensor | None) -> list[int]:
+    """Return the address of each tensor, or 0 for None."""
+    return [0 if t is None else t.data_ptr() for t in tensors]
 
 
 @functools.cache
@@ -90,7 +102,7 @@ def _parallel() -> Callable | None:
     return parallel
 
 
-def load(module: str, factory: str, constants: tuple[int, ...]) -> int:
+def load(module: str, factory: str, constants: tuple[int | str, ...]) -> int:
     """Return the address of the kernel's machine code, compiling the kernel if it is not cached."""
     import llvmlite.binding as llvm
 
@@ -118,7 +130,7 @@ def _say_once() -> None:
     )
 
 
-def _symbol(factory: str, constants: tuple[int, ...]) -> str:
+def _symbol(factory: str, constants: tuple[int | str, ...]) -> str:
     return "_".join(map(str, ("vil", factory, *constants)))
 
 
@@ -136,7 +148,7 @@ def _pythons_own():
 
 
 @_pythons_own()
-def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> bytes:
+def compile_kernel(module: str, factory: str, constants: tuple[int | str, ...]) -> bytes:
     """Compile the kernel that `factory` builds for the constants, and return the content of the object file."""
     import llvmlite.binding as llvm
     from numba import cfunc, types

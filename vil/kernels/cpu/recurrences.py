@@ -186,3 +186,7 @@ def selective_gradients(N: int):
             dchannels[1, d] += dstep_logits[d]
 
     return again, back
+
+
+UPDATES = {"longhorn": longhorn_update, "selective": selective_update}
+GRADIENTS = {"longhorn": longhorn_gradients, "selective": selective_gradients}

@@ -4,9 +4,9 @@ A task is a block of `LANES` channels of one image and direction. The task loops
 these channels in the L1 cache, and loops over channels become vector instructions. A last block of fewer channels is
 copied to a buffer that is padded with zeros.
 
-A factory creates the kernel for N states. Addresses (x_data) and strides are in bytes, with each tensor's strides of
-directions (x_G), images (x_B) and tokens (x_L); channels, states and outputs are contiguous. x_start is the start of a
-task's sequence.
+A factory creates the kernel for a recurrence with N states. Addresses (x_data) and strides are in bytes, with each
+tensor's strides of directions (x_G), images (x_B) and tokens (x_L); channels, states and outputs are contiguous.
+x_start is the start of a task's sequence.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from ..cpu.language import (
     store_rows,
     unpack,
 )  # fmt: skip
-from ..cpu.recurrences import longhorn_gradients, longhorn_update, selective_gradients, selective_update
+from ..cpu.recurrences import GRADIENTS, UPDATES
 
 AHEAD = 2  # kernels prefetch the memory of the token that is `AHEAD` tokens after the current token
 FORWARD, BACKWARD = 30, 41  # number of arguments of the forward kernel and of the backward kernel
 
 
-def _forward(N: int, chunk: int, rows_of_A: int, advance):
+def forward(recurrence: str, N: int, chunk: int):
     """Build the forward kernel, which calls `advance` per token to update the states and write y."""
+    advance = UPDATES[recurrence](N)
+    rows_of_A = N if recurrence == "selective" else 0
 
     def kernel(arguments):
         (
@@ -80,25 +82,11 @@ def _forward(N: int, chunk: int, rows_of_A: int, advance):
     return kernel
 
 
-def longhorn_forward(N: int, chunk: int):
-    return _forward(N, chunk, 0, longhorn_update(N))
-
-
-def selective_forward(N: int, chunk: int):
-    return _forward(N, chunk, N, selective_update(N))
-
-
-def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back):
-    """Build the backward kernel, which processes chunks of tokens in reverse and recomputes each chunk's states.
-
-    Args:
-        N: Number of states.
-        chunk: Tokens of a chunk.
-        rows_of_A: N, or 0 for a recurrence without A.
-        kept_arrays: Number of arrays of states that are kept for a chunk.
-        again: Function that updates the states by one token, keeps arrays for `back` and writes the token's dq.
-        back: Function that moves the states' gradients back by one token and writes dx, dstep_logits and dk.
-    """
+def backward(recurrence: str, N: int, chunk: int):
+    """Build the backward kernel, which processes chunks of tokens in reverse and recomputes each chunk's states."""
+    again, back = GRADIENTS[recurrence](N)
+    kept_arrays = KEPT[recurrence]
+    rows_of_A = N if recurrence == "selective" else 0
     of_kept, of_steps, of_sums = kept_arrays * chunk * N * LANES, chunk * LANES, N * WIDTH
 
     def kernel(arguments):
@@ -173,11 +161,3 @@ def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back)
             store_rows(dA_data + BYTES * (image * N * D + first), BYTES * D, width, rows_of_A, dA)
 
     return kernel
-
-
-def longhorn_backward(N: int, chunk: int):
-    return _backward(N, chunk, 0, KEPT["longhorn"], *longhorn_gradients(N))
-
-
-def selective_backward(N: int, chunk: int):
-    return _backward(N, chunk, N, KEPT["selective"], *selective_gradients(N))

@@ -11,10 +11,12 @@ import functools
 import torch
 from torch import Tensor
 
-from ..cpu.compiler import KEPT, LANES, Kernel
+from ..cpu.compiler import KEPT, LANES, addresses, kernel_of
 from .chunks import CHUNK, chunk_state_count
 
 LOG2_E = 1.4426950408889634
+
+_kernel = functools.partial(kernel_of, f"{__package__}.cpu_kernels")
 
 
 def forward(
@@ -27,9 +29,9 @@ def forward(
     parameters = _parameters(inputs[0], A, skip, step_bias)
     new = inputs[0].new_empty  # allocates fp32 tensors
     y, states = new(G, B, L, D), new((G, B, chunk_state_count(L), N, D) if keep else 0)
-    _kernel(f"{recurrence}_forward", N, CHUNK).launch(
-        G * B * blocks, *_sizes(x, reverse), *_addresses_and_strides(inputs), *_addresses(parameters),
-        *_addresses((y, states)), chunk_state_count(L) if keep else 0,
+    _kernel("forward", recurrence, N, CHUNK).launch(
+        G * B * blocks, *_sizes(x, reverse), *_addresses_and_strides(inputs), *addresses(*parameters),
+        *addresses(y, states), chunk_state_count(L) if keep else 0,
     )  # fmt: skip
     return y.to(x.dtype), states
 
@@ -51,18 +53,13 @@ def backward(
     dchannels = new(B, G, 2, D)  # gradients of skip and step_bias for each image
     dA = new((B, G, N, D) if A is not None else 0)
     scratch = new(min(torch.get_num_threads(), tasks), CHUNK, LANES, KEPT[recurrence] * N + 2)
-    _kernel(f"{recurrence}_backward", N, CHUNK).launch(
-        tasks, *_sizes(x, reverse), *_addresses_and_strides(inputs), *_addresses(parameters),
+    _kernel("backward", recurrence, N, CHUNK).launch(
+        tasks, *_sizes(x, reverse), *_addresses_and_strides(inputs), *addresses(*parameters),
         *_addresses_and_strides([dy]), states.data_ptr(), chunk_state_count(L),
-        *_addresses((dx, dstep_logits, *parts, dA, dchannels, scratch)), 0,
+        *addresses(dx, dstep_logits, *parts, dA, dchannels, scratch), 0,
     )  # fmt: skip
     per_token = [t.to(x.dtype) for t in (dx, dstep_logits, *parts.sum(1))]
     return *per_token, dA if A is None else dA.sum(0).mT.contiguous(), dchannels.sum(0)
-
-
-@functools.cache
-def _kernel(factory: str, *constants: int) -> Kernel:
-    return Kernel(f"{__package__}.cpu_kernels", factory, *constants)
 
 
 def _blocks(x: Tensor) -> int:
@@ -89,7 +86,3 @@ def _sizes(x: Tensor, reverse: tuple[bool, ...]) -> tuple[int, ...]:
 
 def _addresses_and_strides(tensors: list[Tensor]) -> list[int]:
     return [number for t in tensors for number in (t.data_ptr(), *(4 * s for s in t.stride()[:3]))]
-
-
-def _addresses(tensors) -> list[int]:
-    return [0 if t is None else t.data_ptr() for t in tensors]
