@@ -22,10 +22,17 @@ def input_size(model: Any, config: dict[str, Any] | None = None) -> tuple[int, i
 def chosen_data_config(
     model: nn.Module, img_size: int | tuple[int, int] | None = None, **chosen: Any
 ) -> dict[str, Any]:
-    """Return timm's data config of a model with some values replaced. Unlike in timm, `img_size` need not be square."""
+    """Return timm's data config of a model with some values replaced.
+
+    Unlike in timm, `img_size` need not be square, and mean and std always have one number per channel.
+    """
     if img_size:
         chosen["input_size"] = (3, *to_2tuple(img_size))
-    return resolve_data_config(chosen, model=model)
+    config = resolve_data_config(chosen, model=model)
+    for name in ("mean", "std"):
+        if len(config[name]) == 1:  # one number for all channels
+            config[name] = (*config[name],) * config["input_size"][0]
+    return config
 
 
 def data_config_of(model: Any, **chosen: Any) -> dict[str, Any]:

@@ -4,9 +4,12 @@ from types import SimpleNamespace
 
 import naive_evaluation as naive
 import pytest
+import timm
 import torch
 
 from vil import devices
+from vil.data.device.batched_transforms import finish
+from vil.data_config import chosen_data_config
 from vil.evaluation import evaluator
 from vil.evaluation.evaluator import Evaluation, Evaluator
 
@@ -20,6 +23,14 @@ class Guess(torch.nn.Module):
 
     def forward(self, images):
         return self.dropout(images.flatten(1)) @ torch.eye(images.shape[-1])
+
+
+def test_a_model_with_one_mean_for_all_channels_normalizes_all_channels():
+    model = timm.create_model("test_vit", pretrained_cfg_overlay=dict(mean=(0.5,), std=[0.25]))
+    config = chosen_data_config(model)
+    assert (config["mean"], config["std"]) == ((0.5,) * 3, (0.25,) * 3)
+    images = torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
+    torch.testing.assert_close(finish(images, config["mean"], config["std"]), torch.full((2, 3, 4, 4), 2.0))
 
 
 def test_models_are_evaluated_in_eval_mode_and_their_mode_is_restored(monkeypatch):
