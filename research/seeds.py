@@ -388,7 +388,7 @@ def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
     data_config = resolve_data_config(chosen, model=models[0])
     share_cores(device, saved["workers"])
     loader = evaluation_loader(images, data_config, device, saved["workers"], EVALUATED_AT_ONCE, 0, 1)
-    predictions = PredictionCollector()
+    predictions = PredictionCollector(len(models), models[0].num_classes, device)
     precision = autocast(device, saved["amp"], saved["amp_dtype"])
     Evaluator(models, data_config["input_size"], device, precision, EVALUATED_AT_ONCE)(loader, predictions)
     targets_N, best_NMK, _ = predictions.gather()

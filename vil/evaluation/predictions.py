@@ -20,12 +20,20 @@ from .evaluator import Evaluation
 
 
 class PredictionCollector:
-    """Collects each image's target and most probable classes, as the argument `observe` of an `Evaluator` call."""
+    """Collects each image's target and most probable classes, as the argument `observe` of an `Evaluator` call.
 
-    def __init__(self) -> None:
-        self._targets: list[Tensor] = []
-        self._classes: list[Tensor] = []
-        self._probabilities: list[Tensor] = []
+    Args:
+        num_models: Number of models M.
+        num_classes: Number of classes that the models distinguish.
+        device: Device of the targets and logits.
+    """
+
+    def __init__(self, num_models: int, num_classes: int, device: torch.device) -> None:
+        # The lists begin with empty tensors, because a process reads no image if all of its shards are damaged.
+        probabilities_NMK = torch.empty(0, num_models, min(5, num_classes), device=device)
+        self._targets = [torch.empty(0, dtype=torch.long, device=device)]
+        self._classes = [probabilities_NMK.long()]
+        self._probabilities = [probabilities_NMK]
 
     def __call__(self, targets: Tensor, logits: Sequence[Tensor]) -> None:
         classes = []

@@ -62,7 +62,7 @@ def validate(
     )
     precision = autocast(device, settings.amp, "bfloat16")
     evaluator = Evaluator(classifiers, first.data_config["input_size"], device, precision, settings.batch_size)
-    collector = PredictionCollector()
+    collector = PredictionCollector(len(models), first.num_classes, device)
     results = evaluator(_with_progress(loader, rank), collector)
     _check_images(results[0], data)
 

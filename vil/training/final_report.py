@@ -31,9 +31,8 @@ _logger = logging.getLogger(__name__)
 MOST_IMAGES = 10_000
 MOST_CLASSES = 200  # maximum number of classes of a run that writes a report
 
-# type of a function that evaluates weights on the validation split, and passes each batch's targets and logits to the
-# collector
-Evaluate = Callable[[dict[str, Tensor], PredictionCollector], Evaluation]
+# type of a function that evaluates weights on the validation split
+Evaluate = Callable[[dict[str, Tensor]], tuple[Evaluation, PredictionCollector]]
 
 
 def is_reported(splits: Splits, world_size: int) -> bool:
@@ -59,8 +58,7 @@ def write_final_report(
     if found is None:
         return
     key, weights = found
-    collector = PredictionCollector()
-    result = evaluate(weights, collector)
+    result, collector = evaluate(weights)
     if result.images + result.unreadable < count_images(splits.validation):
         if rank == 0:
             _logger.warning("%s/report.html is not written, because the evaluation was interrupted", run.folder)

@@ -239,13 +239,14 @@ class Trainer:
         unreadable += results[0].unreadable
         return {**evaluation_columns(results), "unreadable_images": unreadable}
 
-    def evaluate_weights(self, weights: dict[str, Tensor], observe: PredictionCollector) -> Evaluation:
+    def evaluate_weights(self, weights: dict[str, Tensor]) -> tuple[Evaluation, PredictionCollector]:
         """Evaluate the model with other weights on the validation split, then restore the model's weights."""
-        model = self.state.model
+        model, collector = self.state.model, PredictionCollector(1, self.splits.num_classes, self.device)
         before = {name: t.to("cpu", copy=True) for name, t in model.state_dict().items()}
         model.load_state_dict(weights)
         try:
-            return self.evaluator(self.validation_batches(), lambda targets, logits: observe(targets, logits[:1]))[0]
+            results = self.evaluator(self.validation_batches(), lambda targets, logits: collector(targets, logits[:1]))
+            return results[0], collector
         finally:
             model.load_state_dict(before)
 
