@@ -22,7 +22,7 @@ def input_size(model: Any, config: dict[str, Any] | None = None) -> tuple[int, i
 def chosen_data_config(
     model: nn.Module, img_size: int | tuple[int, int] | None = None, **chosen: Any
 ) -> dict[str, Any]:
-    """Return timm's data config of a model with some values replaced.
+    """Return timm's data config of a model, in which the given values replace the model's own values.
 
     Unlike in timm, `img_size` need not be square, and mean and std always have one number per channel.
     """

@@ -176,7 +176,7 @@ def test_the_printed_table_of_two_models():
     assert "published top-1" not in text
 
 
-SPLITS = (8, 7, 6, 3, 2)  # number of images in each split; one of three ranks has none of two images
+SPLITS = (8, 7, 6, 3, 2)  # number of images in each split; with 2 images, one rank has none
 
 
 def gathered(rank):

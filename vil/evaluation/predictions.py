@@ -20,7 +20,7 @@ from .evaluator import Evaluation
 
 
 class PredictionCollector:
-    """Collects each image's target and most probable classes, as the argument `observe` of an `Evaluator` call.
+    """Collector of each image's target and most probable classes, passed as `observe` to a call of an `Evaluator`.
 
     Args:
         num_models: Number of models M.

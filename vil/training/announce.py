@@ -50,7 +50,7 @@ def announce(phase: Phase, batches: TrainingBatches, splits: Splits, model: nn.M
 
 
 def describe_model(config: Config, model: nn.Module) -> str:
-    """Return one line: a model's name, arguments, number of parameters, and how many blocks run as fused kernels."""
+    """Return one line: a model's name, arguments and size, and whether blocks run as fused kernels or PyTorch code."""
     count = sum(parameter.numel() for parameter in model.parameters())
     arguments = ", ".join(f"{name} {value}" for name, value in (config.model_kwargs or {}).items())
     line = f"{config.model}{f' with {arguments}' if arguments else ''}: {count:,} parameters"

@@ -167,7 +167,7 @@ def scan_forward(recurrence: str, N: int):
 
 
 def scan_backward(recurrence: str, N: int):
-    """Build the kernel of the backward pass of `scan_forward`, except the gradients of the projections' weights.
+    """Build the backward kernel of `scan_forward` for all gradients except those of the projections' weights.
 
     Each image has its own sum of the gradients of step_bias and A. The kernel writes the gradients of the means, the
     projections and the step logits.

@@ -77,7 +77,7 @@ class Kernel:
 
 @functools.cache
 def kernel_of(module: str, factory: str, *constants: int | str) -> Kernel:
-    """Return a kernel of a module, compiled for the constants at the first call."""
+    """Return a kernel of a module. The first call of the kernel compiles the kernel for the constants."""
     return Kernel(module, factory, *constants)
 
 
