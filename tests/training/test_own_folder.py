@@ -13,7 +13,7 @@ from processes import call
 from vil.checkpoint import Checkpoint
 from vil.cli import validate
 from vil.cli.main import run as run_vil
-from vil.config import Config, ConfigError
+from vil.config import Config, ConfigError, load_config
 from vil.errors import CheckpointError
 from vil.training import own_folder
 from vil.training.own_folder import BLOCKS, IMG_SIZE, choose_recipe, complete_options
@@ -103,10 +103,16 @@ def test_given_model_arguments_are_added_to_the_chosen_ones(photos, caplog):
     assert "--model-kwargs patch_size=8\n" in caplog.text
 
 
+def test_the_chosen_model_arguments_can_be_removed(photos, caplog):
+    words = ["--data-dir", photos, "--device", "cpu", "--model-kwargs", "none"]
+    assert load_config("", words, complete=complete_options).model_kwargs == {}
+    assert "--model-kwargs" not in caplog.text
+
+
 def test_a_config_leaves_only_the_splits_to_choose(photos):
     given = {"data_dir": photos, "epochs": 3}
     splits = {"train_split": ".", "val_fraction": 0.2}
-    assert complete_options(given, has_config=True) == given | splits | {"model_kwargs": {}}
+    assert complete_options(given, has_config=True) == given | splits
 
 
 def test_given_splits_are_not_detected(tmp_path, caplog):

@@ -14,7 +14,7 @@ from typing import Any
 from ..text import nearest, shown
 from .options import FIELDS, Config, ConfigError
 from .timm_args import from_timm, img_size_of
-from .values import COMMAND_LINE, KINDS, checked, flag_of, kind_of, may_be_pair, read_yaml, unknown_option
+from .values import COMMAND_LINE, KINDS, checked, flag_of, kind_of, may_be_pair, override, read_yaml, unknown_option
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # folder of this package's configs
 SHORT_FLAGS = {"batch_size": ["-b"], "workers": ["-j"]}  # short options, as in timm
@@ -130,9 +130,7 @@ def resolve_config(
         defaults = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed, given)}
     _check_phases(defaults, given, file or resumed)
 
-    options = {**defaults, **given}
-    if defaults.get("model_kwargs") and given.get("model_kwargs"):
-        options["model_kwargs"] = {**defaults["model_kwargs"], **given["model_kwargs"]}
+    options = override(defaults, given)
     if options.get("data_dir"):
         options["data_dir"] = os.path.expanduser(options["data_dir"])  # the shell keeps ~ in --data-dir=~/photos
     if complete and resumed in (None, "auto"):

@@ -6,7 +6,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -96,6 +96,18 @@ class _Loader(yaml.SafeLoader):
 
 for _kind in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.number)
+
+
+def override(options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options`, overridden by the given options.
+
+    The given model arguments override single model arguments of `options`. None for `model_kwargs` removes all model
+    arguments of `options`.
+    """
+    both = {**options, **given}
+    if options.get("model_kwargs") and given.get("model_kwargs"):
+        both["model_kwargs"] = {**options["model_kwargs"], **given["model_kwargs"]}
+    return both
 
 
 def checked(values: dict[str, Any], source: str, errors: Sequence[str] = ()) -> dict[str, Any]:

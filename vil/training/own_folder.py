@@ -19,7 +19,7 @@ from timm.layers import to_2tuple
 
 from ..checkpoint import Checkpoint, options_to_resume
 from ..config import ConfigError
-from ..config.values import checked, read_yaml
+from ..config.values import checked, override, read_yaml
 from ..data.held_out import SHARE
 from ..data.sources.class_folders import ClassReader
 from ..data.sources.layout import Layout, find_layout
@@ -95,8 +95,7 @@ def complete_options(given: Mapping[str, Any], has_config: bool) -> dict[str, An
     if not has_config:
         given = {**given, "experiment": given.get("experiment") or Path(given["data_dir"]).resolve().name or "images"}
         if given.get("resume") == "auto" and (saved := _options_of_run(given)):
-            kwargs = {**(saved.get("model_kwargs") or {}), **(given.get("model_kwargs") or {})}
-            return {**saved, **given, "data_dir": layout.data_dir, "model_kwargs": kwargs}
+            return override(saved, {**given, "data_dir": layout.data_dir})
     _check_output(layout, given)
 
     chosen = _choose_splits(layout, given)
@@ -104,8 +103,7 @@ def complete_options(given: Mapping[str, Any], has_config: bool) -> dict[str, An
         share = given.get("val_fraction") or chosen.get("val_fraction")
         num_held_out = layout.count_held_out(share) if share else 0
         chosen |= _choose_training(layout.num_images - num_held_out, given)
-    kwargs = {**chosen.get("model_kwargs", {}), **(given.get("model_kwargs") or {})}
-    return {**chosen, **given, "data_dir": layout.data_dir, "model_kwargs": kwargs}
+    return override(chosen, {**given, "data_dir": layout.data_dir})
 
 
 def _has_splits(given: Mapping[str, Any]) -> bool:
@@ -193,9 +191,11 @@ def _choose_training(num_images: int, given: Mapping[str, Any]) -> dict[str, Any
 def _not_given(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chosen options without those that the user has given, also inside `model_kwargs`."""
     options = {name: value for name, value in chosen.items() if name not in given}
-    own = given.get("model_kwargs") or {}
-    kwargs = {name: value for name, value in chosen.get("model_kwargs", {}).items() if name not in own}
-    return options | ({"model_kwargs": kwargs} if kwargs else {})
+    if given.get("model_kwargs"):
+        arguments = chosen.get("model_kwargs", {}).items()
+        kwargs = {name: value for name, value in arguments if name not in given["model_kwargs"]}
+        options |= {"model_kwargs": kwargs} if kwargs else {}
+    return options
 
 
 def _choose_start(given: Mapping[str, Any], device: str) -> dict[str, Any]:
