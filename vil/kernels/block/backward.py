@@ -48,18 +48,35 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
         flat: Gradients of x' and of xhat' (or None); xhat' and rstd' (or None twice); scale (or None); weights norm and
             in_proj, whose product is the weight of the packed projection; and `SavedForBackward`.
     """
-    dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, saved = BackwardInputs.of(map(aligned, flat))
-    xhat_TC, rstd_T = given(saved.xhat), given(saved.rstd)
+    inputs = BackwardInputs.of(map(aligned, flat))
+    dx_BLC, _, *others = through_block(options, sizes, in_one, inputs, *through_next_norm(inputs))
+    return [dx_BLC, *others]
+
+
+def through_next_norm(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
+    """Return the gradient (B * M, C) of a block's output, in fp32 and in the dtype of matrix products."""
+    dx_TC = inputs.dx.flatten(0, 1)
+    if inputs.dnext is None:
+        return dx_TC, dx_TC.to(inputs.saved.uz.dtype)
+    assert inputs.next_normed is not None
+    return kernels.norm_backward(inputs.dnext, *inputs.next_normed, dx_TC)
+
+
+def through_block(
+    options: BackwardOptions, sizes: Sizes, in_one: bool, inputs: BackwardInputs, dx_TC: Tensor, dout_TC: Tensor
+) -> list[Tensor | None]:  # fmt: skip
+    """Return the gradient of x, a copy in the dtype of matrix products (or None), and the other results of `backward`.
+
+    Args:
+        options, sizes, in_one: Arguments of `backward`.
+        inputs: Inputs of `backward`, whose first three fields are not used.
+        dx_TC, dout_TC: Results of `through_next_norm`.
+    """
+    _, _, _, scale_B, norm_C, in_proj, saved = inputs
+    xhat_TC = given(saved.xhat)
     (B, L, _), C, dtype = saved.uz.shape, sizes.C, saved.uz.dtype
     tokens = Tokens(L, options.class_token_only)
     w = PackedWeights.of(saved.packed, sizes)
-    if dnext_TC is None:
-        dx_TC = dx_BMC.view(-1, C)
-        dout_TC = dx_TC.to(dtype)
-    else:
-        assert next_normed is not None
-        dx_TC, dout_TC = kernels.norm_backward(dnext_TC, *next_normed, dx_BMC.view(-1, C))
-
     u_BLD, z_BMD = split(saved.uz, xhat_TC, w, tokens)
     # in a pooled block, dy needs its own memory, because `pooled_conv_backward` reads neighbours of dy while writing du
     if options.class_token_only:
@@ -78,21 +95,18 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
         of_directions = _through_directions(options.recurrence, u_BLD, dy_BLD, du_BLD, w, saved, tokens)
     else:
         of_directions = _through_lines(options.recurrence, options.lines, u_BLD, dy_BLD, du_BLD, w, saved)
-    dfolded, dxhat_TC = _through_in_proj(duz_BLE, dz_BMD, w, xhat_TC, tokens)
+    if options.class_token_only:  # the residual streams of all tokens except the class token have zero gradients
+        dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.class_token, L // 2)).view(-1, C)
+    dfolded, dxhat_TC, dx_TC, rounded_TC = _through_in_proj(
+        duz_BLE, dz_BMD, w, xhat_TC, given(saved.rstd), dx_TC, options, tokens
+    )
     dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dA_2DN = of_directions
     dweights = kernels.unpack_gradients(
         norm_C, in_proj, sizes, dfolded, dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dtype, in_one
     )
-
-    if options.class_token_only:  # the residual streams of all tokens except the class token have zero gradients
-        dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.class_token, L // 2)).view(-1, C)
-    if not options.norm_given:
-        dx_TC, _ = kernels.norm_backward(dxhat_TC, xhat_TC, rstd_T, dx_TC)
     # the gradient of A_log is dA * A, because A = -exp(A_log)
     dA_log = None if saved.A is None else (given(dA_2DN) * saved.A).to(norm_C.dtype)
-    return [
-        dx_TC.view(B, L, C), dxhat_TC if options.norm_given else None, dout_proj.to(norm_C.dtype), dA_log, *dweights
-    ]  # fmt: skip
+    return [dx_TC.view(B, L, C), rounded_TC, dxhat_TC, dout_proj.to(norm_C.dtype), dA_log, *dweights]
 
 
 def _through_directions(
@@ -157,17 +171,27 @@ def _through_scan(
 
 
 def _through_in_proj(
-    duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, xhat_TC: Tensor, tokens: Tokens
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the matrix in_proj * norm weight and of its input xhat, the normalized tokens."""
+    duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, xhat_TC: Tensor, rstd_T: Tensor, dx_TC: Tensor,
+    options: BackwardOptions, tokens: Tokens,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    """Backpropagate through in_proj and, unless `options.norm_given`, through the norm before in_proj.
+
+    Returns the gradients of the matrix in_proj * norm weight, of xhat if `options.norm_given`, and of x, and a copy of
+    the gradient of x in the dtype of matrix products unless `options.norm_given`.
+    """
     (B, L, E), duz_TE = duz_BLE.shape, duz_BLE.flatten(0, 1)
-    dfolded, dxhat_TC = _mm(duz_TE.t(), xhat_TC), torch.mm(duz_TE, w.in_proj[:E])
+    dfolded = _mm(duz_TE.t(), xhat_TC)
+    if not (options.norm_given or tokens.class_token_only):
+        return dfolded, None, *kernels.in_proj_backward(duz_TE, w.in_proj, xhat_TC, rstd_T, dx_TC)
+    dxhat_TC = torch.mm(duz_TE, w.in_proj[:E])
     if tokens.class_token_only:  # add the contribution of z, which `duz_BLE` does not contain
         dz_BD = dz_BMD.squeeze(1)
         xhat_BC, dxhat_BC = (tokens.outputs(t_TC.view(B, L, -1)).squeeze(1) for t_TC in (xhat_TC, dxhat_TC))
         dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])
         dxhat_BC.addmm_(dz_BD, w.in_proj[E:])
-    return dfolded, dxhat_TC
+    if options.norm_given:
+        return dfolded, dxhat_TC, dx_TC, None
+    return dfolded, None, *kernels.norm_backward(dxhat_TC, xhat_TC, rstd_T, dx_TC)
 
 
 def named_gradients(

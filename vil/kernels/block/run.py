@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..checks import aligned
 from ..cuda.plan import planned
-from .backward import backward
+from .backward import through_block, through_next_norm
 from .contract import check_forward, check_run_backward
 from .forward import forward
-from .weights import BackwardOptions, Options, SavedForBackward, Sizes
+from .weights import BackwardInputs, BackwardOptions, Options, SavedForBackward, Sizes
 
 FIELDS = len(SavedForBackward._fields)
 
@@ -60,13 +61,15 @@ def backward_run(
     options: tuple[BackwardOptions, ...], sizes: Sizes, flat: list[Tensor | None]
 ) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of x and of its norm xhat (or None), and then the gradients of each block's weights."""
-    run = getattr(backward, "__wrapped__")  # noqa: B009
     dx, dnext, *next_normed = flat[:4]
-    each = 3 + FIELDS
+    each, dxhat = 3 + FIELDS, None
     gradients: list[Tensor | None] = []
+    rounded: Tensor | None = None
     for i, own in reversed([*enumerate(options)]):
-        inputs = flat[4 + i * each : 4 + (i + 1) * each]
-        dx, dnext, *of_weights = run(own, sizes, True, [dx, dnext, *next_normed, *inputs])
+        of_output = [dx, dnext, *next_normed] if rounded is None else [dx, None, None, None]
+        inputs = BackwardInputs.of(map(aligned, [*of_output, *flat[4 + i * each : 4 + (i + 1) * each]]))
+        # all blocks except the first backpropagate through their norm, and return a rounded copy of dx
+        dx_TC, dout_TC = through_next_norm(inputs) if rounded is None else (inputs.dx.flatten(0, 1), rounded)
+        dx, rounded, dxhat, *of_weights = through_block(own, sizes, True, inputs, dx_TC, dout_TC)
         gradients = [*of_weights, *gradients]
-        next_normed = inputs[-2:] if own.norm_given else [None, None]
-    return [dx, dnext, *gradients]
+    return [dx, dxhat, *gradients]

@@ -157,7 +157,7 @@ def _backward_arguments(
     if len(sizes) != len(Sizes._fields):
         raise ValueError(f"sizes must hold {', '.join(Sizes._fields)}, got {len(sizes)} items")
     options = tuple([
-        BackwardOptions(recurrence, class_token_only and i == last, norm_given or i > 0, own)
+        BackwardOptions(recurrence, class_token_only and i == last, norm_given and i == 0, own)
         for i, own in enumerate(_lines_of(lines, blocks))
     ])  # fmt: skip
     flat = [dx_BMC, dnext_TC, *(next_normed or (None, None))]
@@ -293,9 +293,9 @@ def _save_for_backward(
 ) -> None:  # fmt: skip
     """Save the tensors for the backward pass in the order that `backward_run` expects after the gradients."""
     _, xhat_TC, rstd_T = flat[:3]
-    # every block except the first returns the gradient of its input norm, even if the block itself computed this norm
+    # every block except the first backpropagates through its input norm, even if the previous block computed this norm
     ctx.options = tuple([
-        BackwardOptions(own.recurrence, own.class_token_only, i > 0 or xhat_TC is not None, own.lines)
+        BackwardOptions(own.recurrence, own.class_token_only, i == 0 and xhat_TC is not None, own.lines)
         for i, own in enumerate(options)
     ])  # fmt: skip
     ctx.shape = y_BMC.shape
