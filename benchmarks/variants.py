@@ -40,6 +40,7 @@ from vil.kernels.block import (
     gate_outproj,
     gate_outproj_bwd_sm90,
     gate_outproj_sm90,
+    in_proj_bwd_sm90,
     kernels,
     run,
     step_proj_bwd,
@@ -136,6 +137,11 @@ VARIANTS = {
         "product, pool",
         replaced(kernels, "empty_in_proj_tiles", lambda *_: None),
         {name: [TRAIN, BATCH] for name in ("vil_small_pooled", "vil_tiny_pooled")},
+    ),
+    "in_proj_bwd_sm90": Variant(
+        "product, norm_backward",
+        replaced(in_proj_bwd_sm90, "fits", no),
+        {name: [TRAIN] for name in ("vil_small_pooled", "vil_tiny_pooled", "vil_small")},
     ),
     "scan_lines": Variant("products, scan", replaced(kernels, "scans_lines", no), {"vil_small_pooled": [SINGLE]}),
 }

@@ -41,6 +41,7 @@ TESTS = {  # test files by CUDA source; sources that are not listed use the test
         for name in ("in_proj_pool_sm90", "scan_image", "scan_lines_bwd", "projection_gradients", "add_slices")
     },
     "block/along_lines.cuh": POOLED,
+    "block/in_proj_bwd_sm90.cu": BLOCK[:2],
 }
 FOLDERS = {"scan": SCAN, "block": BLOCK, "cuda": BLOCK, "augment": AUGMENT}
 
@@ -460,6 +461,30 @@ TABLE = {
         ("Hopper: dy is that of the sum of both directions", "of_y.at[j] = ⟦0.5f * →⟧dgated * silu;"),
         ("Hopper: drop-path of the image before",
          "scale[i] = scales && token + i * 8 < end ? scales[⟦(token + i * 8)→token⟧ / L] : 1;"),
+    ],
+    "block/in_proj_bwd_sm90.cu": [
+        ("Hopper: both CTAs write the same columns of dxhat", "* PITCH⟦ + rank * COLUMNS * 2→⟧;"),
+        ("Hopper: consumers overwrite dxhat that the norm has not read",
+         "⟦wait_for_cluster(handed.empty(), handed.parity() ^ 1);→⟧"),
+        ("Hopper: the norm of dxhat that the other CTA has not written",
+         "⟦wait_for_cluster(handed.full(), handed.parity());→⟧\n"
+         "        norm.backward(first + of_norm, warp, CONSUMERS"),
+        ("Hopper: a CTA ends while another CTA accesses its memory", "⟦sync_cluster();→⟧  // no CTA accesses"),
+        ("Hopper: barriers of another CTA are used before they are initialized",
+         "⟦sync_cluster();→⟧  // the barriers of"),
+        ("Hopper: dx lacks the derivative of the norm's factor",
+         "fmaf(r[i], ⟦fmaf(-v.at[e], mean, g.at[e])→g.at[e]⟧, sum.at[e])"),
+        ("Hopper: duz is overwritten while products read it",
+         "wait_for_products<⟦1→2⟧>();  // waits for all products except the newest"),
+        ("Hopper: products of duz that has not arrived", "⟦wait_for(stages.full(), stages.parity());→⟧"),
+        ("Hopper: tensors of more than 2^31 elements: other tokens of duz",
+         "duz += ⟦(first + row)→int(first + row)⟧ * E"),
+        ("Hopper: tensors of more than 2^31 elements: other tokens of dx", "i64 start = ⟦token→int(token)⟧ * C + c;"),
+        ("Hopper: the norm of tokens after the last", "int count = ⟦min(tokens - token, i64(ROWS))→ROWS⟧, c ="),
+        ("Hopper: the other CTA's warps process the rows of this CTA",
+         "int row = warp * 16, cta = ⟦→CLUSTER - 1 - ⟧row / ROWS;"),
+        ("Hopper: the norm of half of the tokens of a warp",
+         "row = first + i * AT_ONCE * warps⟦ + lane / LANES→⟧;\n                Pack"),
     ],
     "cuda/pipeline.cuh": [
         ("Hopper: a stage is given back that is still read",

@@ -20,7 +20,7 @@ from vil.data.device.batched_transforms import apply_operations, crop_resize_fli
 from vil.data.device.decoded import DecodedImages
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.augment import OPERATIONS
-from vil.kernels.block import scan_image, scan_lines_bwd
+from vil.kernels.block import in_proj_bwd_sm90, scan_image, scan_lines_bwd
 from vil.kernels.cuda import hardware
 from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
@@ -38,6 +38,10 @@ def main() -> None:
                 run(recurrence, dtype)
                 torch.cuda.synchronize()
                 print(run.__name__, recurrence, dtype, flush=True)
+    if hardware.is_hopper(torch.device("cuda", 0)):
+        cluster()
+        torch.cuda.synchronize()
+        print("cluster", flush=True)
     for interpolation in ("bilinear", "bicubic"):
         augmentation(interpolation)
         torch.cuda.synchronize()
@@ -101,6 +105,16 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
                             pooled(x[:images], grid=grid).sum().backward()
                             with torch.no_grad():
                                 pooled(x[:images], grid=grid)
+
+
+def cluster() -> None:
+    """Run the kernel in_proj_backward with a cluster of two CTAs, which process three tiles of tokens."""
+    T, C, dtype = 450, 384, torch.bfloat16
+    duz, in_proj, xhat = (torch.randn(*size, device="cuda").to(dtype) for size in ((T, 4 * C), (4 * C, C), (T, C)))
+    rstd, dresidual = torch.rand(T, device="cuda"), torch.randn(T, C, device="cuda")
+    with mock.patch.object(hardware, "multiprocessors", return_value=2):
+        macros = in_proj_bwd_sm90.macros_of(dtype, C)
+        in_proj_bwd_sm90.launch(duz, in_proj, xhat, rstd, dresidual, macros)
 
 
 def augmentation(interpolation: str) -> None:

@@ -286,6 +286,7 @@ static void wait_for(unsigned barrier, unsigned phase) {
 }
 static void wait_long_for(unsigned barrier, unsigned phase) { wait_for(barrier, phase); }
 static void copy_16_async(unsigned to, const void *from) { start_copy(shared_memory + to, from, 16, true); }
+static void copy_16_async_ahead(unsigned to, const void *from) { copy_16_async(to, from); }
 static void wait_for_all_copies() {
     commit_started();
     wait_until(0);
@@ -325,6 +326,10 @@ static char *address_in_cluster(unsigned address) {
 static void store_in_cluster(unsigned to, unsigned v) {
     emulator::check_aligned(address_in_cluster(to), 4);
     memcpy(address_in_cluster(to), &v, 4);
+}
+static void store_in_cluster(unsigned to, unsigned first, unsigned second) {
+    emulator::check_aligned(address_in_cluster(to), 8);
+    store_in_cluster(to, first), store_in_cluster(to + 4, second);
 }
 static void arrive_in_cluster(unsigned barrier) { arrive(address_in_cluster(barrier)); }
 static void wait_for_cluster(unsigned barrier, unsigned phase) { wait_for(barrier, phase); }

@@ -239,9 +239,15 @@ def test_in_proj_backward_equals_the_plain_one(dtype, device, shape, hopper, mon
     in_proj /= math.sqrt(E)
     dxhat = (duz.double() @ in_proj.double()).to(dtype)
     truth, _ = norm_backward.reference(*(t.double() for t in (dxhat, xhat, rstd, dresidual)))
-    variants = [dict(), dict(groups=2, norms=4, prefetch=False), dict(norms=3, together=2)]
-    for variant in variants if device == "cuda" else variants[: 1 + (shape == IN_PROJ_BACKWARD[0])]:
+    variants = [
+        dict(),
+        dict(groups=2, norms=4, prefetch=False),
+        dict(norms=3, together=2, wide=False),
+        dict(bulk=True, ahead=True),
+    ]
+    for variant in variants if device == "cuda" or shape == IN_PROJ_BACKWARD[0] else variants[:1]:
         macros = in_proj_bwd_sm90.macros_of(dtype, C, **variant)
+        inputs[1] = in_proj_bwd_sm90.tiled_in_proj(in_proj) if macros["BULK"] else in_proj
         (dx, rounded), (again, _) = (in_proj_bwd_sm90.launch(*inputs, macros, rounds) for rounds in (True, False))
         # A few elements of dxhat are rounded to another neighbour than in the reference implementation.
         assert relative_error(dx, truth) < {torch.bfloat16: 2e-4, torch.float16: 3e-5}[dtype]

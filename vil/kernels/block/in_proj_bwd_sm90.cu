@@ -14,6 +14,9 @@
 //   STAGES       number of pipeline stages for duz and in_proj, with 64 columns of duz each
 //   TOGETHER     number of tokens that a lane loads at once in the backward pass of the norm
 //   PREFETCH     whether to prefetch xhat and dresidual to the L2 cache
+//   BULK         whether in_proj has the layout of `tiled_in_proj` (in_proj_bwd_sm90.py), for bulk copies
+//   AHEAD        whether copies of duz load 256 bytes, of two stages, into the L2 cache
+//   WIDE         whether lanes store 8 instead of 4 bytes of dxhat at once
 //   CTA_BYTES    dynamic shared memory, computed by the host
 //
 // C columns of dxhat    E columns of duz
@@ -33,7 +36,7 @@
 //
 // Rows of duz and in_proj in shared memory have 128 bytes, with each 16-byte piece at index piece ^ row % 8.
 // Rows 64 i to 64 i + 63 of in_proj's part of a stage contain the columns 64 i to 64 i + 63 of the CTA's 192 columns.
-// Rows of dxhat in shared memory are PITCH bytes apart, so that eight rows of a product are in different banks.
+// Rows of dxhat in shared memory are PITCH bytes apart, so that the rows of a store are in different banks.
 
 #include "../cuda/sm90.cuh"
 #include "../cuda/pipeline.cuh"
@@ -43,7 +46,7 @@ typedef INPUT Element;
 constexpr int C = WIDTH, E = 4 * C, COLUMNS = 192;
 static_assert(C == COLUMNS * CLUSTER);
 
-constexpr int K_TILE = 64, TOKENS = 64 * GROUPS, ROWS = TOKENS / CLUSTER, PITCH = C * 2 + 16;
+constexpr int K_TILE = 64, TOKENS = 64 * GROUPS, ROWS = TOKENS / CLUSTER, PITCH = C * 2 + (WIDE ? 32 : 16);
 constexpr int BLOCK = 64 * 128;  // bytes of 64 rows of duz or in_proj
 constexpr int OF_WEIGHTS = GROUPS * BLOCK, STAGE = OF_WEIGHTS + COLUMNS / 64 * BLOCK;
 // Offsets in shared memory in bytes: stages, dxhat, then barriers of stages and of dxhat.
@@ -59,15 +62,24 @@ DEVICE void produce(Pipeline<STAGES> &stages, unsigned shared, const Element *du
     constexpr int STEP = 4 * PRODUCERS;
     int row = thread / 8, piece = thread % 8;
     int left = min(tokens - first, i64(TOKENS)) - row;
-    duz += (first + row) * E + piece * 8, in_proj += row * C + piece * 8;
+    duz += (first + row) * E + piece * 8, in_proj += BULK ? 0 : row * C + piece * 8;
     unsigned of_lane = shared + row * 128 + (piece ^ row % 8) * 16;
 #pragma unroll 1
     for (int k = 0; k < E; k += K_TILE, stages.next(), duz += K_TILE, in_proj += K_TILE * C) {
         wait_for(stages.empty(), stages.parity() ^ 1);
         unsigned to = of_lane + stages.stage() * STAGE;
         UNROLLED for (int i = 0; i < TOKENS; i += STEP)
-            if (i < left) copy_16_async((to ^ i % 8 * 16) + i * 128, duz + i64(i) * E);
-        UNROLLED for (int c = 0; c < COLUMNS; c += 64)
+            if (i < left) {
+                if (AHEAD)
+                    copy_16_async_ahead((to ^ i % 8 * 16) + i * 128, duz + i64(i) * E);
+                else
+                    copy_16_async((to ^ i % 8 * 16) + i * 128, duz + i64(i) * E);
+            }
+        if (BULK && thread == 0) {
+            arrive_and_expect(stages.full(), STAGE - OF_WEIGHTS);
+            copy_bulk(shared + stages.stage() * STAGE + OF_WEIGHTS, in_proj, STAGE - OF_WEIGHTS, stages.full());
+        }
+        UNROLLED for (int c = 0; c < COLUMNS && !BULK; c += 64)
             UNROLLED for (int i = 0; i < 64; i += STEP)
                 copy_16_async((to ^ i % 8 * 16) + OF_WEIGHTS + c / 64 * BLOCK + i * 128, in_proj + i * C + c);
         arrive_when_copied(stages.full());
@@ -103,10 +115,20 @@ DEVICE void multiply(float (&sums)[COLUMNS / 2], Pipeline<STAGES> &stages, unsig
 }
 
 // Writes a warp's 16 rows of dxhat to `rows`, in the shared memory of the CTA that processes these tokens.
-DEVICE void hand_over(const float (&sums)[COLUMNS / 2], unsigned rows) {
-    UNROLLED for (int c = 0; c < COLUMNS; c += 8)
-        UNROLLED for (int i = 0; i < 2; i++)
-            store_in_cluster(rows + i * 8 * PITCH + c * 2, pack(Element{}, sums[c / 2 + i * 2], sums[c / 2 + i * 2 + 1]));
+// If WIDE, pairs of lanes exchange words, so that even lanes store 4 columns of one product, and odd lanes of the next.
+DEVICE void hand_over(const float (&sums)[COLUMNS / 2], unsigned rows, int lane) {
+    rows += WIDE ? lane % 2 * 16 + lane % 4 / 2 * 8 : lane % 4 * 4;
+    UNROLLED for (int c = 0; c < COLUMNS; c += 16)
+        UNROLLED for (int i = 0; i < 2; i++) {
+            const float *s = &sums[c / 2 + i * 2];
+            unsigned to = rows + i * 8 * PITCH + c * 2, a = pack(Element{}, s[0], s[1]), b = pack(Element{}, s[4], s[5]);
+            if (WIDE) {
+                unsigned other = __shfl_xor_sync(WARP, lane % 2 ? a : b, 1);
+                store_in_cluster(to, lane % 2 ? other : a, lane % 2 ? b : other);
+            } else {
+                store_in_cluster(to, a), store_in_cluster(to + 16, b);
+            }
+        }
 }
 
 // A lane processes 4 adjacent channels at a time, and LANES lanes process a token.
@@ -173,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) __cluster_dims__(CLUSTER, 1
     Pipeline<1> handed(memory + OF_ROW_BARRIERS);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * STAGES; i++)
-            init_barrier(stages.barriers + i * 8, i / STAGES ? CONSUMERS : 32 * PRODUCERS);
+            init_barrier(stages.barriers + i * 8, i / STAGES ? CONSUMERS : 32 * PRODUCERS + BULK);
         init_barrier(handed.full(), CONSUMERS), init_barrier(handed.empty(), CLUSTER * NORMS);
         publish_barriers();
     }
@@ -185,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) __cluster_dims__(CLUSTER, 1
     i64 first = i64(blockIdx.x / CLUSTER) * TOKENS, per_round = i64(gridDim.x / CLUSTER) * TOKENS, of_norm = rank * ROWS;
     if (warp >= CONSUMERS + NORMS) {
         for (; first < tokens; first += per_round)
-            produce(stages, memory, duz, in_proj + rank * COLUMNS, xhat, dresidual, first, first + of_norm, tokens,
+            produce(stages, memory, duz, in_proj + rank * COLUMNS * (BULK ? K_TILE : 1), xhat, dresidual, first, first + of_norm, tokens,
                     threadIdx.x - 32 * (CONSUMERS + NORMS));
         wait_for_all_copies();
     } else {
@@ -198,13 +220,13 @@ extern "C" __global__ void __launch_bounds__(512, 1) __cluster_dims__(CLUSTER, 1
             }
         } else {
             int row = warp * 16, cta = row / ROWS;  // CTA that processes the norm of the warp's tokens
-            unsigned rows = memory + OF_ROWS + (row % ROWS + lane / 4) * PITCH + (rank * COLUMNS + lane % 4 * 2) * 2;
+            unsigned rows = memory + OF_ROWS + (row % ROWS + lane / 4) * PITCH + rank * COLUMNS * 2;
             unsigned to = in_cta(rows, cta), full = in_cta(handed.full(), cta);
             for (;; first += per_round, handed.next()) {
                 float sums[COLUMNS / 2];
                 multiply(sums, stages, memory + warp / 4 * BLOCK, memory + OF_WEIGHTS, lane);
                 wait_for_cluster(handed.empty(), handed.parity() ^ 1);
-                hand_over(sums, to);
+                hand_over(sums, to, lane);
                 __syncwarp();
                 if (lane == 0) arrive_in_cluster(full);
                 if (first + per_round >= tokens) break;

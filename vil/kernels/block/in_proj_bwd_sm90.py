@@ -69,16 +69,26 @@ def launch(
 
 
 def macros_of(
-    dtype: torch.dtype, C: int, groups: int = GROUPS, norms: int = 2, together: int = 3, prefetch: bool = True
-) -> dict:
+    dtype: torch.dtype, C: int, groups: int = GROUPS, norms: int = 2, together: int = 3, prefetch: bool = True,
+    bulk: bool = False, ahead: bool = False, wide: bool = True,
+) -> dict:  # fmt: skip
     """Return the kernel's macros, with as many stages as fit in shared memory."""
     cluster = C // COLUMNS
-    stage, rows = (64 * groups + COLUMNS) * 64 * 2, 64 * groups // cluster * (C * 2 + 16)
+    stage, rows = (64 * groups + COLUMNS) * 64 * 2, 64 * groups // cluster * (C * 2 + (32 if wide else 16))
     stages = (227 * 1024 - rows - 16) // (stage + 16)
     return dict(
         INPUT=ELEMENT[dtype], WIDTH=C, CLUSTER=cluster, GROUPS=groups, NORMS=norms, STAGES=stages, TOGETHER=together,
-        PREFETCH=int(prefetch), CTA_BYTES=stages * (stage + 16) + rows + 16,
+        PREFETCH=int(prefetch), BULK=int(bulk), AHEAD=int(ahead), WIDE=int(wide),
+        CTA_BYTES=stages * (stage + 16) + rows + 16,
     )  # fmt: skip
+
+
+def tiled_in_proj(in_proj_EC: Tensor) -> Tensor:
+    """Return in_proj in blocks of 64 rows and 64 columns, with 16-byte piece i of row r of a block at i ^ r % 8."""
+    E, C = in_proj_EC.shape
+    rows = in_proj_EC.view(E // 64, 64, C // 64, 8, 8).transpose(1, 2).reshape(-1, 64, 8, 8)
+    pieces = torch.arange(8) ^ torch.arange(64)[:, None] % 8
+    return rows.gather(2, pieces.to(rows.device)[None, :, :, None].expand_as(rows)).view(E, C)
 
 
 def reference(

@@ -31,6 +31,10 @@ DEVICE void wait_long_for(unsigned barrier, int parity) {
 DEVICE void copy_16_async(unsigned to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+// The same, and loads the 256 bytes that contain `from` into the L2 cache.
+DEVICE void copy_16_async_ahead(unsigned to, const void *from) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
 // Arrives at the barrier when the copies that this thread has started have arrived.
 DEVICE void arrive_when_copied(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -60,6 +64,9 @@ DEVICE unsigned in_cta(unsigned address, int rank) {
 }
 DEVICE void store_in_cluster(unsigned to, unsigned v) {
     asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+}
+DEVICE void store_in_cluster(unsigned to, unsigned first, unsigned second) {
+    asm volatile("st.shared::cluster.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(first), "r"(second) : "memory");
 }
 DEVICE void arrive_in_cluster(unsigned barrier) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
