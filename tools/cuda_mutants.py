@@ -469,9 +469,6 @@ TABLE = {
         ("Hopper: the norm of dxhat that the other CTA has not written",
          "⟦wait_for_cluster(handed.full(), handed.parity());→⟧\n"
          "        norm.backward(first + of_norm, warp, CONSUMERS"),
-        ("Hopper: a CTA ends while another CTA accesses its memory", "⟦sync_cluster();→⟧  // no CTA accesses"),
-        ("Hopper: barriers of another CTA are used before they are initialized",
-         "⟦sync_cluster();→⟧  // the barriers of"),
         ("Hopper: dx lacks the derivative of the norm's factor",
          "fmaf(r[i], ⟦fmaf(-v.at[e], mean, g.at[e])→g.at[e]⟧, sum.at[e])"),
         ("Hopper: duz is overwritten while products read it",
@@ -485,6 +482,8 @@ TABLE = {
          "int row = warp * 16, cta = ⟦→CLUSTER - 1 - ⟧row / ROWS;"),
         ("Hopper: the norm of half of the tokens of a warp",
          "row = first + i * AT_ONCE * warps⟦ + lane / LANES→⟧;\n                Pack"),
+        ("Hopper: barriers of another CTA are used before they are initialized",
+         "⟦sync_cluster();→⟧  // the barriers of"),
     ],
     "cuda/pipeline.cuh": [
         ("Hopper: a stage is given back that is still read",

@@ -25,6 +25,7 @@
 // The consumers of a CTA compute dxhat of all tokens of the tile, but only of the CTA's 192 columns.
 // The consumers write dxhat of the first ROWS = TOKENS / CLUSTER tokens to the shared memory of the first CTA, and so on.
 // Therefore each CTA has complete rows of dxhat for the norm, while the consumers already compute the next tile.
+// No CTA accesses the memory of a CTA that has ended, because a CTA ends after it has received dxhat of the last tile.
 // docs/kernels/block.md lists the buffers, and cuda/pipeline.cuh the rules of the barriers.
 //
 //   4 GROUPS warps          consumers: 64 tokens x 192 columns of dxhat per group, in 96 registers per lane;
@@ -236,5 +237,4 @@ extern "C" __global__ void __launch_bounds__(512, 1) __cluster_dims__(CLUSTER, 1
         wait_for_cluster(handed.full(), handed.parity());
         norm.backward(first + of_norm, warp, CONSUMERS + NORMS, lane);
     }
-    sync_cluster();  // no CTA accesses the shared memory of another CTA any more
 }
