@@ -437,6 +437,7 @@ TABLE = {
         ("the sum of both directions in place of their mean", "mean.at[c] *= ⟦0.5f→1⟧;"),
     ],
     "block/tiles.cuh": [
+        ("Hopper: in_proj's blocks are not swizzled", "(c % 64 / 8⟦ ^ e % 8→⟧) * 8 + c % 8;"),
         ("Hopper: weights of other channels", "eighth = d % K_TILE / 8 ^ row ⟦/ 2 →⟧% 4;"),
     ],
     "block/gate_outproj_sm90.cu": [

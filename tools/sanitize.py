@@ -110,11 +110,11 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
 def cluster() -> None:
     """Run the kernel in_proj_backward with a cluster of two CTAs, which process three tiles of tokens."""
     T, C, dtype = 450, 384, torch.bfloat16
-    duz, in_proj, xhat = (torch.randn(*size, device="cuda").to(dtype) for size in ((T, 4 * C), (4 * C, C), (T, C)))
+    duz, blocks, xhat = (torch.randn(*size, device="cuda").to(dtype) for size in ((T, 4 * C), (4 * C, C), (T, C)))
     rstd, dresidual = torch.rand(T, device="cuda"), torch.randn(T, C, device="cuda")
     with mock.patch.object(hardware, "multiprocessors", return_value=2):
         macros = in_proj_bwd_sm90.macros_of(dtype, C)
-        in_proj_bwd_sm90.launch(duz, in_proj, xhat, rstd, dresidual, macros)
+        in_proj_bwd_sm90.launch(duz, blocks, xhat, rstd, dresidual, macros)
 
 
 def augmentation(interpolation: str) -> None:

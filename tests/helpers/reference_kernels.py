@@ -36,6 +36,7 @@ class ReferenceKernels:
     gate_outproj = staticmethod(gate_outproj.reference)
     gate_outproj_backward = staticmethod(gate_outproj_bwd_sm90.reference)
     in_proj_backward = staticmethod(in_proj_bwd_sm90.reference)
+    in_proj_blocks = staticmethod(lambda *_: None)
 
     fuses_product, runs_hopper_kernels = staticmethod(lambda *_: False), staticmethod(lambda *_: True)
     empty_tiles, schedule_scan = staticmethod(lambda *_: None), staticmethod(lambda *_: (None, False))

@@ -10,7 +10,7 @@ from reference_kernels import ReferenceKernels, in_tiles
 from torch.utils._pytree import tree_map_only
 
 from vil.kernels import torch_private
-from vil.kernels.block import conv, conv_backward, gate_outproj_sm90, kernels
+from vil.kernels.block import conv, conv_backward, gate_outproj_sm90, in_proj_bwd_sm90, kernels
 from vil.kernels.block.weights import BlockWeights
 from vil.kernels.cuda import hardware, launches
 from vil.models.block import LonghornMixer
@@ -78,6 +78,17 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
         assert (value.shape, value.dtype) == (weight.shape, weight.dtype)
         assert value.is_contiguous()
         close(value, truth, value.dtype, "gradient")
+
+
+@pytest.mark.parametrize("C", [192, 384])
+def test_packed_weights_contain_in_proj_in_blocks_emulated(C, poison):
+    weights = block_weights(C)
+    packed, _ = kernels.pack_weights(weights, BF16, None, None, 1e-5, True)
+    expected = in_proj_bwd_sm90.reference_blocks(kernels.PackedWeights.of(packed, weights.sizes()).in_proj)
+    assert torch.equal(kernels.in_proj_blocks(packed, weights.sizes()), expected)
+    for other, dtype in ((block_weights(8), BF16), (weights, torch.float32)):
+        packed, _ = kernels.pack_weights(other, dtype, None, None, 1e-5, True)
+        assert kernels.in_proj_blocks(packed, other.sizes()) is None
 
 
 @pytest.mark.parametrize("C", [192, 384])
@@ -311,8 +322,10 @@ def test_offsets_of_more_than_32_bits_of_in_proj_backward_emulated(large, monkey
     duz, xhat, dresidual = large(T, 4 * C), large(T, C), large(T, C, dtype=torch.float32)
     in_proj, rstd = torch.randn(4 * C, C).to(BF16), emulator.sparse((T,))
     rstd[-L:] = torch.rand(L) / 40
-    dx, rounded = kernels.in_proj_backward(duz, in_proj, xhat, rstd, dresidual)
-    given = exactly(end(duz), in_proj, end(xhat), rstd[-L:], end(dresidual))
+    dx, rounded = kernels.in_proj_backward(
+        duz, in_proj, in_proj_bwd_sm90.reference_blocks(in_proj), xhat, rstd, dresidual
+    )
+    given = exactly(end(duz), in_proj, None, end(xhat), rstd[-L:], end(dresidual))
     truth, _ = ReferenceKernels.in_proj_backward(*given)
     close(end(rounded), truth, BF16, "dx", 3)
     assert torch.equal(end(rounded), end(dx).to(BF16))

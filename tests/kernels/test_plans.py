@@ -332,7 +332,11 @@ def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
     flat = [dy, None, None, None]
     for _, _, saved, scale, of_block in expected:
         flat += [scale, of_block.norm, of_block.in_proj, *saved]
-    found = Plan(run.backward_run.__wrapped__, (how, sizes, flat), CPU)(flat)
+    plan = Plan(run.backward_run.__wrapped__, (how, sizes, flat), CPU)
+    launched = [inspect.getclosurevars(step).nonlocals.get("launch") for step in plan.steps]
+    fused = [launch for launch in launched if launch and launch.entry == "in_proj_backward"]
+    assert len(fused) == hopper * (2 - norm_given)
+    found = plan(flat)
     dx, dnext, next_normed, gradients = dy, None, (None, None), []
     for own, (_, _, saved, scale, of_block) in zip(reversed(how), reversed(expected)):
         tensors = [dx, dnext, *next_normed, scale, of_block.norm, of_block.in_proj, *saved]

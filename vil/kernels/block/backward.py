@@ -97,8 +97,9 @@ def through_block(
         of_directions = _through_lines(options.recurrence, options.lines, u_BLD, dy_BLD, du_BLD, w, saved)
     if options.class_token_only:  # the residual streams of all tokens except the class token have zero gradients
         dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.class_token, L // 2)).view(-1, C)
+    blocks, rstd_T = kernels.in_proj_blocks(saved.packed, sizes), given(saved.rstd)
     dfolded, dxhat_TC, dx_TC, rounded_TC = _through_in_proj(
-        duz_BLE, dz_BMD, w, xhat_TC, given(saved.rstd), dx_TC, options, tokens
+        duz_BLE, dz_BMD, w, blocks, xhat_TC, rstd_T, dx_TC, options, tokens
     )
     dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dA_2DN = of_directions
     dweights = kernels.unpack_gradients(
@@ -171,8 +172,8 @@ def _through_scan(
 
 
 def _through_in_proj(
-    duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, xhat_TC: Tensor, rstd_T: Tensor, dx_TC: Tensor,
-    options: BackwardOptions, tokens: Tokens,
+    duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, blocks: Tensor | None, xhat_TC: Tensor, rstd_T: Tensor,
+    dx_TC: Tensor, options: BackwardOptions, tokens: Tokens,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """Backpropagate through in_proj and, unless `options.norm_given`, through the norm before in_proj.
 
@@ -182,7 +183,7 @@ def _through_in_proj(
     (B, L, E), duz_TE = duz_BLE.shape, duz_BLE.flatten(0, 1)
     dfolded = _mm(duz_TE.t(), xhat_TC)
     if not (options.norm_given or tokens.class_token_only):
-        return dfolded, None, *kernels.in_proj_backward(duz_TE, w.in_proj, xhat_TC, rstd_T, dx_TC)
+        return dfolded, None, *kernels.in_proj_backward(duz_TE, w.in_proj, blocks, xhat_TC, rstd_T, dx_TC)
     dxhat_TC = torch.mm(duz_TE, w.in_proj[:E])
     if tokens.class_token_only:  # add the contribution of z, which `duz_BLE` does not contain
         dz_BD = dz_BMD.squeeze(1)

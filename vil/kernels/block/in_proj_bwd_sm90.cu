@@ -14,7 +14,7 @@
 //   STAGES       number of pipeline stages for duz and in_proj, with 64 columns of duz each
 //   TOGETHER     number of tokens that a lane loads at once in the backward pass of the norm
 //   PREFETCH     whether to prefetch xhat and dresidual to the L2 cache
-//   BULK         whether in_proj has the layout of `tiled_in_proj` (in_proj_bwd_sm90.py), for bulk copies
+//   BULK         whether in_proj has the layout `blocked` of tiles.cuh, for bulk copies
 //   AHEAD        whether copies of duz load 256 bytes, of two stages, into the L2 cache
 //   WIDE         whether lanes store 8 instead of 4 bytes of dxhat at once
 //   CTA_BYTES    dynamic shared memory, computed by the host

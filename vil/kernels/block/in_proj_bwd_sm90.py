@@ -38,25 +38,26 @@ def fits(T: int, C: int, E: int, dtype: torch.dtype, device: torch.device) -> bo
 
 
 def in_proj_backward(
-    duz_TE: Tensor, in_proj_EC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor
+    duz_TE: Tensor, in_proj_EC: Tensor, blocks: Tensor | None, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Backpropagate through in_proj and the norm: return what `norm_backward` returns for dxhat = duz @ in_proj.
 
-    The matrix product and `norm_backward` are one kernel if the sizes fit and all tensors are aligned.
+    The matrix product and `norm_backward` are one kernel if the sizes fit, all tensors are aligned, and in_proj is also
+    given in the layout of `pack_weights.in_proj_blocks`.
     """
     (T, C), E = xhat_TC.shape, len(in_proj_EC)
-    tensors = duz_TE, in_proj_EC, xhat_TC, dresidual_TC
+    tensors = [t for t in (duz_TE, blocks, xhat_TC, dresidual_TC) if t is not None]
     aligned = all(t.is_contiguous() for t in tensors) and vector_width(8, *tensors) == 8
-    if not (fits(T, C, E, xhat_TC.dtype, device_of(xhat_TC)) and aligned):
+    if blocks is None or not (fits(T, C, E, xhat_TC.dtype, device_of(xhat_TC)) and aligned):
         return norms.norm_backward(torch.mm(duz_TE, in_proj_EC), xhat_TC, rstd_T, dresidual_TC)
-    return launch(duz_TE, in_proj_EC, xhat_TC, rstd_T, dresidual_TC, macros_of(xhat_TC.dtype, C))
+    return launch(duz_TE, blocks, xhat_TC, rstd_T, dresidual_TC, macros_of(xhat_TC.dtype, C))
 
 
 def launch(
     duz_TE: Tensor, in_proj_EC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor, macros: dict,
     rounds: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the kernel. The rounded copy of dx is empty unless `rounds`."""
+    """Run the kernel. The rounded copy of dx is empty unless `rounds`. The macro BULK defines the layout of in_proj."""
     T = len(xhat_TC)
     dx_TC, rounded_TC = torch.empty_like(dresidual_TC), torch.empty_like(xhat_TC)
     clusters = hardware.multiprocessors(device_of(xhat_TC)) // macros["CLUSTER"]
@@ -70,7 +71,7 @@ def launch(
 
 def macros_of(
     dtype: torch.dtype, C: int, groups: int = GROUPS, norms: int = 2, together: int = 3, prefetch: bool = True,
-    bulk: bool = False, ahead: bool = False, wide: bool = True,
+    bulk: bool = True, ahead: bool = False, wide: bool = True,
 ) -> dict:  # fmt: skip
     """Return the kernel's macros, with as many stages as fit in shared memory."""
     cluster = C // COLUMNS
@@ -83,8 +84,8 @@ def macros_of(
     )  # fmt: skip
 
 
-def tiled_in_proj(in_proj_EC: Tensor) -> Tensor:
-    """Return in_proj in blocks of 64 rows and 64 columns, with 16-byte piece i of row r of a block at i ^ r % 8."""
+def reference_blocks(in_proj_EC: Tensor) -> Tensor:
+    """Return in_proj in the layout of `pack_weights.in_proj_blocks`."""
     E, C = in_proj_EC.shape
     rows = in_proj_EC.view(E // 64, 64, C // 64, 8, 8).transpose(1, 2).reshape(-1, 64, 8, 8)
     pieces = torch.arange(8) ^ torch.arange(64)[:, None] % 8
@@ -92,7 +93,7 @@ def tiled_in_proj(in_proj_EC: Tensor) -> Tensor:
 
 
 def reference(
-    duz_TE: Tensor, in_proj_EC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor
+    duz_TE: Tensor, in_proj_EC: Tensor, blocks: Tensor | None, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Reference implementation of `in_proj_backward`."""
     return norms.reference(duz_TE @ in_proj_EC, xhat_TC, rstd_T, dresidual_TC)

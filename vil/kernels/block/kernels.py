@@ -27,7 +27,7 @@ from .in_proj_bwd_sm90 import in_proj_backward
 from .in_proj_pool_sm90 import empty_tiles as empty_in_proj_tiles
 from .in_proj_pool_sm90 import in_proj_pool
 from .norm_backward import norm_backward
-from .pack_weights import PackedWeights, pack_weights, packed_size
+from .pack_weights import PackedWeights, in_proj_blocks, pack_weights, packed_size
 from .pool import pool
 from .pooled_conv_backward import pooled_conv_backward
 from .scan_image import fits as scans_images

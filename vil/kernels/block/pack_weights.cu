@@ -6,6 +6,7 @@
 // A thread processes V adjacent elements of a large matrix, or one element of a small matrix.
 // If `tiles` is not null, the kernel writes out_proj to `tiles` in the layout of gate_outproj_sm90.cu.
 // If `in_proj_tiles` is not null, the kernel writes in_proj to `in_proj_tiles` in the layout of in_proj_pool_sm90.cu.
+// If `in_proj_blocks` is not null, the kernel also writes in_proj to it in the layout of in_proj_bwd_sm90.cu.
 // The remaining CTAs compute the norm, one token per warp, unless an earlier block has computed the norm.
 // Weights are packed while the previous kernels run. CTAs that compute the norm wait for the previous kernel first, and
 // CTA 0 waits before it ends (overlap.cuh).
@@ -39,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(256) pack_weights(PARAMETERS_pack_w
         UNROLLED for (int j = 0; j < V; j++) weight.at[j] *= scale.at[j];
         Pack<Element, V> rounded = from_floats<Element>(weight);
         store(packed_in + i, rounded);
+        if (in_proj_blocks) store(in_proj_blocks + blocked(i / C, i % C, C), rounded);
         if (in_proj_tiles) store(in_proj_tiles + tiled_in(i / C, i % C, D, C), rounded);
     } else if (is_among(i, C * D / V)) {
         i *= V;

@@ -31,7 +31,8 @@ SOURCE = Source("block/pack_weights", {
         norm=EarlyIn("PARAMETER"), in_proj=EarlyIn("PARAMETER"), out_proj=EarlyIn("PARAMETER"),
         **direction_parameters("", EarlyIn("PARAMETER")), packed_in=EarlyOut("Element"),
         packed_out=EarlyOut("Element"), tiles=EarlyOut("Element"), in_proj_tiles=EarlyOut("Element"),
-        packed_conv=EarlyOut("float"), packed_conv_bias=EarlyOut("float"), packed_x=EarlyOut("Element"),
+        in_proj_blocks=EarlyOut("Element"), packed_conv=EarlyOut("float"),
+        packed_conv_bias=EarlyOut("float"), packed_x=EarlyOut("Element"),
         packed_step=EarlyOut("Element"), packed_step_bias=EarlyOut("float"), packed_skip=EarlyOut("float"),
         channels=I64, projections_=I64, rank_=I64, padded_rank_=I64,
         x=In("float"), xhat=Out("Element"), rstd=Out("float"), copy=Out("float"), tokens=I64, eps=DOUBLE, packing=I64,
@@ -82,7 +83,19 @@ def _length(shape: tuple[int, ...], dtype: torch.dtype, fp32: bool) -> int:
 
 def packed_size(sizes: Sizes, dtype: torch.dtype) -> int:
     """Return the size of all packed weights in elements of `dtype`."""
-    return sum(_length(shape, dtype, fp32) for shape, fp32 in _parts(sizes))
+    blocks = 2 * sizes.D * sizes.C if has_blocks(sizes, dtype) else 0
+    return sum(_length(shape, dtype, fp32) for shape, fp32 in _parts(sizes)) + blocks
+
+
+def has_blocks(sizes: Sizes, dtype: torch.dtype) -> bool:
+    """Return whether packed weights end with a copy of in_proj in blocks, which in_proj_bwd_sm90 reads on Hopper."""
+    return dtype.itemsize == 2 and sizes.C in (192, 384) and sizes.D == 2 * sizes.C
+
+
+def in_proj_blocks(packed: Tensor, sizes: Sizes) -> Tensor | None:
+    """Return the copy of in_proj (2D, C) in blocks of 64 rows and 64 columns (`blocked` in tiles.cuh), or None."""
+    elements = 2 * sizes.D * sizes.C
+    return packed[-elements:].view(-1, sizes.C) if has_blocks(sizes, packed.dtype) else None
 
 
 def pack_weights(
@@ -107,7 +120,7 @@ def pack_weights(
     launches.launch(SOURCE, "pack_weights", macros, packing + -(-T // 8), 256, dict(
         norm=weights.norm, in_proj=weights.in_proj, out_proj=weights.out_proj, **by_direction("", weights.directions),
         packed_in=views.in_proj, packed_out=views.out_proj, tiles=tiles, in_proj_tiles=in_proj_tiles,
-        packed_conv=views.conv,
+        in_proj_blocks=in_proj_blocks(packed, sizes), packed_conv=views.conv,
         packed_conv_bias=views.conv_bias, packed_x=views.x_proj, packed_step=views.step_proj,
         packed_step_bias=views.step_bias, packed_skip=views.skip, channels=D, projections_=sizes.padded_P, rank_=R,
         padded_rank_=sizes.padded_R, x=x_TC, xhat=xhat_TC, rstd=rstd_T, copy=copy_TC, tokens=T, eps=eps,
@@ -140,7 +153,7 @@ def reference(
     weights: BlockWeights, dtype: torch.dtype, tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool,
     in_proj_tiles: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
-    """Reference implementation of `pack_weights` that does not write tiles."""
+    """Reference implementation of `pack_weights` that writes neither tiles nor `in_proj_blocks`."""
     packed = weights.norm.new_zeros(packed_size(weights.sizes(), dtype), dtype=dtype)
     for part, value in zip(PackedWeights.of(packed, weights.sizes()), reference_packed(weights, dtype)):
         part.copy_(value)

@@ -1,5 +1,5 @@
-// Layouts in which `pack_weights` stores out_proj for gate_outproj_sm90.cu, and in_proj for in_proj_pool_sm90.cu.
-// The bulk copies of both kernels keep these layouts.
+// Layouts in which `pack_weights` stores out_proj for gate_outproj_sm90.cu, and in_proj for in_proj_pool_sm90.cu and
+// in_proj_bwd_sm90.cu. The bulk copies of these kernels keep the layouts.
 
 #include "../cuda/types.cuh"
 
@@ -22,4 +22,11 @@ DEVICE int tiled(int c, int d, int C) {
 DEVICE int tiled_in(int e, int c, int D, int C) {
     int of_z = e >= D, d = e - of_z * D, row = row_of(d % 64), piece = c % 64 / 8 ^ row % 8;
     return (((d / 64 * 2 + of_z) * (C / 64) + c / 64) * 64 + row) * 64 + piece * 8 + c % 8;
+}
+
+// Returns the index of in_proj's weight in row e and column c for in_proj_bwd_sm90.cu.
+// Blocks of 64 rows and 64 columns are contiguous, and ordered by row and then by column.
+// In row r of a block, the 16-byte piece with index i is stored at index i ^ r % 8.
+DEVICE int blocked(int e, int c, int C) {
+    return ((e / 64 * (C / 64) + c / 64) * 64 + e % 64) * 64 + (c % 64 / 8 ^ e % 8) * 8 + c % 8;
 }
