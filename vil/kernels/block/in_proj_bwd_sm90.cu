@@ -23,7 +23,8 @@
 //
 // Each multiprocessor runs one CTA. A cluster processes tiles of TOKENS tokens, one after another.
 // The consumers of a CTA compute dxhat of all tokens of the tile, but only of the CTA's 192 columns.
-// The consumers write dxhat of the first ROWS = TOKENS / CLUSTER tokens to the shared memory of the first CTA, and so on.
+// The consumers write dxhat of the first ROWS = TOKENS / CLUSTER tokens to the shared memory of the first CTA, and of the
+// following ROWS tokens to the shared memory of the second CTA.
 // Therefore each CTA has complete rows of dxhat for the norm, while the consumers already compute the next tile.
 // No CTA accesses the memory of a CTA that has ended, because a CTA ends after it has received dxhat of the last tile.
 // docs/kernels/block.md lists the buffers, and cuda/pipeline.cuh the rules of the barriers.
@@ -51,13 +52,14 @@ constexpr int K_TILE = 64, TOKENS = 64 * GROUPS, ROWS = TOKENS / CLUSTER, PITCH 
 constexpr int BLOCK = 64 * 128;  // bytes of 64 rows of duz or in_proj
 constexpr int OF_WEIGHTS = GROUPS * BLOCK, STAGE = OF_WEIGHTS + COLUMNS / 64 * BLOCK;
 // Offsets in shared memory in bytes: stages, dxhat, then barriers of stages and of dxhat.
-constexpr int OF_ROWS = STAGES * STAGE, OF_BARRIERS = OF_ROWS + ROWS * PITCH, OF_ROW_BARRIERS = OF_BARRIERS + 2 * STAGES * 8;
+constexpr int OF_ROWS = STAGES * STAGE, OF_BARRIERS = OF_ROWS + ROWS * PITCH;
+constexpr int OF_ROW_BARRIERS = OF_BARRIERS + 2 * STAGES * 8;
 static_assert(OF_ROW_BARRIERS + 2 * 8 == CTA_BYTES && CTA_BYTES <= 227 * 1024);
 constexpr int CONSUMERS = 4 * GROUPS, PRODUCERS = 16 - CONSUMERS - NORMS;  // numbers of warps
 static_assert(CONSUMERS % CLUSTER == 0 && 16 % PRODUCERS == 0);
 
-// The producers load the columns k to k + 63 of duz, and the rows k to k + 63 of in_proj. A lane copies 16 bytes of every
-// STEP-th row. `first` is the tile's first token, and `of_norm` the first token whose xhat and dresidual this CTA reads.
+// The producers load the columns k to k + 63 of duz, and the rows k to k + 63 of in_proj. A lane copies 16 bytes of
+// every STEP-th row. `first` is the tile's first token, and `of_norm` the first token of the CTA's rows of dxhat.
 DEVICE void produce(Pipeline<STAGES> &stages, unsigned shared, const Element *duz, const Element *in_proj,
                     const Element *xhat, const float *dresidual, i64 first, i64 of_norm, i64 tokens, int thread) {
     constexpr int STEP = 4 * PRODUCERS;
@@ -68,6 +70,10 @@ DEVICE void produce(Pipeline<STAGES> &stages, unsigned shared, const Element *du
 #pragma unroll 1
     for (int k = 0; k < E; k += K_TILE, stages.next(), duz += K_TILE, in_proj += K_TILE * C) {
         wait_for(stages.empty(), stages.parity() ^ 1);
+        if (BULK && thread == 0) {
+            arrive_and_expect(stages.full(), STAGE - OF_WEIGHTS);
+            copy_bulk(shared + stages.stage() * STAGE + OF_WEIGHTS, in_proj, STAGE - OF_WEIGHTS, stages.full());
+        }
         unsigned to = of_lane + stages.stage() * STAGE;
         UNROLLED for (int i = 0; i < TOKENS; i += STEP)
             if (i < left) {
@@ -76,10 +82,6 @@ DEVICE void produce(Pipeline<STAGES> &stages, unsigned shared, const Element *du
                 else
                     copy_16_async((to ^ i % 8 * 16) + i * 128, duz + i64(i) * E);
             }
-        if (BULK && thread == 0) {
-            arrive_and_expect(stages.full(), STAGE - OF_WEIGHTS);
-            copy_bulk(shared + stages.stage() * STAGE + OF_WEIGHTS, in_proj, STAGE - OF_WEIGHTS, stages.full());
-        }
         UNROLLED for (int c = 0; c < COLUMNS && !BULK; c += 64)
             UNROLLED for (int i = 0; i < 64; i += STEP)
                 copy_16_async((to ^ i % 8 * 16) + OF_WEIGHTS + c / 64 * BLOCK + i * 128, in_proj + i * C + c);
@@ -122,7 +124,8 @@ DEVICE void hand_over(const float (&sums)[COLUMNS / 2], unsigned rows, int lane)
     UNROLLED for (int c = 0; c < COLUMNS; c += 16)
         UNROLLED for (int i = 0; i < 2; i++) {
             const float *s = &sums[c / 2 + i * 2];
-            unsigned to = rows + i * 8 * PITCH + c * 2, a = pack(Element{}, s[0], s[1]), b = pack(Element{}, s[4], s[5]);
+            unsigned to = rows + i * 8 * PITCH + c * 2;
+            unsigned a = pack(Element{}, s[0], s[1]), b = pack(Element{}, s[4], s[5]);
             if (WIDE) {
                 unsigned other = __shfl_xor_sync(WARP, lane % 2 ? a : b, 1);
                 store_in_cluster(to, lane % 2 ? other : a, lane % 2 ? b : other);
@@ -144,7 +147,8 @@ struct Norm {
     float *dx;
     Element *rounded;
     i64 tokens;
-    // Computes dx of the CTA's tokens, the first of which is `token`, with `warps` warps. Lanes load TOGETHER tokens at once.
+    // Computes dx of the CTA's tokens, the first of which is `token`, with `warps` warps.
+    // A lane loads TOGETHER tokens at once.
     INLINE void backward(i64 token, int warp, int warps, int lane) const {
         int count = min(tokens - token, i64(ROWS)), c = lane % LANES * V;
         i64 start = token * C + c;
@@ -204,12 +208,13 @@ extern "C" __global__ void __launch_bounds__(512, 1) __cluster_dims__(CLUSTER, 1
     sync_cluster();  // the barriers of all CTAs of the cluster are initialized
 
     const Norm norm = {shared + OF_ROWS, xhat, rstd, dresidual, dx, rounded, tokens};
-    // The first token of the current tile.
-    i64 first = i64(blockIdx.x / CLUSTER) * TOKENS, per_round = i64(gridDim.x / CLUSTER) * TOKENS, of_norm = rank * ROWS;
+    // first token of the current tile, and distance to the first token of the next tile
+    i64 first = i64(blockIdx.x / CLUSTER) * TOKENS, per_round = i64(gridDim.x / CLUSTER) * TOKENS;
+    i64 of_norm = rank * ROWS;  // first token of the CTA's rows of dxhat in a tile
     if (warp >= CONSUMERS + NORMS) {
         for (; first < tokens; first += per_round)
-            produce(stages, memory, duz, in_proj + rank * COLUMNS * (BULK ? K_TILE : 1), xhat, dresidual, first, first + of_norm, tokens,
-                    threadIdx.x - 32 * (CONSUMERS + NORMS));
+            produce(stages, memory, duz, in_proj + rank * COLUMNS * (BULK ? K_TILE : 1), xhat, dresidual, first,
+                    first + of_norm, tokens, threadIdx.x - 32 * (CONSUMERS + NORMS));
         wait_for_all_copies();
     } else {
         if (warp >= CONSUMERS) {
