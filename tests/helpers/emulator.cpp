@@ -249,6 +249,7 @@ static void finish_phase(emulator::Barrier &b) {
 static void init_barrier(unsigned barrier, short count) { barrier_at(barrier) = {count, count, 0, 0}; }
 static void publish_barriers() {}
 static void arrive(char *barrier) {
+    if (barrier_at(barrier).count <= 0) emulator::fail("arrival at a barrier that is not initialized");
     barrier_at(barrier).left--;
     finish_phase(barrier_at(barrier));
 }
@@ -521,7 +522,10 @@ void run_cluster() {
     }
     flights.clear();
     unsigned awake = ~0u;  // bit mask of the warps that may run
-    for (int late = 0;;) {  // maximum number of turns until the sleeping warps wake
+    int late = 0;  // maximum number of turns until the sleeping warps wake
+    // one block of a cluster may start earlier than the others
+    if (cluster > 1 && rand() % 2) awake = ((1u << block / 32) - 1) << rand() % cluster * (block / 32), late = 10000;
+    for (;;) {
         bool progress = false;
         if (late-- <= 0 && rand() % 16 == 0) awake = rand() << 1 ^ rand();  // rand has 31 bits
         land_flights([](auto &) { return rand() % 4 == 0; });
