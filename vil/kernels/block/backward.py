@@ -1,4 +1,4 @@
-"""Backward pass of the fused block on NVIDIA GPUs, which recomputes convolutions, projections and gate.
+"""Backward pass of one fused block on NVIDIA GPUs, which recomputes convolutions, projections and gate.
 
 B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
 M output tokens    H tokens that each direction reads    E columns of uz
@@ -6,22 +6,20 @@ M output tokens    H tokens that each direction reads    E columns of uz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import aligned, given
-from ..cuda.plan import planned
+from ..checks import given
 from ..scan import cuda_scan as scans
 from . import kernels
 from .forward import REVERSE, project, project_pooled, split
 from .kernels import PackedWeights
 from .lines import Lines
 from .tokens import Tokens
-from .weights import BackwardInputs, BackwardOptions, BlockWeights, DirectionWeights, SavedForBackward, Sizes
+from .weights import BackwardInputs, BackwardOptions, SavedForBackward, Sizes
 
 
 class DirectionGradients(NamedTuple):
@@ -35,24 +33,6 @@ class DirectionGradients(NamedTuple):
     A: Tensor | None  # (2, D, N) for the selective recurrence, otherwise empty or None
 
 
-@planned()
-def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients of x, xhat (the RMSNorm of x), out_proj and A_log, and the results of `unpack_gradients`.
-
-    The gradient of the norm xhat is None unless xhat was an input. The gradient of A_log is None for Longhorn.
-
-    Args:
-        options: Options of the forward pass.
-        sizes: Sizes of the weights, which the forward pass saves in packed form.
-        in_one: Whether `unpack_gradients` returns all gradients in one tensor.
-        flat: Gradients of x' and of xhat' (or None); xhat' and rstd' (or None twice); scale (or None); weights norm and
-            in_proj, whose product is the weight of the packed projection; and `SavedForBackward`.
-    """
-    inputs = BackwardInputs.of(map(aligned, flat))
-    dx_BLC, _, *others = through_block(options, sizes, in_one, inputs, *through_next_norm(inputs))
-    return [dx_BLC, *others]
-
-
 def through_next_norm(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     """Return the gradient (B * M, C) of a block's output, in fp32 and in the dtype of matrix products."""
     dx_TC = inputs.dx.flatten(0, 1)
@@ -63,13 +43,18 @@ def through_next_norm(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
 
 
 def through_block(
-    options: BackwardOptions, sizes: Sizes, in_one: bool, inputs: BackwardInputs, dx_TC: Tensor, dout_TC: Tensor
+    options: BackwardOptions, sizes: Sizes, inputs: BackwardInputs, dx_TC: Tensor, dout_TC: Tensor
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradient of x, a copy in the dtype of matrix products (or None), and the other results of `backward`.
+    """Return the gradients of x and of a block's weights.
+
+    The results are the gradient of x, a copy of the gradient of x in the dtype of matrix products (or None), the
+    gradient of xhat (the RMSNorm of x), the gradient of out_proj, for the selective recurrence the gradient of A_log,
+    and one flat tensor with the gradients of all other weights. The gradient of xhat is None unless xhat was an input.
 
     Args:
-        options, sizes, in_one: Arguments of `backward`.
-        inputs: Inputs of `backward`, whose first three fields are not used.
+        options: Options of the forward pass.
+        sizes: Sizes of the weights, which the forward pass saves in packed form.
+        inputs: Inputs of the backward pass. The first three fields are not used.
         dx_TC, dout_TC: Results of `through_next_norm`.
     """
     _, _, _, scale_B, norm_C, in_proj, saved = inputs
@@ -102,11 +87,11 @@ def through_block(
     )
     dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dA_2DN = of_directions
     dweights = kernels.unpack_gradients(
-        norm_C, in_proj, sizes, dfolded, dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dtype, in_one
+        norm_C, in_proj, sizes, dfolded, dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dtype
     )
     # the gradient of A_log is dA * A, because A = -exp(A_log)
-    dA_log = None if saved.A is None else (given(dA_2DN) * saved.A).to(norm_C.dtype)
-    return [dx_TC.view(B, L, C), rounded_TC, dxhat_TC, dout_proj.to(norm_C.dtype), dA_log, *dweights]
+    dA_log = [] if saved.A is None else [(given(dA_2DN) * saved.A).to(norm_C.dtype)]
+    return [dx_TC.view(B, L, C), rounded_TC, dxhat_TC, dout_proj.to(norm_C.dtype), *dA_log, dweights]
 
 
 def _through_directions(
@@ -192,14 +177,6 @@ def _through_in_proj(
     if options.norm_given:
         return dfolded, dxhat_TC, dx_TC, None
     return dfolded, None, *kernels.norm_backward(dxhat_TC, xhat_TC, rstd_T, dx_TC)
-
-
-def named_gradients(
-    dout_proj: Tensor, dA_logs: Sequence[Tensor], dnorm: Tensor, din_proj: Tensor, *others
-) -> BlockWeights:
-    """Arrange the gradients from `backward` in a `BlockWeights`. `dA_logs` is empty for Longhorn."""
-    first, second = DirectionWeights(*others[:6], *dA_logs[:1]), DirectionWeights(*others[6:], *dA_logs[1:])
-    return BlockWeights(dnorm, din_proj, dout_proj, (first, second))
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:

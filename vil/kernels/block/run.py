@@ -16,51 +16,35 @@ from torch import Tensor
 from ..checks import aligned
 from ..cuda.plan import planned
 from .backward import through_block, through_next_norm
-from .contract import check_forward, check_run_backward
+from .contract import check_backward, check_forward
 from .forward import forward
-from .weights import BackwardInputs, BackwardOptions, Options, SavedForBackward, Sizes
+from .weights import BackwardInputs, BackwardOptions, Options, SavedForBackward, Sizes, scales_and_weights
 
 FIELDS = len(SavedForBackward._fields)
 
 
-def forward_arguments(options: tuple[Options, ...], flat: list[Tensor | None]) -> list[list[Tensor | None]]:
-    """Return the flat inputs of each block. All blocks except the first have None instead of x and its norm."""
-    blocks = len(options)
-    x, xhat, rstd = flat[:3]
-    scales, weights = flat[3 : 3 + blocks], flat[3 + blocks :]
-    each = len(weights) // blocks
-    return [
-        [*((None, scales[i], None, None) if i else (x, scales[i], xhat, rstd)), *weights[i * each : (i + 1) * each]]
-        for i in range(blocks)
-    ]
-
-
-def check_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> None:
-    """Raise a ValueError if an argument of `forward_run` is invalid or not supported by the kernels."""
-    for own, inputs in zip(options, forward_arguments(options, flat)):
-        check_forward(own, keep, [flat[0], *inputs[1:]])
-
-
-@planned(check_run)
+@planned(check_forward)
 def forward_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
     """Return the last block's output, xhat and rstd of the output (or None twice) and, if `keep`, saved tensors."""
-    run = getattr(forward, "__wrapped__")  # noqa: B009  bypass block plans, because the run's plan records all steps
     x, xhat, rstd = flat[:3]
     saved: list[Tensor | None] = []
-    for i, (own, inputs) in enumerate(zip(options, forward_arguments(options, flat))):
+    for i, (scale, weights) in enumerate(scales_and_weights(len(options), flat)):
         given = xhat, rstd
-        x, xhat, rstd, *kept = run(own, keep, [x, inputs[1], xhat, rstd, *inputs[4:]], overwrite=i > 0)
+        x, xhat, rstd, *kept = forward(options[i], keep, [x, scale, xhat, rstd, *weights], overwrite=i > 0)
         if saved and given[0] is not None:
             kept = [*kept[:-2], *given]
         saved += kept
     return [x, xhat, rstd, *saved]
 
 
-@planned(check_run_backward)
+@planned(check_backward)
 def backward_run(
     options: tuple[BackwardOptions, ...], sizes: Sizes, flat: list[Tensor | None]
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of x and of its norm xhat (or None), and then the gradients of each block's weights."""
+    """Return the gradients of x and of its norm xhat (or None), and then the gradients of each block's weights.
+
+    The gradients of a block's weights are the results of `through_block` after the gradient of xhat.
+    """
     dx, dnext, *next_normed = flat[:4]
     each, dxhat = 3 + FIELDS, None
     gradients: list[Tensor | None] = []
@@ -70,6 +54,6 @@ def backward_run(
         inputs = BackwardInputs.of(map(aligned, [*of_output, *flat[4 + i * each : 4 + (i + 1) * each]]))
         # all blocks except the first backpropagate through their norm, and return a rounded copy of dx
         dx_TC, dout_TC = through_next_norm(inputs) if rounded is None else (inputs.dx.flatten(0, 1), rounded)
-        dx, rounded, dxhat, *of_weights = through_block(own, sizes, True, inputs, dx_TC, dout_TC)
+        dx, rounded, dxhat, *of_weights = through_block(own, sizes, inputs, dx_TC, dout_TC)
         gradients = [*of_weights, *gradients]
     return [dx, dxhat, *gradients]

@@ -1,4 +1,4 @@
-"""Named tuples for a block's operators: weights, sizes, options, and tensors saved for backward.
+"""Named tuples for the operators of blocks: weights, sizes, options, and tensors saved for backward.
 
 The schema of `vil::block` does not support named tuples. `flat` and `of` convert between named tuples and lists.
 
@@ -10,7 +10,7 @@ The schema of `vil::block` does not support named tuples. `flat` and `of` conver
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,6 +147,16 @@ class Inputs(NamedTuple):
         x, scale, xhat, rstd, *weights = flat
         normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
         return cls(given(x), scale, normed, BlockWeights.of([given(t) for t in weights]))
+
+
+def scales_and_weights(blocks: int, flat: Sequence[Any]) -> list[tuple[Tensor | None, Sequence[Tensor]]]:
+    """Return each block's scale (or None) and weights from the flat inputs of consecutive blocks.
+
+    The flat inputs are x, xhat and rstd of x (or None twice), each block's scale, and each block's weights.
+    """
+    scales, weights = flat[3 : 3 + blocks], flat[3 + blocks :]
+    each = len(weights) // blocks
+    return [(scales[i], weights[i * each : (i + 1) * each]) for i in range(blocks)]
 
 
 class SavedForBackward(NamedTuple):
