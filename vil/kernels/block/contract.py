@@ -2,8 +2,9 @@
 
 Dimension letters of this module. If weights.py defines the same letter, this list applies:
 
-    E 2D    P R + 2N    K filter taps    S states between chunks    T, t tokens of the batch before and after the block
-    l tokens that the recurrence reads    U columns of uz    W elements of the packed weights
+    E 2D    P R + 2N    K filter taps    S states between chunks    U columns of uz    W elements of the packed weights
+    M, m output tokens of the last block and of each block    l tokens that the recurrence reads
+    T, t tokens of the batch before the first and after the last block
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BLOCK = dict(norm="C", in_proj="EC", out_proj="CD")
 # dimension letters and dtype of each field of `SavedForBackward`, where None means the dtype of the matrix products
 SAVED: dict[str, tuple[str, torch.dtype | None]] = {
     "uz": ("BLU", None),
-    "mean": ("BMD", None),
+    "mean": ("BmD", None),
     "states": ("2BSND", FP32),
     "packed": ("W", None),
     "A": ("2DN", FP32),
@@ -74,9 +75,12 @@ def check_forward(options: tuple[Options, ...], keep: bool, flat: list[Tensor | 
         check(sizes, residual, (f"scales[{i}]", scale_B, "B", FP32), *rows)
         C, D, E, P, R = (sizes[letter] for letter in "CDEPR")
         N = sizes.setdefault("N", (P - R) // 2)
+        _check_sizes("weights", Sizes(C, D, N, R, sizes["K"]))
         if E != 2 * D or P != R + 2 * N:
-            raise ValueError(f"in_proj must have {2 * D} rows and x_proj {R + 2 * N} rows, got {E} and {P}")
-        _check_sizes(Sizes(C, D, N, R, sizes["K"]))
+            need = (
+                f"weights[{first + 1}] (in_proj) must have {2 * D} rows and weights[{first + 5}] (x_proj) {R + 2 * N}"
+            )
+            raise ValueError(f"{need} rows, got {E} and {P}")
         _check_lines(options[i].lines, sizes["L"])
     if given(x_BLC).numel() == 0:
         raise ValueError("x_BLC must not be empty")
@@ -86,7 +90,7 @@ def check_forward(options: tuple[Options, ...], keep: bool, flat: list[Tensor | 
 
 def check_backward(options: tuple[BackwardOptions, ...], sizes: Sizes, flat: list[Tensor | None]) -> None:
     """Raise a ValueError if an argument of `run.backward_run` is invalid or not supported by the kernels."""
-    _check_sizes(sizes)
+    _check_sizes("sizes", sizes)
     dx_BMC, dnext_TC, next_xhat_TC, next_rstd_T, *others = flat
     check_given(dx_BMC=dx_BMC)
     last, each = options[-1], 3 + len(SavedForBackward._fields)
@@ -118,7 +122,7 @@ def check_backward(options: tuple[BackwardOptions, ...], sizes: Sizes, flat: lis
         scanned_tokens = own.lines.S if own.lines else tokens.H
         _check_lines(own.lines, L)
         check_choice(f"dtype of weights[{2 * i}] (norm)", parameter, backends.DTYPES)
-        known.update(U=tokens.columns(sizes.D), l=scanned_tokens, S=chunk_state_count(scanned_tokens))
+        known.update(m=tokens.M, U=tokens.columns(sizes.D), l=scanned_tokens, S=chunk_state_count(scanned_tokens))
         check(
             known,
             residual,
@@ -129,16 +133,18 @@ def check_backward(options: tuple[BackwardOptions, ...], sizes: Sizes, flat: lis
         )
 
 
-def _check_sizes(sizes: Sizes) -> None:
-    """Raise a ValueError if the kernels do not support the sizes of a block's weights."""
+def _check_sizes(argument: str, sizes: Sizes) -> None:
+    """Raise a ValueError that names the operator's argument if the kernels do not support the sizes of the weights."""
     C, D, N, R, K = sizes
     if min(C, D, R) < 1:
-        raise ValueError(f"norm, out_proj and step_proj must not be empty, got C = {C}, D = {D} and R = {R}")
-    check_choice("number of states in x_proj", N, backends.STATE_SIZES)
-    check_choice("number of taps in conv", K, TAPS)
+        raise ValueError(
+            f"{argument}: norm, out_proj and step_proj must not be empty, got C = {C}, D = {D} and R = {R}"
+        )
+    check_choice(f"{argument}: number of states in x_proj", N, backends.STATE_SIZES)
+    check_choice(f"{argument}: number of taps in conv", K, TAPS)
     if D > backends.CHANNELS or 2 * D * C > WEIGHTS:
         raise ValueError(
-            f"D must be at most {backends.CHANNELS}, and in_proj must have at most {WEIGHTS} elements, "
+            f"{argument}: D must be at most {backends.CHANNELS}, and in_proj must have at most {WEIGHTS} elements, "
             f"got D = {D} and {2 * D * C} elements"
         )
 

@@ -1,6 +1,6 @@
-"""Forward and backward pass of a run, which is a group of consecutive blocks of equal sizes that one plan replays.
+"""Forward and backward pass of a run: one or more consecutive blocks of equal sizes, which one plan replays.
 
-A run costs less host time per block than single blocks. A run's tensors are passed as flat lists with these contents:
+The tensors of a run are passed as flat lists with these contents:
 
     forward     x, xhat and rstd of x (or None twice), each block's scale (or None), each block's weights
     saved       each block's `SavedForBackward` if gradients are needed, with None instead of xhat and rstd if they are

@@ -138,12 +138,9 @@ class Inputs(NamedTuple):
     normed: Normed | None  # norm of x if the previous block has computed the norm, otherwise None
     weights: BlockWeights
 
-    def flat(self) -> list[Tensor | None]:
-        return [self.x, self.scale, *(self.normed or (None, None)), *self.weights.flat()]
-
     @classmethod
     def of(cls, flat: Iterable[Tensor | None]) -> Inputs:
-        """Convert a list of tensors, in the order of `flat`, to `Inputs`."""
+        """Convert a list in the order of the fields to `Inputs`. `normed` and `weights` are flattened."""
         x, scale, xhat, rstd, *weights = flat
         normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
         return cls(given(x), scale, normed, BlockWeights.of([given(t) for t in weights]))
