@@ -102,7 +102,7 @@ def run_blocks(
         if normed is not None and normed.xhat.dtype != options[i].dtype:
             normed = None
         sizes, keep = weights[i].sizes(), needs_gradients(x_BLC, weights[i])
-        end = i + _count(x_BLC, weights[i:], options[i:], sizes, keep)
+        end = _end(x_BLC, weights, options, i, sizes, keep)
         flat = [x_BLC, *(normed or (None, None)), *scales[i:end], *[t for own in weights[i:end] for t in own.flat()]]
         x_BLC, xhat_TC, rstd_T = _run(sizes, tuple(options[i:end]), keep, flat)
         normed = None if xhat_TC is None else Normed(xhat_TC, rstd_T)
@@ -110,23 +110,23 @@ def run_blocks(
     return x_BLC, normed
 
 
-def _count(
-    x_BLC: Tensor, weights: Sequence[BlockWeights], options: Sequence[Options], sizes: Sizes, keep: bool
+def _end(
+    x_BLC: Tensor, weights: Sequence[BlockWeights], options: Sequence[Options], start: int, sizes: Sizes, keep: bool
 ) -> int:  # fmt: skip
-    """Return how many of the first blocks one call of `vil::block` can compute.
+    """Return the end of the sequence of blocks that one call of `vil::block` can compute from the block `start` on.
 
-    `sizes` are the sizes of the first block, and `keep` is whether the first block needs gradients.
+    `sizes` are the sizes of the block `start`, and `keep` is whether this block needs gradients.
     """
-    first, count = options[0], 1
-    while count < min(BLOCKS, len(options)) and weights[count].sizes() == sizes:
-        own, previous = options[count], options[count - 1]
+    first, end = options[start], start + 1
+    while end < min(start + BLOCKS, len(options)) and weights[end].sizes() == sizes:
+        own, previous = options[end], options[end - 1]
         pooled = own.lines is not None
         if own[:3] != first[:3] or pooled != (first.lines is not None) or not previous.norm_next:
             break
-        if not keep and needs_gradients(x_BLC, weights[count]):
+        if not keep and needs_gradients(x_BLC, weights[end]):
             break
-        count += 1
-    return count
+        end += 1
+    return end
 
 
 def _run(sizes: Sizes, options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> Sequence:
@@ -348,8 +348,9 @@ def _save_for_backward(
     ctx.sizes, ctx.shape = sizes, y_BMC.shape
     ctx.set_materialize_grads(False)  # do not allocate zero gradients for outputs that are only saved for backward
     kept = []
-    for i, (scale_B, (norm_C, in_proj, *_)) in enumerate(scales_and_weights(len(options), flat)):
-        kept += [scale_B, norm_C, in_proj, *saved[i * FIELDS : (i + 1) * FIELDS]]
+    for i, (scale_B, weights) in enumerate(scales_and_weights(len(options), flat)):
+        norm_and_in_proj = weights[:2]
+        kept += [scale_B, *norm_and_in_proj, *saved[i * FIELDS : (i + 1) * FIELDS]]
     if xhat_TC is not None:
         kept[1 + FIELDS : 3 + FIELDS] = [xhat_TC, rstd_T]  # the last fields of the first block
     ctx.save_for_backward(*next_normed, *kept)
