@@ -9,7 +9,6 @@ from vil.kernels.block import (
     gate,
     gate_outproj,
     gate_outproj_bwd_sm90,
-    in_proj_bwd_sm90,
     norm_backward,
     pack_weights,
     pool,
@@ -35,7 +34,6 @@ class ReferenceKernels:
     gate, gate_backward = staticmethod(gate.reference), staticmethod(gate.reference_backward)
     gate_outproj = staticmethod(gate_outproj.reference)
     gate_outproj_backward = staticmethod(gate_outproj_bwd_sm90.reference)
-    in_proj_backward = staticmethod(in_proj_bwd_sm90.reference)
 
     fuses_product, runs_hopper_kernels = staticmethod(lambda *_: False), staticmethod(lambda *_: True)
     empty_tiles, schedule_scan = staticmethod(lambda *_: None), staticmethod(lambda *_: (None, False))

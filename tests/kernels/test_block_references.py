@@ -23,7 +23,6 @@ from vil.kernels.block import (
     gate_outproj,
     gate_outproj_bwd_sm90,
     gate_outproj_sm90,
-    in_proj_bwd_sm90,
     in_proj_pool_sm90,
     kernels,
     norm_backward,
@@ -87,7 +86,6 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
            for module, launch in ((pool, dict(THREADS=96, CTAS=8 if small else 6)),
                                   (pooled_conv_backward, dict(THREADS=192, CTAS=2)))},
         gate_outproj_bwd_sm90: [gate_outproj_bwd_sm90.macros_of(t, C) for C in widths if hopper],
-        in_proj_bwd_sm90: [in_proj_bwd_sm90.macros_of(t, C) for C in widths if hopper],
         in_proj_pool_sm90: [
             in_proj_pool_sm90.macros_of(t, C, keep) for C in widths for keep in (False, True) if hopper
         ],
@@ -220,53 +218,6 @@ def test_gate_outproj_backward_is_fused_for_supported_shapes(monkeypatch):
     others = dict(L=63), dict(dtype=torch.float32), dict(start=4), dict(D=320)
     for case in *others, dict(z=torch.zeros(1, 64, D, dtype=torch.bfloat16)):
         assert entry(**case) == "gate_backward"
-
-
-# In the cases (B, L, C, multiprocessors), clusters process 3, 1, 2, 1 and 2 tiles of up to 192 tokens.
-IN_PROJ_BACKWARD = [(2, 210, 384, 2), (1, 101, 384, 5), (5, 77, 192, 1), (4, 48, 192, 3), (7, 83, 192, 2)]
-
-
-@on_both([(shape, True) for shape in IN_PROJ_BACKWARD], IN_PROJ_BACKWARD)
-def test_in_proj_backward_equals_the_plain_one(dtype, device, shape, hopper, monkeypatch, poison):
-    if device == "cpu":
-        monkeypatch.setattr(launches, "launch", emulator.launch)
-    B, L, C, multiprocessors = shape
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
-    T, E = B * L, 4 * C
-    duz, in_proj, xhat, rstd, dresidual = inputs = random_tensors(
-        device, ((T, E), dtype), ((E, C), dtype), ((T, C), dtype), ((T,), torch.float32), ((T, C), torch.float32)
-    )
-    in_proj /= math.sqrt(E)
-    dxhat = (duz.double() @ in_proj.double()).to(dtype)
-    truth, _ = norm_backward.reference(*(t.double() for t in (dxhat, xhat, rstd, dresidual)))
-    variants = [dict(), dict(groups=2, norms=4, prefetch=False), dict(norms=3, together=2)]
-    for variant in variants if device == "cuda" else variants[: 1 + (shape == IN_PROJ_BACKWARD[0])]:
-        macros = in_proj_bwd_sm90.macros_of(dtype, C, **variant)
-        (dx, rounded), (again, _) = (in_proj_bwd_sm90.launch(*inputs, macros, rounds) for rounds in (True, False))
-        # A few elements of dxhat are rounded to another neighbour than in the reference implementation.
-        assert relative_error(dx, truth) < {torch.bfloat16: 2e-4, torch.float16: 3e-5}[dtype]
-        assert torch.equal(rounded, dx.to(dtype))
-        assert torch.equal(dx, again)
-
-
-def test_in_proj_backward_is_fused_for_supported_shapes(monkeypatch):
-    emulator.as_if_on_a_gpu(monkeypatch, multiprocessors=4, hopper=True)
-    launched = []
-    monkeypatch.setattr(launches, "launch", lambda source, entry, *args: launched.append(entry))
-
-    def entry(T=700, C=192, E=None, dtype=torch.bfloat16, start=0):
-        duz, in_proj, xhat = (
-            torch.zeros(rows * columns + start, dtype=dtype)[start:].view(rows, columns)
-            for rows, columns in ((T, E or 4 * C), (E or 4 * C, C), (T, C))
-        )
-        kernels.in_proj_backward(duz, in_proj, xhat, torch.zeros(T), torch.zeros(T, C))
-        return launched.pop()
-
-    for case in dict(), dict(C=384), dict(T=577), dict(dtype=torch.float16):
-        assert entry(**case) == "in_proj_backward"
-    # With 384 or 770 tokens, 2 of 4 or 3 of 8 tiles would be missing in the last round.
-    for case in dict(T=384), dict(T=770), dict(C=96), dict(E=704), dict(dtype=torch.float32), dict(start=4):
-        assert entry(**case) == "norm_backward"
 
 
 TAPS = 4  # number of filter taps

@@ -34,7 +34,7 @@ def fits(T: int, C: int, E: int, dtype: torch.dtype, device: torch.device) -> bo
     if not (shape and hardware.is_hopper(device)):
         return False
     clusters, tiles = hardware.multiprocessors(device) // (C // COLUMNS), -(-T // (64 * GROUPS))
-    return clusters > 0 and 0.75 * -(-tiles // clusters) * clusters <= tiles
+    return 0.75 * -(-tiles // clusters) * clusters <= tiles
 
 
 def in_proj_backward(
@@ -57,7 +57,7 @@ def launch(
     rounds: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the kernel. The rounded copy of dx is empty unless `rounds`."""
-    T = len(xhat_TC)
+    T, C = xhat_TC.shape
     dx_TC, rounded_TC = torch.empty_like(dresidual_TC), torch.empty_like(xhat_TC)
     clusters = hardware.multiprocessors(device_of(xhat_TC)) // macros["CLUSTER"]
     clusters = max(1, min(clusters, -(-T // (64 * macros["GROUPS"]))))

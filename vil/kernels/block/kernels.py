@@ -23,7 +23,6 @@ from .gate_outproj import add_product, fuses_product, gate_outproj
 from .gate_outproj_bwd_sm90 import gate_outproj_backward
 from .gate_outproj_sm90 import empty_tiles
 from .gate_outproj_sm90 import fits as runs_hopper_kernels
-from .in_proj_bwd_sm90 import in_proj_backward
 from .in_proj_pool_sm90 import empty_tiles as empty_in_proj_tiles
 from .in_proj_pool_sm90 import in_proj_pool
 from .norm_backward import norm_backward
