@@ -1,7 +1,7 @@
 // CPU emulation of the CUDA features that the kernels use. Each thread of a block is a fiber that runs until it waits at a
 // barrier. Blocks and threads run in random order, and some warps run ahead of others. Asynchronous copies and products
 // complete only when a thread waits for them, and shared memory starts as NaN, so a missing barrier or wait changes the
-// result. The blocks of a cluster run at the same time. Operations that a GPU would reject, such as a misaligned load, end the launch with a message.
+// result. Operations that a GPU would reject, such as a misaligned load, end the launch with a message.
 // emulator.py inserts the kernels in the middle of this file and lists the kernels in ENTRIES.
 #include <setjmp.h>
 #include <ucontext.h>
@@ -19,10 +19,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __builtin_assume(...)
-#define __cluster_dims__(...)
 #define threadIdx (current->index)
-#define blockIdx (current->block)
-#define shared_memory (current->memory)
 
 namespace emulator {
 struct Index { unsigned x; };
@@ -35,15 +32,12 @@ struct Product {  // warpgroup product; registers and shared memory are read on 
     unsigned a_shared, b, apart;
     bool add;
 };
-enum State { READY, AT_WARP, AT_SOME, AT_BLOCK, AT_CLUSTER, DONE };
+enum State { READY, AT_WARP, AT_SOME, AT_BLOCK, DONE };
 struct Thread {
     jmp_buf context;
     char *stack;
     State state;
-    Index index, block;
-    Thread *threads;  // threads of the same block
-    unsigned rank;  // index of the block in its cluster
-    char *memory;  // shared memory of the block
+    Index index;
     unsigned waiting_for;  // number of threads at a named barrier, which a part of the block shares
     float passed;
     Fragments fragments;
@@ -54,8 +48,7 @@ struct Thread {
     std::vector<Product> open_products;
     std::deque<std::vector<Product>> committed_products;
 };
-std::vector<Thread> threads;  // threads of all blocks of a cluster
-unsigned cluster;  // number of blocks of a cluster
+std::vector<Thread> threads;
 jmp_buf scheduler, failed;
 const char *failure;
 constexpr int STACK = 1 << 18;
@@ -81,8 +74,9 @@ static void begin_as_nan(T &variable, unsigned &block) {
 }
 }  // namespace emulator
 
-static emulator::Index blockDim, gridDim;
+static emulator::Index blockIdx, blockDim, gridDim;
 static emulator::Thread *current;
+static char *shared_memory;
 
 static void wait_at(emulator::State barrier) {
     current->state = barrier;
@@ -97,7 +91,7 @@ static void __syncthreads() { wait_at(emulator::AT_BLOCK); }
 static float __shfl_sync(unsigned, float v, int lane) {
     current->passed = v;
     __syncwarp();
-    float other = current->threads[threadIdx.x / 32 * 32 + lane].passed;
+    float other = emulator::threads[threadIdx.x / 32 * 32 + lane].passed;
     __syncwarp();
     return other;
 }
@@ -119,7 +113,7 @@ static V __shfl_xor_sync(unsigned, V v, int distance) {
     memcpy(&current->passed, &v, sizeof v);
     __syncwarp();
     V other;
-    memcpy(&other, &current->threads[threadIdx.x ^ distance].passed, sizeof other);
+    memcpy(&other, &emulator::threads[threadIdx.x ^ distance].passed, sizeof other);
     __syncwarp();
     return other;
 }
@@ -127,7 +121,7 @@ static unsigned __ballot_sync(unsigned, bool v) {
     current->passed = v;
     __syncwarp();
     unsigned lanes = 0;
-    for (int lane = 0; lane < 32; lane++) lanes |= (current->threads[threadIdx.x / 32 * 32 + lane].passed != 0) << lane;
+    for (int lane = 0; lane < 32; lane++) lanes |= (emulator::threads[threadIdx.x / 32 * 32 + lane].passed != 0) << lane;
     __syncwarp();
     return lanes;
 }
@@ -189,7 +183,7 @@ static void multiply_fragments(float (*value)(unsigned), float *sums, emulator::
         current->values[i] = value(i % 2 ? word >> 16 : word & 0xffff);
     }
     __syncwarp();
-    emulator::Thread *warp = &current->threads[threadIdx.x / 32 * 32];
+    emulator::Thread *warp = &emulator::threads[threadIdx.x / 32 * 32];
     float a[2][16], b[2][16];  // two rows of A and two columns of B
     int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     for (int k = 0; k < 16; k++)
@@ -208,7 +202,7 @@ static void load_rows(unsigned *matrices, int count, const void *row, bool trans
     __syncwarp();
     for (int i = 0; i < count; i++) {
         auto element = [&](int row, int column) -> unsigned {
-            return ((const unsigned short *)current->threads[threadIdx.x / 32 * 32 + i * 8 + row].row)[column];
+            return ((const unsigned short *)emulator::threads[threadIdx.x / 32 * 32 + i * 8 + row].row)[column];
         };
         int c = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
         matrices[i] = transposed ? element(p, c) | element(p + 1, c) << 16 : element(c, p) | element(c, p + 1) << 16;
@@ -220,7 +214,7 @@ static unsigned transpose_rows(unsigned m) {
     current->fragments.word[0] = m;
     __syncwarp();
     auto element = [&](int row, int column) -> unsigned {
-        return current->threads[threadIdx.x / 32 * 32 + row * 4 + column / 2].fragments.word[0] >> column % 2 * 16 & 0xffff;
+        return emulator::threads[threadIdx.x / 32 * 32 + row * 4 + column / 2].fragments.word[0] >> column % 2 * 16 & 0xffff;
     };
     int c = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
     unsigned transposed = element(p, c) | element(p + 1, c) << 16;
@@ -235,24 +229,22 @@ struct Barrier { short count, left; int bytes : 31; unsigned phase : 1; };
 struct Flight {
     const Thread *owner;
     std::vector<Copy> copies;
-    char *barrier;
+    unsigned barrier;
     int bytes;
 };
 std::vector<Flight> flights;
 }
 static unsigned shared_address(const void *p) { return (const char *)p - shared_memory; }
-static emulator::Barrier &barrier_at(char *barrier) { return *(emulator::Barrier *)barrier; }
-static emulator::Barrier &barrier_at(unsigned address) { return barrier_at(shared_memory + address); }
+static emulator::Barrier &barrier_at(unsigned address) { return *(emulator::Barrier *)(shared_memory + address); }
 static void finish_phase(emulator::Barrier &b) {
     if (b.left == 0 && b.bytes == 0) b.left = b.count, b.phase ^= 1;
 }
 static void init_barrier(unsigned barrier, short count) { barrier_at(barrier) = {count, count, 0, 0}; }
 static void publish_barriers() {}
-static void arrive(char *barrier) {
+static void arrive(unsigned barrier) {
     barrier_at(barrier).left--;
     finish_phase(barrier_at(barrier));
 }
-static void arrive(unsigned barrier) { arrive(shared_memory + barrier); }
 static void arrive_and_expect(unsigned barrier, int bytes) {
     barrier_at(barrier).bytes += bytes;
     arrive(barrier);
@@ -292,43 +284,15 @@ static void wait_for_all_copies() {
     emulator::land_flights([](auto &flight) { return flight.owner == current; });
 }
 static void arrive_when_copied(unsigned barrier) {
-    emulator::flights.push_back({current, current->open, shared_memory + barrier, 0});
+    emulator::flights.push_back({current, current->open, barrier, 0});
     current->open.clear();
 }
 static void copy_bulk(unsigned to, const void *from, int bytes, unsigned barrier) {
     emulator::check_aligned(shared_memory + to, 16);
     emulator::check_aligned(from, 16);
     if (bytes % 16) emulator::fail("a bulk copy of parts of 16 bytes");
-    emulator::flights.push_back({nullptr, {{shared_memory + to, (const char *)from, bytes, true}}, shared_memory + barrier, bytes});
+    emulator::flights.push_back({nullptr, {{shared_memory + to, (const char *)from, bytes, true}}, barrier, bytes});
 }
-static void prefetch_bulk(const void *from, int bytes) {
-    emulator::check_aligned(from, 16);
-    if (bytes <= 0 || bytes % 16) emulator::fail("a bulk prefetch of parts of 16 bytes");
-    static volatile char read;
-    read = ((const char *)from)[0], read = ((const char *)from)[bytes - 1];
-}
-// An address in a cluster contains the rank of the block, plus one.
-constexpr unsigned OF_RANK = 1 << 24;
-static unsigned cluster_rank() { return current->rank; }
-static unsigned in_cta(unsigned address, unsigned rank) {
-    if (rank >= emulator::cluster) emulator::fail("the cluster has fewer blocks");
-    return address + (rank + 1) * OF_RANK;
-}
-static char *address_in_cluster(unsigned address) {
-    if (address < OF_RANK) emulator::fail("an address of the block instead of the cluster");
-    emulator::Thread *others = &emulator::threads[(address / OF_RANK - 1) * blockDim.x];
-    bool ended = true;
-    for (unsigned i = 0; i < blockDim.x; i++) ended &= others[i].state == emulator::DONE;
-    if (ended) emulator::fail("access to the shared memory of a block that has ended");
-    return others->memory + address % OF_RANK;
-}
-static void store_in_cluster(unsigned to, unsigned v) {
-    emulator::check_aligned(address_in_cluster(to), 4);
-    memcpy(address_in_cluster(to), &v, 4);
-}
-static void arrive_in_cluster(unsigned barrier) { arrive(address_in_cluster(barrier)); }
-static void wait_for_cluster(unsigned barrier, unsigned phase) { wait_for(barrier, phase); }
-static void sync_cluster() { wait_at(emulator::AT_CLUSTER); }
 template <int REGISTERS> static void take_registers() {}
 template <int REGISTERS> static void give_registers() {}
 static void load_matrices(unsigned (&m)[4], unsigned row) { load_rows(m, 4, shared_memory + row, false); }
@@ -345,7 +309,7 @@ static void store_columns(unsigned to, const unsigned *matrices, int count) {
     if (lane / 8 < count) {
         emulator::check_aligned(shared_memory + to, 16);
         for (int row = 0; row < 8; row++) {
-            auto &of_row = current->threads[threadIdx.x / 32 * 32 + row * 4 + column / 2].fragments;
+            auto &of_row = emulator::threads[threadIdx.x / 32 * 32 + row * 4 + column / 2].fragments;
             unsigned short element = of_row.word[lane / 8] >> column % 2 * 16;
             memcpy(shared_memory + to + row * 2, &element, 2);
         }
@@ -377,7 +341,7 @@ template <class T>
 static void run_group(const emulator::Product &product) {
     for (int i = 0; i < 8; i++) current->values[i] = unpack(T{}, product.a[i / 2]).at[i % 2];
     __syncwarp();
-    emulator::Thread *row = &current->threads[threadIdx.x / 4 * 4];  // the warp has this row and the row 8 below
+    emulator::Thread *row = &emulator::threads[threadIdx.x / 4 * 4];  // the warp has this row and the row 8 below
     for (int j = 0; j < 48; j++) {
         unsigned column = j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2, address = product.b + column * 64;
         float b[16];
@@ -409,13 +373,13 @@ static void wait_for_products() {
     __syncwarp();
 }
 template <int N> static void hold(float (&)[N]) {}
-template <class T, int N>
+template <class T>
 static void run_shared(const emulator::Product &product) {
     auto value = [](unsigned address) { return emulator::shared_value<T>(address ^ (address >> 7 & 7) << 4); };
     float a[2][16];
     int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     for (int i = 0; i < 32; i++) a[i / 16][i % 16] = value(product.a_shared + (row + i / 16 * 8) * 128 + i % 16 * 2);
-    for (int j = 0; j < N / 2; j++) {
+    for (int j = 0; j < 32; j++) {
         int column = j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2;
         float b[16];
         for (int k = 0; k < 16; k++)
@@ -427,9 +391,9 @@ static void run_shared(const emulator::Product &product) {
         }
     }
 }
-template <class T, int N>
-static void multiply_shared(T, float (&sums)[N], unsigned a, unsigned b, int apart, bool add) {
-    current->open_products.push_back({run_shared<T, N>, sums, nullptr, a, b, unsigned(apart), add});
+template <class T>
+static void multiply_shared(T, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) {
+    current->open_products.push_back({run_shared<T>, sums, nullptr, a, b, unsigned(apart), add});
 }
 struct SharedRows {
     unsigned address;
@@ -503,12 +467,12 @@ void start_thread(Thread &t) {
     if (!_setjmp(scheduler)) swapcontext(&here, &context);
 }
 
-// Run all blocks of a cluster, whose threads are in `threads`.
-void run_cluster() {
-    unsigned all = threads.size(), block = all / cluster;
-    for (unsigned i = 0; i < all; i++) {
+void run_block() {
+    unsigned block = threads.size();
+    for (unsigned i = 0; i < block; i++) {
         Thread &t = threads[i];
         t.state = READY;
+        t.index.x = i;
         t.open.clear();
         t.committed.clear();
         t.open_products.clear();
@@ -518,17 +482,16 @@ void run_cluster() {
     unsigned awake = ~0u;  // bit mask of the warps that may run
     for (int late = 0;;) {  // maximum number of turns until the sleeping warps wake
         bool progress = false;
-        if (late-- <= 0 && rand() % 16 == 0) awake = rand() << 1 ^ rand();  // rand has 31 bits
+        if (late-- <= 0 && rand() % 16 == 0) awake = rand();
         land_flights([](auto &) { return rand() % 4 == 0; });
-        unsigned start = rand() % all, step = rand() % 2 ? 1 : all - 1, done = 0, waiting = 0;
-        for (unsigned k = 0; k < all; k++) {
-            unsigned i = (start + k * step) % all;
-            current = &threads[i];
-            if (current->state != READY || !(awake >> i / 32 % 32 & 1)) continue;
+        unsigned start = rand() % block, step = rand() % 2 ? 1 : block - 1, done = 0, waiting = 0;
+        for (unsigned k = 0; k < block; k++) {
+            current = &threads[(start + k * step) % block];
+            if (current->state != READY || !(awake >> threadIdx.x / 32 & 1)) continue;
             change(scheduler, current->context);
             progress = true;
         }
-        for (unsigned first = 0; first < all; first += 32) {
+        for (unsigned first = 0; first < block; first += 32) {
             unsigned there = 0;
             for (unsigned i = first; i < first + 32; i++) there += threads[i].state == AT_WARP;
             if (there < 32) continue;
@@ -543,23 +506,14 @@ void run_cluster() {
                 if (t.state == AT_SOME) t.state = READY;
             progress = true;
         }
-        for (auto &t : threads) done += t.state == DONE, waiting += t.state == AT_CLUSTER;
-        if (done == all && flights.size()) fail("a block ends with copies on their way to it");
-        if (done == all) return;
-        if (waiting && waiting + done == all) {
+        for (auto &t : threads) done += t.state == DONE, waiting += t.state == AT_BLOCK;
+        if (done == block && flights.size()) fail("a block ends with copies on their way to it");
+        if (done == block) return;
+        if (waiting && waiting + done == block) {
             for (auto &t : threads)
-                if (t.state == AT_CLUSTER) t.state = READY;
+                if (t.state == AT_BLOCK) t.state = READY;
             progress = true;
-        }
-        for (unsigned first = 0; first < all; first += block) {
-            unsigned ended = 0, there = 0;
-            for (unsigned i = first; i < first + block; i++)
-                ended += threads[i].state == DONE, there += threads[i].state == AT_BLOCK;
-            if (!there || there + ended < block) continue;
-            for (unsigned i = first; i < first + block; i++)
-                if (threads[i].state == AT_BLOCK) threads[i].state = READY;
-            progress = true;
-            if (rand() % 4 == 0) awake = rand() << 1 ^ rand(), late = 200;
+            if (rand() % 4 == 0) awake = rand(), late = 200;
         }
         if (!progress && awake == ~0u) fail("threads wait at different barriers");
         if (!progress) awake = ~0u, late = 0;
@@ -567,40 +521,32 @@ void run_cluster() {
 }
 }  // namespace emulator
 
-// Run blocks `first` to `grid - 1` of the grid, in clusters of `cluster` blocks; return the failure message, or null.
+// Run blocks `first` to `grid - 1` of the grid; return the failure message, or null.
 extern "C" const char *launch(int entry, const i64 *arguments, int count, unsigned first, unsigned grid, unsigned block,
-                              i64 shared_bytes, unsigned cluster) {
+                              i64 shared_bytes) {
     constexpr i64 GUARD = 1 << 14;  // bytes of NaN after shared memory, which no thread may write
-    if (grid % cluster || first % cluster) return "the grid is not a multiple of the cluster";
     emulator::entry = entry;
     emulator::failure = nullptr;
-    emulator::cluster = cluster;
     memcpy(emulator::arguments, arguments, count * sizeof *arguments);
-    i64 bytes = (shared_bytes + GUARD + 1023) / 1024 * 1024;  // of a block, with the guard
-    char *memory = (char *)aligned_alloc(1024, bytes * cluster);
-    emulator::threads.resize(block * cluster);
-    for (unsigned i = 0; i < block * cluster; i++) {
-        emulator::Thread &t = emulator::threads[i];
-        t.index.x = i % block, t.rank = i / block, t.threads = &emulator::threads[t.rank * block];
-        t.memory = memory + t.rank * bytes;
-        emulator::start_thread(t);
-    }
+    emulator::threads.resize(block);
+    for (auto &t : emulator::threads) emulator::start_thread(t);
+    char *memory = (char *)aligned_alloc(1024, (shared_bytes + GUARD + 1023) / 1024 * 1024);
+    shared_memory = memory;
     blockDim.x = block;
     gridDim.x = grid;
     std::vector<unsigned> order;
-    for (unsigned i = first; i < grid; i += cluster) {
+    for (unsigned i = first; i < grid; i++) {
         order.push_back(i);
         std::swap(order[rand() % order.size()], order.back());
     }
     if (!_setjmp(emulator::failed))
         for (unsigned i : order) {
-            for (auto &t : emulator::threads) t.block.x = i + t.rank;
-            memset(memory, 0xff, bytes * cluster);
+            blockIdx.x = i;
+            memset(memory, 0xff, shared_bytes + GUARD);
             emulator::blocks_run++;
-            emulator::run_cluster();
-            for (unsigned rank = 0; rank < cluster; rank++)
-                for (i64 j = rank * bytes + shared_bytes; j < (rank + 1) * bytes; j++)
-                    if (memory[j] != char(0xff)) emulator::fail("more shared memory is written than the block has");
+            emulator::run_block();
+            for (i64 j = shared_bytes; j < shared_bytes + GUARD; j++)
+                if (memory[j] != char(0xff)) emulator::fail("more shared memory is written than the block has");
         }
     for (auto &t : emulator::threads) free(t.stack);
     free(memory);

@@ -184,14 +184,15 @@ def launch(of, entry, macros, ctas, threads, arguments, shared_bytes=0, *, block
 def run_with(checked, values, stream=None, *, blocks=None):
     """Emulate `Launch.run_with`. Tensors have no NaN guards, because `values` contains only the tensors' addresses."""
     library, entries = _library(checked.source, tuple(sorted(checked.macros.items())))
-    first, cluster = 0 if blocks is None else max(0, checked.ctas - blocks), checked.macros.get("CLUSTER", 1)
-    shared_bytes = ctypes.c_longlong(checked.shared_bytes)
+    first, shared_bytes = (
+        0 if blocks is None else max(0, checked.ctas - blocks),
+        ctypes.c_longlong(checked.shared_bytes),
+    )
     array = (ctypes.c_longlong * len(values))(*map(_bits, values))
     library.launch.restype = ctypes.c_char_p
     failure = library.launch(
-        entries.index(checked.entry), array, len(values), first, checked.ctas, checked.threads, shared_bytes,
-        cluster,
-    )  # fmt: skip
+        entries.index(checked.entry), array, len(values), first, checked.ctas, checked.threads, shared_bytes
+    )
     if failure:
         raise RuntimeError(f"{checked.entry}: {failure.decode()}")
 

@@ -33,33 +33,29 @@ class DirectionGradients(NamedTuple):
     A: Tensor | None  # (2, D, N) for the selective recurrence, otherwise empty or None
 
 
-def through_next_norm(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
-    """Return the gradient (B * M, C) of a block's output, in fp32 and in the dtype of matrix products."""
-    dx_TC = inputs.dx.flatten(0, 1)
-    if inputs.dnext is None:
-        return dx_TC, dx_TC.to(inputs.saved.uz.dtype)
-    assert inputs.next_normed is not None
-    return kernels.norm_backward(inputs.dnext, *inputs.next_normed, dx_TC)
-
-
 def through_block(
-    options: BackwardOptions, sizes: Sizes, inputs: BackwardInputs, dx_TC: Tensor, dout_TC: Tensor
-) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of x and of a block's weights.
-
-    The results are the gradient of x, a copy of the gradient of x in the dtype of matrix products (or None), the
-    gradient of xhat (the RMSNorm of x), the gradient of out_proj, for the selective recurrence the gradient of A_log,
-    and one flat tensor with the gradients of all other weights. The gradient of xhat is None unless xhat was an input.
+    options: BackwardOptions, sizes: Sizes, inputs: BackwardInputs, dx_TC: Tensor, dout_TC: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:  # fmt: skip
+    """Return the gradients of a block's input x and of its weights.
 
     Args:
         options: Options of the forward pass.
         sizes: Sizes of the weights, which the forward pass saves in packed form.
-        inputs: Inputs of the backward pass. The first three fields are not used.
-        dx_TC, dout_TC: Results of `through_next_norm`.
+        inputs: Tensors of the forward pass.
+        dx_TC: Gradient of the block's output, fp32.
+        dout_TC: Copy of dx_TC in the dtype of matrix products. If the argument is None, the copy is computed.
+
+    Returns:
+        The gradient of x, a copy of the gradient of x in the dtype of matrix products, the gradient of xhat (the
+        RMSNorm of x), and a list of the gradients of the weights. If xhat was an input of the block, the gradient of x
+        does not include the gradient through xhat, and the copy is None. Otherwise, the gradient of xhat is None. The
+        list contains the gradient of out_proj, for the selective recurrence the gradient of A_log, and one flat tensor
+        with the gradients of all other weights.
     """
-    _, _, _, scale_B, norm_C, in_proj, saved = inputs
-    xhat_TC = given(saved.xhat)
+    scale_B, norm_C, in_proj, saved = inputs
+    xhat_TC, rstd_T = given(saved.xhat), given(saved.rstd)
     (B, L, _), C, dtype = saved.uz.shape, sizes.C, saved.uz.dtype
+    dout_TC = dx_TC.to(dtype) if dout_TC is None else dout_TC
     tokens = Tokens(L, options.class_token_only)
     w = PackedWeights.of(saved.packed, sizes)
     u_BLD, z_BMD = split(saved.uz, xhat_TC, w, tokens)
@@ -80,18 +76,20 @@ def through_block(
         of_directions = _through_directions(options.recurrence, u_BLD, dy_BLD, du_BLD, w, saved, tokens)
     else:
         of_directions = _through_lines(options.recurrence, options.lines, u_BLD, dy_BLD, du_BLD, w, saved)
-    if options.class_token_only:  # the residual streams of all tokens except the class token have zero gradients
-        dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.class_token, L // 2)).view(-1, C)
-    dfolded, dxhat_TC, dx_TC, rounded_TC = _through_in_proj(
-        duz_BLE, dz_BMD, w, xhat_TC, given(saved.rstd), dx_TC, options, tokens
-    )
+    dfolded, dxhat_TC = _through_in_proj(duz_BLE, dz_BMD, w, xhat_TC, tokens)
     dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dA_2DN = of_directions
     dweights = kernels.unpack_gradients(
         norm_C, in_proj, sizes, dfolded, dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dtype
     )
     # the gradient of A_log is dA * A, because A = -exp(A_log)
     dA_log = [] if saved.A is None else [(given(dA_2DN) * saved.A).to(norm_C.dtype)]
-    return [dx_TC.view(B, L, C), rounded_TC, dxhat_TC, dout_proj.to(norm_C.dtype), *dA_log, dweights]
+    gradients = [dout_proj.to(norm_C.dtype), *dA_log, dweights]
+
+    if options.class_token_only:  # the residual streams of all tokens except the class token have zero gradients
+        dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.class_token, L // 2)).view(-1, C)
+    if options.norm_given:
+        return dx_TC, None, dxhat_TC, gradients
+    return *kernels.norm_backward(dxhat_TC, xhat_TC, rstd_T, dx_TC), None, gradients
 
 
 def _through_directions(
@@ -156,27 +154,17 @@ def _through_scan(
 
 
 def _through_in_proj(
-    duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, xhat_TC: Tensor, rstd_T: Tensor, dx_TC: Tensor,
-    options: BackwardOptions, tokens: Tokens,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    """Backpropagate through in_proj and, unless `options.norm_given`, through the norm before in_proj.
-
-    Returns the gradients of the matrix in_proj * norm weight, of xhat if `options.norm_given`, and of x, and a copy of
-    the gradient of x in the dtype of matrix products unless `options.norm_given`.
-    """
+    duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, xhat_TC: Tensor, tokens: Tokens
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the matrix in_proj * norm weight and of its input xhat, the normalized tokens."""
     (B, L, E), duz_TE = duz_BLE.shape, duz_BLE.flatten(0, 1)
-    dfolded = _mm(duz_TE.t(), xhat_TC)
-    if not (options.norm_given or tokens.class_token_only):
-        return dfolded, None, *kernels.in_proj_backward(duz_TE, w.in_proj, xhat_TC, rstd_T, dx_TC)
-    dxhat_TC = torch.mm(duz_TE, w.in_proj[:E])
+    dfolded, dxhat_TC = _mm(duz_TE.t(), xhat_TC), torch.mm(duz_TE, w.in_proj[:E])
     if tokens.class_token_only:  # add the contribution of z, which `duz_BLE` does not contain
         dz_BD = dz_BMD.squeeze(1)
         xhat_BC, dxhat_BC = (tokens.outputs(t_TC.view(B, L, -1)).squeeze(1) for t_TC in (xhat_TC, dxhat_TC))
         dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])
         dxhat_BC.addmm_(dz_BD, w.in_proj[E:])
-    if options.norm_given:
-        return dfolded, dxhat_TC, dx_TC, None
-    return dfolded, None, *kernels.norm_backward(dxhat_TC, xhat_TC, rstd_T, dx_TC)
+    return dfolded, dxhat_TC
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..checks import aligned
+from ..checks import aligned, given
 from ..cuda.plan import planned
-from .backward import through_block, through_next_norm
+from . import kernels
+from .backward import through_block
 from .contract import check_backward, check_forward
 from .forward import forward
 from .weights import BackwardInputs, BackwardOptions, Options, SavedForBackward, Sizes, scales_and_weights
@@ -29,10 +30,10 @@ def forward_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | No
     x, xhat, rstd = flat[:3]
     saved: list[Tensor | None] = []
     for i, (scale, weights) in enumerate(scales_and_weights(len(options), flat)):
-        given = xhat, rstd
+        norm = xhat, rstd
         x, xhat, rstd, *kept = forward(options[i], keep, [x, scale, xhat, rstd, *weights], overwrite=i > 0)
-        if saved and given[0] is not None:
-            kept = [*kept[:-2], *given]
+        if saved and norm[0] is not None:
+            kept = [*kept[:-2], *norm]
         saved += kept
     return [x, xhat, rstd, *saved]
 
@@ -41,19 +42,16 @@ def forward_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | No
 def backward_run(
     options: tuple[BackwardOptions, ...], sizes: Sizes, flat: list[Tensor | None]
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of x and of its norm xhat (or None), and then the gradients of each block's weights.
-
-    The gradients of a block's weights are the results of `through_block` after the gradient of xhat.
-    """
-    dx, dnext, *next_normed = flat[:4]
-    each, dxhat = 3 + FIELDS, None
+    """Return the gradients of x and of its norm xhat (or None), and then the gradients of each block's weights."""
+    dx, dnext, xhat, rstd, *others = map(aligned, flat)
+    each = 3 + FIELDS
+    of_blocks = [BackwardInputs.of(others[i : i + each]) for i in range(0, len(others), each)]
+    dx_TC, dout_TC = given(dx).flatten(0, 1), None
+    if dnext is not None:
+        dx_TC, dout_TC = kernels.norm_backward(dnext, given(xhat), given(rstd), dx_TC)
     gradients: list[Tensor | None] = []
-    rounded: Tensor | None = None
-    for i, own in reversed([*enumerate(options)]):
-        of_output = [dx, dnext, *next_normed] if rounded is None else [dx, None, None, None]
-        inputs = BackwardInputs.of(map(aligned, [*of_output, *flat[4 + i * each : 4 + (i + 1) * each]]))
-        # all blocks except the first backpropagate through their norm, and return a rounded copy of dx
-        dx_TC, dout_TC = through_next_norm(inputs) if rounded is None else (inputs.dx.flatten(0, 1), rounded)
-        dx, rounded, dxhat, *of_weights = through_block(own, sizes, inputs, dx_TC, dout_TC)
+    for own, inputs in zip(reversed(options), reversed(of_blocks)):
+        dx_TC, dout_TC, dxhat_TC, of_weights = through_block(own, sizes, inputs, dx_TC, dout_TC)
         gradients = [*of_weights, *gradients]
-    return [dx, dxhat, *gradients]
+    B, L, _ = of_blocks[0].saved.uz.shape
+    return [dx_TC.view(B, L, -1), dxhat_TC, *gradients]

@@ -184,11 +184,8 @@ class SavedForBackward(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Input tensors of the backward pass."""
+    """Tensors of the forward pass that the backward pass of a block reads."""
 
-    dx: Tensor  # (B, M, C): gradient of the block's output
-    dnext: Tensor | None  # (B * M, C): gradient of the output's norm, `next_normed.xhat`
-    next_normed: Normed | None  # norm of the block's output if forward has returned the norm
     scale: Tensor | None  # (B,): stochastic depth's factor of each image
     norm: Tensor  # (C,): weight of the norm
     in_proj: Tensor  # (2D, C)
@@ -196,8 +193,7 @@ class BackwardInputs(NamedTuple):
 
     @classmethod
     def of(cls, flat: Iterable[Tensor | None]) -> BackwardInputs:
-        """Convert a list in the order of the fields to `BackwardInputs`. `next_normed` and `saved` are flattened."""
-        dx, dnext, xhat, rstd, scale, norm, in_proj, uz, mean, states, packed, *others = flat
-        next_normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
+        """Convert a list in the order of the fields to `BackwardInputs`. `saved` is flattened."""
+        scale, norm, in_proj, uz, mean, states, packed, *others = flat
         saved = SavedForBackward(given(uz), given(mean), given(states), given(packed), *others)
-        return cls(given(dx), dnext, next_normed, scale, given(norm), given(in_proj), saved)
+        return cls(scale, given(norm), given(in_proj), saved)

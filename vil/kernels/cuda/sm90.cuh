@@ -1,4 +1,4 @@
-// Features of Hopper (sm_90a): mbarriers, bulk copies, clusters, and products of groups of four warps (wgmma).
+// Features of Hopper (sm_90a): mbarriers, bulk copies, and products of groups of four warps (wgmma).
 // Addresses without a pointer type are addresses in shared memory.
 // tests/helpers/emulator.cpp implements the same functions for a CPU.
 
@@ -40,40 +40,6 @@ DEVICE void copy_bulk(unsigned to, const void *from, int bytes, unsigned barrier
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
-}
-// Starts to load `bytes` bytes of global memory, a multiple of 16, into the L2 cache.
-DEVICE void prefetch_bulk(const void *from, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
-// CTAs of a cluster access each other's shared memory through the addresses that `in_cta` returns.
-DEVICE unsigned cluster_rank() {
-    unsigned rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-// Returns the address at which all CTAs of the cluster find the shared memory `address` of CTA `rank`.
-DEVICE unsigned in_cta(unsigned address, int rank) {
-    unsigned there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-DEVICE void store_in_cluster(unsigned to, unsigned v) {
-    asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
-}
-DEVICE void arrive_in_cluster(unsigned barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Waits as wait_long_for does, and makes writes of other CTAs visible that precede their arrivals.
-DEVICE void wait_for_cluster(unsigned barrier, int parity) {
-    asm volatile("{\n.reg .pred done;\nAGAIN:\n"
-                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1, 10000000;\n"
-                 "@!done bra AGAIN;\n}" ::"r"(barrier), "r"(parity)
-                 : "memory");
-}
-// Waits for all threads of the cluster that have not exited.
-DEVICE void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 template <int REGISTERS>
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
@@ -165,10 +131,10 @@ DEVICE void hold(float (&sums)[64]) { asm volatile("" : R64(sums)::"memory"); }
 #define R100(x) R96(x), R4(x, 96)
 DEVICE void hold(float (&sums)[100]) { asm volatile("" : R100(sums)::"memory"); }
 
-// Computes sums += a b, or sums = a b if not `add`, with both operands in shared memory and 128 or 192 columns of `b`.
+// Computes sums += a b, or sums = a b if not `add`, with both operands in shared memory and 128 columns of `b`.
 // Rows of `a` and `b` have 128 bytes in shared memory, with each 16-byte piece at index piece ^ row % 8.
 // A row of 128 bytes holds 64 columns of `a` or `b`. A product uses 16 columns of `a`.
-// Each further 64 columns of `b` are stored `apart` bytes after the previous 64 columns.
+// The other 64 columns of `b` are stored `apart` bytes after the first 64 columns.
 #define WGMMA_SHARED(type)                                                                             \
     asm volatile(                                                                                      \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                   \
@@ -181,21 +147,6 @@ DEVICE unsigned long long matrix_of_128_byte_rows(unsigned address, int apart) {
 }
 DEVICE void multiply_shared(bf16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("bf16"); }
 DEVICE void multiply_shared(fp16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("f16"); }
-#define WGMMA_SHARED_192(type)                                                                         \
-    asm volatile(                                                                                      \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                   \
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type " {" FIRST_64 ", "                \
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"               \
-        "}, %96, %97, p, 1, 1, 0, 1;\n}"                                                               \
-        : R96(sums)                                                                                    \
-        : "l"(matrix_of_128_byte_rows(a, 16)), "l"(matrix_of_128_byte_rows(b, apart)), "r"(int(add)))
-DEVICE void multiply_shared(bf16, float (&sums)[96], unsigned a, unsigned b, int apart, bool add) {
-    WGMMA_SHARED_192("bf16");
-}
-DEVICE void multiply_shared(fp16, float (&sums)[96], unsigned a, unsigned b, int apart, bool add) {
-    WGMMA_SHARED_192("f16");
-}
 // Lower half of the descriptor of a matrix for multiply_rows, which contains the matrix's address.
 struct SharedRows {
     unsigned low;
