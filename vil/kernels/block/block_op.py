@@ -83,19 +83,19 @@ def run_blocks(
 ) -> tuple[Tensor, Normed | None]:
     """Return the output of consecutive blocks, and the norm of the output for the next block.
 
-    Each block computes x' = x + scale * out_proj(mixer(norm(x))). One call of `vil::block` computes up to `BLOCKS`
-    blocks. `options.norm_next` and the equal eps of two blocks permit a block to pass the norm of its output on.
+    Each block computes x' = x + scale * out_proj(mixer(norm(x))). All blocks must have the same eps if any block except
+    the last one sets `Options.norm_next`. One call of the operator computes up to `BLOCKS` blocks.
 
     Args:
         x_BLC: Residual stream, fp32.
         weights: Weights of each block. All weights of a block have the same dtype.
         options: Options of each block.
-        scales: Factors of stochastic depth for each block, 0 or 1 / (1 - rate) for each image. None means 1.
-        normed: Norm of x that a previous call returned, if the last block of this call has the eps of the first block.
+        scales: Factors of stochastic depth of each block, 0 or 1 / (1 - rate) for each image. None means 1.
+        normed: Norm of x that the call for the previous blocks returned, if the previous blocks have the same eps.
 
     Returns:
-        x', and the norm of x' if the last block's `norm_next` is set and the norm costs no extra kernel, otherwise
-        None.
+        x' of the last block, and the norm of x' if the last block sets `norm_next` and the norm costs no extra kernel,
+        otherwise None.
     """
     i = 0
     while i < len(options):
@@ -113,9 +113,9 @@ def run_blocks(
 def _end(
     x_BLC: Tensor, weights: Sequence[BlockWeights], options: Sequence[Options], start: int, sizes: Sizes, keep: bool
 ) -> int:  # fmt: skip
-    """Return the end of the sequence of blocks that one call of `vil::block` can compute from the block `start` on.
+    """Return the index after the last block that one call of `vil::block`, beginning with block `start`, can compute.
 
-    `sizes` are the sizes of the block `start`, and `keep` is whether this block needs gradients.
+    `sizes` are the sizes of block `start`, and `keep` is whether block `start` needs gradients.
     """
     first, end = options[start], start + 1
     while end < min(start + BLOCKS, len(options)) and weights[end].sizes() == sizes:
@@ -130,7 +130,7 @@ def _end(
 
 
 def _run(sizes: Sizes, options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> Sequence:
-    """Return the output of blocks that one call computes, and xhat and rstd of the output or None twice."""
+    """Compute blocks with one call. Return the output, and xhat and rstd of the output (or None twice)."""
     if not is_eager(flat[0]):
         y_BMC, next_normed, _ = torch.ops.vil.block(*_to_schema(options, keep, flat))
         return y_BMC, *(next_normed or (None, None))

@@ -45,7 +45,8 @@ SAVED: dict[str, tuple[str, torch.dtype | None]] = {
 def check_lists(recurrence: str, blocks: int, **lists: Any) -> None:
     """Raise a ValueError unless an operator's list arguments have the expected lengths.
 
-    `blocks` is the length of the list `scales`. `lists` has a list and the list's permitted lengths for each name.
+    `blocks` is the length of the argument `scales`. Each item of `lists` is a tuple of an argument and of the
+    argument's permitted lengths.
     """
     check_choice("recurrence", recurrence, backends.RECURRENCES)
     if blocks < 1:
@@ -77,10 +78,8 @@ def check_forward(options: tuple[Options, ...], keep: bool, flat: list[Tensor | 
         N = sizes.setdefault("N", (P - R) // 2)
         _check_sizes("weights", Sizes(C, D, N, R, sizes["K"]))
         if E != 2 * D or P != R + 2 * N:
-            need = (
-                f"weights[{first + 1}] (in_proj) must have {2 * D} rows and weights[{first + 5}] (x_proj) {R + 2 * N}"
-            )
-            raise ValueError(f"{need} rows, got {E} and {P}")
+            in_proj, x_proj = f"weights[{first + 1}] (in_proj)", f"weights[{first + 5}] (x_proj)"
+            raise ValueError(f"{in_proj} must have {2 * D} rows and {x_proj} {R + 2 * N} rows, got {E} and {P}")
         _check_lines(options[i].lines, sizes["L"])
     if given(x_BLC).numel() == 0:
         raise ValueError("x_BLC must not be empty")
