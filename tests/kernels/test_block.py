@@ -28,7 +28,7 @@ from timm.layers import DropPath
 from torch.utils._pytree import tree_leaves
 
 from vil.kernels import backends
-from vil.kernels.block import backward, block_op, contract, forward, reference
+from vil.kernels.block import backward, block_op, contract, forward, reference, run
 from vil.kernels.block import fused as fused_operators
 from vil.kernels.block.weights import Normed
 from vil.kernels.cuda import launches
@@ -46,7 +46,7 @@ def reference_kernels(monkeypatch):
     """
     handed, pack_weights = [], ReferenceKernels.pack_weights
     monkeypatch.setattr(ReferenceKernels, "pack_weights", lambda *a: handed.append(a[3] is None) or pack_weights(*a))
-    for module in (block_op, forward, backward):
+    for module in (block_op, forward, backward, run):
         monkeypatch.setattr(module, "kernels", ReferenceKernels)
     for module in (forward, backward):
         monkeypatch.setattr(module, "scans", ReferenceKernels)
@@ -267,9 +267,9 @@ def test_runs_of_blocks_have_the_gradients_of_plain_blocks(
     expected = outcome(chain, x, dy, **arguments)
     dispatch.set_fused(True)
     torch.compiler.reset()
-    run = torch.compile(chain, fullgraph=True, backend="aot_eager") if how == "compiled" else chain
+    called = torch.compile(chain, fullgraph=True, backend="aot_eager") if how == "compiled" else chain
     torch.manual_seed(1)
-    found = outcome(run, x, dy, **arguments)
+    found = outcome(called, x, dy, **arguments)
     torch.testing.assert_close({name.removeprefix("_orig_mod."): t for name, t in found.items()}, expected)
     assert reference_kernels[:8] == [False] + [True] * 7
 
